@@ -1,0 +1,78 @@
+# `make demo` and `make test` set up everything they need in .venv first.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+STAMP := $(VENV)/.pdstage-setup
+CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
+TESTS ?=
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types format bench native sdist wheel clean distclean
+
+help:  ## Show this list.
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## Make .venv with everything the demo and the tests need.
+
+# A venv without ensurepip (Debian without python3-venv) borrows the system's pip.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "$(PYTHON) is older than 3.11; name a newer one: make setup PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
+	    rm -rf $(VENV) && $(PYTHON) -m venv --without-pip $(VENV) && \
+	    $(PYTHON) -m pip --python $(BIN)/python install -q pip; } || { rm -rf $(VENV); \
+	    echo "$(PYTHON) has neither ensurepip nor pip; install the packages python3-venv and python3-dev" >&2; exit 1; }
+
+# Order matters: torch alone, so that its index is asked for it only; nixl without its dependencies, which would pull a
+# second torch and CUDA wheels it does not need on the CPU.
+$(STAMP): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) | $(BIN)/python
+	$(PIP) install -q -c constraints.txt torch==2.13.0 numpy
+	$(PIP) install -q --no-deps nixl==1.5.1 nixl-cu13==1.5.1
+	$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	    e = p["optional-dependencies"]; print(*p["dependencies"], *e["demo"], *e["dev"], sep="\n")' > $(VENV)/requirements.txt
+	$(PIP) install -q -c constraints.txt -r $(VENV)/requirements.txt
+	$(PIP) install -q --no-deps --no-build-isolation -e .
+	@$(BIN)/python -c 'from pdstage import native; print("pdstage is ready, host code:", native.active())'
+	@touch $@
+
+demo: $(STAMP)  ## Move a real model's KV cache from TP 4 to TP 2 and go on decoding (ARGS="--path direct").
+	$(BIN)/pdstage demo $(ARGS)
+
+test: $(STAMP)  ## Run the tests (TESTS=tests/control ARGS=-x).
+	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+lint: $(STAMP)  ## Check style: ruff and clang-format.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@echo '$(CXX_SOURCES)' | xargs -r $(BIN)/clang-format --dry-run -Werror
+
+types: $(STAMP)  ## Check types: mypy --strict, kernels and bench included through their symlinks.
+	$(BIN)/mypy
+
+format: $(STAMP)  ## Rewrite the sources in the project's style.
+	$(BIN)/ruff check --fix-only -q .
+	$(BIN)/ruff format .
+	@echo '$(CXX_SOURCES)' | xargs -r $(BIN)/clang-format -i
+
+bench: $(STAMP)  ## Run the benchmarks (ARGS="wire --json FILE").
+	$(BIN)/pdstage bench $(ARGS)
+
+native: | $(BIN)/python  ## Build the C++ extension again, and fail if it cannot be built.
+	PDSTAGE_NATIVE=yes $(PIP) install -q --no-deps --no-build-isolation -e .
+
+sdist: $(STAMP)  ## Build dist/*.tar.gz.
+	$(BIN)/python -c 'from setuptools.build_meta import build_sdist; print(build_sdist("dist"))' | tail -n 1
+
+wheel: $(STAMP)  ## Build dist/*.whl.
+	$(PIP) wheel -q --no-deps --no-build-isolation -w dist .
+
+clean:  ## Remove what builds and tools left behind; keep .venv.
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
+	find pdstage kernels bench tests csrc -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean  ## Remove .venv and the built extension too.
+	rm -rf $(VENV) pdstage/_native*.so

@@ -1,0 +1,234 @@
+"""Imports point down only, every module has a layer, and importing pdstage stays light. Sizes are only reported."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The layer table. A name covers the module and everything below it; a new module is added here, by its layer.
+LAYERS = {
+    0: ["errors", "topology", "layout", "tensors", "native"],
+    1: ["plan", "ring", "cost", "metrics", "spans", "tables"],
+    2: ["protocol"],
+    3: ["kernels"],
+    4: ["stager", "control", "transport"],
+    5: ["manager", "node"],
+    6: ["integrations", "cli", "demo", "bench", "__main__"],
+}
+LAYER = {name: layer for layer, names in LAYERS.items() for name in names}
+# Where each folder of the checkout is installed.
+FOLDERS = {"pdstage": "pdstage", "kernels": "pdstage.kernels", "bench": "pdstage.bench"}
+# Who may import what at the top of a module: each heavy dependency stays behind its own door.
+DOORS = {
+    "zmq": {"control"},
+    "nixl": {"transport"},
+    "nixl_cu13": {"transport"},
+    "triton": {"kernels"},
+    "cupy": {"kernels"},
+}
+PURE = {0, 1, 2}  # no thread, no socket, no clock in these
+IMPURE = {"threading", "socket", "time", "asyncio", "selectors", "subprocess", "multiprocessing", "torch"}
+LIGHT = {"torch", "zmq", "nixl", "nixl_cu13", "triton", "cupy", "transformers"}
+FILE_LINES, FUNCTION_LINES, CLASS_LINES = 400, 60, 200
+
+
+class Import(NamedTuple):
+    """`module` imports `target` at `where` (file:line); `guarded` under TYPE_CHECKING, `lazy` inside a function."""
+
+    module: str
+    target: str
+    where: str
+    guarded: bool = False
+    lazy: bool = False
+
+
+def sources(root: Path = ROOT) -> Iterator[tuple[str, Path]]:
+    """Every module of the package with its file, by the name it installs as; symlinked folders once."""
+    for folder, package in FOLDERS.items():
+        for path in sorted((root / folder).rglob("*.py")):
+            inner = path.relative_to(root / folder)
+            if any((root / folder / parent).is_symlink() for parent in inner.parents):
+                continue
+            parts = inner.with_suffix("").parts
+            yield ".".join((package, *(parts[:-1] if parts[-1] == "__init__" else parts))), path
+
+
+def imports_of(module: str, path: Path, root: Path = ROOT) -> Iterator[Import]:
+    """All imports of a module, absolute, `from a import b` as a.b."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+
+    def visit(node: ast.AST, guarded: bool, lazy: bool) -> Iterator[Import]:
+        where = f"{path.relative_to(root)}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(module, alias.name, where, guarded, lazy)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                anchor = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*anchor, base] if base else anchor)
+            for alias in node.names:
+                yield Import(module, f"{base}.{alias.name}", where, guarded, lazy)
+        in_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            inside = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and child in node.body
+            yield from visit(child, guarded or inside, lazy or in_function)
+
+    yield from visit(ast.parse(path.read_text()), guarded=False, lazy=False)
+
+
+def layer_of(name: str) -> int | None:
+    """The layer of a dotted name under pdstage; None for the package itself and for names the table does not hold."""
+    parts = name.split(".")
+    return LAYER.get(parts[1]) if len(parts) > 1 else None
+
+
+def problem(found: Import) -> str:
+    """What the layer table says against an import; empty if nothing."""
+    own, part, top = layer_of(found.module), [*found.module.split("."), ""][1], found.target.split(".")[0]
+    said = f"{found.where}: {found.module} imports {found.target}"
+    if top in {"kernels", "bench"}:
+        return f"{said}, which installs as pdstage.{top}"
+    if top in DOORS and part not in DOORS[top] and own != 6 and not found.guarded:
+        return f"{said}, which stays behind {sorted(DOORS[top])}"
+    if own in PURE and top in IMPURE and not found.guarded and part != "tensors":
+        return f"{said}, but layer {own} is pure"
+    if top != "pdstage" or own is None:
+        return ""
+    target = layer_of(found.target)
+    if target is None:
+        name = [*found.target.split("."), ""][1]
+        if own == 6 and name[:1].isupper():  # the public API, as users import it
+            return ""
+        return "" if name in {"", "_native"} else f"{said}, which no layer holds"
+    if target > own:
+        return f"{said}, from layer {own} up to layer {target}"
+    if own == target == 4 and part != found.target.split(".")[1]:
+        return f"{said}, and parts of layer 4 never import each other"
+    return ""
+
+
+def test_every_module_has_a_layer() -> None:
+    homeless = [
+        f"{path.relative_to(ROOT)} ({name})" for name, path in sources() if name != "pdstage" and layer_of(name) is None
+    ]
+    assert not homeless, f"add them to LAYERS in {Path(__file__).name}: {homeless}"
+
+
+def test_imports_point_down() -> None:
+    problems = [said for name, path in sources() for found in imports_of(name, path) if (said := problem(found))]
+    assert not problems, "\n".join(["imports that DESIGN does not allow:", *problems])
+
+
+def test_package_root_imports_nothing_upward_at_import_time() -> None:
+    """`pdstage/__init__.py` may name its public API, but only lazily where that would pull heavy modules."""
+    found = [i for i in imports_of("pdstage", ROOT / "pdstage/__init__.py") if not (i.guarded or i.lazy)]
+    assert not [i for i in found if i.target.split(".")[0] in LIGHT], found
+
+
+def test_native_has_one_door() -> None:
+    named = [
+        found.where
+        for name, path in sources()
+        for found in imports_of(name, path)
+        if found.target.split(".")[-1] == "_native" and name != "pdstage.native"
+    ]
+    assert not named, f"import pdstage.native instead of the extension: {named}"
+
+
+def test_imports_inside_kernels_are_relative() -> None:
+    absolute = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for name, path in sources()
+        if name.startswith("pdstage.kernels")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("pdstage.kernels")
+    ]
+    assert not absolute, f"kernels/ installs under another name; keep its own imports relative: {absolute}"
+
+
+def test_importing_pdstage_is_light() -> None:
+    code = f"import pdstage, sys; print(*sorted({LIGHT!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert not done.stdout.strip(), f"import pdstage pulls in {done.stdout.strip()}"
+
+
+@pytest.mark.parametrize("module", ["errors", "topology", "layout", "plan", "ring", "metrics", "protocol", "native"])
+def test_pure_modules_import_light(module: str) -> None:
+    if not ((ROOT / "pdstage" / f"{module}.py").exists() or (ROOT / "pdstage" / module / "__init__.py").exists()):
+        pytest.skip(f"no pdstage.{module}")
+    code = f"import pdstage.{module}, sys; print(*sorted({LIGHT!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert not done.stdout.strip(), f"import pdstage.{module} pulls in {done.stdout.strip()}"
+
+
+def test_sizes_are_reported() -> None:
+    """Sizes are a smell detector, not a goal: this warns and never fails."""
+    large = []
+    for _, path in sources():
+        text = path.read_text()
+        name = path.relative_to(ROOT)
+        if (n := text.count("\n")) > FILE_LINES:
+            large.append(f"{name}: {n} lines")
+        for node in ast.walk(ast.parse(text)):
+            limit = {ast.FunctionDef: FUNCTION_LINES, ast.AsyncFunctionDef: FUNCTION_LINES, ast.ClassDef: CLASS_LINES}
+            if type(node) in limit and (n := node.end_lineno - node.lineno + 1) > limit[type(node)]:
+                large.append(f"{name}:{node.lineno}: {node.name} has {n} lines")
+    if large:
+        warnings.warn("larger than wanted:\n  " + "\n  ".join(large), stacklevel=1)
+
+
+# The rules themselves, on a tree made to break each one.
+BROKEN = {
+    "pdstage/layout.py": ("from pdstage.plan import Chunk", "up to layer 1"),
+    "pdstage/plan.py": ("import time", "is pure"),
+    "pdstage/protocol/room.py": ("def f():\n    from ..manager import Node", "up to layer 5"),
+    "pdstage/stager.py": ("from pdstage.control import zmq", "never import each other"),
+    "pdstage/control/a.py": ("from pdstage import transport", "never import each other"),
+    "pdstage/metrics.py": ("from pdstage import widgets", "no layer holds"),
+    "pdstage/manager/loop.py": ("import zmq", "stays behind"),
+    "pdstage/cli.py": ("from kernels import gather", "installs as pdstage.kernels"),
+    "pdstage/manager/room.py": ("from pdstage import DecodeNode", "no layer holds"),
+    "kernels/host_copy.py": ("from ..stager import Stager", "up to layer 4"),
+}
+ALLOWED = {
+    "pdstage/plan.py": "from __future__ import annotations\nfrom pdstage.layout import View\nfrom . import errors",
+    "pdstage/transport/nixl.py": "import nixl\nfrom .base import Trait\nfrom pdstage.plan import Chunk",
+    "pdstage/protocol/room.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
+    "pdstage/demo/rank.py": "from pdstage import DecodeNode, Topology",
+    "kernels/reference.py": "import torch\nfrom ..layout import View",
+}
+
+
+def write(root: Path, name: str, text: str) -> tuple[str, Path]:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+    return next((module, found) for module, found in sources(root) if found == path)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_rule_is_named(tmp_path: Path, name: str) -> None:
+    text, expected = BROKEN[name]
+    module, path = write(tmp_path, name, text)
+    said = [p for found in imports_of(module, path, tmp_path) if (p := problem(found))]
+    assert len(said) == 1, said
+    assert expected in said[0]
+    assert f"{name}:{text.count(chr(10)) + 1}" in said[0], "names file and line"
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_is_allowed_stays_allowed(tmp_path: Path, name: str) -> None:
+    module, path = write(tmp_path, name, ALLOWED[name])
+    assert not [p for found in imports_of(module, path, tmp_path) if (p := problem(found))]

@@ -1,0 +1,228 @@
+"""What the wheel, the sdist and the editable install hold, and what PDSTAGE_NATIVE does to them.
+
+Every build runs on a copy of the checkout, so that nothing is left in it and a CUDA source is there to follow.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
+SOURCES = {  # put into the copy where the checkout has no file of that kind yet
+    "csrc/cuda/copy.cu": 'extern "C" __global__ void nothing() {}\n',
+    "csrc/cuda/copy.cuh": "#pragma once\n",
+}
+NATIVE_SOURCE = ROOT / "csrc/bindings.cpp"
+needs_bindings = pytest.mark.skipif(not NATIVE_SOURCE.exists(), reason="no csrc/bindings.cpp")
+
+
+def build(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *args],
+        cwd=cwd,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def wheel_of(source: Path, out: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return build(
+        "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out), str(source), cwd=out, **env
+    )
+
+
+def probe(code: str, *site_dirs: Path, pth: bool = False) -> str:
+    """Runs `code` where pdstage can come from `site_dirs` only; the dependencies come from this environment."""
+    add = "site.addsitedir" if pth else "sys.path.append"
+    head = f"import site, sys\n[{add}(d) for d in {[str(d) for d in site_dirs]!r}]\n"
+    # Appended by hand: the .pth files there would bring the checkout's own pdstage.
+    head += f"sys.path.extend({sorted({sysconfig.get_path('purelib'), sysconfig.get_path('platlib')})!r})\n"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", head + code], capture_output=True, text=True, check=False, cwd="/"
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tracked tree, symlinks kept, with at least one CUDA source and header."""
+    copy = tmp_path_factory.mktemp("checkout") / "pdstage"
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=LEFT_OUT)
+    for name, text in SOURCES.items():
+        if not (copy / name).exists():
+            (copy / name).parent.mkdir(exist_ok=True)
+            (copy / name).write_text(text)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel built without the extension."""
+    out = tmp_path_factory.mktemp("wheel")
+    done = wheel_of(checkout, out, PDSTAGE_NATIVE="no")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return zipfile.ZipFile(next(out.glob("*.whl")))
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sdist")
+    code = f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
+        archive.extractall(out, filter="data")
+    return next(path for path in out.iterdir() if path.is_dir())
+
+
+def expected_modules(root: Path) -> set[str]:
+    """Installed names of all Python files, from the folders they live in."""
+    folders = {"pdstage": "pdstage", "kernels": "pdstage/kernels", "bench": "pdstage/bench"}
+    return {
+        f"{installed}/{path.relative_to(root / folder)}"
+        for folder, installed in folders.items()
+        for path in (root / folder).rglob("*.py")
+        if not any(parent.is_symlink() for parent in path.parents)
+    }
+
+
+def test_wheel_holds_every_module_once_under_pdstage(checkout: Path, wheel: zipfile.ZipFile) -> None:
+    names = wheel.namelist()
+    assert len(names) == len(set(names)), "a name twice"
+    assert {name.split("/")[0] for name in names} == {"pdstage", "pdstage-0.1.0.dist-info"}
+    assert {name for name in names if name.endswith(".py")} == expected_modules(checkout)
+    assert "pdstage/py.typed" in names
+
+
+def test_wheel_holds_cuda_sources(checkout: Path, wheel: zipfile.ZipFile) -> None:
+    for path in [*checkout.glob("csrc/cuda/*.cu"), *checkout.glob("csrc/cuda/*.cuh")]:
+        assert wheel.read(f"pdstage/csrc/cuda/{path.name}") == path.read_bytes()
+
+
+def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
+    info = "pdstage-0.1.0.dist-info"
+    lines = wheel.read(f"{info}/METADATA").decode().splitlines()
+    base = sorted(line.split(": ")[1] for line in lines if line.startswith("Requires-Dist") and "extra" not in line)
+    assert base == ["msgspec>=0.19", "numpy>=1.26", "pyzmq>=26"]
+    extras = {line.split(": ")[1] for line in lines if line.startswith("Provides-Extra")}
+    assert extras == {"torch", "triton", "cuda12", "cuda13", "nixl", "mooncake", "demo", "dev"}
+    assert "License-Expression: Apache-2.0" in lines
+    assert "pdstage = pdstage.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert any(name.endswith("LICENSE") for name in wheel.namelist())
+
+
+def test_pure_wheel_imports(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    assert wheel.filename.endswith("-py3-none-any.whl"), wheel.filename
+    wheel.extractall(tmp_path)
+    code = (
+        "import pdstage.plan, pdstage.kernels, pathlib; from pdstage import native\n"
+        "print(native.active(), *(pathlib.Path(p.__path__[0]).parent for p in (pdstage, pdstage.kernels)))"
+    )
+    assert probe(code, tmp_path) == f"numpy {tmp_path} {tmp_path}/pdstage"
+
+
+def test_sdist_holds_sources_once_and_builds(checkout: Path, sdist: Path, tmp_path: Path) -> None:
+    held = {str(path.relative_to(sdist)) for path in sdist.rglob("*") if path.is_file()}
+    sources = {
+        str(path.relative_to(checkout))
+        for folder in ("csrc", "kernels", "bench", "pdstage", "tests")
+        for path in (checkout / folder).rglob("*")
+        if path.is_file() and path.suffix in {".py", ".cpp", ".hpp", ".cu", ".cuh"}
+        if not any(parent.is_symlink() for parent in path.parents)
+    }
+    assert sources <= held, sorted(sources - held)
+    assert {"LICENSE", "setup.py", "pyproject.toml", "constraints.txt", "Makefile"} <= held
+    assert not [name for name in held if name.startswith(("pdstage/kernels", "pdstage/csrc", "pdstage/bench"))]
+
+    done = wheel_of(sdist, tmp_path, PDSTAGE_NATIVE="no")
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
+    assert expected_modules(checkout) <= set(names)
+    assert "pdstage/csrc/cuda/copy.cu" in names
+
+
+def test_editable_install_reaches_everything(checkout: Path, tmp_path: Path) -> None:
+    install = ["pip", "install", "--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed"]
+    done = build(*install, "--prefix", str(tmp_path), "-e", str(checkout), cwd=tmp_path, PDSTAGE_NATIVE="no")
+    assert done.returncode == 0, done.stdout + done.stderr
+    code = (
+        "import pdstage.plan, pdstage.kernels, importlib.resources as r\n"
+        "print(pdstage.__file__)\nprint(*pdstage.kernels.__path__)\n"
+        "print((r.files('pdstage') / 'csrc' / 'cuda' / 'copy.cu').read_text(), end='')"
+    )
+    package, kernels, source = probe(code, next(tmp_path.rglob("site-packages")), pth=True).split("\n", 2)
+    assert Path(package) == checkout / "pdstage/__init__.py"
+    assert Path(kernels).resolve() == checkout / "kernels"
+    assert source.strip() == (checkout / "csrc/cuda/copy.cu").read_text().strip()
+
+
+def test_unknown_native_choice_is_refused(checkout: Path, tmp_path: Path) -> None:
+    done = wheel_of(checkout, tmp_path, PDSTAGE_NATIVE="maybe")
+    assert done.returncode != 0
+    assert "PDSTAGE_NATIVE='maybe' is neither yes nor no" in done.stdout + done.stderr
+
+
+@needs_bindings
+def test_native_yes_fails_loudly_without_a_compiler(checkout: Path, tmp_path: Path) -> None:
+    done = wheel_of(checkout, tmp_path, PDSTAGE_NATIVE="yes", CC="false", CXX="false")
+    assert done.returncode != 0
+    assert not list(tmp_path.glob("*.whl"))
+    assert "false" in done.stdout + done.stderr
+
+
+@needs_bindings
+def test_native_unset_goes_on_without_a_compiler(checkout: Path, tmp_path: Path) -> None:
+    done = wheel_of(checkout, tmp_path, PDSTAGE_NATIVE="", CC="false", CXX="false")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not [n for n in zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist() if n.endswith(".so")]
+
+
+@needs_bindings
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "c++")), reason="no C++ compiler")
+def test_native_yes_builds_an_extension_that_loads(checkout: Path, tmp_path: Path) -> None:
+    done = wheel_of(checkout, tmp_path, PDSTAGE_NATIVE="yes")
+    assert done.returncode == 0, done.stdout + done.stderr
+    zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(tmp_path / "site")
+    assert probe("from pdstage import native; print(native.active())", tmp_path / "site") == "c++"
+
+
+@pytest.mark.parametrize(("wanted", "said"), [("no", "numpy"), ("", None)])
+def test_active_choice_at_run_time(wanted: str, said: str | None) -> None:
+    env = {**os.environ, "PDSTAGE_NATIVE": wanted}
+    code = "from pdstage import native; print(native.active(), native.ext is None)"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    active, closed = done.stdout.split()
+    assert active in {said or active}
+    assert (active == "numpy") == (closed == "True")
+
+
+def test_pins_satisfy_ranges() -> None:
+    """Every requirement of the base, demo and dev sets has a pin, and the pin lies in its range."""
+    from packaging.requirements import Requirement  # noqa: PLC0415
+    from packaging.version import Version  # noqa: PLC0415
+
+    pins = dict(
+        line.lower().split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for text in [*project["dependencies"], *extras["torch"], *extras["nixl"], *extras["demo"], *extras["dev"]]:
+        wanted = Requirement(text)
+        assert Version(pins[wanted.name.lower()]) in wanted.specifier, text
