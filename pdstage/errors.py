@@ -1,0 +1,42 @@
+"""The library's errors: whose fault, which culprit, what to do.
+
+Layer 0. Must not know any other module.
+
+Every error is a `PdstageError` whose text is one sentence that names the culprit and one that names the remedy, and whose
+`fields` carry the same facts for programs. The split by blame follows h11's LocalProtocolError/RemoteProtocolError.
+"""
+
+from __future__ import annotations
+
+
+class PdstageError(Exception):
+    """Base of every error this library raises.
+
+    `what` names the culprit, `remedy` what to do about it; `fields` are the same facts by name.
+    """
+
+    def __init__(self, what: str, *, remedy: str = "", **fields: object) -> None:
+        super().__init__(f"{what}; {remedy}" if remedy else what)
+        self.what = what
+        self.remedy = remedy
+        self.fields = fields
+
+
+class UsageError(PdstageError, ValueError):
+    """The caller's mistake: nothing was changed by the refused call."""
+
+
+class PeerError(PdstageError):
+    """The other side broke the protocol, or cannot be talked to."""
+
+
+class TransportError(PdstageError):
+    """The fabric failed: a write, a registration or a connection."""
+
+
+class Aborted(PdstageError):
+    """The room was given up on purpose, here or at the peer."""
+
+
+class DeadlineExceeded(PdstageError, TimeoutError):
+    """A room or a peer did not answer within one of the configured deadlines."""

@@ -1,0 +1,256 @@
+"""Where an engine keeps a request's state: regions, views and components.
+
+Layer 0, pure. Must not know plans, peers, torch or any engine; `tensors.py` builds these from tensors.
+
+A *region* is registered memory. A *view* is affine addressing of one region:
+
+    address = region.base + offset + item*item_stride + row_offset(t) + shard*shard_stride + seg*seg_stride + byte
+
+`rows` holds one or two `(tokens, stride)` levels that t, a token within its item, runs through in turn: with levels
+(n1, s1), (n2, s2) the row offset is (t // n1)*s1 + (t % n1 // n2)*s2. The last level's `tokens` is what one row covers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import astuple, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdstage.errors import UsageError
+from pdstage.topology import Axis  # noqa: TC001  (msgspec resolves the annotation at run time)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+
+class Key(NamedTuple):
+    """Identifies a view on both sides. Its tuple order is the staged order: all K before all V, layers ascending."""
+
+    component: str
+    role: str
+    layer: int
+
+
+class Row(NamedTuple):
+    """One level of a view's row addressing: every `tokens` tokens lie `stride` bytes further."""
+
+    tokens: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Registered memory: `nbytes` from address `base`, of `kind` "cpu" or "cuda", on `device` (0 for "cpu")."""
+
+    base: int
+    nbytes: int
+    kind: str = "cpu"
+    device: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Affine addressing of one region; every size and stride in bytes. The module's docstring gives the formula.
+
+    `region` indexes `Layout.regions`. `n_items` pages or slots of `tokens_per_item` tokens; `shards` local shards of `axis`;
+    `segs` runs of `width` bytes inside a shard. `format` names the encoding ("bf16", "fp8_e4m3", ...), compared for equality.
+    """
+
+    key: Key
+    region: int
+    offset: int
+    n_items: int
+    item_stride: int
+    tokens_per_item: int
+    rows: tuple[Row, ...]
+    shards: int
+    shard_stride: int
+    segs: int = 1
+    seg_stride: int = 0
+    width: int
+    axis: Axis
+    format: str
+
+    def __post_init__(self) -> None:
+        problem = self._problem()
+        if problem:
+            raise UsageError(f"view {self.key} {problem}", remedy="correct the view's geometry", key=self.key)
+
+    def _problem(self) -> str:
+        if not 1 <= len(self.rows) <= 2:
+            return f"has {len(self.rows)} row levels, not one or two"
+        if min(self.n_items, self.tokens_per_item, self.shards, self.segs, self.width) < 1:
+            return "has a size below 1"
+        if any(row.tokens < 1 for row in self.rows):
+            return "has a row level of no tokens"
+        if self.tokens_per_item % self.rows[-1].tokens:
+            return (
+                f"has {self.tokens_per_item} tokens per item, not a multiple of the {self.rows[-1].tokens} a row covers"
+            )
+        if len(self.rows) == 2 and self.rows[0].tokens % self.rows[1].tokens:
+            return "has a first row level that is not a multiple of the second"
+        if self.axis.count != self.shards:
+            return f"declares {self.axis.count} shards on axis {self.axis.name!r} but stores {self.shards}"
+        if self.axis.first < 0 or self.axis.first + self.axis.count > self.axis.total:
+            return f"declares shards {self.axis.first}..{self.axis.first + self.axis.count} of {self.axis.total}"
+        return ""
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens that one row covers; 1 but for compressed caches."""
+        return self.rows[-1].tokens
+
+    @property
+    def rows_per_item(self) -> int:
+        return self.tokens_per_item // self.tokens_per_row
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Payload bytes of one shard of one row."""
+        return self.segs * self.width
+
+    def row_offset(self, t: int) -> int:
+        """Bytes from an item's start to the row that holds its token `t`."""
+        offset = 0
+        for tokens, stride in self.rows:
+            offset += t // tokens * stride
+            t %= tokens
+        return offset
+
+    def extent(self) -> tuple[int, int]:
+        """Lowest and one past the highest byte the view can touch, from the region's base."""
+        low = high = self.offset
+        rows = [self.row_offset(t) for t in range(0, self.tokens_per_item, self.tokens_per_row)]
+        steps = (
+            ((self.n_items - 1) * self.item_stride,),
+            ((self.shards - 1) * self.shard_stride,),
+            ((self.segs - 1) * self.seg_stride,),
+            rows,
+        )
+        for step in steps:
+            low += min(0, *step)
+            high += max(0, *step)
+        return low, high + self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """The views indexed together: one list of items (pages or slots) serves them all.
+
+    `positional` items carry token positions and are intersected between the two sides; the others are slots, matched by order.
+    """
+
+    name: str
+    views: tuple[View, ...]
+    positional: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.views:
+            raise UsageError(f"component {self.name!r} has no views", remedy="give it at least one view")
+        first = self.views[0]
+        for view in self.views:
+            if view.key.component != self.name:
+                raise UsageError(f"view {view.key} is not of component {self.name!r}", remedy="use one component name")
+            if view.tokens_per_item != first.tokens_per_item or view.n_items != first.n_items:
+                raise UsageError(
+                    f"view {view.key} has {view.n_items} items of {view.tokens_per_item} tokens, "
+                    f"{first.key} has {first.n_items} of {first.tokens_per_item}",
+                    remedy="views indexed together share item count and page size; make two components",
+                )
+
+    @property
+    def tokens_per_item(self) -> int:
+        return self.views[0].tokens_per_item
+
+    @property
+    def n_items(self) -> int:
+        return self.views[0].n_items
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Everything a rank stores for its requests: regions and the components that address them.
+
+    Components are kept in name order and views in key order, so that equal content is equal layout.
+    """
+
+    regions: tuple[Region, ...]
+    components: tuple[Component, ...]
+
+    @classmethod
+    def of(cls, regions: Iterable[Region], views: Iterable[View], *, slots: Iterable[str] = ()) -> Layout:
+        """Groups `views` by component; the components named in `slots` have no token positions.
+
+        Raises `UsageError` for a repeated key, an unknown region, or a view that leaves its region.
+        """
+        held = tuple(regions)
+        by_key: dict[Key, View] = {}
+        for view in views:
+            if by_key.setdefault(view.key, view) is not view:
+                raise UsageError(f"view {view.key} is given twice", remedy="each key names one view", key=view.key)
+            check_inside(view, held)
+        keys = sorted(by_key)
+        names = dict.fromkeys(key.component for key in keys)
+        no_positions = frozenset(slots)
+        return cls(
+            held,
+            tuple(
+                Component(name, tuple(by_key[k] for k in keys if k.component == name), name not in no_positions)
+                for name in names
+            ),
+        )
+
+    def views(self) -> Iterator[View]:
+        for component in self.components:
+            yield from component.views
+
+    def by_key(self) -> Mapping[Key, View]:
+        return self._by_key
+
+    @cached_property
+    def _by_key(self) -> Mapping[Key, View]:
+        return {view.key: view for view in self.views()}
+
+    def component(self, name: str) -> Component:
+        for component in self.components:
+            if component.name == name:
+                return component
+        known = ", ".join(c.name for c in self.components)
+        raise UsageError(f"no component {name!r}", remedy=f"this layout has {known}", component=name)
+
+    def digest(self) -> str:
+        """16 hex digits of everything but addresses: equal digests mean equal geometry."""
+        shape = [(c.name, c.positional, [astuple(v)[0:1] + astuple(v)[3:] for v in c.views]) for c in self.components]
+        return hashlib.blake2b(repr(shape).encode(), digest_size=8).hexdigest()
+
+
+def check_inside(view: View, regions: tuple[Region, ...]) -> None:
+    """Raises `UsageError` unless every byte of `view` lies in its region."""
+    if not 0 <= view.region < len(regions):
+        raise UsageError(f"view {view.key} is of region {view.region}", remedy=f"there are {len(regions)} regions")
+    low, high = view.extent()
+    if low < 0 or high > regions[view.region].nbytes:
+        raise UsageError(
+            f"view {view.key} covers bytes {low}..{high} of a region of {regions[view.region].nbytes}",
+            remedy="register the whole allocation, or correct the strides",
+            key=view.key,
+        )
+
+
+def mismatch(src: View, dst: View) -> str:
+    """Why bytes of `src` cannot become bytes of `dst`, in words; empty if they can."""
+    if src.format != dst.format:
+        return f"{dst.key}: format {src.format} at prefill, {dst.format} at decode"
+    if (src.width, src.segs) != (dst.width, dst.segs):
+        return (
+            f"{dst.key}: {src.segs} runs of {src.width} bytes a shard at prefill, {dst.segs} of {dst.width} at decode"
+        )
+    if src.tokens_per_row != dst.tokens_per_row:
+        return f"{dst.key}: a row covers {src.tokens_per_row} tokens at prefill, {dst.tokens_per_row} at decode"
+    if (src.axis.name, src.axis.total) != (dst.axis.name, dst.axis.total):
+        return (
+            f"{dst.key}: axis {src.axis.name} of {src.axis.total} shards at prefill, "
+            f"{dst.axis.name} of {dst.axis.total} at decode"
+        )
+    return ""

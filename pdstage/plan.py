@@ -1,0 +1,294 @@
+"""Who sends which bytes to whom, and in what order they are staged.
+
+Layer 1, pure. Must not know transports, leases or rooms.
+
+Two questions are answered here. *Ownership*: of the source ranks that hold a shard, exactly one sends it to each destination
+rank that wants it, and replicas share that work. *Staged order*: the bytes of a chunk lie view by view in key order, each
+view from the next 128-byte multiple, in an order that depends on neither side's strides; so gather and scatter need no
+knowledge of each other's layout.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from pdstage.errors import UsageError
+from pdstage.layout import Key, Layout, View
+from pdstage.topology import Axis, shard_axis, shard_range
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+VIEW_ALIGNMENT = 128
+TOKEN_MAJOR = "token"
+HEAD_MAJOR = "head"
+
+Tokens: TypeAlias = "Mapping[str, tuple[int, int]]"
+
+
+class ShardSlice(NamedTuple):
+    """Shards `[src_start, src_start + count)` of the source rank are `[dst_start, ...)` of the destination; both local."""
+
+    src_start: int
+    dst_start: int
+    count: int  # type: ignore[assignment]  # the field's name, over tuple.count
+
+
+def shard_overlap(
+    total: int, src_tp: int, src_rank: int, dst_tp: int, dst_rank: int, *, turn: int = 0
+) -> ShardSlice | None:
+    """What `src_rank` sends to `dst_rank` when both sides shard `total` by `shard_range`; None for nothing.
+
+    Each destination shard has exactly one owner among the source replicas that hold it. Replicas are dealt out to the
+    destinations as evenly as `shard_range` deals; where a destination is dealt several, `turn` (a layer, say) says whose it is.
+    """
+    src, dst = (shard_axis("", total, tp, rank) for tp, rank in ((src_tp, src_rank), (dst_tp, dst_rank)))
+    first, stop = max(src.first, dst.first), min(src.first + src.count, dst.first + dst.count)
+    if first >= stop:
+        return None
+    if owner_of(_replicas(total, src_tp, first), _replicas(total, dst_tp, first), dst_rank, turn) != src_rank:
+        return None
+    return ShardSlice(first - src.first, first - dst.first, stop - first)
+
+
+def _replicas(total: int, tp: int, shard: int) -> range:
+    """The ranks of `tp` that hold `shard`: one when tp <= total, else consecutive ones."""
+    # rank*total//tp == shard exactly when shard*tp <= rank*total < (shard+1)*tp; with tp <= total one rank spans it.
+    if tp <= total:
+        rank = ((shard + 1) * tp - 1) // total
+        return range(rank, rank + 1)
+    return range(-(-shard * tp // total), -(-(shard + 1) * tp // total))
+
+
+def owner_of(src: Sequence[int], dst: Sequence[int], dst_rank: int, turn: int) -> int:
+    """Of the ranks `src` that hold a shard, the one that sends it to `dst_rank`, one of the ranks `dst` that want it."""
+    start, end = shard_range(len(src), len(dst), dst.index(dst_rank))
+    return src[start + turn % (end - start)]
+
+
+class Share(NamedTuple):
+    """What one writer owns of one destination rank: shards `[first, first + count)`, numbered globally, of some layers.
+
+    `layers` is `(start, stop, step)`. Decode computes shares once a session and announces them in Open.
+    """
+
+    component: str
+    role: str
+    layers: tuple[int, int, int]
+    first: int
+    count: int  # type: ignore[assignment]  # the field's name, over tuple.count
+
+
+def shares(writers: Mapping[int, Layout], dst: Layout, dst_tp: tuple[int, int]) -> dict[int, tuple[Share, ...]]:
+    """Deals every (view, shard) of `dst` to exactly one writer.
+
+    `writers` maps a writer's number to its layout; `dst_tp` is the destination's (size, rank). A view sharded otherwise than by
+    `shard_range` at the destination is dealt as if no other destination wanted it: right, if less even.
+    Replicas take a role's layers in turn, by their order and not their number: hybrid models skip numbers regularly.
+    Raises `UsageError` naming the first shard that no writer holds. That bytes mean the same is `layout.mismatch`'s to say.
+    """
+    holders: dict[Key, list[tuple[int, Axis]]] = defaultdict(list)
+    for number, layout in sorted(writers.items()):
+        for view in layout.views():
+            holders[view.key].append((number, view.axis))
+    runs: dict[tuple[int, str, str, int, int], list[int]] = defaultdict(list)
+    turns: Counter[tuple[str, str]] = Counter()
+    for view in dst.views():
+        turn = turns[view.key.component, view.key.role]
+        turns[view.key.component, view.key.role] += 1
+        for number, first, count in _deal(view, holders[view.key], dst_tp, turn):
+            runs[number, view.key.component, view.key.role, first, count].append(view.key.layer)
+    dealt: dict[int, list[Share]] = {number: [] for number in writers}
+    for (number, component, role, first, count), layers in runs.items():
+        dealt[number] += [Share(component, role, run, first, count) for run in _progressions(layers)]
+    return {number: tuple(sorted(owned)) for number, owned in dealt.items()}
+
+
+def _deal(
+    view: View, holders: list[tuple[int, Axis]], dst_tp: tuple[int, int], turn: int
+) -> list[tuple[int, int, int]]:
+    """(writer, first shard, count) runs that cover the shards of destination view `view`."""
+    tp, rank = dst_tp
+    axis = view.axis
+    regular = axis == shard_axis(axis.name, axis.total, tp, rank)
+    dealt: list[tuple[int, int, int]] = []
+    for shard in range(axis.first, axis.first + axis.count):
+        src = [number for number, held in holders if held.first <= shard < held.first + held.count]
+        if not src:
+            raise UsageError(
+                f"no prefill rank holds shard {shard} of {view.key}",
+                remedy="check both sides' model, layer split and component names",
+                key=view.key,
+                shard=shard,
+            )
+        dst = _replicas(axis.total, tp, shard) if regular else (rank,)
+        number = owner_of(src, dst, rank, turn)
+        if dealt and dealt[-1][0] == number:
+            dealt[-1] = (number, dealt[-1][1], dealt[-1][2] + 1)
+        else:
+            dealt.append((number, shard, 1))
+    return dealt
+
+
+def _progressions(layers: list[int]) -> list[tuple[int, int, int]]:
+    """Ascending layers as few `(start, stop, step)` runs."""
+    runs: list[tuple[int, int, int]] = []
+    at = 0
+    while at < len(layers):
+        step = layers[at + 1] - layers[at] if at + 1 < len(layers) else 1
+        end = at + 1
+        while end < len(layers) and layers[end] - layers[end - 1] == step:
+            end += 1
+        runs.append((layers[at], layers[end - 1] + 1, step))
+        at = end
+    return runs
+
+
+class Rect(NamedTuple):
+    """Tokens (or slots) `[start, stop)` of layers `[layer_start, layer_stop)` of one component: a part of a chunk."""
+
+    component: str
+    start: int
+    stop: int
+    layer_start: int
+    layer_stop: int
+
+
+class Select(NamedTuple):
+    """Local shards `[start, start + count)` of the view `key` of one layout."""
+
+    key: Key
+    start: int
+    count: int  # type: ignore[assignment]  # the field's name, over tuple.count
+
+
+def selects(layout: Layout, owned: Iterable[Share], rects: Iterable[Rect]) -> tuple[Select, ...]:
+    """The views and local shards of `layout` that a chunk of `rects` carries for a destination dealt `owned`, in key order."""
+    by_key = layout.by_key()
+    layers = {rect.component: (rect.layer_start, rect.layer_stop) for rect in rects}
+    chosen = []
+    for share in owned:
+        start, stop = layers.get(share.component, (0, 0))
+        for layer in range(*share.layers):
+            if start <= layer < stop:
+                view = by_key[Key(share.component, share.role, layer)]
+                chosen.append(Select(view.key, share.first - view.axis.first, share.count))
+    return tuple(sorted(chosen))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    """What staging needs to know of one selected view."""
+
+    component: str
+    tokens_per_row: int
+    row_nbytes: int
+
+
+class Staging:
+    """Staged sizes and offsets of one selection, for any token ranges. Both sides compute the same from their own layout."""
+
+    def __init__(self, layout: Layout, select: Iterable[Select]) -> None:
+        by_key = layout.by_key()
+        self.select = tuple(sorted(select))
+        self._sized = []
+        self._groups: dict[_Sized, int] = defaultdict(int)
+        for key, start, count in self.select:
+            view = by_key.get(key)
+            if view is None or start < 0 or count < 1 or start + count > view.shards:
+                raise UsageError(
+                    f"shards {start}..{start + count} of {key} are not in this layout",
+                    remedy=f"it holds {view.shards} shards of it" if view else "it has no such view",
+                    key=key,
+                )
+            sized = _Sized(key.component, view.tokens_per_row, count * view.shard_nbytes)
+            self._sized.append(sized)
+            self._groups[sized] += 1
+
+    def nbytes(self, tokens: Tokens) -> int:
+        """Staged bytes of token ranges `{component: (start, stop)}`; a multiple of 128. A component left out has none."""
+        return sum(n * _aligned(_view_nbytes(sized, tokens)) for sized, n in self._groups.items())
+
+    def offsets(self, tokens: Tokens) -> list[int]:
+        """Where each selected view's bytes start, in the order of `select`."""
+        starts, at = [], 0
+        for sized in self._sized:
+            starts.append(at)
+            at += _aligned(_view_nbytes(sized, tokens))
+        return starts
+
+    def tokens_within(self, component: str, nbytes: int) -> int:
+        """The most tokens of `component` alone whose staged bytes fit `nbytes` wherever they start in a row; 0 for none."""
+        groups = [(sized, n) for sized, n in self._groups.items() if sized.component == component]
+        if not groups:
+            return 0
+
+        def worst_nbytes(tokens: int) -> int:
+            return sum(n * _aligned(_most_rows(s.tokens_per_row, tokens) * s.row_nbytes) for s, n in groups)
+
+        first = groups[0][0]
+        limit = nbytes // first.row_nbytes * first.tokens_per_row
+        return bisect_right(range(1, limit + 1), nbytes, key=worst_nbytes)
+
+
+class Stagings:
+    """The `Staging` of each (shares, layer ranges) a session really uses, made once."""
+
+    _MOST = 1024
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._made: dict[tuple[object, ...], Staging] = {}
+
+    def of(self, owned: tuple[Share, ...], rects: tuple[Rect, ...]) -> Staging:
+        key = (owned, *((rect.component, rect.layer_start, rect.layer_stop) for rect in rects))
+        staging = self._made.get(key)
+        if staging is None:
+            if len(self._made) >= self._MOST:
+                self._made.clear()
+            staging = self._made[key] = Staging(self._layout, selects(self._layout, owned, rects))
+        return staging
+
+
+def tokens_of(rects: Iterable[Rect]) -> dict[str, tuple[int, int]]:
+    """The token ranges of a chunk by component, as `Staging` and the kernels take them."""
+    return {rect.component: (rect.start, rect.stop) for rect in rects}
+
+
+def rows_of(tokens_per_row: int, start: int, stop: int) -> int:
+    """Rows that tokens `[start, stop)` of a sequence touch."""
+    return -(-stop // tokens_per_row) - start // tokens_per_row if stop > start else 0
+
+
+def _most_rows(tokens_per_row: int, tokens: int) -> int:
+    """The most rows that `tokens` consecutive tokens, at least one, can touch."""
+    return (tokens + tokens_per_row - 2) // tokens_per_row + 1
+
+
+def _view_nbytes(sized: _Sized, tokens: Tokens) -> int:
+    start, stop = tokens.get(sized.component, (0, 0))
+    return rows_of(sized.tokens_per_row, start, stop) * sized.row_nbytes
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
+
+
+def wire_order(src: Layout, dst: Layout) -> str:
+    """The pair's staged order: head-major where both sides keep heads outermost in pages of one size, else token-major.
+
+    Head-major is `[item][shard][row][seg][byte]` and gives both kernels runs of a whole page; token-major is
+    `[row][shard][seg][byte]`. A pure function of both layouts, so each side computes it alone.
+    """
+    held = src.by_key()
+    pairs = [(held[view.key], view) for view in dst.views() if view.key in held]
+    same = all(a.tokens_per_item == b.tokens_per_item for a, b in pairs)
+    return HEAD_MAJOR if pairs and same and all(_heads_outermost(v) for pair in pairs for v in pair) else TOKEN_MAJOR
+
+
+def _heads_outermost(view: View) -> bool:
+    row = view.rows[-1].stride
+    return len(view.rows) == 1 and view.rows_per_item > 1 and row == view.shard_nbytes and view.shard_stride > row

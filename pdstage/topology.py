@@ -1,0 +1,92 @@
+"""Who a rank is among the ranks of its engine, and which shards of an axis it holds by default.
+
+Layer 0, pure. Must not know views, peers or rooms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pdstage.errors import UsageError
+
+
+class Axis(NamedTuple):
+    """One rank's part of a view's shard axis: shards `[first, first + count)` of `total`.
+
+    `name` says what is sharded ("kv_head", "ssm_head", "conv_channel", ...). Replicated means `total == 1`.
+    """
+
+    name: str
+    total: int
+    first: int
+    count: int  # type: ignore[assignment]  # the field's name, over tuple.count
+
+
+def shard_range(total: int, tp: int, rank: int) -> tuple[int, int]:
+    """Shards `[start, end)` of `total` that `rank` of `tp` holds. Any two sizes, dividing or not.
+
+    With more ranks than shards, every rank holds exactly one and replicas are consecutive ranks, as SGLang, vLLM and
+    Megatron place GQA replicas.
+    """
+    if total < 1 or tp < 1 or not 0 <= rank < tp:
+        raise UsageError(
+            f"shard_range(total={total}, tp={tp}, rank={rank}) has no answer",
+            remedy="give total >= 1, tp >= 1 and 0 <= rank < tp",
+            total=total,
+            tp=tp,
+            rank=rank,
+        )
+    start = rank * total // tp
+    return start, max(start + 1, (rank + 1) * total // tp)
+
+
+def shard_axis(name: str, total: int, tp: int, rank: int) -> Axis:
+    """The default `Axis` of `rank` among `tp` ranks: `shard_range` with a name."""
+    start, end = shard_range(total, tp, rank)
+    return Axis(name, total, start, end - start)
+
+
+REPLICATED = Axis("replicated", 1, 0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """A rank's place in its engine. `tp` is the KV rank's: the attention TP under DP attention.
+
+    `unique_rank` encodes all four places without collision; a decode engine's ranks of one dp replica form the group that
+    receives a room together.
+    """
+
+    tp_size: int = 1
+    tp_rank: int = 0
+    pp_size: int = 1
+    pp_rank: int = 0
+    cp_size: int = 1
+    cp_rank: int = 0
+    dp_size: int = 1
+    dp_rank: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "cp", "dp"):
+            size, rank = getattr(self, f"{name}_size"), getattr(self, f"{name}_rank")
+            if size < 1 or not 0 <= rank < size:
+                raise UsageError(
+                    f"Topology has {name}_size={size} and {name}_rank={rank}",
+                    remedy=f"give {name}_size >= 1 and 0 <= {name}_rank < {name}_size",
+                )
+
+    @property
+    def unique_rank(self) -> int:
+        """`dp`-major, then `pp`, `cp`, `tp`: different places have different numbers."""
+        return self.dp_rank * self.group_size + self.group_rank
+
+    @property
+    def group_rank(self) -> int:
+        """The rank's number among the ranks of its dp replica."""
+        return (self.pp_rank * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
+
+    @property
+    def group_size(self) -> int:
+        """How many ranks serve one request together."""
+        return self.pp_size * self.cp_size * self.tp_size

@@ -1,0 +1,217 @@
+"""Views by enumeration of their addresses, layouts by what they refuse and what they call equal."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdstage.errors import UsageError
+from pdstage.layout import Component, Key, Layout, Region, Row, View, check_inside, mismatch
+from pdstage.topology import Axis
+
+
+def view(component="kv", role="k", layer=0, **changes):
+    plain = {
+        "key": Key(component, role, layer),
+        "region": 0,
+        "offset": 0,
+        "n_items": 4,
+        "item_stride": 256,
+        "tokens_per_item": 4,
+        "rows": (Row(1, 64),),
+        "shards": 2,
+        "shard_stride": 32,
+        "width": 32,
+        "axis": Axis("kv_head", 8, 2, 2),
+        "format": "bf16",
+    }
+    return View(**{**plain, **changes})
+
+
+REGION = Region(0x10000, 4 * 256)
+strides = st.integers(-300, 300)
+
+
+@st.composite
+def views(draw):
+    inner = draw(st.integers(1, 3))
+    outer = inner * draw(st.integers(1, 3))
+    rows = [Row(inner, draw(strides))]
+    if draw(st.booleans()):
+        rows.insert(0, Row(outer, draw(strides)))
+    shards = draw(st.integers(1, 3))
+    return view(
+        offset=draw(st.integers(0, 50)),
+        n_items=draw(st.integers(1, 4)),
+        item_stride=draw(strides),
+        tokens_per_item=inner * draw(st.integers(1, 8)),
+        rows=tuple(rows),
+        shards=shards,
+        shard_stride=draw(strides),
+        segs=draw(st.integers(1, 3)),
+        seg_stride=draw(strides),
+        width=draw(st.integers(1, 9)),
+        axis=Axis("kv_head", 3, 0, shards),
+    )
+
+
+def addresses(v):
+    """Every byte of the view, by the formula of the module's docstring, loop by loop."""
+    for item, t, shard, seg, byte in itertools.product(
+        range(v.n_items), range(v.tokens_per_item), range(v.shards), range(v.segs), range(v.width)
+    ):
+        if len(v.rows) == 1:
+            row = t // v.rows[0].tokens * v.rows[0].stride
+        else:
+            (n1, s1), (n2, s2) = v.rows
+            row = (t // n1) * s1 + (t % n1 // n2) * s2
+        yield v.offset + item * v.item_stride + row + shard * v.shard_stride + seg * v.seg_stride + byte
+
+
+@given(views())
+def test_extent_is_the_hull_of_all_addresses(v):
+    touched = list(addresses(v))
+    assert v.extent() == (min(touched), max(touched) + 1)
+
+
+@given(views(), st.integers(0, 4000))
+def test_a_view_is_inside_exactly_when_all_its_bytes_are(v, nbytes):
+    region = Region(0, nbytes)
+    fits = all(0 <= at < nbytes for at in addresses(v))
+    if fits:
+        check_inside(v, (region,))
+    else:
+        with pytest.raises(UsageError, match="covers bytes"):
+            check_inside(v, (region,))
+
+
+def test_row_levels():
+    v = view(tokens_per_item=8, rows=(Row(4, 1000), Row(2, 10)))
+    assert [v.row_offset(t) for t in range(8)] == [0, 0, 10, 10, 1000, 1000, 1010, 1010]
+    assert (v.tokens_per_row, v.rows_per_item, v.shard_nbytes) == (2, 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rows": ()}, "0 row levels"),
+        ({"rows": (Row(4, 1), Row(2, 1), Row(1, 1))}, "3 row levels"),
+        ({"rows": (Row(0, 1),)}, "row level of no tokens"),
+        ({"rows": (Row(3, 1),)}, "4 tokens per item, not a multiple of the 3"),
+        ({"rows": (Row(3, 1), Row(2, 1))}, "not a multiple of the second"),
+        ({"n_items": 0}, "size below 1"),
+        ({"width": 0}, "size below 1"),
+        ({"segs": 0}, "size below 1"),
+        ({"shards": 3}, "declares 2 shards on axis 'kv_head' but stores 3"),
+        ({"axis": Axis("kv_head", 8, 7, 2)}, "shards 7..9 of 8"),
+        ({"axis": Axis("kv_head", 8, -1, 2)}, "shards -1..1 of 8"),
+    ],
+)
+def test_a_view_refuses_what_cannot_be(changes, words):
+    with pytest.raises(UsageError, match=words) as refused:
+        view(**changes)
+    assert refused.value.fields["key"] == Key("kv", "k", 0)
+
+
+@pytest.mark.parametrize(
+    ("given_views", "words"),
+    [
+        ([view(), view(offset=0)], "given twice"),
+        ([view(region=1)], "is of region 1"),
+        ([view(region=-1)], "is of region -1"),
+        ([view(offset=1)], "covers bytes 1..1025 of a region of 1024"),
+        ([view(offset=-1)], "covers bytes -1"),
+        ([view(), view(layer=1, n_items=3)], "3 items of 4 tokens"),
+        ([view(), view(layer=1, tokens_per_item=2)], "4 items of 2 tokens"),
+    ],
+)
+def test_a_layout_refuses_what_does_not_fit(given_views, words):
+    with pytest.raises(UsageError, match=words):
+        Layout.of([REGION], given_views)
+
+
+def test_a_component_refuses_strangers_and_emptiness():
+    with pytest.raises(UsageError, match="has no views"):
+        Component("kv", ())
+    with pytest.raises(UsageError, match="is not of component 'swa'"):
+        Component("swa", (view(),))
+
+
+def some_views():
+    return [view(c, r, i) for c in ("swa", "kv", "draft") for r in ("v", "k") for i in (10, 2, 1)]
+
+
+def test_views_are_kept_in_staged_order_whatever_order_they_come_in():
+    expected = None
+    for seed in range(5):
+        shuffled = some_views()
+        random.Random(seed).shuffle(shuffled)
+        layout = Layout.of([REGION], shuffled, slots=["draft"])
+        expected = expected or layout
+        assert layout == expected
+    assert [c.name for c in expected.components] == ["draft", "kv", "swa"]
+    assert [c.positional for c in expected.components] == [False, True, True]
+    kv = [(v.key.role, v.key.layer) for v in expected.component("kv").views]
+    assert kv == [("k", 1), ("k", 2), ("k", 10), ("v", 1), ("v", 2), ("v", 10)]
+    with pytest.raises(UsageError, match=r"no component 'mamba'.*draft, kv, swa"):
+        expected.component("mamba")
+    assert list(expected.by_key().values()) == list(expected.views())
+
+
+def test_a_digest_knows_geometry_but_no_address():
+    layout = Layout.of([REGION], some_views())
+    elsewhere = Layout.of(
+        [Region(0, 64), Region(0x999000, 9000, "cuda", 3)],
+        [replace(v, region=1, offset=512) for v in some_views()],
+    )
+    assert layout.digest() == elsewhere.digest()
+    assert len(layout.digest()) == 16
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_items": 3},
+        {"item_stride": 255},
+        {"rows": (Row(2, 64),)},
+        {"shard_stride": 31},
+        {"width": 16},
+        {"segs": 2, "width": 16, "seg_stride": 16},
+        {"axis": Axis("kv_head", 8, 4, 2)},
+        {"axis": Axis("kv_head", 9, 2, 2)},
+        {"axis": Axis("q_head", 8, 2, 2)},
+        {"format": "fp16"},
+        {"key": Key("kv", "k", 1)},
+    ],
+)
+def test_a_digest_differs_when_geometry_does(changes):
+    assert Layout.of([REGION], [view()]).digest() != Layout.of([REGION], [view(**changes)]).digest()
+
+
+def test_a_digest_knows_positions():
+    assert Layout.of([REGION], [view()]).digest() != Layout.of([REGION], [view()], slots=["kv"]).digest()
+
+
+def test_what_differs_only_in_strides_pages_or_rank_can_be_moved():
+    other = view(item_stride=128, rows=(Row(1, 16),), tokens_per_item=8, axis=Axis("kv_head", 8, 0, 2), n_items=2)
+    assert mismatch(view(), other) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"format": "fp16"}, "format bf16 at prefill, fp16 at decode"),
+        ({"width": 16}, "1 runs of 32 bytes a shard at prefill, 1 of 16"),
+        ({"segs": 2, "width": 16}, "2 of 16 at decode"),
+        ({"rows": (Row(2, 64),)}, "a row covers 1 tokens at prefill, 2"),
+        ({"axis": Axis("kv_head", 16, 2, 2)}, "axis kv_head of 8 shards at prefill, kv_head of 16"),
+        ({"axis": Axis("group", 8, 2, 2)}, "group of 8 at decode"),
+    ],
+)
+def test_mismatch_says_why(changes, words):
+    assert words in mismatch(view(), view(**changes))

@@ -1,0 +1,351 @@
+"""Ownership against a brute-force oracle on `shard_range`, staged sizes against a byte enumerator."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdstage.errors import UsageError
+from pdstage.layout import Key, Layout, Region, Row, View
+from pdstage.plan import (
+    HEAD_MAJOR,
+    TOKEN_MAJOR,
+    Rect,
+    Select,
+    Share,
+    Staging,
+    rows_of,
+    selects,
+    shard_overlap,
+    shares,
+    wire_order,
+)
+from pdstage.topology import REPLICATED, Axis, shard_axis, shard_range
+
+SIZES = range(1, 17)
+
+
+def holders(total, tp):
+    """Ranks that hold each shard, by `shard_range` alone."""
+    held = defaultdict(list)
+    for rank in range(tp):
+        for shard in range(*shard_range(total, tp, rank)):
+            held[shard].append(rank)
+    return held
+
+
+@pytest.mark.parametrize("total", SIZES)
+def test_every_destination_shard_has_exactly_one_owner(total):
+    """And the slices' local indices name the same shards on both sides."""
+    for src_tp, dst_tp in itertools.product(SIZES, SIZES):
+        for turn in range(-(-src_tp // total)):
+            for dst_rank in range(dst_tp):
+                dst_start, dst_end = shard_range(total, dst_tp, dst_rank)
+                got = []
+                for src_rank in range(src_tp):
+                    owned = shard_overlap(total, src_tp, src_rank, dst_tp, dst_rank, turn=turn)
+                    if owned is None:
+                        continue
+                    src_start, src_end = shard_range(total, src_tp, src_rank)
+                    sent = range(src_start + owned.src_start, src_start + owned.src_start + owned.count)
+                    assert owned.count > 0
+                    assert src_start <= sent.start
+                    assert sent.stop <= src_end
+                    assert sent.start == dst_start + owned.dst_start
+                    got += sent
+                assert sorted(got) == list(range(dst_start, dst_end)), (src_tp, dst_tp, dst_rank, turn)
+
+
+@pytest.mark.parametrize("total", SIZES)
+def test_replicas_share_the_load(total):
+    """Of one shard's replicas, none serves two destinations more than another, and over the turns none is idle."""
+    for src_tp in range(total + 1, 17):
+        src = holders(total, src_tp)
+        for dst_tp in SIZES:
+            dst = holders(total, dst_tp)
+            for shard in range(total):
+                turns = range(len(src[shard]))
+                served: Counter = Counter()
+                for turn in turns:
+                    now = Counter(
+                        replica
+                        for replica, want in itertools.product(src[shard], dst[shard])
+                        if (owned := shard_overlap(total, src_tp, replica, dst_tp, want, turn=turn))
+                        and shard - shard_range(total, dst_tp, want)[0]
+                        in range(owned.dst_start, owned.dst_start + owned.count)
+                    )
+                    assert now.total() == len(dst[shard])
+                    counts = [now[replica] for replica in src[shard]]
+                    assert max(counts) - min(counts) <= 1
+                    served += now
+                assert set(served) == set(src[shard]), (src_tp, dst_tp, shard)
+
+
+def view(key, axis, *, tokens_per_row=1, width=8, heads_first=False, page=16, segs=1):
+    inner = segs * width
+    rows = page // tokens_per_row
+    row, shard = (inner, rows * inner) if heads_first else (axis.count * inner, inner)
+    return View(
+        key=Key(*key),
+        region=0,
+        offset=0,
+        n_items=2,
+        item_stride=rows * axis.count * inner,
+        tokens_per_item=page,
+        rows=(Row(tokens_per_row, row),),
+        shards=axis.count,
+        shard_stride=shard,
+        segs=segs,
+        seg_stride=width,
+        width=width,
+        axis=axis,
+        format="bf16",
+    )
+
+
+def layout_of(*views):
+    return Layout.of([Region(0, 1 << 30)], views)
+
+
+def model(kv_heads, tp, rank, kv_layers, latent_layers):
+    """A rank of a hybrid model: sharded k and v in some layers, replicated latents in others."""
+    axis = shard_axis("kv_head", kv_heads, tp, rank)
+    return layout_of(
+        *(view(("kv", role, layer), axis) for role in "kv" for layer in kv_layers),
+        *(view(("latent", "latent", layer), REPLICATED) for layer in latent_layers),
+    )
+
+
+def expand(owned):
+    """(component, role, layer, shard) of every share."""
+    for share in owned:
+        for layer in range(*share.layers):
+            for shard in range(share.first, share.first + share.count):
+                yield share.component, share.role, layer, shard
+
+
+@st.composite
+def engines(draw):
+    kv_heads = draw(st.integers(1, 8))
+    n_layers = draw(st.integers(1, 9))
+    every = draw(st.integers(1, 4))
+    stages = draw(st.integers(1, min(3, n_layers)))
+    cuts = sorted(draw(st.lists(st.integers(0, n_layers), min_size=stages - 1, max_size=stages - 1)))
+    src_tp, dst_tp = draw(st.integers(1, 8)), draw(st.integers(1, 8))
+    layers = [range(a, b) for a, b in itertools.pairwise([0, *cuts, n_layers])]
+    kv, latent = ([la for la in range(n_layers) if (la % every == 0) == is_kv] for is_kv in (True, False))
+    writers = {}
+    for stage, rank in itertools.product(range(stages), range(src_tp)):
+        here = layers[stage]
+        if len(here):
+            parts = [la for la in kv if la in here], [la for la in latent if la in here]
+            writers[stage * src_tp + rank] = model(kv_heads, src_tp, rank, *parts)
+    dst_stage = draw(st.sampled_from([range(n_layers), range(n_layers // 2, n_layers)]))
+    wanted = [la for la in kv if la in dst_stage], [la for la in latent if la in dst_stage]
+    return writers, [model(kv_heads, dst_tp, rank, *wanted) for rank in range(dst_tp)], dst_tp
+
+
+@given(engines())
+def test_shares_deal_every_view_and_shard_once(engine):
+    writers, destinations, dst_tp = engine
+    for rank, dst in enumerate(destinations):
+        dealt = shares(writers, dst, (dst_tp, rank))
+        assert set(dealt) == set(writers)
+        got = [(number, *what) for number, owned in dealt.items() for what in expand(owned)]
+        wanted = [(*v.key, shard) for v in dst.views() for shard in range(v.axis.first, v.axis.first + v.axis.count)]
+        assert sorted(what for _, *what in got) == sorted(list(w) for w in wanted)
+        for number, component, role, layer, shard in got:
+            axis = writers[number].by_key()[Key(component, role, layer)].axis
+            assert axis.first <= shard < axis.first + axis.count
+        for number, owned in dealt.items():
+            whole = [Rect(c.name, 0, 1, 0, 100) for c in dst.components]
+            for layout in (writers[number], dst):
+                chosen = selects(layout, owned, whole)
+                by_key = layout.by_key()
+                named = [(*s.key, by_key[s.key].axis.first + s.start + i) for s in chosen for i in range(s.count)]
+                assert sorted(named) == sorted(expand(owned)), "both sides select what is dealt"
+                assert list(chosen) == sorted(chosen)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 4])
+@pytest.mark.parametrize(("src_tp", "dst_tp"), [(4, 1), (4, 2), (2, 2), (2, 4), (8, 4)])
+def test_replicated_layers_are_striped_over_all_replicas(src_tp, dst_tp, stride):
+    """Also when a hybrid model has such a layer at every fourth number only."""
+    layers = range(stride - 1, 16 * stride, stride)
+    writers = {rank: model(1, src_tp, rank, layers, layers) for rank in range(src_tp)}
+    sent: Counter = Counter()
+    for rank in range(dst_tp):
+        for number, owned in shares(writers, model(1, dst_tp, rank, layers, layers), (dst_tp, rank)).items():
+            sent[number] += len(list(expand(owned)))
+            assert len(owned) <= 3, "striped layers are one run a role"
+    assert set(sent.values()) == {3 * 16 * dst_tp // src_tp}
+
+
+def test_one_replicated_layer_is_not_sent_to_all_by_the_same_rank():
+    writers = {rank: model(1, 4, rank, [], [0]) for rank in range(4)}
+    owners = Counter(
+        number
+        for rank in range(4)
+        for number, owned in shares(writers, model(1, 4, rank, [], [0]), (4, rank)).items()
+        if owned
+    )
+    assert owners == dict.fromkeys(range(4), 1)
+
+
+def test_shares_name_the_shard_nobody_holds():
+    whole = model(4, 1, 0, range(4), [])
+    with pytest.raises(UsageError, match=r"no prefill rank holds shard 0 of .*layer=3") as refused:
+        shares({0: model(4, 1, 0, range(3), [])}, whole, (1, 0))
+    assert refused.value.fields == {"key": Key("kv", "k", 3), "shard": 0}
+    with pytest.raises(UsageError, match="holds shard 2 of"):
+        shares({0: model(4, 2, 0, range(4), [])}, whole, (1, 0))
+
+
+def test_an_irregular_axis_is_dealt_by_what_it_declares():
+    src = {rank: layout_of(view(("kv", "k", 0), shard_axis("kv_head", 6, 3, rank))) for rank in range(3)}
+    dst = layout_of(view(("kv", "k", 0), Axis("kv_head", 6, 1, 4)))
+    dealt = shares(src, dst, (2, 0))
+    assert dealt == {
+        0: (Share("kv", "k", (0, 1, 1), 1, 1),),
+        1: (Share("kv", "k", (0, 1, 1), 2, 2),),
+        2: (Share("kv", "k", (0, 1, 1), 4, 1),),
+    }
+
+
+def test_selects_keeps_to_the_chunk():
+    layout = model(4, 2, 1, range(6), range(6))
+    owned = (Share("kv", "k", (0, 6, 2), 3, 1), Share("latent", "latent", (1, 6, 2), 0, 1))
+    assert selects(layout, owned, [Rect("kv", 0, 8, 1, 5)]) == (
+        Select(Key("kv", "k", 2), 1, 1),
+        Select(Key("kv", "k", 4), 1, 1),
+    )
+
+
+@st.composite
+def stagings(draw):
+    """A layout of two components, some of whose rows cover several tokens, and a selection of it."""
+    views = [
+        view(
+            (component, role, layer),
+            Axis("kv_head", 5, 0, 5),
+            tokens_per_row=draw(st.sampled_from([1, 2, 4])),
+            width=draw(st.sampled_from([1, 3, 16, 64, 100, 128])),
+            segs=draw(st.sampled_from([1, 2])),
+        )
+        for component in ("kv", "swa")
+        for role in "kv"
+        for layer in range(draw(st.integers(1, 3)))
+    ]
+    chosen = draw(st.lists(st.sampled_from(views), unique_by=lambda v: v.key, min_size=1))
+    counts = [draw(st.integers(1, 5)) for _ in chosen]
+    select = [Select(v.key, draw(st.integers(0, 5 - n)), n) for v, n in zip(chosen, counts, strict=True)]
+    return layout_of(*views), select
+
+
+token_ranges = st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda r: tuple(sorted(r)))
+
+
+def staged_bytes(layout, select, tokens):
+    """Every staged byte and padding, one list entry each, in the order of DESIGN 4."""
+    out, starts = [], []
+    for key, start, count in sorted(select):
+        v = layout.by_key()[key]
+        starts.append(len(out))
+        wanted = range(*tokens.get(key.component, (0, 0)))
+        for row in sorted({t // v.tokens_per_row for t in wanted}):
+            for shard, seg, byte in itertools.product(range(start, start + count), range(v.segs), range(v.width)):
+                out.append((key, row, shard, seg, byte))
+        out += [None] * (-len(out) % 128)
+    return out, starts
+
+
+@given(stagings(), token_ranges, token_ranges, st.booleans())
+def test_staged_sizes_and_offsets(staging, kv, swa, only_kv):
+    layout, select = staging
+    tokens = {"kv": kv} if only_kv else {"kv": kv, "swa": swa}
+    staged = Staging(layout, select)
+    expected, starts = staged_bytes(layout, select, tokens)
+    assert staged.nbytes(tokens) == len(expected)
+    assert staged.offsets(tokens) == starts
+    assert staged.select == tuple(sorted(select))
+
+
+@given(stagings(), st.integers(0, 20_000))
+def test_tokens_within_is_the_most_that_always_fits(staging, nbytes):
+    layout, select = staging
+    staged = Staging(layout, select)
+    n = staged.tokens_within("kv", nbytes)
+    if not any(s.key.component == "kv" for s in select):
+        assert n == 0
+        return
+    alignments = range(4)
+    for first in alignments:
+        assert n == 0 or staged.nbytes({"kv": (first, first + n)}) <= nbytes
+    # Rows of different reach are not at their worst at the same start, so there the answer may be short of the most.
+    worst = [staged.nbytes({"kv": (first, first + n + 1)}) for first in alignments]
+    covers = {layout.by_key()[s.key].tokens_per_row for s in select if s.key.component == "kv"}
+    if len(covers) == 1:
+        assert max(worst) > nbytes
+    else:
+        assert max(staged.nbytes({"kv": (first, first + n + max(covers) + 1)}) for first in alignments) > nbytes
+
+
+def test_tokens_within_of_mixed_rows_never_overflows():
+    """Views of one component whose rows cover 1 and 4 tokens: the wide rows must not be taken for all."""
+    axis = Axis("kv_head", 1, 0, 1)
+    layout = layout_of(
+        view(("kv", "k", 0), axis, width=128), view(("kv", "scale", 0), axis, width=128, tokens_per_row=4)
+    )
+    staged = Staging(layout, [Select(v.key, 0, 1) for v in layout.views()])
+    assert staged.tokens_within("kv", 1024) == 5
+    assert max(staged.nbytes({"kv": (first, first + 5)}) for first in range(4)) <= 1024
+
+
+@pytest.mark.parametrize(
+    ("select", "words"),
+    [
+        (Select(Key("kv", "k", 9), 0, 1), "no such view"),
+        (Select(Key("kv", "k", 0), 3, 2), "holds 4 shards"),
+        (Select(Key("kv", "k", 0), -1, 2), "holds 4 shards"),
+        (Select(Key("kv", "k", 0), 0, 0), "holds 4 shards"),
+    ],
+)
+def test_staging_refuses_a_selection_of_what_is_not_there(select, words):
+    with pytest.raises(UsageError, match=words):
+        Staging(model(4, 1, 0, range(2), []), [select])
+
+
+@given(st.integers(1, 5), token_ranges)
+def test_rows_of_counts_rows_touched(tokens_per_row, tokens):
+    assert rows_of(tokens_per_row, *tokens) == len({t // tokens_per_row for t in range(*tokens)})
+
+
+HEADS = Axis("kv_head", 4, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "order"),
+    [
+        ({"heads_first": True}, {"heads_first": True}, HEAD_MAJOR),
+        ({"heads_first": True}, {}, TOKEN_MAJOR),
+        ({}, {"heads_first": True}, TOKEN_MAJOR),
+        ({}, {}, TOKEN_MAJOR),
+        ({"heads_first": True}, {"heads_first": True, "page": 32}, TOKEN_MAJOR),
+        ({"heads_first": True, "page": 1}, {"heads_first": True, "page": 1}, TOKEN_MAJOR),
+    ],
+)
+def test_wire_order(src, dst, order):
+    a, b = layout_of(view(("kv", "k", 0), HEADS, **src)), layout_of(view(("kv", "k", 0), HEADS, **dst))
+    assert wire_order(a, b) == order
+    assert wire_order(b, a) == order
+
+
+def test_wire_order_asks_only_views_that_both_sides_hold():
+    hnd = view(("kv", "k", 0), HEADS, heads_first=True)
+    other = view(("draft", "k", 0), HEADS)
+    assert wire_order(layout_of(hnd, other), layout_of(hnd)) == HEAD_MAJOR
+    assert wire_order(layout_of(other), layout_of(hnd)) == TOKEN_MAJOR

@@ -1,0 +1,360 @@
+"""Every constructor against the tensors' own contents, and every misuse it refuses."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from pdstage.errors import UsageError
+from pdstage.layout import Key, Row
+from pdstage.tensors import build, mla, paged_hnd, paged_nhd, sglang_mha, vllm_blocks
+from pdstage.topology import REPLICATED, shard_axis, shard_range
+
+PAGES, PAGE, HEADS, DIM = 5, 4, 3, 8
+WHOLE = {"total_heads": 12, "tp": (4, 1)}  # three heads a rank
+
+
+def filled(*shape, dtype=torch.bfloat16):
+    """Memory whose every byte tells its place as far as 8 bits can: random, fixed by the shape."""
+    n_bytes = int(np.prod(shape)) * dtype.itemsize
+    generator = torch.Generator().manual_seed(n_bytes)
+    return torch.randint(0, 256, (n_bytes,), dtype=torch.uint8, generator=generator).view(dtype).view(*shape)
+
+
+def contents(layout, key):
+    """Bytes `[page, token, shard, width]` of a view, read at the addresses its formula gives."""
+    view = layout.by_key()[key]
+    region = layout.regions[view.region]
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * region.nbytes).from_address(region.base))
+    page, token, shard, byte = np.ix_(
+        range(view.n_items), range(view.tokens_per_item), range(view.shards), range(view.width)
+    )
+    rows = np.array([view.row_offset(t) for t in range(view.tokens_per_item)])[token]
+    assert view.segs == 1
+    return memory[view.offset + page * view.item_stride + rows + shard * view.shard_stride + byte]
+
+
+def as_bytes(tensor):
+    """The same bytes by the tensor's own indexing; `[page, token, head, dim]`."""
+    return tensor.contiguous().view(torch.uint8).numpy()
+
+
+def layers_of(*shape, n=3, dtype=torch.bfloat16):
+    whole = filled(n, 2, *shape, dtype=dtype)
+    return list(whole[:, 0].clone()), list(whole[:, 1].clone())
+
+
+DTYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e5m2: "fp8_e5m2",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sglang_slots_become_pages(dtype):
+    k, v = layers_of(PAGES * PAGE, HEADS, DIM, dtype=dtype)
+    layout = build(sglang_mha(k, v, page_size=PAGE, **WHOLE))
+    for layer in range(3):
+        for role, tensors in (("k", k), ("v", v)):
+            expected = as_bytes(tensors[layer]).reshape(PAGES, PAGE, HEADS, -1)
+            np.testing.assert_array_equal(contents(layout, Key("kv", role, layer)), expected)
+    view = layout.by_key()["kv", "k", 0]
+    assert (view.format, view.width) == (DTYPES[dtype], DIM * dtype.itemsize)
+    assert view.axis == shard_axis("kv_head", 12, 4, 1)
+
+
+def test_sglang_with_pages_of_one_slot():
+    k, v = layers_of(7, HEADS, DIM)
+    view = build(sglang_mha(k, v, page_size=1, **WHOLE)).by_key()["kv", "v", 2]
+    assert (view.n_items, view.tokens_per_item) == (7, 1)
+
+
+@pytest.mark.parametrize("fused", ["apart", "halves of dim 1", "halves of the last"])
+def test_paged_nhd(fused):
+    shape = {
+        "apart": (PAGES, PAGE, HEADS, DIM),
+        "halves of dim 1": (PAGES, 2, PAGE, HEADS, DIM),
+        "halves of the last": (PAGES, PAGE, HEADS, 2 * DIM),
+    }[fused]
+    pools = [filled(*shape) for _ in range(2)]
+    if fused == "apart":
+        k, v = pools[:1], pools[1:]
+    elif fused == "halves of dim 1":
+        k, v = [p[:, 0] for p in pools], [p[:, 1] for p in pools]
+    else:
+        k, v = [p[..., :DIM] for p in pools], [p[..., DIM:] for p in pools]
+    layout = build(paged_nhd(k, v, first_layer=30, **WHOLE))
+    assert len(layout.regions) == 2
+    for i, (a, b) in enumerate(zip(k, v, strict=True)):
+        np.testing.assert_array_equal(contents(layout, Key("kv", "k", 30 + i)), as_bytes(a))
+        np.testing.assert_array_equal(contents(layout, Key("kv", "v", 30 + i)), as_bytes(b))
+
+
+def test_paged_hnd_of_one_stacked_tensor_is_one_region():
+    k, v = filled(2, 3, PAGES, HEADS, PAGE, DIM)
+    layout = build(paged_hnd(k, v, layers=[3, 7, 11], component="full", format="mxfp8", **WHOLE))
+    assert len(layout.regions) == 1
+    for i, layer in enumerate((3, 7, 11)):
+        np.testing.assert_array_equal(contents(layout, Key("full", "v", layer)), as_bytes(v[i].transpose(1, 2)))
+    assert {view.format for view in layout.views()} == {"mxfp8"}
+
+
+def test_k_and_v_may_have_different_widths():
+    k, v = [filled(PAGES, PAGE, HEADS, 24)], [filled(PAGES, PAGE, HEADS, 16)]
+    layout = build(paged_nhd(k, v, **WHOLE))
+    np.testing.assert_array_equal(contents(layout, Key("kv", "k", 0)), as_bytes(k[0]))
+    np.testing.assert_array_equal(contents(layout, Key("kv", "v", 0)), as_bytes(v[0]))
+
+
+def test_mla_is_replicated_in_both_shapes():
+    pages = [filled(PAGES, PAGE, 18) for _ in range(2)]
+    slots = [filled(PAGES * PAGE, 1, 18) for _ in range(2)]
+    layout = build(mla(pages), mla(slots, page_size=PAGE, component="draft"))
+    for layer in range(2):
+        np.testing.assert_array_equal(contents(layout, Key("kv", "latent", layer))[:, :, 0], as_bytes(pages[layer]))
+        expected = as_bytes(slots[layer]).reshape(PAGES, PAGE, 1, -1)
+        np.testing.assert_array_equal(contents(layout, Key("draft", "latent", layer)), expected)
+    assert {view.axis for view in layout.views()} == {REPLICATED}
+
+
+# vLLM 0.33: logical [L, B, H, N, C]; each name is the order the axes lie in memory.
+VLLM_LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+N_LAYERS, CONTENT = 2, 2 * DIM * 2
+SIZES = {"L": N_LAYERS, "B": PAGES, "H": HEADS, "N": PAGE, "C": CONTENT}
+
+
+def vllm_caches(order, pad=0):
+    """Per layer views `[B, H, N, C]` int8 of one buffer in physical `order`, outermost entries padded by `pad`."""
+    outer, *inner = order
+    sizes = [SIZES[axis] for axis in inner]
+    dense = int(np.prod(sizes))
+    raw = filled(SIZES[outer] * (dense + pad), dtype=torch.int8)
+    strides = {axis: int(np.prod(sizes[i + 1 :])) for i, axis in enumerate(inner)}
+    strides[outer] = dense + pad
+    whole = raw.as_strided([SIZES[axis] for axis in "LBHNC"], [strides[axis] for axis in "LBHNC"])
+    return raw, list(whole)
+
+
+@pytest.mark.parametrize("pad", [0, 64, 3])
+@pytest.mark.parametrize("order", VLLM_LAYOUTS)
+def test_vllm_blocks_in_six_layouts(order, pad):
+    raw, caches = vllm_caches(order, pad)
+    layout = build(vllm_blocks(caches, format="bf16", **WHOLE))
+    assert [(r.base, r.nbytes) for r in layout.regions] == [(raw.data_ptr(), raw.numel())]
+    for layer, cache in enumerate(caches):
+        logical = as_bytes(cache).transpose(0, 2, 1, 3)
+        half = CONTENT // 2
+        np.testing.assert_array_equal(contents(layout, Key("kv", "k", layer)), logical[..., :half])
+        np.testing.assert_array_equal(contents(layout, Key("kv", "v", layer)), logical[..., half:])
+
+
+def test_the_six_layouts_differ_in_memory_only():
+    digests, seen = set(), []
+    for order in VLLM_LAYOUTS:
+        layout = build(vllm_blocks(vllm_caches(order)[1], format="bf16", **WHOLE))
+        digests.add(layout.digest())
+        seen.append(
+            [(v.key, v.n_items, v.tokens_per_item, v.shards, v.width, v.axis, v.format) for v in layout.views()]
+        )
+    assert len(digests) == len(VLLM_LAYOUTS)
+    assert all(geometry == seen[0] for geometry in seen)
+
+
+def test_vllm_k_and_v_of_different_widths():
+    _, caches = vllm_caches("LBNHC")
+    layout = build(vllm_blocks(caches, format="bf16", key_nbytes=20, **WHOLE))
+    logical = as_bytes(caches[1]).transpose(0, 2, 1, 3)
+    np.testing.assert_array_equal(contents(layout, Key("kv", "k", 1)), logical[..., :20])
+    np.testing.assert_array_equal(contents(layout, Key("kv", "v", 1)), logical[..., 20:])
+
+
+def test_vllm_mla_cache_goes_through_mla():
+    cache = filled(PAGES, 1, PAGE, 36, dtype=torch.int8)
+    layout = build(mla([cache[:, 0]], format="fp8_ds_mla"))
+    np.testing.assert_array_equal(contents(layout, Key("kv", "latent", 0))[:, :, 0], as_bytes(cache[:, 0]))
+
+
+def test_groups_that_alias_one_allocation_share_its_region():
+    """Two groups over the same bytes, one of them a prefix: dedup by base address would cut the other."""
+    raw = filled(PAGES * HEADS * PAGE * CONTENT, dtype=torch.int8)
+    full = raw.view(PAGES, HEADS, PAGE, CONTENT)
+    window = raw[: 2 * HEADS * PAGE * CONTENT].view(4, HEADS, PAGE // 2, CONTENT)
+    for parts in itertools.permutations(
+        [
+            vllm_blocks([full], format="bf16", **WHOLE),
+            vllm_blocks([window], format="bf16", component="swa", **WHOLE),
+        ]
+    ):
+        layout = build(*parts)
+        assert [(r.base, r.nbytes) for r in layout.regions] == [(raw.data_ptr(), raw.numel())]
+        half = CONTENT // 2
+        np.testing.assert_array_equal(
+            contents(layout, Key("kv", "k", 0)), as_bytes(full).transpose(0, 2, 1, 3)[..., :half]
+        )
+        np.testing.assert_array_equal(
+            contents(layout, Key("swa", "v", 0)), as_bytes(window).transpose(0, 2, 1, 3)[..., half:]
+        )
+
+
+def test_storages_that_overlap_become_one_region():
+    """Distinct storages over one allocation, as from_blob and from_numpy make them."""
+    raw = np.frombuffer(filled(PAGES * PAGE * HEADS * DIM * 2, dtype=torch.uint8).numpy().tobytes(), np.uint8).copy()
+    n = PAGES * PAGE * HEADS * DIM
+    k = torch.from_numpy(raw[: n + 64]).as_strided((PAGES, PAGE, HEADS, DIM), (96, 24, 8, 1))
+    v = torch.from_numpy(raw[n:]).as_strided((PAGES, PAGE, HEADS, DIM), (96, 24, 8, 1))
+    assert k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr()
+    layout = build(paged_nhd([k], [v], **WHOLE))
+    assert [(r.base, r.nbytes) for r in layout.regions] == [(raw.ctypes.data, raw.nbytes)]
+    np.testing.assert_array_equal(contents(layout, Key("kv", "k", 0)), as_bytes(k))
+    np.testing.assert_array_equal(contents(layout, Key("kv", "v", 0)), as_bytes(v))
+
+
+def test_a_storage_inside_another_does_not_shorten_its_region():
+    raw = np.zeros(4096, np.uint8)
+    whole = torch.from_numpy(raw).view(8, 4, 128)
+    inner = torch.from_numpy(raw[512:1024]).view(1, 4, 128)
+    layout = build(mla([whole]), mla([inner], component="draft"))
+    assert [(r.base, r.nbytes) for r in layout.regions] == [(raw.ctypes.data, 4096)]
+    assert layout.by_key()["draft", "latent", 0].offset == 512
+
+
+def test_padding_inside_a_page_needs_none_after_its_last_row():
+    """Rows 24 bytes apart, 16 used; the next page starts where the last row's bytes end."""
+    k, v = (filled(2000, dtype=torch.uint8).as_strided((3, 4, 1, 16), (3 * 24 + 16, 24, 16, 1)) for _ in "kv")
+    layout = build(paged_nhd([k], [v], total_heads=1, tp=(1, 0)))
+    np.testing.assert_array_equal(contents(layout, Key("kv", "v", 0)), as_bytes(v))
+
+
+def test_numpy_arrays_will_do():
+    pool = np.random.default_rng(0).integers(0, 256, (2, 3, PAGES, PAGE, HEADS, DIM), np.uint8)
+    layout = build(paged_nhd(pool[0], pool[1], **WHOLE))
+    assert [(r.base, r.nbytes, r.kind) for r in layout.regions] == [(pool.ctypes.data, pool.nbytes, "cpu")]
+    np.testing.assert_array_equal(contents(layout, Key("kv", "v", 2)), pool[1, 2])
+
+
+@pytest.mark.parametrize(("total", "tp"), [(8, 4), (6, 4), (5, 3), (2, 8), (1, 3)])
+def test_heads_of_every_rank(total, tp):
+    for rank in range(tp):
+        start, end = shard_range(total, tp, rank)
+        pool = filled(PAGES, PAGE, end - start, DIM)
+        view = build(paged_nhd([pool], [pool.clone()], total_heads=total, tp=(tp, rank))).by_key()["kv", "k", 0]
+        assert view.axis == ("kv_head", total, start, end - start)
+        assert view.rows == (Row(1, pool.stride(1) * 2),)
+
+
+class FakeTensor:
+    """A tensor on a device this machine may lack."""
+
+    def __init__(self, like, kind, index):
+        self.like, self.device = like, torch.device(kind, index)
+
+    def __getattr__(self, name):
+        return getattr(self.like, name)
+
+
+def test_device_is_recorded():
+    k, v = ([FakeTensor(filled(PAGES, PAGE, HEADS, DIM), "cuda", 3)] for _ in "kv")
+    assert {(r.kind, r.device) for r in build(paged_nhd(k, v, **WHOLE)).regions} == {("cuda", 3)}
+
+
+def nhd(**changes):
+    given = {"k": [filled(PAGES, PAGE, HEADS, DIM)], "v": [filled(PAGES, PAGE, HEADS, DIM)], **WHOLE, **changes}
+    return build(paged_nhd(given.pop("k"), given.pop("v"), **given))
+
+
+def twice():
+    pool = filled(PAGES, PAGE, HEADS, DIM)
+    return build(paged_nhd([pool], [pool], **WHOLE))
+
+
+def slots(n=20, heads=HEADS, page_size=PAGE):
+    return build(sglang_mha([filled(n, heads, DIM)], [filled(n, heads, DIM)], page_size=page_size, **WHOLE))
+
+
+MISUSES = {
+    "ndim": (lambda: nhd(v=[filled(PAGES * PAGE, HEADS, DIM)]), r"v\[0\] has shape .*not \[pages, page_size, heads"),
+    "one tensor for a list": (lambda: nhd(k=filled(PAGES, PAGE, HEADS, DIM)), r"k\[0\] has shape"),
+    "empty axis": (lambda: nhd(k=[filled(PAGES, PAGE, HEADS, DIM)[:0]]), r"k\[0\] has shape \[0, "),
+    "last axis strided": (lambda: nhd(k=[filled(PAGES, PAGE, HEADS, 16)[..., ::2]]), r"k\[0\] has elements 4 bytes"),
+    "expanded": (
+        lambda: nhd(k=[filled(PAGES, PAGE, 1, DIM).expand(-1, -1, HEADS, -1)]),
+        r"k\[0\] has byte strides .* overlap",
+    ),
+    "overlapping windows": (
+        lambda: nhd(k=[filled(400).as_strided((PAGES, PAGE, HEADS, DIM), (32, 24, 8, 1))]),
+        r"k\[0\] has byte strides .* overlap",
+    ),
+    "backwards": (
+        lambda: nhd(k=[np.zeros((PAGES, PAGE, HEADS, DIM), np.float16)[::-1]]),
+        r"k\[0\] has byte strides .* backwards",
+    ),
+    "dtype": (lambda: nhd(k=[filled(PAGES, PAGE, HEADS, DIM, dtype=torch.complex64)]), r"k\[0\] has dtype complex64"),
+    "device kind": (
+        lambda: nhd(k=[torch.empty(PAGES, PAGE, HEADS, DIM, device="meta")]),
+        r"k\[0\] is on device 'meta'",
+    ),
+    "two devices": (
+        lambda: nhd(v=[FakeTensor(filled(PAGES, PAGE, HEADS, DIM), "cuda", 1)]),
+        r"v\[0\] is on cuda:1, k\[0\] on cpu:0",
+    ),
+    "not a tensor": (lambda: nhd(k=[[1, 2]]), r"k\[0\] is a list, not a tensor"),
+    "no layers": (lambda: nhd(k=[], v=[]), "k is empty"),
+    "layer counts": (lambda: nhd(v=[filled(PAGES, PAGE, HEADS, DIM) for _ in "ab"]), "v has 2 entries, k has 1"),
+    "layer numbers": (lambda: nhd(layers=[1, 2]), "layers has 2 entries, k has 1"),
+    "heads": (lambda: nhd(tp=(2, 1)), r"k\[0\] has 3 heads, but this rank holds 6 of 12 \(from head 6\)"),
+    "heads of v": (lambda: nhd(v=[filled(PAGES, PAGE, 2, DIM)]), r"v\[0\] has 2 heads"),
+    "pages": (lambda: nhd(v=[filled(PAGES + 1, PAGE, HEADS, DIM)]), r"v\[0\] has 6 pages of 4 tokens, k\[0\] has 5"),
+    "page size": (lambda: nhd(v=[filled(PAGES, 2, HEADS, DIM)]), r"v\[0\] has 5 pages of 2 tokens, k\[0\] has 5 of 4"),
+    "the same cache twice": (twice, r"v\[0\] is the same memory as k\[0\]"),
+    "tp rank": (lambda: nhd(tp=(4, 4)), "rank=4"),
+    "slots": (lambda: slots(n=21), r"k\[0\] has 21 slots, not a multiple of page_size=4"),
+    "no page size": (lambda: slots(page_size=0), "page_size=0"),
+    "heads of slots": (lambda: slots(heads=2), r"k\[0\] has 2 heads"),
+    "mla heads": (lambda: mla([filled(8, 2, 18)], page_size=4), r"caches\[0\] has shape .* not \[slots, 1, dim\]"),
+    "raw bytes unnamed": (lambda: vllm_blocks(vllm_caches("LBHNC")[1], **WHOLE), "name their encoding"),
+    "odd content": (
+        lambda: vllm_blocks([filled(PAGES, HEADS, PAGE, 33, dtype=torch.int8)], format="bf16", **WHOLE),
+        "33 bytes of K and V a head",
+    ),
+    "key too wide": (
+        lambda: vllm_blocks(vllm_caches("LBHNC")[1], format="bf16", key_nbytes=CONTENT, **WHOLE),
+        "cannot be split at 32",
+    ),
+    "component twice": (
+        lambda: build(mla([filled(PAGES, PAGE, 18)]), mla([filled(PAGES, PAGE, 18)])),
+        "given twice",
+    ),
+    "components of other pages": (
+        lambda: build(mla([filled(PAGES, PAGE, 18)]), mla([filled(9, PAGE, 18)], first_layer=1)),
+        "9 items of 4 tokens",
+    ),
+    "parts on two devices": (
+        lambda: build(mla([filled(2, 4, 18)]), mla([FakeTensor(filled(2, 4, 18), "cuda", 0)], first_layer=1)),
+        "on cpu:0 and cuda:0",
+    ),
+    "nothing": (build, "no device"),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_is_refused_in_words(misuse):
+    call, words = MISUSES[misuse]
+    with pytest.raises(UsageError, match=words) as refused:
+        call()
+    assert refused.value.remedy
+
+
+def test_importing_needs_no_torch():
+    code = "import sys, pdstage.tensors; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
