@@ -1,0 +1,215 @@
+"""One staging lane as a ring: which bytes are leased, and up to where they are free again.
+
+Layer 1, pure. Must not know rooms, sessions, messages or memory: it counts bytes.
+
+Cursors are byte counts that never wrap and never restart; the byte a cursor names is `cursor % capacity`. Leases are
+granted in cursor order, each contiguous, and may run up to one lap ahead of the bytes being free: such a lease is
+*closed* until the watermark, below which everything is released, has come within a lap of its end.
+
+Only unreleased leases are stored. The watermark is the cursor of the first of them, or the head when there is none;
+so padding (the bytes a lease skips to stay contiguous, or to avoid a carved-out span) is the gap in front of a lease,
+released from the start, and no padding can ever be waited for.
+
+A *quarantined* lease may still be written by a writer nobody hears of. Its bytes are *carved out*: no later lease
+overlaps them until `release` says they are quiet. The watermark passes it as if it were padding, but only once no
+live lease lies on the same bytes one lap on: passing it would open that lease's window.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdstage.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ALIGNMENT = 256
+
+GRANTED = "granted"
+LANDED = "landed"
+QUARANTINED = "quarantined"
+
+
+@dataclass(slots=True)
+class _Lease:
+    cursor: int
+    nbytes: int
+    state: str
+
+    @property
+    def end(self) -> int:
+        return self.cursor + self.nbytes
+
+
+class Lane:
+    """The leases of one ring of `capacity` bytes, a positive multiple of 256.
+
+    Every lease starts at a multiple of 256 and occupies a multiple of 256 bytes. Between grant and release it is
+    exactly one of "granted", "landed" and "quarantined" (I15). Memory is proportional to unreleased leases (I14).
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1 or capacity % ALIGNMENT:
+            raise UsageError(
+                f"a lane of {capacity} bytes cannot be cut into leases",
+                remedy=f"give a positive multiple of {ALIGNMENT}",
+                capacity=capacity,
+            )
+        self.capacity = capacity
+        self._head = 0
+        self._watermark = 0
+        self._window: OrderedDict[int, _Lease] = OrderedDict()  # unreleased, not passed by the watermark; cursors rise
+        self._passed: dict[int, _Lease] = {}  # quarantined and passed by the watermark
+        self._gaps = [(0, capacity)]  # physical spans not carved out, ascending
+
+    @property
+    def head(self) -> int:
+        """The cursor the next grant starts from, before any padding."""
+        return self._head
+
+    @property
+    def watermark(self) -> int:
+        """The cursor below which all is released or carved out. Never falls (I4); equals `head` in an idle lane."""
+        return self._watermark
+
+    @property
+    def quarantined_nbytes(self) -> int:
+        """Bytes of the lane that are carved out."""
+        return self.capacity - sum(stop - start for start, stop in self._gaps)
+
+    def largest(self) -> int:
+        """The largest lease the lane can ever grant as things stand: its largest span not carved out."""
+        return max((stop - start for start, stop in self._gaps), default=0)
+
+    def cursor_of_next(self, nbytes: int) -> int | None:
+        """What `grant` would return now. Changes nothing."""
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if not 1 <= size <= self.largest():
+            raise UsageError(
+                f"a lease of {nbytes} bytes does not fit a lane whose largest free span is {self.largest()}",
+                remedy="split the chunk, or send it on the direct path" if size > 0 else "ask for at least one byte",
+                nbytes=nbytes,
+                max_nbytes=self.largest(),
+            )
+        cursor = self._first_fit(size)
+        return cursor if cursor + size <= self._watermark + 2 * self.capacity else None
+
+    def grant(self, nbytes: int) -> int | None:
+        """The cursor of a new lease of `nbytes` (rounded up to 256), or None if it must wait; then nothing changed.
+
+        Raises `UsageError` if `nbytes` is below 1 or above `largest()`: such a lease would wait for ever.
+        """
+        cursor = self.cursor_of_next(nbytes)
+        if cursor is None:
+            return None
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self._window[cursor] = _Lease(cursor, size, GRANTED)
+        self._head = cursor + size
+        self._advance()  # past the padding in front, if the lane was idle
+        return cursor
+
+    def is_open(self, cursor: int, nbytes: int) -> bool:
+        """Whether a writer may begin to write a lease: the bytes one lap before it are all free."""
+        return cursor + nbytes <= self._watermark + self.capacity
+
+    def land(self, cursor: int) -> None:
+        """A granted lease was written: granted -> landed."""
+        self._lease(cursor, GRANTED).state = LANDED
+
+    def release(self, cursor: int) -> bool:
+        """Nothing will write or read the lease any more; True if the watermark advanced."""
+        lease = self._lease(cursor, GRANTED, LANDED, QUARANTINED)
+        (self._window if cursor in self._window else self._passed).pop(cursor)
+        if lease.state == QUARANTINED:
+            self._carve()
+        return self._advance()
+
+    def quarantine(self, cursor: int) -> bool:
+        """A granted lease's writer may still write, and nobody wants the bytes: granted -> quarantined, carved out.
+
+        True if the watermark advanced. Call `in_the_way` next: those leases hold the watermark until they come back.
+        """
+        self._lease(cursor, GRANTED).state = QUARANTINED
+        self._carve()
+        return self._advance()
+
+    def in_the_way(self) -> list[int]:
+        """Granted leases that lie on a quarantined one's bytes one lap on. All are closed, so they can be recalled."""
+        quarantined = [lease for lease in self._window.values() if lease.state == QUARANTINED]
+        if not quarantined:
+            return []
+        return [
+            lease.cursor
+            for lease in self._window.values()
+            if lease.state == GRANTED and any(self._on_next_lap(old, lease) for old in quarantined)
+        ]
+
+    def state(self, cursor: int) -> str | None:
+        """ "granted", "landed", "quarantined", or None: never granted, or released."""
+        lease = self._window.get(cursor) or self._passed.get(cursor)
+        return lease.state if lease else None
+
+    def leases(self) -> Iterator[tuple[int, int, str]]:
+        """(cursor, nbytes rounded up to 256, state) of every unreleased lease, cursors ascending."""
+        for lease in sorted((*self._passed.values(), *self._window.values()), key=lambda lease: lease.cursor):
+            yield lease.cursor, lease.nbytes, lease.state
+
+    def blocker(self) -> int | None:
+        """The granted or landed lease the watermark stands at; None in an idle lane.
+
+        None also while the watermark waits at a quarantined lease: then `in_the_way` names who holds it.
+        """
+        first = next(iter(self._window.values()), None)
+        return first.cursor if first and first.state != QUARANTINED else None
+
+    def _lease(self, cursor: int, *states: str) -> _Lease:
+        lease = self._window.get(cursor) or self._passed.get(cursor)
+        if lease is None or lease.state not in states:
+            raise UsageError(
+                f"the lease at cursor {cursor} is {lease.state if lease else 'not held'}",
+                remedy=f"this needs one that is {' or '.join(states)}",
+                cursor=cursor,
+            )
+        return lease
+
+    def _first_fit(self, size: int) -> int:
+        """The lowest cursor from the head on whose `size` bytes are contiguous and not carved out."""
+        lap = self._head // self.capacity * self.capacity
+        for base in (lap, lap + self.capacity):  # the second lap offers every gap whole, so the largest is found there
+            for start, stop in self._gaps:
+                cursor = max(self._head, base + start)
+                if cursor + size <= base + stop:
+                    return cursor
+        raise AssertionError(f"no gap of {size} bytes in {self._gaps}")
+
+    def _on_next_lap(self, old: _Lease, lease: _Lease) -> bool:
+        """Whether `lease` lies on the bytes of `old`, one lap on."""
+        return lease.cursor < old.end + self.capacity and old.cursor + self.capacity < lease.end
+
+    def _carve(self) -> None:
+        """Recomputes the gaps between quarantined spans; those may overlap, one lap apart."""
+        held = (lease for leases in (self._window, self._passed) for lease in leases.values())
+        spans = sorted((lease.cursor % self.capacity, lease.nbytes) for lease in held if lease.state == QUARANTINED)
+        self._gaps, at = [], 0
+        for start, nbytes in spans:
+            if start > at:
+                self._gaps.append((at, start))
+            at = max(at, start + nbytes)
+        if at < self.capacity:
+            self._gaps.append((at, self.capacity))
+
+    def _advance(self) -> bool:
+        """Moves the watermark as far as it may go; True if it moved."""
+        before = self._watermark
+        while self._window:
+            first = next(iter(self._window.values()))
+            if first.state != QUARANTINED or any(
+                lease.state != QUARANTINED and self._on_next_lap(first, lease) for lease in self._window.values()
+            ):
+                break
+            self._passed[first.cursor] = self._window.pop(first.cursor)
+        self._watermark = next(iter(self._window), self._head)
+        return self._watermark > before
