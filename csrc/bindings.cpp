@@ -1,0 +1,199 @@
+// The one file that knows Python: the functions of csrc/host as the module pdstage._native.
+//
+// Sizes and ranges of Python's own objects are checked here; what the numbers mean is checked in csrc/host.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "host/copy.hpp"
+#include "host/peer_memory.hpp"
+#include "host/spans.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+using Int64s = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>;
+using VerdictTuple = std::tuple<int, std::int64_t, std::int64_t, std::int64_t>;
+
+static_assert(sizeof(pdstage::View) == 13 * sizeof(std::int64_t));
+static_assert(sizeof(pdstage::Component) == 2 * sizeof(std::int64_t));
+
+// The rows of a two-dimensional array of as many columns as Row has fields.
+template <class Row>
+std::vector<Row> rows(const Int64s& table, const char* name) {
+    constexpr auto kColumns = static_cast<py::ssize_t>(sizeof(Row) / sizeof(std::int64_t));
+    if (table.ndim() != 2 || table.shape(1) != kColumns)
+        throw std::invalid_argument(std::string(name) + " is not a table of " + std::to_string(kColumns) + " columns");
+    const auto* first = reinterpret_cast<const Row*>(table.data());
+    return {first, first + table.shape(0)};
+}
+
+void check_components(const std::vector<pdstage::View>& views, std::size_t n_components) {
+    for (const pdstage::View& view : views)
+        if (view.component < 0 || static_cast<std::size_t>(view.component) >= n_components)
+            throw std::invalid_argument("a view names a component that is not in the table");
+}
+
+std::vector<pdstage::Part> parts_of(const py::sequence& given, std::size_t n_components) {
+    if (given.size() != n_components) throw std::invalid_argument("there must be one part for each component");
+    std::vector<pdstage::Part> parts;
+    parts.reserve(n_components);
+    for (const py::handle part : given) {
+        const auto fields = py::reinterpret_borrow<py::tuple>(part);
+        const auto field = [&](std::size_t i) { return fields[i].cast<std::int64_t>(); };
+        parts.push_back({field(0), field(1), field(2), field(3), field(4), field(5)});
+    }
+    return parts;
+}
+
+VerdictTuple to_tuple(const pdstage::Verdict& verdict) {
+    return {static_cast<int>(verdict.fault), verdict.component, verdict.position, verdict.value};
+}
+
+// Three lists of n in one allocation: three of this size would each go back to the system when freed, and fault in
+// again.
+struct Columns {
+    explicit Columns(std::size_t n)
+        : n(static_cast<py::ssize_t>(n)),
+          all({py::ssize_t{3}, static_cast<py::ssize_t>(n)}),
+          data(all.mutable_data()) {}
+    std::int64_t* column(std::size_t i) { return data + static_cast<py::ssize_t>(i) * n; }
+    Int64s list(std::size_t i) { return Int64s(n, column(i), all); }
+
+    py::ssize_t n;
+    Int64s all;
+    std::int64_t* data;
+};
+
+pdstage::CopyPlan make_copy_plan(const Int64s& views, const Int64s& components, bool head_major) {
+    auto view_rows = rows<pdstage::View>(views, "views");
+    auto component_rows = rows<pdstage::Component>(components, "components");
+    check_components(view_rows, component_rows.size());
+    return {std::move(view_rows), std::move(component_rows), head_major ? pdstage::Wire::kHead : pdstage::Wire::kToken};
+}
+
+VerdictTuple gather(const pdstage::CopyPlan& plan, std::uintptr_t dst, std::int64_t nbytes, const py::sequence& given) {
+    const auto parts = parts_of(given, plan.n_components());
+    const py::gil_scoped_release unlocked;
+    return to_tuple(plan.gather(reinterpret_cast<pdstage::Byte*>(dst), nbytes, parts));
+}
+
+VerdictTuple scatter(const pdstage::CopyPlan& plan, std::uintptr_t src, std::int64_t nbytes,
+                     const py::sequence& given) {
+    const auto parts = parts_of(given, plan.n_components());
+    const py::gil_scoped_release unlocked;
+    return to_tuple(plan.scatter(reinterpret_cast<const pdstage::Byte*>(src), nbytes, parts));
+}
+
+pdstage::DirectPlan make_direct_plan(const Int64s& src, const Int64s& dst, const Int64s& pairs,
+                                     const Int64s& src_components, const Int64s& dst_components) {
+    struct PairRow {
+        std::int64_t shards_first;
+        std::int64_t allocation;
+    };
+    const auto from = rows<pdstage::View>(src, "src");
+    const auto to = rows<pdstage::View>(dst, "dst");
+    const auto how = rows<PairRow>(pairs, "pairs");
+    auto src_sizes = rows<pdstage::Component>(src_components, "src_components");
+    auto dst_sizes = rows<pdstage::Component>(dst_components, "dst_components");
+    if (from.size() != to.size() || from.size() != how.size() || src_sizes.size() != dst_sizes.size())
+        throw std::invalid_argument("both sides must have as many views and components");
+    check_components(from, src_sizes.size());
+    std::vector<pdstage::Pair> joined;
+    for (std::size_t i = 0; i < from.size(); ++i)
+        joined.push_back({from[i], to[i], how[i].shards_first != 0, how[i].allocation});
+    return {std::move(joined), std::move(src_sizes), std::move(dst_sizes)};
+}
+
+py::tuple direct_spans(const pdstage::DirectPlan& plan, const py::sequence& src, const py::sequence& dst) {
+    const auto src_parts = parts_of(src, plan.n_components());
+    const auto dst_parts = parts_of(dst, plan.n_components());
+    thread_local pdstage::Spans spans;
+    spans.src.clear();
+    spans.dst.clear();
+    spans.nbytes.clear();
+    pdstage::Verdict verdict;
+    {
+        const py::gil_scoped_release unlocked;
+        verdict = plan.spans(src_parts, dst_parts, spans);
+    }
+    Columns found(spans.src.size());
+    std::copy(spans.src.begin(), spans.src.end(), found.column(0));
+    std::copy(spans.dst.begin(), spans.dst.end(), found.column(1));
+    std::copy(spans.nbytes.begin(), spans.nbytes.end(), found.column(2));
+    return py::make_tuple(to_tuple(verdict), found.list(0), found.list(1), found.list(2));
+}
+
+template <class Src, class Dst>
+py::tuple coalesce(const py::array& src, const py::array& dst) {
+    thread_local std::vector<std::size_t> starts;
+    const auto n = static_cast<std::size_t>(src.size());
+    if (starts.size() < n + 1) starts.resize(n + 1);
+    const auto* src_items = static_cast<const Src*>(src.data());
+    const auto* dst_items = static_cast<const Dst*>(dst.data());
+    const std::size_t groups = pdstage::group_starts(src_items, dst_items, n, starts.data());
+    starts[groups] = n;
+    Columns found(groups);
+    std::int64_t* const src_start = found.column(0);
+    std::int64_t* const dst_start = found.column(1);
+    std::int64_t* const count = found.column(2);
+    for (std::size_t i = 0; i < groups; ++i) {
+        src_start[i] = src_items[starts[i]];
+        dst_start[i] = dst_items[starts[i]];
+        count[i] = static_cast<std::int64_t>(starts[i + 1] - starts[i]);
+    }
+    return py::make_tuple(found.list(0), found.list(1), found.list(2));
+}
+
+py::tuple coalesce_any(const py::array& src, const py::array& dst) {
+    for (const py::array* list : {&src, &dst}) {
+        const bool plain =
+            list->ndim() == 1 && (list->flags() & py::array::c_style) != 0 && list->dtype().kind() == 'i';
+        if (!plain || (list->itemsize() != 4 && list->itemsize() != 8))
+            throw std::invalid_argument("items must be one contiguous list of int32 or int64");
+    }
+    if (src.size() != dst.size()) throw std::invalid_argument("both lists must be of one length");
+    using I32 = std::int32_t;
+    using I64 = std::int64_t;
+    if (src.itemsize() == 4) return dst.itemsize() == 4 ? coalesce<I32, I32>(src, dst) : coalesce<I32, I64>(src, dst);
+    return dst.itemsize() == 4 ? coalesce<I64, I32>(src, dst) : coalesce<I64, I64>(src, dst);
+}
+
+std::pair<std::int64_t, int> write_peer(int pid, const Int64s& src, const Int64s& dst, const Int64s& nbytes) {
+    if (src.size() != dst.size() || src.size() != nbytes.size())
+        throw std::invalid_argument("src, dst and nbytes must be of one length");
+    const auto n = static_cast<std::size_t>(src.size());
+    const py::gil_scoped_release unlocked;
+    const pdstage::WriteResult result = pdstage::write_peer(pid, src.data(), dst.data(), nbytes.data(), n);
+    return {result.written, result.error};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+    module.doc() =
+        "Host kernels of pdstage in C++; pdstage.kernels, pdstage.spans and pdstage.transport are the faces to use.";
+
+    py::class_<pdstage::CopyPlan>(module, "CopyPlan", "Gather and scatter between affine views and staging.")
+        .def(py::init(&make_copy_plan), py::arg("views"), py::arg("components"), py::arg("head_major"))
+        .def("gather", &gather, py::arg("dst"), py::arg("nbytes"), py::arg("parts"),
+             "Returns (fault, component, position, value); fault 0 means done, any other that nothing was written.")
+        .def("scatter", &scatter, py::arg("src"), py::arg("nbytes"), py::arg("parts"), "As gather, the other way.");
+
+    py::class_<pdstage::DirectPlan>(module, "DirectPlan", "Descriptors between selected views of two pools.")
+        .def(py::init(&make_direct_plan), py::arg("src"), py::arg("dst"), py::arg("pairs"), py::arg("src_components"),
+             py::arg("dst_components"))
+        .def("spans", &direct_spans, py::arg("src"), py::arg("dst"),
+             "Returns ((fault, component, position, value), src, dst, nbytes).");
+
+    module.def("coalesce", &coalesce_any, py::arg("src_items"), py::arg("dst_items"),
+               "Returns (src_start, dst_start, count) of the runs where both lists step by one.");
+    module.def("write_peer", &write_peer, py::arg("pid"), py::arg("src"), py::arg("dst"), py::arg("nbytes"),
+               "Writes spans of this process into process `pid`; returns (bytes written, errno).");
+}

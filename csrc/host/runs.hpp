@@ -1,0 +1,111 @@
+// Copying one run of bytes between a strided pool and dense staging: the innermost loop of copy.hpp.
+//
+// memcpy pays a call and a size dispatch for each run, which at 256 bytes is a large part of the work; runs of known
+// width are copied in line here. Big destinations are written past the caches (non-temporal stores): nobody reads them
+// back soon, and an ordinary store would first fetch each line from memory. Must not know views, items or Python.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace pdstage {
+
+using Byte = unsigned char;
+
+namespace detail {
+
+inline constexpr std::int64_t kLine = 64;
+
+// What will be read goes to L2 only: L1's few fill buffers are busy with the copy itself. What will be written goes to
+// L1.
+template <bool kRead>
+void prefetch(const Byte* address, std::int64_t nbytes) {
+    const auto skew = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(address) % kLine);
+    for (std::int64_t at = -skew; at < nbytes; at += kLine) {
+        if constexpr (kRead) {
+            __builtin_prefetch(address + at, 0, 2);
+        } else {
+            __builtin_prefetch(address + at, 1, 3);
+        }
+    }
+}
+
+// Runs of `kWidth` bytes, known to the compiler.
+template <std::int64_t kWidth>
+struct FixedRun {
+    static void copy(Byte* dst, const Byte* src, std::int64_t /*nbytes*/) { __builtin_memcpy(dst, src, kWidth); }
+};
+
+// Runs of any multiple of 16 bytes, in line.
+struct WideRun {
+    static void copy(Byte* dst, const Byte* src, std::int64_t nbytes) {
+        for (std::int64_t at = 0; at < nbytes; at += 16) __builtin_memcpy(dst + at, src + at, 16);
+    }
+};
+
+struct AnyRun {
+    static void copy(Byte* dst, const Byte* src, std::int64_t nbytes) {
+        std::memcpy(dst, src, static_cast<std::size_t>(nbytes));
+    }
+};
+
+#if defined(__SSE2__)
+
+inline constexpr bool kCanStream = true;
+
+inline void stream16(Byte* dst, const Byte* src) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(dst), _mm_loadu_si128(reinterpret_cast<const __m128i*>(src)));
+}
+
+inline void stream_line(Byte* dst, const Byte* src) {
+    stream16(dst, src);
+    stream16(dst + 16, src + 16);
+    stream16(dst + 32, src + 32);
+    stream16(dst + 48, src + 48);
+}
+
+// Runs of any multiple of 16 bytes to a 16-byte aligned `dst`, past the caches. Long runs are read from four pages at a
+// time, which the processor's prefetchers follow apart: glibc's memcpy does the same above a size of hundreds of MiB.
+struct StreamRun {
+    static constexpr std::int64_t kPage = 4096;
+
+    static void copy(Byte* dst, const Byte* src, std::int64_t nbytes) {
+        std::int64_t at = 0;
+        for (; at + 4 * kPage <= nbytes; at += 4 * kPage)
+            for (std::int64_t line = at; line < at + kPage; line += kLine)
+                for (std::int64_t page = 0; page < 4 * kPage; page += kPage)
+                    stream_line(dst + page + line, src + page + line);
+        for (; at + kLine <= nbytes; at += kLine) stream_line(dst + at, src + at);
+        for (; at < nbytes; at += 16) stream16(dst + at, src + at);
+    }
+};
+
+template <std::int64_t kWidth>
+struct FixedStreamRun {
+    static void copy(Byte* dst, const Byte* src, std::int64_t /*nbytes*/) { StreamRun::copy(dst, src, kWidth); }
+};
+
+inline void stream_fence() {
+    _mm_sfence();
+}
+
+#else
+
+inline constexpr bool kCanStream = false;
+inline void stream_line(Byte* dst, const Byte* src) {
+    std::memcpy(dst, src, kLine);
+}
+using StreamRun = AnyRun;
+template <std::int64_t kWidth>
+using FixedStreamRun = FixedRun<kWidth>;
+inline void stream_fence() {}
+
+#endif
+
+}  // namespace detail
+}  // namespace pdstage

@@ -1,0 +1,164 @@
+// The loops over items and their runs, one compiled for each common run length: the hot part of copy.hpp.
+//
+// Must not know views, indexes' checks or Python.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "runs.hpp"
+
+namespace pdstage::detail {
+
+// Some runs of an item, in staged order: each `nbytes` long, at `offsets` from the item.
+struct Runs {
+    std::int64_t nbytes = 0;
+    std::vector<std::int64_t> offsets;
+};
+
+// Items and the runs within each: what one kernel call copies, in staged order.
+struct Walk {
+    Byte* base;
+    std::int64_t item_stride;
+    const std::int64_t* items;
+    std::int64_t n_items;
+    const Runs* runs;
+};
+
+// How far ahead the pool is fetched; enough bytes in flight to hide DRAM latency, few enough to stay in L2.
+inline constexpr std::int64_t kAheadNbytes = 8192;
+
+// How much of a run is fetched: a long one's first lines are enough for the processor to follow it by itself.
+template <bool kGather>
+std::int64_t fetched(std::int64_t nbytes) {
+    return kGather && nbytes > 512 ? 256 : std::min(nbytes, kAheadNbytes);
+}
+
+// Staged bytes from which stores go past the caches. A gather's destination is read soon by the NIC's write, so it
+// keeps to the cache while one can hold it; scattered lines are the next reader's business, and each saves fetching a
+// line.
+inline constexpr std::int64_t kGatherStreamNbytes = 32 << 20;
+inline constexpr std::int64_t kScatterStreamNbytes = 4 << 20;
+
+class Cursor {
+  public:
+    Cursor(const Walk& walk, std::int64_t at)
+        : walk_(walk),
+          n_runs_(static_cast<std::int64_t>(walk.runs->offsets.size())),
+          item_(at / n_runs_),
+          run_(at % n_runs_) {}
+    bool done() const { return item_ >= walk_.n_items; }
+    Byte* address() const { return walk_.base + walk_.items[item_] * walk_.item_stride + walk_.runs->offsets[run_]; }
+    void next() {
+        if (++run_ == n_runs_) {
+            run_ = 0;
+            ++item_;
+        }
+    }
+
+  private:
+    const Walk& walk_;
+    std::int64_t n_runs_;
+    std::int64_t item_;
+    std::int64_t run_;
+};
+
+template <class Run, bool kGather, bool kFetch>
+void copy_runs(const Walk& walk, Byte* wire) {
+    const std::int64_t nbytes = walk.runs->nbytes;
+    Cursor ahead(walk, std::max<std::int64_t>(1, kAheadNbytes / nbytes));
+    for (Cursor at(walk, 0); !at.done(); at.next(), wire += nbytes) {
+        if (kFetch && !ahead.done()) {
+            prefetch<kGather>(ahead.address(), fetched<kGather>(nbytes));
+            ahead.next();
+        }
+        if constexpr (kGather) {
+            Run::copy(wire, at.address(), nbytes);
+        } else {
+            Run::copy(at.address(), wire, nbytes);
+        }
+    }
+}
+
+// Past the caches, two runs at a time: runs of this size end before the processor follows one at full speed.
+inline bool in_pairs(std::int64_t nbytes) {
+    return kCanStream && nbytes % kLine == 0 && nbytes >= 256 && nbytes < 16384;
+}
+
+inline void gather_pairs(const Walk& walk, Byte* wire) {
+    const std::int64_t nbytes = walk.runs->nbytes;
+    Cursor at(walk, 0);
+    Cursor ahead(walk, std::max<std::int64_t>(2, kAheadNbytes / nbytes));
+    const auto take = [&] {
+        const Byte* const run = at.address();
+        at.next();
+        if (!ahead.done()) {
+            prefetch<true>(ahead.address(), fetched<true>(nbytes));
+            ahead.next();
+        }
+        return run;
+    };
+    while (!at.done()) {
+        const Byte* const one = take();
+        if (at.done()) {
+            StreamRun::copy(wire, one, nbytes);
+            return;
+        }
+        const Byte* const two = take();
+        for (std::int64_t line = 0; line < nbytes; line += kLine) {
+            stream_line(wire + line, one + line);
+            stream_line(wire + nbytes + line, two + line);
+        }
+        wire += 2 * nbytes;
+    }
+}
+
+using Kernel = void (*)(const Walk&, Byte*);
+
+template <bool kGather, template <std::int64_t> class Fixed, class Any, bool kFetch>
+Kernel pick(std::int64_t nbytes) {
+    switch (nbytes) {
+        case 64:
+            return copy_runs<Fixed<64>, kGather, kFetch>;
+        case 128:
+            return copy_runs<Fixed<128>, kGather, kFetch>;
+        case 256:
+            return copy_runs<Fixed<256>, kGather, kFetch>;
+        case 512:
+            return copy_runs<Fixed<512>, kGather, kFetch>;
+        case 1024:
+            return copy_runs<Fixed<1024>, kGather, kFetch>;
+        default:
+            return copy_runs<Any, kGather, kFetch>;
+    }
+}
+
+template <bool kGather>
+Kernel pick_cached(std::int64_t nbytes) {
+    switch (nbytes) {
+        case 1:
+            return copy_runs<FixedRun<1>, kGather, true>;
+        case 2:
+            return copy_runs<FixedRun<2>, kGather, true>;
+        case 4:
+            return copy_runs<FixedRun<4>, kGather, true>;
+        case 8:
+            return copy_runs<FixedRun<8>, kGather, true>;
+        case 16:
+            return copy_runs<FixedRun<16>, kGather, true>;
+        case 32:
+            return copy_runs<FixedRun<32>, kGather, true>;
+        default:
+            break;
+    }
+    if (nbytes % 16 == 0 && nbytes <= 512) return pick<kGather, FixedRun, WideRun, true>(nbytes);
+    return copy_runs<AnyRun, kGather, true>;
+}
+
+template <bool kGather>
+Kernel pick_streamed(std::int64_t nbytes) {
+    if (kGather && in_pairs(nbytes)) return gather_pairs;
+    return pick<kGather, FixedStreamRun, StreamRun, kGather>(nbytes);
+}
+
+}  // namespace pdstage::detail

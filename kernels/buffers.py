@@ -1,0 +1,196 @@
+"""Tensors as a pool: what `gather` and `scatter` of the package's face are given, checked and described.
+
+Layer 3. Imports no torch: it asks tensors for their addresses and strides. Must not know rooms or transports.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ..errors import UsageError
+from ..layout import Key, Layout, Region, Row, View
+from ..plan import TOKEN_MAJOR, Select, Staging
+from ..tables import FAULT_TOO_SMALL, Index, Table
+from ..topology import Axis
+from .pool import Plan, Pool
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    import torch
+    from numpy.typing import NDArray
+
+
+class Geometry(NamedTuple):
+    """One buffer `[item, row, shard, byte]`: address, device, and sizes and strides in bytes."""
+
+    ptr: int
+    device: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def geometry_of(buffers: Sequence[torch.Tensor]) -> tuple[Geometry, ...]:
+    """Raises `UsageError` for a buffer that is not `[item, row, shard, width]` with contiguous width, naming it."""
+    described = []
+    for number, buffer in enumerate(buffers):
+        if buffer.dim() != 4 or buffer.numel() == 0:
+            raise UsageError(
+                f"buffer {number} has shape {tuple(buffer.shape)}",
+                remedy="give [item, row, shard, width]",
+                buffer=number,
+            )
+        if buffer.stride(3) != 1 and buffer.shape[3] > 1:
+            raise UsageError(
+                f"buffer {number} has width in steps of {buffer.stride(3)}",
+                remedy="make width contiguous",
+                buffer=number,
+            )
+        size = buffer.element_size()
+        shape = (*buffer.shape[:3], buffer.shape[3] * size)
+        described.append(
+            Geometry(buffer.data_ptr(), str(buffer.device), shape, tuple(s * size for s in buffer.stride()))
+        )
+    if not described:
+        raise UsageError("there are no buffers", remedy="give at least one")
+    return tuple(described)
+
+
+@lru_cache(maxsize=32)
+def _layout_of(
+    geometry: tuple[Geometry, ...], start: int | None, stop: int | None, step: int | None
+) -> tuple[Layout, tuple[Select, ...]]:
+    regions, views, select = [], [], []
+    component, shape = 0, geometry[0].shape[:2]
+    for number, (ptr, device, (items, rows, shards, width), strides) in enumerate(geometry):
+        # A component's views share items and rows. Its number leads the key: staged order is the order of the buffers.
+        if (items, rows) != shape:
+            component, shape = component + 1, (items, rows)
+        first, end, by = slice(start, stop, step).indices(shards)
+        if by != 1 or first >= end:
+            raise UsageError(
+                f"shards {start}:{stop}:{step} of the {shards} in buffer {number}",
+                remedy="give a slice of at least one shard with step 1",
+                buffer=number,
+            )
+        nbytes = sum((n - 1) * s for n, s in zip((items, rows, shards), strides, strict=False)) + width
+        regions.append(Region(ptr, nbytes, device.partition(":")[0]))
+        key = Key(f"{component:06d}", "", number)
+        views.append(
+            View(
+                key=key,
+                region=number,
+                offset=0,
+                n_items=items,
+                item_stride=strides[0],
+                tokens_per_item=rows,
+                rows=(Row(1, strides[1]),),
+                shards=shards,
+                shard_stride=strides[2],
+                width=width,
+                axis=Axis("shard", shards, 0, shards),
+                format="bytes",
+            )
+        )
+        select.append(Select(key, first, end - first))
+    return Layout.of(regions, views), tuple(select)
+
+
+def layout_of(geometry: tuple[Geometry, ...], shards: slice) -> tuple[Layout, tuple[Select, ...]]:
+    """Buffers as a layout, and `shards` of each selected. Raises `UsageError` for no shards or steps other than 1."""
+    return _layout_of(geometry, shards.start, shards.stop, shards.step)
+
+
+@lru_cache(maxsize=32)
+def _plan_of(
+    geometry: tuple[Geometry, ...], start: int | None, stop: int | None, step: int | None, backend: str
+) -> Plan:
+    layout, select = _layout_of(geometry, start, stop, step)
+    return Pool.of(layout, geometry[0].device).plan(select, TOKEN_MAJOR, backend)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """The arguments of one call: buffers, items on the host, shards and tokens."""
+
+    geometry: tuple[Geometry, ...]
+    items: NDArray[Any]
+    shards: slice
+    tokens: tuple[int, int] | None
+
+    @classmethod
+    def of(
+        cls,
+        buffers: Sequence[torch.Tensor],
+        items: torch.Tensor | NDArray[Any],
+        shards: slice,
+        tokens: tuple[int, int] | None,
+    ) -> Buffers:
+        """Raises `UsageError` for buffers, items or tokens that do not fit each other."""
+        geometry = geometry_of(buffers)
+        devices = sorted({g.device for g in geometry})
+        if len(devices) > 1:
+            raise UsageError(f"buffers are on {', '.join(devices)}", remedy="make one call for each device")
+        if tokens is not None and len({g.shape[1] for g in geometry}) > 1:
+            raise UsageError(
+                "a token range of buffers with different rows means different tokens in each",
+                remedy="make one call for each number of rows",
+            )
+        return cls(geometry, _host_items(items), shards, tokens)
+
+    @property
+    def device(self) -> str:
+        return self.geometry[0].device
+
+    def plan(self, backend: str) -> Plan:
+        return _plan_of(self.geometry, self.shards.start, self.shards.stop, self.shards.step, backend)
+
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        """The token range of each component."""
+        layout, _ = layout_of(self.geometry, self.shards)
+        return {c.name: self.tokens or (0, self.items.size * c.tokens_per_item) for c in layout.components}
+
+    def indexes(self) -> dict[str, Index]:
+        """The one list of items, for each component."""
+        return dict.fromkeys(self.ranges(), Index.of(self.items))
+
+    def staging(self, dense: torch.Tensor, name: str) -> tuple[int, int]:
+        """Address and size of `out` or `src`. Raises `UsageError` unless it is contiguous uint8 beside the buffers."""
+        problem = ""
+        if str(dense.dtype) != "torch.uint8" or not dense.is_contiguous():
+            problem = f"{name} is {'' if dense.is_contiguous() else 'non-contiguous '}{dense.dtype}"
+        elif str(dense.device) != self.device:
+            problem = f"{name} is on {dense.device}, the buffers are on {self.device}"
+        if problem:
+            raise UsageError(problem, remedy="give contiguous uint8 on the same device", name=name)
+        return dense.data_ptr(), dense.numel()
+
+    def check(self, dense: torch.Tensor, name: str, *, unique: bool) -> None:
+        """What plans check, for the reference, which has none."""
+        _, nbytes = self.staging(dense, name)
+        layout, select = layout_of(self.geometry, self.shards)
+        table, ranges = Table.of(layout, select), self.ranges()
+        table.resolve(table.parts(self.indexes(), ranges), unique=unique)
+        needed = Staging(layout, select).nbytes(ranges)
+        if needed > nbytes:
+            table.refuse(FAULT_TOO_SMALL, 0, needed, nbytes)
+
+
+def _host_items(items: torch.Tensor | NDArray[Any]) -> NDArray[Any]:
+    """Items as one contiguous list of int32 or int64 in host memory."""
+    if isinstance(items, np.ndarray):
+        array = items
+    elif items.device.type != "cpu":
+        raise UsageError(f"items are on {items.device}", remedy="give items in host memory")
+    else:
+        array = items.numpy()
+    if array.dtype not in (np.int32, np.int64) or array.ndim != 1:
+        raise UsageError(
+            f"items are a {array.ndim}-dimensional array of {array.dtype}", remedy="give one list of int32 or int64"
+        )
+    return np.ascontiguousarray(array)

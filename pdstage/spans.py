@@ -1,0 +1,311 @@
+"""Contiguous runs: of item lists, and of the bytes that the direct path writes from pool to pool.
+
+Layer 1, pure: numpy, or the C++ of csrc/host/spans.hpp where it was built; both give the same answers. Must not know
+transports, what a descriptor costs them, or rooms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pdstage import native
+from pdstage.errors import UsageError
+from pdstage.layout import mismatch
+from pdstage.tables import Index, Part, Row, Table, row_addresses
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from pdstage.layout import Layout, View
+    from pdstage.plan import Select, Tokens
+    from pdstage.tables import Int64s
+
+__all__ = ["DirectPlan", "Index", "Spans", "coalesce", "split"]
+
+
+class Spans(NamedTuple):
+    """Descriptors: `nbytes[i]` bytes go from address `src[i]` to address `dst[i]`. Three int64 arrays of one length."""
+
+    src: Int64s
+    dst: Int64s
+    nbytes: Int64s
+
+
+def coalesce(src_items: NDArray[Any], dst_items: NDArray[Any]) -> tuple[Int64s, Int64s, Int64s]:
+    """Groups positions where both lists step by one: `(src_start, dst_start, count)` of each group, in order.
+
+    Lists of int32 or int64, contiguous, of one length; anything else raises `UsageError`.
+    """
+    for items in (src_items, dst_items):
+        if items.ndim != 1 or items.dtype not in (np.int32, np.int64) or not items.flags.c_contiguous:
+            raise UsageError(
+                f"items are a {items.ndim}-dimensional array of {items.dtype}",
+                remedy="give one contiguous list of int32 or int64",
+            )
+    if src_items.size != dst_items.size:
+        raise UsageError(
+            f"{src_items.size} source items and {dst_items.size} destination items", remedy="give as many of each"
+        )
+    if native.ext is not None:
+        found: tuple[Int64s, Int64s, Int64s] = native.ext.coalesce(src_items, dst_items)
+        return found
+    src, dst = src_items.astype(np.int64), dst_items.astype(np.int64)
+    if not src.size:
+        return src, dst, np.empty(0, np.int64)
+    starts = np.flatnonzero(np.r_[True, (np.diff(src) != 1) | (np.diff(dst) != 1)])
+    return src[starts], dst[starts], np.diff(np.r_[starts, src.size])
+
+
+def split(spans: Spans, *, max_descriptors: int | None = None, max_nbytes: int | None = None) -> Iterator[Spans]:
+    """`spans` in order, in batches of at most that many descriptors and bytes; a longer span is cut.
+
+    For transports that cap a post: Mooncake rejects batches above about 2,000 descriptors with half the bytes landed.
+    """
+    for name, limit in (("max_descriptors", max_descriptors), ("max_nbytes", max_nbytes)):
+        if limit is not None and limit < 1:
+            raise UsageError(f"{name}={limit}", remedy="give at least 1, or None for no limit")
+    if max_nbytes is not None:
+        spans = _cut(spans, max_nbytes)
+    ends = np.cumsum(spans.nbytes)
+    at, n = 0, spans.nbytes.size
+    while at < n:
+        stop = n if max_descriptors is None else min(n, at + max_descriptors)
+        if max_nbytes is not None:
+            before = int(ends[at - 1]) if at else 0
+            stop = min(stop, int(np.searchsorted(ends, before + max_nbytes, side="right")))
+        yield Spans(spans.src[at:stop], spans.dst[at:stop], spans.nbytes[at:stop])
+        at = stop
+
+
+def _cut(spans: Spans, max_nbytes: int) -> Spans:
+    """Every span in pieces of at most `max_nbytes`."""
+    pieces = -(-spans.nbytes // max_nbytes)
+    if not pieces.size or pieces.max() == 1:
+        return spans
+    of = np.repeat(np.arange(pieces.size), pieces)
+    offset = (np.arange(of.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * max_nbytes
+    return Spans(spans.src[of] + offset, spans.dst[of] + offset, np.minimum(spans.nbytes[of] - offset, max_nbytes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A source view and the destination view that takes its bytes; `allocation` numbers their pair of regions."""
+
+    src: Row
+    dst: Row
+    allocation: int
+
+    @property
+    def cell(self) -> int:
+        """Bytes of one shard of one row, where they are one run on both sides; else 0."""
+        return self.src.width if self.src.segs == 1 else 0
+
+    @property
+    def rows_join(self) -> bool:
+        """Whether a row's bytes go on in the next row of the same item, on both sides, shard by shard."""
+        return self.cell > 0 and self.src.inner_stride == self.dst.inner_stride == self.cell
+
+    @property
+    def shards_first(self) -> bool:
+        """Whether writing shard by shard makes longer spans than writing row by row."""
+        return self.rows_join and self.src.shards > 1
+
+
+class DirectPlan:
+    """The direct path between selected views of a source and a destination layout, asked for spans many times.
+
+    `src_select` and `dst_select` name the same keys with as many shards each; shard i of one goes to shard i of the
+    other. Page sizes, strides and first tokens may differ. Raises `UsageError` for selections that do not match, and
+    where bytes of one side cannot become bytes of the other, in words.
+    """
+
+    def __init__(
+        self, src_layout: Layout, src_select: Iterable[Select], dst_layout: Layout, dst_select: Iterable[Select]
+    ) -> None:
+        src_chosen, dst_chosen = sorted(src_select), sorted(dst_select)
+        self.src = Table.of(src_layout, src_chosen)
+        self.dst = Table.of(dst_layout, dst_chosen)
+        src_views, dst_views = src_layout.by_key(), dst_layout.by_key()
+        if [(s.key, s.count) for s in src_chosen] != [(s.key, s.count) for s in dst_chosen]:
+            raise UsageError(
+                "the two selections name different views or shard counts", remedy="select the same shards on both sides"
+            )
+        numbers: dict[tuple[int, int], int] = {}
+        pairs: list[_Pair] = []
+        for chosen, src, dst in zip(src_chosen, self.src.rows, self.dst.rows, strict=True):
+            views = src_views[chosen.key], dst_views[chosen.key]
+            _check_pair(*views)
+            number = numbers.setdefault((views[0].region, views[1].region), len(numbers))
+            pairs.append(_collapsed(_Pair(src, dst, number)))
+        self._pairs = tuple(_fused(pairs))
+        self._shapes = Counter(_shape(pair, self.src.names[pair.src.component]) for pair in self._pairs)
+        self._native = self._compile()
+
+    def _compile(self) -> Any:  # noqa: ANN401  (an extension class)
+        if native.ext is None:
+            return None
+        how = np.array([(p.shards_first, p.allocation) for p in self._pairs], dtype=np.int64).reshape(-1, 2)
+        sides = [
+            Table(table.names, table.sizes, tuple(getattr(p, side) for p in self._pairs)).arrays()
+            for table, side in ((self.src, "src"), (self.dst, "dst"))
+        ]
+        return native.ext.DirectPlan(sides[0][0], sides[1][0], how, sides[0][1], sides[1][1])
+
+    def spans(self, tokens: Tokens, src_indexes: Mapping[str, Index], dst_indexes: Mapping[str, Index]) -> Spans:
+        """Descriptors for `tokens`, with absolute addresses, joined as far as both sides are contiguous.
+
+        No descriptor crosses a region's end. Raises `UsageError` for an index that does not cover `tokens` or names an
+        item outside its pool, or a destination twice.
+        """
+        src = self.src.parts(src_indexes, tokens)
+        dst = self.dst.parts(dst_indexes, tokens)
+        if self._native is None:
+            return self._spans(src, dst)
+        (fault, component, position, value), *arrays = self._native.spans(src, dst)
+        if fault:
+            n = len(self.src.names)
+            table = self.src if component < n else self.dst
+            table.refuse(fault, component % n, position, value)
+        return Spans(*arrays)
+
+    def _spans(self, src: Sequence[Part], dst: Sequence[Part]) -> Spans:
+        """The numpy twin of DirectPlan::spans in csrc/host/spans.hpp."""
+        src_items, dst_items = self.src.resolve(src, unique=False), self.dst.resolve(dst, unique=True)
+        found, allocations = [Spans(*(np.empty(0, np.int64) for _ in range(3)))], [np.empty(0, np.int64)]
+        for pair in self._pairs:
+            n = pair.src.component
+            if src[n].start == src[n].stop:
+                continue
+            rows = row_addresses(pair.src, src[n], src_items[n]), row_addresses(pair.dst, dst[n], dst_items[n])
+            cells = _cells(pair, *rows)
+            allocation = np.full(cells.nbytes.size, pair.allocation, np.int64)
+            found.append(_joined(cells, allocation))
+            allocations.append(allocation[: found[-1].nbytes.size])
+        return _joined(Spans(*map(np.concatenate, zip(*found, strict=True))), np.concatenate(allocations))
+
+    def n_descriptors(self, tokens: Tokens) -> int:
+        """How many descriptors `spans` gives where no items are neighbours: at most so many otherwise.
+
+        For the cost model, before the destination's items are known: no index is read, and first tokens are taken to be
+        multiples of the page size.
+        """
+        total = 0
+        for shape, n in self._shapes.items():
+            start, stop = tokens.get(shape.component, (0, 0))
+            if start < stop:
+                total += n * shape.descriptors(start // shape.tokens_per_row, -(-stop // shape.tokens_per_row))
+        return total
+
+
+class _Shape(NamedTuple):
+    """What the number of a pair's descriptors depends on.
+
+    `runs` go with each row, or with each piece that `cuts`, a multiple of rows for each side, leave of the rows; a
+    piece of `page` rows, if that is not 0, is one descriptor.
+    """
+
+    component: str
+    tokens_per_row: int
+    runs: int
+    cuts: tuple[int, int] | None
+    page: int
+
+    def descriptors(self, first: int, last: int) -> int:
+        """Of rows `[first, last)`."""
+        if self.cuts is None:
+            return self.runs * (last - first)
+        whole = max(0, last // self.page - -(-first // self.page)) if self.page else 0
+        return whole + self.runs * (_pieces(first, last, *self.cuts) - whole)
+
+
+def _shape(pair: _Pair, component: str) -> _Shape:
+    src, dst = pair.src, pair.dst
+    cuts = (src.outer_rows, dst.outer_rows) if pair.rows_join else None
+    # Where heads are outermost in pages of one size, a page's shards follow each other on both sides.
+    follow = pair.rows_join and src.shard_stride == dst.shard_stride == src.outer_rows * pair.cell
+    page = src.outer_rows if follow and src.outer_rows == dst.outer_rows else 0
+    return _Shape(component, src.tokens_per_row, src.shards * src.segs, cuts, page)
+
+
+def _pieces(first: int, last: int, every: int, other: int) -> int:
+    """Pieces of `[first, last)` cut at each multiple of `every` and of `other`."""
+
+    def inside(step: int) -> int:
+        return (last - 1) // step - first // step
+
+    return 1 + inside(every) + inside(other) - inside(math.lcm(every, other))
+
+
+def _check_pair(src: View, dst: View) -> None:
+    problem = mismatch(src, dst)
+    if problem:
+        raise UsageError(problem, remedy="the two sides must store this view alike", key=dst.key)
+
+
+def _collapsed(pair: _Pair) -> _Pair:
+    """Segments, then shards, that are contiguous on both sides become width."""
+    src, dst = pair.src, pair.dst
+    if src.segs > 1 and src.seg_stride == dst.seg_stride == src.width:
+        src, dst = (row._replace(width=row.width * row.segs, segs=1) for row in (src, dst))
+    if src.segs == 1 and src.shards > 1 and src.shard_stride == dst.shard_stride == src.width:
+        src, dst = (row._replace(width=row.width * row.shards, shards=1) for row in (src, dst))
+    return _Pair(src, dst, pair.allocation)
+
+
+def _fused(pairs: Iterable[_Pair]) -> list[_Pair]:
+    """Pairs that are each other's neighbours on both sides, such as K and V of one fused row, become one."""
+    fused: list[_Pair] = []
+    ending: dict[tuple[object, ...], int] = {}
+    for pair in pairs:
+        src, dst = pair.src, pair.dst
+        shape = (pair.allocation, src._replace(base=0, width=0), dst._replace(base=0, width=0))
+        at = ending.pop((src.base, dst.base, shape), len(fused)) if src.segs == 1 else len(fused)
+        if at < len(fused):
+            before = fused[at]
+            width = before.src.width + src.width
+            src, dst = before.src._replace(width=width), before.dst._replace(width=width)
+        fused[at : at + 1] = [_Pair(src, dst, pair.allocation)]
+        ending[src.base + src.width, dst.base + dst.width, shape] = at
+    return [_collapsed(pair) for pair in fused]
+
+
+def _cells(pair: _Pair, src_rows: Int64s, dst_rows: Int64s) -> Spans:
+    """One span for each run of `width` bytes, in the order in which they are written."""
+    shape = (src_rows.size, pair.src.shards, pair.src.segs)
+    shard, seg = np.arange(shape[1])[:, None], np.arange(shape[2])
+    sides = [
+        at[:, None, None] + shard * row.shard_stride + seg * row.seg_stride
+        for row, at in ((pair.src, src_rows), (pair.dst, dst_rows))
+    ]
+    if pair.shards_first:
+        order = _shards_first(pair, src_rows, dst_rows)
+        sides = [side.reshape(-1)[order] for side in sides]
+    src, dst = (np.ascontiguousarray(side).reshape(-1) for side in sides)
+    return Spans(src, dst, np.full(src.size, pair.src.width, np.int64))
+
+
+def _shards_first(pair: _Pair, src_rows: Int64s, dst_rows: Int64s) -> NDArray[np.intp]:
+    """The order of `[row][shard]` cells that takes, of each run of rows contiguous on both sides, shard after shard."""
+    goes_on = (np.diff(src_rows) == pair.src.inner_stride) & (np.diff(dst_rows) == pair.dst.inner_stride)
+    run = np.cumsum(np.r_[False, ~goes_on][: src_rows.size])
+    shards = pair.src.shards
+    key = np.repeat(run * shards, shards) + np.tile(np.arange(shards), src_rows.size)
+    return np.argsort(key, kind="stable")
+
+
+def _joined(cells: Spans, allocation: Int64s) -> Spans:
+    """Each span joined to the one before it where both sides go on without a gap, within one allocation."""
+    if not cells.nbytes.size:
+        return cells
+    gap = cells.src[1:] != cells.src[:-1] + cells.nbytes[:-1]
+    gap |= cells.dst[1:] != cells.dst[:-1] + cells.nbytes[:-1]
+    gap |= allocation[1:] != allocation[:-1]
+    starts = np.flatnonzero(np.r_[True, gap])
+    return Spans(cells.src[starts], cells.dst[starts], np.add.reduceat(cells.nbytes, starts))

@@ -1,0 +1,267 @@
+"""Selected views as rows of integers, and the checks every index passes before a byte moves.
+
+Layer 1, pure: numpy only. Must not know transports, kernels or rooms.
+
+The native code (csrc/host/views.hpp) and its numpy twins read the same tables and answer with the same faults, so that
+one place has the words.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
+
+import numpy as np
+
+from pdstage.errors import UsageError
+from pdstage.plan import Staging
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from pdstage.layout import Layout, View
+    from pdstage.plan import Select, Tokens
+
+    Int64s: TypeAlias = NDArray[np.int64]
+
+
+class Index(NamedTuple):
+    """A list of items in memory: `n` integers of `bits` bits at address `ptr`; item 0 covers `first_token` onwards.
+
+    `keep` holds the memory's owner. For components without positions `first_token` is 0.
+    """
+
+    ptr: int
+    bits: int
+    n: int
+    first_token: int = 0
+    keep: object = None
+
+    @classmethod
+    def of(cls, items: NDArray[Any], first_token: int = 0) -> Index:
+        """The index over a one-dimensional int32 or int64 array, which it keeps alive and does not copy."""
+        if items.dtype not in (np.int32, np.int64) or items.ndim != 1 or not items.flags.c_contiguous:
+            raise UsageError(
+                f"items are a {items.ndim}-dimensional array of {items.dtype}",
+                remedy="give one contiguous list of int32 or int64",
+            )
+        return cls(items.ctypes.data, items.itemsize * 8, items.size, first_token, items)
+
+
+class Part(NamedTuple):
+    """One component's part in a call; csrc/host/views.hpp reads it as six integers."""
+
+    ptr: int
+    bits: int
+    n: int
+    first_token: int
+    start: int
+    stop: int
+
+
+_NOTHING = Part(0, 64, 0, 0, 0, 0)
+
+# Numbered as Fault in csrc/host/views.hpp.
+FAULT_RANGE, FAULT_FIRST_TOKEN, FAULT_TOO_FEW, FAULT_ITEM, FAULT_REPEATED, FAULT_TOO_SMALL = range(1, 7)
+
+
+class Row(NamedTuple):
+    """A selected view as csrc/host/views.hpp has it.
+
+    Row r of an item lies at `r // outer_rows * outer_stride + r % outer_rows * inner_stride`.
+    """
+
+    component: int
+    base: int
+    item_stride: int
+    rows_per_item: int
+    outer_rows: int
+    outer_stride: int
+    inner_stride: int
+    shards: int
+    shard_stride: int
+    segs: int
+    seg_stride: int
+    width: int
+    tokens_per_row: int
+
+
+class Size(NamedTuple):
+    """A component's page size and number of items."""
+
+    tokens_per_item: int
+    n_items: int
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows and the components they are of."""
+
+    names: tuple[str, ...]
+    sizes: tuple[Size, ...]
+    rows: tuple[Row, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, select: Iterable[Select]) -> Table:
+        """The rows of `select` in key order. Raises `UsageError` for shards that `layout` does not hold."""
+        chosen = Staging(layout, select).select
+        names = tuple(dict.fromkeys(key.component for key, _, _ in chosen))
+        components = [layout.component(name) for name in names]
+        views = layout.by_key()
+        rows = (
+            _row(views[key], names.index(key.component), layout.regions[views[key].region].base, start, count)
+            for key, start, count in chosen
+        )
+        return cls(names, tuple(Size(c.tokens_per_item, c.n_items) for c in components), tuple(rows))
+
+    def arrays(self) -> tuple[Int64s, Int64s]:
+        """Rows and sizes as the native code takes them."""
+        rows = np.array(self.rows, dtype=np.int64).reshape(-1, len(Row._fields))
+        return rows, np.array(self.sizes, dtype=np.int64).reshape(-1, len(Size._fields))
+
+    def parts(self, indexes: Mapping[str, Index], tokens: Tokens) -> list[Part]:
+        """One part for each component, in the order of `names`. A component without tokens needs no index."""
+        parts = []
+        for name in self.names:
+            start, stop = tokens.get(name, (0, 0))
+            if start == stop:
+                parts.append(_NOTHING)
+                continue
+            index = indexes.get(name)
+            if index is None:
+                raise UsageError(
+                    f"tokens {start}..{stop} of component {name!r} have no index",
+                    remedy="give its items",
+                    component=name,
+                )
+            if index.bits not in (32, 64):
+                raise UsageError(f"an index of {index.bits}-bit items", remedy="give int32 or int64", component=name)
+            parts.append(Part(index.ptr, index.bits, index.n, index.first_token, start, stop))
+        return parts
+
+    def refuse(self, fault: int, component: int, position: int, value: int) -> NoReturn:
+        """Raises the `UsageError` of a verdict of the native code or of `resolve`."""
+        name = self.names[component]
+        if fault == FAULT_TOO_SMALL:
+            raise UsageError(
+                f"staging of {value} bytes is too small for {position}",
+                remedy="give at least nbytes(tokens) bytes",
+                nbytes=value,
+                needed=position,
+            )
+        what, remedy = {
+            FAULT_RANGE: (
+                f"tokens {position}..{value} of component {name!r} are not a range from its index's first token on",
+                "give first_token <= start <= stop",
+            ),
+            FAULT_FIRST_TOKEN: (
+                f"first_token {value} of component {name!r} splits a row of {position} tokens",
+                "start an index at a multiple of what a row covers, 0 or later",
+            ),
+            FAULT_TOO_FEW: (
+                f"the index of component {name!r} has {value} items where its tokens need {position}",
+                "give every item that the token range touches",
+            ),
+            FAULT_ITEM: (
+                f"item {value} at position {position} of component {name!r} is outside its pool",
+                f"items are 0 to {self.sizes[component].n_items - 1}",
+            ),
+            FAULT_REPEATED: (
+                f"item {value} at position {position} of component {name!r} is a destination twice",
+                "give each destination item once",
+            ),
+        }[fault]
+        raise UsageError(what, remedy=remedy, component=name, position=position, value=value)
+
+    def resolve(self, parts: Sequence[Part], *, unique: bool) -> list[Int64s]:
+        """The items each part touches, as int64; the numpy twin of resolve() in csrc/host/views.hpp.
+
+        `unique` refuses repeated items. Raises `UsageError` naming component, position and value.
+        """
+        resolved = [self._items(number, part, unique) for number, part in enumerate(parts)]
+        for row in self.rows:
+            first = parts[row.component].first_token
+            if first % row.tokens_per_row:
+                self.refuse(FAULT_FIRST_TOKEN, row.component, row.tokens_per_row, first)
+        return resolved
+
+    def _items(self, number: int, part: Part, unique: bool) -> Int64s:
+        if part.start == part.stop:
+            return np.empty(0, np.int64)
+        if part.first_token < 0:
+            self.refuse(FAULT_FIRST_TOKEN, number, 1, part.first_token)
+        if not part.first_token <= part.start <= part.stop:
+            self.refuse(FAULT_RANGE, number, part.start, part.stop)
+        tokens, n_items = self.sizes[number]
+        needed = (part.stop - part.first_token - 1) // tokens + 1
+        if needed > part.n:
+            self.refuse(FAULT_TOO_FEW, number, needed, part.n)
+        first = (part.start - part.first_token) // tokens
+        items = integers(part)[first:needed].astype(np.int64)
+        outside = np.flatnonzero((items < 0) | (items >= n_items))
+        if outside.size:
+            self.refuse(FAULT_ITEM, number, first + int(outside[0]), int(items[outside[0]]))
+        if unique:
+            _, firsts = np.unique(items, return_index=True)
+            if firsts.size < items.size:
+                at = int(np.setdiff1d(np.arange(items.size), firsts)[0])
+                self.refuse(FAULT_REPEATED, number, first + at, int(items[at]))
+        return items
+
+
+def _row(view: View, component: int, region_base: int, start: int, count: int) -> Row:
+    outer = view.rows[0] if len(view.rows) == 2 else None
+    rows = view.rows_per_item
+    outer_rows = min(outer.tokens // view.tokens_per_row, rows) if outer else rows
+    return Row(
+        component,
+        region_base + view.offset + start * view.shard_stride,
+        view.item_stride,
+        rows,
+        outer_rows,
+        outer.stride if outer else 0,
+        view.rows[-1].stride,
+        count,
+        view.shard_stride,
+        view.segs,
+        view.seg_stride,
+        view.width,
+        view.tokens_per_row,
+    )
+
+
+def rows_touched(row: Row, part: Part) -> tuple[int, int]:
+    """Rows `[start, stop)` of a part, counted from the first row of the index's first item."""
+    if part.start == part.stop:
+        return 0, 0
+    origin = part.first_token // row.tokens_per_row
+    return part.start // row.tokens_per_row - origin, -(-part.stop // row.tokens_per_row) - origin
+
+
+def row_addresses(row: Row, part: Part, items: Int64s) -> Int64s:
+    """Address of each row that `part` touches, in sequence order; `items` are those `resolve` gave."""
+    start, stop = rows_touched(row, part)
+    if start == stop:
+        return np.empty(0, np.int64)
+    at = np.arange(start, stop, dtype=np.int64)
+    within = at % row.rows_per_item
+    item = items[at // row.rows_per_item - start // row.rows_per_item]
+    return (
+        row.base
+        + item * row.item_stride
+        + within // row.outer_rows * row.outer_stride
+        + within % row.outer_rows * row.inner_stride
+    )
+
+
+def integers(part: Part | Index) -> NDArray[Any]:
+    """An index list in host memory, without a copy."""
+    return memory(part.ptr, part.n * part.bits // 8).view(np.int32 if part.bits == 32 else np.int64)
+
+
+def memory(ptr: int, nbytes: int) -> NDArray[np.uint8]:
+    """Host memory as bytes, without a copy. The caller vouches that it is mapped and stays so."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(ptr))

@@ -1,0 +1,319 @@
+"""Raw pools: every backend against the reference bit for bit, and gather then scatter against the layout's formula."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pools import (
+    FUSED,
+    HND,
+    HOST_CODES,
+    NHD,
+    Logical,
+    Stored,
+    hold,
+    host_code,
+    indexes,
+    logicals,
+    moved,
+    ranges,
+    selections,
+    storages,
+)
+
+from pdstage.errors import UsageError
+from pdstage.kernels import Index, Pool
+from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
+
+WIRES = st.sampled_from([TOKEN_MAJOR, HEAD_MAJOR])
+
+
+def staging(nbytes, skew=0, fill=0xA5):
+    """`nbytes` of staging that begin `skew` bytes past a 64-byte boundary, and its address."""
+    whole = np.full(nbytes + 256, fill, np.uint8)
+    start = -whole.ctypes.data % 64 + skew
+    return whole, whole.ctypes.data + start
+
+
+@st.composite
+def cases(draw, repeat):
+    """A pool of one or two components, some of it selected, token ranges and indexes."""
+    stored = [draw(storages(draw(logicals(name)))) for name in ("kv", "swa")[: draw(st.integers(1, 2))]]
+    held = hold(stored, draw(st.integers(0, 99)))
+    select = draw(selections(held.layout))
+    tokens = {one.of.name: draw(ranges(one)) for one in stored}
+    index = {one.of.name: draw(indexes(one, tokens[one.of.name], repeat)) for one in stored}
+    return held, select, draw(WIRES), tokens, index, draw(st.sampled_from([0, 0, 1, 16]))
+
+
+@pytest.mark.parametrize("code", HOST_CODES)
+@settings(max_examples=200, deadline=None)
+@given(case=cases(repeat=True))
+def test_host_gather_is_the_reference(code, case):
+    held, select, wire, tokens, index, skew = case
+    pool = Pool.of(held.layout, keep=held)
+    before = held.bytes()
+    results = []
+    for backend in ("host", "reference"):
+        with host_code(code):
+            plan = pool.plan(select, wire, backend)
+        n = plan.nbytes(tokens)
+        whole, at = staging(n, skew)
+        plan.gather(at, n, index, tokens)
+        start = at - whole.ctypes.data
+        results.append(whole[start : start + n])
+        assert (whole[:start] == 0xA5).all()
+        assert (whole[start + n :] == 0xA5).all()
+    np.testing.assert_array_equal(*results)
+    for a, b in zip(before, held.memory, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("code", HOST_CODES)
+@settings(max_examples=200, deadline=None)
+@given(case=cases(repeat=False))
+def test_host_scatter_is_the_reference(code, case):
+    held, select, wire, tokens, index, skew = case
+    before = held.bytes()
+    results = []
+    for backend in ("host", "reference"):
+        for memory, original in zip(held.memory, before, strict=True):
+            memory[:] = original
+        with host_code(code):
+            plan = Pool.of(held.layout).plan(select, wire, backend)
+        n = plan.nbytes(tokens)
+        whole, at = staging(n, skew)
+        whole[at - whole.ctypes.data :][:n] = np.random.default_rng(7).integers(0, 256, n, dtype=np.uint8)
+        plan.scatter(at, n, index, tokens)
+        results.append(held.bytes())
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@st.composite
+def transfers(draw):
+    """Two pools that store the same thing differently, and tokens to move."""
+    of = draw(logicals())
+    src, dst = draw(storages(of)), draw(storages(of))
+    tokens = draw(ranges(src, dst))
+    src_held, dst_held = hold([src], 1), hold([dst], 2)
+    src_select, dst_select = [], []
+    count = draw(st.integers(1, of.shards))
+    for key in of.view_keys():
+        src_select.append(Select(key, draw(st.integers(0, of.shards - count)), count))
+        dst_select.append(Select(key, draw(st.integers(0, of.shards - count)), count))
+    return (
+        (src_held, src_select, {"kv": draw(indexes(src, tokens, True))}),
+        (dst_held, dst_select, {"kv": draw(indexes(dst, tokens, False))}),
+        {"kv": tokens},
+    )
+
+
+@pytest.mark.parametrize("code", [*HOST_CODES, "reference"])
+@settings(max_examples=150, deadline=None)
+@given(case=transfers())
+def test_a_pool_laid_out_otherwise_gets_the_same_tokens_and_nothing_else_changes(code, case):
+    (src, src_select, src_index), (dst, dst_select, dst_index), tokens = case
+    expected = moved(src, src_select, src_index, dst, dst_select, dst_index, tokens)
+    backend = "reference" if code == "reference" else "host"
+    with host_code(code):
+        gather = Pool.of(src.layout).plan(src_select, TOKEN_MAJOR, backend)
+        scatter = Pool.of(dst.layout).plan(dst_select, TOKEN_MAJOR, backend)
+    assert gather.nbytes(tokens) == scatter.nbytes(tokens)
+    whole, at = staging(gather.nbytes(tokens))
+    gather.gather(at, gather.nbytes(tokens), src_index, tokens)
+    scatter.scatter(at, gather.nbytes(tokens), dst_index, tokens)
+    assert whole.size
+    for a, b in zip(expected, dst.memory, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_head_major_meets_head_major_across_shards():
+    of = Logical(shards=4, width=16, roles=2)
+    stored = Stored(of, n_items=6, rows_per_item=4, order=HND)
+    src, dst = hold([stored], 1), hold([stored], 2)
+    index = {"kv": Index.of(np.array([3, 1, 5], np.int32))}
+    tokens = {"kv": (2, 11)}
+    src_select = [Select(key, 0, 2) for key in of.view_keys()]
+    dst_select = [Select(key, 2, 2) for key in of.view_keys()]
+    expected = moved(src, src_select, index, dst, dst_select, index, tokens)
+    gather = Pool.of(src.layout).plan(src_select, HEAD_MAJOR)
+    _, at = staging(gather.nbytes(tokens))
+    gather.gather(at, gather.nbytes(tokens), index, tokens)
+    Pool.of(dst.layout).plan(dst_select, HEAD_MAJOR).scatter(at, gather.nbytes(tokens), index, tokens)
+    for a, b in zip(expected, dst.memory, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# Big enough for the stores past the caches, on both ways: 33 MiB.
+BIG = 33 << 20
+
+
+@pytest.mark.parametrize(
+    ("width", "skew"),
+    [*((width, 0) for width in (64, 96, 128, 192, 256, 512, 1024, 4096, 4112, 32768)), (100, 0), (256, 16), (1024, 1)],
+)
+def test_big_copies_of_every_width(width, skew):
+    n = BIG // width + 1
+    rng = np.random.default_rng(width)
+    held = hold([Stored(Logical(width=width), n_items=n + 9, rows_per_item=1, base=-skew % 64)])
+    region = held.layout.regions[0]
+    pool = np.frombuffer(held.memory[0], np.uint8)[64 + (-skew % 64) :][: (n + 9) * width].reshape(-1, width)
+    items = rng.permutation(n + 9)[:n].astype(np.int32)
+    plan = Pool.of(held.layout).plan([Select(Logical().view_keys()[0], 0, 1)])
+    tokens, index = {"kv": (0, n)}, {"kv": Index.of(items)}
+    nbytes = plan.nbytes(tokens)
+    whole, at = staging(nbytes, skew)
+    plan.gather(at, nbytes, index, tokens)
+    dense = whole[at - whole.ctypes.data :][: n * width].reshape(-1, width)
+    np.testing.assert_array_equal(dense, pool[items])
+    dense[:] = dense[::-1].copy()
+    untouched = pool[np.setdiff1d(np.arange(n + 9), items)].copy()
+    plan.scatter(at, nbytes, index, tokens)
+    np.testing.assert_array_equal(pool[items], dense)
+    np.testing.assert_array_equal(pool[np.setdiff1d(np.arange(n + 9), items)], untouched)
+    assert region.nbytes >= pool.size
+
+
+@pytest.mark.parametrize("order", [NHD, HND, FUSED])
+@pytest.mark.parametrize("wire", [TOKEN_MAJOR, HEAD_MAJOR])
+def test_big_paged_copies(order, wire):
+    """Several runs an item, first and last item cut, some items neighbours: against numpy."""
+    of = Logical(roles=2, shards=4, width=256)
+    held = hold([Stored(of, n_items=1500, rows_per_item=16, order=order)])
+    items = np.random.default_rng(3).permutation(1500).astype(np.int64)
+    items[200:400] = np.sort(items[200:400])
+    select = [Select(key, 1, 3) for key in of.view_keys()]
+    tokens, index = {"kv": (5, 1500 * 16 - 3)}, {"kv": Index.of(items)}
+    pool, results = Pool.of(held.layout), []
+    for code in HOST_CODES:
+        with host_code(code):
+            plan = pool.plan(select, wire)
+        n = plan.nbytes(tokens)
+        assert n > 32 << 20
+        whole, at = staging(n)
+        plan.gather(at, n, index, tokens)
+        results.append(whole[at - whole.ctypes.data :][:n])
+        copy = hold([Stored(of, n_items=1500, rows_per_item=16, order=order)], seed=5)
+        with host_code(code):
+            Pool.of(copy.layout).plan(select, wire).scatter(at, n, index, tokens)
+        results.append(np.concatenate(copy.memory))
+    for a, b in zip(results[:2], results[-2:], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("n_consecutive", [2, 7, 64])
+def test_consecutive_pages_of_one_run_each(n_consecutive):
+    held = hold([Stored(Logical(width=32), n_items=256, rows_per_item=4)])
+    starts = np.random.default_rng(1).permutation(256 // n_consecutive) * n_consecutive
+    items = (starts[:, None] + np.arange(n_consecutive)).reshape(-1).astype(np.int32)
+    select, index = [Select(Logical().view_keys()[0], 0, 1)], {"kv": Index.of(items)}
+    tokens = {"kv": (3, items.size * 4 - 1)}
+    results = []
+    for backend in ("host", "reference"):
+        plan = Pool.of(held.layout).plan(select, TOKEN_MAJOR, backend)
+        whole, at = staging(plan.nbytes(tokens))
+        plan.gather(at, plan.nbytes(tokens), index, tokens)
+        results.append(whole[at - whole.ctypes.data :][: plan.nbytes(tokens)])
+    np.testing.assert_array_equal(*results)
+
+
+def test_a_plan_serves_many_threads_at_once():
+    of = Logical(roles=2, layers=2, shards=2, width=64)
+    held = hold([Stored(of, n_items=200, rows_per_item=8)])
+    plan = Pool.of(held.layout).plan([Select(key, 0, 2) for key in of.view_keys()])
+    tokens = {"kv": (3, 1500)}
+    indexes = [{"kv": Index.of(np.random.default_rng(i).permutation(200))} for i in range(4)]
+    n = plan.nbytes(tokens)
+    expected, found = [np.zeros(n, np.uint8) for _ in indexes], [np.zeros(n, np.uint8) for _ in indexes]
+    for index, out in zip(indexes, expected, strict=True):
+        plan.gather(out.ctypes.data, n, index, tokens)
+
+    def work(number):
+        for _ in range(20):
+            found[number][:] = 0
+            plan.gather(found[number].ctypes.data, n, indexes[number], tokens)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+MISUSE = {
+    "negative item": ({"items": [1, -2, 3]}, "item -2 at position 1 of component 'kv'"),
+    "item past the pool": ({"items": [1, 2, 6]}, "item 6 at position 2 of component 'kv'"),
+    "too few items": ({"items": [1, 2]}, "has 2 items where its tokens need 3"),
+    "no items": ({"items": []}, "has 0 items"),
+    "range backwards": ({"tokens": (8, 4)}, "tokens 8..4"),
+    "range before the first token": ({"first": 4}, "tokens 0..12"),
+    "a row split": ({"first": -3}, "first_token -3"),
+    "staging too small": ({"short": 1}, "too small"),
+    "no index": ({"name": "other"}, "component 'kv' have no index"),
+}
+
+
+@pytest.mark.parametrize("code", [*HOST_CODES, "reference"])
+@pytest.mark.parametrize("way", ["gather", "scatter"])
+@pytest.mark.parametrize("misuse", MISUSE)
+def test_misuse_names_the_culprit_and_writes_nothing(code, way, misuse):
+    _refused(code, way, *MISUSE[misuse])
+
+
+@pytest.mark.parametrize("code", [*HOST_CODES, "reference"])
+def test_a_destination_named_twice_is_refused(code):
+    _refused(code, "scatter", {"items": [4, 2, 4]}, "item 4 at position 2 of component 'kv' is a destination twice")
+    _refused(code, "scatter", {"items": [4, 4, 2]}, "item 4 at position 1 of component 'kv'")
+
+
+@pytest.mark.parametrize("code", [*HOST_CODES, "reference"])
+def test_an_index_must_not_split_a_row(code):
+    _refused(
+        code, "gather", {"first": 2, "tokens": (4, 8), "per": 4}, "first_token 2 of component 'kv' splits a row of 4"
+    )
+
+
+def _refused(code, way, case, words):
+    of = Logical(width=16, tokens_per_row=case.get("per", 1))
+    held = hold([Stored(of, n_items=6, rows_per_item=4 // of.tokens_per_row)])
+    before = held.bytes()
+    with host_code(code):
+        plan = Pool.of(held.layout).plan(
+            [Select(of.view_keys()[0], 0, 1)], TOKEN_MAJOR, "reference" if code == "reference" else "host"
+        )
+    index = {case.get("name", "kv"): Index.of(np.array(case.get("items", [1, 2, 3]), np.int32), case.get("first", 0))}
+    tokens = {"kv": case.get("tokens", (0, 12))}
+    n = 256 if case.get("tokens") else plan.nbytes(tokens)
+    whole, at = staging(n)
+    with pytest.raises(UsageError) as caught:
+        getattr(plan, way)(at, n - case.get("short", 0), index, tokens)
+    assert words in str(caught.value)
+    assert (whole == 0xA5).all()
+    for a, b in zip(before, held.memory, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_selections_and_backends_that_do_not_exist():
+    held = hold([Stored(Logical(shards=2))])
+    pool, key = Pool.of(held.layout), Logical().view_keys()[0]
+    with pytest.raises(UsageError, match="shards 1..3"):
+        pool.plan([Select(key, 1, 2)])
+    with pytest.raises(UsageError, match="no backend 'fast'"):
+        pool.plan([Select(key, 0, 1)], TOKEN_MAJOR, "fast")
+    with pytest.raises(UsageError, match="no staged order 'rows'"):
+        pool.plan([Select(key, 0, 1)], "rows")
+    with pytest.raises(UsageError, match="region 0 is cpu memory in a pool on 'cuda:0'"):
+        Pool.of(held.layout, "cuda:0")
+
+
+@pytest.mark.parametrize("items", [np.zeros(3, np.int16), np.zeros((2, 2), np.int32), np.zeros(6, np.int64)[::2]])
+def test_an_index_is_one_contiguous_list_of_integers(items):
+    with pytest.raises(UsageError, match="items are"):
+        Index.of(items)

@@ -1,0 +1,249 @@
+"""Runs of items, and the direct path: its descriptors carried out by hand must do what the layout's formula says."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pools import (
+    FUSED,
+    HND,
+    HOST_CODES,
+    NHD,
+    Logical,
+    Stored,
+    hold,
+    host_code,
+    indexes,
+    logicals,
+    moved,
+    ranges,
+    storages,
+    without_native,
+)
+
+from pdstage.errors import UsageError
+from pdstage.plan import Select
+from pdstage.spans import DirectPlan, Spans, coalesce, split
+from pdstage.tables import Index
+
+ITEM_LISTS = st.lists(
+    st.tuples(st.sampled_from([1, 1, 1, 0, -1, 2, 7]), st.sampled_from([1, 1, 1, 0, -1, 2])), max_size=60
+)
+
+
+@pytest.mark.parametrize("code", HOST_CODES)
+@pytest.mark.parametrize(
+    "kinds", [(np.int32, np.int32), (np.int32, np.int64), (np.int64, np.int32), (np.int64, np.int64)]
+)
+@settings(max_examples=100, deadline=None)
+@given(steps=ITEM_LISTS)
+def test_coalesce_gives_the_fewest_groups_that_expand_to_the_lists(code, kinds, steps):
+    src, dst = (
+        np.cumsum([5, *(step[side] for step in steps)], dtype=np.int64).astype(kind)[: len(steps)]
+        for side, kind in enumerate(kinds)
+    )
+    with host_code(code):
+        src_start, dst_start, count = coalesce(src, dst)
+    expanded = [(s + k, d + k) for s, d, n in zip(src_start, dst_start, count, strict=True) for k in range(n)]
+    assert expanded == list(zip(src.tolist(), dst.tolist(), strict=True))
+    ends = zip(src_start[:-1] + count[:-1], dst_start[:-1] + count[:-1], strict=True)
+    assert all(end != start for end, start in zip(ends, zip(src_start[1:], dst_start[1:], strict=True), strict=True))
+    assert src_start.dtype == dst_start.dtype == count.dtype == np.int64
+
+
+def test_coalesce_does_not_wrap_at_the_end_of_int32():
+    items = np.array([2**31 - 1, -(2**31)], np.int32)
+    for code in HOST_CODES:
+        with host_code(code):
+            assert coalesce(items, np.array([0, 1], np.int32))[2].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("code", HOST_CODES)
+def test_coalesce_refuses_what_is_not_two_lists(code):
+    items = np.arange(4, dtype=np.int32)
+    with host_code(code):
+        for other in (np.arange(3), np.arange(8)[::2], np.arange(4, dtype=np.int16), np.zeros((4, 1), np.int32)):
+            with pytest.raises(UsageError, match="items"):
+                coalesce(items, other)
+
+
+def carry_out(spans):
+    for src, dst, nbytes in zip(*(column.tolist() for column in spans), strict=True):
+        ctypes.memmove(dst, src, nbytes)
+
+
+@st.composite
+def transfers(draw):
+    """Two pools that store the same thing, often alike, and tokens to move."""
+    of = draw(logicals())
+    src = draw(storages(of))
+    dst = src if draw(st.booleans()) else draw(storages(of))
+    tokens = draw(ranges(src, dst))
+    held = hold([src], 1), hold([dst], 2)
+    count = draw(st.integers(1, of.shards))
+    keys = [key for key in of.view_keys() if draw(st.booleans())] or of.view_keys()[:1]
+    selects = tuple([Select(key, draw(st.integers(0, of.shards - count)), count) for key in keys] for _ in held)
+    index = tuple({"kv": draw(indexes(one, tokens, repeat))} for one, repeat in ((src, True), (dst, False)))
+    return held, selects, index, {"kv": tokens}
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=transfers())
+def test_descriptors_move_the_tokens_and_nothing_else(case):
+    (src, dst), (src_select, dst_select), (src_index, dst_index), tokens = case
+    expected = moved(src, src_select, src_index, dst, dst_select, dst_index, tokens)
+    found = []
+    for code in HOST_CODES:
+        with host_code(code):
+            plan = DirectPlan(src.layout, src_select, dst.layout, dst_select)
+            found.append(plan.spans(tokens, src_index, dst_index))
+    for spans in found[1:]:
+        for a, b in zip(found[0], spans, strict=True):
+            np.testing.assert_array_equal(a, b)
+    carry_out(found[0])
+    for a, b in zip(expected, dst.memory, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for held, starts in ((src, found[0].src), (dst, found[0].dst)):
+        for start, nbytes in zip(starts, found[0].nbytes, strict=True):
+            inside = [r for r in held.layout.regions if r.base <= start and start + nbytes <= r.base + r.nbytes]
+            assert len(inside) == 1
+
+
+def _n(src, dst, tokens, items, *, shards=None, first=0):
+    """Descriptors between two stored pools, with as many items as given, and the estimate."""
+    of = src.of
+    held = hold([src]), hold([dst])
+    select = [Select(key, 0, shards or of.shards) for key in of.view_keys()]
+    plan = DirectPlan(held[0].layout, select, held[1].layout, select)
+    index = {"kv": Index.of(np.array(items[0]), first)}, {"kv": Index.of(np.array(items[1]), first)}
+    spans = plan.spans({"kv": tokens}, *index)
+    assert spans.nbytes.sum() == (tokens[1] - tokens[0]) * sum(s.count for s in select) * of.segs * of.width
+    return spans.nbytes.size, plan.n_descriptors({"kv": tokens})
+
+
+OF = Logical(roles=2, shards=4, width=16)
+FAR = [0, 4, 2, 6], [3, 7, 1, 5]  # no neighbours
+NEAR = [0, 1, 2, 3], [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "pads", "items", "shards", "n", "estimate"),
+    [
+        pytest.param(NHD, NHD, {}, FAR, 4, 8, 8, id="whole pages, K and V apart"),
+        pytest.param(NHD, NHD, {}, NEAR, 4, 2, 8, id="neighbouring pages join"),
+        pytest.param(NHD, NHD, {"shard": 16}, NEAR, 4, 32, 32, id="padded rows: token by token"),
+        pytest.param(HND, HND, {}, FAR, 4, 8, 8, id="whole pages, heads outermost"),
+        pytest.param(HND, HND, {}, FAR, 2, 8, 8, id="half of the heads, outermost"),
+        pytest.param(HND, HND, {"shard": 16}, FAR, 2, 8, 8, id="half of the heads, padded pages"),
+        pytest.param(HND, HND, {"row": 16}, FAR, 2, 16, 16, id="padded heads"),
+        pytest.param(NHD, NHD, {}, FAR, 2, 32, 32, id="half of the heads, token by token"),
+        pytest.param(NHD, HND, {}, FAR, 4, 128, 128, id="another order: cell by cell"),
+        pytest.param(FUSED, FUSED, {}, FAR, 4, 4, 4, id="K and V fused in a head"),
+        pytest.param(FUSED, FUSED, {}, NEAR, 4, 1, 4, id="K and V fused, neighbouring pages"),
+        pytest.param(FUSED, NHD, {}, FAR, 4, 128, 128, id="fused to split"),
+    ],
+)
+def test_as_few_descriptors_as_both_sides_allow(src, dst, pads, items, shards, n, estimate):
+    stored = [Stored(OF, n_items=8, rows_per_item=4, order=order, pads=pads) for order in (src, dst)]
+    assert _n(*stored, (0, 16), items, shards=shards) == (n, estimate)
+
+
+def test_pages_cut_by_the_range_are_estimated_head_by_head():
+    stored = Stored(OF, n_items=8, rows_per_item=4, order=HND)
+    assert _n(stored, stored, (3, 16), FAR) == (2 * (4 + 3), 2 * (4 + 3))
+
+
+def test_pages_are_split_at_both_sides_boundaries():
+    src = Stored(OF, n_items=8, rows_per_item=6, order=NHD)
+    dst = Stored(OF, n_items=8, rows_per_item=4, order=NHD)
+    found, estimated = _n(src, dst, (3, 16), ([5, 1, 3], [0, 6, 2, 4]))
+    assert found == estimated == 2 * 5  # cut at 4, 6, 8 and 12
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=transfers())
+def test_the_estimate_is_never_below_the_truth_for_aligned_indexes(case):
+    (src, dst), (src_select, dst_select), (src_index, dst_index), tokens = case
+    views = [held.layout.by_key()[select[0].key] for held, select in ((src, src_select), (dst, dst_select))]
+    aligned = all(
+        i["kv"].first_token % v.tokens_per_item == 0 for i, v in zip((src_index, dst_index), views, strict=True)
+    )
+    ragged = any(len(v.rows) == 2 and v.tokens_per_item % v.rows[0].tokens for v in views)
+    plan = DirectPlan(src.layout, src_select, dst.layout, dst_select)
+    if aligned and not ragged:
+        assert plan.spans(tokens, src_index, dst_index).nbytes.size <= plan.n_descriptors(tokens)
+
+
+@pytest.mark.parametrize("code", HOST_CODES)
+@pytest.mark.parametrize(
+    ("src_items", "dst_items", "words"),
+    [
+        ([0, 1], [0, 8], "item 8 at position 1 of component 'kv'"),
+        ([0, 1], [-1, 1], "item -1 at position 0 of component 'kv'"),
+        ([0, 1], [3, 3], "item 3 at position 1 of component 'kv' is a destination twice"),
+        ([0, 9], [0, 1], "item 9 at position 1 of component 'kv'"),
+        ([0], [0, 1], "has 1 items where its tokens need 2"),
+        ([0, 1], [0], "has 1 items where its tokens need 2"),
+    ],
+)
+def test_a_peers_items_are_checked(code, src_items, dst_items, words):
+    stored = Stored(OF, n_items=8, rows_per_item=4)
+    small = Stored(OF, n_items=9, rows_per_item=4)
+    held, select = (hold([small]), hold([stored])), [Select(key, 0, 4) for key in OF.view_keys()]
+    with host_code(code):
+        plan = DirectPlan(held[0].layout, select, held[1].layout, select)
+        with pytest.raises(UsageError) as caught:
+            plan.spans({"kv": (0, 8)}, {"kv": Index.of(np.array(src_items))}, {"kv": Index.of(np.array(dst_items))})
+    assert words in str(caught.value)
+
+
+def test_layouts_that_do_not_match_are_refused_in_words():
+    held = hold([Stored(OF)])
+    wide = hold([Stored(Logical(roles=2, shards=4, width=32))])
+    select = [Select(key, 0, 4) for key in OF.view_keys()]
+    with pytest.raises(UsageError, match="16 bytes a shard at prefill"):
+        DirectPlan(held.layout, select, wide.layout, select)
+    with pytest.raises(UsageError, match="different views or shard counts"):
+        DirectPlan(held.layout, select, held.layout, select[:1])
+    with pytest.raises(UsageError, match="different views or shard counts"):
+        DirectPlan(held.layout, select, held.layout, [s._replace(count=3) for s in select])
+
+
+def test_an_empty_range_has_no_descriptors():
+    held = hold([Stored(OF)])
+    select = [Select(key, 0, 4) for key in OF.view_keys()]
+    plan = DirectPlan(held.layout, select, held.layout, select)
+    assert [column.size for column in plan.spans({"kv": (7, 7)}, {}, {})] == [0, 0, 0]
+    assert plan.n_descriptors({"kv": (7, 7)}) == plan.n_descriptors({}) == 0
+    with without_native():
+        plan = DirectPlan(held.layout, select, held.layout, select)
+    assert [column.size for column in plan.spans({}, {}, {})] == [0, 0, 0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 40), max_size=20),
+    max_descriptors=st.none() | st.integers(1, 6),
+    max_nbytes=st.none() | st.integers(1, 60),
+)
+def test_batches_hold_every_byte_in_order_and_keep_their_limits(sizes, max_descriptors, max_nbytes):
+    nbytes = np.array(sizes, np.int64)
+    spans = Spans(np.arange(nbytes.size) * 1000, np.arange(nbytes.size) * 1000 + 500000, nbytes)
+    batches = list(split(spans, max_descriptors=max_descriptors, max_nbytes=max_nbytes))
+    moved_bytes = [(s + k, d + k) for b in batches for s, d, n in zip(*b, strict=True) for k in range(n)]
+    assert moved_bytes == [(s + k, d + k) for s, d, n in zip(*spans, strict=True) for k in range(n)]
+    for batch in batches:
+        assert 0 < batch.nbytes.size <= (max_descriptors or 10**9)
+        assert batch.nbytes.sum() <= (max_nbytes or 10**9)
+    if max_nbytes is None:
+        assert len(batches) == -(-len(sizes) // (max_descriptors or max(1, len(sizes))))
+
+
+def test_a_limit_below_one_is_refused():
+    empty = Spans(*(np.empty(0, np.int64) for _ in range(3)))
+    with pytest.raises(UsageError, match="max_nbytes=0"):
+        list(split(empty, max_nbytes=0))
