@@ -1,0 +1,168 @@
+"""Who is there: the directory's server, to embed in a prefill node or to run alone, and its client.
+
+Layer 4. Must not know rooms, sessions or what a layout digest means. `directory_http.py` lists the requests.
+"""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+from typing import TYPE_CHECKING, Self
+from urllib.parse import quote, urlencode
+
+import msgspec
+
+from pdstage.control.address import Address
+from pdstage.control.directory import Advert, Conflict, Directory, Incomplete
+from pdstage.control.directory_http import KINDS, Adverts, Put, Refusal, Server
+from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Advert", "BootstrapClient", "BootstrapServer", "Conflict", "Incomplete"]
+
+MAX_ANSWER_NBYTES = 64 << 20
+
+
+class BootstrapServer:
+    """The directory's server. `bind` is `host:port` or `http://host:port`; port 0 is the system's choice.
+
+    It listens from construction on. `start()` answers in a thread of its own, until `close()`; `serve_forever()`
+    answers in the caller's. `address` is `host:port` as peers reach it; with a wildcard host `advertise` names it.
+    `clock` is monotonic seconds. Raises `UsageError` for a bad address, `TransportError` if it cannot be bound.
+    """
+
+    def __init__(
+        self,
+        bind: str = "127.0.0.1:0",
+        *,
+        advertise: str | None = None,
+        insecure: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        max_adverts: int = 65536,
+    ) -> None:
+        address = Address.parse(bind, "http", listening=True)
+        address.check_exposure(insecure)
+        self.directory = Directory(clock, max_adverts=max_adverts)
+        try:
+            self._server = Server(address, self.directory)
+        except OSError as error:
+            raise TransportError(
+                f"the bootstrap server cannot listen on {address} ({error.strerror})",
+                remedy="name an address of this machine and a free port, or port 0",
+                address=str(address),
+            ) from error
+        self.address = str(Address(address.host, self._server.server_port).reachable(advertise))
+        self._thread: threading.Thread | None = None
+        self._serving = False
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> Self:
+        """Answers in a thread from now on."""
+        if self._serving or self._closed:
+            raise UsageError("this bootstrap server was started or closed before", remedy="make a new one")
+        self._serving = True
+        self._thread = threading.Thread(target=self._run, name="pdstage-bootstrap", daemon=True)
+        self._thread.start()
+        return self
+
+    def serve_forever(self) -> None:
+        """Answers in this thread until `close` is called from another, or an exception (Ctrl-C) ends it."""
+        if self._serving or self._closed:
+            raise UsageError("this bootstrap server was started or closed before", remedy="make a new one")
+        self._serving = True
+        self._run()
+
+    def _run(self) -> None:
+        self._server.serve_forever(poll_interval=0.1)
+
+    def close(self) -> None:
+        """Stops answering and drops every connection. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._serving:
+            self._server.shutdown()
+        if self._thread is not None:
+            self._thread.join()
+        self._server.drop_connections()
+        self._server.server_close()
+
+
+class BootstrapClient:
+    """Talks to the directory at `address` (`host:port` or `http://host:port`).
+
+    Every call is one request and waits for its answer, up to `timeout_s` a step: call it from a worker thread, never
+    from a driver's loop. It holds no connection and may be used by several threads. A lease is renewed by publishing
+    again, best every third of its `ttl_s`.
+
+    Every call raises `TransportError` when nothing answers at the address and `PeerError` for an answer that is none.
+    """
+
+    def __init__(self, address: str, timeout_s: float = 2.0) -> None:
+        self.address = Address.parse(address, "http")
+        self._timeout_s = timeout_s
+
+    def publish(self, advert: Advert, ttl_s: float = 15.0) -> None:
+        """Registers or renews a rank. Raises as `Directory.publish`."""
+        self._ask("PUT", "/v1/adverts", msgspec.json.encode(Put(advert, ttl_s)))
+
+    def withdraw(self, advert: Advert) -> None:
+        """Takes the rank out, if this incarnation still holds its place."""
+        place = f"{quote(advert.instance, safe='')}/{advert.topology.unique_rank}/{advert.incarnation}"
+        self._ask("DELETE", f"/v1/adverts/{place}")
+
+    def lookup(self, dp_rank: int | None = None, *, instance: str | None = None) -> list[Advert]:
+        """All ranks of one dp replica, by group rank. Raises as `Directory.lookup`: `Incomplete` means ask again."""
+        asked = {"dp_rank": dp_rank, "instance": instance}
+        query = urlencode({name: value for name, value in asked.items() if value is not None})
+        answer = self._ask("GET", f"/v1/lookup?{query}")
+        try:
+            return msgspec.json.decode(answer, type=Adverts).adverts
+        except msgspec.MsgspecError as error:
+            raise self._not_ours(f"its adverts do not decode: {error}") from error
+
+    def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        connection = http.client.HTTPConnection(self.address.host, self.address.port, timeout=self._timeout_s)
+        try:
+            connection.request(method, path, body, {"Connection": "close"})
+            response = connection.getresponse()
+            answer = response.read(MAX_ANSWER_NBYTES)
+        except OSError as error:
+            raise TransportError(
+                f"no bootstrap server answers at {self.address} ({error})",
+                remedy="start one with `pdstage bootstrap`, or check the prefill node's address and the network",
+                address=str(self.address),
+            ) from error
+        except http.client.HTTPException as error:
+            raise self._not_ours(repr(error)) from error
+        finally:
+            connection.close()
+        if response.status != http.client.OK:
+            raise self._refused(response.status, answer)
+        return answer
+
+    def _refused(self, status: int, answer: bytes) -> PdstageError:
+        try:
+            refusal = msgspec.json.decode(answer, type=Refusal)
+        except msgspec.MsgspecError:
+            return self._not_ours(f"HTTP status {status}")
+        if refusal.error == "incomplete":
+            return Incomplete(refusal.what, refusal.missing, address=str(self.address))
+        cls = next((cls for kind, _, cls in KINDS if kind == refusal.error), PeerError)
+        return cls(refusal.what, remedy=refusal.remedy, address=str(self.address))
+
+    def _not_ours(self, why: str) -> PeerError:
+        return PeerError(
+            f"what answers at {self.address} is no bootstrap server ({why})",
+            remedy="check the address, and that no proxy stands in between",
+            address=str(self.address),
+        )

@@ -1,0 +1,222 @@
+"""Who is there: the adverts of prefill ranks, each under a lease that ends unless it is renewed.
+
+Layer 4, pure: a table, with the clock as an argument. Must not know HTTP, sockets or what a layout digest means.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdstage.errors import PeerError, UsageError
+from pdstage.topology import Topology  # noqa: TC001  (msgspec resolves the annotation at run time)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_TTL_S = 3600.0
+_MAX_NAME = 256
+
+
+class Advert(msgspec.Struct, frozen=True, kw_only=True):
+    """What one prefill rank publishes about itself.
+
+    `instance` names its engine; `topology` its place there; `endpoint` its control socket; `incarnation` its process
+    life; `layout` its `Layout.digest()`; `transports` the data transports it speaks, best first; `version` the wire's.
+    """
+
+    instance: str
+    topology: Topology
+    endpoint: str
+    incarnation: int
+    layout: str
+    transports: tuple[str, ...] = ()
+    version: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The sizes that every rank of one instance must agree on: dp, pp, cp, tp."""
+        place = self.topology
+        return place.dp_size, place.pp_size, place.cp_size, place.tp_size
+
+    @property
+    def where(self) -> str:
+        """The rank in words."""
+        place = self.topology
+        ranks = f"dp {place.dp_rank}, pp {place.pp_rank}, cp {place.cp_rank}, tp {place.tp_rank}"
+        return f"rank {place.unique_rank} ({ranks}) of instance {self.instance!r}"
+
+
+class Incomplete(PeerError):
+    """Not every rank that must answer is registered yet: ask again until the deadline.
+
+    `missing` holds the unique ranks that are not there; it is empty when nothing of the instance is known at all.
+    """
+
+    def __init__(self, what: str, missing: tuple[int, ...] = (), **fields: object) -> None:
+        super().__init__(
+            what, remedy="wait for the prefill ranks to register, and ask again", missing=missing, **fields
+        )
+        self.missing = missing
+
+
+class Conflict(PeerError):
+    """The directory holds something else under this name: a live instance of another shape, or a successor."""
+
+
+class _Entry:
+    __slots__ = ("advert", "expires_at", "predecessor")
+
+    def __init__(self, advert: Advert, expires_at: float, predecessor: int | None) -> None:
+        self.advert, self.expires_at, self.predecessor = advert, expires_at, predecessor
+
+
+class Directory:
+    """The table. Safe to use from several threads. `clock` is monotonic, in seconds.
+
+    Bounded: at most `max_adverts` live ones; expired ones are forgotten at the latest when the next is published.
+    """
+
+    def __init__(self, clock: Callable[[], float], *, max_adverts: int = 65536) -> None:
+        self._clock = clock
+        self._max_adverts = max_adverts
+        self._lock = threading.Lock()
+        self._instances: dict[str, dict[int, _Entry]] = {}
+        self._expires_from = math.inf  # no lease ends before this, so that most lookups need no sweep
+
+    def publish(self, advert: Advert, ttl_s: float) -> None:
+        """Registers or renews a rank for `ttl_s`. A new incarnation takes over its predecessor's place at once.
+
+        Raises `UsageError` for a bad name or duration; `Conflict` if the instance is live in another shape, or if this
+        incarnation's place was taken over; `PeerError` when the directory is full.
+        """
+        if not 1 <= len(advert.instance) <= _MAX_NAME or not advert.instance.isprintable():
+            raise UsageError(
+                f"instance name {advert.instance[:64]!r} cannot be published",
+                remedy=f"give 1 to {_MAX_NAME} printable characters",
+            )
+        if not 0 < ttl_s <= MAX_TTL_S:
+            raise UsageError(
+                f"a lease of {ttl_s} s for {advert.where}", remedy=f"give more than 0, at most {MAX_TTL_S:g} s"
+            )
+        with self._lock:
+            self._expire()
+            held = self._instances.get(advert.instance, {})
+            entry = held.get(advert.topology.unique_rank)
+            self._check_place(advert, held, entry)
+            if entry is None and sum(map(len, self._instances.values())) >= self._max_adverts:
+                raise PeerError(
+                    f"the directory is full: {self._max_adverts} ranks are registered",
+                    remedy="start the bootstrap server with a larger max_adverts, or one per deployment",
+                )
+            if entry is None or entry.advert.incarnation == advert.incarnation:
+                predecessor = entry.predecessor if entry else None
+            else:
+                predecessor = entry.advert.incarnation
+            fresh = _Entry(advert, self._clock() + ttl_s, predecessor)
+            self._expires_from = min(self._expires_from, fresh.expires_at)
+            self._instances.setdefault(advert.instance, held)[advert.topology.unique_rank] = fresh
+
+    @staticmethod
+    def _check_place(advert: Advert, held: dict[int, _Entry], entry: _Entry | None) -> None:
+        if entry is not None and entry.predecessor == advert.incarnation:
+            raise Conflict(
+                f"{advert.where} was taken over by a newer process at {entry.advert.endpoint}",
+                remedy="stop the older process, or give the instances different names",
+                endpoint=entry.advert.endpoint,
+            )
+        other = next((e.advert for e in held.values() if e.advert.shape != advert.shape), None)
+        if other is not None:
+            raise Conflict(
+                f"instance {advert.instance!r} is live with (dp, pp, cp, tp) = {other.shape}, not {advert.shape}",
+                remedy="withdraw the old ranks or wait for their leases to end, or use another instance name",
+                endpoint=other.endpoint,
+            )
+
+    def withdraw(self, instance: str, unique_rank: int, incarnation: int) -> bool:
+        """Removes a rank, unless another incarnation holds its place now. Says whether anything was removed."""
+        with self._lock:
+            held = self._instances.get(instance, {})
+            entry = held.get(unique_rank)
+            if entry is None or entry.advert.incarnation != incarnation:
+                return False
+            del held[unique_rank]
+            if not held:
+                del self._instances[instance]
+            return True
+
+    def lookup(self, instance: str | None = None, dp_rank: int | None = None) -> list[Advert]:
+        """All ranks of one dp replica of `instance`, by group rank.
+
+        `instance` may be left out where one is registered, `dp_rank` where there is one replica. Raises `Incomplete`
+        while ranks are missing, `UsageError` for a choice that must be made or cannot be.
+        """
+        with self._lock:
+            self._expire()
+            if instance is None:
+                if len(self._instances) > 1:
+                    names = ", ".join(sorted(self._instances)[:8])
+                    raise UsageError(
+                        f"{len(self._instances)} instances are registered ({names})", remedy="name one of them"
+                    )
+                instance = next(iter(self._instances), "")
+            held = {rank: entry.advert for rank, entry in self._instances.get(instance, {}).items()}
+        if not held:
+            raise Incomplete(f"no rank of instance {instance!r} is registered" if instance else "no rank is registered")
+        return _replica(instance, held, dp_rank)
+
+    def instances(self) -> dict[str, list[tuple[Advert, float]]]:
+        """Every live advert with the seconds its lease has left, by instance and unique rank."""
+        with self._lock:
+            self._expire()
+            now = self._clock()
+            return {
+                name: [(held[rank].advert, held[rank].expires_at - now) for rank in sorted(held)]
+                for name, held in sorted(self._instances.items())
+            }
+
+    def _expire(self) -> None:
+        now = self._clock()
+        if now < self._expires_from:
+            return
+        for name, held in list(self._instances.items()):
+            for rank in [rank for rank, entry in held.items() if entry.expires_at <= now]:
+                del held[rank]
+            if not held:
+                del self._instances[name]
+        ends = (entry.expires_at for held in self._instances.values() for entry in held.values())
+        self._expires_from = min(ends, default=math.inf)
+
+
+def _replica(instance: str, held: dict[int, Advert], dp_rank: int | None) -> list[Advert]:
+    place = next(iter(held.values())).topology
+    if dp_rank is None and place.dp_size > 1:
+        raise UsageError(
+            f"instance {instance!r} has {place.dp_size} dp replicas",
+            remedy="pass the dp_rank its request was sent to",
+            dp_size=place.dp_size,
+        )
+    dp_rank = dp_rank or 0
+    if not 0 <= dp_rank < place.dp_size:
+        raise UsageError(
+            f"instance {instance!r} has no dp replica {dp_rank}",
+            remedy=f"pass 0 <= dp_rank < {place.dp_size}",
+            dp_size=place.dp_size,
+        )
+    wanted = range(dp_rank * place.group_size, (dp_rank + 1) * place.group_size)
+    missing = tuple(rank for rank in wanted if rank not in held)
+    if missing:
+        raise Incomplete(
+            f"instance {instance!r}: {len(missing)} of {place.group_size} ranks of dp replica {dp_rank} "
+            f"are not registered, {_brief(missing)}",
+            missing,
+            instance=instance,
+        )
+    return [held[rank] for rank in wanted]
+
+
+def _brief(ranks: tuple[int, ...]) -> str:
+    return f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"

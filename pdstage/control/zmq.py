@@ -1,0 +1,275 @@
+"""One ROUTER socket a node: it listens, and it connects to every peer, whatever their number.
+
+Layer 4. Must not know what frames mean, rooms or sessions: it moves lists of frames, and may lose them.
+
+Per-peer sockets have run fleets into libzmq's cap of 1023 sockets and out of ports and descriptors; a ROUTER holds any
+number of connections. A peer this node connected to is addressed by a *route* minted here for its endpoint; a peer that
+connected to this node, by `route_of` its identity. Each answers on the route a message came from. A restarted peer at
+the same endpoint is reached over the same route: sessions inside the frames tell the processes apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import os
+import secrets
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import zmq
+
+from pdstage.control.address import Address
+from pdstage.errors import TransportError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_FRAME_NBYTES = 16 << 20
+MAX_FRAMES = 4096
+"""Frames of one message: libzmq caps a frame's size but not their number."""
+_MAX_MESSAGES_A_RECV = 1024
+# Plain integers: combining pyzmq's flag enums costs more than a small send.
+_LAST = int(zmq.DONTWAIT)
+_MORE = int(zmq.DONTWAIT) | int(zmq.SNDMORE)
+_POLLIN = int(zmq.POLLIN)
+_HIGH_WATER = 4096
+
+
+@dataclass(slots=True)
+class ControlCounters:
+    """Totals of one socket, in messages (one turn's frames to one route)."""
+
+    sent: int = 0
+    received: int = 0
+    unroutable: int = 0
+    """Not sent: no connection of that route. Loss, as on any wire."""
+    full: int = 0
+    """Not sent: the peer has stopped reading and its queue is full."""
+    malformed: int = 0
+    """Received and dropped: no frame at all, or more than `MAX_FRAMES`."""
+
+
+class Ready(NamedTuple):
+    """What a wait ended on; nothing of it when the time was up."""
+
+    messages: bool
+    woken: bool
+    fds: tuple[int, ...]
+
+
+def route_of(identity: bytes) -> bytes:
+    """The route under which a node of this identity appears to the nodes it connects to.
+
+    It differs from the identity by a prefix, as libzmq keeps names that begin with a zero byte to itself.
+    """
+    return b"=" + identity
+
+
+def _options(identity: bytes, max_frame_nbytes: int) -> dict[int, int | bytes]:
+    return {
+        zmq.IDENTITY: route_of(identity),
+        zmq.ROUTER_MANDATORY: 1,  # an unroutable message is counted, not swallowed
+        zmq.ROUTER_HANDOVER: 1,  # a peer that reconnects takes its name over from its dead connection
+        zmq.MAXMSGSIZE: max_frame_nbytes,
+        zmq.LINGER: 0,
+        zmq.SNDHWM: _HIGH_WATER,
+        zmq.RCVHWM: _HIGH_WATER,
+        zmq.RECONNECT_IVL: 20,
+        zmq.RECONNECT_IVL_MAX: 1000,
+        # Finds connections that a vanished machine or a middlebox left half open; answered by libzmq's own thread.
+        zmq.HEARTBEAT_IVL: 5000,
+        zmq.HEARTBEAT_TIMEOUT: 15000,
+    }
+
+
+class ControlSocket:
+    """A node's control socket. Used by one thread at a time; only `wake` may be called from any thread.
+
+    `bind` is `tcp://host:port`, port 0 for the system's choice, host "*" for every interface; then `advertise` names
+    the host that peers connect to. `identity` is this process life's own name, 1 to 254 bytes: the node's incarnation.
+
+    Raises `UsageError` for a bad address or identity, `TransportError` when the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        bind: str = "tcp://127.0.0.1:0",
+        *,
+        identity: bytes,
+        max_frame_nbytes: int = MAX_FRAME_NBYTES,
+        advertise: str | None = None,
+        insecure: bool = False,
+    ) -> None:
+        if not 1 <= len(identity) <= 254:
+            raise UsageError(
+                f"identity {identity!r} cannot name a control socket",
+                remedy="give 1 to 254 bytes, different in every process life",
+                identity=identity,
+            )
+        address = Address.parse(bind, "tcp", listening=True)
+        address.check_exposure(insecure)
+        self.counters = ControlCounters()
+        self._max_frame_nbytes = max_frame_nbytes
+        self._salt = secrets.token_bytes(16)
+        self._generation = itertools.count()
+        self._routes: dict[str, bytes] = {}
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.ROUTER)
+        try:
+            for option, value in _options(identity, max_frame_nbytes).items():
+                self._socket.setsockopt(option, value)
+            self.endpoint = self._bind(address, advertise)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._send = self._socket.send
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()
+        self._wake_pending = False
+        self._poll_set: list[tuple[zmq.Socket[bytes] | int, int]] = [
+            (self._socket, zmq.POLLIN),
+            (self._wake_fd, zmq.POLLIN),
+        ]
+
+    def _bind(self, address: Address, advertise: str | None) -> str:
+        self._socket.setsockopt(zmq.IPV6, address.is_ipv6)
+        try:
+            self._socket.bind(f"tcp://{address}" if address.host else f"tcp://*:{address.port}")
+        except zmq.ZMQError as error:
+            raise TransportError(
+                f"the control socket cannot listen on {address} ({error.strerror})",
+                remedy="name an address of this machine and a free port, or port 0",
+                address=str(address),
+            ) from error
+        bound = Address.parse(self._socket.getsockopt_string(zmq.LAST_ENDPOINT), "tcp", listening=True)
+        return f"tcp://{bound.reachable(advertise)}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def connect(self, endpoint: str) -> bytes:
+        """The route to `endpoint`, connecting if there is none yet; never blocks, whoever listens there or not.
+
+        Messages sent before the peer listens wait in its queue. Raises `UsageError` for an endpoint that is no address.
+        """
+        address = Address.parse(endpoint, "tcp")
+        target = f"tcp://{address}"
+        route = self._routes.get(target)
+        if route is not None:
+            return route
+        # libzmq aborts the process over a routing id in use, also by a connection still closing: so no id is used
+        # twice, and none can be guessed and claimed by a peer.
+        name = f"{next(self._generation)} {target}".encode()
+        route = b"@" + hashlib.blake2b(name, digest_size=15, key=self._salt).digest()
+        self._socket.setsockopt(zmq.IPV6, address.is_ipv6)
+        self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, route)
+        try:
+            self._socket.connect(target)
+        except zmq.ZMQError as error:
+            raise UsageError(
+                f"cannot connect the control socket to {endpoint!r} ({error.strerror})",
+                remedy="give the endpoint a node published",
+                address=endpoint,
+            ) from error
+        self._routes[target] = route
+        return route
+
+    def disconnect(self, route: bytes) -> None:
+        """Drops a connection made by `connect` and what is queued for it. Unknown routes are ignored."""
+        for target, known in self._routes.items():
+            if known == route:
+                del self._routes[target]
+                self._socket.disconnect(target)
+                return
+
+    def send(self, route: bytes, frames: Sequence[bytes]) -> bool:
+        """Sends `frames` to `route` as one message, without waiting. False: it was lost, and counted.
+
+        Raises `UsageError` for a frame larger than peers accept, or for no frames or too many.
+        """
+        largest = max(map(len, frames), default=0)
+        if not 1 <= len(frames) <= MAX_FRAMES or largest > self._max_frame_nbytes:
+            raise UsageError(
+                f"a control message of {len(frames)} frames, the largest of {largest} bytes",
+                remedy=f"send 1 to {MAX_FRAMES} frames of at most {self._max_frame_nbytes} bytes",
+            )
+        try:
+            self._send(route, _MORE)
+            for frame in frames[:-1]:
+                self._send(frame, _MORE)
+            self._send(frames[-1], _LAST)
+        except zmq.Again:
+            self.counters.full += 1
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise TransportError(
+                    f"the control socket failed ({error.strerror})", remedy="make a new node"
+                ) from error
+            self.counters.unroutable += 1
+            return False
+        self.counters.sent += 1
+        return True
+
+    def recv(self) -> list[tuple[bytes, list[bytes]]]:
+        """What has arrived, as (route, frames), oldest first; empty if nothing. At most 1024 messages a call."""
+        messages: list[tuple[bytes, list[bytes]]] = []
+        for _ in range(_MAX_MESSAGES_A_RECV):
+            if not self._socket.getsockopt(zmq.EVENTS) & _POLLIN:  # asked, because raising zmq.Again costs 10 us
+                break
+            route, *frames = self._socket.recv_multipart(flags=_LAST)
+            if 1 <= len(frames) <= MAX_FRAMES:
+                messages.append((route, frames))
+            else:
+                self.counters.malformed += 1
+        self.counters.received += len(messages)
+        return messages
+
+    def wait(self, timeout_s: float | None, extra_fds: Sequence[int] = ()) -> Ready:
+        """Waits until a message is there, `wake` was called, one of `extra_fds` is readable, or `timeout_s` is over.
+
+        `timeout_s` is rounded up to a millisecond; None waits without limit, 0 only looks. `messages` stays true while
+        any is left; a wake-up is reported once, however many calls of `wake` it stands for.
+        """
+        timeout_ms = -1 if timeout_s is None else math.ceil(max(0.0, timeout_s) * 1000)
+        items = self._poll_set + [(fd, zmq.POLLIN) for fd in extra_fds] if extra_fds else self._poll_set
+        ready = [item for item, _ in zmq.zmq_poll(items, timeout_ms)]
+        fds = {item for item in ready if isinstance(item, int)}
+        woken = self._wake_fd in fds
+        if woken:
+            with self._wake_lock:
+                os.eventfd_read(self._wake_fd)
+                self._wake_pending = False
+        return Ready(len(fds) < len(ready), woken, tuple(fd for fd in extra_fds if fd in fds))
+
+    def wake(self) -> None:
+        """Ends the current or the next `wait`; nothing once closed. From any thread, and cheap while one is pending."""
+        if self._wake_pending:
+            return  # read without the lock: the waiter clears it before it returns, so that wake-up covers this call
+        with self._wake_lock:
+            if not self._wake_pending and self._wake_fd >= 0:
+                self._wake_pending = True
+                os.eventfd_write(self._wake_fd, 1)
+
+    def fileno(self) -> int:
+        """libzmq's descriptor, edge-triggered: after it turns readable, and after each send, `recv` until empty."""
+        return int(self._socket.getsockopt(zmq.FD))
+
+    @property
+    def closed(self) -> bool:
+        return self._wake_fd < 0
+
+    def close(self) -> None:
+        """Closes every connection and drops what is unsent. Idempotent."""
+        if self.closed:
+            return
+        with self._wake_lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+        self._context.destroy(linger=0)

@@ -1,0 +1,323 @@
+"""The bootstrap directory over real sockets: what clients see, what strangers can do, and what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+from urllib.request import urlopen
+
+import pytest
+
+from pdstage.control import directory_http
+from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer, Conflict, Incomplete
+from pdstage.errors import PeerError, TransportError, UsageError
+from pdstage.topology import Topology
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DEADLINE_S = 20.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def advert(rank: int = 0, *, tp: int = 2, dp: int = 1, incarnation: int = 2**64 - 1, instance: str = "p0") -> Advert:
+    return Advert(
+        instance=instance,
+        topology=Topology(tp_size=tp, tp_rank=rank % tp, dp_size=dp, dp_rank=rank // tp),
+        endpoint=f"tcp://127.0.0.1:{9000 + rank}",
+        incarnation=incarnation,
+        layout="0123456789abcdef",
+        transports=("nixl", "local"),
+    )
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def server(clock: Clock) -> Iterator[BootstrapServer]:
+    with BootstrapServer(clock=clock) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: BootstrapServer) -> BootstrapClient:
+    return BootstrapClient(server.address, DEADLINE_S)
+
+
+def raw(server: BootstrapServer, request: bytes, *, shut: bool = False) -> bytes:
+    """What the server says to `request`, until it closes; `shut` ends the sending side first."""
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as stranger:
+        stranger.sendall(request)
+        if shut:
+            stranger.shutdown(socket.SHUT_WR)
+        answer = b""
+        try:
+            while part := stranger.recv(65536):
+                answer += part
+        except ConnectionResetError:
+            pass
+        return answer
+
+
+def test_what_is_published_is_found_unchanged(client: BootstrapClient) -> None:
+    ranks = [advert(rank) for rank in (0, 1)]
+    for rank in reversed(ranks):
+        client.publish(rank)
+    assert client.lookup() == ranks
+    assert client.lookup(0, instance="p0") == ranks
+
+
+def test_refusals_arrive_typed(client: BootstrapClient, clock: Clock) -> None:
+    with pytest.raises(Incomplete) as incomplete:
+        client.lookup()
+    assert incomplete.value.missing == ()
+    client.publish(advert(0, dp=2), 10)
+    with pytest.raises(Incomplete, match="ranks 1") as incomplete:
+        client.lookup(0)
+    assert incomplete.value.missing == (1,)
+    assert incomplete.value.fields["address"] == str(client.address)
+    with pytest.raises(UsageError, match="2 dp replicas"):
+        client.lookup()
+    with pytest.raises(UsageError, match="no dp replica 7"):
+        client.lookup(7)
+    with pytest.raises(UsageError, match="a lease of -1"):
+        client.publish(advert(), -1)
+    with pytest.raises(Conflict, match="is live with"):
+        client.publish(advert(tp=4), 10)
+    clock.now += 10
+    client.publish(advert(tp=4), 10)
+
+
+def test_names_survive_the_url(client: BootstrapClient) -> None:
+    for name in ("a/b?c=d&e#f %", "präfill", "..", "x" * 256):
+        rank = advert(tp=1, instance=name)
+        client.publish(rank)
+        assert client.lookup(instance=name) == [rank]
+        client.withdraw(rank)
+        with pytest.raises(Incomplete):
+            client.lookup(instance=name)
+
+
+def test_withdrawing_for_a_successor_changes_nothing(client: BootstrapClient) -> None:
+    client.publish(advert(tp=1, incarnation=1))
+    client.publish(advert(tp=1, incarnation=2))
+    client.withdraw(advert(tp=1, incarnation=1))
+    assert client.lookup()[0].incarnation == 2
+
+
+def test_people_can_read_it(server: BootstrapServer, client: BootstrapClient) -> None:
+    client.publish(advert(tp=1), 10)
+    with urlopen(f"http://{server.address}/v1/instances", timeout=DEADLINE_S) as answer:
+        held = json.load(answer)
+    assert held["p0"][0]["expires_in_s"] == 10
+    assert held["p0"][0]["advert"]["endpoint"] == "tcp://127.0.0.1:9000"
+    with urlopen(f"http://{server.address}/health", timeout=DEADLINE_S) as answer:
+        assert json.load(answer) == {"status": "ok"}
+
+
+def test_nobody_there_is_named_with_a_remedy() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+    client = BootstrapClient(address)
+    for call in (client.lookup, lambda: client.publish(advert()), lambda: client.withdraw(advert())):
+        with pytest.raises(TransportError, match=f"no bootstrap server answers at {address}.*pdstage bootstrap"):
+            call()
+
+
+def test_a_server_that_says_nothing_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        with pytest.raises(TransportError, match=address):
+            BootstrapClient(address, timeout_s=0.05).lookup()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 5\r\n\r\noops!",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n{",
+        b"HTTP/1.1 404 Not Found\r\nContent-Length: 20\r\n\r\n<html>nothing</html>",
+    ],
+)
+def test_something_else_there_is_said(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def serve() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(PeerError, match="no bootstrap server"):
+            BootstrapClient(f"127.0.0.1:{other.getsockname()[1]}", DEADLINE_S).lookup()
+        thread.join()
+
+
+HEAD = b"PUT /v1/adverts HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (HEAD + b"Content-Length: 2\r\n\r\n{}", b"does not decode"),
+        (HEAD + b"Content-Length: 3\r\n\r\n\xff\xfe\x00", b"does not decode"),
+        (HEAD + b"\r\n", b"Content-Length is ''"),
+        (HEAD + b"Content-Length: -1\r\n\r\n", b"Content-Length is '-1'"),
+        (HEAD + b"Content-Length: 99999999999\r\n\r\n", b"an advert of 99999999999 bytes"),
+        (b"GET /etc/passwd HTTP/1.1\r\n\r\n", b"there is nothing at '/etc/passwd'"),
+        (b"GET /v1/lookup?dp_rank=x HTTP/1.1\r\n\r\n", b"dp_rank is 'x'"),
+        (b"DELETE /v1/adverts/p0/0 HTTP/1.1\r\n\r\n", b"there is nothing at"),
+        (b"DELETE /v1/adverts/p0/x/1 HTTP/1.1\r\n\r\n", b"unique_rank is 'x'"),
+        (b"POST /v1/adverts HTTP/1.1\r\n\r\n", b"501"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"400"),
+    ],
+)
+def test_garbage_is_refused_in_words(
+    server: BootstrapServer, client: BootstrapClient, request_: bytes, said: bytes
+) -> None:
+    assert said in raw(server, request_)
+    client.publish(advert(tp=1))
+    assert client.lookup()
+
+
+def test_a_topology_that_cannot_be_is_refused(server: BootstrapServer) -> None:
+    good = json.dumps({"ttl_s": 1, "advert": json.loads(directory_http.msgspec.json.encode(advert()))})
+    body = good.replace('"tp_rank": 0', '"tp_rank": 9').encode()
+    answer = raw(server, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    assert b"400" in answer.split(b"\r\n")[0]
+    assert b"tp_rank=9" in answer
+
+
+def test_half_a_request_harms_nobody(server: BootstrapServer, client: BootstrapClient) -> None:
+    assert raw(server, HEAD + b"Content-Length: 1000\r\n\r\n{", shut=True).startswith(b"HTTP/1.1 400")
+    assert raw(server, b"", shut=True) == b""
+    client.publish(advert(tp=1))
+
+
+def test_connections_are_capped_and_the_cap_recovers(
+    server: BootstrapServer, client: BootstrapClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_http, "_MAX_CONNECTIONS", 3)
+    host, port = server.address.split(":")
+    idle = [socket.create_connection((host, int(port)), timeout=DEADLINE_S) for _ in range(3)]
+    with pytest.raises(TransportError, match="no bootstrap server answers"):
+        client.publish(advert(tp=1))
+    for stranger in idle:
+        stranger.close()
+    until = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            client.publish(advert(tp=1))
+            return
+        except TransportError:
+            assert time.monotonic() < until, "the idle connections still count"
+
+
+def test_close_leaves_nothing_and_waits_for_no_stranger(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_http.Handler, "timeout", None)  # only close itself can end the stranger's connection
+    server = BootstrapServer().start()
+    host, port = server.address.split(":")
+    stranger = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+    with stranger:
+        stranger.sendall(b"GET /heal")
+        BootstrapClient(server.address, DEADLINE_S).publish(advert(tp=1))  # answered, so the one before was accepted
+        closing = threading.Thread(target=server.close, daemon=True)
+        closing.start()
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b"", "dropped"
+        closing.join(DEADLINE_S)
+        assert not closing.is_alive()
+    server.close()
+    with pytest.raises(UsageError, match="closed before"):
+        server.start()
+
+
+def test_an_unused_server_closes(no_leaks: None) -> None:
+    BootstrapServer().close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "tcp://127.0.0.1:80", "127.0.0.1:http", "http://127.0.0.1:1/path"])
+def test_bad_addresses_are_named(address: str) -> None:
+    with pytest.raises(UsageError, match="address"):
+        BootstrapClient(address)
+    with pytest.raises(UsageError, match="address"):
+        BootstrapServer(address)
+
+
+def test_a_taken_port_and_an_open_host_are_named(server: BootstrapServer) -> None:
+    with pytest.raises(TransportError, match=f"cannot listen on {server.address}"):
+        BootstrapServer(server.address)
+    with pytest.raises(UsageError, match="insecure=True"):
+        BootstrapServer("0.0.0.0:0")
+    BootstrapServer("0.0.0.0:0", insecure=True, advertise="10.1.2.3").close()
+
+
+def test_ranks_of_other_processes_meet_here(server: BootstrapServer, client: BootstrapClient) -> None:
+    """Four processes publish; a look-up that repeats, as the manager's does, ends complete."""
+    code = (
+        "import sys; from pdstage.control.bootstrap import *; from pdstage.topology import Topology\n"
+        "rank = int(sys.argv[2])\n"
+        "BootstrapClient(sys.argv[1]).publish(Advert(instance='p', topology=Topology(tp_size=4, tp_rank=rank),"
+        " endpoint=f'tcp://127.0.0.1:{9000 + rank}', incarnation=rank, layout=''), 15)"
+    )
+    ranks = [subprocess.Popen([sys.executable, "-c", code, server.address, str(rank)]) for rank in range(4)]
+    until = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            found = client.lookup()
+            break
+        except Incomplete:
+            assert time.monotonic() < until
+    assert [a.incarnation for a in found] == [0, 1, 2, 3]
+    assert [process.wait(DEADLINE_S) for process in ranks] == [0, 0, 0, 0]
+
+
+def test_serving_in_the_foreground_ends_on_close(no_leaks: None) -> None:
+    server = BootstrapServer()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    BootstrapClient(server.address, DEADLINE_S).publish(advert(tp=1))
+    server.close()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+
+
+def test_many_clients_at_once(client: BootstrapClient) -> None:
+    for rank in range(16):
+        client.publish(advert(rank, tp=16))
+    failures: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            for _ in range(20):
+                assert len(client.lookup()) == 16
+        except (AssertionError, PeerError, TransportError) as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures

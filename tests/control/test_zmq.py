@@ -1,0 +1,423 @@
+"""The control socket over loopback: both directions, restarts, strangers, and waking up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import zmq
+
+from pdstage.control.zmq import MAX_FRAMES, ControlSocket, route_of
+from pdstage.errors import TransportError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., ControlSocket]]:
+    with contextlib.ExitStack() as stack:
+
+        def node(identity: bytes | None = None, **options: object) -> ControlSocket:
+            return stack.enter_context(ControlSocket(identity=identity or b"n" + secrets.token_bytes(8), **options))
+
+        yield node
+
+
+def receive(node: ControlSocket, n: int = 1) -> list[tuple[bytes, list[bytes]]]:
+    """The next `n` messages, or a failure at the deadline."""
+    got: list[tuple[bytes, list[bytes]]] = []
+    until = time.monotonic() + DEADLINE_S
+    while len(got) < n:
+        left_s = until - time.monotonic()
+        assert left_s > 0, f"{len(got)} of {n} messages before the deadline"
+        node.wait(left_s)
+        got += node.recv()
+    return got
+
+
+def ask_until_answered(node: ControlSocket, route: bytes, *frames: bytes) -> list[bytes]:
+    """Repeats a question as the cores do, and returns the first answer that quotes it."""
+    until = time.monotonic() + DEADLINE_S
+    while time.monotonic() < until:
+        node.send(route, frames)
+        node.wait(0.1)
+        for _, answer in node.recv():
+            if answer[1:] == [*frames]:
+                return answer
+    raise AssertionError("no answer before the deadline")
+
+
+@contextlib.contextmanager
+def echo_node(
+    endpoint: str = "tcp://127.0.0.1:0", identity: str = "echo"
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    command = [sys.executable, str(Path(__file__).with_name("echo_node.py")), endpoint, identity]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout
+            bound = process.stdout.readline().strip()
+            assert bound.startswith("tcp://"), "the node did not start"
+            yield bound, process
+        finally:
+            process.kill()
+
+
+def test_two_nodes_answer_on_the_route_a_message_came_from(make) -> None:
+    a, b = make(b"node-a"), make(b"node-b")
+    route = a.connect(b.endpoint)
+    assert a.send(route, [b"hello", b"", b"\x00frame"])
+    assert receive(b) == [(route_of(b"node-a"), [b"hello", b"", b"\x00frame"])]
+    assert b.send(route_of(b"node-a"), [b"welcome"])
+    assert receive(a) == [(route, [b"welcome"])]
+
+
+def test_both_connect_to_each_other(make) -> None:
+    a, b = make(b"node-a"), make(b"node-b")
+    to_b, to_a = a.connect(b.endpoint), b.connect(a.endpoint)
+    assert a.send(to_b, [b"from a"])
+    assert b.send(to_a, [b"from b"])
+    assert receive(b) == [(route_of(b"node-a"), [b"from a"])]
+    assert receive(a) == [(route_of(b"node-b"), [b"from b"])]
+    assert a.send(route_of(b"node-b"), [b"answer of a"])
+    assert b.send(route_of(b"node-a"), [b"answer of b"])
+    assert receive(b) == [(to_a, [b"answer of a"])]
+    assert receive(a) == [(to_b, [b"answer of b"])]
+
+
+def test_a_node_may_connect_to_itself(make) -> None:
+    node = make(b"me")
+    assert node.send(node.connect(node.endpoint), [b"note"])
+    assert receive(node) == [(route_of(b"me"), [b"note"])]
+
+
+def test_connect_is_idempotent_and_routes_differ(make) -> None:
+    a, b, c = make(), make(), make()
+    assert a.connect(b.endpoint) == a.connect(b.endpoint) != a.connect(c.endpoint)
+    assert make().connect(b.endpoint) != a.connect(b.endpoint), "a route cannot be guessed from the endpoint"
+
+
+def test_messages_keep_their_order_and_frames(make) -> None:
+    a, b = make(b"a"), make(b"b")
+    route = a.connect(b.endpoint)
+    sent = [[b"%d" % i, os.urandom(i % 300)] for i in range(3000)]
+    for frames in sent:
+        assert a.send(route, frames)
+    assert [frames for _, frames in receive(b, len(sent))] == sent
+    assert a.counters.sent == b.counters.received == len(sent)
+
+
+def test_one_recv_is_bounded(make) -> None:
+    a, b = make(b"a"), make(b"b")
+    route = a.connect(b.endpoint)
+    for _ in range(1500):
+        a.send(route, [b"x"])
+    left = 1500
+    while left:
+        assert b.wait(DEADLINE_S).messages
+        got = len(b.recv())
+        assert got <= 1024
+        left -= got
+
+
+def test_messages_to_a_peer_not_there_yet_wait_for_it(make) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        endpoint = f"tcp://127.0.0.1:{held.getsockname()[1]}"
+    a = make(b"early")
+    assert a.send(a.connect(endpoint), [b"before you came"])
+    assert receive(make(b"late", bind=endpoint)) == [(route_of(b"early"), [b"before you came"])]
+
+
+def test_unroutable_is_loss_not_an_error(make) -> None:
+    node = make()
+    assert not node.send(b"nobody", [b"hello"])
+    assert node.counters.unroutable == 1
+    assert node.counters.sent == 0
+
+
+def test_a_peer_that_stopped_reading_is_loss_and_bounded(make) -> None:
+    a, b = make(b"a"), make(b"b")
+    route = a.connect(b.endpoint)
+    payload = [bytes(32 << 10)]
+    n_tries = 200_000
+    lost_at = next((i for i in range(n_tries) if not a.send(route, payload)), n_tries)
+    assert lost_at < n_tries, "an unread peer must fill up"
+    assert a.counters.full == 1
+    assert receive(b)[0][1] == payload
+    assert make(b"c").send(a.connect(b.endpoint), payload) is False, "other sockets do not know this one's routes"
+
+
+def test_disconnect_then_connect_again_at_once(make) -> None:
+    """libzmq ends the process when a routing id is used twice, even while the old connection is still closing."""
+    a, b = make(b"a"), make(b"b")
+    routes = set()
+    for _ in range(50):
+        route = a.connect(b.endpoint)
+        routes.add(route)
+        a.send(route, [b"x"])
+        a.disconnect(route)
+        a.disconnect(route)
+    assert len(routes) == 50
+    assert not a.send(route, [b"gone"])
+    route = a.connect(b.endpoint)
+    assert ask_b(a, b, route) == [b"last"]
+
+
+def ask_b(a: ControlSocket, b: ControlSocket, route: bytes) -> list[bytes]:
+    """Sends to b until the message asked about arrives: earlier ones may or may not."""
+    until = time.monotonic() + DEADLINE_S
+    while time.monotonic() < until:
+        a.send(route, [b"last"])
+        b.wait(0.1)
+        for _, frames in b.recv():
+            if frames == [b"last"]:
+                return frames
+    raise AssertionError("nothing came")
+
+
+def test_a_process_restarted_on_its_port_is_reached_by_the_same_route(make) -> None:
+    node = make(b"asker")
+    with echo_node(identity="first") as (endpoint, process):
+        route = node.connect(endpoint)
+        assert ask_until_answered(node, route, b"who")[0] == b"first"
+        process.kill()
+        process.wait(DEADLINE_S)
+        for i in range(100):
+            node.send(route, [b"into the void", b"%d" % i])
+    with echo_node(endpoint, identity="second"):
+        assert node.connect(endpoint) == route
+        assert ask_until_answered(node, route, b"who now")[0] == b"second"
+
+
+def test_a_restarted_asker_is_answered_under_its_new_name(make) -> None:
+    with echo_node() as (endpoint, _):
+        for life in (b"life-1", b"life-2", b"life-1"):  # the last as a reconnect that took its name over
+            with ControlSocket(identity=life) as node:
+                assert ask_until_answered(node, node.connect(endpoint), life) == [b"echo", life]
+
+
+def test_a_reconnect_takes_over_its_name(make) -> None:
+    """Two live connections of one name: the newer is answered, as after a half-open connection."""
+    server, newer = make(b"server"), make(b"same")
+    with raw_dealer(server.endpoint, route_of(b"same"), reconnect_ivl=-1) as older:
+        older.send(b"old")
+        assert receive(server) == [(route_of(b"same"), [b"old"])]
+        route = newer.connect(server.endpoint)
+        newer.send(route, [b"new"])
+        assert receive(server) == [(route_of(b"same"), [b"new"])]
+        assert server.send(route_of(b"same"), [b"answer"])
+        assert receive(newer) == [(route, [b"answer"])]
+        assert not older.poll(0)
+
+
+def raw_dealer(endpoint: str, identity: bytes, reconnect_ivl: int = 100) -> zmq.Socket[bytes]:
+    dealer = zmq.Context.instance().socket(zmq.DEALER)
+    dealer.reconnect_ivl = reconnect_ivl
+    dealer.linger = 0
+    dealer.identity = identity
+    dealer.connect(endpoint)
+    return dealer
+
+
+def still_works(node: ControlSocket, make) -> None:
+    """A good peer is served whatever a stranger did before."""
+    good = make(b"good")
+    route = good.connect(node.endpoint)
+    good.send(route, [b"ping"])
+    until = time.monotonic() + DEADLINE_S
+    while time.monotonic() < until:
+        node.wait(0.1)
+        if (route_of(b"good"), [b"ping"]) in node.recv():
+            break
+    else:
+        raise AssertionError("a good peer is not served any more")
+    node.send(route_of(b"good"), [b"pong"])
+    assert receive(good) == [(route, [b"pong"])]
+
+
+def test_garbage_from_a_raw_dealer_is_delivered_as_frames_or_dropped(make) -> None:
+    node = make(b"node")
+    with raw_dealer(node.endpoint, b"stranger") as dealer:
+        dealer.send_multipart([b"\xff" * 9, b"", b"\x00"])
+        dealer.send_multipart([b"x"] * (MAX_FRAMES + 1))
+        dealer.send(b"")
+        assert receive(node, 2) == [(b"stranger", [b"\xff" * 9, b"", b"\x00"]), (b"stranger", [b""])]
+    assert node.counters.malformed == 1
+    still_works(node, make)
+
+
+def test_a_stranger_cannot_take_over_a_route(make) -> None:
+    a, b = make(b"a"), make(b"b")
+    route = a.connect(b.endpoint)
+    a.send(route, [b"x"])
+    receive(b)
+    b.send(route_of(b"a"), [b"x"])
+    receive(a)
+    with raw_dealer(a.endpoint, route_of(b"b")) as dealer:
+        dealer.send(b"I am b")
+        assert receive(a) == [(route_of(b"b"), [b"I am b"])], "it comes under the name it claims, not under the route"
+        a.send(route, [b"secret"])
+        assert receive(b) == [(route_of(b"a"), [b"secret"])]
+
+
+def test_an_oversize_frame_costs_the_sender_its_connection_only(make) -> None:
+    node = make(b"node", max_frame_nbytes=1 << 16)
+    with raw_dealer(node.endpoint, b"big") as dealer:
+        dealer.send(bytes(1 << 16))
+        assert len(receive(node)[0][1][0]) == 1 << 16, "the cap itself is allowed"
+        dealer.send(bytes((1 << 16) + 1))
+        still_works(node, make)
+    assert node.counters.received == 2
+
+
+def test_oversize_is_refused_at_the_sender(make) -> None:
+    node = make(max_frame_nbytes=100)
+    route = node.connect(make().endpoint)
+    for frames in ([], [b"x" * 101], [b"x"] * (MAX_FRAMES + 1)):
+        with pytest.raises(UsageError, match="control message of"):
+            node.send(route, frames)
+    assert node.send(route, [b"x" * 100])
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 1000, b"\xff" * 1000, b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f"]
+)
+def test_plain_tcp_garbage_is_ignored(make, garbage: bytes) -> None:
+    node = make(b"node")
+    host, port = node.endpoint.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as stranger:
+        stranger.sendall(garbage)
+        still_works(node, make)
+    assert node.counters.received == 1
+
+
+def test_wait_ends_on_a_message_a_wake_up_and_a_descriptor(make) -> None:
+    a, b = make(b"a"), make(b"b")
+    assert b.wait(0) == (False, False, ())
+    a.send(a.connect(b.endpoint), [b"x"])
+    assert b.wait(DEADLINE_S) == (True, False, ())
+    assert b.wait(0).messages, "a message not taken is still there"
+    b.recv()
+    read_fd, write_fd = os.pipe()
+    try:
+        os.write(write_fd, b"x")
+        assert b.wait(DEADLINE_S, [read_fd]) == (False, False, (read_fd,))
+        os.read(read_fd, 1)
+        assert b.wait(0, [read_fd]) == (False, False, ())
+    finally:
+        os.close(read_fd)
+        os.close(write_fd)
+
+
+def test_a_wake_up_is_reported_once_and_never_lost(make) -> None:
+    node = make()
+    for _ in range(3):
+        node.wake()
+    assert node.wait(DEADLINE_S).woken
+    assert not node.wait(0).woken
+    node.wake()
+    assert node.wait(DEADLINE_S).woken, "the next wake-up counts again"
+
+
+def test_wake_from_many_threads_covers_every_item(make) -> None:
+    """The driver's use: put something where it looks, then wake. No item may stay behind without a wake-up."""
+    node, items, n_threads, n_each = make(), [], 4, 2000
+    taken = 0
+
+    def produce() -> None:
+        for i in range(n_each):
+            items.append(i)
+            node.wake()
+
+    threads = [threading.Thread(target=produce) for _ in range(n_threads)]
+    for thread in threads:
+        thread.start()
+    while taken < n_threads * n_each:
+        assert node.wait(DEADLINE_S).woken, "an item was left behind without a wake-up"
+        while items:
+            items.pop()
+            taken += 1
+    for thread in threads:
+        thread.join()
+
+
+def test_close_is_idempotent_and_leaves_nothing(no_leaks) -> None:
+    for _ in range(3):
+        a, b = ControlSocket(identity=b"a"), ControlSocket(identity=b"b")
+        a.send(a.connect(b.endpoint), [b"unread"])
+        for node in (a, b, a):
+            node.close()
+            node.wake()
+            assert node.closed
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("tcp://127.0.0.1", "no valid port"),
+        ("tcp://127.0.0.1:99999", "no valid port"),
+        ("tcp://127.0.0.1:x", "no valid port"),
+        ("ipc:///tmp/x:1", "scheme 'ipc'"),
+        ("tcp://::1:80", "no clear host"),
+        ("", "no valid port"),
+    ],
+)
+def test_bad_addresses_are_named(make, address: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        make(bind=address)
+    with pytest.raises(UsageError, match=said):
+        make().connect(address)
+
+
+def test_any_incarnation_is_an_identity(make) -> None:
+    """libzmq keeps names that begin with a zero byte to itself, and one random incarnation in 256 begins with one."""
+    server = make(b"\x00" * 8)
+    for identity in (b"\x00", b"\x00\x01\xff", b"x" * 254):
+        node = make(identity)
+        node.send(node.connect(server.endpoint), [b"x"])
+        assert receive(server) == [(route_of(identity), [b"x"])]
+
+
+@pytest.mark.parametrize("identity", [b"", b"x" * 255])
+def test_bad_identities_are_refused(identity: bytes) -> None:
+    with pytest.raises(UsageError, match="cannot name a control socket"):
+        ControlSocket(identity=identity)
+
+
+def test_a_taken_port_is_named(make) -> None:
+    taken = make().endpoint
+    with pytest.raises(TransportError, match=taken.removeprefix("tcp://")):
+        make(bind=taken)
+
+
+def test_listening_beyond_loopback_must_be_asked_for(make) -> None:
+    with pytest.raises(UsageError, match="neither encrypted nor authenticated"):
+        make(bind="tcp://0.0.0.0:0")
+    node = make(bind="tcp://*:0", insecure=True, advertise="127.0.0.1")
+    assert node.endpoint.startswith("tcp://127.0.0.1:")
+    still_works(node, make)
+    own = make(bind="tcp://0.0.0.0:0", insecure=True).endpoint
+    assert "0.0.0.0" not in own
+    assert "*" not in own
+
+
+def test_ipv6(make) -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError:
+        pytest.skip("no IPv6 loopback")
+    node = make(b"six", bind="tcp://[::1]:0")
+    assert node.endpoint.startswith("tcp://[::1]:")
+    still_works(node, make)
