@@ -1,0 +1,107 @@
+"""Tags between processes of one host, over AF_UNIX datagrams in the abstract namespace.
+
+Layer 4, beneath local.py. Must not know memory, writes or what a tag means.
+
+A datagram is whole or absent, and the kernel keeps only a few of them for a receiver (net.unix.max_dgram_qlen): a full
+receiver refuses the next one. What it refuses waits at the sender, in order, and nothing here ever blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+from collections import deque
+
+MAX_NBYTES = 64 << 10
+_PER_RECEIVE = 256
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+class Inbox:
+    """Receives under a name drawn at random, so that no later life of a process is ever taken for this one."""
+
+    def __init__(self) -> None:
+        self.name = f"pdstage.{secrets.token_hex(16)}"
+        self.n_foreign = 0  # dropped: sent by another user, or cut short
+        self._buffer = bytearray(MAX_NBYTES)
+        self._socket = _socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.bind("\0" + self.name)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def receive(self) -> list[bytes]:
+        """What has come, at most a few hundred tags; the rest stays readable."""
+        tags = []
+        ours = (0, os.geteuid())  # abstract names have no permissions: any user may send to them
+        room = socket.CMSG_SPACE(_CREDENTIALS.size)
+        for _ in range(_PER_RECEIVE):
+            try:
+                nbytes, extra, flags, _ = self._socket.recvmsg_into([self._buffer], room)
+            except BlockingIOError:
+                break
+            uid = _CREDENTIALS.unpack(extra[0][2])[1] if extra else -1
+            if uid in ours and not flags & socket.MSG_TRUNC:
+                tags.append(bytes(memoryview(self._buffer)[:nbytes]))
+            else:
+                self.n_foreign += 1
+        return tags
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Outbox:
+    """Sends to one inbox; holds what that inbox has no room for."""
+
+    def __init__(self, name: str) -> None:
+        self._address = "\0" + name
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._socket = _socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_NBYTES)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def check(self) -> None:
+        """Raises `OSError` if the inbox was closed; its process may live on."""
+        self._socket.connect(self._address)
+
+    def put(self, ticket: int, tag: bytes) -> None:
+        self._waiting.append((ticket, tag))
+
+    def flush(self) -> list[int]:
+        """The tickets whose tags the inbox took now; `is_empty` tells of more. Raises `OSError` if it was closed."""
+        sent: list[int] = []
+        while self._waiting:
+            ticket, tag = self._waiting[0]
+            try:
+                self._socket.send(tag)
+            except BlockingIOError:
+                break
+            except OSError:
+                if sent:  # reported by the next flush
+                    break
+                raise
+            self._waiting.popleft()
+            sent.append(ticket)
+        return sent
+
+    def is_empty(self) -> bool:
+        return not self._waiting
+
+    def drop(self) -> list[int]:
+        """Gives up on all that waits, and returns its tickets."""
+        tickets = [ticket for ticket, _ in self._waiting]
+        self._waiting.clear()
+        return tickets
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)

@@ -1,0 +1,178 @@
+"""Another process of this host: who exactly it is, whether it lives, and writing into its memory.
+
+Layer 4, beneath local.py. Must not know tags, tickets or registered regions.
+
+A pid alone names nobody, since the kernel gives it to the next process. A process is a pid with its start time, and
+once met it is held by a pidfd, which turns readable when that very process ends (pidfd_open(2)).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from pdstage import native
+from pdstage.errors import PeerError, TransportError, UsageError
+
+if TYPE_CHECKING:
+    from pdstage.spans import Spans
+    from pdstage.transport.base import Ints
+
+_MAX_SPANS = 1024  # UIO_MAXIOV of the kernel
+_PR_SET_PTRACER = 0x59616D61
+_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+_NAMESPACES = ("pid", "user", "net")  # in which a pid, a uid and an abstract socket name mean the same thing
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """One process in the life of one host: equal only if it is the very same process."""
+
+    boot_id: str
+    namespaces: dict[str, str]
+    pid: int
+    started: int  # clock ticks after boot
+
+    def check_reachable_from(self, here: Identity, peer: str) -> None:
+        """Raises `PeerError` if this process lives where `here` cannot write to it."""
+        if self.boot_id != here.boot_id:
+            raise PeerError(
+                f"peer {peer!r} runs on another host", remedy="use a transport that crosses hosts", boot_id=self.boot_id
+            )
+        apart = [name for name in _NAMESPACES if self.namespaces.get(name) != here.namespaces[name]]
+        if apart:
+            raise PeerError(
+                f"peer {peer!r} runs in another container (another {' and '.join(apart)} namespace)",
+                remedy=f"share the {' and '.join(apart)} namespace, or use another transport",
+                namespaces=apart,
+            )
+
+
+def own_identity() -> Identity:
+    """Raises `UsageError` where there is no Linux /proc."""
+    try:
+        return Identity(
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            {name: str(Path(f"/proc/self/ns/{name}").readlink()) for name in _NAMESPACES},
+            os.getpid(),
+            _started(os.getpid()),
+        )
+    except OSError as error:
+        raise UsageError(f"cannot tell who this process is: {error}", remedy="mount /proc of a Linux host") from error
+
+
+class Process:
+    """Another process, held so that a successor under its pid is never taken for it."""
+
+    def __init__(self, identity: Identity, peer: str) -> None:
+        """Raises `TransportError` if that process is not there any more."""
+        self.pid, self._peer = identity.pid, peer
+        try:
+            self._pidfd = os.pidfd_open(identity.pid)
+        except OSError as error:
+            raise self._gone() from error
+        self._ended = select.poll()
+        self._ended.register(self._pidfd, select.POLLIN)
+        try:  # the pidfd is held and seen alive after the start time is read: so both are of one process
+            same = _started(identity.pid) == identity.started and not self.gone()
+        except OSError:
+            same = False
+        if not same:
+            self.close()
+            raise self._gone()
+
+    def gone(self) -> bool:
+        """Whether the process has ended, which is final."""
+        if self._pidfd >= 0 and self._ended.poll(0):
+            self.close()
+        return self._pidfd < 0
+
+    def close(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def write(self, spans: Spans) -> tuple[int, TransportError | None]:
+        """Writes the spans in order; the bytes that landed, and what stopped it."""
+        write_peer = _write_peer if native.ext is None else native.ext.write_peer
+        written, code = write_peer(self.pid, *(np.ascontiguousarray(values) for values in spans))
+        if self.gone():  # and if it ended during the call, only that matters
+            return written, self._gone()
+        return written, self._reason(code) if code else None
+
+    def _gone(self) -> TransportError:
+        return TransportError(
+            f"process {self.pid} of peer {self._peer!r} has ended",
+            remedy="fail its rooms; it may connect anew",
+            pid=self.pid,
+        )
+
+    def _reason(self, code: int) -> TransportError:
+        name = errno.errorcode.get(code, str(code))
+        what = f"writing to process {self.pid} of peer {self._peer!r}: {os.strerror(code)} ({name})"
+        if code == errno.EPERM:
+            scope = _PTRACE_SCOPE.read_text().strip() if _PTRACE_SCOPE.exists() else "absent"
+            remedy = (
+                f"run both processes as one user; {_PTRACE_SCOPE} (now {scope}) must be 0 or 1; in a container add the "
+                "capability SYS_PTRACE, or use another transport"
+            )
+        elif code == errno.ENOSYS:
+            remedy = "allow process_vm_writev in the container's seccomp profile, or use another transport"
+        else:
+            remedy = "the peer freed memory before its sessions were quiet; fail its rooms"
+        return TransportError(what, remedy=remedy, pid=self.pid, errno=code)
+
+
+def allow_writers() -> None:
+    """Lets other processes of this user write here where Yama's ptrace_scope is 1; elsewhere it does nothing."""
+    _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
+
+
+def _started(pid: int) -> int:
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    after_name = stat[stat.rindex(")") + 2 :]  # the name may hold anything
+    return int(after_name.split()[19])  # field 22 of proc_pid_stat(5)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.process_vm_writev.restype = ctypes.c_ssize_t
+    pointer, number = ctypes.c_void_p, ctypes.c_ulong
+    libc.process_vm_writev.argtypes = [ctypes.c_int, pointer, number, pointer, number, number]
+    return libc
+
+
+def _write_peer(pid: int, src: Ints, dst: Ints, nbytes: Ints) -> tuple[int, int]:
+    """What csrc/host/peer_memory.hpp does, for where the extension is off: bytes that landed, and the errno or 0."""
+    full = nbytes > 0
+    src, dst, nbytes = src[full], dst[full], nbytes[full]
+    written = 0
+    for first in range(0, len(nbytes), _MAX_SPANS):
+        batch = slice(first, first + _MAX_SPANS)
+        local = np.stack([src[batch], nbytes[batch]], axis=1)  # struct iovec: address, size
+        remote = np.stack([dst[batch], nbytes[batch]], axis=1)
+        while len(local):
+            n = len(local)
+            copied = _libc().process_vm_writev(pid, local.ctypes.data, n, remote.ctypes.data, n, 0)
+            if copied <= 0:
+                code = ctypes.get_errno() if copied < 0 else errno.EFAULT
+                if code == errno.EINTR:
+                    continue
+                return written, code
+            written += copied
+            ends = np.cumsum(local[:, 1])
+            whole = int(np.searchsorted(ends, copied, side="right"))
+            rest = copied - (int(ends[whole - 1]) if whole else 0)
+            local, remote = local[whole:], remote[whole:]
+            if rest:
+                local[0] += (rest, -rest)
+                remote[0] += (rest, -rest)
+    return written, 0

@@ -1,0 +1,283 @@
+"""What every transport can do: the verbs, the traits and the events. The contract suite in tests/transport pins it.
+
+Layer 4. Must not know any backend by name, nor rooms, leases, kernels or the control plane: it moves bytes between
+addresses and carries tags that mean nothing to it.
+
+A post is one ticket, a ticket exactly one `Done` or `PostFailed`, also after `disconnect`; `close` ends all silently.
+Verbs must not overlap: the caller serialises them. `register`, `unregister` and `describe` may run beside the others.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from pdstage.errors import PeerError, TransportError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy.typing as npt
+
+    from pdstage.layout import Region
+    from pdstage.spans import Spans
+
+    Ints = npt.NDArray[np.int64]
+
+Told = TypeVar("Told", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a transport can promise, and the defaults of its cost model.
+
+    `notifies`: a post's tag reaches the peer's `poll` by itself, after the post's bytes; if not, the caller sends it as
+    a message once the post is done. `post_blocks`: `post` may last as long as the write. `fences`: nothing of a peer
+    lands here after `disconnect(peer)`. `stops_reads`: after it our posts to that peer read our memory no more.
+    A post of n spans and b bytes costs about `post_s + n * descriptor_s + b / bytes_per_s`.
+    """
+
+    name: str
+    notifies: bool
+    max_descriptors: int
+    kinds: frozenset[str]
+    post_blocks: bool
+    fences: bool
+    stops_reads: bool
+    bytes_per_s: float
+    descriptor_s: float
+    post_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Every byte of the post is in the peer's memory, and its tag is on its way."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class PostFailed:
+    """The post's outcome is unknown: none, some or all of its bytes landed. It reads our memory no more."""
+
+    ticket: int
+    error: TransportError
+
+
+@dataclass(frozen=True, slots=True)
+class Inbound:
+    """A tag posted by some peer; the bytes posted with it are in our memory."""
+
+    tag: bytes
+
+
+Event = Done | PostFailed | Inbound
+
+
+class Transport(ABC):
+    """Writes this process's registered memory into peers'. A backend is one module with a class named `TRANSPORT`."""
+
+    traits: ClassVar[Traits]
+    preference: ClassVar[int] = 0  # "auto" takes the highest that imports; below 1: only when asked for by name
+
+    @abstractmethod
+    def register(self, regions: Sequence[Region]) -> None:
+        """Makes `regions` readable by our posts and writable by peers; an equal region again changes nothing.
+
+        Raises `UsageError` (kind, or overlap with another region) or `TransportError`; then none of them is registered.
+        """
+
+    @abstractmethod
+    def unregister(self, regions: Sequence[Region]) -> None:
+        """Takes `regions` back. Do it before the memory is freed, and while no post of ours or of a peer uses them.
+
+        That peers write there no more is theirs to keep: no backend here stops a write to memory that is still mapped.
+        """
+
+    @abstractmethod
+    def describe(self) -> bytes:
+        """What a peer's `connect` needs, as of now: describe after `register`, and again after more of it."""
+
+    @abstractmethod
+    def connect(self, peer: str, description: bytes) -> None:
+        """Makes `peer` a name for the transport that gave `description`. Never blocks: a fault of the way shows later.
+
+        The same description again changes nothing; one of the same life of the peer refreshes what it registered; one
+        of another life replaces the old connection and forgets what was prepared. Raises `PeerError` for a description
+        that is damaged, of another transport or of a place out of reach, `TransportError` if its process is gone.
+        """
+
+    @abstractmethod
+    def prepare(self, peer: str, regions: Sequence[Region]) -> None:
+        """States the peer's regions that posts may write from now on, instead of those stated before.
+
+        Raises `PeerError` for a region that the peer has not registered.
+        """
+
+    @abstractmethod
+    def post(self, peer: str, spans: Spans, tag: bytes) -> int:
+        """Starts one write, from addresses `src` here to `dst` at the peer, and returns its ticket.
+
+        The tag (empty: none) reaches the peer after all the spans' bytes. Posts are not ordered among each other.
+        Raises `UsageError` (unknown peer, a span outside registered or prepared memory, too many spans) or
+        `TransportError`: then no byte is or will be written and there is no ticket.
+        """
+
+    @abstractmethod
+    def poll(self) -> list[Event]:
+        """What happened since the last poll, without blocking; also moves things on where the backend has no thread."""
+
+    def filenos(self) -> Sequence[int]:
+        """Descriptors that are readable while `poll` has something to say; none means that it must be asked."""
+        return ()
+
+    @abstractmethod
+    def disconnect(self, peer: str) -> None:
+        """Forgets `peer`; unknown names are ignored. `traits.fences` and `stops_reads` say what may still move then."""
+
+    def proved_dead(self, peer: str) -> bool:
+        """Whether each process ever connected as `peer` is known to have ended, so that nothing of it can land here.
+
+        May be asked after `disconnect` too; of the dead only the latest 1,024 are remembered. False says nothing.
+        """
+        del peer
+        return False
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives everything back. Tickets still open end without an event. May be repeated."""
+
+
+class Place(NamedTuple):
+    """The memory kind of some spans, and their device, or each one's where there are several."""
+
+    kind: str
+    device: int | Ints
+
+
+class Ranges:
+    """Disjoint regions in address order, to find the one that holds a span. Immutable, so that readers need no lock."""
+
+    def __init__(self, whose: str, regions: Iterable[Region] = ()) -> None:
+        """Raises `UsageError` for empty or overlapping regions; `whose` names them in every error."""
+        self.whose = whose
+        self.regions = tuple(sorted(dict.fromkeys(regions), key=lambda region: (region.base, region.nbytes)))
+        self._starts = [region.base for region in self.regions]
+        self._ends = [region.base + region.nbytes for region in self.regions]
+        for region in self.regions:
+            if region.base <= 0 or region.nbytes < 1 or region.base + region.nbytes >= 1 << 63:
+                raise UsageError(f"{region} of {whose} is no memory", remedy="give its address and size", region=region)
+        for one, other in zip(self.regions, self.regions[1:], strict=False):
+            if other.base < one.base + one.nbytes:
+                raise UsageError(
+                    f"{other} of {whose} overlaps {one}", remedy="register an allocation once", region=other
+                )
+        self._starts_array = np.array(self._starts, dtype=np.int64)
+        self._ends_array = np.array(self._ends, dtype=np.int64)
+        self._devices = np.array([region.device for region in self.regions], dtype=np.int64)
+        places = {Place(region.kind, region.device) for region in self.regions}
+        self._place = places.pop() if len(places) == 1 else None
+
+    def with_regions(self, regions: Iterable[Region]) -> Ranges:
+        return Ranges(self.whose, (*self.regions, *regions))
+
+    def without(self, regions: Iterable[Region]) -> Ranges:
+        """Raises `UsageError` for a region that is not among these."""
+        gone = set(regions)
+        for region in gone.difference(self.regions):
+            raise UsageError(f"{region} is not registered", remedy="unregister what was registered", region=region)
+        return Ranges(self.whose, (region for region in self.regions if region not in gone))
+
+    def holds(self, base: int, nbytes: int) -> bool:
+        """Whether one region holds all of `[base, base + nbytes)`."""
+        i = bisect_right(self._starts, base) - 1
+        return i >= 0 and base + nbytes <= self._ends[i]
+
+    def find(self, addresses: Ints, nbytes: Ints) -> Place:
+        """Where the spans lie. Sizes must be checked before: see `check_spans`.
+
+        Raises `UsageError` unless each span lies in one region, and all of them in memory of one kind.
+        """
+        if len(addresses) == 1:
+            at, end = int(addresses[0]), int(addresses[0]) + int(nbytes[0])
+            i = bisect_right(self._starts, at) - 1
+            if i < 0 or end > self._ends[i]:
+                raise self._outside(at, end)
+            return Place(self.regions[i].kind, self.regions[i].device)
+        index = np.searchsorted(self._starts_array, addresses, side="right") - 1
+        inside = index >= 0
+        if self.regions:  # an address that is inside is at least a base: so the difference cannot wrap around
+            inside &= nbytes <= self._ends_array[index] - addresses
+        if not inside.all():
+            bad = int(np.argmin(inside))
+            raise self._outside(int(addresses[bad]), int(addresses[bad]) + int(nbytes[bad]))
+        if self._place is not None:
+            return self._place
+        kinds = {self.regions[i].kind for i in np.unique(index)}
+        if len(kinds) > 1:
+            raise UsageError(f"one post of {' and '.join(sorted(kinds))} memory", remedy="post each kind by itself")
+        return Place(kinds.pop(), self._devices[index])
+
+    def _outside(self, start: int, end: int) -> UsageError:
+        return UsageError(
+            f"bytes {start:#x}..{end:#x} lie in no one region of {self.whose}",
+            remedy="register or prepare the whole range, and keep each span in one region",
+            start=start,
+            end=end,
+        )
+
+
+def check_spans(spans: Spans, traits: Traits) -> None:
+    """Raises `UsageError` unless `spans` are 1 to `max_descriptors` spans of at least one byte, as int64."""
+    n = len(spans.nbytes)
+    for name, values in zip(spans._fields, spans, strict=True):
+        if values.dtype != np.int64 or values.shape != (n,):
+            raise UsageError(
+                f"spans.{name} is {values.dtype}{list(values.shape)}, not int64[{n}]", remedy="give three int64 arrays"
+            )
+    if not 1 <= n <= traits.max_descriptors:
+        raise UsageError(
+            f"a post of {n} spans, where {traits.name} takes 1 to {traits.max_descriptors}",
+            remedy="split it into several posts",
+            n_spans=n,
+        )
+    if (int(spans.nbytes[0]) if n == 1 else int(spans.nbytes.min())) < 1:
+        raise UsageError("a span of less than one byte", remedy="leave empty spans out")
+
+
+def check_kinds(regions: Iterable[Region], traits: Traits) -> None:
+    """Raises `UsageError` for a region of a memory kind that the transport cannot reach."""
+    for region in regions:
+        if region.kind not in traits.kinds:
+            raise UsageError(
+                f"{region} is of kind {region.kind!r}, {traits.name} moves {', '.join(sorted(traits.kinds))}",
+                remedy="use another transport, or staging memory of a kind it moves",
+                region=region,
+            )
+
+
+def write_description(told: msgspec.Struct) -> bytes:
+    """Encodes what `describe` gives, with a checksum in front: a backend's parser may not bear damage."""
+    body = msgspec.msgpack.encode(told)
+    return zlib.crc32(body).to_bytes(4, "little") + body
+
+
+def read_description(peer: str, description: bytes, kind: type[Told], traits: Traits) -> Told:
+    """Decodes what `write_description` of the same transport encoded; raises `PeerError` for anything else."""
+    body = description[4:]
+    whole = zlib.crc32(body).to_bytes(4, "little") == description[:4]
+    try:
+        return msgspec.msgpack.decode(body if whole else b"", type=kind)
+    except msgspec.DecodeError as error:
+        fault = "not one" if whole else "damaged, or not one"
+        raise PeerError(
+            f"the description of peer {peer!r} is {fault} of transport {traits.name}",
+            remedy="choose one transport and one version on both sides",
+            peer=peer,
+        ) from error

@@ -1,0 +1,288 @@
+"""The transport within one host: a plain copy in one process, process_vm_writev(2) into another.
+
+Layer 4. Must not know rooms, leases or what a tag means. Needs no package and no set-up: the embedded default.
+
+`post` copies before it returns, and its tag follows as a datagram; while the peer has no room for it, `Done` waits too.
+Nobody can stop a peer's process_vm_writev into this process: `fences` is false, and only a peer's proved death fences.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import weakref
+from collections import deque
+from itertools import count
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from pdstage.errors import PeerError, TransportError, UsageError
+from pdstage.layout import Region
+from pdstage.transport._datagrams import MAX_NBYTES, Inbox, Outbox
+from pdstage.transport._peer import Identity, Process, allow_writers, own_identity
+from pdstage.transport.base import (
+    Done,
+    Event,
+    Inbound,
+    PostFailed,
+    Ranges,
+    Traits,
+    Transport,
+    check_kinds,
+    check_spans,
+    read_description,
+    write_description,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdstage.spans import Spans
+
+_DEAD_REMEMBERED = 1024
+
+_here: weakref.WeakValueDictionary[str, LocalTransport] = weakref.WeakValueDictionary()
+
+
+class _Description(msgspec.Struct, frozen=True, tag="pdstage.local.1", array_like=True):
+    identity: Identity
+    inbox: str
+    regions: list[tuple[int, int]]
+
+
+class _Here:
+    """A transport of this same process, as a target: the counterpart of `Process`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def gone(self) -> bool:
+        return self._name not in _here
+
+    def close(self) -> None:
+        pass
+
+    def write(self, spans: Spans) -> tuple[int, TransportError | None]:
+        try:
+            _here[self._name].own.find(spans.dst, spans.nbytes)
+        except UsageError as error:  # another process survives a stray write; this one would take itself down
+            return 0, TransportError(str(error), remedy="the peer unregistered memory that was still being written")
+        for src, dst, nbytes in zip(spans.src.tolist(), spans.dst.tolist(), spans.nbytes.tolist(), strict=True):
+            ctypes.memmove(dst, src, nbytes)
+        return int(spans.nbytes.sum()), None
+
+
+class _Link:
+    """A connected peer: where to write, what may be written there, and its tags."""
+
+    def __init__(self, peer: str, description: _Description, target: Process | _Here) -> None:
+        self.peer = peer
+        self.description = description
+        self.target = target
+        self.prepared = Ranges(f"what was prepared for peer {peer!r}")
+        self.outbox = Outbox(description.inbox)
+
+    def check_alive(self) -> None:
+        """Raises `TransportError` if the peer's process ended, even if another has its pid now, or closed its end."""
+        try:
+            self.outbox.check()
+        except OSError as error:
+            raise self.gone() from error
+        if self.target.gone():
+            raise self.gone()
+
+    def gone(self) -> TransportError:
+        return TransportError(
+            f"the transport of peer {self.peer!r} is gone", remedy="fail its rooms; it may connect anew", peer=self.peer
+        )
+
+
+class LocalTransport(Transport):
+    """Transport `local`; it has no options."""
+
+    traits: ClassVar[Traits] = Traits(
+        name="local",
+        notifies=True,
+        max_descriptors=1 << 20,
+        kinds=frozenset({"cpu"}),
+        post_blocks=True,
+        fences=False,
+        stops_reads=True,
+        bytes_per_s=5e9,
+        descriptor_s=0.3e-6,
+        post_s=12e-6,
+    )
+    preference: ClassVar[int] = 10
+
+    def __init__(self) -> None:
+        """Raises `UsageError` on a system that is not Linux."""
+        self.own = Ranges("this process's registered memory")
+        self._identity = own_identity()
+        self._links: dict[str, _Link] = {}
+        self._met: dict[str, list[Process | _Here]] = {}
+        self._events: deque[Event] = deque()
+        self._tickets = count(1)
+        self._closed = False
+        self._inbox = Inbox()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._inbox, select.EPOLLIN)
+        self._epoll.register(self._bell, select.EPOLLIN)
+        _here[self._inbox.name] = self
+
+    def register(self, regions: Sequence[Region]) -> None:
+        self._check_open()
+        check_kinds(regions, self.traits)
+        self.own = self.own.with_regions(regions)
+        allow_writers()
+
+    def unregister(self, regions: Sequence[Region]) -> None:
+        self._check_open()
+        self.own = self.own.without(regions)
+
+    def describe(self) -> bytes:
+        self._check_open()
+        regions = [(region.base, region.nbytes) for region in self.own.regions]
+        return write_description(_Description(self._identity, self._inbox.name, regions))
+
+    def connect(self, peer: str, description: bytes) -> None:
+        self._check_open()
+        told = read_description(peer, description, _Description, self.traits)
+        link = self._links.get(peer)
+        if link is not None and link.description.inbox == told.inbox:
+            link.description = told
+            return
+        told.identity.check_reachable_from(self._identity, peer)
+        target = _Here(told.inbox) if told.identity == self._identity else Process(told.identity, peer)
+        fresh = _Link(peer, told, target)
+        try:
+            fresh.check_alive()
+        except TransportError:
+            target.close()
+            fresh.outbox.close()
+            raise
+        self.disconnect(peer)
+        self._links[peer] = fresh
+        self._met[peer] = [*(other for other in self._met.pop(peer, ()) if not other.gone()), target]
+        self._forget_dead()
+
+    def prepare(self, peer: str, regions: Sequence[Region]) -> None:
+        link = self._link(peer)
+        check_kinds(regions, self.traits)
+        prepared = Ranges(link.prepared.whose, regions)
+        offered = Ranges(f"what peer {peer!r} registered", (Region(*pair) for pair in link.description.regions))
+        for region in prepared.regions:
+            if not offered.holds(region.base, region.nbytes):
+                raise PeerError(
+                    f"peer {peer!r} has not registered {region}", remedy="connect again with its newest description"
+                )
+        link.prepared = prepared
+
+    def post(self, peer: str, spans: Spans, tag: bytes) -> int:
+        link = self._link(peer)
+        check_spans(spans, self.traits)
+        self.own.find(spans.src, spans.nbytes)
+        link.prepared.find(spans.dst, spans.nbytes)
+        if len(tag) > MAX_NBYTES:
+            raise UsageError(f"a tag of {len(tag)} bytes", remedy=f"local carries at most {MAX_NBYTES}")
+        link.check_alive()
+        written, error = link.target.write(spans)
+        if error is not None and written == 0:
+            raise error
+        ticket = next(self._tickets)
+        if error is not None:
+            self._tell(PostFailed(ticket, error))
+        elif tag:
+            link.outbox.put(ticket, tag)
+            self._send(link)
+        else:
+            self._tell(Done(ticket))
+        return ticket
+
+    def poll(self) -> list[Event]:
+        if self._closed:
+            return []
+        received: list[Event] = []
+        for fd, _ in self._epoll.poll(0):
+            if fd == self._inbox.fileno():
+                received = [Inbound(tag) for tag in self._inbox.receive()]
+            elif fd == self._bell:
+                os.eventfd_read(fd)
+            else:
+                self._send(next(link for link in self._links.values() if link.outbox.fileno() == fd))
+        events = [*self._events, *received]
+        self._events.clear()
+        return events
+
+    def filenos(self) -> Sequence[int]:
+        return () if self._closed else (self._epoll.fileno(),)
+
+    def disconnect(self, peer: str) -> None:
+        link = self._links.pop(peer, None)
+        if link is not None:
+            self._give_up(link, TransportError(f"peer {peer!r} was disconnected before it took the tag"))
+            link.outbox.close()
+
+    def proved_dead(self, peer: str) -> bool:
+        return peer in self._met and all(target.gone() for target in self._met[peer])
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        for peer in list(self._links):
+            self.disconnect(peer)
+        self._closed = True
+        _here.pop(self._inbox.name, None)
+        for targets in self._met.values():
+            for target in targets:
+                target.close()
+        self._met.clear()
+        self._events.clear()
+        self._epoll.close()
+        self._inbox.close()
+        os.close(self._bell)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this transport is closed", remedy="open a new one")
+
+    def _link(self, peer: str) -> _Link:
+        self._check_open()
+        link = self._links.get(peer)
+        if link is None:
+            raise UsageError(f"peer {peer!r} is not connected", remedy="connect it first", peer=peer)
+        return link
+
+    def _tell(self, event: Event) -> None:
+        self._events.append(event)
+        os.eventfd_write(self._bell, 1)
+
+    def _send(self, link: _Link) -> None:
+        """Sends what waits for the peer, and while some is left has the epoll watch for room."""
+        try:
+            for ticket in link.outbox.flush():
+                self._tell(Done(ticket))
+        except OSError:
+            self._give_up(link, link.gone())
+        try:
+            if link.outbox.is_empty():
+                self._epoll.unregister(link.outbox)
+            else:
+                self._epoll.register(link.outbox, select.EPOLLOUT)
+        except (FileExistsError, FileNotFoundError):
+            return
+
+    def _give_up(self, link: _Link, error: TransportError) -> None:
+        for ticket in link.outbox.drop():
+            self._tell(PostFailed(ticket, error))
+
+    def _forget_dead(self) -> None:
+        """Closes what the dead still hold, and forgets the longest dead beyond the number promised."""
+        dead = [peer for peer in self._met if peer not in self._links and self.proved_dead(peer)]
+        for peer in dead[: max(0, len(dead) - _DEAD_REMEMBERED)]:
+            del self._met[peer]
+
+
+TRANSPORT = LocalTransport

@@ -1,0 +1,122 @@
+"""Pairs of endpoints: every transport that imports, in one process and in two."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+from transport.endpoint import Endpoint, Log, Remote
+
+from pdstage.transport import available
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Variant(NamedTuple):
+    """`where`: "same" process, "two" processes, or "apart": both of them spawned with `environment`."""
+
+    transport: str
+    where: str
+    environment: Mapping[str, str] = MappingProxyType({})
+
+
+# Over tcp a write is asynchronous, as on a real network; over shared memory NIXL copies within the call.
+VARIANTS = {
+    "local-same": Variant("local", "same"),
+    "local-two": Variant("local", "two"),
+    "local-numpy": Variant("local", "apart", {"PDSTAGE_NATIVE": "no"}),
+    "nixl-same": Variant("nixl", "same"),
+    "nixl-two": Variant("nixl", "two"),
+    "nixl-tcp": Variant("nixl", "apart", {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}),
+}
+
+
+def _params(*, processes: bool = False) -> list[object]:
+    reasons = available()
+    params = []
+    for name, variant in VARIANTS.items():
+        if processes and variant.where == "same":
+            continue
+        why_not = reasons[variant.transport]
+        params.append(pytest.param(variant, id=name, marks=[pytest.mark.skip(reason=why_not)] if why_not else []))
+    return params
+
+
+class Pair:
+    """`a` writes to `b`, which it knows as "b"."""
+
+    def __init__(self, variant: Variant, a: object, b: object) -> None:
+        self.variant, self.a, self.b = variant, a, b
+        self.log = Log(a, b)
+
+    def connect(self) -> Pair:
+        self.a.connect("b", self.b.describe())
+        self.a.prepare("b", [self.b.region()])
+        return self
+
+    def post(self, spans: object, tag: bytes) -> int:
+        """`spans`: rows of (offset at a, offset at b, nbytes)."""
+        return self.a.post("b", [(src, self.b.base + dst, nbytes) for src, dst, nbytes in spans], tag)
+
+    def deliver(self, data: bytes, offset: int = 0, tag: bytes = b"tag") -> None:
+        """Writes `data` from a to b and waits until both sides know it."""
+        n = len(self.log.tags(self.b))
+        self.a.fill(offset, data)
+        ticket = self.post([(offset, offset, len(data))], tag)
+        self.log.until(lambda: ticket in self.log.done(self.a) and len(self.log.tags(self.b)) > n)
+        assert self.b.read(offset, len(data)) == data
+
+
+class _Stock:
+    """Processes kept from test to test, since starting one costs a second or two; each test gets a new transport."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str], Remote] = {}
+
+    def remote(self, variant: Variant, name: str) -> Remote:
+        key = (str(variant), name)
+        if key in self._kept:
+            self._kept[key].renew()
+        else:
+            self._kept[key] = Remote(variant.transport, variant.environment)
+        return self._kept[key]
+
+    def shut(self) -> None:
+        for remote in self._kept.values():
+            remote.shut()
+
+
+@pytest.fixture(scope="session")
+def stock() -> object:
+    stock = _Stock()
+    yield stock
+    stock.shut()
+
+
+@pytest.fixture(params=_params())
+def pair(request: pytest.FixtureRequest, stock: _Stock) -> object:
+    """Two endpoints not connected yet."""
+    variant = request.param
+    a = stock.remote(variant, "a") if variant.where == "apart" else Endpoint(variant.transport)
+    b = Endpoint(variant.transport) if variant.where == "same" else stock.remote(variant, "b")
+    yield Pair(variant, a, b)
+    a.close()
+    b.close()
+
+
+@pytest.fixture
+def linked(pair: Pair) -> Pair:
+    return pair.connect()
+
+
+@pytest.fixture(params=_params(processes=True))
+def mortal(request: pytest.FixtureRequest, stock: _Stock) -> object:
+    """A connected pair whose b is a process of its own, which the test may stop or kill."""
+    variant = request.param
+    a = stock.remote(variant, "a") if variant.where == "apart" else Endpoint(variant.transport)
+    b = Remote(variant.transport, variant.environment)
+    yield Pair(variant, a, b).connect()
+    b.kill()
+    a.close()

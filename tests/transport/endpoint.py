@@ -1,0 +1,215 @@
+"""One transport with some memory, in this process or in a spawned one driven over a pipe: the same verbs on both."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import signal
+import time
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import numpy as np
+
+from pdstage.errors import PdstageError
+from pdstage.layout import Region
+from pdstage.transport import Done, Inbound, PostFailed, Spans, open_transport
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+NBYTES = 8 << 20
+DEADLINE_S = 30.0
+
+
+class Endpoint:
+    """A transport and one registered region of NBYTES, addressed by offsets here and by addresses at the peer."""
+
+    def __init__(self, name: str) -> None:
+        self.transport = open_transport(name)
+        self.memory = np.zeros(NBYTES, np.uint8)
+        self.base = self.memory.ctypes.data
+        self.more: list[np.ndarray] = []
+        self.transport.register([self.region()])
+
+    def region(self) -> Region:
+        return Region(self.base, NBYTES)
+
+    def register_more(self) -> Region:
+        self.more.append(np.zeros(NBYTES, np.uint8))
+        region = Region(self.more[-1].ctypes.data, NBYTES)
+        self.transport.register([region])
+        return region
+
+    def register(self, regions: list[Region]) -> None:
+        self.transport.register(regions)
+
+    def unregister(self, regions: list[Region]) -> None:
+        self.transport.unregister(regions)
+
+    def describe(self) -> bytes:
+        return self.transport.describe()
+
+    def connect(self, peer: str, description: bytes) -> None:
+        self.transport.connect(peer, description)
+
+    def prepare(self, peer: str, regions: list[Region]) -> None:
+        self.transport.prepare(peer, regions)
+
+    def post(self, peer: str, spans: object, tag: bytes) -> int:
+        """`spans`: rows of (offset here, address there, nbytes)."""
+        src, dst, nbytes = np.asarray(spans, dtype=np.int64).reshape(-1, 3).T
+        return self.transport.post(peer, Spans(src + self.base, dst.copy(), nbytes.copy()), tag)
+
+    def post_raw(self, peer: str, spans: Spans, tag: bytes) -> int:
+        return self.transport.post(peer, spans, tag)
+
+    def poll(self) -> list[object]:
+        return self.transport.poll()
+
+    def poll_and_read(self, offset: int, nbytes: int) -> tuple[list[object], bytes]:
+        """Events, and the memory as it is at the very moment that the first tag is seen."""
+        events = self.transport.poll()
+        seen = any(isinstance(event, Inbound) for event in events)
+        return events, self.read(offset, nbytes) if seen else b""
+
+    def readable(self, timeout_s: float) -> bool:
+        waiter = select.poll()
+        for fd in self.transport.filenos():
+            waiter.register(fd, select.POLLIN)
+        return bool(waiter.poll(timeout_s * 1e3))
+
+    def n_filenos(self) -> int:
+        return len(self.transport.filenos())
+
+    def fill(self, offset: int, data: bytes) -> None:
+        self.memory[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return self.memory[offset : offset + nbytes].tobytes()
+
+    def read_more(self, nbytes: int) -> bytes:
+        return self.more[-1][:nbytes].tobytes()
+
+    def disconnect(self, peer: str) -> None:
+        self.transport.disconnect(peer)
+
+    def proved_dead(self, peer: str) -> bool:
+        return self.transport.proved_dead(peer)
+
+    def close(self) -> None:
+        self.transport.close()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def become_user(self, uid: int) -> None:
+        os.setuid(uid)
+
+    def traits(self) -> object:
+        return self.transport.traits
+
+
+def _serve(pipe: object, name: str) -> None:
+    endpoint = Endpoint(name)
+    pipe.send((True, endpoint.region()))
+    while True:
+        try:
+            verb, args = pipe.recv()
+        except EOFError:  # the other side went away, or hung up
+            break
+        try:
+            if verb == "renew":
+                endpoint.close()
+                endpoint = Endpoint(name)
+                result = endpoint.region()
+            else:
+                result = getattr(endpoint, verb)(*args)
+        except PdstageError as error:
+            pipe.send((False, error))
+        else:
+            pipe.send((True, result))
+    endpoint.close()
+
+
+class Remote:
+    """An endpoint in a process of its own, started afresh (spawn) with `environment` added."""
+
+    def __init__(self, name: str, environment: Mapping[str, str] | None = None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, name), daemon=True)
+        with mock.patch.dict(os.environ, environment or {}):
+            self._process.start()
+        theirs.close()
+        self._region: Region = self._answer()
+
+    def region(self) -> Region:
+        return self._region
+
+    @property
+    def base(self) -> int:
+        return self._region.base
+
+    def renew(self) -> None:
+        """A fresh transport and fresh memory in the same process."""
+        self._region = self._ask("renew")
+
+    def __getattr__(self, verb: str) -> object:
+        if verb.startswith("_"):
+            raise AttributeError(verb)
+        return lambda *args: self._ask(verb, *args)
+
+    def _ask(self, verb: str, *args: object) -> object:
+        self._pipe.send((verb, args))
+        return self._answer()
+
+    def _answer(self) -> object:
+        assert self._pipe.poll(DEADLINE_S), "the other process does not answer"
+        ok, result = self._pipe.recv()
+        if not ok:
+            raise result
+        return result
+
+    def stop(self) -> None:
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def shut(self) -> None:
+        self._pipe.close()
+        self._process.join(DEADLINE_S)
+        if self._process.is_alive():
+            self.kill()
+
+
+class Log:
+    """Polls endpoints until something holds, and keeps what each has said."""
+
+    def __init__(self, *endpoints: object) -> None:
+        self._said = {id(endpoint): (endpoint, []) for endpoint in endpoints}
+
+    def poll(self) -> None:
+        for endpoint, events in self._said.values():
+            events.extend(endpoint.poll())
+
+    def until(self, holds: object) -> None:
+        deadline_at = time.monotonic() + DEADLINE_S
+        while not holds():
+            assert time.monotonic() < deadline_at, f"not in time: {[said for _, said in self._said.values()]}"
+            self.poll()
+
+    def tags(self, endpoint: object) -> list[bytes]:
+        return [event.tag for event in self._said[id(endpoint)][1] if isinstance(event, Inbound)]
+
+    def ended(self, endpoint: object) -> list[Done | PostFailed]:
+        return [event for event in self._said[id(endpoint)][1] if not isinstance(event, Inbound)]
+
+    def done(self, endpoint: object) -> list[int]:
+        return [event.ticket for event in self.ended(endpoint) if isinstance(event, Done)]

@@ -1,0 +1,432 @@
+"""What every transport must do, over real processes."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from transport.endpoint import DEADLINE_S, NBYTES, Endpoint, Log, Remote
+
+from pdstage.errors import PeerError, TransportError, UsageError
+from pdstage.layout import Region
+from pdstage.transport import Done, Inbound, PostFailed, Spans
+
+
+def noise(nbytes: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).bytes(nbytes)
+
+
+def test_bytes_arrive_exactly_and_nothing_else_changes(linked):
+    linked.b.fill(0, guard := noise(1 << 16, 1))
+    linked.a.fill(0, data := noise(1 << 16, 2))
+    ticket = linked.post([(101, 7001, 4099)], b"tag")
+    linked.log.until(lambda: linked.log.ended(linked.a) and linked.log.tags(linked.b))
+    assert linked.log.ended(linked.a) == [Done(ticket)]
+    assert linked.log.tags(linked.b) == [b"tag"]
+    assert linked.b.read(0, 1 << 16) == guard[:7001] + data[101 : 101 + 4099] + guard[7001 + 4099 :]
+
+
+def test_tag_comes_after_all_of_its_bytes(linked):
+    linked.a.fill(0, data := noise(NBYTES))
+    ticket = linked.post([(0, 0, NBYTES)], b"tag")
+    seen, deadline_at = b"", time.monotonic() + DEADLINE_S
+    while not seen:
+        assert time.monotonic() < deadline_at
+        assert all(isinstance(event, Done) for event in linked.a.poll())
+        _, seen = linked.b.poll_and_read(0, NBYTES)
+    assert seen == data, f"the tag of ticket {ticket} came before its bytes"
+
+
+@pytest.mark.parametrize("n", [2, 1025, 5000])
+def test_many_spans_unsorted_and_adjacent(linked, n):
+    rng = np.random.default_rng(n)
+    nbytes = rng.integers(1, 900, n)
+    nbytes[rng.random(n) < 0.3] = 256
+    src = np.concatenate([[0], np.cumsum(nbytes)[:-1]])  # dense, so that neighbours touch
+    gaps = np.where(rng.random(n) < 0.5, 0, 64)
+    dst = np.concatenate([[0], np.cumsum(nbytes + gaps)[:-1]])
+    swapped = rng.permutation(n)[: n // 4]  # a quarter in shuffled order, the rest in runs
+    order = np.arange(n)
+    order[np.sort(swapped)] = swapped
+    data = noise(int(nbytes.sum()))
+    linked.a.fill(0, data)
+    want = np.zeros(NBYTES, np.uint8)
+    for s, d, k in zip(src, dst, nbytes, strict=True):
+        want[d : d + k] = np.frombuffer(data, np.uint8)[s : s + k]
+    ticket = linked.post(np.stack([src, dst, nbytes], axis=1)[order].tolist(), b"many")
+    linked.log.until(lambda: linked.log.ended(linked.a) and linked.log.tags(linked.b))
+    assert linked.log.ended(linked.a) == [Done(ticket)]
+    assert linked.b.read(0, NBYTES) == want.tobytes()
+
+
+@pytest.mark.parametrize(
+    "tag", [b"\0", b"\0a\0\0b\0", b"\xff_1_2", bytes(range(256)) * 256], ids=["0", "0s", "ff", "64k"]
+)
+def test_tags_are_any_bytes(linked, tag):
+    linked.deliver(b"payload", tag=tag)
+    assert linked.log.tags(linked.b) == [tag]
+
+
+def test_empty_tag_says_nothing_at_the_peer(linked):
+    ticket = linked.post([(0, 0, 64)], b"")
+    linked.log.until(lambda: linked.log.ended(linked.a) == [Done(ticket)])
+    linked.deliver(b"next", tag=b"next")
+    assert linked.log.tags(linked.b) == [b"next"]
+
+
+def test_posts_to_a_peer_that_does_not_poll_neither_block_nor_lose_a_tag(linked):
+    tags = [b"%d" % i + bytes(i % 7 * 1000) for i in range(400)]
+    tickets = [linked.post([(0, 0, 64)], tag) for tag in tags]
+    linked.log.until(
+        lambda: len(linked.log.tags(linked.b)) == len(tags) and len(linked.log.ended(linked.a)) == len(tags)
+    )
+    assert sorted(linked.log.tags(linked.b)) == sorted(tags)
+    assert sorted(linked.log.done(linked.a)) == sorted(tickets)
+
+
+def test_both_ways_at_once(linked):
+    linked.b.connect("a", linked.a.describe())
+    linked.b.prepare("a", [linked.a.region()])
+    half = NBYTES // 2
+    linked.a.fill(0, one := noise(half, 1))
+    linked.b.fill(half, other := noise(half, 2))
+    for i in range(8):
+        part = half // 8
+        linked.post([(i * part, i * part, part)], b"to b %d" % i)
+        linked.b.post("a", [(half + i * part, linked.a.base + half + i * part, part)], b"to a %d" % i)
+    ends = (linked.a, linked.b)
+    linked.log.until(lambda: all(len(linked.log.tags(end)) == 8 == len(linked.log.done(end)) for end in ends))
+    assert linked.b.read(0, half) == one
+    assert linked.a.read(half, half) == other
+
+
+OUTSIDE = [
+    (NBYTES - 1, 0, 2),
+    (-1, 0, 2),
+    (0, NBYTES - 1, 2),
+    (0, -1, 2),
+    (0, 0, 1 << 62),
+    (0, (1 << 63) - 1 - (1 << 48), 4),
+    (0, 0, 0),
+    (0, 0, -5),
+]
+
+
+def test_span_outside_registered_or_prepared_memory_is_refused(linked):
+    linked.b.fill(0, before := noise(4096))
+    for bad in OUTSIDE:
+        for n_good in (0, 3):
+            with pytest.raises(UsageError):
+                linked.post([*[(0, 64 * i, 64) for i in range(n_good)], bad], b"tag")
+    linked.deliver(b"after", offset=8192)  # nothing of the refused posts was written, before or after
+    assert linked.b.read(0, 4096) == before
+    assert linked.log.tags(linked.b) == [b"tag"]
+
+
+def test_malformed_spans_are_refused(linked):
+    good = np.array([linked.a.region().base], np.int64)
+    far = np.array([linked.b.base], np.int64)
+    one = np.array([8], np.int64)
+    empty = np.zeros(0, np.int64)
+    for spans in (
+        Spans(good.astype(np.int32), far, one),
+        Spans(good, np.concatenate([far, far]), one),
+        Spans(good.reshape(1, 1), far, one),
+        Spans(good, far, one.astype(np.float64)),
+        Spans(empty, empty, empty),
+    ):
+        with pytest.raises(UsageError):
+            linked.a.post_raw("b", spans, b"tag")
+
+
+def test_more_spans_than_the_trait_says_are_refused(linked):
+    n = linked.a.traits().max_descriptors + 1
+    full = [np.full(n, value, np.int64) for value in (linked.a.region().base, linked.b.base, 1)]
+    with pytest.raises(UsageError, match="split"):
+        linked.a.post_raw("b", Spans(*full), b"tag")
+
+
+def test_unknown_peers(linked):
+    for verb in (lambda: linked.a.post("c", [(0, linked.b.base, 8)], b""), lambda: linked.a.prepare("c", [])):
+        with pytest.raises(UsageError, match="'c'"):
+            verb()
+    linked.a.disconnect("c")
+    assert not linked.a.proved_dead("c")
+
+
+def test_bad_descriptions_are_refused_and_leave_the_connection_alone(linked):
+    good = linked.b.describe()
+    flipped = [good[:i] + bytes([good[i] ^ 4]) + good[i + 1 :] for i in range(0, len(good), 7)]
+    for bad in (b"", b"garbage", good[:3], good[:-1], good[: len(good) // 2], good + b"x", *flipped):
+        with pytest.raises(PeerError, match="'b'"):
+            linked.a.connect("b", bad)
+    linked.deliver(b"still works")
+
+
+def test_connecting_twice_changes_nothing(linked):
+    linked.a.connect("b", linked.b.describe())
+    linked.deliver(b"prepared stays prepared")
+
+
+def test_two_labels_for_one_peer(linked):
+    linked.a.connect("other", linked.b.describe())
+    linked.a.prepare("other", [linked.b.region()])
+    linked.a.disconnect("b")
+    linked.a.post("other", [(0, linked.b.base, 64)], b"by another name")
+    linked.log.until(lambda: linked.log.tags(linked.b) == [b"by another name"])
+
+
+def test_nothing_is_writable_before_prepare(pair):
+    pair.a.connect("b", pair.b.describe())
+    with pytest.raises(UsageError):
+        pair.post([(0, 0, 8)], b"")
+
+
+def test_prepare_replaces_and_narrows(linked):
+    linked.a.prepare("b", [Region(linked.b.base, 4096), Region(linked.b.base + 8192, 4096)])
+    linked.a.fill(0, data := noise(64))
+    linked.post([(0, 4032, 64), (0, 8192, 64)], b"edges")
+    linked.log.until(lambda: linked.log.tags(linked.b))
+    assert linked.b.read(4032, 64) == linked.b.read(8192, 64) == data
+    for spans in ([(0, 4033, 64)], [(0, 4033, 64), (0, 0, 8)], [(0, 0, 8), (0, 4096, 8)], [(0, 12288, 1)]):
+        with pytest.raises(UsageError):
+            linked.post(spans, b"")
+
+
+def test_prepare_of_what_the_peer_has_not_registered_is_refused(linked):
+    with pytest.raises(PeerError, match="not registered"):
+        linked.a.prepare("b", [Region(linked.b.base, NBYTES + 1)])
+    linked.deliver(b"the old state stays")
+
+
+def test_peer_registers_more(linked):
+    linked.deliver(b"before")
+    region = linked.b.register_more()
+    with pytest.raises(PeerError):
+        linked.a.prepare("b", [linked.b.region(), region])
+    linked.a.fill(0, data := noise(NBYTES))
+    linked.post([(0, 0, NBYTES)], b"in flight meanwhile")
+    linked.a.connect("b", linked.b.describe())
+    linked.post([(0, 0, 64)], b"prepared stays")
+    linked.a.prepare("b", [linked.b.region(), region])
+    linked.a.post("b", [(0, region.base, 64), (0, linked.b.base, 64)], b"more")
+    linked.log.until(lambda: len(linked.log.tags(linked.b)) == 4 and len(linked.log.done(linked.a)) == 4)
+    assert linked.b.read_more(64) == data[:64]
+    assert linked.b.read(0, NBYTES) == data
+
+
+def test_unregistered_memory_is_not_read(linked):
+    region = linked.a.register_more()
+    linked.a.unregister([linked.a.region()])
+    with pytest.raises(UsageError):
+        linked.post([(0, 0, 8)], b"")
+    with pytest.raises(UsageError, match="not registered"):
+        linked.a.unregister([linked.a.region()])
+    linked.post([(region.base - linked.a.region().base, 0, 8)], b"the other one")
+    linked.log.until(lambda: linked.log.tags(linked.b))
+
+
+def test_registration_again_overlap_and_kind(pair):
+    region = pair.a.region()
+    pair.a.register([region])
+    for bad in (
+        Region(region.base + 64, 64),
+        Region(region.base - 1, 2),
+        Region(0, 64),
+        Region(region.base + NBYTES, 0),
+    ):
+        with pytest.raises(UsageError):
+            pair.a.register([bad])
+    with pytest.raises(UsageError, match="kind"):
+        pair.a.register([Region(1 << 40, 64, "floppy")])
+    pair.connect().deliver(b"unharmed")
+
+
+def test_disconnect_then_post_then_connect_again(linked):
+    linked.deliver(b"before")
+    linked.a.disconnect("b")
+    with pytest.raises(UsageError, match="not connected"):
+        linked.post([(0, 0, 8)], b"")
+    linked.connect().deliver(b"again", tag=b"again")
+
+
+def test_every_ticket_ends_once_though_its_peer_was_disconnected(linked):
+    tickets = [linked.post([(0, 0, NBYTES)], b"%d" % i) for i in range(4)]
+    linked.a.disconnect("b")
+    linked.log.until(lambda: len(linked.log.ended(linked.a)) == 4)
+    linked.connect().deliver(b"again", tag=b"again")
+    assert sorted(event.ticket for event in linked.log.ended(linked.a))[:4] == tickets
+    assert len(linked.log.ended(linked.a)) == 5
+
+
+def test_close_is_final_and_may_be_repeated(linked):
+    linked.post([(0, 0, NBYTES)], b"may or may not arrive")
+    linked.a.close()
+    linked.a.close()
+    assert linked.a.poll() == []
+    assert linked.a.n_filenos() == 0
+    for verb in (
+        lambda: linked.post([(0, 0, 8)], b""),
+        linked.a.describe,
+        lambda: linked.a.connect("b", linked.b.describe()),
+        lambda: linked.a.register([Region(4096, 64)]),
+        linked.a.register_more,
+    ):
+        with pytest.raises(UsageError, match="closed"):
+            verb()
+    linked.a.disconnect("b")
+
+
+def test_filenos_tell_when_to_poll(linked):
+    if not linked.b.n_filenos():
+        pytest.skip("this transport must be asked")
+    linked.log.poll()
+    assert not linked.b.readable(0)
+    assert not linked.a.readable(0)
+    linked.post([(0, 0, 8)], b"tag")
+    assert linked.b.readable(DEADLINE_S)
+    assert linked.a.readable(DEADLINE_S)
+    linked.log.until(lambda: linked.log.tags(linked.b) and linked.log.done(linked.a))
+    linked.log.poll()
+    assert not linked.b.readable(0)
+    assert not linked.a.readable(0)
+
+
+def fails(pair, spans: object) -> None:
+    """A post of `spans` is refused or fails, within the deadline; it never counts as done."""
+    try:
+        ticket = pair.post(spans, b"to nobody")
+    except TransportError:
+        return
+    log = Log(pair.a)
+    log.until(lambda: any(event.ticket == ticket for event in log.ended(pair.a)))
+    assert [type(event) for event in log.ended(pair.a) if event.ticket == ticket] == [PostFailed]
+
+
+def test_posts_to_a_killed_peer_fail(mortal):
+    mortal.deliver(b"while it lives")
+    mortal.b.kill()
+    for n in (1, 2, 1000):
+        fails(mortal, [(0, 64 * i, 64) for i in range(n)])
+    mortal.a.disconnect("b")
+    if mortal.variant.transport == "local":
+        assert mortal.a.proved_dead("b")
+    assert mortal.a.poll() == []
+
+
+def test_peer_killed_before_the_first_post(mortal):
+    mortal.b.kill()
+    fails(mortal, [(0, 0, 64)])
+
+
+def test_connecting_to_a_dead_peer_fails_now_or_at_the_post(mortal):
+    description, region = mortal.b.describe(), mortal.b.region()
+    mortal.b.kill()
+    try:
+        mortal.a.connect("ghost", description)
+        mortal.a.prepare("ghost", [region])
+        ticket = mortal.a.post("ghost", [(0, region.base, 8)], b"")
+    except TransportError:
+        return
+    mortal.log = Log(mortal.a)
+    mortal.log.until(lambda: [event.ticket for event in mortal.log.ended(mortal.a)] == [ticket])
+    assert mortal.log.done(mortal.a) == []
+
+
+def test_peer_killed_while_posts_are_in_flight(mortal):
+    mortal.deliver(b"while it lives")
+    mortal.b.stop()
+    log = Log(mortal.a)
+    tickets = [mortal.post([(0, 0, NBYTES)], b"%d" % i) for i in range(40)]
+    mortal.b.kill()
+    log.until(lambda: len(log.ended(mortal.a)) == len(tickets))
+    assert sorted(event.ticket for event in log.ended(mortal.a)) == tickets
+    fails(mortal, [(0, 0, 64)])
+
+
+def test_stopped_peer_blocks_nothing_and_goes_on(mortal):
+    """Deadlines are the caller's. What was posted before `disconnect` still ends once, when the peer goes on."""
+    mortal.deliver(b"while it runs")
+    mortal.b.stop()
+    tickets = [mortal.post([(0, 0, NBYTES)], b"%d" % i) for i in range(8)]
+    said = [event for _ in range(200) for event in mortal.a.poll()]
+    mortal.a.disconnect("b")
+    mortal.b.resume()
+    log = Log(mortal.a, mortal.b)  # some fabrics move on only while both sides poll
+    log.until(lambda: len(log.ended(mortal.a)) + len(said) == len(tickets))
+    assert sorted(event.ticket for event in [*said, *log.ended(mortal.a)]) == tickets
+
+
+def test_close_with_posts_in_flight_to_a_stopped_peer(mortal):
+    mortal.b.stop()
+    for i in range(8):
+        mortal.post([(0, 0, NBYTES)], b"%d" % i)
+    mortal.a.close()
+    assert mortal.a.poll() == []
+
+
+def test_peer_restarted_under_its_label(mortal):
+    mortal.deliver(b"first life")
+    mortal.b.kill()
+    second = Remote(mortal.variant.transport, mortal.variant.environment)
+    try:
+        mortal.a.connect("b", second.describe())
+        with pytest.raises(UsageError):  # what was prepared belonged to the first life
+            mortal.a.post("b", [(0, second.base, 8)], b"")
+        mortal.a.prepare("b", [second.region()])
+        assert not mortal.a.proved_dead("b")
+        mortal.a.fill(0, data := noise(4096))
+        ticket = mortal.a.post("b", [(0, second.base, 4096)], b"second life")
+        log = Log(mortal.a, second)
+        log.until(lambda: log.done(mortal.a) == [ticket] and log.tags(second) == [b"second life"])
+        assert second.read(0, 4096) == data
+    finally:
+        second.kill()
+
+
+def test_peer_that_closed_its_transport_is_not_written(pair):
+    """Its process lives on, and may have given the memory to something else."""
+    if pair.variant.transport != "local":
+        pytest.skip("nixl writes to memory that is unregistered but mapped; the manager closes sessions first")
+    pair.connect().deliver(b"before")
+    pair.b.close()
+    pair.a.fill(0, noise(64))
+    with pytest.raises(TransportError, match="'b'"):
+        pair.post([(0, 0, 64)], b"")
+    assert pair.b.read(0, 6) == b"before"
+
+
+def test_a_transport_can_be_both_ends_or_says_so(pair):
+    try:
+        pair.a.connect("self", pair.a.describe())
+    except UsageError as error:
+        assert "itself" in str(error)
+        return
+    pair.a.prepare("self", [pair.a.region()])
+    pair.a.fill(0, b"around")
+    pair.a.post("self", [(0, pair.a.region().base + 4096, 6)], b"tag")
+    pair.log.until(lambda: pair.log.tags(pair.a) and pair.log.done(pair.a))
+    assert pair.a.read(4096, 6) == b"around"
+
+
+@pytest.mark.parametrize("name", ["local", "nixl"])
+def test_the_same_process_may_hold_many_transports(name):
+    pytest.importorskip(f"pdstage.transport.{name}", exc_type=ImportError)
+    ends = [Endpoint(name) for _ in range(3)]
+    log = Log(*ends)
+    for i, end in enumerate(ends):
+        for j, other in enumerate(ends):
+            if i != j:
+                end.connect(str(j), other.describe())
+                end.prepare(str(j), [other.region()])
+                end.post(str(j), [(0, other.base + i * 64, 64)], b"%d>%d" % (i, j))
+    log.until(lambda: all(len(log.tags(end)) == 2 == len(log.done(end)) for end in ends))
+    for j, end in enumerate(ends):
+        assert sorted(log.tags(end)) == sorted(b"%d>%d" % (i, j) for i in range(3) if i != j)
+        end.close()
+
+
+def test_events_are_values():
+    assert Inbound(b"x") == Inbound(b"x") != Inbound(b"y")
+    assert Done(1) != Done(2)
