@@ -1,0 +1,316 @@
+"""Prefill borrows staging memory: asks for leases, gathers and writes into them, or gives them back.
+
+Layer 2, pure. Must not know the room table: a `Borrower` tells its heir when a record has nothing left to write.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
+from pdstage.plan import Stagings, tokens_of
+from pdstage.protocol import messages as m
+from pdstage.protocol.effects import Changed, Gather, Write, WriteDirect
+from pdstage.protocol.handshake import Host
+from pdstage.protocol.outbox import OutChunk, Phase, Record, RecordPhase, SendBuffers, Source, clip, split
+from pdstage.protocol.room import Event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdstage.plan import Rect
+    from pdstage.protocol.config import Config
+    from pdstage.protocol.session import Link
+
+
+class Borrower(Host):
+    """The prefill core's chunks, from the first Reserve to the last completion."""
+
+    def __init__(
+        self,
+        incarnation: int,
+        config: Config,
+        welcome: m.Welcome,
+        *,
+        n_buffers: int,
+        buffer_nbytes: int,
+        choose: Callable[[OutChunk], bool],
+    ) -> None:
+        super().__init__(incarnation, config, welcome)
+        self.layout = welcome.layout
+        self.records: dict[tuple[m.Session, int], Record] = {}
+        self.buffers = SendBuffers(n_buffers)
+        self.stagings = Stagings(self.layout)
+        self._buffer_nbytes = buffer_nbytes
+        self._choose = choose
+        self._flights: dict[int, tuple[OutChunk, int]] = {}
+        self._marks: dict[tuple[Link, int], int] = {}
+        self._closed: dict[tuple[Link, int], list[tuple[int, int, OutChunk]]] = {}
+
+    @abstractmethod
+    def _maybe_close(self, record: Record, now: float) -> None:
+        """A chunk of `record` needs no write any more."""
+
+    @abstractmethod
+    def _landed(self, record: Record, now: float) -> None:
+        """A gather or write of `record` ended, whatever became of it."""
+
+    @abstractmethod
+    def _fail_record(self, record: Record, error: PdstageError, now: float) -> None: ...
+
+    # What peers say, in the order of DESIGN's table.
+
+    def _on_lease(self, link: Link, lease: m.Lease, now: float) -> None:
+        if not 0 <= lease.lane < len(link.lanes):
+            raise PeerError(f"a lease in lane {lease.lane}", remedy=f"Hello named {len(link.lanes)} lanes")
+        self._raise_mark(link, lease.lane, lease.watermark)
+        chunk = self._chunk(link, lease.epoch, lease.chunk)
+        where = (lease.lane, lease.cursor)
+        if chunk is not None and chunk.attempt == lease.attempt and not chunk.direct:
+            if chunk.phase is Phase.ASKING:
+                self._take(chunk, lease)
+                return
+            if chunk.phase not in (Phase.PARKED, Phase.DROPPED) and (chunk.lane, chunk.cursor) == where:
+                return
+        self._give_back(link, lease.epoch, lease.chunk, lease.attempt, where, now)
+
+    def _take(self, chunk: OutChunk, lease: m.Lease) -> None:
+        nbytes = chunk.record.link.lanes[lease.lane].nbytes
+        if lease.nbytes < chunk.nbytes or lease.cursor < 0 or lease.cursor % nbytes + chunk.nbytes > nbytes:
+            raise PeerError(f"a lease of {lease.nbytes} bytes at {lease.cursor} for {chunk.nbytes}", remedy="check the peer")
+        chunk.lane, chunk.cursor, chunk.phase = lease.lane, lease.cursor, Phase.HELD
+        if self._window_open(chunk):
+            self.timers.cancel(("ask", chunk))
+            self._advance(chunk)
+        else:
+            key = (chunk.record.link, chunk.lane)
+            heapq.heappush(self._closed.setdefault(key, []), (chunk.cursor + chunk.nbytes, self.ticket(), chunk))
+
+    def _on_refused(self, link: Link, refused: m.Refused, now: float) -> None:
+        chunk = self._chunk(link, refused.epoch, refused.chunk)
+        if chunk is None or chunk.phase is not Phase.ASKING or chunk.attempt != refused.attempt:
+            return
+        self.timers.cancel(("ask", chunk))
+        record = chunk.record
+        if refused.why != "too_big":
+            chunk.phase = Phase.DROPPED
+            record.unwritten -= 1
+            if refused.why == "covered":
+                self._maybe_close(record, now)
+            return
+        most = refused.max_nbytes
+        pieces = list(split(chunk.rects, record.shares, self.stagings, most)) if most > 0 else []
+        if len(pieces) > 1:
+            chunk.phase = Phase.DROPPED
+            record.unwritten -= 1
+            for rects in pieces:
+                self._add_piece(record, chunk.source, rects, now)
+        elif record.may_direct(chunk.rects):
+            self._go_direct(chunk)
+        elif chunk.nbytes <= max(lane.nbytes for lane in link.lanes):  # carved out for now: it comes back, or a deadline does
+            self.repeat(("ask", chunk), now)
+        else:
+            error = PeerError(f"a chunk of {chunk.nbytes} bytes fits no lane", remedy="raise staging_nbytes at decode")
+            self._fail_record(record, error, now)
+
+    def _on_watermark(self, link: Link, mark: m.Watermark, now: float) -> None:
+        self._raise_mark(link, mark.lane, mark.watermark)
+
+    def _on_recall(self, link: Link, recall: m.Recall, now: float) -> None:
+        self._raise_mark(link, recall.lane, recall.watermark)
+        chunk = self._chunk(link, recall.epoch, recall.chunk)
+        where = (recall.lane, recall.cursor)
+        if chunk is not None and chunk.attempt == recall.attempt and not chunk.direct:
+            if chunk.begun or chunk.phase is Phase.READY:
+                return
+            if chunk.phase in (Phase.ASKING, Phase.HELD):
+                self._recalled(chunk, now)
+        self._give_back(link, recall.epoch, recall.chunk, recall.attempt, where, now)
+
+    def _recalled(self, chunk: OutChunk, now: float) -> None:
+        """Returned is final: the attempt rises first, and the old one is never accepted again."""
+        chunk.attempt += 1
+        self.timers.cancel(("ask", chunk))
+        if chunk.source.ready:
+            self._ask(chunk, now)
+        else:
+            chunk.phase = Phase.PARKED
+
+    # Chunks.
+
+    def _add(self, record: Record, source: Source, now: float) -> None:
+        if record.phase is not RecordPhase.LIVE:
+            return
+        limit = min(self._buffer_nbytes, max(lane.nbytes for lane in record.link.lanes))
+        for rects in split(clip(source.rects, record, self.stagings), record.shares, self.stagings, limit):
+            self._add_piece(record, source, rects, now)
+
+    def _add_piece(self, record: Record, source: Source, rects: tuple[Rect, ...], now: float) -> None:
+        nbytes = self.stagings.of(record.shares, rects).nbytes(tokens_of(rects))
+        chunk = OutChunk(record, len(record.chunks), source, rects, nbytes)
+        record.chunks[chunk.number] = chunk
+        source.chunks.append(chunk)
+        record.unwritten += 1
+        if record.may_direct(rects) and (nbytes > self._buffer_nbytes or self._choose(chunk)):
+            chunk.direct, chunk.phase = True, Phase.HELD
+            self._advance(chunk)
+        elif nbytes > self._buffer_nbytes:
+            error = UsageError(
+                f"one row of a chunk has {nbytes} bytes, a send buffer {self._buffer_nbytes}",
+                remedy="raise staging_nbytes at prefill",
+            )
+            self._fail_record(record, error, now)
+        else:
+            self._ask(chunk, now)
+
+    def _chunk(self, link: Link, epoch: int, number: int) -> OutChunk | None:
+        record = self.records.get((link.session, epoch))
+        return record.chunks.get(number) if record is not None else None
+
+    def _ask(self, chunk: OutChunk, now: float) -> None:
+        chunk.phase = Phase.ASKING
+        self._reserve(chunk, now)
+
+    def _reserve(self, chunk: OutChunk, now: float) -> None:
+        record = chunk.record
+        self.send(record.link, m.Reserve(record.epoch, chunk.number, chunk.attempt, chunk.nbytes, chunk.rects), now)
+        self.repeat(("ask", chunk), now)
+
+    def _go_direct(self, chunk: OutChunk) -> None:
+        """Falls back staged -> direct; a lease on its way is given back by its attempt."""
+        chunk.attempt += 1
+        chunk.direct, chunk.phase = True, Phase.HELD
+        self.counters.chunks_fallen_back += 1
+        self._advance(chunk)
+
+    def _give_back(
+        self, link: Link, epoch: int, number: int, attempt: int, where: tuple[int, int], now: float
+    ) -> None:
+        self.counters.leases_returned += 1
+        self.send(link, m.Returned(epoch, number, attempt, *where), now)
+
+    def _window_open(self, chunk: OutChunk) -> bool:
+        link = chunk.record.link
+        mark = self._marks.get((link, chunk.lane), 0)
+        return chunk.cursor + chunk.nbytes <= mark + link.lanes[chunk.lane].nbytes
+
+    def _raise_mark(self, link: Link, lane: int, watermark: int) -> None:
+        if not 0 <= lane < len(link.lanes):
+            raise PeerError(f"a watermark of lane {lane}", remedy=f"Hello named {len(link.lanes)} lanes")
+        key = (link, lane)
+        if watermark <= self._marks.get(key, 0):
+            return
+        self._marks[key] = watermark
+        closed = self._closed.get(key)
+        limit = watermark + link.lanes[lane].nbytes
+        while closed and closed[0][0] <= limit:
+            end, _, chunk = heapq.heappop(closed)
+            if chunk.phase is Phase.HELD and (chunk.lane, chunk.cursor + chunk.nbytes) == (lane, end):
+                self.timers.cancel(("ask", chunk))
+                self._advance(chunk)
+        if not closed:
+            self._closed.pop(key, None)
+
+    def _advance(self, chunk: OutChunk) -> None:
+        """Queues a held chunk once its data exists and, unless direct, its window is open."""
+        if chunk.phase is Phase.HELD and chunk.source.ready and (chunk.direct or self._window_open(chunk)):
+            chunk.phase = Phase.READY
+            self.buffers.queue(chunk)
+
+    def _settle(self, now: float) -> None:
+        for chunk, buffer in self.buffers.pop():
+            record = chunk.record
+            ticket = self.ticket()
+            self._flights[ticket] = (chunk, buffer)
+            record.in_flight += 1
+            if record.room is not None:
+                record.room.in_flight += 1
+                if record.room.on(Event.MOVED):
+                    self.emit(Changed(record.room))
+            if chunk.direct:
+                chunk.phase = Phase.WRITING
+                self.timers.set(("write", ticket), now + self.config.write_s)
+                self.emit(WriteDirect(ticket, chunk, self._tag(chunk)))
+            else:
+                chunk.phase = Phase.GATHERING
+                self.emit(Gather(ticket, buffer, chunk))
+
+    # What the driver reports.
+
+    def gathered(self, ticket: int, now: float, error: PdstageError | None = None) -> None:
+        """The gather's kernel ended. Comes for every `Gather`, also of a session lost meanwhile: its buffer was busy."""
+        chunk, buffer = self._flights[ticket]
+        if error is not None or chunk.phase is Phase.DROPPED:
+            self._land(ticket, now, error)
+            return
+        chunk.phase = Phase.WRITING
+        lane = chunk.record.link.lanes[chunk.lane]
+        address = lane.base + chunk.cursor % lane.nbytes
+        self.timers.set(("write", ticket), now + self.config.write_s)
+        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk)))
+
+    def completed(self, ticket: int, now: float, error: PdstageError | None = None) -> None:
+        """A post ended. With `error` its outcome is unknown: it is never repeated, and the room fails."""
+        if ticket in self._flights:
+            self._land(ticket, now, error)
+
+    def fenced(self, link: Link, now: float) -> None:
+        """After `Detach`: posts of that session no longer read our memory. Gathers still under way report themselves."""
+        error = TransportError("the session was lost while a write was in flight", remedy="see the session's error")
+        for ticket, (chunk, _) in list(self._flights.items()):
+            if chunk.record.link is link and chunk.phase is Phase.WRITING:
+                self._land(ticket, now, error)
+
+    def _tag(self, chunk: OutChunk) -> bytes:
+        link = chunk.record.link
+        lane, cursor = (m.DIRECT, 0) if chunk.direct else (chunk.lane, chunk.cursor)
+        tag = m.Tag(link.session, chunk.record.epoch, chunk.number, lane, cursor, chunk.rects)
+        return m.encode_tag(tag, tuple(component.name for component in link.layout.components))
+
+    def _land(self, ticket: int, now: float, error: PdstageError | None) -> None:
+        """A gather or write ended: gives back what it held and moves its record on."""
+        chunk, buffer = self._flights.pop(ticket)
+        self.timers.cancel(("write", ticket))
+        self.buffers.done(chunk, buffer)
+        record = chunk.record
+        record.in_flight -= 1
+        if chunk.phase is Phase.WRITING:
+            self._written(chunk, now, error)
+        elif error is not None:
+            chunk.phase = Phase.DROPPED
+            self._fail_record(record, error, now)
+        self._landed(record, now)
+        self._settle(now)
+
+    def _written(self, chunk: OutChunk, now: float, error: PdstageError | None) -> None:
+        record = chunk.record
+        if error is not None:  # what landed is unknown: not repeated, and its lease is not given back as if unused
+            chunk.phase = Phase.BROKEN
+            self._fail_record(record, error, now)
+            return
+        chunk.phase = Phase.WRITTEN
+        self.counters.bytes_written += chunk.nbytes
+        where = (m.DIRECT, 0) if chunk.direct else (chunk.lane, chunk.cursor)
+        if chunk.direct:
+            self.counters.chunks_direct += 1
+        else:
+            self.counters.chunks_staged += 1
+        record.written.append(m.Written(chunk.number, *where))
+        record.unwritten -= 1
+        self._maybe_close(record, now)
+
+    def _on_write_timer(self, ticket: int, now: float) -> None:
+        chunk = self._flights[ticket][0]
+        late = DeadlineExceeded(f"a write of {chunk.nbytes} bytes took over {self.config.write_s} s")
+        self.lose(chunk.record.link, late, now)
+
+    def _in_flight(self, session: m.Session) -> bool:
+        return any(chunk.record.link.session == session for chunk, _ in self._flights.values())
+
+    def _forget_marks(self, link: Link) -> None:
+        for key in [key for key in self._marks if key[0] is link]:
+            del self._marks[key]
+        for key in [key for key in self._closed if key[0] is link]:
+            del self._closed[key]

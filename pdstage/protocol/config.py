@@ -1,0 +1,46 @@
+"""Every deadline and limit of the protocol.
+
+Layer 2, pure. None is infinite; all are in seconds unless named otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from pdstage.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Deadlines and limits of one node; both roles read their own.
+
+    `retry_s`: every repeated question. Decode: `open_s` until Opened, `wait_s` until the first chunk, `transfer_s` without
+    new coverage, `recall_after_s`, `stuck_after_s`, `drain_s`. Prefill: `open_wait_s` from send to the last Open, `write_s` for one
+    post. Both: `max_silence_s` is what this node promises its peers: it never stays silent longer.
+    """
+
+    retry_s: float = 0.25
+    hello_s: float = 60.0
+    open_s: float = 30.0
+    bind_s: float = 600.0
+    ask_s: float = 5.0
+    wait_s: float = 300.0
+    transfer_s: float = 60.0
+    recall_after_s: float = 2.0
+    stuck_after_s: float = 1.0
+    drain_s: float = 30.0
+    open_wait_s: float = 300.0
+    write_s: float = 60.0
+    max_silence_s: float = 10.0
+    max_parked: int = 65_536
+    max_half_open: int = 1_024
+    max_peers: int = 4_096
+    max_aux_nbytes: int = 4 << 20
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 < value < float("inf"):
+                raise UsageError(
+                    f"Config.{field.name} is {value}", remedy="give a positive, finite number", **{field.name: value}
+                )

@@ -1,0 +1,141 @@
+"""What has arrived of what a room asked of one writer: a set of rectangles, never a count (I5, I7).
+
+Layer 2, pure. Must not know leases or messages.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pdstage.plan import Rect, Share
+    from pdstage.protocol.messages import Asked
+
+
+class Intervals:
+    """A set of integers as disjoint, ascending half-open intervals."""
+
+    __slots__ = ("_bounds",)
+
+    def __init__(self, bounds: tuple[int, ...] = ()) -> None:
+        self._bounds: list[int] = list(bounds)
+
+    def copy(self) -> Intervals:
+        return Intervals(tuple(self._bounds))
+
+    def add(self, start: int, stop: int) -> None:
+        bounds = self._bounds
+        low, high = bisect_left(bounds, start), bisect_left(bounds, stop + 1)
+        bounds[low:high] = ([start] if low % 2 == 0 else []) + ([stop] if high % 2 == 0 else [])
+
+    def covers(self, start: int, stop: int) -> bool:
+        at = bisect_left(self._bounds, start + 1)
+        return start >= stop or (at % 2 == 1 and stop <= self._bounds[at])
+
+    def first_gap(self, start: int, stop: int) -> int | None:
+        """The first number of `[start, stop)` that is missing."""
+        at = bisect_left(self._bounds, start + 1)
+        reached = self._bounds[at] if at % 2 == 1 else start
+        return reached if reached < stop else None
+
+
+class _Need:
+    """One component's tokens `[start, stop)` over the layers that a writer owns, in bands of layers that arrived alike."""
+
+    __slots__ = ("bands", "layers", "start", "stop")
+
+    def __init__(self, layers: list[int], start: int, stop: int) -> None:
+        self.layers = layers
+        self.start = start
+        self.stop = stop
+        self.bands: list[tuple[int, Intervals]] = [(len(layers), Intervals())]
+
+    def span(self, rect: Rect) -> tuple[int, int]:
+        """The owned layers of `rect`, as places in `layers`."""
+        return bisect_left(self.layers, rect.layer_start), bisect_left(self.layers, rect.layer_stop)
+
+    def add(self, rect: Rect) -> None:
+        low, high = self.span(rect)
+        for place in (low, high):
+            self._cut(place)
+        for end, tokens in self.bands:
+            if low < end <= high:
+                tokens.add(rect.start, rect.stop)
+
+    def covers(self, rect: Rect) -> bool:
+        low, high = self.span(rect)
+        begin = 0
+        for end, tokens in self.bands:
+            if begin < high and end > low and not tokens.covers(rect.start, rect.stop):
+                return False
+            begin = end
+        return True
+
+    def gap(self) -> tuple[int, int] | None:
+        """(layer, token) of the first thing missing."""
+        begin = 0
+        for end, tokens in self.bands:
+            token = tokens.first_gap(self.start, self.stop)
+            if token is not None and begin < end:
+                return self.layers[begin], token
+            begin = end
+        return None
+
+    def _cut(self, place: int) -> None:
+        begin = 0
+        for at, (end, tokens) in enumerate(self.bands):
+            if begin < place < end:
+                self.bands[at : at + 1] = [(place, tokens), (end, tokens.copy())]
+                return
+            begin = end
+
+
+class Coverage:
+    """What one writer owes one room, and what of it has arrived."""
+
+    __slots__ = ("_needs",)
+
+    def __init__(self, shares: Iterable[Share], asked: Iterable[Asked]) -> None:
+        layers: dict[str, set[int]] = {}
+        for share in shares:
+            layers.setdefault(share.component, set()).update(range(*share.layers))
+        self._needs = {
+            ask.component: _Need(sorted(layers[ask.component]), ask.start, ask.stop)
+            for ask in asked
+            if ask.component in layers and ask.start < ask.stop
+        }
+
+    def problem(self, rects: Iterable[Rect]) -> str:
+        """Why `rects` were not asked of this writer, in words; empty if they were."""
+        for rect in rects:
+            need = self._needs.get(rect.component)
+            if need is None:
+                return f"{rect.component!r} was not asked of it"
+            if not need.start <= rect.start < rect.stop <= need.stop:
+                return f"{rect.component!r} {rect.start}..{rect.stop} is outside {need.start}..{need.stop}"
+            low, high = need.span(rect)
+            if low >= high:
+                return f"{rect.component!r} layers {rect.layer_start}..{rect.layer_stop} are not its own"
+        return ""
+
+    def add(self, rects: Iterable[Rect]) -> None:
+        for rect in rects:
+            self._needs[rect.component].add(rect)
+
+    def covers(self, rects: Iterable[Rect]) -> bool:
+        return all(self._needs[rect.component].covers(rect) for rect in rects)
+
+    @property
+    def complete(self) -> bool:
+        return all(need.gap() is None for need in self._needs.values())
+
+    def missing(self) -> str:
+        """The first thing missing, in words; empty when complete."""
+        for component, need in self._needs.items():
+            gap = need.gap()
+            if gap is not None:
+                return f"{component!r} layer {gap[0]} from token {gap[1]}"
+        return ""

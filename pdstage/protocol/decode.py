@@ -1,0 +1,386 @@
+"""The decode core: what engine, driver and peers may say to a decode rank, and what follows.
+
+Layer 2, pure: no socket, thread or clock. Inputs are its public methods, output is `take_effects()`.
+
+It stands on four floors: `session` (who talks), `handshake` (with whom), `lender` (the ledger of leases), `receiving` (the room
+table). Room table and ledger are apart: a room that ended may still be written to.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, UsageError
+from pdstage.plan import Stagings, tokens_of
+from pdstage.protocol import messages as m
+from pdstage.protocol.effects import Changed, Complaint, Scatter
+from pdstage.protocol.handshake import Peer
+from pdstage.protocol.holdings import Grant, Request
+from pdstage.protocol.inbox import InRoom, Landing, Part, PartPhase
+from pdstage.protocol.receiving import Receiving, too_late
+from pdstage.protocol.room import Event, State
+from pdstage.protocol.session import Link
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pdstage.layout import Layout
+    from pdstage.protocol.config import Config
+    from pdstage.topology import Topology
+
+__all__ = ["DecodeCore", "InRoom", "Landing", "Part", "PartPhase"]
+
+
+class DecodeCore(Receiving):
+    """The protocol's decode half."""
+
+    def __init__(
+        self,
+        incarnation: int,
+        *,
+        layout: Layout,
+        topology: Topology,
+        transport: str,
+        description: bytes,
+        lanes: tuple[m.LaneSpan, ...],
+        config: Config,
+        features: tuple[str, ...] = ("direct",),
+    ) -> None:
+        hello = m.Hello(topology, layout, transport, description, lanes, config.max_silence_s, features)
+        super().__init__(incarnation, config, hello)
+        self.stagings = Stagings(layout)
+        self._components = tuple(component.name for component in layout.components)
+        self._last_epoch = 0
+        self._flights: dict[int, Landing] = {}
+        self._handlers: dict[type, Callable[..., None]] = {
+            m.Asking: self._on_asking,
+            m.Opened: self._on_opened,
+            m.Reserve: self._on_reserve,
+            m.Returned: self._on_returned,
+            m.CloseOk: self._on_close_ok,
+            m.CloseFailed: self._on_close_failed,
+            m.Drained: self._on_drained,
+            m.Heartbeat: lambda *_: None,
+            m.Bye: self._on_bye,
+        }
+
+    # What the engine does.
+
+    def announce(self, key: bytes, writers: Mapping[int, bytes], now: float, *, deadline_s: float) -> InRoom:
+        """The engine will receive this room from `writers` (number -> route). Greets those not known yet.
+
+        Raises `UsageError` if the room is being received already, or its writers are none or share a route.
+        """
+        if key in self.rooms:
+            raise UsageError(
+                f"room {key!r} is being received already", remedy="wait for its end, or abort it", room=key
+            )
+        if not writers or len(set(writers.values())) != len(writers):
+            raise UsageError(
+                f"room {key!r} has {len(writers)} writers at {len(set(writers.values()))} routes",
+                remedy="name each prefill rank once, at least one",
+                room=key,
+            )
+        self._last_epoch += 1
+        room = InRoom(key, self._last_epoch, dict(writers))
+        room.deadline_s = deadline_s
+        self.rooms[key] = self.epochs[room.epoch] = room
+        self.counters.rooms_opened += 1
+        self.timers.set(("room", room), now + deadline_s)
+        self.timers.set(("bind", room), now + self.config.bind_s)
+        for route in writers.values():
+            self._peer(route, now).rooms[room] = None
+        self._maybe_connected(room, now)
+        return room
+
+    def bind(
+        self,
+        room: InRoom,
+        asked: tuple[m.Asked, ...],
+        items: Mapping[str, object],
+        now: float,
+        *,
+        wire_items: tuple[m.Items, ...] = (),
+        priority: int = 0,
+    ) -> None:
+        """Publishes the room's destinations. `wire_items` non-empty lets writers go direct. Call once `after` completed.
+
+        Raises `UsageError` if it is bound already, or asks for a component twice, backwards, or that this layout lacks.
+        """
+        if room.bound:
+            raise UsageError(f"room {room.key!r} is bound already", remedy="call bind() once", room=room.key)
+        if len({ask.component for ask in asked}) != len(asked):
+            raise UsageError(f"room {room.key!r} asks for a component twice", remedy="give one range each", room=room.key)
+        for ask in asked:
+            if ask.component not in self._components or not 0 <= ask.start <= ask.stop:
+                raise UsageError(
+                    f"room {room.key!r} asks for {ask.component!r} {ask.start}..{ask.stop}",
+                    remedy=f"this layout has {', '.join(self._components)}; ranges ascend from 0",
+                    room=room.key,
+                )
+        if room.ended:
+            return
+        room.bound, room.asked, room.items = True, asked, items
+        room.wire_items, room.priority = wire_items, priority
+        self.timers.cancel(("bind", room))
+        self.timers.cancel(("asking", room))
+        if room.state is State.WAITING_FOR_INPUT:
+            self._open(room, now)
+
+    def abort(self, room: InRoom, reason: str, now: float) -> None:
+        self._fail(room, Aborted(f"room {room.key!r} was aborted at decode: {reason}"), now)
+        self._settle(now)
+
+    def close(self, now: float) -> None:
+        """Ends every room; `idle` tells when every writer is quiet."""
+        for room in list(self.rooms.values()):
+            self.abort(room, "the node closes", now)
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing of ours is in flight, so that Bye may be said."""
+        return not self._flights
+
+    @property
+    def idle(self) -> bool:
+        return not self.epochs and not self._flights
+
+    def snapshot(self) -> tuple[object, ...]:
+        """Everything that may differ between two states of this core, comparable and hashable."""
+        rooms = []
+        for epoch, room in sorted(self.epochs.items()):
+            parts = tuple((session, part.phase.name) for session, part in sorted(room.parts.items()))
+            rooms.append((epoch, room.key, room.status, room.pending, parts))
+        return (tuple(rooms), self.holdings.snapshot())
+
+    # What the driver reports.
+
+    def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
+        """One control frame. Never raises for what a peer sent: that is a `Complaint`."""
+        link = None
+        try:
+            accepted = self.accept(data, now)
+            if accepted is None:
+                return
+            link, frame = accepted
+            self._dispatch(route, link, frame, now)
+        except PeerError as error:
+            self.counters.frames_malformed += 1
+            self.emit(Complaint(route, error))
+            if link is not None:
+                self.lose(link, error, now)
+        self._settle(now)
+
+    def tag(self, data: bytes, now: float) -> None:
+        """One notification of the data plane, by transport or by control message."""
+        self.counters.tags_received += 1
+        try:
+            link = self.links.get(m.tag_session(data))
+            tag = m.decode_tag(data, self._components) if link is not None else None
+        except PeerError as error:
+            self.counters.tags_malformed += 1
+            self.emit(Complaint(b"", error))
+            return
+        if link is None or tag is None or not self._on_tag(link, tag, now):
+            self.counters.tags_stale += 1
+        self._settle(now)
+
+    def scattered(self, ticket: int, now: float, error: PdstageError | None = None) -> None:
+        landing = self._flights.pop(ticket)
+        room = landing.part.room
+        room.pending -= 1
+        self.holdings.release(landing.grant, now)
+        if error is not None:
+            self._fail(room, error, now)
+        self._maybe_complete(room, now)
+        self._maybe_release(room)
+        self._settle(now)
+
+    # What peers say, in the order of DESIGN's table.
+
+    def _dispatch(self, route: bytes, link: Link | None, frame: m.Frame, now: float) -> None:
+        message = frame.message
+        match message:
+            case m.Welcome():
+                if link is None:
+                    self._on_welcome(route, frame, message, now)
+            case m.HelloRefused():
+                self._on_hello_refused(route, frame, message, now)
+            case m.NoSession():
+                if link is not None:
+                    self.lose(link, PeerError("prefill does not know this session", remedy="it restarted"), now)
+                    if message.incarnation == link.session.writer:
+                        self.fenced(link, now)
+            case m.Bye() if link is None:
+                pass
+            case _ if link is None:
+                self.send_loose(route, frame.session, m.NoSession(self.incarnation))
+            case _:
+                handler = self._handlers.get(type(message))
+                if handler is None:
+                    raise PeerError(f"{type(message).__name__} sent to a decode node", remedy="check the peer's role")
+                handler(link, message, now)
+
+    def _on_bye(self, link: Link, bye: m.Bye, now: float) -> None:
+        """A process says Bye after its last completion, so the session is quiet."""
+        self.lose(link, PeerError("the prefill rank closed", remedy="route elsewhere"), now)
+        self.fenced(link, now)
+
+    def _on_asking(self, link: Link, asking: m.Asking, now: float) -> None:
+        part = self._part(link, asking.epoch)
+        if part is None or not asking.finished:
+            return
+        room = part.room
+        if not room.bound and not room.ended and not room.ready_to_bind:
+            room.ready_to_bind = True
+            self.timers.cancel(("asking", room))
+            self.emit(Changed(room))
+
+    def _on_opened(self, link: Link, opened: m.Opened, now: float) -> None:
+        part = self._part(link, opened.epoch)
+        if part is None or part.phase not in (PartPhase.OPENING, PartPhase.OPENED):
+            return
+        if opened.state == "refused":
+            self._fail(part.room, PeerError(f"prefill rank {part.number} refused the room: {opened.reason}"), now)
+            return
+        self._answered(part)
+
+    def _on_reserve(self, link: Link, ask: m.Reserve, now: float) -> None:
+        part = self._part(link, ask.epoch)
+        if part is None or part.room.ended or part.coverage is None or part.phase is PartPhase.QUIET:
+            self.send(link, m.Refused(ask.epoch, ask.chunk, ask.attempt, "gone", 0), now)
+            return
+        self._answered(part)
+        request = Request(link, ask.epoch, ask.chunk, ask.attempt, ask.nbytes, ask.rects, part.room.priority)
+        held = self.holdings.find(link, ask.epoch, ask.chunk)
+        if isinstance(held, Grant):
+            if held.request.attempt == ask.attempt:
+                self._lease(held, now)
+                return
+            if held.request.attempt > ask.attempt or held.state != "granted":
+                return
+            self.holdings.release(held, now)
+        problem = part.coverage.problem(ask.rects) or self._size_problem(part, ask)
+        if problem:
+            self._fail(part.room, PeerError(f"prefill rank {part.number} asks for a lease: {problem}"), now)
+        elif part.coverage.covers(ask.rects):
+            self.send(link, m.Refused(ask.epoch, ask.chunk, ask.attempt, "covered", 0), now)
+        elif not isinstance(held, Request) or held.attempt <= ask.attempt:
+            self.holdings.wait(request)
+
+    def _size_problem(self, part: Part, ask: m.Reserve) -> str:
+        if len({rect.component for rect in ask.rects}) != len(ask.rects) or not ask.rects:
+            return "its rectangles repeat a component, or are none"
+        nbytes = self.stagings.of(part.shares, ask.rects).nbytes(tokens_of(ask.rects))
+        return "" if nbytes == ask.nbytes else f"{ask.nbytes} bytes for what has {nbytes} here"
+
+    def _on_tag(self, link: Link, tag: m.Tag, now: float) -> bool:
+        part = self._part(link, tag.epoch)
+        if part is None or part.room.ended or part.coverage is None:
+            return False
+        if tag.lane == m.DIRECT:
+            if not part.direct or part.coverage.problem(tag.rects) or part.coverage.covers(tag.rects):
+                return False
+            self._arrived(part, tag, now)
+        else:
+            grant = self.holdings.at(tag.lane, tag.cursor)
+            if grant is None or grant.state != "granted" or grant.request.link is not link:
+                return False
+            request = grant.request
+            if (request.epoch, request.chunk, request.rects) != (tag.epoch, tag.chunk, tag.rects):
+                return False
+            self.holdings.land(grant)
+            span = self.holdings.spans[grant.lane]
+            ticket = self.ticket()
+            landing = Landing(part, grant, span.base + grant.cursor % span.nbytes, request.nbytes, request.rects)
+            self._flights[ticket] = landing
+            part.room.pending += 1
+            self.emit(Scatter(ticket, landing))
+            self._arrived(part, tag, now)
+        return True
+
+    def _arrived(self, part: Part, tag: m.Tag, now: float) -> None:
+        room = part.room
+        assert part.coverage is not None
+        part.coverage.add(tag.rects)
+        part.arrived.add(tag.chunk)
+        self._answered(part)
+        if room.on(Event.MOVED):
+            self.emit(Changed(room))
+        self.timers.cancel(("wait", room))
+        self.timers.set(("transfer", room), now + self.config.transfer_s)
+        if part.closing is not None:
+            self._on_close_ok(part.link, part.closing, now)
+        self._maybe_complete(room, now)
+
+    def _on_close_ok(self, link: Link, close: m.CloseOk, now: float) -> None:
+        part = self._part(link, close.epoch)
+        if part is None:
+            self.send(link, m.Closed(close.epoch), now)
+            return
+        room = part.room
+        if not room.ended and part.phase is not PartPhase.QUIET:
+            if part.coverage is None:
+                raise PeerError("CloseOk for a room that was never opened", remedy="check the peer")
+            part.closing = close
+            written = {(w.lane, w.cursor) for w in close.written if w.lane != m.DIRECT}
+            for grant in self.holdings.of(link, close.epoch):
+                grant.listed = (grant.lane, grant.cursor) in written
+            if any(w.chunk not in part.arrived for w in close.written):
+                return
+            if not part.coverage.complete:
+                missing = part.coverage.missing()
+                self._fail(room, PeerError(f"prefill rank {part.number} finished without {missing}"), now)
+            elif part.has_aux:
+                room.aux = close.aux
+        self._release_of(link, close.epoch, now)
+        self.send(link, m.Closed(close.epoch), now)
+        self._answered(part)
+        self._quiet(part)
+        self._maybe_complete(room, now)
+
+    def _on_close_failed(self, link: Link, close: m.CloseFailed, now: float) -> None:
+        part = self._part(link, close.epoch)
+        if part is None:
+            self.send(link, m.Abort(close.epoch, "the room is over", False), now)
+        elif not part.room.ended:
+            self._fail(part.room, Aborted(f"prefill rank {part.number} gave the room up: {close.reason}"), now)
+        elif part.phase is PartPhase.ABORTING:
+            self._send_abort(part, now)
+        else:
+            self._abort_part(part, "the room is over", now)
+
+    def _on_drained(self, link: Link, drained: m.Drained, now: float) -> None:
+        part = self._part(link, drained.epoch)
+        if part is None:
+            return
+        if not part.room.ended:
+            self._fail(part.room, PeerError(f"prefill rank {part.number} dropped the room"), now)
+        self._release_of(link, drained.epoch, now)
+        self._quiet(part)
+
+    # Time.
+
+    def _on_timer(self, key: tuple[str, object], now: float) -> None:
+        match key:
+            case ("recalls",):
+                self._recall_all(now)
+            case (str() as kind, Peer() as peer):
+                self._on_greeting_timer(kind, peer, now)
+            case ("asking", InRoom() as room):
+                self._ask(room, now)
+            case (str() as kind, InRoom() as room):
+                self._fail(room, too_late(kind, room, self.config), now)
+            case ("open", Part() as part):
+                self._send_open(part, now)
+            case ("abort", Part() as part):
+                self._send_abort(part, now)
+            case ("drain", Part() as part):
+                late = DeadlineExceeded(f"prefill rank {part.number} did not drain in {self.config.drain_s} s")
+                self.lose(part.link, late, now)
+            case ("linger", Part() as part):
+                self._abort_part(part, "finished", now)
+            case (("beat" | "silence") as kind, Link() as link):
+                if self.on_link_timer(kind, link, now):
+                    silent = f"prefill was silent for {link.silence_s} s"
+                    self.lose(link, DeadlineExceeded(silent, remedy="look at that node"), now)

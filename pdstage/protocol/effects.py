@@ -1,0 +1,84 @@
+"""What a core asks of its driver: a closed union of frozen values.
+
+Layer 2, pure. Must not know sockets, kernels or transports; the driver's match over `Effect` ends in `assert_never`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from pdstage.errors import PdstageError
+    from pdstage.protocol.inbox import Landing
+    from pdstage.protocol.outbox import OutChunk
+    from pdstage.protocol.room import Room
+    from pdstage.protocol.session import Link
+
+
+class Send(NamedTuple):
+    """Send one control frame; a lost one is asked for again."""
+
+    route: bytes
+    frame: bytes
+
+
+class Attach(NamedTuple):
+    """Make the session's peer reachable for writes: connect the transport with the peer's `description`."""
+
+    link: Link
+    description: bytes
+
+
+class Detach(NamedTuple):
+    """The session is lost: disconnect the transport; answer `fenced` once nothing of it can land any more."""
+
+    link: Link
+
+
+class Gather(NamedTuple):
+    """Gather a chunk into send buffer `buffer`; answer `gathered(ticket)`."""
+
+    ticket: int
+    buffer: int
+    chunk: OutChunk
+
+
+class Write(NamedTuple):
+    """Write send buffer `buffer` to the chunk's lease as one post; answer `completed(ticket)`."""
+
+    ticket: int
+    buffer: int
+    chunk: OutChunk
+    address: int
+    tag: bytes
+
+
+class WriteDirect(NamedTuple):
+    """Write the chunk's source runs straight into the destination's pages; answer `completed(ticket)`."""
+
+    ticket: int
+    chunk: OutChunk
+    tag: bytes
+
+
+class Scatter(NamedTuple):
+    """Scatter a landed chunk into the room's items; answer `scattered(ticket)`."""
+
+    ticket: int
+    landing: Landing
+
+
+class Changed(NamedTuple):
+    """A room's state, its `released` or its `ready_to_bind` changed."""
+
+    room: Room
+
+
+class Complaint(NamedTuple):
+    """A peer said something it may not, or was refused: for the log. Counted already."""
+
+    route: bytes
+    error: PdstageError
+
+
+Effect: TypeAlias = Send | Attach | Detach | Gather | Write | WriteDirect | Scatter | Changed | Complaint

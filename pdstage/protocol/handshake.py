@@ -1,0 +1,259 @@
+"""Can these two talk: decode greets, prefill answers, and each refuses in words what does not fit.
+
+Layer 2, pure. Must not know leases or what rooms do: a `Greeter` tells its heir when a peer is met, or never will be.
+
+Every greeting carries a number of its own, so a session once lost is never resumed, not by the same two processes either; and
+prefill remembers the lost ones for a while, lest a late Hello begin one again with its seq at zero.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, UsageError
+from pdstage.layout import Key, check_inside, mismatch
+from pdstage.protocol import messages as m
+from pdstage.protocol.effects import Attach, Complaint
+from pdstage.protocol.session import Core, Link
+
+if TYPE_CHECKING:
+    from pdstage.layout import Layout
+    from pdstage.plan import Share
+    from pdstage.protocol.config import Config
+    from pdstage.protocol.inbox import InRoom
+
+_GOLDEN = 0x9E37_79B9_7F4A_7C15
+_MOST_LOST = 4096
+_MOST_SHARES = 64
+
+
+def incompatible(src: Layout, dst: Layout) -> str:
+    """Why state laid out as `src` cannot serve `dst`, naming the first culprit; empty if it can.
+
+    Views that only one side has are no mismatch here: a prefill rank may hold other layers. Decode checks that the union of
+    its writers holds everything (`plan.shares`).
+    """
+    held = src.by_key()
+    for component in dst.components:
+        ours = next((c for c in src.components if c.name == component.name), None)
+        if ours is not None and ours.positional != component.positional:
+            return f"component {component.name!r} has token positions on one side only"
+        for view in component.views:
+            if view.key in held and (problem := mismatch(held[view.key], view)):
+                return problem
+    return ""
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A prefill rank by its address: greeted, agreed with, or neither."""
+
+    route: bytes
+    nonce: int
+    """This end of the session to come; a lost session's successor has another."""
+    link: Link | None = None
+    rooms: dict[InRoom, None] = field(default_factory=dict)
+
+
+class Greeter(Core):
+    """Decode's half: says Hello to each writer of a room, once."""
+
+    def __init__(self, incarnation: int, config: Config, hello: m.Hello) -> None:
+        super().__init__(incarnation, config)
+        self.peers: dict[bytes, Peer] = {}
+        self._hello = hello
+        self._n_greeted = 0
+
+    @abstractmethod
+    def _met(self, peer: Peer, now: float) -> None:
+        """The peer agreed: its rooms may open."""
+
+    @abstractmethod
+    def _fail(self, room: InRoom, error: PdstageError, now: float) -> None: ...
+
+    def _peer(self, route: bytes, now: float) -> Peer:
+        """The peer at `route`, greeted if it is new."""
+        peer = self.peers.get(route)
+        if peer is None:
+            self._n_greeted += 1
+            nonce = (self.incarnation + self._n_greeted * _GOLDEN) % (1 << 64)
+            peer = self.peers[route] = Peer(route, nonce)
+            self._greet(peer, now)
+            self.timers.set(("hello_until", peer), now + self.config.hello_s)
+        return peer
+
+    def _greet(self, peer: Peer, now: float) -> None:
+        self.send_loose(peer.route, m.Session(peer.nonce, 0), self._hello)
+        self.repeat(("hello", peer), now)
+
+    def _on_welcome(self, route: bytes, frame: m.Frame, welcome: m.Welcome, now: float) -> None:
+        session = frame.session
+        peer = self.peers.get(route)
+        if peer is None or session.decode != peer.nonce:
+            return
+        if peer.link is not None:  # the same greeting answered by a second process: the first is gone
+            self.lose(peer.link, PeerError("the prefill rank restarted", remedy="send its rooms again"), now)
+            return
+        problem = self._welcome_problem(welcome)
+        if problem:
+            self._refused(peer, PeerError(f"a prefill rank does not fit: {problem}", remedy="match both sides"), now)
+            return
+        link = Link(session, route, welcome.layout, welcome.topology, (), welcome.max_silence_s, now, half_open=False)
+        link.heard = frame.seq
+        self.links[session] = peer.link = link
+        self.counters.sessions_opened += 1
+        self._stop_greeting(peer)
+        self.watch(link, now)
+        self.send(link, m.Heartbeat(), now)
+        self._met(peer, now)
+
+    def _welcome_problem(self, welcome: m.Welcome) -> str:
+        if welcome.transport != self._hello.transport:
+            return f"transport {welcome.transport!r} at prefill, {self._hello.transport!r} at decode"
+        if not 0 < welcome.max_silence_s < float("inf"):
+            return "no finite max_silence_s"
+        return incompatible(welcome.layout, self._hello.layout)
+
+    def _on_hello_refused(self, route: bytes, frame: m.Frame, refused: m.HelloRefused, now: float) -> None:
+        peer = self.peers.get(route)
+        if peer is not None and peer.link is None and frame.session.decode == peer.nonce:
+            error = PeerError(f"prefill refused this node: {refused.reason}", remedy="match both sides")
+            self._refused(peer, error, now)
+
+    def _refused(self, peer: Peer, error: PdstageError, now: float) -> None:
+        self.counters.sessions_refused += 1
+        self.peers.pop(peer.route, None)
+        self._stop_greeting(peer)
+        self.emit(Complaint(peer.route, error))
+        for room in list(peer.rooms):
+            self._fail(room, error, now)
+
+    def _stop_greeting(self, peer: Peer) -> None:
+        self.timers.cancel(("hello", peer))
+        self.timers.cancel(("hello_until", peer))
+
+    def _on_greeting_timer(self, kind: str, peer: Peer, now: float) -> None:
+        if kind == "hello":
+            self._greet(peer, now)
+        else:
+            waited = self.config.hello_s
+            self._refused(peer, DeadlineExceeded(f"no answer from {peer.route!r} in {waited} s", remedy="is it up?"), now)
+
+
+class Host(Core):
+    """Prefill's half: answers Hello. A session is *half-open* until the first frame under it."""
+
+    def __init__(self, incarnation: int, config: Config, welcome: m.Welcome) -> None:
+        super().__init__(incarnation, config)
+        self._welcome = welcome
+        self._at: dict[bytes, Link] = {}
+        self._lost: OrderedDict[m.Session, None] = OrderedDict()
+
+    def _on_hello(self, route: bytes, frame: m.Frame, hello: m.Hello, now: float) -> None:
+        session = m.Session(frame.session.decode, self.incarnation)
+        link = self.links.get(session)
+        if link is None:
+            if session in self._lost:
+                self.counters.frames_stale += 1
+                return
+            problem = self._hello_problem(hello)
+            if problem:
+                self.counters.sessions_refused += 1
+                self.send_loose(route, frame.session, m.HelloRefused(problem))
+                self.emit(Complaint(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides")))
+                return
+            link = Link(session, route, hello.layout, hello.topology, hello.lanes, hello.max_silence_s, now)
+            link.exposes_pool = "direct" in hello.features
+            self.links[session] = link
+            self.counters.sessions_opened += 1
+            self.watch(link, now)
+            self.emit(Attach(link, hello.description))
+        self.send(link, self._welcome, now)
+
+    def _hello_problem(self, hello: m.Hello) -> str:
+        if hello.transport != self._welcome.transport:
+            return f"transport {hello.transport!r} at decode, {self._welcome.transport!r} at prefill"
+        if sum(link.half_open for link in self.links.values()) >= self.config.max_half_open:
+            return "too many half-open sessions"
+        if len(self.links) >= self.config.max_peers:
+            return f"already {len(self.links)} peers"
+        if not 0 < len(hello.lanes) < m.DIRECT or any(lane.nbytes < 1 for lane in hello.lanes):
+            return f"{len(hello.lanes)} lanes, or an empty one"
+        if not 0 < hello.max_silence_s < float("inf"):
+            return "no finite max_silence_s"
+        try:
+            for view in hello.layout.views():
+                check_inside(view, hello.layout.regions)
+        except UsageError as error:
+            return str(error)
+        return incompatible(self._welcome.layout, hello.layout)
+
+    def _confirm(self, link: Link, now: float) -> None:
+        """The first frame under a session: it replaces the one that its peer had before."""
+        link.half_open = False
+        older = self._at.get(link.route)
+        self._at[link.route] = link
+        if older is not None:
+            self.lose(older, PeerError("the decode node greeted again", remedy="see its log for why"), now)
+
+    def _unlink(self, link: Link) -> bool:
+        """Forgets a session; False if it was forgotten already."""
+        if self.links.pop(link.session, None) is None:
+            return False
+        self.unwatch(link)
+        if self._at.get(link.route) is link:
+            del self._at[link.route]
+        if not link.half_open:
+            self.counters.sessions_lost += 1
+            self._lost[link.session] = None
+            if len(self._lost) > _MOST_LOST:
+                self._lost.popitem(last=False)
+        return True
+
+    def _check_open(self, link: Link, opened: m.Open) -> None:
+        """Every number of an Open in its range, every share ours and the destination's, every item in its pool."""
+        if opened.epoch < 0 or not 0 <= opened.rank < opened.destinations:
+            raise PeerError(f"Open from rank {opened.rank} of {opened.destinations}", remedy="check the peer")
+        if not 0 < opened.deadline_s < float("inf"):
+            raise PeerError("Open with an endless deadline", remedy="check the peer")
+        if opened.items and not link.exposes_pool:
+            raise PeerError("Open gives items, but Hello did not expose the pool", remedy="check the peer")
+        if opened.shares not in link.shares:
+            self._check_shares(link, opened.shares)
+            if len(link.shares) >= _MOST_SHARES:
+                link.shares.clear()
+            link.shares.add(opened.shares)
+        asked = {ask.component: ask for ask in opened.asked}
+        for items in opened.items:
+            check_items(link.layout, items, asked.get(items.component))
+
+    def _check_shares(self, link: Link, owned: tuple[Share, ...]) -> None:
+        held_by_each = (self._welcome.layout.by_key(), link.layout.by_key())
+        for share in owned:
+            if share.layers[2] < 1 or share.count < 1:
+                raise PeerError(f"Open asks for {share}", remedy="no such shards here")
+            for layer in range(*share.layers):
+                for held in held_by_each:
+                    view = held.get(Key(share.component, share.role, layer))
+                    axis = view.axis if view is not None else None
+                    if axis is None or share.first < axis.first or share.first + share.count > axis.first + axis.count:
+                        raise PeerError(f"Open asks for {share} of layer {layer}", remedy="no such shards here")
+
+
+def check_items(layout: Layout, items: m.Items, asked: m.Asked | None) -> None:
+    """Raises `PeerError` unless the item numbers exist in `layout` and cover what is asked."""
+    component = next((c for c in layout.components if c.name == items.component), None)
+    if component is None or len(items.data) % 4:
+        raise PeerError(f"Open gives {len(items.data)} bytes of items of {items.component!r}", remedy="check the peer")
+    numbers = np.frombuffer(items.data, "<i4")
+    if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < component.n_items:
+        raise PeerError(f"Open gives items of {items.component!r} past its {component.n_items}", remedy="check the peer")
+    stop = items.first_token + len(numbers) * component.tokens_per_item
+    if asked is not None and asked.start < asked.stop and not items.first_token <= asked.start < asked.stop <= stop:
+        what = f"Open gives items of {items.component!r} for {items.first_token}..{stop}"
+        raise PeerError(f"{what} and asks for {asked.start}..{asked.stop}", remedy="check the peer")

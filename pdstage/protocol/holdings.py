@@ -1,0 +1,283 @@
+"""What the decode side holds: the ledger of leases and the requests that wait for one.
+
+Layer 2, pure. Must not know messages or the room table: a lease's life goes on after its room's end (I2, I15).
+
+    granted -> landed -> released          granted -> quarantined -> released          granted -> released
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdstage.ring import Lane
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from pdstage.plan import Rect
+    from pdstage.protocol.messages import LaneSpan, Session
+    from pdstage.protocol.session import Link
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One attempt of one chunk, waiting for a lease."""
+
+    link: Link
+    epoch: int
+    chunk: int
+    attempt: int
+    nbytes: int
+    rects: tuple[Rect, ...]
+    priority: int
+    waiting: bool = True
+
+    @property
+    def claim(self) -> tuple[Session, int]:
+        return (self.link.session, self.epoch)
+
+
+@dataclass(slots=True, eq=False)
+class Grant:
+    """One live lease: granted, landed or quarantined."""
+
+    request: Request
+    lane: int
+    cursor: int
+    granted_at: float
+    state: str = "granted"
+    listed: bool = False
+    """Its writer says it was written: its tag is on the way."""
+
+    @property
+    def end(self) -> int:
+        return self.cursor + self.request.nbytes
+
+
+class Holdings:
+    """Lanes, grants and the queue. Within a priority, first come first served; no session more than half while others wait."""
+
+    def __init__(self, spans: Iterable[LaneSpan]) -> None:
+        self.spans = tuple(spans)
+        self.lanes = [Lane(span.nbytes) for span in self.spans]
+        self._claims: dict[tuple[Session, int], dict[int, Grant | Request]] = {}
+        self._n_requests = 0
+        self._at: dict[tuple[int, int], Grant] = {}
+        self._queues: dict[Link, list[tuple[int, int, Request]]] = {}
+        self._n = 0
+        self._closed: list[deque[Grant]] = [deque() for _ in self.lanes]
+        self._moved_at = [0.0 for _ in self.lanes]
+        self._contended_at: float | None = None
+        self._held: dict[tuple[Link, int], int] = {}
+        self._waiting: dict[Link, int] = {}
+
+    def at(self, lane: int, cursor: int) -> Grant | None:
+        return self._at.get((lane, cursor))
+
+    def largest(self) -> int:
+        """No lease above this can be granted, now or later, while what is quarantined stays so."""
+        return max(lane.largest() for lane in self.lanes)
+
+    def is_open(self, grant: Grant) -> bool:
+        return self.lanes[grant.lane].is_open(grant.cursor, grant.request.nbytes)
+
+    @property
+    def contended(self) -> bool:
+        """Something waits: a request without a lease or a lease without its bytes."""
+        return bool(self._n_requests) or any(self._closed)
+
+    def find(self, link: Link, epoch: int, chunk: int) -> Grant | Request | None:
+        """What a chunk has here: a lease, a place in the queue, or nothing."""
+        claim = self._claims.get((link.session, epoch))
+        return claim.get(chunk) if claim is not None else None
+
+    def wait(self, request: Request) -> None:
+        """Queues a request; one of the same chunk that waits is replaced in its place."""
+        claim = self._claims.setdefault(request.claim, {})
+        older = claim.get(request.chunk)
+        if isinstance(older, Request):
+            older.attempt, older.nbytes, older.rects = request.attempt, request.nbytes, request.rects
+            return
+        claim[request.chunk] = request
+        self._n_requests += 1
+        self._waiting[request.link] = self._waiting.get(request.link, 0) + 1
+        self._n += 1
+        queue = self._queues.setdefault(request.link, [])
+        heapq.heappush(queue, (request.priority, self._n, request))
+        if len(queue) > 64 + 4 * self._waiting[request.link]:  # those forgotten while they waited
+            queue[:] = [entry for entry in queue if entry[2].waiting]
+            heapq.heapify(queue)
+
+    def forget(self, request: Request) -> None:
+        if not request.waiting:
+            return
+        request.waiting = False
+        self._n_requests -= 1
+        self._unclaim(request, request)
+        self._waiting[request.link] -= 1
+        if not self._waiting[request.link]:
+            del self._waiting[request.link], self._queues[request.link]
+
+    def grant_waiting(self, now: float) -> Iterator[Grant | Request]:
+        """Grants what can be granted, in order; yields a bare `Request` that no lane can ever serve."""
+        over: set[Link] = set()
+        while (request := self._next(over)) is not None:
+            if request.nbytes > self.largest():
+                self.forget(request)
+                yield request
+                continue
+            lane, limited = self._lane_for(request)
+            if lane is not None:
+                granted = self._grant(request, lane, now)
+                if request.link not in self._waiting:  # one fewer to share with
+                    over.clear()
+                yield granted
+            elif limited:
+                over.add(request.link)
+            else:
+                return
+
+    def _next(self, over: set[Link]) -> Request | None:
+        """The first in line of the sessions not `over` their share."""
+        best: tuple[int, int, Request] | None = None
+        for link, queue in self._queues.items():
+            while not queue[0][2].waiting:
+                heapq.heappop(queue)
+            if link not in over and (best is None or queue[0][:2] < best[:2]):
+                best = queue[0]
+        return best[2] if best is not None else None
+
+    def land(self, grant: Grant) -> None:
+        self.lanes[grant.lane].land(grant.cursor)
+        grant.state = "landed"
+
+    def quarantine(self, grant: Grant, now: float) -> None:
+        grant.state = "quarantined"
+        if self.lanes[grant.lane].quarantine(grant.cursor):
+            self._moved_at[grant.lane] = now
+
+    def release(self, grant: Grant, now: float) -> None:
+        del self._at[grant.lane, grant.cursor]
+        self._unclaim(grant.request, grant)
+        held = (grant.request.link, grant.lane)
+        self._held[held] -= grant.request.nbytes
+        if not self._held[held]:
+            del self._held[held]
+        if self.lanes[grant.lane].release(grant.cursor):
+            self._moved_at[grant.lane] = now
+
+    def of(self, link: Link, epoch: int) -> list[Grant]:
+        """Live leases of one epoch of a session."""
+        return [held for held in self._claims.get((link.session, epoch), {}).values() if isinstance(held, Grant)]
+
+    def of_session(self, link: Link) -> list[Grant]:
+        """Live leases of a session."""
+        return [grant for grant in self._at.values() if grant.request.link is link]
+
+    def forget_requests(self, link: Link, epoch: int | None = None) -> None:
+        """Takes what waits out of the queue, for a session or one of its epochs."""
+        claims = [(link.session, epoch)] if epoch is not None else [c for c in self._claims if c[0] == link.session]
+        for claim in claims:
+            for held in list(self._claims.get(claim, {}).values()):  # type: ignore[arg-type]
+                if isinstance(held, Request):
+                    self.forget(held)
+
+    def note_contention(self, now: float) -> bool:
+        """Whether something waits; remembers since when."""
+        if not self.contended:
+            self._contended_at = None
+        elif self._contended_at is None:
+            self._contended_at = now
+        return self._contended_at is not None
+
+    def snapshot(self) -> tuple[object, ...]:
+        """Leases, requests and cursors, comparable and hashable."""
+        grants = sorted((*g.request.claim, g.request.chunk, g.request.attempt, *at, g.state) for at, g in self._at.items())
+        queued = (entry for queue in self._queues.values() for entry in queue)
+        waiting = sorted((priority, n, *r.claim, r.chunk, r.attempt) for priority, n, r in queued if r.waiting)
+        return (tuple(grants), tuple(waiting), tuple((lane.head, lane.watermark) for lane in self.lanes))
+
+    def opened(self) -> Iterator[Grant]:
+        """Leases whose window has opened since the last call."""
+        for closed in self._closed:
+            while closed:
+                grant = closed[0]
+                live = self._at.get((grant.lane, grant.cursor)) is grant and grant.state == "granted"
+                if live and not self.is_open(grant):
+                    break
+                closed.popleft()
+                if live:
+                    yield grant
+
+    def to_recall(self, now: float, recall_after_s: float, stuck_after_s: float) -> list[Grant]:
+        """Leases that are in the way, by the three rules of DESIGN 6."""
+        wanted = []
+        for number, lane in enumerate(self.lanes):
+            in_the_way = set(lane.in_the_way())
+            stuck = now - self._moved_at[number] >= stuck_after_s
+            for cursor, _, state in list(lane.leases()):
+                grant = self._at.get((number, cursor))
+                if grant is None or state != "granted" or grant.listed:
+                    continue
+                if cursor in in_the_way or self._late(grant, now, recall_after_s) or (stuck and not self.is_open(grant) and self._elsewhere(grant)):
+                    wanted.append(grant)
+        return wanted
+
+    def _unclaim(self, request: Request, held: Grant | Request) -> None:
+        claim = self._claims.get(request.claim)
+        if claim is not None and claim.get(request.chunk) is held:
+            del claim[request.chunk]
+            if not claim:
+                del self._claims[request.claim]
+
+    def _late(self, grant: Grant, now: float, recall_after_s: float) -> bool:
+        if self._contended_at is None or not self.is_open(grant):
+            return False
+        return now - max(grant.granted_at, self._contended_at) >= recall_after_s
+
+    def _elsewhere(self, grant: Grant) -> bool:
+        nbytes = grant.request.nbytes
+        return any(
+            number != grant.lane and nbytes <= lane.largest() and (at := lane.cursor_of_next(nbytes)) is not None
+            and lane.is_open(at, nbytes)
+            for number, lane in enumerate(self.lanes)
+        )
+
+    def _lane_for(self, request: Request) -> tuple[int | None, bool]:
+        """The lane to grant in, open ones first, then the least loaded; and whether only the session's share forbids."""
+        others = len(self._waiting) > 1
+        best: tuple[bool, int, int] | None = None
+        limited = False
+        for number, lane in enumerate(self.lanes):
+            if request.nbytes > lane.largest():
+                continue
+            cursor = lane.cursor_of_next(request.nbytes)
+            if cursor is None:
+                continue
+            held = self._held.get((request.link, number), 0)
+            if others and held and held + request.nbytes > lane.capacity // 2:
+                limited = True
+                continue
+            rank = (not lane.is_open(cursor, request.nbytes), lane.head - lane.watermark, number)
+            best = rank if best is None else min(best, rank)
+        return (best[2] if best else None), limited and best is None
+
+    def _grant(self, request: Request, number: int, now: float) -> Grant:
+        self.forget(request)
+        lane = self.lanes[number]
+        idle = lane.head == lane.watermark
+        cursor = lane.grant(request.nbytes)
+        assert cursor is not None, "the lane said it would grant"
+        if idle:
+            self._moved_at[number] = now
+        grant = Grant(request, number, cursor, now)
+        self._at[number, cursor] = grant
+        self._claims.setdefault(request.claim, {})[request.chunk] = grant
+        held = (request.link, number)
+        self._held[held] = self._held.get(held, 0) + request.nbytes
+        if not self.is_open(grant):
+            self._closed[number].append(grant)
+        return grant

@@ -1,0 +1,82 @@
+"""What the decode side knows of the rooms it receives: each writer's part, and chunks that have landed.
+
+Layer 2, pure. Must not know messages' order or leases' lives; `decode` says when things move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from pdstage.protocol.room import Room
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdstage.plan import Rect, Share
+    from pdstage.protocol import messages as m
+    from pdstage.protocol.coverage import Coverage
+    from pdstage.protocol.holdings import Grant
+    from pdstage.protocol.session import Link
+
+
+class PartPhase(Enum):
+    UNOPENED = auto()
+    OPENING = auto()
+    """Open is repeated."""
+    OPENED = auto()
+    ABORTING = auto()
+    """Abort is repeated until Drained or CloseOk."""
+    QUIET = auto()
+    """Proved: this writer touches nothing of this room any more."""
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One writer of one room."""
+
+    room: InRoom
+    number: int
+    link: Link
+    shares: tuple[Share, ...]
+    phase: PartPhase = PartPhase.UNOPENED
+    coverage: Coverage | None = None
+    arrived: set[int] = field(default_factory=set)
+    closing: m.CloseOk | None = None
+    has_aux: bool = False
+    direct: bool = False
+    reason: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Landing:
+    """A chunk that lies in staging memory and must be scattered into its room's items."""
+
+    part: Part
+    grant: Grant
+    address: int
+    nbytes: int
+    rects: tuple[Rect, ...]
+
+
+class InRoom(Room):
+    """One room as its decode rank sees it. `items` are the engine's, opaque here."""
+
+    __slots__ = (
+        "asked", "aux", "bound", "deadline_s", "epoch", "items", "parts", "pending", "priority", "wire_items", "writers",
+    )  # fmt: skip
+
+    def __init__(self, key: bytes, epoch: int, writers: dict[int, bytes]) -> None:
+        super().__init__(key)
+        self.epoch = epoch
+        self.writers = writers
+        self.parts: dict[m.Session, Part] = {}
+        self.bound = False
+        self.items: Mapping[str, object] = {}
+        self.wire_items: tuple[m.Items, ...] = ()
+        self.asked: tuple[m.Asked, ...] = ()
+        self.aux: bytes | None = None
+        self.pending = 0
+        self.priority = 0
+        self.deadline_s = 0.0

@@ -1,0 +1,377 @@
+"""Every message and tag on the wire, and their binary forms.
+
+Layer 2, pure. Must not know who sends what when: `prefill` and `decode` do.
+
+A frame is a fixed header (magic, version, the session's two incarnations, seq) and one msgpack body. A tag is a fixed header
+and its rectangles; it travels with the data, outside the frames' order. Sources: DESIGN's message table; msgspec for the bodies.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from pdstage.errors import PeerError, UsageError
+from pdstage.layout import Layout  # noqa: TC001  (msgspec resolves these at run time)
+from pdstage.plan import Rect, Share
+from pdstage.topology import Topology  # noqa: TC001
+
+VERSION = 1
+MAX_FRAME_NBYTES = 16 << 20
+_FRAME = struct.Struct("<2sHQQQ")
+_TAG = struct.Struct("<2sHQQQQQHH")
+_RECT = struct.Struct("<HQQII")
+_FRAME_MAGIC, _TAG_MAGIC = b"Pd", b"Pt"
+MAX_RECTS = 64
+MAX_ROOM_NBYTES = 256
+DIRECT = 0xFFFF
+"""The lane number of a chunk written straight into the destination's pages."""
+
+RoomId: TypeAlias = int | str | bytes
+
+
+def room_key(room: RoomId) -> bytes:
+    """A room's name on the wire; 1, "1" and b"1" are three rooms. Raises `UsageError` for other types and over 256 bytes."""
+    match room:
+        case bool():
+            key = b""
+        case int():
+            key = b"i%d" % room
+        case str():
+            key = b"s" + room.encode()
+        case bytes():
+            key = b"b" + room
+        case _:
+            key = b""
+    if not 0 < len(key) <= MAX_ROOM_NBYTES:
+        raise UsageError(f"room {room!r} is no room id", remedy="use an int, str or bytes of at most 255 bytes", room=room)
+    return key
+
+
+class Session(NamedTuple):
+    """One agreement of two process lives; a frame of another session is stale.
+
+    `writer` is the prefill process's incarnation; `decode` is drawn anew for each greeting, so that a session once lost is
+    never resumed, not even between the same two processes.
+    """
+
+    decode: int
+    writer: int
+
+
+class LaneSpan(NamedTuple):
+    """Where one lane lies in decode's staging memory: absolute address, bytes, and the memory's kind and device."""
+
+    base: int
+    nbytes: int
+    kind: str = "cpu"
+    device: int = 0
+
+
+class Asked(NamedTuple):
+    """What a room asks of one component: tokens (or slots) `[start, stop)`."""
+
+    component: str
+    start: int
+    stop: int
+
+
+class Items(NamedTuple):
+    """Destination pages or slots of one component, little-endian int32: item i covers tokens from `first_token + i*T`."""
+
+    component: str
+    first_token: int
+    data: memoryview
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of the closed union `AnyMessage`. D>P means decode to prefill."""
+
+
+class Hello(Message, frozen=True, tag=1):
+    """D>P until Welcome or HelloRefused. Can we talk, and where may you write."""
+
+    topology: Topology
+    layout: Layout
+    transport: str
+    description: bytes
+    lanes: tuple[LaneSpan, ...]
+    max_silence_s: float
+    features: tuple[str, ...]
+
+
+class Welcome(Message, frozen=True, tag=2):
+    """P>D, answer to Hello."""
+
+    topology: Topology
+    layout: Layout
+    transport: str
+    description: bytes
+    max_silence_s: float
+    features: tuple[str, ...]
+
+
+class HelloRefused(Message, frozen=True, tag=3):
+    """P>D, answer to Hello: the reason in words."""
+
+    reason: str
+
+
+class Ask(Message, frozen=True, tag=4):
+    """D>P until Open. Is this room there yet? Lets decode allocate late; changes nothing at prefill."""
+
+    epoch: int
+    room: bytes
+
+
+class Asking(Message, frozen=True, tag=5):
+    """P>D, answer to Ask. `finished`: every chunk is computed and held for an Open."""
+
+    epoch: int
+    finished: bool
+
+
+class Open(Message, frozen=True, tag=6):
+    """D>P until Opened or Close. One destination rank wants its `shares` of a room, now.
+
+    `items` is empty unless the direct path may be taken. `destinations` counts the decode ranks that open this room with this
+    writer; `rank` is the asking one's number among its group. `aux`: this writer's Close carries the request's aux bytes.
+    """
+
+    epoch: int
+    room: bytes
+    shares: tuple[Share, ...]
+    asked: tuple[Asked, ...]
+    items: tuple[Items, ...]
+    rank: int
+    destinations: int
+    aux: bool
+    priority: int
+    deadline_s: float
+
+
+class Opened(Message, frozen=True, tag=7):
+    """P>D, answer to Open. `state` is "waiting" (not submitted yet), "accepted" or "refused" with the `reason`."""
+
+    epoch: int
+    state: str
+    reason: str
+
+
+class Reserve(Message, frozen=True, tag=8):
+    """P>D while the chunk has no lease or its window is closed."""
+
+    epoch: int
+    chunk: int
+    attempt: int
+    nbytes: int
+    rects: tuple[Rect, ...]
+
+
+class Lease(Message, frozen=True, tag=9):
+    """D>P, answer to Reserve: staging bytes `[cursor, cursor + nbytes)` of `lane`, for this attempt of this chunk."""
+
+    epoch: int
+    chunk: int
+    attempt: int
+    lane: int
+    cursor: int
+    nbytes: int
+    watermark: int
+
+
+class Refused(Message, frozen=True, tag=10):
+    """D>P, answer to Reserve: `why` is "gone", "covered" or "too_big" (then no lease above `max_nbytes` can be granted)."""
+
+    epoch: int
+    chunk: int
+    attempt: int
+    why: str
+    max_nbytes: int
+
+
+class Watermark(Message, frozen=True, tag=11):
+    """D>P, a hint, not repeated."""
+
+    lane: int
+    watermark: int
+
+
+class Recall(Message, frozen=True, tag=12):
+    """D>P until tag, Returned, Close or Drained: give this lease back unless you use it."""
+
+    epoch: int
+    chunk: int
+    attempt: int
+    lane: int
+    cursor: int
+    watermark: int
+
+
+class Returned(Message, frozen=True, tag=13):
+    """P>D: this lease was never written and never will be."""
+
+    epoch: int
+    chunk: int
+    attempt: int
+    lane: int
+    cursor: int
+
+
+class Written(NamedTuple):
+    """One chunk that a writer wrote: its lease, or `lane == DIRECT`."""
+
+    chunk: int
+    lane: int
+    cursor: int
+
+
+class CloseOk(Message, frozen=True, tag=14):
+    """P>D until Closed or Abort: everything this writer owes is written; here is what, and the aux bytes if asked for."""
+
+    epoch: int
+    written: tuple[Written, ...]
+    aux: bytes | None
+
+
+class CloseFailed(Message, frozen=True, tag=15):
+    """P>D until Abort: the writer gives the room up. Proves nothing about writes in flight."""
+
+    epoch: int
+    reason: str
+
+
+class Closed(Message, frozen=True, tag=16):
+    """D>P, answer to CloseOk."""
+
+    epoch: int
+
+
+class Abort(Message, frozen=True, tag=17):
+    """D>P until Drained or CloseOk: stop writing for this epoch. `finished`: all was delivered, only CloseOk is missing."""
+
+    epoch: int
+    reason: str
+    finished: bool
+
+
+class Drained(Message, frozen=True, tag=18):
+    """P>D, answer to Abort: nothing of this epoch is in flight, nothing will begin."""
+
+    epoch: int
+
+
+class Heartbeat(Message, frozen=True, tag=19):
+    """Both ways, when nothing else was said for a while."""
+
+
+class Bye(Message, frozen=True, tag=20):
+    """Both ways: this process ends this session in order."""
+
+
+class NoSession(Message, frozen=True, tag=21):
+    """Both ways, to a frame of an unknown session. From the incarnation asked it proves quiet; from another, nothing."""
+
+    incarnation: int
+
+
+AnyMessage: TypeAlias = (
+    Hello
+    | Welcome
+    | HelloRefused
+    | Ask
+    | Asking
+    | Open
+    | Opened
+    | Reserve
+    | Lease
+    | Refused
+    | Watermark
+    | Recall
+    | Returned
+    | CloseOk
+    | CloseFailed
+    | Closed
+    | Abort
+    | Drained
+    | Heartbeat
+    | Bye
+    | NoSession
+)
+
+
+class Frame(NamedTuple):
+    session: Session
+    seq: int
+    message: AnyMessage
+
+
+class Tag(NamedTuple):
+    """What a finished write says of itself. `lane` DIRECT means in place; then `cursor` is 0."""
+
+    session: Session
+    epoch: int
+    chunk: int
+    lane: int
+    cursor: int
+    rects: tuple[Rect, ...]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(session: Session, seq: int, message: AnyMessage) -> bytes:
+    buffer = bytearray(_FRAME.size)
+    _FRAME.pack_into(buffer, 0, _FRAME_MAGIC, VERSION, session.decode, session.writer, seq)
+    _encoder.encode_into(message, buffer, _FRAME.size)
+    return bytes(buffer)
+
+
+def decode(frame: bytes | memoryview) -> Frame:
+    """Raises `PeerError` for anything that is not a frame of this version."""
+    if not _FRAME.size < len(frame) <= MAX_FRAME_NBYTES:
+        raise PeerError(f"a control frame of {len(frame)} bytes", remedy=f"frames have {_FRAME.size} to 16 MiB")
+    magic, version, session_decode, session_writer, seq = _FRAME.unpack_from(frame)
+    if magic != _FRAME_MAGIC:
+        raise PeerError(f"a control frame that starts with {bytes(magic)!r}", remedy="only pdstage nodes may connect here")
+    if version != VERSION:
+        raise PeerError(f"wire version {version} from the peer, {VERSION} here", remedy="run one version on both sides")
+    try:
+        message = _decoder.decode(memoryview(frame)[_FRAME.size :])
+    except msgspec.MsgspecError as error:
+        raise PeerError(f"a control message that does not decode: {error}", remedy="check the peer's version") from error
+    except ValueError as error:  # UsageError of a layout that contradicts itself
+        raise PeerError(f"a control message that contradicts itself: {error}", remedy="check the peer") from error
+    return Frame(Session(session_decode, session_writer), seq, message)
+
+
+def encode_tag(tag: Tag, components: tuple[str, ...]) -> bytes:
+    """`components` are the destination's component names in layout order; a tag names them by number."""
+    head = _TAG.pack(
+        _TAG_MAGIC, VERSION, *tag.session, tag.epoch, tag.chunk, tag.cursor, tag.lane, len(tag.rects)
+    )
+    return head + b"".join(_RECT.pack(components.index(rect.component), *rect[1:]) for rect in tag.rects)
+
+
+def tag_session(data: bytes) -> Session:
+    """The session a tag belongs to. Raises `PeerError` for what is not a tag of this version."""
+    if len(data) < _TAG.size or data[:2] != _TAG_MAGIC or data[2:4] != VERSION.to_bytes(2, "little"):
+        raise PeerError(f"a tag of {len(data)} bytes that is not ours", remedy="only pdstage nodes may write here")
+    return Session(*_TAG.unpack_from(data)[2:4])
+
+
+def decode_tag(data: bytes, components: tuple[str, ...]) -> Tag:
+    """Raises `PeerError` for anything but a well-formed tag about `components`."""
+    session = tag_session(data)
+    _, _, _, _, epoch, chunk, cursor, lane, n_rects = _TAG.unpack_from(data)
+    if n_rects > MAX_RECTS or len(data) != _TAG.size + n_rects * _RECT.size:
+        raise PeerError(f"a tag of {len(data)} bytes that announces {n_rects} rectangles", remedy="check the peer")
+    rects = []
+    for number, *rest in _RECT.iter_unpack(data[_TAG.size :]):
+        if number >= len(components):
+            raise PeerError(f"a tag about component number {number}", remedy=f"there are {len(components)} here")
+        rects.append(Rect(components[number], *rest))
+    return Tag(session, epoch, chunk, lane, cursor, tuple(rects))

@@ -1,0 +1,262 @@
+"""What the prefill side holds: the chunks an engine gave, and their copies on the way to each destination.
+
+Layer 2, pure. Must not know messages; `prefill` says when things move.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdstage.plan import Rect, Share, Stagings, tokens_of
+from pdstage.protocol.room import Room
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from pdstage.protocol.messages import Open, Session, Written
+    from pdstage.protocol.session import Link
+
+
+@dataclass(slots=True, eq=False)
+class Source:
+    """One chunk as the engine gave it: rectangles, the engine's items (opaque here), and whether its data exists yet."""
+
+    rects: tuple[Rect, ...]
+    items: Mapping[str, object]
+    ready: bool
+    chunks: list[OutChunk] = field(default_factory=list)
+    """Its copies, one or more a destination."""
+
+
+class Phase(Enum):
+    """Where an `OutChunk` is. Direct chunks go READY -> WRITING -> WRITTEN."""
+
+    ASKING = auto()
+    """Reserve is repeated until a lease comes."""
+    PARKED = auto()
+    """Its lease was recalled before its data existed: asks again when it does."""
+    HELD = auto()
+    """Has a lease; waits for data or for its window."""
+    READY = auto()
+    """Queued: may be gathered and written now."""
+    GATHERING = auto()
+    WRITING = auto()
+    WRITTEN = auto()
+    BROKEN = auto()
+    """Its post failed: what landed is unknown, so it is neither repeated nor given back."""
+    DROPPED = auto()
+    """Its room needs it no more."""
+
+
+@dataclass(slots=True, eq=False)
+class OutChunk:
+    """One chunk of one destination: at most one lease at a time, written at most once (I15)."""
+
+    record: Record
+    number: int
+    source: Source
+    rects: tuple[Rect, ...]
+    nbytes: int
+    phase: Phase = Phase.ASKING
+    direct: bool = False
+    attempt: int = 0
+    lane: int = 0
+    cursor: int = 0
+
+    @property
+    def tokens(self) -> dict[str, tuple[int, int]]:
+        return tokens_of(self.rects)
+
+    @property
+    def begun(self) -> bool:
+        return self.phase in _BEGUN
+
+
+_BEGUN = frozenset({Phase.GATHERING, Phase.WRITING, Phase.WRITTEN, Phase.BROKEN})
+
+
+class RecordPhase(Enum):
+    WAITING = auto()
+    """Parked: this room was not submitted here yet."""
+    LIVE = auto()
+    CLOSING = auto()
+    """Everything is written; CloseOk is repeated."""
+    FAILING = auto()
+    """CloseFailed is repeated until Abort."""
+    DRAINING = auto()
+    """Aborted; Drained follows the last completion."""
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One destination rank's claim on one room: the state of one (session, epoch)."""
+
+    link: Link
+    open: Open
+    phase: RecordPhase = RecordPhase.WAITING
+    room: OutRoom | None = None
+    chunks: dict[int, OutChunk] = field(default_factory=dict)
+    unwritten: int = 0
+    in_flight: int = 0
+    written: list[Written] = field(default_factory=list)
+    asked: dict[str, tuple[int, int]] = field(init=False)
+    reason: str = ""
+    _exposed: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.asked = {ask.component: (ask.start, ask.stop) for ask in self.open.asked}
+        self._exposed = frozenset(items.component for items in self.open.items)
+
+    def may_direct(self, rects: Iterable[Rect]) -> bool:
+        """Whether the destination told where each of `rects` lies, and lets it be written there."""
+        return bool(self._exposed) and all(rect.component in self._exposed for rect in rects)
+
+    @property
+    def epoch(self) -> int:
+        return self.open.epoch
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        return self.open.shares
+
+
+class OutRoom(Room):
+    """One room as its prefill rank sees it."""
+
+    __slots__ = ("aux", "deadline_s", "destinations", "finished", "in_flight", "n_destinations", "sources")
+
+    def __init__(self, key: bytes) -> None:
+        super().__init__(key)
+        self.sources: list[Source] = []
+        self.destinations: dict[int, Record] = {}
+        self.n_destinations = 0
+        self.finished = False
+        self.aux: bytes | None = None
+        self.in_flight = 0
+        self.deadline_s = 0.0
+        """The last Open's. It holds for the engine too: a room never finished ends all the same."""
+
+    @property
+    def complete(self) -> bool:
+        """Finished, and every destination is known and has everything."""
+        return self.finished and 0 < self.n_destinations == len(self.destinations) and all(
+            record.phase is RecordPhase.CLOSING for record in self.destinations.values()
+        )
+
+
+class Ended(NamedTuple):
+    """A room that failed before all of its destinations came: those that come late are told, each once."""
+
+    reason: str
+    known: dict[int, tuple[Session, int]]
+    """The (session, epoch) of each rank that was served or told; another epoch of it means the room again, not that room."""
+
+    def refuses(self, record: Record) -> bool:
+        claim = (record.link.session, record.epoch)
+        return self.known.setdefault(record.open.rank, claim) == claim
+
+
+class SendBuffers:
+    """The gather targets, and whose turn it is: sessions in turn, none holding all of them.
+
+    A chunk queues only while its window is open, so no buffer waits for a destination.
+    """
+
+    def __init__(self, n_buffers: int, max_direct: int = 4) -> None:
+        self.free = list(range(n_buffers))
+        self._most = max(1, n_buffers - 1)
+        self._max_direct = max_direct
+        self._queues: dict[Link, deque[OutChunk]] = {}
+        self._busy: dict[Link, int] = {}
+        self._direct: dict[Link, int] = {}
+
+    def queue(self, chunk: OutChunk) -> None:
+        self._queues.setdefault(chunk.record.link, deque()).append(chunk)
+
+    def pop(self) -> Iterator[tuple[OutChunk, int]]:
+        """(chunk, buffer) pairs that may begin now; the buffer is -1 for direct ones. Sessions take turns."""
+        progress = True
+        while progress:
+            progress = False
+            for link in list(self._queues):
+                queue = self._queues[link]
+                while queue and queue[0].phase is not Phase.READY:
+                    queue.popleft()
+                if not queue:
+                    del self._queues[link]
+                elif self._may_begin(link, queue[0]):
+                    chunk = queue.popleft()
+                    if queue:  # to the end of the turn order
+                        self._queues[link] = self._queues.pop(link)
+                    yield chunk, self._take(link, chunk)
+                    progress = True
+
+    def done(self, chunk: OutChunk, buffer: int) -> None:
+        """Gives back what `pop` gave."""
+        link = chunk.record.link
+        held = self._direct if buffer < 0 else self._busy
+        held[link] -= 1
+        if not held[link]:
+            del held[link]
+        if buffer >= 0:
+            self.free.append(buffer)
+
+    def _may_begin(self, link: Link, chunk: OutChunk) -> bool:
+        if chunk.direct:
+            return self._direct.get(link, 0) < self._max_direct
+        return bool(self.free) and self._busy.get(link, 0) < self._most
+
+    def _take(self, link: Link, chunk: OutChunk) -> int:
+        held = self._direct if chunk.direct else self._busy
+        held[link] = held.get(link, 0) + 1
+        return -1 if chunk.direct else self.free.pop()
+
+
+def clip(rects: tuple[Rect, ...], record: Record, stagings: Stagings) -> tuple[Rect, ...]:
+    """The part of `rects` that `record` asked for and owns; may be empty."""
+    kept = []
+    for rect in rects:
+        low, high = record.asked.get(rect.component, (0, 0))
+        cut = rect._replace(start=max(rect.start, low), stop=min(rect.stop, high))
+        if cut.start < cut.stop and stagings.of(record.shares, (cut,)).select:
+            kept.append(cut)
+    return tuple(kept)
+
+
+def split(rects: tuple[Rect, ...], shares: tuple[Share, ...], stagings: Stagings, limit: int) -> Iterator[tuple[Rect, ...]]:
+    """`rects` in order as chunks of at most `limit` staged bytes: by component, then by tokens, then by layers.
+
+    A single row of a single layer that is larger still comes whole: the caller sees its size.
+    """
+    if not rects:
+        return
+    if stagings.of(shares, rects).nbytes(tokens_of(rects)) <= limit:
+        yield rects
+        return
+    if len(rects) > 1:
+        for rect in rects:
+            yield from split((rect,), shares, stagings, limit)
+        return
+    rect = rects[0]
+    most = stagings.of(shares, rects).tokens_within(rect.component, limit)
+    if most:
+        first_stop = rect.start - rect.start % most + most
+        for start, stop in _steps(rect.start, first_stop, rect.stop, most):
+            yield (rect._replace(start=start, stop=stop),)
+    elif rect.layer_stop - rect.layer_start > 1:
+        middle = (rect.layer_start + rect.layer_stop) // 2
+        for half in (rect._replace(layer_stop=middle), rect._replace(layer_start=middle)):
+            if stagings.of(shares, (half,)).select:
+                yield from split((half,), shares, stagings, limit)
+    else:
+        yield rects
+
+
+def _steps(start: int, first_stop: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    end = first_stop
+    while start < stop:
+        yield start, min(end, stop)
+        start, end = min(end, stop), end + step

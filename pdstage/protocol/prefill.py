@@ -1,0 +1,301 @@
+"""The prefill core: what engine, driver and peers may say to a prefill rank, and what follows.
+
+Layer 2, pure: no socket, thread or clock. Inputs are its public methods, output is `take_effects()`.
+
+It stands on four floors: `session` (who talks), `handshake` (with whom), `borrower` (chunks and their leases), `sending` (the
+room table).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
+from pdstage.protocol import messages as m
+from pdstage.protocol.effects import Complaint
+from pdstage.protocol.outbox import OutChunk, OutRoom, Phase, Record, RecordPhase, Source
+from pdstage.protocol.sending import Sending
+from pdstage.protocol.session import Link
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pdstage.layout import Layout
+    from pdstage.plan import Rect
+    from pdstage.protocol.config import Config
+    from pdstage.topology import Topology
+
+class PrefillCore(Sending):
+    """The protocol's prefill half. `choose` says whether a chunk that may go direct should."""
+
+    def __init__(
+        self,
+        incarnation: int,
+        *,
+        layout: Layout,
+        topology: Topology,
+        transport: str,
+        description: bytes,
+        n_buffers: int,
+        buffer_nbytes: int,
+        config: Config,
+        choose: Callable[[OutChunk], bool],
+    ) -> None:
+        welcome = m.Welcome(topology, layout, transport, description, config.max_silence_s, ())
+        super().__init__(
+            incarnation, config, welcome, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose
+        )  # fmt: skip
+        self._components = tuple(component.name for component in layout.components)
+        self._handlers: dict[type, Callable[..., None]] = {
+            m.Ask: self._on_ask,
+            m.Open: self._on_open,
+            m.Lease: self._on_lease,
+            m.Refused: self._on_refused,
+            m.Watermark: self._on_watermark,
+            m.Recall: self._on_recall,
+            m.Closed: self._on_closed,
+            m.Abort: self._on_abort,
+            m.Heartbeat: lambda *_: None,
+            m.Bye: self._on_bye,
+        }
+
+    # What the engine does.
+
+    def submit(self, key: bytes, now: float) -> OutRoom:
+        """The engine will send this room. Raises `UsageError` if it is being sent already."""
+        if key in self.rooms:
+            raise UsageError(f"room {key!r} is being sent already", remedy="wait for its end, or abort it", room=key)
+        room = self.rooms[key] = OutRoom(key)
+        self._ended.pop(key, None)
+        self.counters.rooms_opened += 1
+        self.timers.set(("open_wait", room), now + self.config.open_wait_s)
+        for record in self._parked.pop(key, ()):
+            self._n_parked -= 1
+            self.timers.cancel(("parked", record))
+            self._attach(room, record, now)
+        self._settle(now)
+        return room
+
+    def chunk(
+        self, room: OutRoom, rects: tuple[Rect, ...], items: Mapping[str, object], now: float, *, ready: bool = True
+    ) -> Source:
+        """More of the room: `rects` stored in `items`, with its data there or (not `ready`) still being computed."""
+        source = Source(rects, items, ready)
+        if room.ended:
+            return source
+        if room.finished:
+            raise UsageError(f"room {room.key!r} got a chunk after finish()", remedy="chunks come first", room=room.key)
+        self._check_rects(room, rects)
+        room.sources.append(source)
+        for record in list(room.destinations.values()):
+            self._add(record, source, now)
+        self._settle(now)
+        return source
+
+    def _check_rects(self, room: OutRoom, rects: tuple[Rect, ...]) -> None:
+        if not 0 < len(rects) <= m.MAX_RECTS or len({rect.component for rect in rects}) != len(rects):
+            raise UsageError(
+                f"room {room.key!r} got a chunk of {len(rects)} rectangles",
+                remedy=f"give one of each component, 1 to {m.MAX_RECTS}",
+                room=room.key,
+            )
+        for rect in rects:
+            known = rect.component in self._components
+            if not known or not 0 <= rect.start < rect.stop or not 0 <= rect.layer_start < rect.layer_stop:
+                raise UsageError(
+                    f"room {room.key!r} got {rect}",
+                    remedy=f"this layout has {', '.join(self._components)}; ranges ascend from 0",
+                    room=room.key,
+                )
+
+    def data_ready(self, room: OutRoom, source: Source, now: float) -> None:
+        """The data of a chunk given with `ready=False` exists now."""
+        source.ready = True
+        for chunk in source.chunks:
+            if chunk.phase is Phase.PARKED:
+                self._ask(chunk, now)
+            elif chunk.phase is Phase.HELD:
+                self._advance(chunk)
+        self._settle(now)
+
+    def finish(self, room: OutRoom, aux: bytes | None, now: float) -> None:
+        """No more chunks will come; `aux` goes to the destinations that want it."""
+        if room.ended:
+            return
+        if room.finished:
+            raise UsageError(f"room {room.key!r} is finished already", remedy="call finish() once", room=room.key)
+        if aux is not None and len(aux) > self.config.max_aux_nbytes:
+            raise UsageError(
+                f"room {room.key!r} has {len(aux)} aux bytes, the limit is {self.config.max_aux_nbytes}",
+                remedy="raise Config.max_aux_nbytes, or send it as a component",
+                room=room.key,
+            )
+        room.finished, room.aux = True, aux
+        for link, epoch in self._forget_askers(room.key):
+            if link.session in self.links:
+                self.send(link, m.Asking(epoch, True), now)
+        for record in list(room.destinations.values()):
+            self._maybe_close(record, now)
+        self._maybe_complete(room)
+
+    def abort(self, room: OutRoom, reason: str, now: float) -> None:
+        self._fail(room, Aborted(f"room {room.key!r} was aborted at prefill: {reason}"), now)
+
+    # What the driver reports.
+
+    def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
+        """One control frame. Never raises for what a peer sent: that is a `Complaint`."""
+        link = None
+        try:
+            accepted = self.accept(data, now)
+            if accepted is None:
+                return
+            link, frame = accepted
+            self._dispatch(route, link, frame, now)
+        except PeerError as error:
+            self.counters.frames_malformed += 1
+            self.emit(Complaint(route, error))
+            if link is not None:
+                self.lose(link, error, now)
+        self._settle(now)
+
+    def _dispatch(self, route: bytes, link: Link | None, frame: m.Frame, now: float) -> None:
+        message = frame.message
+        if isinstance(message, m.Hello):
+            self._on_hello(route, frame, message, now)
+        elif link is None:
+            # A process says NoSession only after the session's last completion: it is taken as proof of quiet.
+            if not isinstance(message, m.NoSession | m.Bye) and not self._in_flight(frame.session):
+                self.send_loose(route, frame.session, m.NoSession(self.incarnation))
+        elif isinstance(message, m.NoSession):
+            self.lose(link, PeerError("decode does not know this session", remedy="it restarted"), now)
+        else:
+            handler = self._handlers.get(type(message))
+            if handler is None:
+                raise PeerError(f"{type(message).__name__} sent to a prefill node", remedy="check the peer's role")
+            if link.half_open:
+                self._confirm(link, now)
+            handler(link, message, now)
+
+    def close(self, now: float) -> None:
+        """Fails every room still open; `idle` tells when every destination has agreed that its room is over."""
+        for room in list(self.rooms.values()):
+            self.abort(room, "the node closes", now)
+        for record in [record for parked in self._parked.values() for record in parked]:
+            self._turn_away(record, "the prefill node closes", now)
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing of ours is in flight, so that Bye may be said."""
+        return not self._flights
+
+    @property
+    def idle(self) -> bool:
+        return not self._flights and not self.records
+
+    def snapshot(self) -> tuple[object, ...]:
+        """Everything that may differ between two states of this core, comparable and hashable."""
+        return (
+            tuple(sorted((key, room.status, room.in_flight) for key, room in self.rooms.items())),
+            tuple(
+                (session, epoch, r.phase.name, tuple((c.number, c.phase.name, c.attempt, c.lane, c.cursor) for c in r.chunks.values()))
+                for (session, epoch), r in sorted(self.records.items())
+            ),
+            tuple(sorted((link.session, lane, mark) for (link, lane), mark in self._marks.items())),
+            tuple(sorted(self.buffers.free)),
+        )
+
+    # Messages, in the order of the table.
+
+    def _on_ask(self, link: Link, ask: m.Ask, now: float) -> None:
+        """Answered at once and, if not `finished` yet, again at finish(); decode repeats it slowly for a lost answer."""
+        room = self.rooms.get(ask.room)
+        finished = room is not None and room.finished
+        if not finished and (ask.room in self._askers or len(self._askers) < self.config.max_parked):
+            self._askers.setdefault(ask.room, {})[link, ask.epoch] = None
+            self.timers.set(("asked", ask.room), now + self.config.open_wait_s)
+        self.send(link, m.Asking(ask.epoch, finished), now)
+
+    def _on_open(self, link: Link, opened: m.Open, now: float) -> None:
+        record = self.records.get((link.session, opened.epoch))
+        if record is not None:
+            self.send(link, m.Opened(opened.epoch, *self._opened_state(record)), now)
+            return
+        self._check_open(link, opened)
+        record = Record(link, opened)
+        room = self.rooms.get(opened.room)
+        ended = self._ended.get(opened.room)
+        if room is None and ended is not None and ended.refuses(record):
+            self.send(link, m.Opened(opened.epoch, "refused", ended.reason), now)
+        elif room is None and self._n_parked >= self.config.max_parked:
+            self.send(link, m.Opened(opened.epoch, "refused", "too many rooms wait for prefill"), now)
+        else:
+            self.records[link.session, opened.epoch] = record
+            if room is None:
+                self._parked.setdefault(opened.room, []).append(record)
+                self._n_parked += 1
+                self.timers.set(("parked", record), now + min(opened.deadline_s, self.config.open_wait_s))
+            else:
+                self._attach(room, record, now)
+            self.send(link, m.Opened(opened.epoch, *self._opened_state(record)), now)
+
+    def _opened_state(self, record: Record) -> tuple[str, str]:
+        if record.phase is RecordPhase.WAITING:
+            return "waiting", ""
+        return ("refused", record.reason) if record.phase is RecordPhase.FAILING else ("accepted", "")
+
+    def _on_closed(self, link: Link, closed: m.Closed, now: float) -> None:
+        record = self.records.get((link.session, closed.epoch))
+        if record is not None and record.phase is RecordPhase.CLOSING:
+            self._forget(record)
+
+    def _on_abort(self, link: Link, abort: m.Abort, now: float) -> None:
+        record = self.records.get((link.session, abort.epoch))
+        if record is None:
+            self.send(link, m.Drained(abort.epoch), now)
+            return
+        room = record.room
+        done = record.phase is RecordPhase.CLOSING or (abort.finished and not record.unwritten)
+        if done:
+            record.phase = RecordPhase.CLOSING
+            self.send(link, m.Drained(abort.epoch), now)
+            self._forget(record)
+            if room is not None:
+                self._maybe_complete(room)
+            return
+        self._drain(record, now)
+        if room is not None and room.destinations.get(record.open.rank) is record:
+            self._fail(room, Aborted(f"room {room.key!r} was aborted at decode: {abort.reason}"), now)
+
+    def _on_bye(self, link: Link, bye: m.Bye, now: float) -> None:
+        self.lose(link, PeerError("the decode node closed", remedy="route elsewhere"), now)
+
+    # Time, and the end of sessions.
+
+    def _on_timer(self, key: tuple[str, object], now: float) -> None:
+        match key:
+            case ("ask", OutChunk() as chunk):
+                if chunk.phase is Phase.ASKING or (chunk.phase is Phase.HELD and not self._window_open(chunk)):
+                    self._reserve(chunk, now)
+            case ("close", Record() as record):
+                if record.phase is RecordPhase.CLOSING:
+                    self._close(record, now)
+                elif record.phase is RecordPhase.FAILING:
+                    self._close_failed(record, now)
+            case ("open_wait", OutRoom() as room):
+                waited = self.config.open_wait_s
+                self._fail(room, DeadlineExceeded(f"no decode rank opened room {room.key!r} in {waited} s"), now)
+            case ("room", OutRoom() as room):
+                late = f"room {room.key!r} was not sent in its {room.deadline_s} s"
+                error = DeadlineExceeded(late, remedy="raise deadline_s at decode, or look at the slower side", room=room.key)
+                self._fail(room, error, now)
+            case ("parked", Record() as record):
+                self._turn_away(record, f"prefill never began room {record.open.room!r}", now)
+            case ("write", int() as ticket):
+                self._on_write_timer(ticket, now)
+            case ("asked", bytes() as room_key):
+                self._forget_askers(room_key)
+            case (("beat" | "silence") as kind, Link() as link):
+                if self.on_link_timer(kind, link, now):
+                    silent = f"decode was silent for {link.silence_s} s"
+                    self.lose(link, DeadlineExceeded(silent, remedy="look at that node"), now)

@@ -1,0 +1,250 @@
+"""The rooms of a decode rank: met, opened, failed, complete, released.
+
+Layer 2, pure. Must not know how frames arrive: `decode` hears them and calls here.
+
+A room that ended keeps its *parts*, one a writer, until each is *quiet*: Closed, Drained, or its session fenced. Only then is
+the room `released`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, UsageError
+from pdstage.plan import Share, shares
+from pdstage.protocol import messages as m
+from pdstage.protocol.coverage import Coverage
+from pdstage.protocol.effects import Changed, Complaint, Detach
+from pdstage.protocol.inbox import InRoom, Part, PartPhase
+from pdstage.protocol.lender import Lender
+from pdstage.protocol.room import Event, State
+
+if TYPE_CHECKING:
+    from pdstage.protocol.config import Config
+    from pdstage.protocol.handshake import Peer
+    from pdstage.protocol.session import Link
+
+
+class Receiving(Lender):
+    """The decode core's room table. A room is in `rooms` until it ends, in `epochs` until it is released."""
+
+    def __init__(self, incarnation: int, config: Config, hello: m.Hello) -> None:
+        super().__init__(incarnation, config, hello)
+        self.rooms: dict[bytes, InRoom] = {}
+        self.epochs: dict[int, InRoom] = {}
+        self.layout = hello.layout
+        self.topology = hello.topology
+        self._dealt: dict[tuple[tuple[int, m.Session], ...], dict[int, tuple[Share, ...]]] = {}
+
+    # Before the data.
+
+    def _met(self, peer: Peer, now: float) -> None:
+        for room in list(peer.rooms):
+            self._maybe_connected(room, now)
+
+    def _maybe_connected(self, room: InRoom, now: float) -> None:
+        """Once every writer is greeted: deals the shards and opens."""
+        links = {}
+        for number, route in room.writers.items():
+            peer = self.peers.get(route)
+            if peer is None or peer.link is None:
+                return
+            links[number] = peer.link
+        if room.state is not State.BOOTSTRAPPING:
+            return
+        try:
+            dealt = self._deal(links)
+        except UsageError as error:
+            self._fail(room, PeerError(f"prefill cannot serve this layout: {error}", remedy="match both sides"), now)
+            return
+        # The last pipeline stage samples, so it knows the request's aux row.
+        aux = max(links, key=lambda number: (links[number].topology.pp_rank, -number))
+        for number, link in links.items():
+            room.parts[link.session] = Part(room, number, link, dealt[number], has_aux=number == aux)
+        room.on(Event.CONNECTED)
+        self.emit(Changed(room))
+        if room.bound:
+            self._open(room, now)
+        else:  # at the next tick: most engines bind at once, and then there is nothing to ask
+            self.timers.set(("asking", room), now)
+
+    def _deal(self, links: dict[int, Link]) -> dict[int, tuple[Share, ...]]:
+        key = tuple((number, link.session) for number, link in sorted(links.items()))
+        dealt = self._dealt.get(key)
+        if dealt is None:
+            layouts = {number: link.layout for number, link in links.items()}
+            dealt = shares(layouts, self.layout, (self.topology.tp_size, self.topology.tp_rank))
+            live = set(self.links)
+            self._dealt = {k: v for k, v in self._dealt.items() if {session for _, session in k} <= live}
+            self._dealt[key] = dealt
+        return dealt
+
+    def _ask(self, room: InRoom, now: float) -> None:
+        part = next(part for part in room.parts.values() if part.has_aux)
+        self.send(part.link, m.Ask(room.epoch, room.key), now)
+        self.timers.set(("asking", room), now + self.config.ask_s)
+
+    def _open(self, room: InRoom, now: float) -> None:
+        self.timers.set(("open_until", room), now + self.config.open_s)
+        self.timers.set(("wait", room), now + self.config.wait_s)
+        for part in room.parts.values():
+            part.phase = PartPhase.OPENING
+            part.coverage = Coverage(part.shares, room.asked)
+            part.direct = bool(room.wire_items) and bool(part.shares)
+            self._send_open(part, now)
+        self._maybe_complete(room, now)
+
+    def _send_open(self, part: Part, now: float) -> None:
+        room, topology = part.room, self.topology
+        opening = m.Open(
+            room.epoch,
+            room.key,
+            part.shares,
+            room.asked,
+            room.wire_items if part.direct else (),
+            topology.group_rank,
+            topology.group_size,
+            part.has_aux,
+            room.priority,
+            room.deadline_s,
+        )
+        self.send(part.link, opening, now)
+        self.repeat(("open", part), now)
+
+    def _fail(self, room: InRoom, error: PdstageError, now: float) -> None:
+        if not room.on(Event.FAILED, error):
+            return
+        self.counters.rooms_failed += 1
+        self._end(room)
+        for part in room.parts.values():
+            self._quarantine_of(part.link, room.epoch, now)
+            self._abort_part(part, str(error), now)
+        self._maybe_release(room)
+
+    def _end(self, room: InRoom) -> None:
+        for kind in ("room", "bind", "asking", "open_until", "wait", "transfer"):
+            self.timers.cancel((kind, room))
+        if self.rooms.get(room.key) is room:
+            del self.rooms[room.key]
+        for route in room.writers.values():
+            peer = self.peers.get(route)
+            if peer is not None:
+                peer.rooms.pop(room, None)
+        for part in room.parts.values():
+            self.holdings.forget_requests(part.link, room.epoch)
+        self.emit(Changed(room))
+
+    def _abort_part(self, part: Part, reason: str, now: float) -> None:
+        if part.phase is PartPhase.UNOPENED:
+            part.phase = PartPhase.QUIET
+        elif part.phase in (PartPhase.OPENING, PartPhase.OPENED):
+            part.phase, part.reason = PartPhase.ABORTING, reason
+            self._stop_asking(part)
+            if part.link.session in self.links:
+                self.timers.set(("drain", part), now + self.config.drain_s)
+                self._send_abort(part, now)
+
+    def _send_abort(self, part: Part, now: float) -> None:
+        finished = part.room.state is State.SUCCESS
+        self.send(part.link, m.Abort(part.room.epoch, part.reason, finished), now)
+        self.repeat(("abort", part), now)
+
+    def _stop_asking(self, part: Part) -> None:
+        for kind in ("open", "abort", "drain", "linger"):
+            self.timers.cancel((kind, part))
+
+    def _quiet(self, part: Part) -> None:
+        part.phase = PartPhase.QUIET
+        self._stop_asking(part)
+        self._maybe_release(part.room)
+
+    def _maybe_complete(self, room: InRoom, now: float) -> None:
+        """Success: all covered, every scatter done, the aux bytes here (I5)."""
+        if room.ended or not room.bound or room.pending:
+            return
+        for part in room.parts.values():
+            if part.coverage is None or not part.coverage.complete:
+                return
+            if part.has_aux and part.phase is not PartPhase.QUIET:
+                return
+        if room.on(Event.COMPLETED):
+            self.counters.rooms_succeeded += 1
+            self._end(room)
+            for part in room.parts.values():
+                self.timers.cancel(("open", part))
+                if part.phase is not PartPhase.QUIET:
+                    self.timers.set(("linger", part), now + self.config.drain_s)
+            self._maybe_release(room)
+
+    def _maybe_release(self, room: InRoom) -> None:
+        if not room.ended or room.pending or room.released:
+            return
+        if all(part.phase is PartPhase.QUIET for part in room.parts.values()):
+            self.epochs.pop(room.epoch, None)
+            room.release()
+            self.emit(Changed(room))
+
+    # Parts.
+
+    def _part(self, link: Link, epoch: int) -> Part | None:
+        room = self.epochs.get(epoch)
+        return room.parts.get(link.session) if room is not None else None
+
+    def _answered(self, part: Part) -> None:
+        if part.phase is PartPhase.OPENING:
+            part.phase = PartPhase.OPENED
+            self.timers.cancel(("open", part))
+            if all(p.phase is not PartPhase.OPENING for p in part.room.parts.values()):
+                self.timers.cancel(("open_until", part.room))
+
+    # The end of a session.
+
+    def lose(self, link: Link, error: PdstageError, now: float) -> None:
+        """The session is over: its rooms fail, nothing further is sent under it, what may still be written is quarantined."""
+        if self.links.pop(link.session, None) is None:
+            return
+        self.counters.sessions_lost += 1
+        self.unwatch(link)
+        peer = self.peers.pop(link.route, None)
+        for room in list(self.epochs.values()):
+            part = room.parts.get(link.session)
+            if part is None:
+                continue
+            self._fail(room, error, now)
+            self._stop_asking(part)
+            if not part.direct:  # it may still write staging memory, never this room's pages
+                self._quiet(part)
+        if peer is not None:
+            for room in list(peer.rooms):
+                self._fail(room, error, now)
+        self._strand(link, now)
+        self.emit(Complaint(link.route, error))
+        self.emit(Detach(link))
+
+    def fenced(self, link: Link, now: float) -> None:
+        """After `Detach`: nothing of that session lands any more, so all it held is free."""
+        link.quiet = True
+        self._unstrand(link, now)
+        for room in list(self.epochs.values()):
+            part = room.parts.get(link.session)
+            if part is not None:
+                self._quiet(part)
+        self._settle(now)
+
+    def holds(self, link: Link) -> bool:
+        """Whether a lost session that is not fenced yet still keeps memory: leases, or pages it may write in place."""
+        if self.holdings.of_session(link):
+            return True
+        parts = (room.parts.get(link.session) for room in self.epochs.values())
+        return any(part is not None and part.phase is not PartPhase.QUIET for part in parts)
+
+
+def too_late(kind: str, room: InRoom, config: Config) -> DeadlineExceeded:
+    what, remedy = {
+        "room": (f"did not end in its {room.deadline_s} s", "raise deadline_s, or look at the slower side"),
+        "bind": (f"was not bound in {config.bind_s} s", "call bind() sooner or raise Config.bind_s"),
+        "open_until": (f"was not answered by prefill in {config.open_s} s", "look at the prefill ranks"),
+        "wait": (f"got no chunk in {config.wait_s} s", "was it submitted at prefill?"),
+        "transfer": (f"got nothing new in {config.transfer_s} s", "look at the prefill ranks and the network"),
+    }[kind]
+    return DeadlineExceeded(f"room {room.key!r} {what}", remedy=remedy, room=room.key)

@@ -1,0 +1,88 @@
+"""The states of a room, as one table.
+
+Layer 2, pure. Must not know leases: what a room holds is kept apart and outlives its end (`holdings`, `outbox`).
+"""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum, auto
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdstage.errors import PdstageError
+
+
+class State(IntEnum):
+    """The values are those of SGLang's KVPoll, so that the minimum over ranks is the state of all."""
+
+    FAILED = 0
+    BOOTSTRAPPING = 1
+    WAITING_FOR_INPUT = 2
+    TRANSFERRING = 3
+    SUCCESS = 4
+
+
+class Event(Enum):
+    CONNECTED = auto()
+    """Every peer of the room is known and agreed."""
+    MOVED = auto()
+    """The first chunk of the room was sent or has arrived."""
+    COMPLETED = auto()
+    """Everything asked for was delivered (decode) or sent (prefill)."""
+    FAILED = auto()
+
+
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.BOOTSTRAPPING, Event.CONNECTED): State.WAITING_FOR_INPUT,
+    (State.BOOTSTRAPPING, Event.FAILED): State.FAILED,
+    (State.WAITING_FOR_INPUT, Event.MOVED): State.TRANSFERRING,
+    (State.WAITING_FOR_INPUT, Event.COMPLETED): State.SUCCESS,
+    (State.WAITING_FOR_INPUT, Event.FAILED): State.FAILED,
+    (State.TRANSFERRING, Event.COMPLETED): State.SUCCESS,
+    (State.TRANSFERRING, Event.FAILED): State.FAILED,
+}
+"""All else changes nothing: Success and Failed are terminal (I1), and a room moves once."""
+
+
+class Room:
+    """One room at one node: its state, why it failed, and whether its memory is safe to reuse.
+
+    `status` is `state | released << 7`, one byte for arrays over many rooms.
+    """
+
+    __slots__ = ("error", "key", "ready_to_bind", "status")
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.status: int = State.BOOTSTRAPPING
+        self.error: PdstageError | None = None
+        self.ready_to_bind = False
+
+    @property
+    def state(self) -> State:
+        return State(self.status & 0x7F)
+
+    @property
+    def ended(self) -> bool:
+        return self.status & 0x7F in (State.SUCCESS, State.FAILED)
+
+    @property
+    def released(self) -> bool:
+        return self.status >= 0x80
+
+    def on(self, event: Event, error: PdstageError | None = None) -> bool:
+        """Applies `event`; False if the table has no such transition and nothing changed."""
+        state = TRANSITIONS.get((self.state, event))
+        if state is None:
+            return False
+        self.status = state | (self.status & 0x80)
+        if event is Event.FAILED:
+            self.error = error
+        return True
+
+    def release(self) -> bool:
+        """Marks an ended room's memory as safe; False if it was."""
+        if self.released:
+            return False
+        self.status |= 0x80
+        return True

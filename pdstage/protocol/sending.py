@@ -1,0 +1,200 @@
+"""The rooms of a prefill rank and each destination's claim on them: attached, closed, failed, drained.
+
+Layer 2, pure. Must not know how frames arrive: `prefill` hears them and calls here.
+
+A *record* is one destination rank's claim on one room, keyed by (session, epoch); a room serves all of its records and fails
+with the first that fails. Nothing of a record begins after Abort, and Drained is said only when nothing is in flight (I2, I8).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from pdstage.errors import PdstageError
+from pdstage.protocol import messages as m
+from pdstage.protocol.borrower import Borrower
+from pdstage.protocol.effects import Changed, Complaint, Detach
+from pdstage.protocol.outbox import Ended, OutChunk, OutRoom, Phase, Record, RecordPhase
+from pdstage.protocol.room import Event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pdstage.protocol.config import Config
+    from pdstage.protocol.session import Link
+
+_MOST_ENDED = 4096
+
+
+class Sending(Borrower):
+    """The prefill core's room table. A room is in `rooms` until it ends; a record in `records` until it is settled."""
+
+    def __init__(
+        self,
+        incarnation: int,
+        config: Config,
+        welcome: m.Welcome,
+        *,
+        n_buffers: int,
+        buffer_nbytes: int,
+        choose: Callable[[OutChunk], bool],
+    ) -> None:
+        super().__init__(
+            incarnation, config, welcome, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose
+        )  # fmt: skip
+        self.rooms: dict[bytes, OutRoom] = {}
+        self._parked: dict[bytes, list[Record]] = {}
+        self._n_parked = 0
+        self._ended: OrderedDict[bytes, Ended] = OrderedDict()
+        self._askers: dict[bytes, dict[tuple[Link, int], None]] = {}
+
+    def _attach(self, room: OutRoom, record: Record, now: float) -> None:
+        record.room, record.phase = room, RecordPhase.LIVE
+        older = room.destinations.get(record.open.rank)
+        room.destinations[record.open.rank] = record
+        room.n_destinations = record.open.destinations
+        if older is not None:
+            self._drain(older, now)
+        room.deadline_s = record.open.deadline_s
+        self.timers.set(("room", room), now + room.deadline_s)
+        if len(room.destinations) >= room.n_destinations:
+            self.timers.cancel(("open_wait", room))
+            if room.on(Event.CONNECTED):
+                self.emit(Changed(room))
+        for source in room.sources:
+            self._add(record, source, now)
+        self._maybe_close(record, now)
+
+    def _maybe_close(self, record: Record, now: float) -> None:
+        room = record.room
+        needs_nothing = not record.shares and not record.open.aux
+        if record.phase is not RecordPhase.LIVE or room is None or record.unwritten:
+            return
+        if not room.finished and not needs_nothing:
+            return
+        record.phase = RecordPhase.CLOSING
+        self._close(record, now)
+        self._maybe_complete(room)
+
+    def _maybe_complete(self, room: OutRoom) -> None:
+        if room.complete and room.on(Event.COMPLETED):
+            self.counters.rooms_succeeded += 1
+            self._end(room)
+
+    def _close(self, record: Record, now: float) -> None:
+        aux = record.room.aux if record.room is not None and record.open.aux else None
+        self.send(record.link, m.CloseOk(record.epoch, tuple(record.written), aux), now)
+        self.repeat(("close", record), now)
+
+    def _fail_record(self, record: Record, error: PdstageError, now: float) -> None:
+        if record.room is not None:
+            self._fail(record.room, error, now)
+
+    def _fail(self, room: OutRoom, error: PdstageError, now: float) -> None:
+        if not room.on(Event.FAILED, error):
+            return
+        self.counters.rooms_failed += 1
+        served = {rank: (record.link.session, record.epoch) for rank, record in room.destinations.items()}
+        self._ended[room.key] = Ended(str(error), served)
+        if len(self._ended) > _MOST_ENDED:
+            self._ended.popitem(last=False)
+        for record in list(room.destinations.values()):
+            if record.phase is RecordPhase.LIVE:
+                record.phase, record.reason = RecordPhase.FAILING, str(error)
+                self._drop(record)
+                self._close_failed(record, now)
+        self._end(room)
+
+    def _close_failed(self, record: Record, now: float) -> None:
+        self.send(record.link, m.CloseFailed(record.epoch, record.reason), now)
+        self.repeat(("close", record), now)
+
+    def _end(self, room: OutRoom) -> None:
+        self.timers.cancel(("open_wait", room))
+        self.timers.cancel(("room", room))
+        self._forget_askers(room.key)
+        if self.rooms.get(room.key) is room:
+            del self.rooms[room.key]
+        room.sources.clear()
+        self.emit(Changed(room))
+        self._maybe_release(room)
+
+    def _maybe_release(self, room: OutRoom) -> None:
+        if room.ended and room.in_flight == 0 and room.release():
+            self.emit(Changed(room))
+
+    def _drop(self, record: Record) -> None:
+        """Nothing more of this record begins."""
+        for chunk in record.chunks.values():
+            if chunk.phase is not Phase.WRITTEN:
+                self.timers.cancel(("ask", chunk))
+                if chunk.phase not in (Phase.WRITING, Phase.BROKEN):
+                    chunk.phase = Phase.DROPPED
+
+    def _drain(self, record: Record, now: float) -> None:
+        self._drop(record)
+        self.timers.cancel(("close", record))
+        self._unpark(record)
+        record.phase = RecordPhase.DRAINING
+        self._maybe_drained(record, now)
+
+    def _maybe_drained(self, record: Record, now: float) -> None:
+        if record.phase is RecordPhase.DRAINING and record.in_flight == 0:
+            if record.link.session in self.links:
+                self.send(record.link, m.Drained(record.epoch), now)
+            self._forget(record)
+
+    def _landed(self, record: Record, now: float) -> None:
+        if record.room is not None:
+            record.room.in_flight -= 1
+            self._maybe_release(record.room)
+        if record.link.session in self.links:
+            self._maybe_drained(record, now)
+        elif record.in_flight == 0:
+            self._forget(record)
+
+    def _forget(self, record: Record) -> None:
+        self._drop(record)
+        self._unpark(record)
+        self.timers.cancel(("close", record))
+        self.records.pop((record.link.session, record.epoch), None)
+
+    def _turn_away(self, record: Record, reason: str, now: float) -> None:
+        """A parked record's room will not be sent."""
+        self._unpark(record)
+        record.phase, record.reason = RecordPhase.FAILING, reason
+        self._close_failed(record, now)
+
+    def _unpark(self, record: Record) -> None:
+        parked = self._parked.get(record.open.room, [])
+        if record in parked:
+            parked.remove(record)
+            self._n_parked -= 1
+            self.timers.cancel(("parked", record))
+            if not parked:
+                del self._parked[record.open.room]
+
+    def _forget_askers(self, key: bytes) -> Iterable[tuple[Link, int]]:
+        self.timers.cancel(("asked", key))
+        return self._askers.pop(key, ())
+
+    def lose(self, link: Link, error: PdstageError, now: float) -> None:
+        """The session is over: its rooms fail, nothing further is sent under it."""
+        if not self._unlink(link):
+            return
+        for record in [r for r in self.records.values() if r.link is link]:
+            if record.phase in (RecordPhase.LIVE, RecordPhase.FAILING):
+                record.phase = RecordPhase.DRAINING
+                self._drop(record)
+                self._fail_record(record, error, now)
+            if record.in_flight == 0:
+                self._forget(record)
+        for key, askers in list(self._askers.items()):
+            for asker in [asker for asker in askers if asker[0] is link]:
+                del askers[asker]
+            if not askers:
+                self._forget_askers(key)
+        self._forget_marks(link)
+        self.emit(Complaint(link.route, error))
+        self.emit(Detach(link))

@@ -1,0 +1,194 @@
+"""Who is talking, and in what order: sessions, seq, silence.
+
+Layer 2, pure. Must not know rooms or leases.
+
+A session is one pair of process lives. Within it and one direction seq rises by one a frame, and a frame not above the last
+accepted one is dropped; so the cores see loss, never reordering or duplicates, and need no tombstones.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pdstage.metrics import Counters
+from pdstage.protocol.effects import Effect, Send
+from pdstage.protocol.messages import (
+    AnyMessage,
+    Bye,
+    Frame,
+    Heartbeat,
+    Hello,
+    HelloRefused,
+    LaneSpan,
+    NoSession,
+    Session,
+    Welcome,
+    decode,
+    encode,
+)
+from pdstage.protocol.timers import Timers
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from pdstage.errors import PdstageError
+    from pdstage.layout import Layout
+    from pdstage.plan import Share
+    from pdstage.protocol.config import Config
+    from pdstage.topology import Topology
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One session as one of its two ends sees it."""
+
+    session: Session
+    route: bytes
+    layout: Layout
+    topology: Topology
+    lanes: tuple[LaneSpan, ...]
+    silence_s: float
+    """What the peer promised: silent for longer, it is lost."""
+    heard_at: float
+    sent_at: float = 0.0
+    n_sent: int = 0
+    heard: int = 0
+    half_open: bool = True
+    exposes_pool: bool = False
+    """The peer's pages may be written in place; else only its staging memory."""
+    shares: set[tuple[Share, ...]] = field(default_factory=set)
+    """What its rooms ask for, each checked once."""
+    quiet: bool = False
+    """Proved: nothing of this session is in flight."""
+
+
+class Core(ABC):
+    """What the prefill core and the decode core share: links, effects out, counters, the timer."""
+
+    def __init__(self, incarnation: int, config: Config) -> None:
+        self.incarnation = incarnation
+        self.config = config
+        self.counters = Counters()
+        self.timers = Timers()
+        self.links: dict[Session, Link] = {}
+        self._effects: list[Effect] = []
+        self._tickets = 0
+        self._lateness = Lateness(config.max_silence_s)
+
+    def take_effects(self) -> list[Effect]:
+        """The effects since the last call, in order; the driver carries them out."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    def next_at(self) -> float | None:
+        """When `tick` must be called next."""
+        return self.timers.next_at()
+
+    def tick(self, now: float) -> None:
+        """Serves what is due. A turn reads all its inputs first, so that its own lateness is not taken for a peer's."""
+        excess = self._lateness.excess(self.timers.next_at(), now)
+        if excess:
+            self.timers.delay(excess)
+            for link in self.links.values():
+                link.heard_at += excess
+        for key in self.timers.due(now):
+            self._on_timer(key, now)  # type: ignore[arg-type]
+        self._settle(now)
+
+    def bye(self, now: float) -> None:
+        """After the last completion: this process ends its sessions in order."""
+        for link in self.links.values():
+            self.send(link, Bye(), now)
+
+    @abstractmethod
+    def lose(self, link: Link, error: PdstageError, now: float) -> None:
+        """The session is over; `fenced` must follow once nothing of it can land any more."""
+
+    @abstractmethod
+    def _on_timer(self, key: tuple[str, object], now: float) -> None: ...
+
+    @abstractmethod
+    def _settle(self, now: float) -> None:
+        """After every input: begins what may begin now."""
+
+    def ticket(self) -> int:
+        self._tickets += 1
+        return self._tickets
+
+    def emit(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def send(self, link: Link, message: AnyMessage, now: float) -> None:
+        link.n_sent += 1
+        link.sent_at = now
+        self.counters.frames_sent += 1
+        self._effects.append(Send(link.route, encode(link.session, link.n_sent, message)))
+
+    def send_loose(self, route: bytes, session: Session, message: AnyMessage) -> None:
+        """A frame outside any live session's order: greetings, and answers to strangers."""
+        self.counters.frames_sent += 1
+        self._effects.append(Send(route, encode(session, 0, message)))
+
+    def accept(self, data: bytes | memoryview, now: float) -> tuple[Link | None, Frame] | None:
+        """Decodes a frame and finds its session; None if it was stale. Raises `PeerError` if it is no frame."""
+        frame = decode(data)
+        self.counters.frames_received += 1
+        link = self.links.get(frame.session)
+        if link is None:
+            self.counters.frames_stale += not isinstance(frame.message, Hello | Welcome | HelloRefused)
+        elif not isinstance(frame.message, NoSession):
+            if frame.seq <= link.heard:
+                self.counters.frames_stale += 1
+                return None
+            link.heard = frame.seq
+            link.heard_at = now
+        return link, frame
+
+    def watch(self, link: Link, now: float) -> None:
+        """Starts the two timers of a live session: our heartbeat and the peer's silence."""
+        self.timers.set(("beat", link), now + self.config.max_silence_s / 3)
+        self.timers.set(("silence", link), now + self._patience_s(link))
+
+    def unwatch(self, link: Link) -> None:
+        self.timers.cancel(("beat", link))
+        self.timers.cancel(("silence", link))
+
+    def on_link_timer(self, kind: str, link: Link, now: float) -> bool:
+        """Serves `watch`'s timers; True if the peer has been silent for too long."""
+        if kind == "beat":
+            due = link.sent_at + self.config.max_silence_s / 3
+            if due <= now:
+                self.send(link, Heartbeat(), now)
+                due = now + self.config.max_silence_s / 3
+            self.timers.set(("beat", link), due)
+            return False
+        silent_at = link.heard_at + self._patience_s(link)
+        if silent_at > now:
+            self.timers.set(("silence", link), silent_at)
+            return False
+        return True
+
+    def _patience_s(self, link: Link) -> float:
+        """A greeting that nobody follows up expires by our clock, whatever it promised."""
+        return min(link.silence_s, self.config.hello_s) if link.half_open else link.silence_s
+
+    def repeat(self, key: Hashable, now: float) -> None:
+        """Asks for `key` to come due again after `retry_s`: the side that waits repeats its question."""
+        self.timers.set(key, now + self.config.retry_s)
+
+
+@dataclass(slots=True)
+class Lateness:
+    """A turn that comes later than its own promise pushes its deadlines by the excess (DESIGN 7).
+
+    A node that had nothing due was idle, not late: nothing is pushed further than what was due is overdue.
+    """
+
+    promise_s: float
+    last_at: float = -1.0
+
+    def excess(self, due_at: float | None, now: float) -> float:
+        gap_s, self.last_at = now - self.last_at, now
+        return max(0.0, min(gap_s - self.promise_s, now - due_at)) if due_at is not None else 0.0

@@ -1,0 +1,535 @@
+"""Prefill and decode cores over a scriptable network, with real bytes and a clock that only moves when told.
+
+A `World` holds any number of both. Frames, writes, tags and scatters are queued; a test drops, holds or duplicates them by
+predicate and lets the rest run. Every landing write is checked against the ledger: no byte may land in staging memory or pages
+that were given back (I2).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pdstage.errors import TransportError
+from pdstage.layout import Key, Layout, Region, Row, View
+from pdstage.plan import HEAD_MAJOR, Rect, Select, Staging, selects, wire_order
+from pdstage.protocol import messages as m
+from pdstage.protocol.config import Config
+from pdstage.protocol.decode import DecodeCore, InRoom, PartPhase
+from pdstage.protocol.effects import Attach, Changed, Complaint, Detach, Gather, Scatter, Send, Write, WriteDirect
+from pdstage.protocol.handshake import _GOLDEN
+from pdstage.protocol.messages import room_key
+from pdstage.protocol.outbox import OutChunk, OutRoom
+from pdstage.protocol.prefill import PrefillCore
+from pdstage.protocol.room import State
+from pdstage.protocol.session import Link
+from pdstage.topology import Topology, shard_axis
+
+_space = itertools.count(1)
+PAGE, WIDTH = 4, 8
+
+
+class Memory:
+    """Named bytes at invented addresses, so that a stray address is an error and not a crash."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.base = next(_space) << 32
+        self.bytes = np.zeros(nbytes, np.uint8)
+
+    def at(self, address: int, nbytes: int) -> np.ndarray:
+        start = address - self.base
+        assert 0 <= start <= start + nbytes <= len(self.bytes), "an address outside its region"
+        return self.bytes[start : start + nbytes]
+
+
+def make_layout(
+    memory: Memory, *, heads: int, tp: int, rank: int, layers: tuple[int, int], n_pages: int, hnd: bool = False, page: int = PAGE
+) -> Layout:
+    """A K/V pool of one rank in `memory`: NHD or HND pages of `page` tokens."""
+    axis = shard_axis("kv_head", heads, tp, rank)
+    views, offset = [], 0
+    for layer in range(*layers):
+        for role in ("k", "v"):
+            row, shard = (WIDTH, page * WIDTH) if hnd else (axis.count * WIDTH, WIDTH)
+            item = page * axis.count * WIDTH
+            views.append(
+                View(
+                    key=Key("kv", role, layer), region=0, offset=offset, n_items=n_pages, item_stride=item,
+                    tokens_per_item=page, rows=(Row(1, row),), shards=axis.count, shard_stride=shard, width=WIDTH,
+                    axis=axis, format="u8",
+                )
+            )  # fmt: skip
+            offset += n_pages * item
+    return Layout.of((Region(memory.base, len(memory.bytes)),), views)
+
+
+def pool_nbytes(*, heads: int, tp: int, rank: int, layers: tuple[int, int], n_pages: int, page: int = PAGE) -> int:
+    return 2 * (layers[1] - layers[0]) * n_pages * page * shard_axis("", heads, tp, rank).count * WIDTH
+
+
+def cell(view: View, memory: Memory, pages: list[int], token: int, shard: int) -> np.ndarray:
+    """The `WIDTH` bytes of one token and local shard."""
+    page, t = divmod(token, view.tokens_per_item)
+    address = view.offset + pages[page] * view.item_stride + view.row_offset(t) + shard * view.shard_stride
+    return memory.bytes[address : address + view.width]
+
+
+def truth(layer: int, role: str, token: int, head: int, room: int) -> np.ndarray:
+    """What every cell of a room must hold, from a generator no implementation shares."""
+    seed = f"{room}/{layer}/{role}/{token}/{head}"
+    return np.frombuffer(random.Random(seed).randbytes(WIDTH), np.uint8)  # noqa: S311
+
+
+def staged(layout: Layout, memory: Memory, select: tuple[Select, ...], pages: list[int], rects: tuple[Rect, ...], wire: str):
+    """(staged offset, cell) of every cell of a chunk: the definition of the staged order, cell by cell."""
+    tokens = {r.component: (r.start, r.stop) for r in rects}
+    views, staging = layout.by_key(), Staging(layout, select)
+    for (key, first, count), offset in zip(staging.select, staging.offsets(tokens), strict=True):
+        view, (start, stop) = views[key], tokens[key.component]
+        order = [(t, s) for t in range(start, stop) for s in range(count)]
+        if wire == HEAD_MAJOR:
+            order.sort(key=lambda ts, v=view: (ts[0] // v.tokens_per_item, ts[1], ts[0]))
+        for n, (t, s) in enumerate(order):
+            yield offset + n * WIDTH, cell(view, memory, pages, t, first + s)
+
+
+@dataclass(eq=False)
+class Prefill:
+    name: bytes
+    core: PrefillCore
+    memory: Memory
+    buffers: list[np.ndarray]
+    alive: bool = True
+    complaints: list[str] = field(default_factory=list)
+    changes: list[tuple[bytes, int]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Decode:
+    name: bytes
+    core: DecodeCore
+    memory: Memory
+    staging: Memory
+    alive: bool = True
+    complaints: list[str] = field(default_factory=list)
+    changes: list[tuple[bytes, int]] = field(default_factory=list)
+    pages: dict[InRoom, list[int]] = field(default_factory=dict)
+
+    def nonces(self) -> set[int]:
+        """Its half of every session it has greeted with."""
+        return {(self.core.incarnation + n * _GOLDEN) % (1 << 64) for n in range(1, self.core._n_greeted + 1)}  # noqa: SLF001
+
+
+@dataclass(eq=False)
+class Item:
+    """Something on its way: `kind` is frame, write, done, tag, scatter, gather or fence."""
+
+    kind: str
+    src: Prefill | Decode
+    dst: Prefill | Decode
+    run: Callable[[], None]
+    message: object = None
+    tag: bytes = b""
+    fail: Callable[[], None] | None = None
+    """What a write becomes when its session is disconnected first."""
+
+    def __repr__(self) -> str:
+        return f"{self.kind} {self.src.name.decode()}>{self.dst.name.decode()} {self.message or ''}"
+
+
+class World:
+    """All ranks, everything under way, and the clock."""
+
+    def __init__(  # noqa: PLR0913
+        self, *, prefill: int = 1, decode: int = 1, heads: int = 2, layers: int = 2, n_pages: int = 16, lane_nbytes: int = 4096,
+        n_lanes: int = 1, n_buffers: int = 2, buffer_nbytes: int = 4096, path: str = "staged", dst_hnd: bool = False,
+        dst_page: int = PAGE, fences: bool = True, deadline_s: float = 1000.0,
+        choose: Callable[[OutChunk], bool] | None = None, **config: float,
+    ) -> None:  # fmt: skip
+        self.now = 0.0
+        self.fences, self.deadline_s = fences, deadline_s
+        self.choose = choose or (lambda _: self.path == "direct")
+        self.pick: Callable[[int], int] = lambda _: 0
+        self.lives = itertools.count(1)
+        self.written: set[tuple[object, ...]] = set()
+        self.fenced: set[m.Session] = set()
+        self.heads, self.layers, self.n_pages, self.path = heads, (0, layers), n_pages, path
+        self.lane_nbytes, self.n_lanes, self.dst_hnd, self.dst_page = lane_nbytes, n_lanes, dst_hnd, dst_page
+        self.n_buffers, self.buffer_nbytes = n_buffers, buffer_nbytes
+        self.config = Config(**config)
+        self.processes: list[Decode] = []
+        self.queue: list[Item] = []
+        self.held: list[Item] = []
+        self.log: list[str] = []
+        self.rules: list[tuple[Callable[[Item], bool], str]] = []
+        self.n_prefill, self.n_decode = prefill, decode
+        self.prefill = [self.make_prefill(rank) for rank in range(prefill)]
+        self.decode = [self.make_decode(rank) for rank in range(decode)]
+
+    # Building and rebuilding ranks.
+
+    def make_prefill(self, rank: int, life: int = 0) -> Prefill:
+        shape = {"heads": self.heads, "tp": self.n_prefill, "rank": rank, "layers": self.layers, "n_pages": self.n_pages}
+        memory = Memory(pool_nbytes(**shape))
+        core = PrefillCore(
+            1000 + rank + 100 * life, layout=make_layout(memory, **shape), topology=Topology(self.n_prefill, rank),
+            transport="test", description=b"", n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes,
+            config=self.config, choose=lambda chunk: self.choose(chunk),
+        )  # fmt: skip
+        buffers = [np.zeros(self.buffer_nbytes, np.uint8) for _ in range(self.n_buffers)]
+        return Prefill(b"P%d" % rank, core, memory, buffers)
+
+    def make_decode(self, rank: int, life: int = 0) -> Decode:
+        shape = {
+            "heads": self.heads, "tp": self.n_decode, "rank": rank, "layers": self.layers, "n_pages": self.n_pages,
+            "page": self.dst_page,
+        }  # fmt: skip
+        memory, staging = Memory(pool_nbytes(**shape)), Memory(self.lane_nbytes * self.n_lanes)
+        lanes = tuple(m.LaneSpan(staging.base + n * self.lane_nbytes, self.lane_nbytes) for n in range(self.n_lanes))
+        core = DecodeCore(
+            2000 + rank + 100 * life, layout=make_layout(memory, hnd=self.dst_hnd, **shape),
+            topology=Topology(self.n_decode, rank), transport="test", description=b"", lanes=lanes, config=self.config,
+        )  # fmt: skip
+        node = Decode(b"D%d" % rank, core, memory, staging)
+        self.processes.append(node)
+        return node
+
+    def restart(self, node: Prefill | Decode) -> Prefill | Decode:
+        """The same address, another process: the old one's memory and writes in flight stay behind."""
+        node.alive = False
+        rank = int(node.name[1:])
+        ranks, make = (self.prefill, self.make_prefill) if isinstance(node, Prefill) else (self.decode, self.make_decode)
+        ranks[rank] = make(rank, life=next(self.lives))  # type: ignore[operator]
+        return ranks[rank]
+
+    # What an engine does.
+
+    def announce(self, room: int, rank: int = 0) -> InRoom:
+        node = self.decode[rank]
+        writers = {n: p.name for n, p in enumerate(self.prefill)}
+        handle = node.core.announce(room_key(room), writers, self.now, deadline_s=self.deadline_s)
+        self.carry(node)
+        return handle
+
+    def bind(self, handle: InRoom, tokens: int, pages: list[int], rank: int = 0, *, prefix: int = 0, priority: int = 0) -> None:
+        node = self.decode[rank]
+        node.pages[handle] = pages
+        data = memoryview(np.array(pages, np.int32)).cast("B")
+        wire_items = (m.Items("kv", 0, data),) if self.path != "staged" else ()
+        asked = (m.Asked("kv", prefix, tokens),)
+        node.core.bind(handle, asked, {"kv": pages}, self.now, wire_items=wire_items, priority=priority)
+        self.carry(node)
+
+    def receive(self, room: int, tokens: int, pages: list[int], rank: int = 0, **how: int) -> InRoom:
+        handle = self.announce(room, rank)
+        self.bind(handle, tokens, pages, rank, **how)
+        return handle
+
+    def submit(self, room: int, rank: int = 0) -> OutRoom:
+        node = self.prefill[rank]
+        handle = node.core.submit(room_key(room), self.now)
+        self.carry(node)
+        return handle
+
+    def fill(self, room: int, tokens: int, pages: list[int], rank: int = 0) -> None:
+        """What the model computes: the room's truth into the rank's pool."""
+        node = self.prefill[rank]
+        for view in node.core.layout.views():
+            for token, shard in itertools.product(range(tokens), range(view.shards)):
+                head = view.axis.first + shard
+                cell(view, node.memory, pages, token, shard)[:] = truth(view.key.layer, view.key.role, token, head, room)
+
+    def chunk(self, handle: OutRoom, tokens: tuple[int, int], pages: list[int], rank: int = 0, *, ready: bool = True, layers=None):
+        node = self.prefill[rank]
+        low, high = layers or self.layers
+        rects = (Rect("kv", *tokens, low, high),)
+        source = node.core.chunk(handle, rects, {"kv": pages}, self.now, ready=ready)
+        self.carry(node)
+        return source
+
+    def finish(self, handle: OutRoom, rank: int = 0, aux: bytes | None = b"aux") -> None:
+        self.prefill[rank].core.finish(handle, aux, self.now)
+        self.carry(self.prefill[rank])
+
+    def send(self, room: int, tokens: int, pages: list[int], rank: int = 0, step: int = 0) -> OutRoom:
+        """A whole room from one rank, in chunks of `step` tokens."""
+        self.fill(room, tokens, pages, rank)
+        handle = self.submit(room, rank)
+        step = step or tokens
+        for start in range(0, tokens, step):
+            self.chunk(handle, (start, min(tokens, start + step)), pages, rank)
+        self.finish(handle, rank)
+        return handle
+
+    def check(self, handle: InRoom, room: int, tokens: int, rank: int = 0, prefix: int = 0) -> None:
+        """Success, and every byte asked for is the truth."""
+        assert handle.state is State.SUCCESS, (handle.state, handle.error)
+        node = self.decode[rank]
+        for view in node.core.layout.views():
+            for token, shard in itertools.product(range(prefix, tokens), range(view.shards)):
+                got = cell(view, node.memory, node.pages[handle], token, shard)
+                want = truth(view.key.layer, view.key.role, token, view.axis.first + shard, room)
+                assert np.array_equal(got, want), (view.key, token, shard)
+
+    # Rules about what is on its way.
+
+    def drop(self, want: Callable[[Item], bool]) -> None:
+        self.rules.append((want, "drop"))
+
+    def hold(self, want: Callable[[Item], bool]) -> None:
+        self.rules.append((want, "hold"))
+
+    def free(self) -> None:
+        """Forgets all rules; what was held goes on, in the order it was sent."""
+        self.rules.clear()
+        self.queue, self.held = self.held + self.queue, []
+
+    def duplicate(self, want: Callable[[Item], bool]) -> None:
+        """Delivers what `want` accepts twice."""
+        self.rules.append((want, "twice"))
+
+    def release_held(self, want: Callable[[Item], bool]) -> None:
+        ours = [item for item in self.held if want(item)]
+        self.held = [item for item in self.held if not want(item)]
+        self.queue = ours + self.queue
+
+    # Running.
+
+    def run(self, until: float | None = None, steps: int = 100_000) -> None:
+        """Delivers everything that may move; then, up to `until`, lets time pass from timer to timer."""
+        for _ in range(steps):
+            if self.queue:
+                self._deliver(self.queue.pop(self.pick(len(self.queue))))
+                continue
+            due = [node.core.next_at() for node in self.nodes() if node.core.next_at() is not None]
+            if until is None or not due or min(due) > until:
+                self.now = max(self.now, until or self.now)
+                return
+            self.now = max(self.now, min(due))
+            for node in self.nodes():
+                node.core.tick(self.now)
+                self.carry(node)
+        raise AssertionError("the world does not come to rest")
+
+    def nodes(self) -> list[Prefill | Decode]:
+        return [node for node in (*self.prefill, *self.decode) if node.alive]
+
+    def _deliver(self, item: Item) -> None:
+        for want, what in self.rules:
+            if want(item):
+                if what == "hold":
+                    self.held.append(item)
+                if what != "twice":
+                    return
+                self.queue.append(item)
+                break
+        self.log.append(repr(item))
+        item.run()
+
+    def greeter(self, session: m.Session) -> Decode:
+        """The decode process that drew this session, dead or alive: a write finds the memory it was meant for, or nothing."""
+        return next(p for p in self.processes if session.decode in p.nonces())
+
+    def node(self, name: bytes) -> Prefill | Decode:
+        return next(node for node in (*self.prefill, *self.decode) if node.name == name)
+
+    def carry(self, node: Prefill | Decode) -> None:
+        """The driver: queues what a core asked for."""
+        for effect in node.core.take_effects():
+            match effect:
+                case Send(route, frame):
+                    self._frame(node, route, frame)
+                case Gather() if isinstance(node, Prefill):
+                    self.queue.append(Item("gather", node, node, lambda e=effect: self._gather(node, e)))
+                case Write() if isinstance(node, Prefill):
+                    dst = self.greeter(effect.chunk.record.link.session)
+                    self._post(node, dst, effect, self._write)
+                case WriteDirect() if isinstance(node, Prefill):
+                    dst = self.greeter(effect.chunk.record.link.session)
+                    self._post(node, dst, effect, self._direct)
+                case Scatter() if isinstance(node, Decode):
+                    self.queue.append(Item("scatter", node, node, lambda e=effect: self._scatter(node, e)))
+                case Complaint(_, error):
+                    node.complaints.append(str(error))
+                case Changed(room):
+                    node.changes.append((room.key, room.status))
+                case Detach(link):
+                    if self.fences:
+                        self.queue.append(Item("fence", node, node, lambda k=link: self.fence(node, k)))
+                case Attach():
+                    pass
+                case _:
+                    raise AssertionError(effect)
+
+    def _frame(self, node: Prefill | Decode, route: bytes, frame: bytes) -> None:
+        dst = self.node(route)
+
+        def arrive() -> None:
+            target = self.node(route)
+            if target.alive:
+                target.core.receive(node.name, frame, self.now)
+                self.carry(target)
+
+        self.queue.append(Item("frame", node, dst, arrive, m.decode(frame).message))
+
+    def fence(self, node: Prefill | Decode, link: Link) -> None:
+        """The transport's disconnect: writes of the session that have not landed never will."""
+        if not node.alive:
+            return
+        self.fenced.add(link.session)
+        ours = [
+            item
+            for item in self.queue + self.held
+            if item.kind == "write" and node in {item.src, item.dst} and m.tag_session(item.tag) == link.session
+        ]
+        self.queue = [item for item in self.queue if item not in ours]
+        self.held = [item for item in self.held if item not in ours]
+        for item in ours:
+            assert item.fail is not None
+            item.fail()
+        node.core.fenced(link, self.now)
+        self.carry(node)
+
+    def _post(self, node: Prefill, dst: Decode, effect: Write | WriteDirect, land: Callable[..., None]) -> None:
+        def failed() -> None:
+            if node.alive:
+                node.core.completed(effect.ticket, self.now, TransportError("disconnected"))
+                self.carry(node)
+
+        def run() -> None:
+            if not dst.alive or m.tag_session(effect.tag) in self.fenced:
+                failed()
+                return
+            room = effect.chunk.record.room
+            assert room is not None
+            assert not (node.alive and room.released), "a write that reads released source memory"
+            land(node, dst, effect)
+
+        def fail() -> None:
+            self.queue.append(Item("done", node, node, failed, tag=effect.tag))
+
+        self.queue.append(Item("write", node, dst, run, tag=effect.tag, fail=fail))
+
+    def _gather(self, node: Prefill, effect: Gather) -> None:
+        if not node.alive:
+            return
+        chunk = effect.chunk
+        select = selects(node.core.layout, chunk.record.shares, chunk.rects)
+        buffer = node.buffers[effect.buffer]
+        buffer[:] = 0xEE
+        wire = wire_order(node.core.layout, chunk.record.link.layout)
+        for offset, src in staged(node.core.layout, node.memory, select, chunk.source.items["kv"], chunk.rects, wire):  # type: ignore[arg-type]
+            buffer[offset : offset + WIDTH] = src
+        node.core.gathered(effect.ticket, self.now)
+        self.carry(node)
+
+    def _write(self, node: Prefill, dst: Decode, effect: Write) -> None:
+        chunk = effect.chunk
+        grant = dst.core.holdings.at(chunk.lane, chunk.cursor)
+        mine = grant is not None and grant.request.link.session == chunk.record.link.session
+        assert mine and grant is not None and grant.state in ("granted", "quarantined"), "a write into released staging memory"
+        where = (dst.staging.base, grant.request.link.session, chunk.lane, chunk.cursor)
+        assert where not in self.written, "a lease written twice"
+        self.written.add(where)
+        dst.staging.at(effect.address, chunk.nbytes)[:] = node.buffers[effect.buffer][: chunk.nbytes]
+        self._landed(node, dst, effect.ticket, effect.tag)
+
+    def _direct(self, node: Prefill, dst: Decode, effect: WriteDirect) -> None:
+        chunk = effect.chunk
+        record = chunk.record
+        room = dst.core.epochs.get(record.epoch)
+        part = room.parts[chunk.record.link.session] if room is not None else None
+        assert part is not None and part.phase is not PartPhase.QUIET, "a write into released pages"
+        ours = {k: (n, a) for k, n, a in selects(node.core.layout, record.shares, chunk.rects)}
+        theirs = selects(record.link.layout, record.shares, chunk.rects)
+        pages = np.frombuffer(record.open.items[0].data, np.int32).tolist()
+        src_views, dst_views = node.core.layout.by_key(), record.link.layout.by_key()
+        for key, first, count in theirs:
+            for token, shard in itertools.product(range(chunk.rects[0].start, chunk.rects[0].stop), range(count)):
+                src = cell(src_views[key], node.memory, chunk.source.items["kv"], token, ours[key][0] + shard)  # type: ignore[arg-type]
+                cell(dst_views[key], dst.memory, pages, token, first + shard)[:] = src
+        self._landed(node, dst, effect.ticket, effect.tag)
+
+    def _landed(self, node: Prefill, dst: Decode, ticket: int, tag: bytes) -> None:
+        def done() -> None:
+            if node.alive:
+                node.core.completed(ticket, self.now)
+                self.carry(node)
+
+        def told() -> None:
+            if dst.alive:
+                dst.core.tag(tag, self.now)
+                self.carry(dst)
+
+        self.queue.append(Item("tag", node, dst, told, tag=tag))
+        self.queue.append(Item("done", node, node, done, tag=tag))
+
+    def _scatter(self, node: Decode, effect: Scatter) -> None:
+        if not node.alive:
+            return
+        landing = effect.landing
+        part = landing.part
+        assert not part.room.released, "a scatter into released pages"
+        select = selects(node.core.layout, part.shares, landing.rects)
+        wire = wire_order(part.link.layout, node.core.layout)
+        src = node.staging.at(landing.address, landing.nbytes)
+        for offset, dst in staged(node.core.layout, node.memory, select, node.pages[part.room], landing.rects, wire):
+            dst[:] = src[offset : offset + WIDTH]
+        node.core.scattered(effect.ticket, self.now)
+        self.carry(node)
+
+
+def is_message(*kinds: type) -> Callable[[Item], bool]:
+    """Frames that carry one of these messages."""
+    return lambda item: item.kind == "frame" and isinstance(item.message, kinds)
+
+
+def any_of(*wants: Callable[[Item], bool]) -> Callable[[Item], bool]:
+    return lambda item: any(want(item) for want in wants)
+
+
+def nth(n: int, want: Callable[[Item], bool]) -> Callable[[Item], bool]:
+    """The item number `n`, from 0, that `want` accepts."""
+    seen = itertools.count()
+    return lambda item: want(item) and next(seen) == n
+
+
+def is_kind(*kinds: str) -> Callable[[Item], bool]:
+    return lambda item: item.kind in kinds
+
+
+def first(n: int, want: Callable[[Item], bool]) -> Callable[[Item], bool]:
+    """The first `n` items that `want` accepts."""
+    left = [n]
+
+    def take(item: Item) -> bool:
+        if left[0] and want(item):
+            left[0] -= 1
+            return True
+        return False
+
+    return take
+
+
+def assert_flat(world: World) -> None:
+    """Nothing is left of any room: no lease, request, record or timer beyond the live sessions' own (I13, I14)."""
+    for node in world.nodes():
+        core = node.core
+        own = {(kind, link) for kind in ("beat", "silence") for link in core.links.values()}
+        left = {key for key in core.timers._at if key not in own and key != ("recalls",)}  # noqa: SLF001
+        assert not left, (node.name, left)
+        if isinstance(core, DecodeCore):
+            assert core.idle and not core.rooms, (node.name, core.epochs)
+            holdings = core.holdings.snapshot()
+            assert holdings[:2] == ((), ()), (node.name, holdings)
+            assert all(lane.head == lane.watermark and not lane.quarantined_nbytes for lane in core.holdings.lanes)
+            assert all(peer.link is not None and not peer.rooms for peer in core.peers.values())
+        else:
+            assert core.idle and not core.rooms and not core.records, (node.name, core.rooms, core.records)
+            assert sorted(core.buffers.free) == list(range(world.n_buffers))
+            assert not core._parked and not core._askers and not core._n_parked and not core._flights  # noqa: SLF001
+            assert not core.buffers._busy and not core.buffers._direct  # noqa: SLF001

@@ -1,0 +1,227 @@
+"""The ledger of leases: order, shares, windows, recall rules, quarantine (I3, I12, I13, I15)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdstage.protocol.holdings import Grant, Holdings, Request
+from pdstage.protocol.messages import LaneSpan, Session
+
+LANE = 2048
+
+
+def link(n: int) -> SimpleNamespace:
+    return Named(session=Session(n, 0))
+
+
+class Named(SimpleNamespace):
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+A, B = link(1), link(2)
+
+
+def holdings(*sizes: int) -> Holdings:
+    return Holdings(LaneSpan(n << 20, size) for n, size in enumerate(sizes or (LANE,)))
+
+
+def ask(who: SimpleNamespace, chunk: int, nbytes: int, *, epoch: int = 1, attempt: int = 0, priority: int = 0) -> Request:
+    return Request(who, epoch, chunk, attempt, nbytes, (), priority)
+
+
+def grant(held: Holdings, *requests: Request, now: float = 0.0) -> list[Grant]:
+    for request in requests:
+        held.wait(request)
+    granted = list(held.grant_waiting(now))
+    list(held.opened())
+    held.note_contention(now)
+    return granted
+
+
+def test_first_come_first_served_within_a_priority() -> None:
+    held = holdings()
+    full = grant(held, ask(A, 0, LANE), ask(A, 1, LANE))
+    assert [g.request.chunk for g in full] == [0, 1], "one lap ahead is granted closed"
+    order = [ask(A, 2, 256, priority=1), ask(A, 3, 256), ask(A, 4, 256, priority=1), ask(A, 5, 256)]
+    assert not grant(held, *order)
+    held.release(full[0], 0.0)
+    assert [g.request.chunk for g in grant(held)] == [3, 5, 2, 4]
+
+
+def test_a_large_request_is_not_overtaken_for_ever() -> None:
+    """A small one behind it would fit, but the queue is in order: else a large chunk starves (I11)."""
+    held = holdings()
+    full = grant(held, ask(A, 0, LANE), ask(A, 1, LANE // 2))
+    assert not grant(held, ask(B, 2, LANE), ask(link(3), 3, 256))
+    held.release(full[0], 0.0)
+    assert [g.request.chunk for g in grant(held)] == [2]
+    held.release(full[1], 0.0)
+    assert [g.request.chunk for g in grant(held)] == [3]
+
+
+def test_half_of_a_lane_at_most_while_others_wait() -> None:
+    held = holdings()
+    first = grant(held, ask(A, 0, LANE // 2), ask(A, 1, LANE // 2), ask(A, 2, LANE // 2), ask(A, 3, LANE // 2))
+    assert len(first) == 4, "alone, a session may have it all, both laps"
+    assert not grant(held, ask(A, 4, 256), ask(A, 5, 256), ask(B, 6, 256))
+    held.release(first[0], 0.0)
+    assert [g.request.chunk for g in grant(held)] == [6, 4, 5], "B is not behind A's backlog; then A is alone again"
+
+
+def test_a_resent_request_stays_queued_once_in_its_place() -> None:
+    held = holdings()
+    full = grant(held, ask(A, 0, LANE), ask(A, 1, LANE))
+    grant(held, ask(A, 2, 256), ask(A, 3, 256))
+    for attempt in range(5):
+        grant(held, ask(A, 2, 256, attempt=attempt))
+    held.release(full[0], 0.0)
+    assert [(g.request.chunk, g.request.attempt) for g in grant(held)] == [(2, 4), (3, 0)]
+
+
+def test_what_no_lane_can_ever_serve_is_given_back_at_once() -> None:
+    held = holdings(1024, 2048)
+    grant(held, ask(A, 0, 2048), ask(A, 1, 2048), ask(A, 2, 1024), ask(A, 3, 1024))
+    refused = grant(held, ask(A, 4, 2049), ask(A, 5, 2048))
+    assert [(type(r), r.chunk) for r in refused] == [(Request, 4)]
+    assert held.find(A, 1, 4) is None
+    assert isinstance(held.find(A, 1, 5), Request)
+
+
+def test_quarantine_carves_out_and_delays_none() -> None:
+    """I12, I13: with half of the only lane quarantined the other half still serves, again and again."""
+    held = holdings()
+    (stuck,) = grant(held, ask(A, 0, LANE // 2))
+    held.quarantine(stuck, 0.0)
+    assert held.largest() == LANE // 2
+    for chunk in range(1, 50):
+        (mine,) = grant(held, ask(B, chunk, LANE // 2))
+        assert held.is_open(mine), "it never waits for the stuck one"
+        assert mine.cursor % LANE == LANE // 2
+        held.land(mine)
+        held.release(mine, 0.0)
+    refused = grant(held, ask(B, 50, LANE))
+    assert isinstance(refused[0], Request), "told at once that it does not fit"
+    held.release(stuck, 0.0)
+    assert held.largest() == LANE
+    assert isinstance(grant(held, ask(B, 51, LANE))[0], Grant)
+
+
+def test_recall_a_open_without_a_tag_while_something_waits() -> None:
+    held = holdings()
+    (idle,) = grant(held, ask(A, 0, 1024))
+    assert not held.to_recall(100.0, 2.0, 1.0), "nothing waits: let it be late"
+    grant(held, ask(B, 1, LANE), now=100.0)
+    assert not held.to_recall(101.9, 2.0, 9.0)
+    assert held.to_recall(102.0, 2.0, 9.0) == [idle]
+    idle.listed = True
+    assert not held.to_recall(102.0, 2.0, 9.0), "its writer says it was written"
+    idle.listed = False
+    held.land(idle)
+    assert not held.to_recall(102.0, 2.0, 9.0), "landed is ours to finish"
+
+
+def test_recall_b_closed_behind_a_stuck_head_when_another_lane_would_grant() -> None:
+    held = holdings(2048, 2048)
+    first = grant(held, ask(A, 0, 2048), ask(A, 1, 2048), ask(B, 2, 1024))
+    head, other, closed = first
+    assert (head.lane, other.lane, closed.lane) == (0, 1, 0)
+    assert not held.is_open(closed)
+    assert not held.to_recall(50.0, 1000.0, 1.0), "no other lane would grant it"
+    held.land(other)
+    held.release(other, 50.0)
+    assert held.to_recall(50.0, 1000.0, 1.0) == [closed]
+    assert not held.to_recall(0.5, 1000.0, 1.0), "lane 0 has not stood still for long enough"
+
+
+def test_recall_c_on_the_bytes_of_a_quarantined_span_one_lap_on() -> None:
+    held = holdings()
+    stuck, other = grant(held, ask(A, 0, 1024), ask(A, 1, 1024))
+    (above,) = grant(held, ask(B, 2, 1024))
+    assert above.cursor == 2048
+    held.quarantine(stuck, 0.0)
+    assert held.to_recall(0.0, 1000.0, 1000.0) == [above], "at once: it can only come back"
+    held.release(above, 0.0)
+    assert not held.to_recall(0.0, 1000.0, 1000.0)
+    assert held.lanes[0].watermark == other.cursor, "the watermark passed the stuck span as if padding"
+
+
+def test_a_quarantined_closed_lease_is_no_contention() -> None:
+    held = holdings()
+    first, closed = grant(held, ask(A, 0, LANE), ask(A, 1, LANE))
+    assert held.contended
+    held.land(first)
+    held.quarantine(closed, 0.0)
+    list(held.opened())
+    assert not held.contended
+    assert first.state == "landed"
+
+
+def test_opened_tells_each_closed_lease_once_its_window_opens() -> None:
+    held = holdings()
+    first, second, third = grant(held, ask(A, 0, LANE), ask(A, 1, 1024), ask(A, 2, 1024))
+    assert not list(held.opened())
+    held.release(first, 0.0)
+    assert list(held.opened()) == [second, third]
+    assert not list(held.opened())
+
+
+def test_forgotten_requests_do_not_pile_up_behind_a_blocked_head() -> None:
+    """Rooms that give up while they wait leave nothing behind (I14)."""
+    held = holdings()
+    grant(held, ask(A, 0, LANE), ask(A, 1, LANE), ask(A, 2, LANE))
+    for epoch in range(2, 2000):
+        held.wait(ask(A, 0, 256, epoch=epoch))
+        held.forget_requests(A, epoch)
+    assert len(held._queues[A]) <= 64 + 4 * 2
+    held.forget_requests(A)
+    assert not held._queues
+    assert not held._waiting
+
+
+REQUEST = st.tuples(
+    st.sampled_from([A, B]), st.integers(1, 3), st.integers(0, 5), st.sampled_from([128, 256, 700, 1024, LANE]), st.integers(0, 2)
+)  # fmt: skip
+STEP = st.one_of(st.tuples(st.just("ask"), REQUEST), st.tuples(st.sampled_from(["land", "release", "quarantine"]), st.integers(0, 9)))
+
+
+@given(st.lists(STEP, max_size=60), st.sampled_from([(LANE,), (LANE, 1024)]))
+def test_any_order_of_events_keeps_the_ledger(steps: list, sizes: tuple[int, ...]) -> None:
+    """Live leases are disjoint, watermarks rise, and when all is released nothing is left (I3, I4, I14)."""
+    held = holdings(*sizes)
+    live: list[Grant] = []
+    marks = [0] * len(sizes)
+    for now, (what, detail) in enumerate(steps):
+        if what == "ask":
+            who, epoch, chunk, nbytes, priority = detail
+            if not isinstance(held.find(who, epoch, chunk), Grant):
+                held.wait(ask(who, chunk, nbytes, epoch=epoch, priority=priority))
+        elif live:
+            one = live[detail % len(live)]
+            if what == "release":
+                held.release(one, now)
+                live.remove(one)
+            elif one.state == "granted" and (what == "quarantine" or held.is_open(one)):
+                (held.land if what == "land" else lambda g: held.quarantine(g, 0.0))(one)
+        live += [g for g in held.grant_waiting(now) if isinstance(g, Grant)]
+        for n, lane in enumerate(held.lanes):
+            spans = sorted((g.cursor, g.cursor + g.request.nbytes) for g in live if g.lane == n)
+            assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+            assert all(start % sizes[n] + stop - start <= sizes[n] for start, stop in spans)
+            assert lane.watermark >= marks[n]
+            marks[n] = lane.watermark
+        assert set(held._at.values()) == set(live)
+    while live:
+        held.release(live.pop(), 99.0)
+        live += [g for g in held.grant_waiting(99.0) if isinstance(g, Grant)]
+    list(held.opened())
+    assert not held.contended
+    assert held.snapshot()[:2] == ((), ())
+    assert not held._claims
+    assert not held._held
+    assert not held._queues
+    assert not held._waiting
+    assert all(lane.head == lane.watermark for lane in held.lanes)

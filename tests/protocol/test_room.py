@@ -1,0 +1,72 @@
+"""The room table: every (state, event), and that terminal states absorb (I1)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdstage.errors import Aborted, PdstageError
+from pdstage.protocol.room import TRANSITIONS, Event, Room, State
+
+B, W, T, S, F = State.BOOTSTRAPPING, State.WAITING_FOR_INPUT, State.TRANSFERRING, State.SUCCESS, State.FAILED
+
+# Written out, not read from the implementation: (state, event) -> next state, None where nothing changes.
+TABLE = {
+    (B, Event.CONNECTED): W, (B, Event.MOVED): None, (B, Event.COMPLETED): None, (B, Event.FAILED): F,
+    (W, Event.CONNECTED): None, (W, Event.MOVED): T, (W, Event.COMPLETED): S, (W, Event.FAILED): F,
+    (T, Event.CONNECTED): None, (T, Event.MOVED): None, (T, Event.COMPLETED): S, (T, Event.FAILED): F,
+    (S, Event.CONNECTED): None, (S, Event.MOVED): None, (S, Event.COMPLETED): None, (S, Event.FAILED): None,
+    (F, Event.CONNECTED): None, (F, Event.MOVED): None, (F, Event.COMPLETED): None, (F, Event.FAILED): None,
+}  # fmt: skip
+
+
+def room_in(state: State) -> Room:
+    room = Room(b"r")
+    room.status = int(state)
+    return room
+
+
+def test_the_table_is_whole() -> None:
+    assert set(TABLE) == set(itertools.product(State, Event))
+    assert {pair: state for pair, state in TABLE.items() if state is not None} == TRANSITIONS
+
+
+@pytest.mark.parametrize(("state", "event"), TABLE, ids=lambda value: value.name)
+def test_every_event_in_every_state(state: State, event: Event) -> None:
+    room = room_in(state)
+    after = TABLE[state, event]
+    assert room.on(event, Aborted("x")) is (after is not None)
+    assert room.state is (state if after is None else after)
+    assert (room.error is not None) is (after is F)
+
+
+def test_values_are_the_peers_kvpoll() -> None:
+    assert [state.value for state in (F, B, W, T, S)] == [0, 1, 2, 3, 4]
+    assert min(S, F) is F, "a minimum over ranks is the state of all"
+
+
+@given(st.lists(st.sampled_from(Event)), st.sampled_from([S, F]))
+def test_terminal_states_absorb(events: list[Event], state: State) -> None:
+    room = room_in(state)
+    first = PdstageError("the first reason")
+    room.error = first if state is F else None
+    for event in events:
+        assert not room.on(event, PdstageError("a later reason"))
+    assert room.state is state
+    assert room.error is (first if state is F else None)
+
+
+@given(st.lists(st.sampled_from(Event), max_size=12))
+def test_release_keeps_the_state_and_happens_once(events: list[Event]) -> None:
+    room = Room(b"r")
+    for event in events:
+        room.on(event, PdstageError("x"))
+    state = room.state
+    assert not room.released
+    assert room.release()
+    assert not room.release()
+    assert (room.state, room.released, room.status) == (state, True, state | 0x80)
+    assert room.ended is (state in {S, F})

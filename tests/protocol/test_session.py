@@ -1,0 +1,403 @@
+"""Sessions: seq, staleness, heartbeats, silence, late turns, greetings that are refused, repeated, replaced or left half-open."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdstage.errors import DeadlineExceeded, PeerError
+from pdstage.protocol import messages as m
+from pdstage.protocol.effects import Complaint, Detach, Send
+from pdstage.protocol.room import State
+from pdstage.protocol.session import Lateness, Link
+from tests.pair import Decode, Memory, Prefill, World, assert_flat, is_kind, is_message, make_layout
+
+
+def met(world: World) -> tuple[Prefill, Decode, Link, Link]:
+    """A world whose pair has greeted, with no room left."""
+    handle = world.announce(0)
+    world.run()
+    world.decode[0].core.abort(handle, "only to greet", world.now)
+    world.carry(world.decode[0])
+    world.run()
+    (at_prefill,), (at_decode,) = world.prefill[0].core.links.values(), world.decode[0].core.links.values()
+    assert at_prefill.session == at_decode.session
+    return world.prefill[0], world.decode[0], at_prefill, at_decode
+
+
+@given(st.lists(st.integers(1, 12), max_size=40))
+def test_only_a_rising_seq_is_accepted(seqs: list[int]) -> None:
+    """Duplicates and what was overtaken are dropped and counted (I4, I6)."""
+    prefill, _, link, _ = met(World())
+    stale, best = prefill.core.counters.frames_stale, link.heard
+    base = best
+    for n in seqs:
+        prefill.core.receive(b"D0", m.encode(link.session, base + n, m.Ask(1, b"i0")), 0.0)
+        fresh = base + n > best
+        best = max(best, base + n)
+        stale += not fresh
+        assert link.heard == best
+        assert bool(prefill.core.take_effects()) is fresh, "a stale frame has no effect"
+    assert prefill.core.counters.frames_stale == stale
+
+
+def test_a_frame_of_an_unknown_session_is_counted_and_answered_with_our_name() -> None:
+    prefill, decode, link, _ = met(World())
+    for node, name in ((prefill, b"D0"), (decode, b"P0")):
+        core = node.core
+        stale = core.counters.frames_stale
+        other = m.Session(link.session.decode ^ 1, link.session.writer)
+        core.receive(name, m.encode(other, 9, m.Heartbeat()), 0.0)
+        (answer,) = core.take_effects()
+        assert isinstance(answer, Send)
+        assert m.decode(answer.frame) == m.Frame(other, 0, m.NoSession(core.incarnation))
+        assert core.counters.frames_stale == stale + 1
+        core.receive(name, m.encode(other, 9, m.NoSession(1)), 0.0)
+        core.receive(name, m.encode(other, 9, m.Bye()), 0.0)
+        assert not core.take_effects(), "NoSession and Bye are not answered: two strangers would never end"
+
+
+def test_heartbeats_keep_an_idle_session_alive() -> None:
+    world = World(max_silence_s=1.0)
+    met(world)
+    world.run(until=100.0)
+    assert world.prefill[0].core.links
+    assert world.decode[0].core.links
+    beats = sum("Heartbeat" in line for line in world.log)
+    assert 500 <= beats <= 700, "a third of the promise apart, each way, and no more"
+
+
+def test_a_silent_peer_is_lost_after_its_own_promise() -> None:
+    world = World(max_silence_s=2.0)
+    _, decode, _, link = met(world)
+    handle = world.receive(1, 8, [0, 1])
+    world.run()
+    world.drop(lambda item: item.src is world.prefill[0])
+    heard_at = link.heard_at
+    world.run(until=heard_at + 1.9)
+    assert handle.state is State.WAITING_FOR_INPUT
+    world.run(until=heard_at + 2.1)
+    assert isinstance(handle.error, DeadlineExceeded)
+    assert "silent for 2.0 s" in str(handle.error)
+    assert link.session not in decode.core.links
+
+
+def test_a_late_turn_pushes_its_deadlines_by_the_excess() -> None:
+    """A process that was stopped judges nobody by the time it slept: its peers had no chance to be heard."""
+    world = World(max_silence_s=2.0, wait_s=8.0)
+    _, decode, _, link = met(world)
+    handle = world.receive(1, 8, [0, 1])
+    world.run(until=4.0)
+    core, wait_at = decode.core, core_deadline(decode, "wait")
+    heard_at, last_at = link.heard_at, core._lateness.last_at
+    core.receive(b"P0", m.encode(link.session, link.heard + 1, m.Heartbeat()), last_at + 30.0)  # inputs are read first
+    core.tick(last_at + 30.0)
+    assert not handle.ended, handle.error
+    assert core_deadline(decode, "wait") == pytest.approx(wait_at + 28.0), "30 s late, of which it had promised 2"
+    assert heard_at < last_at
+    core.tick(wait_at + 28.1)
+    assert handle.ended
+
+
+def core_deadline(node: Decode, kind: str) -> float:
+    return next(at for key, (at, _) in node.core.timers._at.items() if key[0] == kind)
+
+
+def test_lateness_counts_from_what_was_due() -> None:
+    lateness = Lateness(2.0)
+    assert lateness.excess(None, 0.0) == 0.0
+    assert lateness.excess(1.0, 1.5) == 0.0
+    assert lateness.excess(2.0, 11.5) == pytest.approx(8.0)
+    assert lateness.excess(None, 1000.0) == 0.0, "an idle node is not late"
+    assert lateness.excess(2000.2, 2000.0) == 0.0, "nor is one whose first deadline was just set"
+    assert lateness.excess(2999.0, 3000.0) == 1.0, "nor by more than that deadline is overdue"
+
+
+def test_an_idle_node_keeps_its_deadlines() -> None:
+    """A node without peers never ticks; the deadlines of the first room after an hour must hold all the same (I10)."""
+    world = World(hello_s=5.0)
+    world.drop(is_kind("frame"))
+    decode = world.decode[0]
+    decode.core.tick(0.0)
+    world.now = 3600.0
+    handle = world.announce(1)
+    decode.core.tick(3600.0)
+    world.run(until=3606.0)
+    assert handle.state is State.FAILED
+    assert "no answer from b'P0' in 5.0 s" in str(handle.error)
+
+
+def test_hello_is_repeated_until_welcome_and_answered_alike() -> None:
+    world = World()
+    world.drop(is_message(m.Welcome))
+    handle = world.announce(0)
+    world.run(until=1.0)
+    assert len(world.prefill[0].core.links) == 1
+    assert sum("Hello" in line for line in world.log) >= 4
+    world.free()
+    world.run(until=1.5)
+    assert handle.state is State.WAITING_FOR_INPUT
+    assert len(world.prefill[0].core.links) == 1
+
+
+def test_a_half_open_session_expires_whatever_it_promised() -> None:
+    world = World(hello_s=3.0)
+    prefill, decode = world.prefill[0], world.decode[0]
+    hello = decode.core._hello
+    forged = m.Hello(hello.topology, hello.layout, "test", b"", hello.lanes, 1e300, ())
+    prefill.core.receive(b"D9", m.encode(m.Session(77, 0), 0, forged), 0.0)
+    assert prefill.core.links
+    prefill.core.tick(1.0)
+    prefill.core.tick(2.9)
+    assert prefill.core.links
+    prefill.core.tick(3.1)
+    assert not prefill.core.links
+    assert prefill.core.counters.sessions_lost == 0, "it never was one"
+
+
+def test_half_open_sessions_and_peers_are_capped() -> None:
+    world = World(max_half_open=3)
+    prefill = world.prefill[0]
+    hello = m.encode
+    for n in range(5):
+        prefill.core.receive(b"X%d" % n, hello(m.Session(n + 1, 0), 0, world.decode[0].core._hello), 0.0)
+    assert len(prefill.core.links) == 3
+    refused = [e for e in prefill.core.take_effects() if isinstance(e, Complaint)]
+    assert len(refused) == 2
+    assert "too many half-open" in str(refused[0].error)
+    for link in list(prefill.core.links.values()):
+        prefill.core.receive(link.route, hello(link.session, 1, m.Heartbeat()), 0.0)
+    world.prefill[0].core.receive(b"X9", hello(m.Session(99, 0), 0, world.decode[0].core._hello), 0.0)
+    assert len(prefill.core.links) == 4, "confirmed ones do not count"
+
+
+def test_the_first_frame_of_a_new_session_replaces_the_old_one() -> None:
+    world = World()
+    prefill, decode, link, _ = met(world)
+    room = world.send(3, 8, [0, 1])
+    handle = world.receive(3, 8, [0, 1])
+    assert not handle.ended
+    assert not room.ended
+    fresh = world.restart(decode)
+    world.hold(lambda item: item.kind == "frame" and not isinstance(item.message, m.Hello | m.Welcome))
+    world.announce(4)
+    world.run()
+    assert len(prefill.core.links) == 2, "half-open beside the old: Hello alone proves nothing"
+    world.free()
+    world.run()
+    assert list(prefill.core.links.values()) != [link]
+    assert len(prefill.core.links) == 1
+    assert room.state is State.FAILED
+    assert "greeted again" in str(room.error)
+    assert fresh.core.links
+
+
+def test_a_lost_session_is_never_resumed() -> None:
+    """A Hello of it that comes late begins nothing: its seq would start at zero, and its leases would be granted twice."""
+    world = World(max_silence_s=1.0)
+    prefill, decode, link, _ = met(world)
+    hello = m.encode(m.Session(link.session.decode, 0), 0, decode.core._hello)
+    world.drop(is_kind("frame"))
+    world.run(until=10.0)
+    assert not prefill.core.links
+    world.free()
+    prefill.core.take_effects()
+    prefill.core.receive(b"D0", hello, world.now)
+    assert not prefill.core.links
+    assert not prefill.core.take_effects()
+    world.announce(1)
+    world.run(until=12.0)
+    (again,) = prefill.core.links
+    assert again.decode != link.session.decode
+
+
+def test_what_prefill_remembers_of_lost_sessions_is_bounded() -> None:
+    prefill = World().prefill[0].core
+    for n in range(5000):
+        session = m.Session(n + 1, prefill.incarnation)
+        prefill.receive(b"D", m.encode(m.Session(n + 1, 0), 0, HELLO), 0.0)
+        prefill.receive(b"D", m.encode(session, 1, m.Bye()), 0.0)
+        prefill.take_effects()
+    assert not prefill.links
+    assert not prefill._at
+    assert len(prefill._lost) <= 4096
+    assert not len(prefill.timers)
+
+
+HELLO = World().decode[0].core._hello
+
+
+def test_a_refusal_of_another_greeting_is_ignored() -> None:
+    world = World()
+    world.hold(is_message(m.Hello))
+    handle = world.announce(0)
+    world.decode[0].core.receive(b"P0", m.encode(m.Session(12345, 0), 0, m.HelloRefused("old news")), 0.0)
+    assert not handle.ended
+    world.free()
+    world.run()
+    assert handle.state is State.WAITING_FOR_INPUT
+
+
+def refused(world: World) -> tuple[str, str, object]:
+    """Both sides' words, and the room that could not be."""
+    handle = world.announce(0)
+    world.run()
+    assert handle.state is State.FAILED
+    assert isinstance(handle.error, PeerError)
+    assert handle.released
+    return str(handle.error), world.prefill[0].complaints[0] if world.prefill[0].complaints else "", handle
+
+
+def other_layout(world: World, **change: object) -> None:
+    """Gives the prefill rank a layout that differs in one thing."""
+    from dataclasses import replace  # noqa: PLC0415
+
+    from pdstage.layout import Layout  # noqa: PLC0415
+
+    core = world.prefill[0].core
+    views = [replace(view, **{k: v(view) if callable(v) else v for k, v in change.items()}) for view in core.layout.views()]
+    core._welcome = m.Welcome(
+        core._welcome.topology, Layout.of(core.layout.regions, views), "test", b"", core.config.max_silence_s, ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"format": "bf16"}, "format bf16 at prefill, u8 at decode"),
+        ({"width": 4}, "1 runs of 4 bytes a shard at prefill, 1 of 8 at decode"),
+        ({"axis": lambda view: view.axis._replace(total=4)}, "axis kv_head of 4 shards at prefill, kv_head of 2 at decode"),
+        ({"axis": lambda view: view.axis._replace(name="head")}, "axis head of 2 shards at prefill, kv_head of 2 at decode"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused_in_words_on_both_sides(change: dict[str, object], word: str) -> None:
+    world = World()
+    other_layout(world, **change)
+    at_decode, at_prefill, _ = refused(world)
+    assert word in at_decode
+    assert word in at_prefill
+    assert not world.prefill[0].core.links
+    assert not world.decode[0].core.peers
+    assert_flat(world)
+
+
+def test_decode_refuses_a_welcome_that_does_not_fit() -> None:
+    """Prefill may be an older build that checks less: decode looks for itself."""
+    world = World()
+    prefill = world.prefill[0].core
+    other_layout(world, format="bf16")
+    prefill._hello_problem = lambda _: ""  # type: ignore[method-assign]
+    handle = world.announce(0)
+    world.run()
+    assert "a prefill rank does not fit" in str(handle.error)
+    assert "format bf16" in str(handle.error)
+
+
+def test_a_writer_without_every_layer_is_refused_when_rooms_connect() -> None:
+    """No mismatch of two views, but nobody holds layer 1: shares() names it."""
+    world = World()
+    core = world.prefill[0].core
+    memory = Memory(4096)
+    core._welcome = m.Welcome(
+        core._welcome.topology, make_layout(memory, heads=2, tp=1, rank=0, layers=(0, 1), n_pages=16), "test", b"", 10.0, ()
+    )
+    at_decode, _, _ = refused(world)
+    assert "no prefill rank holds shard 0" in at_decode
+    assert "layer=1" in at_decode
+
+
+def test_another_transport_is_refused_in_words_on_both_sides() -> None:
+    world = World()
+    core = world.prefill[0].core
+    core._welcome = m.Welcome(core._welcome.topology, core.layout, "rdma", b"", 10.0, ())
+    at_decode, at_prefill, _ = refused(world)
+    assert "transport 'test' at decode, 'rdma' at prefill" in at_decode
+    assert "transport 'test' at decode, 'rdma' at prefill" in at_prefill
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        {"lanes": ()},
+        {"lanes": (m.LaneSpan(0, 0),)},
+        {"lanes": (m.LaneSpan(0, 256),) * m.DIRECT},
+        {"max_silence_s": float("inf")},
+        {"max_silence_s": float("nan")},
+        {"max_silence_s": -1.0},
+    ],
+    ids=["no lanes", "empty lane", "too many lanes", "inf", "nan", "negative"],
+)
+def test_a_hello_that_makes_no_sense_is_refused(hello: dict[str, object]) -> None:
+    world = World()
+    whole = {field: getattr(HELLO, field) for field in HELLO.__struct_fields__} | hello
+    world.prefill[0].core.receive(b"D0", m.encode(m.Session(5, 0), 0, m.Hello(**whole)), 0.0)
+    assert not world.prefill[0].core.links
+    answers = [m.decode(e.frame).message for e in world.prefill[0].core.take_effects() if isinstance(e, Send)]
+    assert [type(answer) for answer in answers] == [m.HelloRefused]
+
+
+def test_no_answer_to_hello_fails_the_room_in_time() -> None:
+    world = World(hello_s=2.0)
+    world.drop(is_kind("frame"))
+    handle = world.announce(0)
+    world.run(until=1.9)
+    assert not handle.ended
+    world.run(until=2.1)
+    assert isinstance(handle.error, DeadlineExceeded)
+    assert not world.decode[0].core.peers
+    assert not len(world.decode[0].core.timers)
+    world.free()
+    world.run(until=3.0)
+    handle = world.announce(0)
+    world.run(until=4.0)
+    assert handle.state is State.WAITING_FOR_INPUT, "the next room greets anew"
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_garbage_is_a_complaint_and_nothing_else(side: str) -> None:
+    world = World()
+    prefill, decode, *_ = met(world)
+    node = prefill if side == "prefill" else decode
+    for data in (b"", b"GET / HTTP/1.1", bytes(100), b"Pd\1\0" + bytes(24) + b"\xc1"):
+        node.core.receive(b"??", data, world.now)
+    effects = node.core.take_effects()
+    assert len(effects) == 4
+    assert all(isinstance(effect, Complaint) for effect in effects)
+    assert node.core.counters.frames_malformed == 4
+    assert node.core.links
+
+
+@pytest.mark.parametrize(
+    ("side", "message"),
+    [
+        ("prefill", m.Reserve(1, 0, 0, 128, ())), ("prefill", m.CloseOk(1, (), None)), ("prefill", m.Drained(1)),
+        ("decode", m.Open(1, b"i0", (), (), (), 0, 1, False, 0, 1.0)), ("decode", m.Lease(1, 0, 0, 0, 0, 0, 0)),
+        ("decode", m.Abort(1, "", False)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)  # fmt: skip
+def test_a_message_of_the_other_role_ends_the_session(side: str, message: m.AnyMessage) -> None:
+    world = World()
+    prefill, decode, *_ = met(world)
+    node = prefill if side == "prefill" else decode
+    (link,) = node.core.links.values()
+    node.core.receive(link.route, m.encode(link.session, link.heard + 1, message), world.now)
+    assert not node.core.links
+    effects = node.core.take_effects()
+    assert any(isinstance(effect, Detach) for effect in effects)
+    assert "check the peer's role" in str(next(e for e in effects if isinstance(e, Complaint)).error)
+
+
+def test_bye_ends_a_session_at_once_and_in_peace() -> None:
+    world = World()
+    prefill, decode, *_ = met(world)
+    prefill.core.bye(world.now)
+    world.carry(prefill)
+    world.run()
+    assert not decode.core.links
+    assert not decode.core.peers
+    decode.core.bye(world.now)
+    world.carry(decode)
+    world.run(until=world.now + 60.0)
+    assert not prefill.core.links
