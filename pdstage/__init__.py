@@ -1,0 +1,76 @@
+"""pdstage moves a request's KV cache from the ranks that prefilled it to the ranks that will decode it.
+
+The two sides may differ in tensor-parallel size, page size and memory order. Kernels gather the scattered pieces of a
+request into contiguous staging memory, one write carries them, and kernels scatter them into place.
+
+To use it, read `manager`: `PrefillNode` and `DecodeNode` are what an engine holds. To understand it, read on in this order:
+
+    topology, layout, tensors    where an engine keeps a request's state, and which shards of it a rank holds
+    plan                         who sends which bytes to whom, and the order in which they are staged
+    kernels                      gather and scatter; kernels/reference.py is the definition of correct
+    ring                         staging memory as lanes of leases behind a watermark
+    protocol                     the two cores, without sockets or clock: messages, room, prefill, decode
+    transport, control, stager   the doors to the fabric, to peers, and to the kernels
+    manager                      the driver that ties them together, on one screen
+
+Importing this package imports neither torch nor zmq nor a transport: each comes with the first node that needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
+from pdstage.layout import Component, Key, Layout, Region, Row, View
+from pdstage.topology import Axis, Topology
+
+if TYPE_CHECKING:
+    from pdstage.kernels import Pool
+    from pdstage.manager import DecodeNode, Items, PrefillNode, Receiver, Sender
+    from pdstage.protocol.config import Config
+    from pdstage.protocol.room import State
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Aborted",
+    "Axis",
+    "Component",
+    "Config",
+    "DeadlineExceeded",
+    "DecodeNode",
+    "Items",
+    "Key",
+    "Layout",
+    "PdstageError",
+    "PeerError",
+    "Pool",
+    "PrefillNode",
+    "Receiver",
+    "Region",
+    "Row",
+    "Sender",
+    "State",
+    "Topology",
+    "TransportError",
+    "UsageError",
+    "View",
+]
+
+_LAZY = {
+    "Config": "pdstage.protocol.config",
+    "DecodeNode": "pdstage.manager",
+    "Items": "pdstage.manager",
+    "Pool": "pdstage.kernels",
+    "PrefillNode": "pdstage.manager",
+    "Receiver": "pdstage.manager",
+    "Sender": "pdstage.manager",
+    "State": "pdstage.protocol.room",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'pdstage' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

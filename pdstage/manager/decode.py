@@ -1,0 +1,327 @@
+"""The decode node and its receivers: what an engine calls where tokens are generated.
+
+Layer 5. Must not know how the core decides; it carries out scatters and looks prefill ranks up.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, assert_never
+
+from pdstage.errors import Aborted, PdstageError, PeerError, UsageError
+from pdstage.layout import Region
+from pdstage.manager.items import Checked, GivenItems, GivenTokens, check
+from pdstage.manager.handle import Handle
+from pdstage.manager.node import DEFAULT_SWITCH_S, Node
+from pdstage.plan import wire_order
+from pdstage.protocol import messages as m
+from pdstage.protocol.decode import DecodeCore, InRoom
+from pdstage.protocol.effects import (
+    Attach,
+    Changed,
+    Complaint,
+    Detach,
+    Effect,
+    Gather,
+    Scatter,
+    Send,
+    Write,
+    WriteDirect,
+)
+from pdstage.protocol.room import State
+from pdstage.transport import Done, Inbound, PostFailed, Transport
+
+if TYPE_CHECKING:
+    from pdstage.control.bootstrap import Advert
+    from pdstage.kernels import Pool
+    from pdstage.manager.prefill import CudaEvent
+    from pdstage.protocol.config import Config
+    from pdstage.protocol.session import Link
+    from pdstage.topology import Topology
+
+
+class _Bound:
+    """What `bind` was given, until the core may have it."""
+
+    __slots__ = ("after", "asked", "checked", "priority")
+
+    def __init__(
+        self, checked: dict[str, Checked], asked: tuple[m.Asked, ...], priority: int, after: CudaEvent | None
+    ) -> None:
+        self.checked = checked
+        self.asked = asked
+        self.priority = priority
+        self.after = after
+
+
+class Receiver(Handle):
+    """One room at its decode rank. Its pages must stay reserved until `released`."""
+
+    __slots__ = ("bound", "room")
+
+    room: InRoom | None
+    _node: DecodeNode  # type: ignore[assignment]
+
+    def __init__(self, node: DecodeNode, key: bytes) -> None:
+        super().__init__(node, None, key)
+        self.bound: _Bound | None = None
+
+    @property
+    def aux(self) -> bytes | None:
+        """The request's aux row as prefill gave it to `finish`; there once the state is Success."""
+        return self.room.aux if self.room is not None else None
+
+    @property
+    def ready_to_bind(self) -> bool:
+        """Whether prefill has computed everything and only waits for `bind`, for engines that allocate late."""
+        return self.room is not None and self.room.ready_to_bind
+
+    def bind(
+        self,
+        items: GivenItems,
+        tokens: GivenTokens = None,
+        *,
+        prefix_tokens: int = 0,
+        after: CudaEvent | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Publishes where the room's state goes: `tokens` (start, stop, by component; all that `items` cover if None).
+
+        Of components with positions, tokens below `prefix_tokens` are here already and are not sent. `after` is an event; until
+        it is done the engine may still use the pages, and nothing is opened. Lower `priority` goes first. Raises `UsageError` for
+        items out of range, named twice or too few; the room stays unbound then.
+        """
+        self._node.bind(self, items, tokens, prefix_tokens, after, priority)
+
+    def abort(self, reason: str = "aborted by the engine") -> None:
+        """Gives the room up: it fails here and at every writer. `released` tells when its pages are safe."""
+        self._node.abort(self, reason)
+
+
+class DecodeNode(Node[DecodeCore]):
+    """One decode rank.
+
+    `pool` holds the KV memory, `topology` the rank's place among those that receive a room together. `staging_nbytes` are split
+    into `n_lanes` lanes. With `path="staged"` peers may write staging memory only; "direct" and "auto" let them write the pool.
+    The other arguments are those of `PrefillNode`.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        topology: Topology,
+        *,
+        transport: str | Transport = "auto",
+        path: str = "auto",
+        staging_nbytes: int = 256 << 20,
+        staging: object = None,
+        n_lanes: int = 2,
+        bind: str = "tcp://127.0.0.1:0",
+        config: Config | None = None,
+        progress: str = "inline",
+        switch_interval_s: float | None = DEFAULT_SWITCH_S,
+        insecure: bool = False,
+    ) -> None:
+        super().__init__(
+            pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, staging=staging, bind=bind,
+            config=config, progress=progress, switch_interval_s=switch_interval_s, insecure=insecure,
+        )  # fmt: skip
+        lanes = tuple(m.LaneSpan(part.base, part.nbytes, part.kind, part.device) for part in self.memory.parts(n_lanes))
+        self.core = DecodeCore(
+            self.incarnation, layout=pool.layout, topology=topology, transport=self.transport.traits.name,
+            description=self.transport.describe(), lanes=lanes, config=self.config,
+            features=("direct",) if path != "staged" else (),
+        )  # fmt: skip
+        self._wires: dict[Link, str] = {}
+        self._receivers: dict[bytes, Receiver] = {}
+        self._binding: list[Receiver] = []
+        self._answers: list[tuple[Receiver, list[Advert] | None, PdstageError | None, float]] = []
+        self._start()
+
+    # What receivers call.
+
+    def receive(
+        self,
+        room: m.RoomId,
+        prefill: str,
+        *,
+        dp_rank: int | None = None,
+        instance: str | None = None,
+        deadline_s: float = 600.0,
+    ) -> Receiver:
+        """Announces that `room` will come from the prefill engine that `prefill`, a bootstrap's `host:port`, names.
+
+        Returns at once; who serves the room is looked up meanwhile. Raises `UsageError` if the room is being received already.
+        """
+        if not 0 < deadline_s < float("inf"):
+            raise UsageError(f"deadline_s={deadline_s} for room {room!r}", remedy="give a positive, finite number")
+        key = m.room_key(room)
+        with self.use():
+            held = self._receivers.get(key)
+            if held is not None and held.status & 0x7F not in (State.FAILED, State.SUCCESS):
+                raise UsageError(
+                    f"room {room!r} is being received already", remedy="wait for its end, or abort it", room=room
+                )
+            receiver = self._receivers[key] = Receiver(self, key)
+            adverts = self.directory.cached(prefill, dp_rank, instance)
+            if adverts is not None:
+                self._announce(receiver, adverts, deadline_s)
+        if adverts is None:
+            until = time.monotonic() + min(deadline_s, self.config.hello_s)
+
+            def answer(found: list[Advert] | None, error: PdstageError | None) -> None:
+                self._answers.append((receiver, found, error, deadline_s))
+                self.socket.wake()
+
+            try:
+                self.directory.lookup(prefill, dp_rank, instance, until, answer)
+            except PdstageError:
+                del self._receivers[key]
+                raise
+        else:
+            self.kick()
+        return receiver
+
+    def bind(
+        self,
+        receiver: Receiver,
+        items: GivenItems,
+        tokens: GivenTokens,
+        prefix_tokens: int,
+        after: CudaEvent | None,
+        priority: int,
+    ) -> None:
+        layout = self.pool.layout
+        checked = check(layout, items, tokens, unique=True)
+        if prefix_tokens < 0:
+            raise UsageError(f"prefix_tokens={prefix_tokens} for room {receiver.key!r}", remedy="give at least 0")
+        asked = []
+        for name, one in checked.items():
+            start = max(one.start, prefix_tokens) if layout.component(name).positional else one.start
+            asked.append(m.Asked(name, min(start, one.stop), one.stop))
+        with self.use():
+            if receiver.bound is not None:
+                raise UsageError(
+                    f"room {receiver.key!r} is bound already", remedy="call bind() once", room=receiver.key
+                )
+            receiver.bound = _Bound(checked, tuple(sorted(asked)), priority, after)
+            self._binding.append(receiver)
+        self.kick()
+
+    def abort(self, receiver: Receiver, reason: str) -> None:
+        with self.use():
+            if receiver.room is not None:
+                self.core.abort(receiver.room, reason, time.monotonic())
+            else:
+                self._end(receiver, Aborted(f"room {receiver.key!r} was aborted: {reason}"))
+        self.kick()
+
+    # What the core asks for.
+
+    def _carry(self, effect: Effect) -> None:
+        match effect:
+            case Scatter(ticket, landing):
+                part = landing.part
+                wire = self._wires.get(part.link) or self._wire(part.link)
+                items = {name: given.index for name, given in part.room.items.items()}  # type: ignore[attr-defined]
+                src = Region(landing.address, landing.nbytes)
+                self.stager.scatter(ticket, part.shares, landing.rects, wire, items, src)
+            case Gather() | Write() | WriteDirect() | Send() | Changed() | Complaint() | Attach() | Detach():
+                raise AssertionError(f"a decode core asked for {effect}")
+            case _:
+                assert_never(effect)
+
+    def _wire(self, link: Link) -> str:
+        wire = self._wires[link] = wire_order(link.layout, self.pool.layout)
+        return wire
+
+    def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
+        if isinstance(event, Inbound):
+            self.core.tag(event.tag, now)
+
+    def _on_staged(self, ticket: int, error: PdstageError | None, now: float) -> None:
+        self.core.scattered(ticket, now, error)
+
+    def _turn_once(self) -> bool:
+        if self._answers or self._binding:
+            with self._lock:
+                self._take_answers()
+                self._take_bindings()
+        return super()._turn_once()
+
+    def _take_answers(self) -> None:
+        answers, self._answers = self._answers, []
+        for receiver, adverts, error, deadline_s in answers:
+            if receiver.status & 0x7F == State.FAILED:
+                continue
+            if adverts is None:
+                self._end(receiver, error or PeerError("the directory gave no answer"))
+            else:
+                self._announce(receiver, adverts, deadline_s)
+
+    def _announce(self, receiver: Receiver, adverts: list[Advert], deadline_s: float) -> None:
+        problem = next((a for a in adverts if a.version != m.VERSION), None)
+        if problem is not None:
+            what = f"{problem.where} speaks wire version {problem.version}, this node {m.VERSION}"
+            self._end(receiver, PeerError(what, remedy="run one version on both sides"))
+            return
+        writers = {a.topology.unique_rank: self.socket.connect(a.endpoint) for a in adverts}
+        room = self.core.announce(receiver.key, writers, time.monotonic(), deadline_s=deadline_s)
+        receiver.room = room
+        self._handles[room] = receiver
+        receiver.status = room.status
+
+    def _take_bindings(self) -> None:
+        binding, self._binding = self._binding, []
+        for receiver in binding:
+            bound = receiver.bound
+            if bound is None or receiver.status & 0x7F == State.FAILED:
+                continue
+            if receiver.room is None or (bound.after is not None and not bound.after.query()):
+                self._binding.append(receiver)
+                continue
+            wire_items: tuple[m.Items, ...] = ()
+            if self.path != "staged":
+                wire_items = tuple(
+                    m.Items(name, one.first_token, memoryview(one.pages.data).cast("B"))
+                    for name, one in bound.checked.items()
+                )
+            self.core.bind(
+                receiver.room,
+                bound.asked,
+                bound.checked,
+                time.monotonic(),
+                wire_items=wire_items,
+                priority=bound.priority,
+            )
+
+    def _end(self, receiver: Receiver, error: PdstageError) -> None:
+        """A room that never reached the core: nothing was said, so nothing is held."""
+        receiver.error = error
+        receiver.status = State.FAILED | 0x80
+        self._receivers.pop(receiver.key, None)
+        self._ended.append(receiver)
+        self.notify()
+
+    def _on_changed(self, room: object) -> None:
+        super()._on_changed(room)  # type: ignore[arg-type]
+        if isinstance(room, InRoom) and room.ended:
+            held = self._receivers.get(room.key)
+            if held is not None and held.room is room:
+                del self._receivers[room.key]
+
+    def _detach(self, link: Link) -> None:
+        self._wires.pop(link, None)
+        super()._detach(link)
+
+    def _holds_nothing(self, link: Link) -> bool:
+        return not self.core.holds(link)
+
+    def _is_fenced(self) -> bool:
+        return self.transport.traits.fences
+
+    def _in_flight(self) -> bool:
+        return False
+
+    def _must_ask(self) -> bool:
+        return bool(self.core.epochs) or bool(self._binding)

@@ -1,0 +1,139 @@
+"""The pages or slots an engine names for a room, checked once and copied (I9).
+
+Layer 5. Must not know nodes or protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from pdstage.errors import UsageError
+from pdstage.kernels import Index
+from pdstage.plan import Rect
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from pdstage.layout import Component, Layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Items:
+    """Pages or slots of one component: item i covers tokens `[first_token + i*T, first_token + (i+1)*T)`.
+
+    `pages` is a one-dimensional sequence of integers; it is copied, never modified.
+    """
+
+    pages: npt.ArrayLike
+    first_token: int = 0
+
+
+GivenItems: TypeAlias = "Mapping[str, Items | npt.ArrayLike] | npt.ArrayLike"
+GivenTokens: TypeAlias = "Mapping[str, tuple[int, int]] | tuple[int, int] | int | None"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checked:
+    """Items as the kernels and the wire take them, with the tokens they serve."""
+
+    component: str
+    pages: npt.NDArray[np.int32]
+    first_token: int
+    start: int
+    stop: int
+    index: Index
+
+
+def check(layout: Layout, items: GivenItems, tokens: GivenTokens, *, unique: bool) -> dict[str, Checked]:
+    """Normalises what an engine passed; raises `UsageError` naming the component, the place and the value.
+
+    A bare array stands for the layout's only component, a bare number n of tokens for `(0, n)`, no tokens for all that the
+    items cover. `unique`: a page may not be named twice (destinations).
+    """
+    by_name: Mapping[str, Items | npt.ArrayLike]
+    if hasattr(items, "keys"):
+        by_name = items  # type: ignore[assignment]
+    else:
+        by_name = {_only(layout, "items").name: items}  # type: ignore[dict-item]
+    if isinstance(tokens, tuple | int):
+        tokens = {_only(layout, "tokens").name: tokens if isinstance(tokens, tuple) else (0, tokens)}
+    checked = {}
+    for name, given in by_name.items():
+        component = layout.component(name)
+        span = tokens.get(name) if tokens is not None else None
+        checked[name] = _check_one(component, given if isinstance(given, Items) else Items(given), span, unique=unique)
+    for name in tokens or ():
+        if name not in by_name:
+            raise UsageError(f"tokens of {name!r} without its items", remedy="give the items too", component=name)
+    return checked
+
+
+def rects_of(layout: Layout, checked: Mapping[str, Checked], layers: tuple[int, int] | None) -> tuple[Rect, ...]:
+    """One rectangle a component, over `layers` (all of its own if None)."""
+    rects = []
+    for one in checked.values():
+        numbers = [view.key.layer for view in layout.component(one.component).views]
+        low, high = layers or (min(numbers), max(numbers) + 1)
+        if one.start < one.stop and any(low <= number < high for number in numbers):
+            rects.append(Rect(one.component, one.start, one.stop, low, high))
+    return tuple(sorted(rects))
+
+
+def _only(layout: Layout, what: str) -> Component:
+    if len(layout.components) != 1:
+        names = ", ".join(component.name for component in layout.components)
+        raise UsageError(f"{what} given without a component's name", remedy=f"give a mapping; there are {names}")
+    return layout.components[0]
+
+
+def _check_one(component: Component, items: Items, span: tuple[int, int] | None, *, unique: bool) -> Checked:
+    name, per_item = component.name, component.tokens_per_item
+    pages = _as_int32(name, items.pages)
+    first = items.first_token
+    start, stop = span if span is not None else (first, first + len(pages) * per_item)
+    fields = {"component": name}
+    if not first <= start <= stop or stop > first + len(pages) * per_item:
+        covered = f"{first}..{first + len(pages) * per_item}"
+        remedy = f"give the items of every {per_item} tokens, from first_token on"
+        raise UsageError(
+            f"tokens {start}..{stop} of {name!r} are not in items that cover {covered}", remedy=remedy, **fields
+        )
+    if len(pages):
+        bad = np.flatnonzero((pages < 0) | (pages >= component.n_items))
+        if len(bad):
+            at = int(bad[0])
+            remedy = f"give items of 0..{component.n_items - 1}"
+            raise UsageError(
+                f"item {at} of {name!r} is {pages[at]}, out of range", remedy=remedy, position=at, **fields
+            )
+        if unique:
+            _check_unique(name, pages)
+    return Checked(name, pages, first, start, stop, Index.of(pages, first))
+
+
+def _as_int32(name: str, pages: npt.ArrayLike | Sequence[int]) -> npt.NDArray[np.int32]:
+    array = np.asarray(pages)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise UsageError(
+            f"items of {name!r} are {array.dtype} of shape {array.shape}",
+            remedy="give one dimension of integers",
+            component=name,
+        )
+    if array.size and (int(array.max()) > np.iinfo(np.int32).max or int(array.min()) < np.iinfo(np.int32).min):
+        raise UsageError(f"items of {name!r} exceed 32 bits", remedy="give page or slot numbers", component=name)
+    return array.astype(np.int32)  # always a copy: the caller's array stays the caller's (I9)
+
+
+def _check_unique(name: str, pages: npt.NDArray[np.int32]) -> None:
+    ordered = np.sort(pages)
+    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if len(twice):
+        page = int(ordered[twice[0]])
+        raise UsageError(
+            f"item {page} of {name!r} is named twice", remedy="a destination takes each item once", component=name
+        )

@@ -1,0 +1,399 @@
+"""The driver: one lock, one loop, one core.
+
+Layer 5. Must not know which role its core has: `prefill` and `decode` carry out their own effects.
+
+A turn is: receive -> lock -> feed the core -> take effects -> unlock -> carry them out. Only one thread turns at a time. With
+`progress="inline"` every poll of the engine is a turn; with `progress="thread"` a thread of the node's own turns, and waits
+on the control socket and the transport in between.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
+
+import numpy as np
+
+from pdstage.control.zmq import ControlSocket
+from pdstage.cost import CostModel
+from pdstage.errors import PdstageError, UsageError
+from pdstage.manager.handle import Handle
+from pdstage.manager.lookup import Directory
+from pdstage.protocol.config import Config
+from pdstage.protocol.effects import Attach, Changed, Complaint, Detach, Effect, Send
+from pdstage.protocol.room import State
+from pdstage.protocol.session import Core
+from pdstage.stager import Memory, Stager
+from pdstage.transport import Done, Inbound, PostFailed, Transport, open_transport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+
+    from pdstage.kernels import Pool
+    from pdstage.layout import Region
+    from pdstage.protocol.room import Room
+    from pdstage.protocol.session import Link
+    from pdstage.topology import Topology
+
+log = logging.getLogger("pdstage")
+
+PATHS = ("auto", "direct", "staged")
+_NAP_S = 50e-6
+_PATIENCE_S = 1e-3
+_DEAD_CHECK_S = 0.5
+_SWITCH_S = 1e-4
+
+
+AnyCore = TypeVar("AnyCore", bound=Core)
+
+
+class Node(ABC, Generic[AnyCore]):
+    """One rank's node. Use as a context manager, or `close()` it: that ends its rooms and gives all memory back."""
+
+    core: AnyCore
+
+    def __init__(
+        self,
+        pool: Pool,
+        topology: Topology,
+        *,
+        transport: str | Transport,
+        path: str,
+        staging_nbytes: int,
+        staging: object,
+        bind: str,
+        config: Config | None,
+        progress: str,
+        switch_interval_s: float | None,
+        insecure: bool,
+    ) -> None:
+        if path not in PATHS:
+            raise UsageError(f"path {path!r}", remedy=f"choose one of {', '.join(PATHS)}")
+        if progress not in ("inline", "thread"):
+            raise UsageError(f"progress {progress!r}", remedy='choose "inline" or "thread"')
+        self.pool, self.topology, self.path = pool, topology, path
+        self.config = config or Config()
+        self.incarnation = secrets.randbits(63) | 1
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._turning = threading.Lock()
+        self._news = threading.Condition()
+        self._ended: list[Handle] = []
+        self._handles: dict[Room, Handle] = {}
+        self._lost: list[Link] = []
+        self._dead_check_at = 0.0
+        self._closed = False
+        self._failure: BaseException | None = None
+        self.memory = Memory(staging_nbytes, staging)
+        self.stager = Stager(pool)
+        self.transport = open_transport(transport) if isinstance(transport, str) else transport
+        self.directory = Directory()
+        exposed = [self.memory.region, *(self._pool_regions() if path != "staged" else ())]
+        try:
+            self.transport.register(exposed)
+            identity = b"n" + self.incarnation.to_bytes(8, "little")
+            self.socket = ControlSocket(bind, identity=identity, insecure=insecure)
+        except BaseException:
+            self.transport.close()
+            raise
+        traits = self.transport.traits
+        self.cost = CostModel(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
+        self._thread: threading.Thread | None = None
+        self._progress = progress
+        self._switch_interval_s = switch_interval_s
+
+    def _pool_regions(self) -> tuple[Region, ...]:
+        return self.pool.layout.regions
+
+    def _start(self) -> None:
+        """Starts the thread, if this node has one; the constructor's last step."""
+        if self._progress == "thread":
+            if self._switch_interval_s is not None:
+                # Beside a busy Python thread a waking one waits for the interpreter's switch interval, 5 ms by default.
+                sys.setswitchinterval(min(self._switch_interval_s, sys.getswitchinterval()))
+            self._thread = threading.Thread(target=self._run, name="pdstage-node", daemon=True)
+            self._thread.start()
+
+    # The loop.
+
+    def turn(self, wait_s: float = 0.0) -> bool:
+        """One turn: everything that has arrived, every deadline that has passed. Waits up to `wait_s` for something.
+
+        False if another thread is in one: it is woken, and will do what there is to do.
+        """
+        if os.getpid() != self._pid:
+            raise UsageError("a node was used in a forked child", remedy="make the node after the fork")
+        if not self._turning.acquire(blocking=False):
+            self.socket.wake()
+            return False
+        try:
+            if wait_s > 0:
+                self._wait(wait_s)
+            busy = True
+            while busy and not self._closed:
+                busy = self._turn_once()
+        except BaseException as error:
+            self._fail_everything(error)
+            raise
+        finally:
+            self._turning.release()
+        return True
+
+    def _turn_once(self) -> bool:
+        messages = self.socket.recv()
+        events = self.transport.poll()
+        staged = self.stager.poll()
+        with self._lock:
+            now = time.monotonic()
+            for route, frames in messages:
+                for frame in frames:
+                    self.core.receive(route, frame, now)  # type: ignore[attr-defined]
+            for event in events:
+                self._on_transport(event, now)
+            for ticket, error in staged:
+                self._on_staged(ticket, error, now)
+            self.core.tick(now)  # type: ignore[attr-defined]
+            effects = self.core.take_effects()
+        self._carry_out(effects)
+        if self._lost:
+            self._check_lost()
+        return bool(effects)
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        outgoing: dict[bytes, list[bytes]] = {}
+        for effect in effects:
+            match effect:
+                case Send(route, frame):
+                    outgoing.setdefault(route, []).append(frame)
+                case Changed(room):
+                    self._on_changed(room)
+                case Complaint(route, error):
+                    log.warning("peer %s: %s", route.hex(), error)
+                case Attach(link, description):
+                    self._attach(link, description)
+                case Detach(link):
+                    self._detach(link)
+                case _:
+                    self._carry(effect)
+        for route, frames in outgoing.items():
+            self.socket.send(route, frames)
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self.turn(self._patience_s())
+        except BaseException:
+            log.exception("the node's thread ended")
+
+    def _patience_s(self) -> float:
+        """How long nothing can happen that neither the socket nor the transport would announce."""
+        with self._lock:
+            next_at = self.core.next_at()
+        until_s = 1.0 if next_at is None else next_at - time.monotonic()
+        return min(max(until_s, 1e-4), 1.0)
+
+    def _wait(self, wait_s: float) -> None:
+        fds = self.transport.filenos()
+        if fds or not self._must_ask():
+            self.socket.wait(wait_s, fds)
+        elif not self.socket.wait(0.0).messages:  # the transport has no descriptor to wait on: short naps instead
+            if self._in_flight():
+                time.sleep(min(wait_s, _NAP_S))
+            else:
+                self.socket.wait(min(wait_s, _PATIENCE_S))
+
+    # What the roles say.
+
+    @abstractmethod
+    def _carry(self, effect: Effect) -> None:
+        """Carries out an effect of this role; ends in `assert_never`."""
+
+    @abstractmethod
+    def _on_staged(self, ticket: int, error: PdstageError | None, now: float) -> None: ...
+
+    @abstractmethod
+    def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None: ...
+
+    @abstractmethod
+    def _in_flight(self) -> bool:
+        """Whether something of ours is under way in the transport."""
+
+    @abstractmethod
+    def _must_ask(self) -> bool:
+        """Whether a transport without descriptors may have something to say."""
+
+    # Sessions and the transport.
+
+    def _attach(self, link: Link, description: bytes) -> None:
+        try:
+            self.transport.connect(label(link), description)
+        except PdstageError as error:
+            log.warning("peer %s: %s", link.route.hex(), error)
+            with self._lock:
+                self.core.lose(link, error, time.monotonic())  # type: ignore[attr-defined]
+
+    def _detach(self, link: Link) -> None:
+        self.directory.forget()
+        self.transport.disconnect(label(link))
+        self._lost.append(link)
+        self._dead_check_at = 0.0
+
+    def _check_lost(self) -> None:
+        now = time.monotonic()
+        if now < self._dead_check_at:
+            return
+        self._dead_check_at = now + _DEAD_CHECK_S
+        for link in list(self._lost):
+            if self._is_fenced() or self.transport.proved_dead(label(link)):
+                self._lost.remove(link)
+                with self._lock:
+                    self.core.fenced(link, now)  # type: ignore[attr-defined]
+            elif self._holds_nothing(link):
+                self._lost.remove(link)
+
+    @abstractmethod
+    def _is_fenced(self) -> bool:
+        """Whether the transport's disconnect alone makes a lost session harmless to this role."""
+
+    def _holds_nothing(self, link: Link) -> bool:
+        return False
+
+    # Rooms.
+
+    def _on_changed(self, room: Room) -> None:
+        handle = self._handles.get(room)
+        if handle is None:
+            return
+        ended = handle.status & 0x7F in (State.SUCCESS, State.FAILED)
+        handle.error = room.error
+        handle.status = room.status
+        if room.ended and not ended:
+            self._ended.append(handle)
+        if room.released:
+            del self._handles[room]
+        self.notify()
+
+    def notify(self) -> None:
+        """Wakes whoever waits for a room in thread mode."""
+        if self._thread is not None:
+            with self._news:
+                self._news.notify_all()
+
+    def poll_many(self, handles: Sequence[Handle]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
+        """One turn in inline mode; then (states, released) of `handles`, to be MIN-reduced over TP ranks.
+
+        states: int8 `State` values; released: uint8, 1 once the room's memory may be reused. Both in the order given.
+        """
+        self.progress_inline()
+        status = np.frombuffer(bytes([handle.status for handle in handles]), np.uint8)
+        return (status & 0x7F).view(np.int8), status >> np.uint8(7)
+
+    def completions(self) -> list[Handle]:
+        """The handles whose rooms ended since the last call."""
+        self.progress_inline()
+        with self._lock:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def use(self) -> threading.RLock:
+        """The lock, for a call of the engine; raises `UsageError` once the node is closed or has failed."""
+        if self._closed:
+            raise UsageError("this node is closed", remedy="make a new one")
+        if self._failure is not None:
+            raise UsageError("this node failed before", remedy="close it and make a new one") from self._failure
+        return self._lock
+
+    def progress_inline(self) -> None:
+        self.use()
+        if self._progress == "inline":
+            self.turn()
+
+    def kick(self) -> None:
+        """After the engine gave the core something: carries it out now, or wakes the thread that does."""
+        if self._progress == "inline":
+            self.turn()
+        else:
+            self.socket.wake()
+
+    def wait_for(self, done: Callable[[], bool], timeout_s: float | None, what: str) -> None:
+        """Turns (or lets the thread turn) until `done()`; raises `TimeoutError` after `timeout_s`."""
+        deadline_at = None if timeout_s is None else time.monotonic() + timeout_s
+        while not done():
+            self.use()
+            left_s = 1.0 if deadline_at is None else deadline_at - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"{what} did not get there in {timeout_s} s")
+            if self._progress == "inline":
+                self.turn(min(left_s, self._patience_s()))
+            else:
+                with self._news:
+                    if not done():
+                        self._news.wait(min(left_s, 0.1))
+
+    def stats(self) -> dict[str, int]:
+        """Totals since the start, by name; see `pdstage.metrics.Counters`."""
+        with self._lock:
+            return self.core.counters.as_dict()
+
+    def _fail_everything(self, error: BaseException) -> None:
+        """The driver's last resort: no room may hang because the driver broke."""
+        self._failure = error
+        for handle in list(self._handles.values()):
+            if handle.status & 0x7F not in (State.SUCCESS, State.FAILED):
+                failed = PdstageError(f"the node's driver failed: {error!r}", remedy="see the cause; make a new node")
+                failed.__cause__ = error
+                handle.error = failed
+                handle.status = State.FAILED
+
+    # The end.
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Fails the rooms still open, waits up to `timeout_s` for their writers to be quiet, and gives everything back."""
+        if self._closed:
+            return
+        self.directory.close()
+        if self._failure is None and os.getpid() == self._pid:
+            self._close_rooms(timeout_s)
+        self._closed = True
+        self.socket.wake()
+        if self._thread is not None:
+            self._thread.join()
+        self.transport.close()
+        self.socket.close()
+
+    def _close_rooms(self, timeout_s: float) -> None:
+        deadline_at = time.monotonic() + timeout_s
+        with self._lock:
+            self.core.close(time.monotonic())  # type: ignore[attr-defined]
+        self.kick()
+        while not self.core.idle and time.monotonic() < deadline_at:  # type: ignore[attr-defined]
+            if self._progress == "inline":
+                self.turn(0.01)
+            else:
+                time.sleep(0.001)
+        if self.core.quiet:  # type: ignore[attr-defined]
+            with self._lock:
+                self.core.bye(time.monotonic())  # type: ignore[attr-defined]
+            self.kick()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def label(link: Link) -> str:
+    """A session's name at the transport; a lost session's successor has another."""
+    return f"{link.session.decode:016x}-{link.session.writer:016x}"
+
+
+DEFAULT_SWITCH_S = _SWITCH_S

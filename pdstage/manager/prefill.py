@@ -1,0 +1,364 @@
+"""The prefill node and its senders: what an engine calls where prompts are computed.
+
+Layer 5. Must not know how the core decides; it carries out gathers and writes.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, assert_never
+
+import numpy as np
+
+from pdstage.control.bootstrap import Advert, BootstrapServer
+from pdstage.errors import PdstageError, UsageError
+from pdstage.layout import Region
+from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, rects_of
+from pdstage.manager.handle import Handle
+from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
+from pdstage.manager.posts import Posts
+from pdstage.plan import Stagings, selects, wire_order
+from pdstage.protocol.effects import (
+    Attach,
+    Changed,
+    Complaint,
+    Detach,
+    Effect,
+    Gather,
+    Scatter,
+    Send,
+    Write,
+    WriteDirect,
+)
+from pdstage.protocol.messages import VERSION, RoomId, room_key
+from pdstage.protocol.outbox import OutChunk, OutRoom
+from pdstage.protocol.prefill import PrefillCore
+from pdstage.spans import DirectPlan, Index
+from pdstage.transport import Done, Inbound, PostFailed, Spans, Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from typing import Protocol
+
+    from pdstage.kernels import Pool
+    from pdstage.protocol.config import Config
+    from pdstage.protocol.outbox import Source
+    from pdstage.protocol.session import Link
+    from pdstage.topology import Topology
+
+    class CudaEvent(Protocol):
+        """What `ready` takes: `torch.cuda.Event`, or anything that says whether it is done."""
+
+        def query(self) -> bool: ...
+
+
+_MOST_PLANS = 1024
+
+
+class Sender(Handle):
+    """One room at its prefill rank. Its chunks' pages must stay as they are until `released`."""
+
+    __slots__ = ("room",)
+
+    room: OutRoom
+    _node: PrefillNode  # type: ignore[assignment]
+
+    @property
+    def prefix_tokens(self) -> int | None:
+        """The first token that any destination asks for; None before all have opened."""
+        return self._node.prefix_tokens(self.room)
+
+    @property
+    def max_chunk_tokens(self) -> int | None:
+        """The most tokens that travel as one chunk to every destination; None before all have opened. Longer ones are split."""
+        return self._node.max_chunk_tokens(self.room)
+
+    @property
+    def backlog_nbytes(self) -> int:
+        """Bytes given to `chunk` that no write has carried yet, summed over destinations."""
+        return self._node.backlog_nbytes(self.room)
+
+    def chunk(
+        self,
+        items: GivenItems,
+        tokens: GivenTokens = None,
+        layers: tuple[int, int] | None = None,
+        ready: CudaEvent | None = None,
+    ) -> None:
+        """More of the room: `tokens` (absolute, start and stop, by component) stored in `items`, of `layers` (all if None).
+
+        `ready` is an event after which the data exists; leases are sought meanwhile. Raises `UsageError` for items that are
+        out of range or do not cover the tokens; nothing is sent then.
+        """
+        self._node.add_chunk(self, items, tokens, layers, ready)
+
+    def finish(self, aux: bytes | None = None, states: GivenItems | None = None) -> None:
+        """No more chunks. `aux` is the request's small row, for the destination; `states` a last chunk of slots."""
+        self._node.finish(self, aux, states)
+
+    def abort(self, reason: str = "aborted by the engine") -> None:
+        """Gives the room up: it fails here and at every destination."""
+        self._node.abort(self, reason)
+
+
+class PrefillNode(Node[PrefillCore]):
+    """One prefill rank.
+
+    `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name or an open transport. `bootstrap`
+    is the directory (`host:port`) to publish to; None embeds one, whose address is `bootstrap_address`. `staging_nbytes` are split
+    into `n_buffers` send buffers. `path` is "auto" (by cost), "staged" or "direct". `bind` is the control socket's address.
+    `progress` is "inline" (polls do the work) or "thread". Raises `UsageError` or `TransportError`.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        topology: Topology,
+        *,
+        transport: str | Transport = "auto",
+        bootstrap: str | None = None,
+        instance: str = "prefill",
+        path: str = "auto",
+        staging_nbytes: int = 256 << 20,
+        staging: object = None,
+        n_buffers: int = 4,
+        bind: str = "tcp://127.0.0.1:0",
+        config: Config | None = None,
+        progress: str = "inline",
+        switch_interval_s: float | None = DEFAULT_SWITCH_S,
+        insecure: bool = False,
+    ) -> None:
+        if n_buffers < 2:
+            raise UsageError(f"{n_buffers} send buffers", remedy="give at least 2, so that no destination holds all")
+        super().__init__(
+            pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, staging=staging, bind=bind,
+            config=config, progress=progress, switch_interval_s=switch_interval_s, insecure=insecure,
+        )  # fmt: skip
+        self._buffers = self.memory.parts(n_buffers)
+        self._stagings = Stagings(pool.layout)
+        self._wires: dict[Link, str] = {}
+        self._direct_plans: dict[tuple[object, ...], DirectPlan] = {}
+        self.posts = Posts(self.transport)
+        self._waiting: list[tuple[Sender, Source, CudaEvent]] = []
+        self.core = PrefillCore(
+            self.incarnation, layout=pool.layout, topology=topology, transport=self.transport.traits.name,
+            description=self.transport.describe(), n_buffers=n_buffers, buffer_nbytes=self._buffers[0].nbytes,
+            config=self.config, choose=self._choose,
+        )  # fmt: skip
+        self._bootstrap = BootstrapServer().start() if bootstrap is None else None
+        self.bootstrap_address = bootstrap or (self._bootstrap.address if self._bootstrap is not None else "")
+        advert = Advert(
+            instance=instance, topology=topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
+            layout=pool.layout.digest(), transports=(self.transport.traits.name,), version=VERSION,
+        )  # fmt: skip
+        try:
+            self.directory.publish(self.bootstrap_address, lambda: advert)
+        except PdstageError:
+            self.close()
+            raise
+        self._start()
+
+    # What senders call.
+
+    def send(self, room: RoomId) -> Sender:
+        """This rank will send `room`: its chunks follow. Raises `UsageError` if it is being sent already."""
+        with self.use():
+            out = self.core.submit(room_key(room), time.monotonic())
+            sender = Sender(self, out, out.key)
+            self._handles[out] = sender
+            sender.status = out.status
+        self.kick()
+        return sender
+
+    def add_chunk(
+        self,
+        sender: Sender,
+        items: GivenItems,
+        tokens: GivenTokens,
+        layers: tuple[int, int] | None,
+        ready: CudaEvent | None,
+    ) -> None:
+        checked = check(self.pool.layout, items, tokens, unique=False)
+        rects = rects_of(self.pool.layout, checked, layers)
+        if rects:
+            with self.use():
+                source = self.core.chunk(sender.room, rects, checked, time.monotonic(), ready=ready is None)
+                if ready is not None:
+                    self._waiting.append((sender, source, ready))
+        self.kick()
+
+    def finish(self, sender: Sender, aux: bytes | None, states: GivenItems | None) -> None:
+        if aux is not None and len(aux) > self.config.max_aux_nbytes:
+            raise UsageError(
+                f"{len(aux)} aux bytes for room {sender.key!r}",
+                remedy=f"at most {self.config.max_aux_nbytes}, see Config",
+            )
+        if states is not None:
+            self.add_chunk(sender, states, None, None, None)
+        with self.use():
+            self.core.finish(sender.room, aux, time.monotonic())
+        self.kick()
+
+    def abort(self, sender: Sender, reason: str) -> None:
+        with self.use():
+            self.core.abort(sender.room, reason, time.monotonic())
+        self.kick()
+
+    def prefix_tokens(self, room: OutRoom) -> int | None:
+        with self.use():
+            if not room.n_destinations or len(room.destinations) < room.n_destinations:
+                return None
+            return min((start for r in room.destinations.values() for start, _ in r.asked.values()), default=0)
+
+    def max_chunk_tokens(self, room: OutRoom) -> int | None:
+        with self.use():
+            if not room.n_destinations or len(room.destinations) < room.n_destinations:
+                return None
+            most = []
+            for record in room.destinations.values():
+                limit = min(self._buffers[0].nbytes, max(lane.nbytes for lane in record.link.lanes))
+                rects = rects_of(self.pool.layout, {n: _whole(n, *span) for n, span in record.asked.items()}, None)
+                staging = self._stagings.of(record.shares, rects)
+                most += [t for name in record.asked if (t := staging.tokens_within(name, limit))]
+            return min(most, default=None)
+
+    def backlog_nbytes(self, room: OutRoom) -> int:
+        with self.use():
+            unwritten = ("WRITTEN", "DROPPED")
+            chunks = (c for record in room.destinations.values() for c in record.chunks.values())
+            return sum(chunk.nbytes for chunk in chunks if chunk.phase.name not in unwritten)
+
+    # What the core asks for.
+
+    def _carry(self, effect: Effect) -> None:
+        match effect:
+            case Gather(ticket, buffer, chunk):
+                link = chunk.record.link
+                held = self._buffers[buffer]
+                dst = Region(held.base, min(held.nbytes, chunk.nbytes), held.kind, held.device)
+                self.stager.gather(ticket, chunk.record.shares, chunk.rects, self._wires[link], _indexes(chunk), dst)
+            case Write(ticket, buffer, chunk, address, tag):
+                base = self._buffers[buffer].base
+                self._post(ticket, chunk.record.link, _one_span(base, address, chunk.nbytes), tag)
+            case WriteDirect(ticket, chunk, tag):
+                self._write_direct(ticket, chunk, tag)
+            case Scatter() | Send() | Changed() | Complaint() | Attach() | Detach():
+                raise AssertionError(f"a prefill core asked for {effect}")
+            case _:
+                assert_never(effect)
+
+    def _write_direct(self, ticket: int, chunk: OutChunk, tag: bytes) -> None:
+        record = chunk.record
+        try:
+            plan = self._direct_plan(chunk)
+            theirs = {
+                given.component: Index.of(np.frombuffer(given.data, np.int32), given.first_token)
+                for given in record.open.items
+            }
+            spans = plan.spans(chunk.tokens, _indexes(chunk), theirs)
+        except UsageError as error:
+            self._completed(ticket, error)
+        else:
+            self._post(ticket, record.link, Spans(*spans), tag)
+
+    def _post(self, ticket: int, link: Link, spans: Spans, tag: bytes) -> None:
+        error = self.posts.begin(ticket, label(link), spans, tag)
+        self.core.counters.descriptors += len(spans.nbytes)
+        if error is not None:
+            self._completed(ticket, error)
+
+    def _completed(self, ticket: int, error: PdstageError) -> None:
+        """A write that never began."""
+        with self._lock:
+            self.core.completed(ticket, time.monotonic(), error)
+
+    def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
+        if not isinstance(event, Inbound):
+            for ticket, error in self.posts.ended(event):
+                self.core.completed(ticket, now, error)
+
+    def _on_staged(self, ticket: int, error: PdstageError | None, now: float) -> None:
+        self.core.gathered(ticket, now, error)
+
+    def _choose(self, chunk: OutChunk) -> bool:
+        if self.path != "auto":
+            return self.path == "direct"
+        return self.cost.prefers_direct(chunk.nbytes, self._direct_plan(chunk).n_descriptors(chunk.tokens))
+
+    def _direct_plan(self, chunk: OutChunk) -> DirectPlan:
+        record = chunk.record
+        layers = ((rect.component, rect.layer_start, rect.layer_stop) for rect in chunk.rects)
+        key = (record.link, record.shares, *layers)
+        plan = self._direct_plans.get(key)
+        if plan is None:
+            if len(self._direct_plans) >= _MOST_PLANS:
+                self._direct_plans.clear()
+            ours, theirs = self.pool.layout, record.link.layout
+            plan = DirectPlan(
+                ours, selects(ours, record.shares, chunk.rects), theirs, selects(theirs, record.shares, chunk.rects)
+            )
+            self._direct_plans[key] = plan
+        return plan
+
+    def _attach(self, link: Link, description: bytes) -> None:
+        self._wires[link] = wire_order(self.pool.layout, link.layout)
+        super()._attach(link, description)
+        lanes = [Region(lane.base, lane.nbytes, lane.kind, lane.device) for lane in link.lanes]
+        exposed = link.layout.regions if link.exposes_pool else ()
+        try:
+            self.transport.prepare(label(link), [*lanes, *exposed])
+        except PdstageError as error:
+            with self._lock:
+                self.core.lose(link, error, time.monotonic())
+
+    def _detach(self, link: Link) -> None:
+        self._wires.pop(link, None)
+        for key in [key for key in self._direct_plans if key[0] is link]:
+            del self._direct_plans[key]
+        super()._detach(link)
+
+    def _is_fenced(self) -> bool:
+        return self.transport.traits.stops_reads
+
+    def _holds_nothing(self, link: Link) -> bool:
+        return not self.posts.to(label(link))
+
+    def _in_flight(self) -> bool:
+        return bool(self.posts)
+
+    def _must_ask(self) -> bool:
+        return bool(self.posts) or bool(self._waiting)
+
+    def _turn_once(self) -> bool:
+        if self._waiting:
+            self._check_ready()
+        return super()._turn_once()
+
+    def _check_ready(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+            for sender, source, ready in waiting:
+                if sender.room.ended:
+                    continue
+                if ready.query():
+                    self.core.data_ready(sender.room, source, time.monotonic())
+                else:
+                    self._waiting.append((sender, source, ready))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        super().close(timeout_s)
+        if self._bootstrap is not None:
+            self._bootstrap.close()
+
+
+def _indexes(chunk: OutChunk) -> Mapping[str, Index]:
+    return {name: given.index for name, given in chunk.source.items.items()}  # type: ignore[attr-defined]
+
+
+def _one_span(src: int, dst: int, nbytes: int) -> Spans:
+    return Spans(np.array([src]), np.array([dst]), np.array([nbytes]))
+
+
+def _whole(name: str, start: int, stop: int) -> Checked:
+    empty = np.empty(0, np.int32)
+    return Checked(name, empty, start, start, stop, Index.of(empty))

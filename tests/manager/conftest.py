@@ -1,0 +1,36 @@
+"""Nodes that are closed whatever a test does."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from pdstage.control.bootstrap import BootstrapServer
+from tests.manager.engine import Rank, decode_node, prefill_node
+
+
+class Site:
+    """A bootstrap directory, and nodes on it."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self.address = stack.enter_context(BootstrapServer()).address
+        self.nodes = []
+
+    def prefill(self, rank: Rank, **options):
+        return self._keep(prefill_node(rank, self.address, **options))
+
+    def decode(self, rank: Rank, **options):
+        return self._keep(decode_node(rank, **options))
+
+    def _keep(self, node):
+        self.nodes.append(node)
+        self._stack.callback(node.close, 0.5)
+        return node
+
+
+@pytest.fixture
+def site():
+    with ExitStack() as stack:
+        yield Site(stack)

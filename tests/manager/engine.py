@@ -1,0 +1,88 @@
+"""A minimal engine around real nodes: numpy pools, and rooms whose every byte comes from a generator."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pdstage import Config, DecodeNode, Pool, PrefillNode, Topology
+from pdstage.manager.node import Node
+from pdstage.tensors import build, paged_hnd, paged_nhd
+from pdstage.topology import shard_range
+
+LAYERS, HEADS, DIM = 3, 4, 16
+QUICK = Config(retry_s=0.05, drain_s=2.0, hello_s=10.0, max_silence_s=3.0)
+
+
+def truth(room: int, layer: int, role: str, tokens: int, heads: range) -> np.ndarray:
+    """`[tokens, heads, DIM]` uint8: what a room's K or V must be."""
+    seed = zlib.crc32(f"{room}/{layer}/{role}".encode())
+    return np.random.default_rng(seed).integers(0, 256, (tokens, HEADS, DIM), np.uint8)[:, heads.start : heads.stop]
+
+
+class Rank:
+    """One rank's pool of K and V: `[pages, page, heads, dim]` or, `hnd`, `[pages, heads, page, dim]`."""
+
+    def __init__(self, tp: int = 1, rank: int = 0, *, page: int = 4, n_pages: int = 64, hnd: bool = False, layers: int = LAYERS):
+        self.heads = range(*shard_range(HEADS, tp, rank))
+        self.page, self.hnd, self.n_pages, self.layers = page, hnd, n_pages, layers
+        inner = (len(self.heads), page) if hnd else (page, len(self.heads))
+        self.k, self.v = ([np.zeros((n_pages, *inner, DIM), np.uint8) for _ in range(layers)] for _ in "kv")
+        make = paged_hnd if hnd else paged_nhd
+        self.topology = Topology(tp_size=tp, tp_rank=rank)
+        self.pool = Pool.of(build(make(self.k, self.v, total_heads=HEADS, tp=(tp, rank))), keep=(self.k, self.v))
+        self._free = list(np.random.default_rng(rank).permutation(n_pages))
+
+    def allocate(self, tokens: int) -> np.ndarray:
+        n = -(-tokens // self.page)
+        pages, self._free = self._free[:n], self._free[n:]
+        assert len(pages) == n, "the pool is exhausted"
+        return np.array(pages)
+
+    def free(self, pages: np.ndarray) -> None:
+        self._free += list(pages)
+
+    def write(self, room: int, tokens: int, pages: np.ndarray) -> None:
+        for layer in range(self.layers):
+            for role, tensors in (("k", self.k), ("v", self.v)):
+                values = truth(room, layer, role, tokens, self.heads)
+                for t in range(tokens):
+                    self._row(tensors[layer], pages[t // self.page], t % self.page)[:] = values[t]
+
+    def read(self, layer: int, role: str, tokens: int, pages: np.ndarray) -> np.ndarray:
+        tensor = (self.k if role == "k" else self.v)[layer]
+        return np.stack([self._row(tensor, pages[t // self.page], t % self.page) for t in range(tokens)])
+
+    def holds(self, room: int, tokens: int, pages: np.ndarray, prefix: int = 0) -> bool:
+        return all(
+            np.array_equal(
+                self.read(layer, role, tokens, pages)[prefix:], truth(room, layer, role, tokens, self.heads)[prefix:]
+            )
+            for layer in range(self.layers)
+            for role in "kv"
+        )
+
+    def _row(self, tensor: np.ndarray, page: int, t: int) -> np.ndarray:
+        return tensor[page, :, t] if self.hnd else tensor[page, t]
+
+
+def drive(nodes: Sequence[Node], done: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Gives every node turns until `done`."""
+    deadline_at = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline_at, "it did not come to pass"
+        for node in nodes:
+            node.turn(1e-4)
+
+
+def prefill_node(rank: Rank, bootstrap: str, **options) -> PrefillNode:
+    options = {"transport": "local", "staging_nbytes": 1 << 20, "config": QUICK} | options
+    return PrefillNode(rank.pool, rank.topology, bootstrap=bootstrap, **options)
+
+
+def decode_node(rank: Rank, **options) -> DecodeNode:
+    options = {"transport": "local", "staging_nbytes": 1 << 20, "config": QUICK} | options
+    return DecodeNode(rank.pool, rank.topology, **options)

@@ -1,0 +1,296 @@
+"""Bad input: one clear typed error that names the culprit; nothing lost, nothing hung."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import zmq
+
+import pdstage
+from pdstage import (
+    Aborted,
+    Config,
+    DeadlineExceeded,
+    Items,
+    PeerError,
+    State,
+    TransportError,
+    UsageError,
+)
+from pdstage.control.bootstrap import BootstrapServer
+from tests.manager.engine import Rank, decode_node, drive, prefill_node
+
+IMPATIENT = Config(retry_s=0.05, hello_s=0.5, open_s=0.5, wait_s=0.5, open_wait_s=0.5, drain_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("items", "tokens", "culprit"),
+    [
+        (np.zeros((2, 2), np.int64), 4, "shape"),
+        (np.zeros(2), 4, "float64"),
+        ([0, 64], 8, "item 1 of 'kv' is 64"),
+        ([0, -1], 8, "item 1 of 'kv' is -1"),
+        ([3, 5, 3], 12, "item 3 of 'kv' is named twice"),
+        ([0, 1], 9, "tokens 0..9"),
+        ([0, 1], (5, 3), "tokens 5..3"),
+        (Items([0, 1], first_token=8), (4, 12), "tokens 4..12"),
+        ({"swa": [0]}, None, "no component 'swa'"),
+        ({"kv": [0]}, {"kv": (0, 4), "swa": (0, 4)}, "'swa'"),
+        ([2**40], 4, "32 bits"),
+    ],
+)
+def test_items(site, items, tokens, culprit):
+    src, dst = Rank(), Rank()
+    p, d = site.prefill(src), site.decode(dst)
+    receiver = d.receive(1, site.address)
+    with pytest.raises(UsageError, match=culprit):
+        receiver.bind(items, tokens)
+    if "twice" not in culprit:
+        sender = p.send(2)
+        with pytest.raises(UsageError, match=culprit):
+            sender.chunk(items, tokens)
+    # Nothing was lost: the same rooms go on.
+    receiver.bind([0, 1], 8)
+    sender = p.send(1)
+    sender.chunk([0, 1], 8)
+    sender.finish()
+    drive(site.nodes, lambda: receiver.released)
+    assert receiver.state is State.SUCCESS
+
+
+def test_calls_out_of_order(site):
+    p, d = site.prefill(Rank()), site.decode(Rank())
+    sender, receiver = p.send("r"), d.receive("r", site.address)
+    with pytest.raises(UsageError, match="b'sr' is being sent already"):
+        p.send("r")
+    with pytest.raises(UsageError, match="'r' is being received already"):
+        d.receive("r", site.address)
+    receiver.bind([0], 4)
+    with pytest.raises(UsageError, match="bound already"):
+        receiver.bind([0], 4)
+    sender.finish()
+    with pytest.raises(UsageError, match="after finish"):
+        sender.chunk([0], 4)
+    with pytest.raises(UsageError, match="finished already"):
+        sender.finish()
+    with pytest.raises(UsageError, match="room id"):
+        p.send(1.5)
+    with pytest.raises(UsageError, match="deadline_s"):
+        d.receive("s", site.address, deadline_s=float("inf"))
+
+
+def test_a_room_that_prefill_left_incomplete(site):
+    p, d = site.prefill(Rank()), site.decode(Rank())
+    receiver = d.receive(1, site.address)
+    receiver.bind([0, 1], 8)
+    sender = p.send(1)
+    sender.chunk([0], 4)
+    sender.finish()
+    drive(site.nodes, lambda: receiver.released and sender.released)
+    assert isinstance(receiver.error, PeerError)
+    assert "'kv' layer 0 from token 4" in str(receiver.error)
+
+
+def test_options(site):
+    rank = Rank()
+    for options, culprit in (
+        ({"path": "fast"}, "path 'fast'"),
+        ({"progress": "magic"}, "progress 'magic'"),
+        ({"transport": "pigeon"}, "no transport 'pigeon'"),
+        ({"staging_nbytes": 100, "n_buffers": 64}, "do not make 64 parts"),
+        ({"n_buffers": 1}, "1 send buffers"),
+        ({"bind": "tcp://0.0.0.0:0"}, "can be reached from other machines"),
+    ):
+        with pytest.raises(UsageError, match=culprit):
+            prefill_node(rank, site.address, **options)
+
+
+def test_a_transport_whose_package_is_missing(site, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    monkeypatch.delitem(sys.modules, "pdstage.transport.nixl", raising=False)
+    with pytest.raises(UsageError, match=r"pip install .*pdstage\[nixl\]"):
+        decode_node(Rank(), transport="nixl")
+
+
+def test_an_unreachable_bootstrap():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(TransportError, match=address):
+            prefill_node(Rank(), address)
+        with decode_node(Rank(), config=IMPATIENT) as d:
+            receiver = d.receive(1, address)
+            drive([d], lambda: receiver.released)
+            assert isinstance(receiver.error, DeadlineExceeded)
+            assert address in str(receiver.error)
+            with pytest.raises(UsageError, match="has no valid port"):
+                d.receive(2, "nowhere")
+            assert d.receive(2, address).state is State.BOOTSTRAPPING, "a refused call must leave nothing behind"
+
+
+def test_a_room_nobody_sends():
+    with BootstrapServer() as server, prefill_node(Rank(), server.address) as p, decode_node(Rank(), config=IMPATIENT) as d:
+        receiver = d.receive(404, server.address)
+        receiver.bind([0], 4)
+        drive([p, d], lambda: receiver.released)
+        assert isinstance(receiver.error, DeadlineExceeded)
+        assert "b'i404' got no chunk" in str(receiver.error)
+
+
+def test_a_room_nobody_receives(site):
+    p = site.prefill(Rank(), config=IMPATIENT)
+    sender = p.send(404)
+    drive(site.nodes, lambda: sender.released)
+    assert isinstance(sender.error, DeadlineExceeded)
+    assert "no decode rank opened room b'i404'" in str(sender.error)
+    with pytest.raises(DeadlineExceeded):
+        sender.wait(0)
+
+
+@pytest.mark.parametrize(
+    ("dst", "culprit"),
+    [
+        (lambda: Rank(layers=4), r"no prefill rank holds shard 0 of .*layer=3"),
+        (lambda: _other_width(), "runs of 16 bytes a shard at prefill, 1 of 32 at decode"),
+        (lambda: _other_heads(), "axis kv_head of 4 shards at prefill, kv_head of 8 at decode"),
+        (lambda: _other_format(), "format uint8 at prefill, int8 at decode"),
+    ],
+)
+def test_incompatible_layouts(site, caplog, dst, culprit):
+    p, d = site.prefill(Rank()), site.decode(dst())
+    receiver = d.receive(1, site.address)
+    drive(site.nodes, lambda: receiver.released)
+    assert isinstance(receiver.error, PeerError)
+    with pytest.raises(PeerError, match=culprit):
+        receiver.wait(0)
+    assert p.core.links == {} or "layer=3" in culprit
+
+
+def _other_width() -> Rank:
+    from pdstage import Pool
+    from pdstage.tensors import build, paged_nhd
+
+    rank = Rank()
+    k, v = ([np.zeros((8, 4, 4, 32), np.uint8) for _ in range(3)] for _ in "kv")
+    rank.pool = Pool.of(build(paged_nhd(k, v, total_heads=4, tp=(1, 0))), keep=(k, v))
+    return rank
+
+
+def _other_heads() -> Rank:
+    from pdstage import Pool
+    from pdstage.tensors import build, paged_nhd
+
+    rank = Rank()
+    k, v = ([np.zeros((8, 4, 8, 16), np.uint8) for _ in range(3)] for _ in "kv")
+    rank.pool = Pool.of(build(paged_nhd(k, v, total_heads=8, tp=(1, 0))), keep=(k, v))
+    return rank
+
+
+def _other_format() -> Rank:
+    from pdstage import Pool
+    from pdstage.tensors import build, paged_nhd
+
+    rank = Rank()
+    k, v = ([np.zeros((8, 4, 4, 16), np.int8) for _ in range(3)] for _ in "kv")
+    rank.pool = Pool.of(build(paged_nhd(k, v, total_heads=4, tp=(1, 0))), keep=(k, v))
+    return rank
+
+
+def test_two_transports(site):
+    pytest.importorskip("nixl")
+    site.prefill(Rank(), transport="local")
+    d = site.decode(Rank(), transport="nixl")
+    receiver = d.receive(1, site.address)
+    drive(site.nodes, lambda: receiver.released)
+    assert "transport 'nixl' at decode, 'local' at prefill" in str(receiver.error)
+
+
+def test_garbage_on_the_control_socket(site):
+    src, dst = Rank(), Rank()
+    p, d = site.prefill(src), site.decode(dst)
+    context = zmq.Context()
+    try:
+        for node in (p, d):
+            dealer = context.socket(zmq.DEALER)
+            dealer.linger = 0
+            dealer.connect(node.socket.endpoint)
+            for junk in (b"", b"x", b"Pd", os.urandom(400), b"Pd\x01\x00" + bytes(60), b"Pd\x63\x00" + bytes(60)):
+                dealer.send_multipart([junk, junk])
+            drive(site.nodes, lambda n=node: n.stats()["frames_malformed"] >= 10)
+            dealer.close()
+        with socket.create_connection(("127.0.0.1", int(p.socket.endpoint.rpartition(":")[2]))) as raw:
+            raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        receiver = d.receive(1, site.address)
+        receiver.bind([0], 4)
+        sender = p.send(1)
+        sender.chunk([0], 4)
+        sender.finish()
+        drive(site.nodes, lambda: receiver.released)
+        assert receiver.state is State.SUCCESS
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_abort(site, side):
+    p, d = site.prefill(Rank()), site.decode(Rank())
+    receiver = d.receive(1, site.address)
+    receiver.bind([0, 1], 8)
+    sender = p.send(1)
+    sender.chunk([0], 4)
+    drive(site.nodes, lambda: receiver.state is State.TRANSFERRING)
+    (receiver if side == "decode" else sender).abort("the user left")
+    drive(site.nodes, lambda: receiver.released and sender.released)
+    for handle in (receiver, sender):
+        assert isinstance(handle.error, Aborted)
+        assert "the user left" in str(handle.error)
+    # The room's name is free again.
+    again = d.receive(1, site.address)
+    again.bind([0], 4)
+    second = p.send(1)
+    second.chunk([0], 4)
+    second.finish()
+    drive(site.nodes, lambda: again.released)
+    assert again.state is State.SUCCESS
+
+
+def test_closing_fails_what_is_open(site):
+    p, d = site.prefill(Rank()), site.decode(Rank())
+    receiver = d.receive(1, site.address)
+    receiver.bind([0, 1], 8)
+    sender = p.send(1)
+    sender.chunk([0], 4)
+    drive(site.nodes, lambda: receiver.state is State.TRANSFERRING)
+    p.close(0.2)
+    drive([d], lambda: receiver.released)
+    assert receiver.state is State.FAILED
+    assert sender.state is State.FAILED
+    with pytest.raises(UsageError, match="closed"):
+        p.send(2)
+
+
+def test_a_node_is_not_for_forked_children(site):
+    p = site.prefill(Rank())
+    child = os.fork()
+    if not child:
+        try:
+            p.turn()
+        except UsageError:
+            os._exit(17)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+
+
+def test_importing_is_light():
+    code = "import sys, pdstage; print(sorted({'torch', 'zmq', 'nixl', 'triton', 'numpy'} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout  # noqa: S603
+    assert out.strip() in ("[]", "['numpy']")
+    assert {"PrefillNode", "DecodeNode", "Topology"} <= set(pdstage.__all__)
+
+

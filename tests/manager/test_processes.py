@@ -1,0 +1,82 @@
+"""Ranks in processes of their own, over the real transports."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+
+import pytest
+
+from pdstage import State
+from pdstage.transport import available
+from tests.manager.engine import Rank, drive
+from tests.manager.workers import TOKENS, serve_prefill
+
+TRANSPORTS = [name for name in ("local", "nixl") if not available().get(name, "unknown")]
+spawn = multiprocessing.get_context("spawn")
+
+
+class Remote:
+    """Prefill ranks in processes; all that are left are killed at the end."""
+
+    def __init__(self, address: str, tp: int, transport: str, path: str, rooms: int, stop: int = 1 << 30) -> None:
+        self.pipes, self.processes = [], []
+        for rank in range(tp):
+            ours, theirs = spawn.Pipe()
+            args = (theirs, address, tp, rank, transport, path, rooms, stop)
+            process = spawn.Process(target=serve_prefill, args=args, daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        for pipe in self.pipes:
+            assert pipe.poll(60)
+            assert pipe.recv() == "ready"
+
+    def __enter__(self) -> Remote:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("path", ["staged", "direct"])
+def test_two_prefill_processes_to_one_decode(site, transport, path):
+    rooms = 6
+    dst = Rank(page=8, hnd=True, n_pages=128)
+    d = site.decode(dst, transport=transport, path=path)
+    with Remote(site.address, 2, transport, path, rooms) as remote:
+        receivers, into = [], []
+        for room in range(rooms):
+            into.append(dst.allocate(TOKENS))
+            receivers.append(d.receive(room, site.address))
+            receivers[-1].bind(into[-1], TOKENS)
+        drive([d], lambda: all(receiver.released for receiver in receivers), 60)
+        for room, (receiver, pages) in enumerate(zip(receivers, into, strict=True)):
+            assert receiver.wait(0) is State.SUCCESS
+            assert receiver.aux == b"%d" % room
+            assert dst.holds(room, TOKENS, pages)
+        drive([d], lambda: all(pipe.poll() for pipe in remote.pipes), 60)
+        for pipe in remote.pipes:
+            assert pipe.recv() == [State.SUCCESS] * rooms
+            pipe.send("end")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_prefill_process_fails_its_rooms_only(site, transport):
+    """I6, I10: the room it was sending fails with a reason; another engine's rooms go on."""
+    dst = Rank(n_pages=128)
+    d = site.decode(dst, transport=transport, path="staged")
+    with Remote(site.address, 1, transport, "staged", rooms=2, stop=1) as remote:
+        receivers = [d.receive(room, site.address) for room in range(2)]
+        for receiver in receivers:
+            receiver.bind(dst.allocate(TOKENS), TOKENS)
+        drive([d], lambda: receivers[0].state is State.SUCCESS and receivers[1].state is State.TRANSFERRING, 60)
+        os.kill(remote.processes[0].pid, signal.SIGKILL)
+        drive([d], lambda: receivers[1].state is State.FAILED, 60)
+        assert "silent" in str(receivers[1].error)
+        drive([d], lambda: receivers[1].released, 60)
+        assert receivers[0].state is State.SUCCESS

@@ -1,0 +1,235 @@
+"""Rooms between real nodes of one process: every byte, on every path, in either order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pdstage import Items, State
+from pdstage.transport import available
+from tests.manager.engine import LAYERS, Rank, drive
+
+TRANSPORTS = [name for name in ("local", "nixl") if not available().get(name, "unknown")]
+TOKENS = 37
+
+
+class Event:
+    """Stands for a CUDA event, which cannot exist without a device."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+@pytest.mark.parametrize("progress", ["inline", "thread"])
+@pytest.mark.parametrize("path", ["staged", "direct", "auto"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_path(site, transport, path, progress):
+    src, dst = Rank(page=4), Rank(page=8, hnd=True)
+    p = site.prefill(src, transport=transport, path=path, progress=progress)
+    d = site.decode(dst, transport=transport, path=path, progress=progress)
+    rooms = []
+    for room in range(3):
+        src_pages, dst_pages = src.allocate(TOKENS), dst.allocate(TOKENS)
+        src.write(room, TOKENS, src_pages)
+        receiver = d.receive(room, site.address)
+        receiver.bind(dst_pages, TOKENS)
+        sender = p.send(room)
+        sender.chunk(src_pages, (0, 16))
+        sender.chunk(Items(src_pages[4:], first_token=16), (16, TOKENS))
+        sender.finish(aux=b"first token")
+        rooms.append((receiver, sender, dst_pages))
+    drive(site.nodes, lambda: all(r.released and s.released for r, s, _ in rooms) and p.core.idle and d.core.idle)
+    for room, (receiver, sender, pages) in enumerate(rooms):
+        assert (receiver.wait(0), sender.wait(0)) == (State.SUCCESS, State.SUCCESS)
+        assert dst.holds(room, TOKENS, pages)
+        assert receiver.aux == b"first token"
+    stats = p.stats()
+    if path != "auto":
+        assert stats[f"chunks_{path}"] == 6
+
+
+@pytest.mark.parametrize(("src_tp", "dst_tp"), [(4, 2), (2, 4), (4, 1), (1, 4), (3, 2), (8, 4)])
+@pytest.mark.parametrize("path", ["staged", "direct"])
+def test_unequal_tp(site, src_tp, dst_tp, path):
+    src, dst = [Rank(src_tp, r) for r in range(src_tp)], [Rank(dst_tp, r, page=8) for r in range(dst_tp)]
+    ps = [site.prefill(rank, path=path) for rank in src]
+    ds = [site.decode(rank, path=path) for rank in dst]
+    into = [rank.allocate(TOKENS) for rank in dst]
+    receivers = [d.receive("room", site.address) for d in ds]
+    for receiver, pages in zip(receivers, into, strict=True):
+        receiver.bind(pages, TOKENS)
+    senders = [p.send("room") for p in ps]
+    for rank, sender in zip(src, senders, strict=True):
+        pages = rank.allocate(TOKENS)
+        rank.write(5, TOKENS, pages)
+        sender.chunk(pages, TOKENS)
+        sender.finish(aux=b"x")
+    drive(site.nodes, lambda: all(h.released for h in (*receivers, *senders)))
+    for rank, receiver, pages in zip(dst, receivers, into, strict=True):
+        assert receiver.wait(0) is State.SUCCESS
+        assert receiver.aux == b"x"
+        assert rank.holds(5, TOKENS, pages)
+
+
+def test_prefill_first_and_decode_allocates_late(site):
+    src, dst = Rank(), Rank()
+    p, d = site.prefill(src), site.decode(dst)
+    pages = src.allocate(TOKENS)
+    src.write(1, TOKENS, pages)
+    sender = p.send(1)
+    sender.chunk(pages, TOKENS)
+    sender.finish()
+    receiver = d.receive(1, site.address)
+    drive(site.nodes, lambda: receiver.ready_to_bind)
+    assert sender.state is State.BOOTSTRAPPING
+    into = dst.allocate(TOKENS)
+    receiver.bind(into, TOKENS)
+    drive(site.nodes, lambda: receiver.released and sender.released)
+    assert dst.holds(1, TOKENS, into)
+
+
+def test_a_room_finished_after_announcing_says_so(site):
+    src, dst = Rank(), Rank()
+    p, d = site.prefill(src), site.decode(dst)
+    receiver = d.receive(1, site.address)
+    drive(site.nodes, lambda: receiver.state is State.WAITING_FOR_INPUT)
+    sender = p.send(1)
+    sender.chunk(src.allocate(4), 4)
+    sender.finish()
+    drive(site.nodes, lambda: receiver.ready_to_bind)
+
+
+def test_nothing_is_opened_before_after(site):
+    src, dst = Rank(), Rank()
+    p, d = site.prefill(src), site.decode(dst)
+    sender = p.send(1)
+    sender.chunk(src.allocate(4), 4)
+    sender.finish()
+    after = Event()
+    receiver = d.receive(1, site.address)
+    receiver.bind(dst.allocate(4), 4, after=after)
+    drive(site.nodes, lambda: receiver.ready_to_bind)
+    assert sender.state is State.BOOTSTRAPPING, "the room was opened while its pages were in use"
+    after.done = True
+    drive(site.nodes, lambda: receiver.released)
+    assert receiver.state is State.SUCCESS
+
+
+def test_data_is_gathered_only_when_ready(site):
+    src, dst = Rank(), Rank()
+    p, d = site.prefill(src, path="staged"), site.decode(dst, path="staged")
+    receiver = d.receive(1, site.address)
+    into = dst.allocate(TOKENS)
+    receiver.bind(into, TOKENS)
+    sender, pages, ready = p.send(1), src.allocate(TOKENS), Event()
+    sender.chunk(pages, TOKENS, ready=ready)
+    sender.finish()
+    drive(site.nodes, lambda: d.stats()["leases_granted"] > 0)
+    assert sender.backlog_nbytes > 0
+    src.write(1, TOKENS, pages)  # the data comes after the lease
+    ready.done = True
+    drive(site.nodes, lambda: receiver.released)
+    assert dst.holds(1, TOKENS, into)
+    assert sender.backlog_nbytes == 0
+
+
+def test_layer_by_layer_and_past_the_prefix(site):
+    src, dst = Rank(), Rank()
+    p, d = site.prefill(src), site.decode(dst)
+    pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
+    src.write(9, TOKENS, pages)
+    receiver = d.receive(9, site.address)
+    receiver.bind(into, TOKENS, prefix_tokens=8)
+    sender = p.send(9)
+    drive(site.nodes, lambda: sender.prefix_tokens is not None)
+    assert sender.prefix_tokens == 8
+    assert sender.max_chunk_tokens > TOKENS
+    for layer in range(LAYERS):
+        sender.chunk(pages, (0, TOKENS), layers=(layer, layer + 1))
+    sender.finish()
+    drive(site.nodes, lambda: receiver.released)
+    assert receiver.wait(0) is State.SUCCESS
+    assert dst.holds(9, TOKENS, into, prefix=8)
+    assert not dst.read(0, "k", 8, into).any(), "tokens below the prefix are not sent"
+
+
+def test_chunks_larger_than_the_lanes_are_split(site):
+    src, dst = Rank(n_pages=256), Rank(n_pages=256)
+    p = site.prefill(src, staging_nbytes=32 << 10, path="staged", n_buffers=2)
+    d = site.decode(dst, staging_nbytes=16 << 10, path="staged")
+    tokens = 1000
+    pages, into = src.allocate(tokens), dst.allocate(tokens)
+    src.write(1, tokens, pages)
+    receiver = d.receive(1, site.address)
+    receiver.bind(into, tokens)
+    sender = p.send(1)
+    sender.chunk(pages, tokens)
+    sender.finish()
+    drive(site.nodes, lambda: receiver.released)
+    assert dst.holds(1, tokens, into)
+    assert p.stats()["chunks_staged"] > 40
+
+
+def test_the_callers_arrays_stay_as_they_are(site):
+    src, dst = Rank(), Rank()
+    p, d = site.prefill(src), site.decode(dst)
+    pages, into = src.allocate(TOKENS), dst.allocate(TOKENS).astype(np.int32)
+    src.write(1, TOKENS, pages)
+    given = pages.copy(), into.copy()
+    receiver = d.receive(1, site.address)
+    receiver.bind(into, TOKENS)
+    expected = into.copy()
+    into[:] = -1  # an engine may reuse its array at once
+    sender = p.send(1)
+    sender.chunk(pages, TOKENS)
+    sender.finish()
+    drive(site.nodes, lambda: receiver.released)
+    assert np.array_equal(pages, given[0])
+    assert np.array_equal(expected, given[1])
+    assert dst.holds(1, TOKENS, expected)
+
+
+def test_polling_many(site):
+    src, dst = Rank(), Rank()
+    p, d = site.prefill(src), site.decode(dst)
+    receivers = [d.receive(room, site.address) for room in range(8)]
+    states, released = d.poll_many(receivers)
+    assert states.dtype == np.int8
+    assert released.dtype == np.uint8
+    assert set(states) <= {State.BOOTSTRAPPING, State.WAITING_FOR_INPUT}
+    for receiver in receivers:
+        receiver.bind(dst.allocate(4), 4)
+    for room in range(8):
+        sender = p.send(room)
+        sender.chunk(src.allocate(4), 4)
+        sender.finish()
+    drive(site.nodes, lambda: bool(d.poll_many(receivers)[1].all()))
+    assert list(d.poll_many(receivers)[0]) == [State.SUCCESS] * 8
+    assert set(d.completions()) == set(receivers)
+    assert d.completions() == []
+
+
+def test_nothing_grows_with_rooms_served(site):
+    src, dst = Rank(), Rank()
+    p, d = site.prefill(src), site.decode(dst)
+    sizes = []
+    for room in range(60):
+        pages, into = src.allocate(8), dst.allocate(8)
+        receiver = d.receive(room, site.address)
+        receiver.bind(into, 8)
+        sender = p.send(room)
+        sender.chunk(pages, 8)
+        sender.finish()
+        drive(site.nodes, lambda r=receiver, s=sender: r.released and s.released and p.core.idle)
+        src.free(pages)
+        dst.free(into)
+        cores = (p.core.snapshot(), d.core.snapshot(), len(p.core.timers), len(d.core.timers))
+        sizes.append(len(repr(cores)) // 100)
+        p.completions(), d.completions()
+    assert sizes[-1] <= sizes[5] + 1
+    assert not p._handles
+    assert not d._handles
+    assert not d._receivers
