@@ -1,0 +1,125 @@
+"""The `pdstage` command: demo, bench, bootstrap.
+
+Layer 6. Reads arguments and prints; each command's module is imported when that command is given, so that `--help`
+needs nothing installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from pdstage.errors import PdstageError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BENCHES = ("plan", "wire", "host-kernels", "transfer")
+DEFAULT_BIND = "127.0.0.1:8998"
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; argparse's own puts the whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def parser() -> Parser:
+    top = Parser(prog="pdstage", description="Moves KV caches between prefill and decode ranks of different layouts.")
+    top.add_argument("--version", action="version", version=f"pdstage {_version()}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    _add_demo(commands.add_parser("demo", help="move a real model's KV cache between ranks and go on decoding from it"))
+    bench = commands.add_parser("bench", help="measure one part against its baselines")
+    bench.add_argument("name", metavar="NAME", help=f"one of {', '.join(BENCHES)}")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
+    bench.add_argument("--quick", action="store_true", help="fewer repetitions: a look, not a measurement")
+    bench.set_defaults(run=_bench)
+    bootstrap = commands.add_parser("bootstrap", help="run the directory in which prefill ranks announce themselves")
+    bootstrap.add_argument(
+        "--bind", default=DEFAULT_BIND, metavar="HOST:PORT", help="default %(default)s; port 0: a free one"
+    )
+    bootstrap.add_argument("--advertise", metavar="HOST", help="the host peers are told, where --bind names a wildcard")
+    bootstrap.add_argument("--insecure", action="store_true", help="allow a bind that other machines can reach")
+    bootstrap.set_defaults(run=_bootstrap)
+    return top
+
+
+def _add_demo(demo: argparse.ArgumentParser) -> None:
+    from pdstage.demo.options import PATHS, TRANSPORTS, Options  # noqa: PLC0415
+
+    plain = Options()
+    demo.add_argument("--transport", choices=TRANSPORTS, default=plain.transport, help="default %(default)s")
+    demo.add_argument("--path", choices=PATHS, default=plain.path, help="default %(default)s")
+    for name, value, text in (
+        ("--prefill-tp", plain.prefill_tp, "prefill ranks"),
+        ("--decode-tp", plain.decode_tp, "decode ranks"),
+        ("--kv-heads", plain.kv_heads, "KV heads of the model; ranks beyond it hold replicas"),
+        ("--requests", plain.requests, "prompts"),
+        ("--seed", plain.seed, "of weights, prompts and page order"),
+    ):
+        demo.add_argument(name, type=int, default=value, metavar="N", help=f"{text}; default %(default)s")
+    demo.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+    demo.set_defaults(run=_demo)
+
+
+def _demo(given: argparse.Namespace) -> int:
+    from pdstage.demo.options import Options  # noqa: PLC0415
+
+    names = ("transport", "path", "prefill_tp", "decode_tp", "kv_heads", "requests", "seed", "json")
+    options = Options(**{name: getattr(given, name) for name in names})
+    try:
+        from pdstage.demo.run import run  # noqa: PLC0415
+    except ModuleNotFoundError as missing:
+        raise UsageError(f"the demo needs {missing.name}", remedy="pip install 'pdstage[demo]'") from missing
+    return 0 if run(options).good else 1
+
+
+def _bench(given: argparse.Namespace) -> int:
+    if given.name not in BENCHES:
+        raise UsageError(f"no bench {given.name!r}", remedy=f"choose one of {', '.join(BENCHES)}", field="name")
+    from pdstage.bench.harness import run_named  # noqa: PLC0415
+
+    result = run_named(given.name, given.quick)
+    if given.json is not None:
+        given.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def _bootstrap(given: argparse.Namespace) -> int:
+    from pdstage.control.bootstrap import BootstrapServer  # noqa: PLC0415
+
+    server = BootstrapServer(given.bind, advertise=given.advertise, insecure=given.insecure)
+    print(f"directory at {server.address}", flush=True)
+    try:
+        server.serve_forever()
+    finally:
+        server.close()
+    return 0
+
+
+def _version() -> str:
+    try:
+        return version("pdstage")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "(not installed)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0 good, 1 the demo's check is red, 2 bad arguments or a `PdstageError`, told in one line."""
+    given = parser().parse_args(argv)
+    try:
+        return int(given.run(given))
+    except PdstageError as error:
+        print(f"pdstage {given.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""The whole demo: start the processes, compare what they decoded with one process's own answer, report.
+
+Layer 6 (demo). Must not know how a rank works inside.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+
+from pdstage.demo.crew import Crew
+from pdstage.demo.model import slice_weights
+from pdstage.demo.ranks import Arrived, Decoded, Finished, Job, Prefilled, Sent, decode_rank, prefill_rank
+from pdstage.demo.report import Bars, Report, RoomReport, path_of, show
+from pdstage.demo.transfer import serve_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdstage.demo.options import Options
+    from pdstage.demo.reference import Truth
+
+DIRECTORY = "directory"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the ranks told and what should be: per room what moved and when, and what decode rank 0 finished with."""
+
+    rooms: list[RoomReport]
+    truths: list[Truth] = field(default_factory=list)
+    transports: set[str] = field(default_factory=set)
+    finished: Finished = field(default_factory=Finished)
+
+
+def run(options: Options) -> Report:
+    """Runs the demo and prints its table. Raises `PdstageError` naming the rank that failed."""
+    console, prompts = Console(), options.prompts()
+    outcome = Outcome([RoomReport(len(prompt)) for prompt in prompts])
+    with (
+        tempfile.TemporaryDirectory(prefix="pdstage-demo-") as folder,
+        Bars(console, options, sum(map(len, prompts))) as bars,
+        Crew("pdstage.demo.ranks", options.deadline_s) as crew,
+    ):
+        _conduct(crew, bars, outcome, prompts, _jobs(options, Path(folder), prompts))
+    for room, tokens, truth in zip(outcome.rooms, outcome.finished.tokens, outcome.truths, strict=True):
+        room.identical = identical([tokens], [truth])
+    report = _report(options, outcome)
+    show(console, options, report, outcome.rooms, min(truth.margin for truth in outcome.truths))
+    if options.json is not None:
+        report.write(options.json)
+    return report
+
+
+def identical(decoded: Sequence[Sequence[int]], truths: Sequence[Truth]) -> bool:
+    """The check: every room's tokens are those of the single process, token for token."""
+    return [list(tokens) for tokens in decoded] == [truth.tokens for truth in truths]
+
+
+def _jobs(options: Options, folder: Path, prompts: list[list[int]]) -> list[Job]:
+    rooms = tuple((f"room-{i}", len(prompt)) for i, prompt in enumerate(prompts))
+    told = {"prefill": tuple(map(tuple, prompts)), "decode": ()}
+    sizes = {"prefill": options.prefill_tp, "decode": options.decode_tp}
+    return [
+        Job(side=side, rank=rank, options=options, folder=folder, rooms=rooms, prompts=told[side])
+        for side, tp in sizes.items()
+        for rank in range(tp)
+    ]
+
+
+def _conduct(crew: Crew, bars: Bars, outcome: Outcome, prompts: list[list[int]], jobs: list[Job]) -> None:
+    """Starts everybody, works out the truth meanwhile, and listens until every rank has finished."""
+    crew.start(DIRECTORY, serve_directory, None)
+    from pdstage.demo.reference import build_model, continue_greedily  # noqa: PLC0415  (seconds, while processes start)
+
+    torch.set_num_threads(1)  # the ranks have the other cores; two threads that wait for each other would wait for them
+    options = jobs[0].options
+    model = build_model(options.shape, options.seed)
+    heard = crew.hear()
+    _, bootstrap = next(heard)
+    _start(crew, jobs, model.state_dict(), bootstrap)
+    outcome.truths = [continue_greedily(model, prompt, options.new_tokens + 1) for prompt in prompts]
+    for _ in jobs:
+        _, ready = next(heard)
+        outcome.transports |= {ready.transport} - {""}
+        bars.advance("started", 1)
+    crew.tell("start", but=DIRECTORY)
+    working = len(jobs)
+    while working:
+        _, message = next(heard)
+        _take(message, outcome, bars)
+        working -= isinstance(message, Finished)
+    crew.tell("stop")
+    for name, message in heard:
+        raise RuntimeError(f"{name} said {message} after its end")
+
+
+def _start(crew: Crew, jobs: list[Job], full: dict[str, torch.Tensor], bootstrap: str) -> None:
+    for job in jobs:
+        torch.save(slice_weights(full, job.options.shape, job.tp, job.rank), job.weights)
+        crew.start(job.name, prefill_rank if job.side == "prefill" else decode_rank, (job, bootstrap))
+
+
+def _take(message: object, outcome: Outcome, bars: Bars) -> None:
+    match message:
+        case Prefilled(n):
+            bars.advance("prefilled", n)
+        case Sent(index, moved, began_at, handed_at):
+            room = outcome.rooms[index]
+            room.nbytes += moved.nbytes
+            room.descriptors += moved.descriptors
+            room.paths.update(moved.paths)
+            room.began_at = min(room.began_at, began_at)
+            room.handed_at = max(room.handed_at, handed_at)
+        case Arrived(index, at):
+            outcome.rooms[index].came_at = max(outcome.rooms[index].came_at, at)
+            bars.advance("arrived", 1)
+        case Decoded(n):
+            bars.advance("decoded", n)
+        case Finished(tokens) if tokens:
+            outcome.finished = message
+        case _:
+            pass
+
+
+def _report(options: Options, outcome: Outcome) -> Report:
+    rooms, truths, (tokens, again, control) = outcome.rooms, outcome.truths, outcome.finished
+    return Report(
+        transport="+".join(sorted(outcome.transports)),
+        path=path_of(set().union(*(room.paths for room in rooms))),
+        model=str(options.shape),
+        prefill_tp=options.prefill_tp,
+        decode_tp=options.decode_tp,
+        requests=options.requests,
+        new_tokens=sum(map(len, tokens)),
+        tokens_identical=identical(tokens, truths),
+        # Room 0 decoded again from the same pages passes the check, and fails it once one of them is spoiled.
+        negative_control_caught=identical([again], truths[:1]) and not identical([control], truths[:1]),
+        bytes_moved=sum(room.nbytes for room in rooms),
+        descriptors=sum(room.descriptors for room in rooms),
+        seconds=max(room.came_at for room in rooms) - min(room.began_at for room in rooms),
+    )

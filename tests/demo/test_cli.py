@@ -1,0 +1,87 @@
+"""The command: its arguments, its exit codes, and errors of one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from pdstage import cli
+from pdstage.control.bootstrap import BootstrapClient
+from pdstage.control.directory import Incomplete
+
+
+def failed(capsys, *argv: str) -> tuple[int, str]:
+    """The exit code and what was said, of a command that must not print a traceback or a second line."""
+    try:
+        code = cli.main(argv)
+    except SystemExit as left:
+        code = left.code
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1, said.err
+    return code, said.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        ((), "COMMAND"),
+        (("fly",), "fly"),
+        (("demo", "--transport", "pigeon"), "--transport"),
+        (("demo", "--path", "scenic"), "--path"),
+        (("demo", "--prefill-tp", "four"), "--prefill-tp"),
+        (("demo", "--prefill-tp", "0"), "--prefill-tp is 0"),
+        (("demo", "--kv-heads", "1000"), "--kv-heads is 1000"),
+        (("demo", "--json", "/no/such/folder/x.json"), "/no/such/folder"),
+        (("demo", "--nonsense"), "--nonsense"),
+        (("bench", "everything"), "'everything'"),
+        (("bootstrap", "--bind", "nowhere"), "'nowhere'"),
+        (("bootstrap", "--bind", "0.0.0.0:0"), "insecure"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_code_2(capsys, argv, names):
+    code, said = failed(capsys, *argv)
+    assert code == 2
+    assert names in said
+    assert said.startswith("pdstage")
+
+
+def test_a_missing_extra_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pdstage.demo.run", None)
+    code, said = failed(capsys, "demo")
+    assert code == 2
+    assert "pip install 'pdstage[demo]'" in said
+
+
+def test_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"pdstage {version('pdstage')}\n"
+
+
+def test_help_needs_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from pdstage.cli import parser\n"
+        "parser().format_help()\n"
+        "print(sorted({'torch', 'transformers', 'rich', 'zmq', 'nixl'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_bootstrap_serves_until_it_is_ended():
+    command = [sys.executable, "-m", "pdstage.cli", "bootstrap", "--bind", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            said = process.stdout.readline()
+            assert said.startswith("directory at 127.0.0.1:")
+            with pytest.raises(Incomplete):
+                BootstrapClient(said.split()[-1], timeout_s=10.0).lookup()
+        finally:
+            process.terminate()
+    assert process.returncode != 0

@@ -1,0 +1,87 @@
+"""`pdstage demo` itself: real processes, a real model, both transports, both paths."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pdstage.demo.options import ModelShape, Options
+from pdstage.plan import shard_overlap
+from pdstage.transport import available
+
+pytest.importorskip("torch")
+pytest.importorskip("rich")
+
+N_REQUESTS = 2
+
+
+def demo(tmp_path, *argv: str) -> tuple[int, dict, str]:
+    command = [sys.executable, "-m", "pdstage.cli", "demo", "--requests", str(N_REQUESTS), *argv]
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "out.json")], capture_output=True, text=True, timeout=300, check=False
+    )
+    said = done.stdout + done.stderr
+    assert (tmp_path / "out.json").exists(), said
+    return done.returncode, json.loads((tmp_path / "out.json").read_text()), said
+
+
+def needs(transport: str) -> None:
+    if available()[transport]:
+        pytest.skip(available()[transport])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("transport", "path", "prefill_tp", "decode_tp", "kv_heads"),
+    [
+        ("local", "staged", 4, 2, 8),
+        ("local", "direct", 2, 4, 8),
+        ("local", "auto", 1, 1, 8),
+        ("nixl", "staged", 3, 2, 6),
+        ("nixl", "direct", 4, 2, 4),
+        ("nixl", "staged", 8, 4, 4),
+    ],
+)
+def test_decoding_goes_on_token_for_token(tmp_path, transport, path, prefill_tp, decode_tp, kv_heads):
+    needs(transport)
+    sizes = ("--prefill-tp", prefill_tp, "--decode-tp", decode_tp, "--kv-heads", kv_heads)
+    code, told, said = demo(tmp_path, "--transport", transport, "--path", path, *map(str, sizes))
+    assert code == 0, said
+    assert told["tokens_identical"] is True
+    assert told["negative_control_caught"] is True
+    assert told["transport"] == transport
+    assert told["path"] == path if path != "auto" else told["path"] in {"staged", "direct", "direct+staged"}
+    assert (told["prefill_tp"], told["decode_tp"], told["requests"]) == (prefill_tp, decode_tp, N_REQUESTS)
+    assert told["new_tokens"] == N_REQUESTS * 33
+    assert told["seconds"] > 0
+    n_tokens = int(next(line for line in said.splitlines() if line.split()[:1] == ["all"]).split()[1])
+    shape = ModelShape(kv_heads=kv_heads)
+    pairs = ((src, dst) for src in range(prefill_tp) for dst in range(decode_tp))
+    shards = (shard_overlap(kv_heads, prefill_tp, src, decode_tp, dst) for src, dst in pairs)
+    held = sum(shard.count for shard in shards if shard)
+    payload = n_tokens * held * shape.layers * 2 * shape.head_dim * 8
+    assert payload <= told["bytes_moved"] <= payload * 1.02, "every shard once to each rank that wants it, and no more"
+    if path == "direct":
+        n_runs = n_tokens // Options().prefill_page * held * shape.layers * 2
+        assert told["descriptors"] >= n_runs, "no run is longer than one head's part of a page"
+    if path == "staged":
+        assert told["descriptors"] < n_tokens, "one write carries a chunk"
+
+
+def test_an_unusable_transport_is_one_line(tmp_path, monkeypatch):
+    """A rank that cannot start is named, and everybody else is ended."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "nixl.py").write_text("raise ImportError('no fabric here')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pdstage.cli", "demo", "--transport", "nixl", "--prefill-tp", "1", "--decode-tp", "1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "rank 0: transport 'nixl' does not import here" in done.stderr

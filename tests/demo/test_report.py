@@ -1,0 +1,75 @@
+"""The table and the JSON a run ends with."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("rich")
+
+from rich.console import Console
+
+from pdstage.demo.options import Options
+from pdstage.demo.report import Report, RoomReport, show
+
+KEYS = [
+    "transport", "path", "model", "prefill_tp", "decode_tp", "requests", "new_tokens", "tokens_identical",
+    "negative_control_caught", "bytes_moved", "descriptors", "seconds",
+]  # fmt: skip
+
+
+def report_of(options: Options) -> Report:
+    return Report(
+        transport="nixl", path="staged", model=str(options.shape), prefill_tp=4, decode_tp=2, requests=2, new_tokens=66,
+        tokens_identical=True, negative_control_caught=True, bytes_moved=14_417_920, descriptors=56_320, seconds=1.25,
+    )  # fmt: skip
+
+
+def rooms_of() -> list[RoomReport]:
+    times = {"began_at": 10.0, "handed_at": 10.2, "came_at": 10.25, "paths": {"staged"}, "identical": True}
+    return [
+        RoomReport(126, nbytes=2_064_384, descriptors=18, **times),
+        RoomReport(309, nbytes=12_353_536, descriptors=56_302, **times),
+    ]
+
+
+def test_json_has_exactly_the_agreed_keys(tmp_path):
+    report_of(Options()).write(tmp_path / "out.json")
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert list(told) == KEYS
+    assert told["bytes_moved"] == 14_417_920
+    assert told["tokens_identical"] is True
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("caught", [True, False])
+def test_only_both_checks_make_a_good_run(same, caught):
+    report = replace(report_of(Options()), tokens_identical=same, negative_control_caught=caught)
+    assert report.good == (same and caught)
+
+
+def shown(report: Report, rooms: list[RoomReport], width: int = 80) -> str:
+    out = io.StringIO()
+    show(Console(file=out, width=width), Options(), report, rooms, 0.001)
+    return out.getvalue()
+
+
+def test_the_table_fits_a_terminal_and_tells_every_room():
+    text = shown(report_of(Options()), rooms_of())
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
+    assert rows["0"] == ["0", "126", "2,064,384", "staged", "18", "250.0", "50.0", "0.008", "identical"]
+    assert rows["all"] == ["all", "435", "14,417,920", "staged", "56,320", "1250.0", "0.012", "identical"]
+    assert "…" not in text
+    assert "[slots, heads, dim]" in text
+
+
+def test_a_red_check_is_said_so():
+    rooms = rooms_of()
+    rooms[1].identical = False
+    text = shown(replace(report_of(Options()), tokens_identical=False, negative_control_caught=False), rooms)
+    assert text.count("different") == 2
+    assert "NOT the same as" in text
+    assert "NOT caught" in text

@@ -1,0 +1,31 @@
+"""The README's code runs as it stands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parent.parent / "README.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("code", BLOCKS)
+def test_code(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
+    assert done.returncode == 0, done.stderr
+
+
+def test_there_is_code():
+    assert BLOCKS
+
+
+def test_the_reading_list_names_every_module():
+    import pdstage
+
+    listed = pdstage.__doc__ or ""
+    for name in ("topology", "layout", "tensors", "plan", "kernels", "ring", "protocol", "transport", "stager", "manager"):
+        assert name in listed
