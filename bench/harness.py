@@ -1,0 +1,167 @@
+"""The one way to measure here: both sides of a ratio in turn within one run, medians, and what they were measured on.
+
+Layer 6. Must not know what is measured.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from pdstage import native
+from pdstage.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+NAMES = ("host-kernels", "plan", "wire", "rooms", "transfer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measurement beside its baseline.
+
+    `ratio` is value / baseline, in `unit` both. `target`, if there is one, is of the ratio or of the value as `on`
+    says, and `better` says which side of it is good.
+    """
+
+    name: str
+    value: float
+    baseline: float
+    unit: str
+    target: float | None = None
+    on: Literal["ratio", "value"] = "ratio"
+    better: Literal["higher", "lower"] = "higher"
+    detail: str = ""
+
+    @property
+    def ratio(self) -> float:
+        return self.value / self.baseline if self.baseline else float("nan")
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target was reached; None without one."""
+        if self.target is None:
+            return None
+        reached = self.ratio if self.on == "ratio" else self.value
+        return bool(reached >= self.target if self.better == "higher" else reached <= self.target)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ratio": self.ratio, "met": self.met}
+
+
+def seconds(work: Callable[[], object], inner: int = 1) -> float:
+    """Seconds that one call of `work` takes, `inner` calls timed together."""
+    start = time.perf_counter()
+    for _ in range(inner):
+        work()
+    return (time.perf_counter() - start) / inner
+
+
+def interleaved(works: Sequence[Callable[[], object]], *, repeats: int, inner: int = 1) -> list[float]:
+    """Median seconds of each of `works`, run in turn (A B A B ...) so that the machine's slow spells hit all alike."""
+    for work in works:
+        work()
+    rounds = [[seconds(work, inner) for work in works] for _ in range(repeats)]
+    return [statistics.median(column) for column in zip(*rounds, strict=True)]
+
+
+def machine() -> dict[str, Any]:
+    """The processor, its usable cores, and the versions that a number depends on."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    versions = {"python": platform.python_version(), "numpy": np.__version__}
+    for name in ("torch", "nixl", "pyzmq", "pdstage"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "cpu": cpu,
+        "cores": cores,
+        "system": platform.platform(),
+        "host_code": native.active(),
+        "versions": versions,
+    }
+
+
+def commit() -> str | None:
+    """The checkout's commit, with "+" where files were changed; None outside a checkout or without git."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+
+    def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [git, "-C", str(Path(__file__).resolve().parent), *arguments], capture_output=True, text=True, check=False
+        )
+
+    head = ask("rev-parse", "--short=12", "HEAD")
+    if head.returncode:
+        return None
+    return head.stdout.strip() + ("+" if ask("status", "--porcelain").stdout.strip() else "")
+
+
+def run_named(name: str, quick: bool = False) -> dict[str, Any]:
+    """Runs the bench called `name`, prints its table, and returns it with the command, machine and commit it is of."""
+    if name not in NAMES:
+        raise UsageError(f"no bench {name!r}", remedy=f"use one of {', '.join(NAMES)}", name=name)
+    module = importlib.import_module(f"{__package__}.{name.replace('-', '_')}")
+    rows: list[Row] = module.run(quick)
+    report = {
+        "name": name,
+        "quick": quick,
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "machine": machine(),
+        "commit": commit(),
+        "rows": [row.to_dict() for row in rows],
+    }
+    print(table(report))
+    return report
+
+
+def table(report: dict[str, Any]) -> str:
+    """A report as text, one line a row."""
+    head = ("", "value", "baseline", "unit", "ratio", "target", "met", "")
+    lines = [head]
+    for row in report["rows"]:
+        sign = ">=" if row["better"] == "higher" else "<="
+        target = (
+            ""
+            if row["target"] is None
+            else f"{sign} {row['target']:g}{'' if row['on'] == 'ratio' else ' ' + row['unit']}"
+        )
+        met = {True: "yes", False: "NO", None: ""}[row["met"]]
+        cells = (f"{row['value']:.3g}", f"{row['baseline']:.3g}", row["unit"], f"{row['ratio']:.3g}")
+        lines.append((row["name"], *cells, target, met, row["detail"]))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    on = f"{report['machine']['cpu']}, {report['machine']['cores']} cores, host code {report['machine']['host_code']}"
+    body = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join([f"{report['name']} on {on}", *body])
+
+
+def main(name: str, json_path: str | None = None, *, quick: bool = False) -> dict[str, Any]:
+    """`run_named`, with the report written to `json_path` if one is given."""
+    report = run_named(name, quick)
+    if json_path:
+        Path(json_path).write_text(json.dumps(report, indent=2) + "\n")
+    return report

@@ -1,0 +1,126 @@
+"""Ranks for the benches: one spawned process each, driven over a pipe, with a node over its own host pool.
+
+Layer 6. Must not know what is measured: a bench gives the class that a process runs, and calls its methods.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import numpy as np
+
+from pdstage.kernels import Pool
+from pdstage.tensors import build, paged_nhd
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from multiprocessing.connection import Connection
+
+_START_S = 120.0
+_ANSWER_S = 300.0
+
+
+class Shape(NamedTuple):
+    """An NHD pool of one rank in host memory, bf16: K and V of `layers` layers in pages of `page` tokens."""
+
+    kv_heads: int
+    head_dim: int
+    layers: int
+    page: int
+    n_pages: int
+    tp: int = 1
+    rank: int = 0
+
+    def pool(self) -> Pool:
+        """A pool whose memory is touched already, so that no first write pays for its pages."""
+        heads = max(1, self.kv_heads // self.tp)
+        shape = (2, self.layers, self.n_pages, self.page, heads, self.head_dim)
+        memory = np.ones(shape, np.uint16)
+        part = paged_nhd(memory[0], memory[1], total_heads=self.kv_heads, tp=(self.tp, self.rank), format="bf16")
+        return Pool.of(build(part), keep=memory)
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of one token on this rank, all layers."""
+        return 4 * self.layers * max(1, self.kv_heads // self.tp) * self.head_dim
+
+
+class Actor:
+    """What a rank's process runs. Its public methods are called from the parent, one at a time."""
+
+    def idle(self) -> None:
+        """Called again and again while no call is there; returns within about a millisecond."""
+        time.sleep(1e-3)
+
+    def close(self) -> None:
+        """The end of the process."""
+
+
+class Rank:
+    """One process and the pipe to it. `begin` and `result` are the halves of `call`, for ranks that run side by side."""
+
+    def __init__(self, make: Callable[..., Actor], *args: object, env: Mapping[str, str] | None = None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, dict(env or {}), make, args), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ready(self) -> Self:
+        """Waits until the actor is made."""
+        self._take(_START_S)
+        return self
+
+    def begin(self, method: str, *args: object) -> None:
+        self._pipe.send((method, args))
+
+    def result(self) -> object:
+        return self._take(_ANSWER_S)
+
+    def call(self, method: str, *args: object) -> object:
+        self.begin(method, *args)
+        return self.result()
+
+    def close(self) -> None:
+        """Ends the process, in order if it still listens."""
+        try:
+            self._pipe.send(("", ()))
+        except OSError:
+            pass  # it ended by itself
+        self._process.join(20.0)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._pipe.close()
+
+    def _take(self, timeout_s: float) -> object:
+        if not self._pipe.poll(timeout_s):
+            raise TimeoutError(f"a rank's process gave no answer in {timeout_s} s")
+        good, value = self._pipe.recv()
+        if not good:
+            raise RuntimeError(f"a rank's process failed:\n{value}")
+        return value
+
+
+def _serve(pipe: Connection, env: dict[str, str], make: Callable[..., Actor], args: tuple[object, ...]) -> None:
+    os.environ.update(env)
+    try:
+        actor = make(*args)
+        pipe.send((True, None))
+        while True:
+            while not pipe.poll(0):
+                actor.idle()
+            method, given = pipe.recv()
+            if not method:
+                break
+            pipe.send((True, getattr(actor, method)(*given)))
+        actor.close()
+    except EOFError:
+        return  # the parent is gone
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        raise
