@@ -5,11 +5,12 @@ Layer 6. Must not know what is measured: a bench gives the class that a process 
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
 import traceback
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -35,18 +36,13 @@ class Shape(NamedTuple):
     tp: int = 1
     rank: int = 0
 
-    def pool(self) -> Pool:
-        """A pool whose memory is touched already, so that no first write pays for its pages."""
+    def pool(self, fill: int = 1) -> Pool:
+        """A pool over one array of `fill`, held as `pool.keep`, and touched: no first write pays for its pages."""
         heads = max(1, self.kv_heads // self.tp)
         shape = (2, self.layers, self.n_pages, self.page, heads, self.head_dim)
-        memory = np.ones(shape, np.uint16)
+        memory = np.full(shape, fill, np.uint16)
         part = paged_nhd(memory[0], memory[1], total_heads=self.kv_heads, tp=(self.tp, self.rank), format="bf16")
         return Pool.of(build(part), keep=memory)
-
-    @property
-    def token_nbytes(self) -> int:
-        """Bytes of one token on this rank, all layers."""
-        return 4 * self.layers * max(1, self.kv_heads // self.tp) * self.head_dim
 
 
 class Actor:
@@ -61,7 +57,7 @@ class Actor:
 
 
 class Rank:
-    """One process and the pipe to it. `begin` and `result` are the halves of `call`, for ranks that run side by side."""
+    """One process and the pipe to it. `begin` and `result` are the halves of `call`, for ranks side by side."""
 
     def __init__(self, make: Callable[..., Actor], *args: object, env: Mapping[str, str] | None = None) -> None:
         context = multiprocessing.get_context("spawn")
@@ -78,19 +74,17 @@ class Rank:
     def begin(self, method: str, *args: object) -> None:
         self._pipe.send((method, args))
 
-    def result(self) -> object:
+    def result(self) -> Any:  # noqa: ANN401
         return self._take(_ANSWER_S)
 
-    def call(self, method: str, *args: object) -> object:
+    def call(self, method: str, *args: object) -> Any:  # noqa: ANN401
         self.begin(method, *args)
         return self.result()
 
     def close(self) -> None:
         """Ends the process, in order if it still listens."""
-        try:
+        with contextlib.suppress(OSError):  # it may have ended by itself
             self._pipe.send(("", ()))
-        except OSError:
-            pass  # it ended by itself
         self._process.join(20.0)
         if self._process.is_alive():
             self._process.kill()

@@ -1,16 +1,20 @@
-"""A room end to end through real nodes, a process each rank: staged beside direct, and beside one raw bulk write.
+"""A room end to end over NIXL, through real nodes: staged beside direct, and beside one raw bulk write.
 
-Layer 6. Pages are shuffled. Prefill has computed everything before the clock starts; the clock runs from the first `bind` to the
-last Success (the processes share one monotonic clock).
+Layer 6. Prefill has computed everything before the clock starts; the clock, one for all processes, runs from the first
+`bind` to the last Success. Pages are in shuffled order on both sides. A room's bytes are the same on every path, and
+so are the processes, one a rank: each holds a node for every path and one end of the raw write; what is not measured
+sleeps.
+
+Six processes on few cores measure the scheduler as much as the transfer, so TP2 -> TP1 (three processes, the same
+two-to-one layouts) and one rank to one stand beside TP4 -> TP2. Over shared memory NIXL copies inside the call; the
+rows over TCP, where it is asynchronous as on a network, show what overlaps.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
-import sys
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -18,6 +22,7 @@ from pdstage.control.bootstrap import BootstrapServer
 from pdstage.layout import Region
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.config import Config
+from pdstage.protocol.room import State
 from pdstage.topology import Topology
 from pdstage.transport import Done, Spans, open_transport
 
@@ -27,11 +32,17 @@ from .ranks import Actor, Rank, Shape
 HEAD_DIM = 128
 HEAD_NBYTES = 2 * HEAD_DIM
 LAYERS = 8
+SEND_NBYTES, N_BUFFERS = 16 << 20, 4
+MAX_LANES_NBYTES = 64 << 20
+QUICK_NBYTES, NBYTES = 16 << 20, 128 << 20
 WAIT_S = 120.0
-_CONFIG = Config(max_silence_s=200.0)  # the node of the path that is not measured is not polled
+TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
+_CONFIG = Config(max_silence_s=300.0)  # the nodes of the paths that are not measured are not polled
 
 
 class Case(NamedTuple):
+    """`nbytes` of KV state from `src_tp` ranks to `dst_tp`, which share runs of `run` bytes."""
+
     src_tp: int
     dst_tp: int
     run: int
@@ -39,165 +50,247 @@ class Case(NamedTuple):
     page: int = 16
 
     @property
-    def tokens(self):
-        return self.nbytes // (4 * LAYERS * HEAD_DIM * self.kv_heads)
-
-    @property
-    def kv_heads(self):
+    def kv_heads(self) -> int:
         return self.run // HEAD_NBYTES * self.src_tp
 
-    def shape(self, tp, rank):
+    @property
+    def lanes_nbytes(self) -> int:
+        """Decode's staging memory: at most a room's bytes, so that the first rooms have been all through it."""
+        return max(4 << 20, min(MAX_LANES_NBYTES, self.nbytes))
+
+    @property
+    def tokens(self) -> int:
+        return self.nbytes // (2 * LAYERS * HEAD_NBYTES * self.kv_heads)
+
+    def shape(self, tp: int, rank: int) -> Shape:
+        """Pools hold a quarter more pages than a room has."""
         n_pages = self.tokens // self.page
         return Shape(self.kv_heads, HEAD_DIM, LAYERS, self.page, n_pages + n_pages // 4 + 1, tp, rank)
 
-    def pages(self, seed):
-        shape = self.shape(1, 0)
-        return np.random.default_rng(seed).permutation(shape.n_pages)[: self.tokens // self.page]
+    def pages(self, seed: int) -> np.ndarray:
+        return np.random.default_rng(seed).permutation(self.shape(1, 0).n_pages)[: self.tokens // self.page]
+
+    def __str__(self) -> str:
+        run = f"{self.run} B" if self.run < 1024 else f"{self.run // 1024} KiB"
+        return f"TP{self.src_tp} -> TP{self.dst_tp}, {run} runs, {self.nbytes >> 20} MiB"
 
 
-class RawEnd(Actor):
-    """One end of the baseline: a transport and one region."""
+class _End(Actor):
+    """What both sides share: a node a path, and one end of the raw write."""
 
-    def open_raw(self, name, nbytes):
-        self.raw = open_transport(name)
+    def __init__(self, transport: str, nbytes: int) -> None:
+        self.nodes: dict[str, PrefillNode] | dict[str, DecodeNode] = {}
+        self.active = ""
+        self.raw = open_transport(transport)
         self.memory = np.ones(nbytes, np.uint8)
-        self.raw.register([Region(self.memory.ctypes.data, nbytes)])
-        return self.raw.describe(), Region(self.memory.ctypes.data, nbytes)
+        self.region = Region(self.memory.ctypes.data, nbytes)
+        self.raw.register([self.region])
 
-    def connect_raw(self, description, region):
+    def use(self, path: str) -> None:
+        """From now on `idle` polls the node of `path`, or the raw write's end if that is empty."""
+        self.active = path
+
+    def idle(self) -> None:
+        if self.active:
+            self.nodes[self.active].turn(1e-3)
+        else:
+            self.raw.poll()
+            time.sleep(5e-5)
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            node.close()
+        self.raw.close()
+
+    def describe(self) -> tuple[bytes, Region]:
+        return self.raw.describe(), self.region
+
+    def connect(self, description: bytes, region: Region) -> None:
         self.raw.connect("raw", description)
         self.raw.prepare("raw", [region])
-        self.target = region
+        target, own = (np.array([one.base], np.int64) for one in (region, self.region))
+        self.spans = Spans(own, target, np.array([region.nbytes], np.int64))
 
-    def write_raw(self):
-        nbytes = self.target.nbytes
-        spans = Spans(*(np.array([n], np.int64) for n in (self.memory.ctypes.data, self.target.base, nbytes)))
+    def write(self) -> float:
+        """Seconds of one write of the whole region as one descriptor."""
         start = time.perf_counter()
-        self.raw.post("raw", spans, b"x")
+        self.raw.post("raw", self.spans, b"raw")
         while not any(isinstance(event, Done) for event in self.raw.poll()):
             pass
         return time.perf_counter() - start
 
-    def use(self, path):
-        self.active = path
 
-    def idle(self):
-        node = self.nodes.get(self.active)
-        if node is None:
-            time.sleep(1e-3)
-        else:
-            node.turn(1e-3)
+class Source(_End):
+    """A prefill rank; every cell of its pool holds its rank's mark."""
 
-    def close(self):
-        for path, node in self.nodes.items():
-            node.close()
-        if hasattr(self, "raw"):
-            self.raw.close()
-
-
-class Source(RawEnd):
-    def __init__(self, case, rank, boots, transport, staging_nbytes, n_buffers):
+    def __init__(self, case: Case, rank: int, boots: dict[str, str], transport: str) -> None:
+        super().__init__(transport, case.nbytes)
+        self.case = case
+        pool = case.shape(case.src_tp, rank).pool(fill=rank + 1)
         topology = Topology(tp_size=case.src_tp, tp_rank=rank)
-        self.case = case
-        self.pool = case.shape(case.src_tp, rank).pool()
-        self.active = ""
-        self.nodes = {
-            path: PrefillNode(self.pool, topology, transport=transport, bootstrap=boots[path], path=path,
-                staging_nbytes=staging_nbytes, n_buffers=n_buffers, config=_CONFIG) for path in boots}
-        self.cpu = 0
+        self.nodes: dict[str, PrefillNode] = {
+            path: PrefillNode(
+                pool, topology, transport=transport, bootstrap=bootstrap, path=path, staging_nbytes=SEND_NBYTES,
+                n_buffers=N_BUFFERS, config=_CONFIG,
+            )
+            for path, bootstrap in boots.items()
+        }  # fmt: skip
 
-    def offer(self, path, rooms, n):
+    def offer(self, path: str, room: int) -> None:
         self.use(path)
-        for r in rooms:
-            s = self.nodes[path].send(r)
-            pages = self.case.pages(r)
-            tok = self.case.tokens
-            per = -(-tok // n // 64) * 64
-            for start in range(0, tok, per):
-                s.chunk(pages, tokens=(start, min(tok, start + per)))
-            s.finish()
+        sender = self.nodes[path].send(room)
+        sender.chunk(self.case.pages(room), self.case.tokens)
+        sender.finish()
 
-    def stats(self, path):
-        return self.nodes[path].stats()
+    def n_descriptors(self, path: str) -> int:
+        return self.nodes[path].stats()["descriptors"]
+
+    def n_rooms(self, path: str) -> int:
+        return self.nodes[path].stats()["rooms_succeeded"]
 
 
-class Sink(RawEnd):
-    def __init__(self, case, rank, boots, transport, staging_nbytes, n_lanes):
-        topology = Topology(tp_size=case.dst_tp, tp_rank=rank)
-        self.case = case
-        self.boots = boots
+class Sink(_End):
+    """A decode rank."""
+
+    def __init__(self, case: Case, rank: int, boots: dict[str, str], transport: str) -> None:
+        super().__init__(transport, case.nbytes)
+        self.case, self.boots = case, boots
         self.pool = case.shape(case.dst_tp, rank).pool()
-        self.active = ""
-        self.nodes = {
-            path: DecodeNode(self.pool, topology, transport=transport, path=path,
-                staging_nbytes=staging_nbytes, n_lanes=n_lanes, config=_CONFIG) for path in boots}
+        topology = Topology(tp_size=case.dst_tp, tp_rank=rank)
+        self.first_mark = rank * case.src_tp // case.dst_tp + 1
+        self.nodes: dict[str, DecodeNode] = {
+            path: DecodeNode(
+                self.pool, topology, transport=transport, path=path, staging_nbytes=case.lanes_nbytes, config=_CONFIG
+            )
+            for path in boots
+        }
 
-    def pull(self, path, rooms):
+    def pull(self, path: str, room: int) -> tuple[float, float]:
+        """When `bind` was called and when the state was Success, on the clock all processes share."""
         self.use(path)
-        node = self.nodes[path]
-        receivers = [node.receive(r, self.boots[path]) for r in rooms]
-        pages = [self.case.pages(1000 + r) for r in rooms]
-        while any(r.state < 2 for r in receivers):
-            node.turn(1e-3)
+        memory, pages = self.pool.keep, self.case.pages(-1 - room & 0xFFFF)
+        assert isinstance(memory, np.ndarray)
+        memory[:] = 0
+        receiver = self.nodes[path].receive(room, self.boots[path])
+        while receiver.state is State.BOOTSTRAPPING:
+            self.nodes[path].turn(1e-3)
         start = time.monotonic()
-        for r, p in zip(receivers, pages):
-            r.bind(p, tokens=self.case.tokens)
-        for r in receivers:
-            r.wait(WAIT_S)
+        receiver.bind(pages, self.case.tokens)
+        receiver.wait(WAIT_S)
         end = time.monotonic()
-        for r in receivers:
-            r.wait_released(WAIT_S)
+        receiver.wait_released(WAIT_S)
+        self._check(memory[:, :, pages])
         return start, end
+
+    def _check(self, got: np.ndarray) -> None:
+        """Every head holds the mark of the rank it came from."""
+        heads = got.shape[-2]
+        per_rank = max(1, heads * self.case.dst_tp // self.case.src_tp)
+        marks = self.first_mark + np.arange(heads) // per_rank
+        if not (got == marks[:, None]).all():
+            raise AssertionError("a room arrived with other bytes than were sent")
 
 
 class Bed:
-    def __init__(self, case, transport, paths, staging=(64 << 20, 64 << 20), parts=(4, 2), raw=True, env=None):
-        self.boot = {p: BootstrapServer().start() for p in paths}
-        boots = {p: b.address for p, b in self.boot.items()}
-        self.src = [Rank(Source, case, r, boots, transport, staging[0], parts[0], env=env) for r in range(case.src_tp)]
-        self.dst = [Rank(Sink, case, r, boots, transport, staging[1], parts[1], env=env) for r in range(case.dst_tp)]
-        for r in self.src + self.dst:
-            r.ready()
-        self.next = 0
+    """The processes of one case. A context manager."""
+
+    def __init__(
+        self, case: Case, paths: tuple[str, ...], *, transport: str = "nixl", env: dict[str, str] | None = None
+    ) -> None:
         self.case = case
-        if raw:
-            a, ra = self.src[0].call("open_raw", transport, case.nbytes)
-            b, rb = self.dst[0].call("open_raw", transport, case.nbytes)
-            self.src[0].call("connect_raw", b, rb)
-            self.dst[0].call("connect_raw", a, ra)
+        self._bootstraps = {path: BootstrapServer().start() for path in paths}
+        boots = {path: server.address for path, server in self._bootstraps.items()}
+        self.src = [Rank(Source, case, rank, boots, transport, env=env) for rank in range(case.src_tp)]
+        self.dst = [Rank(Sink, case, rank, boots, transport, env=env) for rank in range(case.dst_tp)]
+        self._next = 0
 
-    def room(self, path, n_rooms=1, n=1):
-        rooms = list(range(self.next, self.next + n_rooms))
-        self.next += n_rooms
-        for r in self.src: r.begin("offer", path, rooms, n)
-        for r in self.src: r.result()
-        for r in self.dst: r.begin("pull", path, rooms)
-        spans = [r.result() for r in self.dst]
-        return max(e for _, e in spans) - min(s for s, _ in spans)
+    def __enter__(self) -> Self:
+        for rank in (*self.src, *self.dst):
+            rank.ready()
+        theirs, ours = self.dst[0].call("describe"), self.src[0].call("describe")
+        self.src[0].call("connect", *theirs)
+        self.dst[0].call("connect", *ours)
+        return self
 
-    def raw(self):
-        for r in self.src + self.dst: r.call("use", "")
-        return self.src[0].call("write_raw")
+    def __exit__(self, *_: object) -> None:
+        for rank in (*self.dst, *self.src):
+            rank.close()
+        for server in self._bootstraps.values():
+            server.close()
 
-    def close(self):
-        for r in self.dst+self.src: r.close()
-        for b in self.boot.values(): b.close()
+    def room(self, path: str) -> float:
+        """Seconds of one room by `path`."""
+        self._next += 1
+        self._all(self.src, "offer", path, self._next)
+        spans = self._all(self.dst, "pull", path, self._next)
+        took: float = max(end for _, end in spans) - min(start for start, _ in spans)
+        return took
+
+    def raw(self) -> float:
+        """Seconds of one write of a room's bytes, from the first source to the first sink."""
+        self._all((*self.src, *self.dst), "use", "")
+        return float(self.src[0].call("write"))
+
+    def n_descriptors(self, path: str) -> int:
+        return sum(self._all(self.src, "n_descriptors", path))
+
+    def n_rooms(self, path: str) -> int:
+        return int(self.src[0].call("n_rooms", path))
+
+    def medians(self, ways: tuple[str, ...], repeats: int) -> dict[str, float]:
+        """Median seconds of each way (a path, or "raw"), in turn, once the lanes have been filled and all is warm."""
+        took: dict[str, list[float]] = {way: [] for way in ways}
+        n_warm = 3
+        for _ in range(n_warm + repeats):
+            for way in ways:
+                took[way].append(self.raw() if way == "raw" else self.room(way))
+        return {way: statistics.median(times[n_warm:]) for way, times in took.items()}
+
+    def _all(self, ranks: Any, method: str, *given: object) -> list[Any]:  # noqa: ANN401
+        for rank in ranks:
+            rank.begin(method, *given)
+        return [rank.result() for rank in ranks]
 
 
-if __name__ == "__main__":
-    tr = sys.argv[1]
-    sp, dp, run, mib, page = map(int, sys.argv[2:7])
-    n = int(sys.argv[7]); stg=int(float(sys.argv[8])*(1<<20)); nb=int(sys.argv[9]); paths=sys.argv[10].split(",")
-    case = Case(sp, dp, run, mib << 20, page)
-    env = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"} if os.environ.get("TCP") else None
-    bed = Bed(case, tr, paths, (stg, stg), (nb, 2), env=env)
-    t = {p: [] for p in [*paths, "raw"]}
-    for k in range(6):
-        for p in paths:
-            t[p].append(bed.room(p, 1, n))
-        t["raw"].append(bed.raw())
-    for p in paths:
-        st = [r.call("stats", p) for r in bed.src]
-        print(p, "desc", sum(s["descriptors"] for s in st), "chunks", sum(s["chunks_staged"]+s["chunks_direct"] for s in st))
-    bed.close()
-    for p in t: print(p, "median %.1f ms  %.2f GB/s"%(statistics.median(t[p][1:])*1e3, case.nbytes/statistics.median(t[p][1:])/1e9), [round(x*1e3,1) for x in t[p]])
+def run(quick: bool, transport: str = "nixl") -> list[Row]:
+    """`quick`: three processes, small rooms. `transport` other than nixl is for looking, and has no targets."""
+    nbytes = QUICK_NBYTES if quick else NBYTES
+    repeats = 3 if quick else 9
+    rows = []
+    for src_tp, dst_tp in ((2, 1),) if quick else ((2, 1), (4, 2)):
+        for run_nbytes, target in ((1024, 6.0), (256, 20.0)):
+            rows.append(_against_direct(Case(src_tp, dst_tp, run_nbytes, nbytes), target, repeats, transport))
+    for env, what in ((None, "shared memory"), (TCP, "TCP")):
+        for src_tp in (1,) if quick else (1, 2):
+            page = 1 if src_tp == 1 else 16  # so that runs of 1 KiB are all that one rank and another share
+            rows.append(_against_raw(Case(src_tp, 1, 1024, nbytes, page), what, env, repeats, transport))
+    return rows
+
+
+def _against_direct(case: Case, target: float, repeats: int, transport: str) -> Row:
+    with Bed(case, ("staged", "direct"), transport=transport) as bed:
+        took = bed.medians(("staged", "direct", "raw"), repeats)
+        n = {path: bed.n_descriptors(path) // bed.n_rooms(path) for path in ("staged", "direct")}
+    gb = case.nbytes / 1e9
+    return Row(
+        name=f"staged beside direct, {case}",
+        value=gb / took["staged"],
+        baseline=gb / took["direct"],
+        unit="GB/s",
+        target=target if transport == "nixl" else None,
+        detail=f"{n['staged']} and {n['direct']} descriptors; raw write {gb / took['raw']:.2f} GB/s",
+    )
+
+
+def _against_raw(case: Case, what: str, env: dict[str, str] | None, repeats: int, transport: str) -> Row:
+    with Bed(case, ("staged",), transport=transport, env=env) as bed:
+        took = bed.medians(("staged", "raw"), repeats)
+    gb = case.nbytes / 1e9
+    return Row(
+        name=f"staged beside one raw write, {what}, {case}",
+        value=gb / took["staged"],
+        baseline=gb / took["raw"],
+        unit="GB/s",
+        target=0.7 if transport == "nixl" else None,
+        detail="from bind to Success; raw: one descriptor of the same bytes",
+    )

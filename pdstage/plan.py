@@ -156,6 +156,16 @@ class Rect(NamedTuple):
     layer_start: int
     layer_stop: int
 
+    def overlaps(self, other: Rect) -> bool:
+        """Whether the two share a token of a layer."""
+        return (
+            self.component == other.component
+            and self.start < other.stop
+            and other.start < self.stop
+            and self.layer_start < other.layer_stop
+            and other.layer_start < self.layer_stop
+        )
+
 
 class Select(NamedTuple):
     """Local shards `[start, start + count)` of the view `key` of one layout."""

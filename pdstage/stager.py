@@ -9,23 +9,25 @@ manager treats both alike.
 from __future__ import annotations
 
 import mmap
+from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pdstage.errors import UsageError
-from pdstage.kernels import Index, Plan, Pool
 from pdstage.layout import Region
 from pdstage.plan import selects, tokens_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from pdstage.errors import PdstageError
-    from pdstage.plan import Rect, Share
+    from pdstage.kernels import Index, Plan, Pool
+    from pdstage.plan import Rect, Share, Tokens
 
 ALIGNMENT = 256
 _MOST_PLANS = 1024
+_LARGE_NBYTES = 512 << 10
 
 
 class Memory:
@@ -62,53 +64,77 @@ def _address_of(tensor: object) -> tuple[int, int]:
 
 
 class Stager:
-    """Gathers out of and scatters into one pool, through plans made once per session and layer range."""
+    """Gathers out of and scatters into one pool, through plans made once per session and layer range.
 
-    def __init__(self, pool: Pool) -> None:
+    `submit`, if given, runs a function on another thread: copies of `_LARGE_NBYTES` or more go there, so that the caller can
+    write one chunk while the next is gathered. A plan may be used from several threads at once.
+    """
+
+    def __init__(self, pool: Pool, submit: Callable[[Callable[[], None]], None] | None = None) -> None:
         self.pool = pool
+        self._submit = submit
         self._plans: dict[tuple[object, ...], Plan] = {}
-        self._done: list[tuple[int, PdstageError | None]] = []
+        self._done: deque[tuple[int, PdstageError | None]] = deque()
 
     def gather(
         self,
         ticket: int,
         owned: tuple[Share, ...],
         rects: tuple[Rect, ...],
+        *,
         wire: str,
         items: Mapping[str, Index],
         dst: Region,
     ) -> None:
         """Starts one gather into `dst`; `poll` gives `ticket` once its bytes are there."""
-        try:
-            plan = self._plan(owned, rects, wire)
-            plan.gather(dst.base, dst.nbytes, items, tokens_of(rects))
-        except UsageError as error:
-            self._done.append((ticket, error))
-        else:
-            self._done.append((ticket, None))
+        self._start(ticket, owned, rects, wire, dst.nbytes, lambda plan, t: plan.gather(dst.base, dst.nbytes, items, t))
 
     def scatter(
         self,
         ticket: int,
         owned: tuple[Share, ...],
         rects: tuple[Rect, ...],
+        *,
         wire: str,
         items: Mapping[str, Index],
         src: Region,
     ) -> None:
         """Starts one scatter out of `src`; `poll` gives `ticket` once its bytes are in place."""
-        try:
-            plan = self._plan(owned, rects, wire)
-            plan.scatter(src.base, src.nbytes, items, tokens_of(rects))
-        except UsageError as error:
-            self._done.append((ticket, error))
-        else:
-            self._done.append((ticket, None))
+        self._start(ticket, owned, rects, wire, src.nbytes, lambda plan, t: plan.scatter(src.base, src.nbytes, items, t))
 
     def poll(self) -> list[tuple[int, PdstageError | None]]:
         """The tickets that ended since the last call, each with its error or None."""
-        done, self._done = self._done, []
+        done = []
+        while self._done:
+            done.append(self._done.popleft())
         return done
+
+    def _start(  # noqa: PLR0917
+        self,
+        ticket: int,
+        owned: tuple[Share, ...],
+        rects: tuple[Rect, ...],
+        wire: str,
+        nbytes: int,
+        copy: Callable[[Plan, Tokens], None],
+    ) -> None:
+        def run() -> None:
+            try:
+                copy(plan, tokens_of(rects))
+            except UsageError as error:
+                self._done.append((ticket, error))
+            else:
+                self._done.append((ticket, None))
+
+        try:
+            plan = self._plan(owned, rects, wire)
+        except UsageError as error:
+            self._done.append((ticket, error))
+            return
+        if self._submit is not None and nbytes >= _LARGE_NBYTES:
+            self._submit(run)
+        else:
+            run()
 
     def _plan(self, owned: tuple[Share, ...], rects: tuple[Rect, ...], wire: str) -> Plan:
         key = (owned, wire, *((rect.component, rect.layer_start, rect.layer_stop) for rect in rects))

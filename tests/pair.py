@@ -1,8 +1,8 @@
 """Prefill and decode cores over a scriptable network, with real bytes and a clock that only moves when told.
 
-A `World` holds any number of both. Frames, writes, tags and scatters are queued; a test drops, holds or duplicates them by
-predicate and lets the rest run. Every landing write is checked against the ledger: no byte may land in staging memory or pages
-that were given back (I2).
+A `World` holds any number of both. Frames, writes, tags and scatters are queued; a test drops, holds or duplicates them
+by predicate and lets the rest run. Every landing write is checked against the ledger: no byte may land in staging
+memory or pages that were given back (I2).
 """
 
 from __future__ import annotations
@@ -47,7 +47,15 @@ class Memory:
 
 
 def make_layout(
-    memory: Memory, *, heads: int, tp: int, rank: int, layers: tuple[int, int], n_pages: int, hnd: bool = False, page: int = PAGE
+    memory: Memory,
+    *,
+    heads: int,
+    tp: int,
+    rank: int,
+    layers: tuple[int, int],
+    n_pages: int,
+    hnd: bool = False,
+    page: int = PAGE,
 ) -> Layout:
     """A K/V pool of one rank in `memory`: NHD or HND pages of `page` tokens."""
     axis = shard_axis("kv_head", heads, tp, rank)
@@ -81,10 +89,12 @@ def cell(view: View, memory: Memory, pages: list[int], token: int, shard: int) -
 def truth(layer: int, role: str, token: int, head: int, room: int) -> np.ndarray:
     """What every cell of a room must hold, from a generator no implementation shares."""
     seed = f"{room}/{layer}/{role}/{token}/{head}"
-    return np.frombuffer(random.Random(seed).randbytes(WIDTH), np.uint8)  # noqa: S311
+    return np.frombuffer(random.Random(seed).randbytes(WIDTH), np.uint8)
 
 
-def staged(layout: Layout, memory: Memory, select: tuple[Select, ...], pages: list[int], rects: tuple[Rect, ...], wire: str):
+def staged(
+    layout: Layout, memory: Memory, select: tuple[Select, ...], pages: list[int], rects: tuple[Rect, ...], wire: str
+):
     """(staged offset, cell) of every cell of a chunk: the definition of the staged order, cell by cell."""
     tokens = {r.component: (r.start, r.stop) for r in rects}
     views, staging = layout.by_key(), Staging(layout, select)
@@ -121,7 +131,7 @@ class Decode:
 
     def nonces(self) -> set[int]:
         """Its half of every session it has greeted with."""
-        return {(self.core.incarnation + n * _GOLDEN) % (1 << 64) for n in range(1, self.core._n_greeted + 1)}  # noqa: SLF001
+        return {(self.core.incarnation + n * _GOLDEN) % (1 << 64) for n in range(1, self.core._n_greeted + 1)}
 
 
 @dataclass(eq=False)
@@ -136,6 +146,8 @@ class Item:
     tag: bytes = b""
     fail: Callable[[], None] | None = None
     """What a write becomes when its session is disconnected first."""
+    passed: bool = False
+    """Held once and let go: no rule applies to it any more."""
 
     def __repr__(self) -> str:
         return f"{self.kind} {self.src.name.decode()}>{self.dst.name.decode()} {self.message or ''}"
@@ -144,14 +156,29 @@ class Item:
 class World:
     """All ranks, everything under way, and the clock."""
 
-    def __init__(  # noqa: PLR0913
-        self, *, prefill: int = 1, decode: int = 1, heads: int = 2, layers: int = 2, n_pages: int = 16, lane_nbytes: int = 4096,
-        n_lanes: int = 1, n_buffers: int = 2, buffer_nbytes: int = 4096, path: str = "staged", dst_hnd: bool = False,
-        dst_page: int = PAGE, fences: bool = True, deadline_s: float = 1000.0,
-        choose: Callable[[OutChunk], bool] | None = None, **config: float,
-    ) -> None:  # fmt: skip
+    def __init__(
+        self,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        heads: int = 2,
+        layers: int = 2,
+        n_pages: int = 16,
+        lane_nbytes: int = 4096,
+        n_lanes: int = 1,
+        n_buffers: int = 2,
+        buffer_nbytes: int = 4096,
+        path: str = "staged",
+        dst_hnd: bool = False,
+        dst_page: int = PAGE,
+        fences: bool = True,
+        instances: bool = False,
+        deadline_s: float = 1000.0,
+        choose: Callable[[OutChunk], bool] | None = None,
+        **config: float,
+    ) -> None:
         self.now = 0.0
-        self.fences, self.deadline_s = fences, deadline_s
+        self.fences, self.instances, self.deadline_s = fences, instances, deadline_s
         self.choose = choose or (lambda _: self.path == "direct")
         self.pick: Callable[[int], int] = lambda _: 0
         self.lives = itertools.count(1)
@@ -173,12 +200,13 @@ class World:
     # Building and rebuilding ranks.
 
     def make_prefill(self, rank: int, life: int = 0) -> Prefill:
-        shape = {"heads": self.heads, "tp": self.n_prefill, "rank": rank, "layers": self.layers, "n_pages": self.n_pages}
+        tp, tp_rank = (1, 0) if self.instances else (self.n_prefill, rank)
+        shape = {"heads": self.heads, "tp": tp, "rank": tp_rank, "layers": self.layers, "n_pages": self.n_pages}
         memory = Memory(pool_nbytes(**shape))
         core = PrefillCore(
-            1000 + rank + 100 * life, layout=make_layout(memory, **shape), topology=Topology(self.n_prefill, rank),
+            1000 + rank + 100 * life, layout=make_layout(memory, **shape), topology=Topology(tp, tp_rank),
             transport="test", description=b"", n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes,
-            config=self.config, choose=lambda chunk: self.choose(chunk),
+            config=self.config, choose=self._choose,
         )  # fmt: skip
         buffers = [np.zeros(self.buffer_nbytes, np.uint8) for _ in range(self.n_buffers)]
         return Prefill(b"P%d" % rank, core, memory, buffers)
@@ -198,24 +226,32 @@ class World:
         self.processes.append(node)
         return node
 
+    def _choose(self, chunk: OutChunk) -> bool:
+        return self.choose(chunk)
+
     def restart(self, node: Prefill | Decode) -> Prefill | Decode:
         """The same address, another process: the old one's memory and writes in flight stay behind."""
         node.alive = False
         rank = int(node.name[1:])
-        ranks, make = (self.prefill, self.make_prefill) if isinstance(node, Prefill) else (self.decode, self.make_decode)
+        ranks, make = (
+            (self.prefill, self.make_prefill) if isinstance(node, Prefill) else (self.decode, self.make_decode)
+        )
         ranks[rank] = make(rank, life=next(self.lives))  # type: ignore[operator]
         return ranks[rank]
 
     # What an engine does.
 
-    def announce(self, room: int, rank: int = 0) -> InRoom:
+    def announce(self, room: int, rank: int = 0, *, prefill: int | None = None) -> InRoom:
+        """`prefill` names the one writer; else every prefill rank is one."""
         node = self.decode[rank]
-        writers = {n: p.name for n, p in enumerate(self.prefill)}
+        writers = {n: p.name for n, p in enumerate(self.prefill) if prefill in {None, n}}
         handle = node.core.announce(room_key(room), writers, self.now, deadline_s=self.deadline_s)
         self.carry(node)
         return handle
 
-    def bind(self, handle: InRoom, tokens: int, pages: list[int], rank: int = 0, *, prefix: int = 0, priority: int = 0) -> None:
+    def bind(
+        self, handle: InRoom, tokens: int, pages: list[int], rank: int = 0, *, prefix: int = 0, priority: int = 0
+    ) -> None:
         node = self.decode[rank]
         node.pages[handle] = pages
         data = memoryview(np.array(pages, np.int32)).cast("B")
@@ -224,8 +260,10 @@ class World:
         node.core.bind(handle, asked, {"kv": pages}, self.now, wire_items=wire_items, priority=priority)
         self.carry(node)
 
-    def receive(self, room: int, tokens: int, pages: list[int], rank: int = 0, **how: int) -> InRoom:
-        handle = self.announce(room, rank)
+    def receive(
+        self, room: int, tokens: int, pages: list[int], rank: int = 0, *, prefill: int | None = None, **how: int
+    ) -> InRoom:
+        handle = self.announce(room, rank, prefill=prefill)
         self.bind(handle, tokens, pages, rank, **how)
         return handle
 
@@ -241,9 +279,20 @@ class World:
         for view in node.core.layout.views():
             for token, shard in itertools.product(range(tokens), range(view.shards)):
                 head = view.axis.first + shard
-                cell(view, node.memory, pages, token, shard)[:] = truth(view.key.layer, view.key.role, token, head, room)
+                cell(view, node.memory, pages, token, shard)[:] = truth(
+                    view.key.layer, view.key.role, token, head, room
+                )
 
-    def chunk(self, handle: OutRoom, tokens: tuple[int, int], pages: list[int], rank: int = 0, *, ready: bool = True, layers=None):
+    def chunk(
+        self,
+        handle: OutRoom,
+        tokens: tuple[int, int],
+        pages: list[int],
+        rank: int = 0,
+        *,
+        ready: bool = True,
+        layers=None,
+    ):
         node = self.prefill[rank]
         low, high = layers or self.layers
         rects = (Rect("kv", *tokens, low, high),)
@@ -292,8 +341,11 @@ class World:
         """Delivers what `want` accepts twice."""
         self.rules.append((want, "twice"))
 
-    def release_held(self, want: Callable[[Item], bool]) -> None:
+    def release_held(self, want: Callable[[Item], bool] = lambda _: True) -> None:
+        """Lets go of what was held, in the order it was sent; the rules stay for what comes."""
         ours = [item for item in self.held if want(item)]
+        for item in ours:
+            item.passed = True
         self.held = [item for item in self.held if not want(item)]
         self.queue = ours + self.queue
 
@@ -320,7 +372,7 @@ class World:
 
     def _deliver(self, item: Item) -> None:
         for want, what in self.rules:
-            if want(item):
+            if not item.passed and want(item):
                 if what == "hold":
                     self.held.append(item)
                 if what != "twice":
@@ -331,7 +383,9 @@ class World:
         item.run()
 
     def greeter(self, session: m.Session) -> Decode:
-        """The decode process that drew this session, dead or alive: a write finds the memory it was meant for, or nothing."""
+        """The decode process that drew this session, dead or alive: a write finds the memory it was meant for, or
+        nothing.
+        """
         return next(p for p in self.processes if session.decode in p.nonces())
 
     def node(self, name: bytes) -> Prefill | Decode:
@@ -418,6 +472,10 @@ class World:
         if not node.alive:
             return
         chunk = effect.chunk
+        room = chunk.record.room
+        assert room is not None and not room.released, "a gather from released source memory"
+        lost = chunk.record.link.session not in node.core.links
+        assert lost or node.core._window_open(chunk), "a buffer held for a destination whose window is closed"
         select = selects(node.core.layout, chunk.record.shares, chunk.rects)
         buffer = node.buffers[effect.buffer]
         buffer[:] = 0xEE
@@ -431,7 +489,9 @@ class World:
         chunk = effect.chunk
         grant = dst.core.holdings.at(chunk.lane, chunk.cursor)
         mine = grant is not None and grant.request.link.session == chunk.record.link.session
-        assert mine and grant is not None and grant.state in ("granted", "quarantined"), "a write into released staging memory"
+        assert mine and grant is not None and grant.state in ("granted", "quarantined"), (
+            "a write into released staging memory"
+        )
         where = (dst.staging.base, grant.request.link.session, chunk.lane, chunk.cursor)
         assert where not in self.written, "a lease written twice"
         self.written.add(where)
@@ -520,7 +580,7 @@ def assert_flat(world: World) -> None:
     for node in world.nodes():
         core = node.core
         own = {(kind, link) for kind in ("beat", "silence") for link in core.links.values()}
-        left = {key for key in core.timers._at if key not in own and key != ("recalls",)}  # noqa: SLF001
+        left = {key for key in core.timers._at if key not in own and key != ("recalls",)}
         assert not left, (node.name, left)
         if isinstance(core, DecodeCore):
             assert core.idle and not core.rooms, (node.name, core.epochs)
@@ -531,5 +591,5 @@ def assert_flat(world: World) -> None:
         else:
             assert core.idle and not core.rooms and not core.records, (node.name, core.rooms, core.records)
             assert sorted(core.buffers.free) == list(range(world.n_buffers))
-            assert not core._parked and not core._askers and not core._n_parked and not core._flights  # noqa: SLF001
-            assert not core.buffers._busy and not core.buffers._direct  # noqa: SLF001
+            assert not core._parked and not core._askers and not core._n_parked and not core._flights
+            assert not core.buffers._busy and not core.buffers._direct

@@ -16,6 +16,7 @@ import math
 import os
 import secrets
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -125,6 +126,9 @@ class ControlSocket:
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        # A context collected before its sockets waits for them for ever, and garbage is collected in no order: a finalizer
+        # that holds both is what makes a node that nobody closed harmless.
+        self._finalizer = weakref.finalize(self, self._context.destroy, 0)
         self._send = self._socket.send
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
@@ -272,4 +276,4 @@ class ControlSocket:
         with self._wake_lock:
             os.close(self._wake_fd)
             self._wake_fd = -1
-        self._context.destroy(linger=0)
+        self._finalizer()

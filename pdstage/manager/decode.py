@@ -120,13 +120,15 @@ class DecodeNode(Node[DecodeCore]):
         config: Config | None = None,
         progress: str = "inline",
         switch_interval_s: float | None = DEFAULT_SWITCH_S,
+        copy_thread: bool = True,
         insecure: bool = False,
     ) -> None:
         super().__init__(
-            pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, staging=staging, bind=bind,
-            config=config, progress=progress, switch_interval_s=switch_interval_s, insecure=insecure,
+            pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_lanes, staging=staging,
+            bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
+            copy_thread=copy_thread, insecure=insecure,
         )  # fmt: skip
-        lanes = tuple(m.LaneSpan(part.base, part.nbytes, part.kind, part.device) for part in self.memory.parts(n_lanes))
+        lanes = tuple(m.LaneSpan(part.base, part.nbytes, part.kind, part.device) for part in self.parts)
         self.core = DecodeCore(
             self.incarnation, layout=pool.layout, topology=topology, transport=self.transport.traits.name,
             description=self.transport.describe(), lanes=lanes, config=self.config,
@@ -225,7 +227,7 @@ class DecodeNode(Node[DecodeCore]):
                 wire = self._wires.get(part.link) or self._wire(part.link)
                 items = {name: given.index for name, given in part.room.items.items()}  # type: ignore[attr-defined]
                 src = Region(landing.address, landing.nbytes)
-                self.stager.scatter(ticket, part.shares, landing.rects, wire, items, src)
+                self.stager.scatter(ticket, part.shares, landing.rects, wire=wire, items=items, src=src)
             case Gather() | Write() | WriteDirect() | Send() | Changed() | Complaint() | Attach() | Detach():
                 raise AssertionError(f"a decode core asked for {effect}")
             case _:
@@ -321,7 +323,7 @@ class DecodeNode(Node[DecodeCore]):
         return self.transport.traits.fences
 
     def _in_flight(self) -> bool:
-        return False
+        return self.core.holdings.lent
 
     def _must_ask(self) -> bool:
         return bool(self.core.epochs) or bool(self._binding)

@@ -23,6 +23,7 @@ import numpy as np
 from pdstage.control.zmq import ControlSocket
 from pdstage.cost import CostModel
 from pdstage.errors import PdstageError, UsageError
+from pdstage.manager.copier import Copier
 from pdstage.manager.handle import Handle
 from pdstage.manager.lookup import Directory
 from pdstage.protocol.config import Config
@@ -68,11 +69,13 @@ class Node(ABC, Generic[AnyCore]):
         transport: str | Transport,
         path: str,
         staging_nbytes: int,
+        n_parts: int,
         staging: object,
         bind: str,
         config: Config | None,
         progress: str,
         switch_interval_s: float | None,
+        copy_thread: bool,
         insecure: bool,
     ) -> None:
         if path not in PATHS:
@@ -93,14 +96,15 @@ class Node(ABC, Generic[AnyCore]):
         self._closed = False
         self._failure: BaseException | None = None
         self.memory = Memory(staging_nbytes, staging)
-        self.stager = Stager(pool)
+        self.parts = self.memory.parts(n_parts)
+        self._copier = Copier(lambda: self.socket.wake())
+        self.stager = Stager(pool, self._copier.submit if copy_thread else None)
         self.transport = open_transport(transport) if isinstance(transport, str) else transport
         self.directory = Directory()
         exposed = [self.memory.region, *(self._pool_regions() if path != "staged" else ())]
         try:
             self.transport.register(exposed)
-            identity = b"n" + self.incarnation.to_bytes(8, "little")
-            self.socket = ControlSocket(bind, identity=identity, insecure=insecure)
+            self.socket = ControlSocket(bind, identity=self.incarnation.to_bytes(8, "little"), insecure=insecure)
         except BaseException:
             self.transport.close()
             raise
@@ -168,11 +172,17 @@ class Node(ABC, Generic[AnyCore]):
         return bool(effects)
 
     def _carry_out(self, effects: list[Effect]) -> None:
+        """Messages first, several to one peer as one: what follows may copy or write for long."""
         outgoing: dict[bytes, list[bytes]] = {}
         for effect in effects:
+            if isinstance(effect, Send):
+                outgoing.setdefault(effect.route, []).append(effect.frame)
+        for route, frames in outgoing.items():
+            self.socket.send(route, frames)
+        for effect in effects:
             match effect:
-                case Send(route, frame):
-                    outgoing.setdefault(route, []).append(frame)
+                case Send():
+                    pass
                 case Changed(room):
                     self._on_changed(room)
                 case Complaint(route, error):
@@ -183,8 +193,6 @@ class Node(ABC, Generic[AnyCore]):
                     self._detach(link)
                 case _:
                     self._carry(effect)
-        for route, frames in outgoing.items():
-            self.socket.send(route, frames)
 
     def _run(self) -> None:
         try:
@@ -366,6 +374,7 @@ class Node(ABC, Generic[AnyCore]):
         self.socket.wake()
         if self._thread is not None:
             self._thread.join()
+        self._copier.close()
         self.transport.close()
         self.socket.close()
 

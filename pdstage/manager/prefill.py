@@ -126,15 +126,16 @@ class PrefillNode(Node[PrefillCore]):
         config: Config | None = None,
         progress: str = "inline",
         switch_interval_s: float | None = DEFAULT_SWITCH_S,
+        copy_thread: bool = True,
         insecure: bool = False,
     ) -> None:
         if n_buffers < 2:
             raise UsageError(f"{n_buffers} send buffers", remedy="give at least 2, so that no destination holds all")
         super().__init__(
-            pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, staging=staging, bind=bind,
-            config=config, progress=progress, switch_interval_s=switch_interval_s, insecure=insecure,
+            pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_buffers, staging=staging,
+            bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
+            copy_thread=copy_thread, insecure=insecure,
         )  # fmt: skip
-        self._buffers = self.memory.parts(n_buffers)
         self._stagings = Stagings(pool.layout)
         self._wires: dict[Link, str] = {}
         self._direct_plans: dict[tuple[object, ...], DirectPlan] = {}
@@ -142,21 +143,28 @@ class PrefillNode(Node[PrefillCore]):
         self._waiting: list[tuple[Sender, Source, CudaEvent]] = []
         self.core = PrefillCore(
             self.incarnation, layout=pool.layout, topology=topology, transport=self.transport.traits.name,
-            description=self.transport.describe(), n_buffers=n_buffers, buffer_nbytes=self._buffers[0].nbytes,
+            description=self.transport.describe(), n_buffers=n_buffers, buffer_nbytes=self.parts[0].nbytes,
             config=self.config, choose=self._choose,
         )  # fmt: skip
-        self._bootstrap = BootstrapServer().start() if bootstrap is None else None
-        self.bootstrap_address = bootstrap or (self._bootstrap.address if self._bootstrap is not None else "")
-        advert = Advert(
-            instance=instance, topology=topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
-            layout=pool.layout.digest(), transports=(self.transport.traits.name,), version=VERSION,
-        )  # fmt: skip
+        self._bootstrap: BootstrapServer | None = None
         try:
-            self.directory.publish(self.bootstrap_address, lambda: advert)
+            self.bootstrap_address = bootstrap or self._embed_bootstrap()
+            self._publish(instance)
         except PdstageError:
             self.close()
             raise
         self._start()
+
+    def _embed_bootstrap(self) -> str:
+        self._bootstrap = BootstrapServer().start()
+        return self._bootstrap.address
+
+    def _publish(self, instance: str) -> None:
+        advert = Advert(
+            instance=instance, topology=self.topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
+            layout=self.pool.layout.digest(), transports=(self.transport.traits.name,), version=VERSION,
+        )  # fmt: skip
+        self.directory.publish(self.bootstrap_address, lambda: advert)
 
     # What senders call.
 
@@ -216,7 +224,7 @@ class PrefillNode(Node[PrefillCore]):
                 return None
             most = []
             for record in room.destinations.values():
-                limit = min(self._buffers[0].nbytes, max(lane.nbytes for lane in record.link.lanes))
+                limit = min(self.parts[0].nbytes, max(lane.nbytes for lane in record.link.lanes))
                 rects = rects_of(self.pool.layout, {n: _whole(n, *span) for n, span in record.asked.items()}, None)
                 staging = self._stagings.of(record.shares, rects)
                 most += [t for name in record.asked if (t := staging.tokens_within(name, limit))]
@@ -234,11 +242,11 @@ class PrefillNode(Node[PrefillCore]):
         match effect:
             case Gather(ticket, buffer, chunk):
                 link = chunk.record.link
-                held = self._buffers[buffer]
+                held = self.parts[buffer]
                 dst = Region(held.base, min(held.nbytes, chunk.nbytes), held.kind, held.device)
-                self.stager.gather(ticket, chunk.record.shares, chunk.rects, self._wires[link], _indexes(chunk), dst)
+                self.stager.gather(ticket, chunk.record.shares, chunk.rects, wire=self._wires[link], items=_indexes(chunk), dst=dst)
             case Write(ticket, buffer, chunk, address, tag):
-                base = self._buffers[buffer].base
+                base = self.parts[buffer].base
                 self._post(ticket, chunk.record.link, _one_span(base, address, chunk.nbytes), tag)
             case WriteDirect(ticket, chunk, tag):
                 self._write_direct(ticket, chunk, tag)

@@ -1,6 +1,8 @@
 """The protocol, without sockets, threads or a clock: bytes and events in, effects out.
 
-Layer 2. Read in this order: `messages` (what is said), `room` (the states of a room), `effects` (what a core asks of its
-driver), `session` (who is talking and in what order), `prefill` and `decode` (the two cores), with `outbox` and `holdings`
-for what each side holds and `coverage` for what has arrived.
+Layer 2. Read in this order: `messages` (what is said), `room` (the states of a room), `effects` (what a core asks of
+its driver). Then the floors that each core stands on, from below: `session` (who is talking and in what order),
+`handshake` (with whom), `lender` or `borrower` (the leases), `receiving` or `sending` (the room table), `decode` or
+`prefill` (the core). Beside them lie `inbox`, `outbox` and `holdings` for what each side holds, `coverage` for what has
+arrived, `timers` and `config`.
 """

@@ -74,12 +74,14 @@ class Borrower(Host):
                 return
             if chunk.phase not in (Phase.PARKED, Phase.DROPPED) and (chunk.lane, chunk.cursor) == where:
                 return
-        self._give_back(link, lease.epoch, lease.chunk, lease.attempt, where, now)
+        self._give_back(link, lease, now)
 
     def _take(self, chunk: OutChunk, lease: m.Lease) -> None:
         nbytes = chunk.record.link.lanes[lease.lane].nbytes
         if lease.nbytes < chunk.nbytes or lease.cursor < 0 or lease.cursor % nbytes + chunk.nbytes > nbytes:
-            raise PeerError(f"a lease of {lease.nbytes} bytes at {lease.cursor} for {chunk.nbytes}", remedy="check the peer")
+            raise PeerError(
+                f"a lease of {lease.nbytes} bytes at {lease.cursor} for {chunk.nbytes}", remedy="check the peer"
+            )
         chunk.lane, chunk.cursor, chunk.phase = lease.lane, lease.cursor, Phase.HELD
         if self._window_open(chunk):
             self.timers.cancel(("ask", chunk))
@@ -109,7 +111,8 @@ class Borrower(Host):
                 self._add_piece(record, chunk.source, rects, now)
         elif record.may_direct(chunk.rects):
             self._go_direct(chunk)
-        elif chunk.nbytes <= max(lane.nbytes for lane in link.lanes):  # carved out for now: it comes back, or a deadline does
+        elif chunk.nbytes <= max(lane.nbytes for lane in link.lanes):
+            # Carved out for now: the span comes back, or a deadline comes.
             self.repeat(("ask", chunk), now)
         else:
             error = PeerError(f"a chunk of {chunk.nbytes} bytes fits no lane", remedy="raise staging_nbytes at decode")
@@ -121,13 +124,12 @@ class Borrower(Host):
     def _on_recall(self, link: Link, recall: m.Recall, now: float) -> None:
         self._raise_mark(link, recall.lane, recall.watermark)
         chunk = self._chunk(link, recall.epoch, recall.chunk)
-        where = (recall.lane, recall.cursor)
         if chunk is not None and chunk.attempt == recall.attempt and not chunk.direct:
             if chunk.begun or chunk.phase is Phase.READY:
                 return
             if chunk.phase in (Phase.ASKING, Phase.HELD):
                 self._recalled(chunk, now)
-        self._give_back(link, recall.epoch, recall.chunk, recall.attempt, where, now)
+        self._give_back(link, recall, now)
 
     def _recalled(self, chunk: OutChunk, now: float) -> None:
         """Returned is final: the attempt rises first, and the old one is never accepted again."""
@@ -143,7 +145,8 @@ class Borrower(Host):
     def _add(self, record: Record, source: Source, now: float) -> None:
         if record.phase is not RecordPhase.LIVE:
             return
-        limit = min(self._buffer_nbytes, max(lane.nbytes for lane in record.link.lanes))
+        largest = max(lane.nbytes for lane in record.link.lanes)
+        limit = min(self._buffer_nbytes, largest, self.config.chunk_nbytes)
         for rects in split(clip(source.rects, record, self.stagings), record.shares, self.stagings, limit):
             self._add_piece(record, source, rects, now)
 
@@ -158,7 +161,7 @@ class Borrower(Host):
             self._advance(chunk)
         elif nbytes > self._buffer_nbytes:
             error = UsageError(
-                f"one row of a chunk has {nbytes} bytes, a send buffer {self._buffer_nbytes}",
+                f"one row of {rects[0].component!r} does not fit a send buffer of {self._buffer_nbytes} bytes",
                 remedy="raise staging_nbytes at prefill",
             )
             self._fail_record(record, error, now)
@@ -185,11 +188,9 @@ class Borrower(Host):
         self.counters.chunks_fallen_back += 1
         self._advance(chunk)
 
-    def _give_back(
-        self, link: Link, epoch: int, number: int, attempt: int, where: tuple[int, int], now: float
-    ) -> None:
+    def _give_back(self, link: Link, told: m.Lease | m.Recall, now: float) -> None:
         self.counters.leases_returned += 1
-        self.send(link, m.Returned(epoch, number, attempt, *where), now)
+        self.send(link, m.Returned(told.epoch, told.chunk, told.attempt, told.lane, told.cursor), now)
 
     def _window_open(self, chunk: OutChunk) -> bool:
         link = chunk.record.link
@@ -240,7 +241,7 @@ class Borrower(Host):
     # What the driver reports.
 
     def gathered(self, ticket: int, now: float, error: PdstageError | None = None) -> None:
-        """The gather's kernel ended. Comes for every `Gather`, also of a session lost meanwhile: its buffer was busy."""
+        """The gather's kernel ended. Comes for every `Gather`, of lost sessions too: its buffer was busy."""
         chunk, buffer = self._flights[ticket]
         if error is not None or chunk.phase is Phase.DROPPED:
             self._land(ticket, now, error)
@@ -257,7 +258,7 @@ class Borrower(Host):
             self._land(ticket, now, error)
 
     def fenced(self, link: Link, now: float) -> None:
-        """After `Detach`: posts of that session no longer read our memory. Gathers still under way report themselves."""
+        """After `Detach`: posts of that session no longer read our memory. Gathers under way report themselves."""
         error = TransportError("the session was lost while a write was in flight", remedy="see the session's error")
         for ticket, (chunk, _) in list(self._flights.items()):
             if chunk.record.link is link and chunk.phase is Phase.WRITING:

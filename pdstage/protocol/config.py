@@ -14,9 +14,10 @@ from pdstage.errors import UsageError
 class Config:
     """Deadlines and limits of one node; both roles read their own.
 
-    `retry_s`: every repeated question. Decode: `open_s` until Opened, `wait_s` until the first chunk, `transfer_s` without
-    new coverage, `recall_after_s`, `stuck_after_s`, `drain_s`. Prefill: `open_wait_s` from send to the last Open, `write_s` for one
-    post. Both: `max_silence_s` is what this node promises its peers: it never stays silent longer.
+    `retry_s`: every repeated question. Decode: `open_s` until Opened, `wait_s` until the first chunk, `transfer_s`
+    without new coverage, `recall_after_s`, `stuck_after_s`, `drain_s`. Prefill: `open_wait_s` from send to the last
+    Open, `write_s` for one post. Both: `max_silence_s` is what this node promises its peers: it never stays silent
+    longer.
     """
 
     retry_s: float = 0.25
@@ -36,6 +37,8 @@ class Config:
     max_half_open: int = 1_024
     max_peers: int = 4_096
     max_aux_nbytes: int = 4 << 20
+    chunk_nbytes: int = 4 << 20
+    """Prefill splits longer chunks, so that gather, write and scatter of one room overlap."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -43,7 +43,7 @@ class Intervals:
 
 
 class _Need:
-    """One component's tokens `[start, stop)` over the layers that a writer owns, in bands of layers that arrived alike."""
+    """One component's tokens `[start, stop)` over a writer's layers, in bands of layers that arrived alike."""
 
     __slots__ = ("bands", "layers", "start", "stop")
 

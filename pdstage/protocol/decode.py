@@ -2,8 +2,8 @@
 
 Layer 2, pure: no socket, thread or clock. Inputs are its public methods, output is `take_effects()`.
 
-It stands on four floors: `session` (who talks), `handshake` (with whom), `lender` (the ledger of leases), `receiving` (the room
-table). Room table and ledger are apart: a room that ended may still be written to.
+It stands on four floors: `session` (who talks), `handshake` (with whom), `lender` (the ledger of leases), `receiving`
+(the room table). Room table and ledger are apart: a room that ended may still be written to.
 """
 
 from __future__ import annotations
@@ -103,14 +103,17 @@ class DecodeCore(Receiving):
         wire_items: tuple[m.Items, ...] = (),
         priority: int = 0,
     ) -> None:
-        """Publishes the room's destinations. `wire_items` non-empty lets writers go direct. Call once `after` completed.
+        """Publishes the room's destinations. `wire_items` non-empty lets writers go direct. Call once `after`
+        completed.
 
         Raises `UsageError` if it is bound already, or asks for a component twice, backwards, or that this layout lacks.
         """
         if room.bound:
             raise UsageError(f"room {room.key!r} is bound already", remedy="call bind() once", room=room.key)
         if len({ask.component for ask in asked}) != len(asked):
-            raise UsageError(f"room {room.key!r} asks for a component twice", remedy="give one range each", room=room.key)
+            raise UsageError(
+                f"room {room.key!r} asks for a component twice", remedy="give one range each", room=room.key
+            )
         for ask in asked:
             if ask.component not in self._components or not 0 <= ask.start <= ask.stop:
                 raise UsageError(
@@ -279,7 +282,7 @@ class DecodeCore(Receiving):
         if part is None or part.room.ended or part.coverage is None:
             return False
         if tag.lane == m.DIRECT:
-            if not part.direct or part.coverage.problem(tag.rects) or part.coverage.covers(tag.rects):
+            if not part.direct or not tag.rects or part.coverage.problem(tag.rects) or tag.chunk in part.arrived:
                 return False
             self._arrived(part, tag, now)
         else:

@@ -2,8 +2,8 @@
 
 Layer 2, pure. Must not know leases or what rooms do: a `Greeter` tells its heir when a peer is met, or never will be.
 
-Every greeting carries a number of its own, so a session once lost is never resumed, not by the same two processes either; and
-prefill remembers the lost ones for a while, lest a late Hello begin one again with its seq at zero.
+Every greeting carries a number of its own, so a session once lost is never resumed, not by the same two processes
+either; and prefill remembers the lost ones for a while, lest a late Hello begin one again with its seq at zero.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _MOST_LOST = 4096
 _MOST_SHARES = 64
+_MOST_TOKENS_PER_ITEM = 1 << 20
 
 
 def incompatible(src: Layout, dst: Layout) -> str:
     """Why state laid out as `src` cannot serve `dst`, naming the first culprit; empty if it can.
 
-    Views that only one side has are no mismatch here: a prefill rank may hold other layers. Decode checks that the union of
-    its writers holds everything (`plan.shares`).
+    Views that only one side has are no mismatch here: a prefill rank may hold other layers. Decode checks that the
+    union of its writers holds everything (`plan.shares`).
     """
     held = src.by_key()
     for component in dst.components:
@@ -142,7 +143,9 @@ class Greeter(Core):
             self._greet(peer, now)
         else:
             waited = self.config.hello_s
-            self._refused(peer, DeadlineExceeded(f"no answer from {peer.route!r} in {waited} s", remedy="is it up?"), now)
+            self._refused(
+                peer, DeadlineExceeded(f"no answer from {peer.route!r} in {waited} s", remedy="is it up?"), now
+            )
 
 
 class Host(Core):
@@ -178,20 +181,28 @@ class Host(Core):
     def _hello_problem(self, hello: m.Hello) -> str:
         if hello.transport != self._welcome.transport:
             return f"transport {hello.transport!r} at decode, {self._welcome.transport!r} at prefill"
-        if sum(link.half_open for link in self.links.values()) >= self.config.max_half_open:
-            return "too many half-open sessions"
-        if len(self.links) >= self.config.max_peers:
-            return f"already {len(self.links)} peers"
         if not 0 < len(hello.lanes) < m.DIRECT or any(lane.nbytes < 1 for lane in hello.lanes):
             return f"{len(hello.lanes)} lanes, or an empty one"
         if not 0 < hello.max_silence_s < float("inf"):
             return "no finite max_silence_s"
+        return self._crowded() or self._layout_problem(hello.layout)
+
+    def _crowded(self) -> str:
+        if sum(link.half_open for link in self.links.values()) >= self.config.max_half_open:
+            return "too many half-open sessions"
+        if len(self.links) >= self.config.max_peers:
+            return f"already {len(self.links)} peers"
+        return ""
+
+    def _layout_problem(self, theirs: Layout) -> str:
         try:
-            for view in hello.layout.views():
-                check_inside(view, hello.layout.regions)
+            for view in theirs.views():
+                if view.tokens_per_item > _MOST_TOKENS_PER_ITEM:  # its extent is computed row by row
+                    return f"view {view.key} has items of {view.tokens_per_item} tokens"
+                check_inside(view, theirs.regions)
         except UsageError as error:
             return str(error)
-        return incompatible(self._welcome.layout, hello.layout)
+        return incompatible(self._welcome.layout, theirs)
 
     def _confirm(self, link: Link, now: float) -> None:
         """The first frame under a session: it replaces the one that its peer had before."""
@@ -252,7 +263,9 @@ def check_items(layout: Layout, items: m.Items, asked: m.Asked | None) -> None:
         raise PeerError(f"Open gives {len(items.data)} bytes of items of {items.component!r}", remedy="check the peer")
     numbers = np.frombuffer(items.data, "<i4")
     if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < component.n_items:
-        raise PeerError(f"Open gives items of {items.component!r} past its {component.n_items}", remedy="check the peer")
+        raise PeerError(
+            f"Open gives items of {items.component!r} past its {component.n_items}", remedy="check the peer"
+        )
     stop = items.first_token + len(numbers) * component.tokens_per_item
     if asked is not None and asked.start < asked.stop and not items.first_token <= asked.start < asked.stop <= stop:
         what = f"Open gives items of {items.component!r} for {items.first_token}..{stop}"

@@ -58,7 +58,9 @@ class Grant:
 
 
 class Holdings:
-    """Lanes, grants and the queue. Within a priority, first come first served; no session more than half while others wait."""
+    """Lanes, grants and the queue. Within a priority, first come first served; no session more than half while others
+    wait.
+    """
 
     def __init__(self, spans: Iterable[LaneSpan]) -> None:
         self.spans = tuple(spans)
@@ -83,6 +85,11 @@ class Holdings:
 
     def is_open(self, grant: Grant) -> bool:
         return self.lanes[grant.lane].is_open(grant.cursor, grant.request.nbytes)
+
+    @property
+    def lent(self) -> bool:
+        """Whether any lease is live."""
+        return bool(self._at)
 
     @property
     def contended(self) -> bool:
@@ -181,7 +188,7 @@ class Holdings:
         """Takes what waits out of the queue, for a session or one of its epochs."""
         claims = [(link.session, epoch)] if epoch is not None else [c for c in self._claims if c[0] == link.session]
         for claim in claims:
-            for held in list(self._claims.get(claim, {}).values()):  # type: ignore[arg-type]
+            for held in list(self._claims.get(claim, {}).values()):
                 if isinstance(held, Request):
                     self.forget(held)
 
@@ -195,7 +202,9 @@ class Holdings:
 
     def snapshot(self) -> tuple[object, ...]:
         """Leases, requests and cursors, comparable and hashable."""
-        grants = sorted((*g.request.claim, g.request.chunk, g.request.attempt, *at, g.state) for at, g in self._at.items())
+        grants = sorted(
+            (*g.request.claim, g.request.chunk, g.request.attempt, *at, g.state) for at, g in self._at.items()
+        )
         queued = (entry for queue in self._queues.values() for entry in queue)
         waiting = sorted((priority, n, *r.claim, r.chunk, r.attempt) for priority, n, r in queued if r.waiting)
         return (tuple(grants), tuple(waiting), tuple((lane.head, lane.watermark) for lane in self.lanes))
@@ -222,7 +231,8 @@ class Holdings:
                 grant = self._at.get((number, cursor))
                 if grant is None or state != "granted" or grant.listed:
                     continue
-                if cursor in in_the_way or self._late(grant, now, recall_after_s) or (stuck and not self.is_open(grant) and self._elsewhere(grant)):
+                shut_in = stuck and not self.is_open(grant) and self._elsewhere(grant)
+                if cursor in in_the_way or shut_in or self._late(grant, now, recall_after_s):
                     wanted.append(grant)
         return wanted
 
@@ -241,13 +251,15 @@ class Holdings:
     def _elsewhere(self, grant: Grant) -> bool:
         nbytes = grant.request.nbytes
         return any(
-            number != grant.lane and nbytes <= lane.largest() and (at := lane.cursor_of_next(nbytes)) is not None
+            number != grant.lane
+            and nbytes <= lane.largest()
+            and (at := lane.cursor_of_next(nbytes)) is not None
             and lane.is_open(at, nbytes)
             for number, lane in enumerate(self.lanes)
         )
 
     def _lane_for(self, request: Request) -> tuple[int | None, bool]:
-        """The lane to grant in, open ones first, then the least loaded; and whether only the session's share forbids."""
+        """The lane to grant in, open ones first, then the least loaded; or whether only the session's share forbids."""
         others = len(self._waiting) > 1
         best: tuple[bool, int, int] | None = None
         limited = False

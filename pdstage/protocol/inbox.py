@@ -64,8 +64,18 @@ class InRoom(Room):
     """One room as its decode rank sees it. `items` are the engine's, opaque here."""
 
     __slots__ = (
-        "asked", "aux", "bound", "deadline_s", "epoch", "items", "parts", "pending", "priority", "wire_items", "writers",
-    )  # fmt: skip
+        "asked",
+        "aux",
+        "bound",
+        "deadline_s",
+        "epoch",
+        "items",
+        "parts",
+        "pending",
+        "priority",
+        "wire_items",
+        "writers",
+    )
 
     def __init__(self, key: bytes, epoch: int, writers: dict[int, bytes]) -> None:
         super().__init__(key)

@@ -2,8 +2,9 @@
 
 Layer 2, pure. Must not know who sends what when: `prefill` and `decode` do.
 
-A frame is a fixed header (magic, version, the session's two incarnations, seq) and one msgpack body. A tag is a fixed header
-and its rectangles; it travels with the data, outside the frames' order. Sources: DESIGN's message table; msgspec for the bodies.
+A frame is a fixed header (magic, version, the session's two incarnations, seq) and one msgpack body. A tag is a fixed
+header and its rectangles; it travels with the data, outside the frames' order. Sources: DESIGN's message table; msgspec
+for the bodies.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ RoomId: TypeAlias = int | str | bytes
 
 
 def room_key(room: RoomId) -> bytes:
-    """A room's name on the wire; 1, "1" and b"1" are three rooms. Raises `UsageError` for other types and over 256 bytes."""
+    """A room's name on the wire; 1, "1" and b"1" are three rooms. Raises `UsageError` for other types and over 256
+    bytes.
+    """
     match room:
         case bool():
             key = b""
@@ -46,15 +49,17 @@ def room_key(room: RoomId) -> bytes:
         case _:
             key = b""
     if not 0 < len(key) <= MAX_ROOM_NBYTES:
-        raise UsageError(f"room {room!r} is no room id", remedy="use an int, str or bytes of at most 255 bytes", room=room)
+        raise UsageError(
+            f"room {room!r} is no room id", remedy="use an int, str or bytes of at most 255 bytes", room=room
+        )
     return key
 
 
 class Session(NamedTuple):
     """One agreement of two process lives; a frame of another session is stale.
 
-    `writer` is the prefill process's incarnation; `decode` is drawn anew for each greeting, so that a session once lost is
-    never resumed, not even between the same two processes.
+    `writer` is the prefill process's incarnation; `decode` is drawn anew for each greeting, so that a session once lost
+    is never resumed, not even between the same two processes.
     """
 
     decode: int
@@ -79,7 +84,7 @@ class Asked(NamedTuple):
 
 
 class Items(NamedTuple):
-    """Destination pages or slots of one component, little-endian int32: item i covers tokens from `first_token + i*T`."""
+    """Destination pages or slots of one component, little-endian int32; item i starts at token `first_token + i*T`."""
 
     component: str
     first_token: int
@@ -136,8 +141,9 @@ class Asking(Message, frozen=True, tag=5):
 class Open(Message, frozen=True, tag=6):
     """D>P until Opened or Close. One destination rank wants its `shares` of a room, now.
 
-    `items` is empty unless the direct path may be taken. `destinations` counts the decode ranks that open this room with this
-    writer; `rank` is the asking one's number among its group. `aux`: this writer's Close carries the request's aux bytes.
+    `items` is empty unless the direct path may be taken. `destinations` counts the decode ranks that open this room
+    with this writer; `rank` is the asking one's number among its group. `aux`: this writer's Close carries the
+    request's aux bytes.
     """
 
     epoch: int
@@ -183,7 +189,9 @@ class Lease(Message, frozen=True, tag=9):
 
 
 class Refused(Message, frozen=True, tag=10):
-    """D>P, answer to Reserve: `why` is "gone", "covered" or "too_big" (then no lease above `max_nbytes` can be granted)."""
+    """D>P, answer to Reserve: `why` is "gone", "covered" or "too_big" (then no lease above `max_nbytes` can be
+    granted).
+    """
 
     epoch: int
     chunk: int
@@ -229,7 +237,7 @@ class Written(NamedTuple):
 
 
 class CloseOk(Message, frozen=True, tag=14):
-    """P>D until Closed or Abort: everything this writer owes is written; here is what, and the aux bytes if asked for."""
+    """P>D until Closed or Abort: all this writer owes is written; here is what, and the aux bytes if asked for."""
 
     epoch: int
     written: tuple[Written, ...]
@@ -250,7 +258,9 @@ class Closed(Message, frozen=True, tag=16):
 
 
 class Abort(Message, frozen=True, tag=17):
-    """D>P until Drained or CloseOk: stop writing for this epoch. `finished`: all was delivered, only CloseOk is missing."""
+    """D>P until Drained or CloseOk: stop writing for this epoch. `finished`: all was delivered, only CloseOk is
+    missing.
+    """
 
     epoch: int
     reason: str
@@ -272,7 +282,7 @@ class Bye(Message, frozen=True, tag=20):
 
 
 class NoSession(Message, frozen=True, tag=21):
-    """Both ways, to a frame of an unknown session. From the incarnation asked it proves quiet; from another, nothing."""
+    """Both ways, to a frame of an unknown session. From the incarnation asked it proves quiet, from another nothing."""
 
     incarnation: int
 
@@ -336,13 +346,17 @@ def decode(frame: bytes | memoryview) -> Frame:
         raise PeerError(f"a control frame of {len(frame)} bytes", remedy=f"frames have {_FRAME.size} to 16 MiB")
     magic, version, session_decode, session_writer, seq = _FRAME.unpack_from(frame)
     if magic != _FRAME_MAGIC:
-        raise PeerError(f"a control frame that starts with {bytes(magic)!r}", remedy="only pdstage nodes may connect here")
+        raise PeerError(
+            f"a control frame that starts with {bytes(magic)!r}", remedy="only pdstage nodes may connect here"
+        )
     if version != VERSION:
         raise PeerError(f"wire version {version} from the peer, {VERSION} here", remedy="run one version on both sides")
     try:
         message = _decoder.decode(memoryview(frame)[_FRAME.size :])
-    except msgspec.MsgspecError as error:
-        raise PeerError(f"a control message that does not decode: {error}", remedy="check the peer's version") from error
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise PeerError(
+            f"a control message that does not decode: {error}", remedy="check the peer's version"
+        ) from error
     except ValueError as error:  # UsageError of a layout that contradicts itself
         raise PeerError(f"a control message that contradicts itself: {error}", remedy="check the peer") from error
     return Frame(Session(session_decode, session_writer), seq, message)
@@ -350,9 +364,7 @@ def decode(frame: bytes | memoryview) -> Frame:
 
 def encode_tag(tag: Tag, components: tuple[str, ...]) -> bytes:
     """`components` are the destination's component names in layout order; a tag names them by number."""
-    head = _TAG.pack(
-        _TAG_MAGIC, VERSION, *tag.session, tag.epoch, tag.chunk, tag.cursor, tag.lane, len(tag.rects)
-    )
+    head = _TAG.pack(_TAG_MAGIC, VERSION, *tag.session, tag.epoch, tag.chunk, tag.cursor, tag.lane, len(tag.rects))
     return head + b"".join(_RECT.pack(components.index(rect.component), *rect[1:]) for rect in tag.rects)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """One chunk as the engine gave it: rectangles, the engine's items (opaque here), and whether its data exists yet."""
+    """One chunk as the engine gave it: rectangles, its items (opaque here), and whether its data exists yet."""
 
     rects: tuple[Rect, ...]
     items: Mapping[str, object]
@@ -142,8 +142,10 @@ class OutRoom(Room):
     @property
     def complete(self) -> bool:
         """Finished, and every destination is known and has everything."""
-        return self.finished and 0 < self.n_destinations == len(self.destinations) and all(
-            record.phase is RecordPhase.CLOSING for record in self.destinations.values()
+        return (
+            self.finished
+            and 0 < self.n_destinations == len(self.destinations)
+            and all(record.phase is RecordPhase.CLOSING for record in self.destinations.values())
         )
 
 
@@ -152,7 +154,9 @@ class Ended(NamedTuple):
 
     reason: str
     known: dict[int, tuple[Session, int]]
-    """The (session, epoch) of each rank that was served or told; another epoch of it means the room again, not that room."""
+    """The (session, epoch) of each rank that was served or told; another epoch of it means the room again, not that
+    room.
+    """
 
     def refuses(self, record: Record) -> bool:
         claim = (record.link.session, record.epoch)
@@ -226,7 +230,9 @@ def clip(rects: tuple[Rect, ...], record: Record, stagings: Stagings) -> tuple[R
     return tuple(kept)
 
 
-def split(rects: tuple[Rect, ...], shares: tuple[Share, ...], stagings: Stagings, limit: int) -> Iterator[tuple[Rect, ...]]:
+def split(
+    rects: tuple[Rect, ...], shares: tuple[Share, ...], stagings: Stagings, limit: int
+) -> Iterator[tuple[Rect, ...]]:
     """`rects` in order as chunks of at most `limit` staged bytes: by component, then by tokens, then by layers.
 
     A single row of a single layer that is larger still comes whole: the caller sees its size.

@@ -2,8 +2,8 @@
 
 Layer 2, pure: no socket, thread or clock. Inputs are its public methods, output is `take_effects()`.
 
-It stands on four floors: `session` (who talks), `handshake` (with whom), `borrower` (chunks and their leases), `sending` (the
-room table).
+It stands on four floors: `session` (who talks), `handshake` (with whom), `borrower` (chunks and their leases),
+`sending` (the room table).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pdstage.plan import Rect
     from pdstage.protocol.config import Config
     from pdstage.topology import Topology
+
 
 class PrefillCore(Sending):
     """The protocol's prefill half. `choose` says whether a chunk that may go direct should."""
@@ -106,6 +107,12 @@ class PrefillCore(Sending):
                     f"room {room.key!r} got {rect}",
                     remedy=f"this layout has {', '.join(self._components)}; ranges ascend from 0",
                     room=room.key,
+                )
+            # A place in a destination's pages may be written once an epoch, and posts are not ordered.
+            twice = next((r for source in room.sources for r in source.rects if r.overlaps(rect)), None)
+            if twice is not None:
+                raise UsageError(
+                    f"room {room.key!r} got {rect} after {twice}", remedy="give each token of a layer once", room=room.key
                 )
 
     def data_ready(self, room: OutRoom, source: Source, now: float) -> None:
@@ -198,7 +205,12 @@ class PrefillCore(Sending):
         return (
             tuple(sorted((key, room.status, room.in_flight) for key, room in self.rooms.items())),
             tuple(
-                (session, epoch, r.phase.name, tuple((c.number, c.phase.name, c.attempt, c.lane, c.cursor) for c in r.chunks.values()))
+                (
+                    session,
+                    epoch,
+                    r.phase.name,
+                    tuple((c.number, c.phase.name, c.attempt, c.lane, c.cursor) for c in r.chunks.values()),
+                )
                 for (session, epoch), r in sorted(self.records.items())
             ),
             tuple(sorted((link.session, lane, mark) for (link, lane), mark in self._marks.items())),
@@ -208,12 +220,12 @@ class PrefillCore(Sending):
     # Messages, in the order of the table.
 
     def _on_ask(self, link: Link, ask: m.Ask, now: float) -> None:
-        """Answered at once and, if not `finished` yet, again at finish(); decode repeats it slowly for a lost answer."""
+        """Answered at once and, if not `finished`, again at finish(); decode repeats it slowly for a lost answer."""
         room = self.rooms.get(ask.room)
         finished = room is not None and room.finished
         if not finished and (ask.room in self._askers or len(self._askers) < self.config.max_parked):
             self._askers.setdefault(ask.room, {})[link, ask.epoch] = None
-            self.timers.set(("asked", ask.room), now + self.config.open_wait_s)
+            self.timers.set(("asked", ask.room), now + 4 * self.config.ask_s)
         self.send(link, m.Asking(ask.epoch, finished), now)
 
     def _on_open(self, link: Link, opened: m.Open, now: float) -> None:
@@ -287,7 +299,9 @@ class PrefillCore(Sending):
                 self._fail(room, DeadlineExceeded(f"no decode rank opened room {room.key!r} in {waited} s"), now)
             case ("room", OutRoom() as room):
                 late = f"room {room.key!r} was not sent in its {room.deadline_s} s"
-                error = DeadlineExceeded(late, remedy="raise deadline_s at decode, or look at the slower side", room=room.key)
+                error = DeadlineExceeded(
+                    late, remedy="raise deadline_s at decode, or look at the slower side", room=room.key
+                )
                 self._fail(room, error, now)
             case ("parked", Record() as record):
                 self._turn_away(record, f"prefill never began room {record.open.room!r}", now)

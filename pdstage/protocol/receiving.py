@@ -2,8 +2,8 @@
 
 Layer 2, pure. Must not know how frames arrive: `decode` hears them and calls here.
 
-A room that ended keeps its *parts*, one a writer, until each is *quiet*: Closed, Drained, or its session fenced. Only then is
-the room `released`.
+A room that ended keeps its *parts*, one a writer, until each is *quiet*: Closed, Drained, or its session fenced. Only
+then is the room `released`.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ class Receiving(Lender):
         if room.on(Event.COMPLETED):
             self.counters.rooms_succeeded += 1
             self._end(room)
+            # A writer that owes nothing may not have heard its Open yet: that is still repeated.
             for part in room.parts.values():
-                self.timers.cancel(("open", part))
                 if part.phase is not PartPhase.QUIET:
                     self.timers.set(("linger", part), now + self.config.drain_s)
             self._maybe_release(room)
@@ -200,7 +200,9 @@ class Receiving(Lender):
     # The end of a session.
 
     def lose(self, link: Link, error: PdstageError, now: float) -> None:
-        """The session is over: its rooms fail, nothing further is sent under it, what may still be written is quarantined."""
+        """The session is over: its rooms fail, nothing further is sent under it, what may still be written is
+        quarantined.
+        """
         if self.links.pop(link.session, None) is None:
             return
         self.counters.sessions_lost += 1

@@ -22,6 +22,9 @@ class State(IntEnum):
     SUCCESS = 4
 
 
+_STATES = tuple(State)  # a look-up by value, without Enum's call
+
+
 class Event(Enum):
     CONNECTED = auto()
     """Every peer of the room is known and agreed."""
@@ -60,7 +63,7 @@ class Room:
 
     @property
     def state(self) -> State:
-        return State(self.status & 0x7F)
+        return _STATES[self.status & 0x7F]
 
     @property
     def ended(self) -> bool:

@@ -2,8 +2,9 @@
 
 Layer 2, pure. Must not know how frames arrive: `prefill` hears them and calls here.
 
-A *record* is one destination rank's claim on one room, keyed by (session, epoch); a room serves all of its records and fails
-with the first that fails. Nothing of a record begins after Abort, and Drained is said only when nothing is in flight (I2, I8).
+A *record* is one destination rank's claim on one room, keyed by (session, epoch); a room serves all of its records and
+fails with the first that fails. Nothing of a record begins after Abort, and Drained is said only when nothing is in
+flight (I2, I8).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from pdstage.errors import PdstageError
 from pdstage.protocol import messages as m
 from pdstage.protocol.borrower import Borrower
 from pdstage.protocol.effects import Changed, Complaint, Detach
@@ -21,6 +21,7 @@ from pdstage.protocol.room import Event
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from pdstage.errors import PdstageError
     from pdstage.protocol.config import Config
     from pdstage.protocol.session import Link
 

@@ -2,8 +2,8 @@
 
 Layer 2, pure. Must not know rooms or leases.
 
-A session is one pair of process lives. Within it and one direction seq rises by one a frame, and a frame not above the last
-accepted one is dropped; so the cores see loss, never reordering or duplicates, and need no tombstones.
+A session is one pair of process lives. Within it and one direction seq rises by one a frame, and a frame not above the
+last accepted one is dropped; so the cores see loss, never reordering or duplicates, and need no tombstones.
 """
 
 from __future__ import annotations

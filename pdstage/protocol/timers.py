@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Timers:
-    """Moments by key; setting a key again moves it. Cancelled moments are forgotten lazily, within a constant factor."""
+    """Moments by key; setting one again moves it. Cancelled ones are forgotten lazily, within a constant factor."""
 
     __slots__ = ("_at", "_heap", "_n")
 

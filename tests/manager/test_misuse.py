@@ -73,6 +73,9 @@ def test_calls_out_of_order(site):
     receiver.bind([0], 4)
     with pytest.raises(UsageError, match="bound already"):
         receiver.bind([0], 4)
+    sender.chunk([0], (0, 2))
+    with pytest.raises(UsageError, match="each token of a layer once"):
+        sender.chunk([0], 4)
     sender.finish()
     with pytest.raises(UsageError, match="after finish"):
         sender.chunk([0], 4)

@@ -21,7 +21,7 @@ def serve_prefill(pipe: Connection, address: str, tp: int, rank: int, transport:
             sender = node.send(room)
             sender.chunk(pages, (0, 20))
             if room != stop:
-                sender.chunk(pages, (0, TOKENS))
+                sender.chunk(pages, (20, TOKENS))
                 sender.finish(aux=b"%d" % room)
             senders.append(sender)
         if stop < rooms:

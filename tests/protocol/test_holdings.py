@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 from hypothesis import given
@@ -29,7 +30,9 @@ def holdings(*sizes: int) -> Holdings:
     return Holdings(LaneSpan(n << 20, size) for n, size in enumerate(sizes or (LANE,)))
 
 
-def ask(who: SimpleNamespace, chunk: int, nbytes: int, *, epoch: int = 1, attempt: int = 0, priority: int = 0) -> Request:
+def ask(
+    who: SimpleNamespace, chunk: int, nbytes: int, *, epoch: int = 1, attempt: int = 0, priority: int = 0
+) -> Request:
     return Request(who, epoch, chunk, attempt, nbytes, (), priority)
 
 
@@ -183,9 +186,15 @@ def test_forgotten_requests_do_not_pile_up_behind_a_blocked_head() -> None:
 
 
 REQUEST = st.tuples(
-    st.sampled_from([A, B]), st.integers(1, 3), st.integers(0, 5), st.sampled_from([128, 256, 700, 1024, LANE]), st.integers(0, 2)
-)  # fmt: skip
-STEP = st.one_of(st.tuples(st.just("ask"), REQUEST), st.tuples(st.sampled_from(["land", "release", "quarantine"]), st.integers(0, 9)))
+    st.sampled_from([A, B]),
+    st.integers(1, 3),
+    st.integers(0, 5),
+    st.sampled_from([128, 256, 700, 1024, LANE]),
+    st.integers(0, 2),
+)
+STEP = st.one_of(
+    st.tuples(st.just("ask"), REQUEST), st.tuples(st.sampled_from(["land", "release", "quarantine"]), st.integers(0, 9))
+)
 
 
 @given(st.lists(STEP, max_size=60), st.sampled_from([(LANE,), (LANE, 1024)]))
@@ -209,7 +218,7 @@ def test_any_order_of_events_keeps_the_ledger(steps: list, sizes: tuple[int, ...
         live += [g for g in held.grant_waiting(now) if isinstance(g, Grant)]
         for n, lane in enumerate(held.lanes):
             spans = sorted((g.cursor, g.cursor + g.request.nbytes) for g in live if g.lane == n)
-            assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+            assert all(a[1] <= b[0] for a, b in pairwise(spans))
             assert all(start % sizes[n] + stop - start <= sizes[n] for start, stop in spans)
             assert lane.watermark >= marks[n]
             marks[n] = lane.watermark

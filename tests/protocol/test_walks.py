@@ -1,7 +1,7 @@
 """Random walks of both cores under loss, duplication, reordering, stuck writers, aborts, crashes and rooms used again.
 
-The checks are `pair.World`'s (no byte lands in released memory, I2; no lease is written twice, I15; no write reads released
-source memory, I8) and, once the faults end and time passes, I5, I10, I13 and I14.
+The checks are `pair.World`'s (no byte lands in released memory, I2; no lease is written twice, I15; no write reads
+released source memory, I8) and, once the faults end and time passes, I5, I10, I13 and I14.
 """
 
 from __future__ import annotations
@@ -18,9 +18,19 @@ from tests.pair import Decode, Prefill, World, assert_flat, is_kind
 
 TOKENS, N_PAGES = 8, 64
 DEADLINES = {
-    "hello_s": 4.0, "open_s": 6.0, "bind_s": 10.0, "ask_s": 1.0, "wait_s": 10.0, "transfer_s": 8.0, "recall_after_s": 0.6,
-    "stuck_after_s": 0.4, "drain_s": 4.0, "open_wait_s": 10.0, "write_s": 5.0, "max_silence_s": 3.0,
-}  # fmt: skip
+    "hello_s": 4.0,
+    "open_s": 6.0,
+    "bind_s": 10.0,
+    "ask_s": 1.0,
+    "wait_s": 10.0,
+    "transfer_s": 8.0,
+    "recall_after_s": 0.6,
+    "stuck_after_s": 0.4,
+    "drain_s": 4.0,
+    "open_wait_s": 10.0,
+    "write_s": 5.0,
+    "max_silence_s": 3.0,
+}
 
 
 @dataclass
@@ -39,10 +49,19 @@ class Walk:
         n_prefill, n_decode = rng.choice([(1, 1), (2, 1), (1, 2), (2, 2)])
         self.path = rng.choice(["staged", "staged", "direct", "auto"])
         self.world = World(
-            prefill=n_prefill, decode=n_decode, heads=2, layers=2, n_pages=N_PAGES, lane_nbytes=rng.choice([512, 768, 1024, 4096]),
-            n_lanes=rng.choice([1, 1, 2]), buffer_nbytes=rng.choice([512, 1024]), path=self.path, deadline_s=30.0,
-            choose=(lambda _: rng.random() < 0.5) if self.path == "auto" else None, **DEADLINES,
-        )  # fmt: skip
+            prefill=n_prefill,
+            decode=n_decode,
+            heads=2,
+            layers=2,
+            n_pages=N_PAGES,
+            lane_nbytes=rng.choice([512, 768, 1024, 4096]),
+            n_lanes=rng.choice([1, 1, 2]),
+            buffer_nbytes=rng.choice([512, 1024]),
+            path=self.path,
+            deadline_s=30.0,
+            choose=(lambda _: rng.random() < 0.5) if self.path == "auto" else None,
+            **DEADLINES,
+        )
         self.world.pick = rng.randrange
         self.free_pages: dict[Prefill | Decode, set[int]] = {}
         self.held_pages: list[tuple[int, Prefill | Decode, InRoom | OutRoom, list[int]]] = []
@@ -55,7 +74,9 @@ class Walk:
         loss, dup, slow = rng.choice([0.0, 0.02, 0.1, 0.3]), rng.choice([0.0, 0.1]), rng.choice([0.0, 0.05, 0.2])
         told = is_kind("frame", "tag")
         tag_loss = rng.choice([0.0, 0.0, 0.05])
-        world.drop(lambda item: rng.random() < (loss if item.kind == "frame" else tag_loss if item.kind == "tag" else 0.0))
+        world.drop(
+            lambda item: rng.random() < (loss if item.kind == "frame" else tag_loss if item.kind == "tag" else 0.0)
+        )
         world.duplicate(lambda item: told(item) and rng.random() < dup)
         world.hold(lambda item: item.kind != "fence" and rng.random() < slow)
 
@@ -209,4 +230,3 @@ def show(seed: int) -> list[str]:  # pragma: no cover
     finally:
         print(*walk.world.log, sep="\n")
     return walk.world.log
-

@@ -1,0 +1,58 @@
+"""The harness: what counts as met, and a report that a program and a person can read. No number is judged here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pdstage.bench import harness
+from pdstage.bench.harness import Row
+from pdstage.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "on", "better", "met"),
+    [
+        (8.0, 0.8, "ratio", "higher", True),
+        (7.9, 0.8, "ratio", "higher", False),
+        (8.0, 0.8, "ratio", "lower", True),
+        (8.1, 0.8, "ratio", "lower", False),
+        (90.0, 100.0, "value", "lower", True),
+        (101.0, 100.0, "value", "lower", False),
+        (101.0, None, "ratio", "higher", None),
+    ],
+)
+def test_met_is_by_the_ratio_or_by_the_value(value, target, on, better, met):
+    row = Row(name="x", value=value, baseline=10.0, unit="us", target=target, on=on, better=better)
+    assert row.met is met
+    assert row.to_dict()["met"] is met
+    assert row.to_dict()["ratio"] == pytest.approx(value / 10)
+
+
+def test_both_sides_are_measured_in_turn():
+    seen = []
+    medians = harness.interleaved([lambda: seen.append("a"), lambda: seen.append("b")], repeats=3)
+    assert "".join(seen) == "ab" + "ab" * 3  # the first of each warms up
+    assert len(medians) == 2
+
+
+def test_a_report_names_its_machine_and_its_rows(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    report = harness.main("plan", str(path), quick=True)
+    held = json.loads(path.read_text())
+    assert held == json.loads(json.dumps(report))
+    assert held["machine"]["cpu"]
+    assert held["machine"]["cores"] >= 1
+    assert {"python", "numpy"} <= held["machine"]["versions"].keys()
+    assert "commit" in held
+    printed = capsys.readouterr().out
+    for row in held["rows"]:
+        assert row["value"] > 0
+        assert row["baseline"] > 0
+        assert row["name"] in printed
+
+
+def test_an_unknown_bench_is_refused():
+    with pytest.raises(UsageError, match="no bench 'speed'"):
+        harness.run_named("speed")

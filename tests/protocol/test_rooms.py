@@ -1,0 +1,769 @@
+"""Whole rooms: the loss, duplication or delay of any one thing; every deadline; every typed error; both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
+from pdstage.plan import Rect
+from pdstage.protocol import messages as m
+from pdstage.protocol.decode import InRoom
+from pdstage.protocol.outbox import OutRoom, Phase
+from pdstage.protocol.room import State
+from tests.pair import World, assert_flat, is_kind, is_message, nth
+
+LEASE = 512
+SHAPES = [("staged", 1, 1), ("direct", 1, 1), ("staged", 2, 2), ("direct", 2, 2)]
+MOVING = is_kind("frame", "tag", "write", "scatter", "gather", "done")
+
+
+def whole(world: World) -> tuple[list[InRoom], list[OutRoom]]:
+    handles = [world.receive(1, 8, [1, 0], rank) for rank in range(len(world.decode))]
+    return handles, [world.send(1, 8, [2, 3], rank, step=5) for rank in range(len(world.prefill))]
+
+
+def succeeds(world: World, handles: list[InRoom], sent: list[OutRoom]) -> None:
+    world.run(until=world.now + 20.0)
+    world.free()
+    world.run(until=world.now + 20.0)
+    for rank, handle in enumerate(handles):
+        world.check(handle, 1, 8, rank)
+        assert handle.released
+        assert handle.aux == b"aux"
+    assert all(room.state is State.SUCCESS and room.released for room in sent)
+    assert all(node.core.counters.sessions_lost == 0 for node in world.nodes())
+    assert_flat(world)
+
+
+@cache
+def n_items(path: str, n_prefill: int, n_decode: int) -> int:
+    """How many things move in an undisturbed room."""
+    world = World(path=path, prefill=n_prefill, decode=n_decode)
+    handles, sent = whole(world)
+    world.run()
+    assert all(handle.state is State.SUCCESS for handle in handles)
+    assert all(room.state is State.SUCCESS for room in sent)
+    return len(world.log)
+
+
+@pytest.mark.parametrize(("path", "n_prefill", "n_decode"), SHAPES)
+def test_the_loss_of_any_one_frame(path: str, n_prefill: int, n_decode: int) -> None:
+    """I4: costs time, never correctness."""
+    for n in range(n_items(path, n_prefill, n_decode)):
+        world = World(path=path, prefill=n_prefill, decode=n_decode)
+        world.drop(nth(n, is_kind("frame")))
+        succeeds(world, *whole(world))
+
+
+@pytest.mark.parametrize(("path", "n_prefill", "n_decode"), SHAPES)
+def test_the_duplication_of_any_one_frame_or_tag(path: str, n_prefill: int, n_decode: int) -> None:
+    """I7: delivers nothing twice and completes nothing early."""
+    for n in range(n_items(path, n_prefill, n_decode)):
+        world = World(path=path, prefill=n_prefill, decode=n_decode)
+        world.duplicate(nth(n, is_kind("frame", "tag")))
+        handles, sent = whole(world)
+        succeeds(world, handles, sent)
+        landed = sum(node.core.counters.chunks_staged + node.core.counters.chunks_direct for node in world.prefill)
+        assert sum(line.startswith("write") for line in world.log) == landed
+        assert sum(line.startswith("scatter") for line in world.log) == (landed if path == "staged" else 0)
+
+
+@pytest.mark.parametrize(("path", "n_prefill", "n_decode"), SHAPES)
+@pytest.mark.parametrize("for_s", [0.0, 0.6])
+def test_the_delay_of_any_one_thing_behind_everything_else(
+    path: str, n_prefill: int, n_decode: int, for_s: float
+) -> None:
+    """A frame, tag, gather, write, completion or scatter comes last of all, or after two retries."""
+    for n in range(n_items(path, n_prefill, n_decode)):
+        world = World(path=path, prefill=n_prefill, decode=n_decode)
+        world.hold(nth(n, MOVING))
+        handles, sent = whole(world)
+        world.run(until=for_s)
+        world.free()
+        succeeds(world, handles, sent)
+
+
+def test_a_lost_tag_fails_the_room_in_words_and_frees_everything() -> None:
+    """The data plane is not repeated: I10, not Success without proof (I5)."""
+    world = World(transfer_s=3.0, wait_s=3.0)
+    world.drop(is_kind("tag"))
+    handles, (sent,) = whole(world)
+    world.run(until=20.0)
+    assert handles[0].state is State.FAILED
+    assert "got no chunk in 3.0 s" in str(handles[0].error)
+    assert sent.state is State.SUCCESS, "every byte was written; only the word got lost"
+    assert handles[0].released
+    assert_flat(world)
+
+
+# Every deadline (I10): what is silenced, whose clock, what it says.
+
+DEADLINES: list[tuple[dict[str, float], Callable[[World], None], Callable[[World], object], str]] = [
+    (
+        {"hello_s": 3.0},
+        lambda w: w.drop(is_message(m.Welcome)),
+        lambda w: w.receive(1, 8, [0, 1]),
+        "no answer from b'P0' in 3.0 s",
+    ),
+    (
+        {"open_s": 3.0},
+        lambda w: w.drop(is_message(m.Open)),
+        lambda w: w.receive(1, 8, [0, 1]),
+        "not answered by prefill in 3.0 s",
+    ),
+    ({"bind_s": 3.0}, lambda _: None, lambda w: w.announce(1), "was not bound in 3.0 s"),
+    ({"wait_s": 3.0}, lambda w: w.submit(1), lambda w: w.receive(1, 8, [0, 1]), "got no chunk in 3.0 s"),
+    ({"deadline_s": 3.0}, lambda w: w.submit(1), lambda w: w.receive(1, 8, [0, 1]), "did not end in its 3.0 s"),
+    ({"open_wait_s": 3.0}, lambda _: None, lambda w: w.send(1, 8, [0, 1]), "no decode rank opened room b'i1' in 3.0 s"),
+    ({"open_wait_s": 3.0}, lambda _: None, lambda w: w.receive(1, 8, [0, 1]), "prefill never began room b'i1'"),
+    (
+        {"deadline_s": 3.0},
+        lambda w: w.receive(1, 8, [0, 1]),
+        lambda w: w.submit(1),
+        "was not sent in its 3.0 s|did not end in its 3.0 s",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "silence", "begin", "words"), DEADLINES, ids=[f"{n}-{d[3][:24]}" for n, d in enumerate(DEADLINES)]
+)
+def test_each_deadline_ends_the_room_with_its_reason(
+    config: dict[str, float], silence: Callable[[World], object], begin: Callable[[World], object], words: str
+) -> None:
+    world = World(**config)
+    silence(world)
+    room = begin(world)
+    world.run(until=2.9)
+    assert not room.ended  # type: ignore[attr-defined]
+    world.run(until=3.6)
+    assert room.state is State.FAILED  # type: ignore[attr-defined]
+    assert any(word in str(room.error) for word in words.split("|")), room.error  # type: ignore[attr-defined]
+    world.free()
+    world.run(until=100.0)
+    assert room.released  # type: ignore[attr-defined]
+    assert_flat(world)
+
+
+def test_transfer_deadline_counts_from_the_last_new_chunk() -> None:
+    world = World(transfer_s=3.0)
+    handle = world.receive(1, 8, [0, 1])
+    world.fill(1, 8, [0, 1])
+    sent = world.submit(1)
+    world.chunk(sent, (0, 2), [0, 1])
+    world.run(until=2.0)
+    world.chunk(sent, (2, 4), [0, 1])
+    world.run(until=4.9)
+    assert not handle.ended
+    world.run(until=5.1)
+    assert "got nothing new in 3.0 s" in str(handle.error)
+    assert isinstance(handle.error, DeadlineExceeded)
+    world.run(until=6.0)
+    assert sent.state is State.FAILED
+    assert isinstance(sent.error, Aborted)
+    assert_flat(world)
+
+
+def test_a_write_older_than_write_s_tears_its_session_down() -> None:
+    world = World(write_s=2.0)
+    world.hold(is_kind("write", "fence"))
+    handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1])
+    world.run(until=1.9)
+    assert not sent.ended
+    world.run(until=2.1)
+    assert "took over 2.0 s" in str(sent.error)
+    assert not sent.released, "the post may still read these pages"
+    assert len(world.prefill[0].core.buffers.free) == 1
+    world.free()
+    world.run(until=30.0)
+    assert sent.released
+    assert handle.state is State.FAILED
+    assert_flat(world)
+
+
+def test_an_abort_that_is_not_drained_in_time_loses_the_session() -> None:
+    world = World(drain_s=2.0)
+    world.hold(is_kind("write"))
+    handle = world.receive(1, 8, [0, 1])
+    world.send(1, 8, [0, 1])
+    world.run()
+    world.hold(is_kind("fence"))
+    world.decode[0].core.abort(handle, "enough", world.now)
+    world.carry(world.decode[0])
+    world.run(until=1.9)
+    assert world.decode[0].core.links
+    world.run(until=2.1)
+    assert not world.decode[0].core.links
+    assert any("did not drain in 2.0 s" in words for words in world.decode[0].complaints)
+    assert world.decode[0].core.holdings.lanes[0].quarantined_nbytes == LEASE
+    world.free()
+    world.run(until=30.0)
+    assert_flat(world)
+
+
+def test_a_writer_that_does_not_close_after_success_is_asked_to() -> None:
+    """drain_s after Success: Abort(finished), which a writer that sent everything takes for its Close."""
+    world = World(prefill=2, drain_s=2.0)
+    world.drop(lambda item: isinstance(item.message, m.CloseOk) and item.src is world.prefill[1])
+    handles, sent = whole(world)
+    world.run(until=1.0)
+    assert handles[0].state is State.SUCCESS
+    assert not handles[0].released
+    world.run(until=3.0)
+    assert handles[0].released
+    assert all(room.state is State.SUCCESS for room in sent)
+    assert_flat(world)
+
+
+# Typed errors: usage.
+
+
+def usage(world: World) -> dict[str, Callable[[], object]]:
+    decode, prefill = world.decode[0].core, world.prefill[0].core
+    handle, sent = world.receive(1, 8, [0, 1]), world.submit(1)
+    loose = world.announce(2)
+    world.finish(sent)
+    other = world.submit(3)
+
+    def asked(*asks: tuple) -> Callable[[], object]:
+        return lambda: decode.bind(loose, tuple(m.Asked(*ask) for ask in asks), {}, 0.0)
+
+    def chunk(*rects: tuple) -> Callable[[], object]:
+        return lambda: prefill.chunk(other, tuple(Rect(*rect) for rect in rects), {}, 0.0)
+
+    return {
+        "received already": lambda: world.announce(1),
+        "0 writers": lambda: decode.announce(b"i9", {}, 0.0, deadline_s=1.0),
+        "2 writers at 1 routes": lambda: decode.announce(b"i9", {0: b"P0", 1: b"P0"}, 0.0, deadline_s=1.0),
+        "bound already": lambda: world.bind(handle, 8, [0, 1]),
+        "a component twice": asked(("kv", 0, 4), ("kv", 4, 8)),
+        "asks for 'swa' 0..4": asked(("swa", 0, 4)),
+        "asks for 'kv' 4..2": asked(("kv", 4, 2)),
+        "being sent already": lambda: world.submit(1),
+        "chunk after finish": lambda: world.chunk(sent, (0, 8), [0, 1]),
+        "finished already": lambda: world.finish(sent),
+        "4194305 aux bytes": lambda: world.finish(other, aux=bytes((4 << 20) + 1)),
+        "0 rectangles": chunk(),
+        "2 rectangles": chunk(("kv", 0, 4, 0, 2), ("kv", 4, 8, 0, 2)),
+        "component='swa'": chunk(("swa", 0, 4, 0, 2)),
+        "start=4, stop=4": chunk(("kv", 4, 4, 0, 2)),
+        "layer_start=2, layer_stop=2": chunk(("kv", 0, 4, 2, 2)),
+    }
+
+
+@pytest.mark.parametrize("words", usage(World()))
+def test_a_callers_mistake_is_a_usage_error_and_changes_nothing(words: str) -> None:
+    world = World()
+    mistakes = usage(world)
+    before = [node.core.snapshot() for node in world.nodes()]
+    timers = [len(node.core.timers) for node in world.nodes()]
+    with pytest.raises(UsageError, match=words):
+        mistakes[words]()
+    assert [node.core.snapshot() for node in world.nodes()] == before
+    assert [len(node.core.timers) for node in world.nodes()] == timers
+    assert not any(node.core.take_effects() for node in world.nodes())
+
+
+# Typed errors: what a peer may not say.
+
+
+def opened(world: World) -> tuple[InRoom, OutRoom]:
+    handle, sent = world.receive(1, 8, [0, 1]), world.submit(1)
+    world.run()
+    return handle, sent
+
+
+@pytest.mark.parametrize(
+    ("reserve", "words"),
+    [
+        ((1, 0, 0, LEASE, (Rect("swa", 0, 8, 0, 2),)), "'swa' was not asked of it"),
+        ((1, 0, 0, LEASE, (Rect("kv", 0, 9, 0, 2),)), "'kv' 0..9 is outside 0..8"),
+        ((1, 0, 0, LEASE, (Rect("kv", 0, 8, 2, 4),)), "'kv' layers 2..4 are not its own"),
+        ((1, 0, 0, LEASE - 128, (Rect("kv", 0, 8, 0, 2),)), "384 bytes for what has 512 here"),
+        ((1, 0, 0, LEASE, ()), "repeat a component, or are none"),
+        ((1, 0, 0, LEASE, (Rect("kv", 0, 4, 0, 2), Rect("kv", 4, 8, 0, 2))), "repeat a component, or are none"),
+    ],
+)
+def test_a_reserve_for_what_was_not_asked_fails_the_room_naming_it(reserve: tuple, words: str) -> None:
+    world = World()
+    handle, sent = opened(world)
+    prefill, decode = world.prefill[0].core, world.decode[0].core
+    (link,) = prefill.links.values()
+    prefill.send(link, m.Reserve(*reserve), world.now)
+    world.carry(world.prefill[0])
+    world.run(until=5.0)
+    assert isinstance(handle.error, PeerError)
+    assert words in str(handle.error)
+    assert sent.state is State.FAILED
+    assert decode.links, "the room, not the session"
+    assert_flat(world)
+
+
+def test_a_lease_for_a_chunk_never_asked_for_is_returned() -> None:
+    world = World()
+    opened(world)
+    prefill, decode = world.prefill[0].core, world.decode[0].core
+    (link,) = decode.links.values()
+    for epoch, chunk in ((1, 7), (99, 0)):
+        decode.send(link, m.Lease(epoch, chunk, 0, 0, 4096, 256, 0), world.now)
+        decode.send(link, m.Recall(epoch, chunk, 0, 0, 4096, 0), world.now)
+    world.carry(world.decode[0])
+    world.run()
+    returned = [line for line in world.log if "Returned(" in line]
+    assert len(returned) == 4
+    assert prefill.links
+    assert decode.links
+
+
+OPEN: dict[str, object] = {
+    "epoch": 1, "room": b"i1", "shares": (), "asked": (), "items": (), "rank": 0, "destinations": 1, "aux": True,
+    "priority": 0, "deadline_s": 9.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"epoch": -1}, "rank 0 of 1"),
+        ({"rank": 1}, "rank 1 of 1"),
+        ({"rank": -1}, "rank -1 of 1"),
+        ({"destinations": 0}, "rank 0 of 0"),
+        ({"deadline_s": float("inf")}, "endless deadline"),
+        ({"deadline_s": float("nan")}, "endless deadline"),
+        ({"shares": (("swa", "k", (0, 2, 1), 0, 2),)}, "of layer 0"),
+        ({"shares": (("kv", "k", (0, 3, 1), 0, 2),)}, "of layer 2"),
+        ({"shares": (("kv", "k", (0, 2, 0), 0, 2),)}, "no such shards"),
+        ({"shares": (("kv", "k", (0, 2, 1), 0, 3),)}, "of layer 0"),
+        ({"shares": (("kv", "k", (0, 2, 1), -1, 2),)}, "of layer 0"),
+        ({"shares": (("kv", "k", (0, 2, 1), 0, 0),)}, "no such shards"),
+        ({"items": (("kv", 0, b"\0\0\0"),)}, "3 bytes of items"),
+        ({"items": (("swa", 0, b"\0\0\0\0"),)}, "items of 'swa'"),
+        ({"items": (("kv", 0, b"\x10\0\0\0"),)}, "past its 16"),
+        ({"items": (("kv", 0, b"\xff\xff\xff\xff"),)}, "past its 16"),
+        ({"items": (("kv", 0, b"\1\0\0\0"),), "asked": (("kv", 0, 8),)}, "for 0..4 and asks for 0..8"),
+        ({"items": (("kv", 4, b"\1\0\0\0"),), "asked": (("kv", 0, 8),)}, "for 4..8 and asks for 0..8"),
+    ],
+)
+def test_an_open_out_of_range_ends_the_session(change: dict[str, object], words: str) -> None:
+    """Every number from a peer is checked before it can address anything (DESIGN 12)."""
+    world = World()
+    opened(world)
+    fields = OPEN | {"epoch": 5} | change
+    fields["items"] = tuple(m.Items(name, first, memoryview(data)) for name, first, data in fields["items"])
+    decode = world.decode[0].core
+    (link,) = decode.links.values()
+    decode.send(link, m.Open(**fields), world.now)
+    world.carry(world.decode[0])
+    world.run()
+    assert any(words in complaint for complaint in world.prefill[0].complaints), world.prefill[0].complaints
+    assert not world.prefill[0].core.links
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Lease(1, 0, 0, 7, 0, LEASE, 0),
+        m.Lease(1, 0, 0, -1, 0, LEASE, 0),
+        m.Lease(1, 0, 0, 0, -256, LEASE, 0),
+        m.Lease(1, 0, 0, 0, 0, LEASE - 128, 0),
+        m.Lease(1, 0, 0, 0, 3840, LEASE, 0),
+        m.Watermark(7, 0),
+        m.Recall(1, 0, 0, 9, 0, 0),
+    ],
+    ids=["lane", "negative lane", "negative cursor", "too small", "past the end", "watermark lane", "recall lane"],
+)
+def test_a_lease_outside_its_lane_ends_the_session_and_writes_nothing(message: m.AnyMessage) -> None:
+    world = World()
+    world.hold(is_message(m.Lease))
+    handle = world.receive(1, 8, [0, 1])
+    world.send(1, 8, [0, 1])
+    world.run()
+    decode = world.decode[0].core
+    (link,) = decode.links.values()
+    decode.send(link, message, world.now)
+    world.rules.clear()
+    world.carry(world.decode[0])
+    world.run(until=1.0)
+    assert world.prefill[0].complaints
+    assert not any(line.startswith("write") for line in world.log)
+    world.run(until=5.0)
+    assert handle.state is State.FAILED
+
+
+def test_close_ok_with_something_missing_fails_the_room_naming_it() -> None:
+    world = World()
+    handle, sent = opened(world)
+    world.fill(1, 8, [0, 1])
+    world.chunk(sent, (0, 4), [0, 1])
+    world.chunk(sent, (4, 8), [0, 1], layers=(0, 1))
+    world.finish(sent)
+    world.run(until=5.0)
+    assert isinstance(handle.error, PeerError)
+    assert "prefill rank 0 finished without 'kv' layer 1 from token 4" in str(handle.error)
+    assert sent.state is State.SUCCESS, "it sent all its engine gave"
+    assert_flat(world)
+
+
+def test_a_room_that_failed_before_it_was_opened_refuses_with_the_reason() -> None:
+    """And a lost refusal is said again, not forgotten into waiting."""
+    world = World()
+    opened(world)
+    lost = world.submit(2)
+    world.prefill[0].core.abort(lost, "out of memory", world.now)
+    world.carry(world.prefill[0])
+    world.drop(nth(0, is_message(m.Opened)))
+    handle = world.receive(2, 8, [2, 3])
+    world.run(until=world.now + 1.0)
+    assert isinstance(handle.error, PeerError)
+    assert "out of memory" in str(handle.error)
+    again = world.receive(2, 8, [2, 3])
+    world.run(until=world.now + 1.0)
+    assert again.state is State.WAITING_FOR_INPUT, "told once; a new epoch is the room again"
+    world.send(2, 8, [2, 3])
+    world.run(until=world.now + 1.0)
+    world.check(again, 2, 8)
+
+
+def test_too_many_parked_rooms_are_refused() -> None:
+    world = World(max_parked=3)
+    handles = [world.receive(room, 4, [room]) for room in range(5)]
+    world.run()
+    assert [handle.state for handle in handles[:3]] == [State.WAITING_FOR_INPUT] * 3
+    assert all("too many rooms wait" in str(handle.error) for handle in handles[3:])
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("after", range(0, 18, 2))
+@pytest.mark.parametrize("path", ["staged", "direct"])
+def test_abort_at_any_moment(side: str, after: int, path: str) -> None:
+    """Both ends fail with the reason, nothing lands late, all comes back; or the room had ended (I1, I2, I10)."""
+    world = World(path=path)
+    handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1], step=4)
+    for _ in range(after):
+        if world.queue:
+            world._deliver(world.queue.pop(0))
+    node, room = (world.prefill[0], sent) if side == "prefill" else (world.decode[0], handle)
+    ended = room.ended
+    node.core.abort(room, "the client left", world.now)
+    world.carry(node)
+    world.run(until=400.0)
+    if not ended:
+        assert room.state is State.FAILED
+        assert isinstance(room.error, Aborted)
+        other = handle if side == "prefill" else sent
+        assert other.ended
+        if other.state is State.FAILED:
+            reasons = ("the client left", "never began", "no decode rank opened")
+            assert any(words in str(other.error) for words in reasons), other.error
+    assert handle.released
+    assert sent.released
+    assert_flat(world)
+
+
+def test_ready_to_bind_lets_decode_allocate_late() -> None:
+    world = World()
+    handle = world.announce(1)
+    world.run(until=0.5)
+    assert not handle.ready_to_bind
+    sent = world.send(1, 8, [2, 3])
+    world.run(until=0.6)
+    assert handle.ready_to_bind
+    assert (b"i1", State.WAITING_FOR_INPUT) in world.decode[0].changes
+    world.bind(handle, 8, [0, 1])
+    world.run(until=1.0)
+    world.check(handle, 1, 8)
+    assert sent.state is State.SUCCESS
+
+
+def test_questions_of_rooms_that_never_come_leave_nothing() -> None:
+    """I14: prefill forgets who asked."""
+    world = World(bind_s=5.0, open_wait_s=5.0)
+    for room in range(20):
+        world.announce(room)
+    world.run(until=1.0)
+    assert len(world.prefill[0].core._askers) == 20
+    world.run(until=30.0)
+    assert_flat(world)
+
+
+def test_gathers_of_a_lost_session_keep_their_buffer_until_they_end() -> None:
+    """A kernel still writes the buffer: handing it to another chunk would mix two rooms' bytes (I2, I8)."""
+    world = World(prefill=1, max_silence_s=1.0)
+    world.hold(is_kind("gather"))
+    world.receive(1, 8, [0, 1])
+    sent = world.send(1, 8, [0, 1])
+    world.run()
+    world.drop(is_kind("frame"))
+    world.run(until=5.0)
+    prefill = world.prefill[0].core
+    assert not prefill.links
+    assert sent.state is State.FAILED
+    assert len(prefill.buffers.free) == 1
+    assert not sent.released, "the gather still reads these pages"
+    world.free()
+    world.run(until=6.0)
+    assert len(prefill.buffers.free) == 2
+    assert sent.released
+    assert not any(line.startswith("write") for line in world.log)
+    world.run(until=30.0)
+    assert_flat(world)
+
+
+def test_a_failed_write_is_not_given_back_as_if_it_was_never_begun() -> None:
+    """Recall's rule: if the write began, say nothing; only Drained frees the lease (I2)."""
+    world = World()
+    world.hold(is_kind("write"))
+    handle = world.receive(1, 8, [0, 1])
+    sent = world.send(1, 8, [0, 1])
+    world.run()
+    world.drop(is_kind("frame"))
+    prefill, decode = world.prefill[0].core, world.decode[0].core
+    (ticket,) = prefill._flights
+    chunk = prefill._flights[ticket][0]
+    prefill.completed(ticket, 0.0, TransportError("link down"))
+    world.carry(world.prefill[0])
+    world.run()
+    assert chunk.phase is Phase.BROKEN
+    (link,) = prefill.links.values()
+    (there,) = decode.links.values()
+    for message in (m.Recall(1, 0, 0, 0, 0, 0), m.Lease(1, 0, 0, 0, 0, LEASE, 0)):
+        prefill.receive(b"D0", m.encode(there.session, link.heard + 1, message), 0.0)
+    said = [m.decode(effect.frame).message for effect in prefill.take_effects()]
+    assert not any(isinstance(message, m.Returned) for message in said)
+    assert "link down" in str(sent.error)
+    assert not handle.ended
+
+
+def test_a_lane_that_is_all_quarantined_does_not_fail_other_rooms() -> None:
+    """I12: a chunk that fits the lane asks on while the lane is carved out."""
+    world = World(prefill=2, instances=True, lane_nbytes=LEASE)
+    world.hold(lambda item: item.kind == "write" and item.src is world.prefill[0])
+    stuck = world.receive(1, 8, [0, 1], prefill=0)
+    world.send(1, 8, [0, 1], 0)
+    world.run()
+    world.decode[0].core.abort(stuck, "stuck", world.now)
+    world.carry(world.decode[0])
+    handle = world.receive(2, 8, [2, 3], prefill=1)
+    sent = world.send(2, 8, [2, 3], 1)
+    world.run(until=2.0)
+    assert not sent.ended
+    assert not handle.ended
+    world.free()
+    world.run(until=4.0)
+    world.check(handle, 2, 8)
+    assert_flat(world)
+
+
+def test_a_row_larger_than_every_lane_fails_in_words() -> None:
+    world = World(heads=64, layers=1, lane_nbytes=256, buffer_nbytes=4096)
+    handle, sent = world.receive(1, 4, [0]), world.send(1, 4, [0])
+    world.run(until=5.0)
+    assert sent.state is State.FAILED
+    assert "fits no lane" in str(sent.error)
+    assert handle.state is State.FAILED
+    assert_flat(world)
+
+
+def test_a_row_larger_than_a_send_buffer_fails_in_words() -> None:
+    world = World(heads=64, layers=1, lane_nbytes=4096, buffer_nbytes=256)
+    handle, sent = world.receive(1, 4, [0]), world.send(1, 4, [0])
+    world.run(until=5.0)
+    assert "one row of 'kv' does not fit a send buffer of 256 bytes" in str(sent.error)
+    assert handle.state is State.FAILED
+    assert_flat(world)
+
+
+@pytest.mark.parametrize(("lane", "buffer"), [(512, 4096), (4096, 512), (768, 640), (256, 256)])
+def test_chunks_split_to_what_fits(lane: int, buffer: int) -> None:
+    world = World(lane_nbytes=lane, buffer_nbytes=buffer, n_pages=32)
+    handle, sent = world.receive(1, 40, list(range(10))), world.send(1, 40, list(range(10)))
+    world.run(until=30.0)
+    world.check(handle, 1, 40)
+    assert sent.state is State.SUCCESS
+    assert world.prefill[0].core.counters.chunks_staged >= 2560 // min(lane, buffer)
+    assert_flat(world)
+
+
+def test_priorities_are_first_come_first_served_within() -> None:
+    world = World(lane_nbytes=LEASE, n_pages=32)
+    world.hold(is_kind("scatter"))
+    order = [(1, 0), (2, 0), (3, 5), (4, 0), (5, 5), (6, 1)]
+    for room, priority in order:
+        world.receive(room, 8, [2 * room, 2 * room + 1], priority=priority)
+        world.send(room, 8, [2 * room, 2 * room + 1])
+        world.run()
+    world.free()
+    world.run()
+    granted = [line.split("epoch=")[1].split(",")[0] for line in world.log if "Lease(" in line]
+    assert list(dict.fromkeys(granted)) == ["1", "2", "4", "6", "3", "5"], (
+        "two laps are granted at once, the rest in order"
+    )
+
+
+def test_each_destination_completes_on_its_own() -> None:
+    """A destination that has all closes while another is still behind; the prefill room waits for both."""
+    world = World(decode=2)
+    world.hold(lambda item: item.kind == "tag" and item.dst is world.decode[1])
+    world.hold(lambda item: item.kind == "done" and m.decode_tag(item.tag, ("kv",)).session in {
+        link.session for link in world.decode[1].core.links.values()
+    })  # fmt: skip
+    handles = [world.receive(1, 8, [0, 1], rank) for rank in (0, 1)]
+    sent = world.send(1, 8, [0, 1])
+    world.run(until=1.0)
+    world.check(handles[0], 1, 8, 0)
+    assert handles[0].released
+    assert not handles[1].ended
+    assert sent.state is State.TRANSFERRING
+    world.free()
+    world.run(until=2.0)
+    world.check(handles[1], 1, 8, 1)
+    assert sent.state is State.SUCCESS
+    assert_flat(world)
+
+
+@pytest.mark.parametrize("path", ["staged", "direct"])
+def test_a_room_is_received_again_while_its_older_epoch_drains(path: str) -> None:
+    """Retraction: state is of the epoch; the older one's late write lands where it may, and only there (I2, I6)."""
+    world = World(path=path, transfer_s=30.0)
+    world.hold(is_kind("write"))
+    old = world.receive(1, 8, [0, 1])
+    first = world.send(1, 8, [2, 3])
+    world.run()
+    world.drop(lambda item: isinstance(item.message, m.Abort))
+    world.decode[0].core.abort(old, "retracted", world.now)
+    world.carry(world.decode[0])
+    new = world.receive(1, 8, [4, 5])
+    world.run(until=0.1)
+    core = world.prefill[0].core
+    assert {record.epoch for record in core.records.values()} == {1, 2}, "both are kept until the older drains"
+    assert [record.phase.name for record in core.records.values()] == ["DRAINING", "LIVE"]
+    assert first.state is State.TRANSFERRING, "the same room serves the new epoch"
+    world.rules.pop()
+    assert not old.released
+    world.free()
+    world.run(until=5.0)
+    assert old.released
+    assert old.state is State.FAILED
+    world.check(new, 1, 8)
+    assert first.state is State.SUCCESS
+    assert_flat(world)
+
+
+def test_the_direct_path_is_taken_only_where_items_were_given() -> None:
+    """A chunk of a component whose items Open does not carry is staged, whatever the cost says."""
+    world = World(path="direct")
+    handle = world.announce(1)
+    world.decode[0].pages[handle] = [0, 1]
+    world.decode[0].core.bind(handle, (m.Asked("kv", 0, 8),), {}, 0.0)
+    world.carry(world.decode[0])
+    world.send(1, 8, [0, 1])
+    world.run()
+    world.check(handle, 1, 8)
+    assert world.prefill[0].core.counters.chunks_staged == 1
+
+
+def test_a_prefix_that_is_there_already_is_not_sent() -> None:
+    world = World()
+    handle, sent = world.receive(1, 8, [0, 1], prefix=5), world.send(1, 8, [0, 1])
+    world.run()
+    world.check(handle, 1, 8, prefix=5)
+    assert sent.state is State.SUCCESS
+    assert world.prefill[0].core.counters.bytes_written == LEASE
+    full = world.receive(2, 8, [2, 3], prefix=8)
+    world.send(2, 8, [0, 1])
+    world.run()
+    assert full.state is State.SUCCESS, "nothing to move is not nothing to say: aux came"
+    assert full.aux == b"aux"
+    assert world.prefill[0].core.counters.bytes_written == LEASE
+
+
+def test_a_scatter_that_fails_fails_its_room_and_frees_its_lease() -> None:
+    world = World()
+    world.drop(is_kind("scatter"))
+    handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1])
+    world.run()
+    core = world.decode[0].core
+    (ticket,) = core._flights
+    assert handle.state is State.TRANSFERRING, "CloseOk came, but the bytes are not in place (I5)"
+    core.scattered(ticket, world.now, PdstageError("the kernel failed"))
+    world.carry(world.decode[0])
+    world.run(until=2.0)
+    assert "the kernel failed" in str(handle.error)
+    assert sent.ended
+    assert_flat(world)
+
+
+def test_close_ends_rooms_on_both_sides_and_idle_says_when() -> None:
+    for side in ("prefill", "decode"):
+        world = World()
+        world.hold(is_kind("write"))
+        handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1])
+        parked = world.receive(2, 8, [2, 3])
+        world.run()
+        node = world.prefill[0] if side == "prefill" else world.decode[0]
+        node.core.close(world.now)
+        world.carry(node)
+        world.run(until=1.0)
+        assert not node.core.idle, "a write is in flight"
+        world.free()
+        world.run(until=2.0)
+        assert node.core.idle
+        assert handle.ended
+        assert sent.ended
+        assert parked.ended
+        assert all("closes" in str(room.error) for room in (handle, sent, parked))
+
+
+@pytest.mark.parametrize("order", ["prefill first", "decode first"])
+@pytest.mark.parametrize("path", ["staged", "direct"])
+def test_either_side_may_come_first(order: str, path: str) -> None:
+    world = World(path=path)
+    if order == "prefill first":
+        sent = world.send(1, 8, [0, 1])
+        world.run(until=1.0)
+        handle = world.receive(1, 8, [2, 3])
+    else:
+        handle = world.receive(1, 8, [2, 3])
+        world.run(until=1.0)
+        sent = world.send(1, 8, [0, 1])
+    world.run(until=2.0)
+    world.check(handle, 1, 8)
+    assert sent.state is State.SUCCESS
+    assert_flat(world)
+
+
+def test_states_are_seen_in_order() -> None:
+    """What an engine polls: each state once, forwards; released last."""
+    world = World()
+    whole(world)
+    world.run(until=1.0)
+    for node in world.nodes():
+        seen = [status for key, status in node.changes if key == b"i1"]
+        assert seen == sorted(seen)
+        assert seen[-1] == State.SUCCESS | 0x80
+
+
+def test_a_data_ready_chunk_moves_only_when_its_data_exists() -> None:
+    world = World(recall_after_s=0.5, lane_nbytes=LEASE)
+    handle = world.receive(1, 8, [0, 1])
+    world.fill(1, 8, [0, 1])
+    sent = world.submit(1)
+    source = world.chunk(sent, (0, 8), [0, 1], ready=False)
+    world.finish(sent)
+    world.run(until=1.0)
+    assert not any(line.startswith("gather") for line in world.log)
+    other = world.receive(2, 8, [2, 3])
+    world.send(2, 8, [2, 3])
+    world.run(until=3.0)
+    world.check(other, 2, 8)
+    (record,) = world.prefill[0].core.records.values()
+    assert record.chunks[0].phase is Phase.PARKED, "recalled once, and it asks again only with its data (I16)"
+    assert sum("Recall(epoch=1" in line for line in world.log) == 1
+    world.prefill[0].core.data_ready(sent, source, world.now)
+    world.carry(world.prefill[0])
+    world.run(until=4.0)
+    world.check(handle, 1, 8)
+    assert_flat(world)

@@ -1,0 +1,252 @@
+"""DESIGN 7's message table, row by row: what is repeated and until what, and what a receiver answers in each state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pdstage.protocol import messages as m
+from pdstage.protocol.effects import Send
+from pdstage.protocol.room import State
+from tests.pair import Decode, Prefill, World, assert_flat, is_kind, is_message
+
+LEASE = 512
+
+
+def met(world: World) -> World:
+    world.receive(0, 8, [8, 9])
+    world.send(0, 8, [8, 9])
+    world.run()
+    return world
+
+
+def answers(node: Prefill | Decode, message: m.AnyMessage, now: float) -> list[m.AnyMessage]:
+    """What `node` says to `message` from its one peer."""
+    (link,) = node.core.links.values()
+    node.core.receive(link.route, m.encode(link.session, link.heard + 1, message), now)
+    return [m.decode(effect.frame).message for effect in node.core.take_effects() if isinstance(effect, Send)]
+
+
+def staged(world: World) -> None:
+    world.receive(1, 8, [0, 1])
+    world.send(1, 8, [0, 1])
+
+
+def stuck(world: World) -> None:
+    """A failed room whose writer cannot answer Abort for good yet."""
+    staged(world)
+    world.run()
+    world.decode[0].core.abort(next(iter(world.decode[0].core.rooms.values())), "why", world.now)
+    world.carry(world.decode[0])
+
+
+def given_up(world: World) -> None:
+    world.receive(1, 8, [0, 1])
+    room = world.submit(1)
+    world.run()
+    world.prefill[0].core.abort(room, "why", world.now)
+    world.carry(world.prefill[0])
+
+
+def contended(world: World) -> None:
+    """A lease without data, and another room behind it."""
+    world.receive(1, 8, [0, 1])
+    world.fill(1, 8, [0, 1])
+    world.chunk(world.submit(1), (0, 8), [0, 1], ready=False)
+    world.run()
+    world.receive(2, 8, [2, 3])
+    world.send(2, 8, [2, 3])
+
+
+REPEATED: list[tuple[type, type | str, Callable[[World], None]]] = [
+    (m.Open, m.Opened, lambda w: (w.receive(1, 8, [0, 1]), w.submit(1))),
+    (m.Reserve, m.Lease, staged),
+    (m.CloseOk, m.Closed, staged),
+    (m.CloseFailed, m.Abort, given_up),
+    (m.Abort, m.Drained, given_up),
+    (m.Abort, "write", stuck),
+    (m.Recall, m.Returned, contended),
+]
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "begin"),
+    REPEATED,
+    ids=[f"{q.__name__}-{a if isinstance(a, str) else a.__name__}" for q, a, _ in REPEATED],
+)
+def test_the_side_that_waits_repeats_its_question(
+    question: type, answer: type | str, begin: Callable[[World], None]
+) -> None:
+    """Every `retry_s` while the answer is lost or not due, and never again once it came."""
+    world = met(World(lane_nbytes=LEASE, recall_after_s=0.5, retry_s=0.25))
+    first = len(world.log)
+    (world.hold if answer == "write" else world.drop)(
+        is_kind(answer) if isinstance(answer, str) else is_message(answer)
+    )
+    begin(world)
+    world.run(until=2.6)
+    asked = sum(f" {question.__name__}(" in line for line in world.log[first:])
+    assert 7 <= asked <= 12, "about four times a second"
+    world.free()
+    world.run(until=4.0)
+    after = len(world.log)
+    world.run(until=6.0)
+    assert not any(f" {question.__name__}(" in line for line in world.log[after:])
+
+
+@pytest.mark.parametrize(
+    ("message", "answer"),
+    [
+        (m.Ask(99, b"i99"), [m.Asking(99, False)]),
+        (m.Lease(99, 3, 1, 0, 512, 512, 0), [m.Returned(99, 3, 1, 0, 512)]),
+        (m.Recall(99, 3, 1, 0, 512, 0), [m.Returned(99, 3, 1, 0, 512)]),
+        (m.Refused(99, 3, 1, "gone", 0), []),
+        (m.Watermark(0, 0), []),
+        (m.Closed(99), []),
+        (m.Abort(99, "why", False), [m.Drained(99)]),
+        (m.Abort(99, "finished", True), [m.Drained(99)]),
+        (m.Heartbeat(), []),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, m.Message) else "",
+)
+def test_prefill_answers_about_an_unknown_epoch(message: m.AnyMessage, answer: list[m.AnyMessage]) -> None:
+    world = met(World())
+    before = world.prefill[0].core.snapshot()
+    assert answers(world.prefill[0], message, world.now) == answer
+    assert answers(world.prefill[0], message, world.now) == answer, "as often as it is asked"
+    assert world.prefill[0].core.snapshot() == before
+
+
+UNKNOWN_AT_DECODE = [
+    (m.Asking(99, True), []),
+    (m.Opened(99, "refused", "why"), []),
+    (m.Reserve(99, 3, 1, 512, ()), [m.Refused(99, 3, 1, "gone", 0)]),
+    (m.Returned(99, 3, 1, 0, 512), []),
+    (m.CloseOk(99, (), None), [m.Closed(99)]),
+    (m.CloseFailed(99, "why"), [m.Abort(99, "the room is over", False)]),
+    (m.Drained(99), []),
+    (m.Heartbeat(), []),
+]
+
+
+@pytest.mark.parametrize(("message", "answer"), UNKNOWN_AT_DECODE, ids=[type(x[0]).__name__ for x in UNKNOWN_AT_DECODE])
+def test_decode_answers_about_an_unknown_epoch(message: m.AnyMessage, answer: list[m.AnyMessage]) -> None:
+    world = met(World())
+    before = world.decode[0].core.snapshot()
+    assert answers(world.decode[0], message, world.now) == answer
+    assert answers(world.decode[0], message, world.now) == answer
+    assert world.decode[0].core.snapshot() == before
+
+
+def failed(world: World) -> tuple[int, State]:
+    """A failed room that is not released: its writer is silent about it."""
+    stuck(world)
+    return 2, State.FAILED
+
+
+def live(world: World) -> tuple[int, State]:
+    world.receive(1, 8, [0, 1])
+    world.submit(1)
+    world.run()
+    return 2, State.WAITING_FOR_INPUT
+
+
+@pytest.mark.parametrize(
+    ("state", "message", "said"),
+    [
+        (live, lambda e: m.Opened(e, "accepted", ""), []),
+        (live, lambda e: m.Reserve(e, 0, 0, LEASE, (("kv", 0, 8, 0, 2),)), [m.Lease]),
+        (live, lambda e: m.CloseOk(e, (m.Written(0, m.DIRECT, 0),), None), []),
+        (live, lambda e: m.CloseFailed(e, "why"), [m.Abort]),
+        (live, m.Drained, [m.Abort]),
+        (failed, lambda e: m.Opened(e, "accepted", ""), []),
+        (failed, lambda e: m.Reserve(e, 0, 1, LEASE, (("kv", 0, 8, 0, 2),)), [m.Refused]),
+        (failed, lambda e: m.CloseOk(e, (), None), [m.Closed]),
+        (failed, lambda e: m.CloseFailed(e, "why"), [m.Abort]),
+        (failed, m.Drained, []),
+    ],
+)
+def test_decode_answers_in_each_state(
+    state: Callable[[World], tuple[int, State]], message: Callable[[int], m.AnyMessage], said: list[type]
+) -> None:
+    world = met(World())
+    world.hold(is_kind("write"))
+    epoch, expected = state(world)
+    core = world.decode[0].core
+    room = core.epochs[epoch]
+    assert room.state is expected
+    assert [type(x) for x in answers(world.decode[0], message(epoch), world.now)] == said
+    if expected is State.FAILED:
+        assert room.state is State.FAILED
+        gone = isinstance(message(epoch), m.CloseOk | m.Drained)
+        assert room.released is gone, "CloseOk and Drained prove the writer quiet; nothing else does"
+        assert (core.holdings.lanes[0].quarantined_nbytes == 0) is gone
+
+
+def test_reserve_is_answered_by_its_attempt() -> None:
+    """Same attempt: the same lease. Lower: dropped. Higher: the old one is released, and another granted (I15)."""
+    world = met(World())
+    epoch, _ = live(world)
+    node = world.decode[0]
+
+    def reserve(attempt: int) -> list[m.AnyMessage]:
+        return answers(node, m.Reserve(epoch, 0, attempt, LEASE, (("kv", 0, 8, 0, 2),)), world.now)
+
+    (first,) = reserve(1)
+    assert reserve(1) == [first]
+    assert reserve(0) == []
+    (second,) = reserve(2)
+    assert (second.attempt, second.cursor) == (2, first.cursor + LEASE)
+    assert len(node.core.holdings.snapshot()[0]) == 1
+
+
+def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:
+    world = World(prefill=2, instances=True)
+    world.hold(is_kind("gather"))
+    handle = world.receive(1, 8, [0, 1], prefill=0)
+    other = world.receive(2, 8, [2, 3], prefill=1)
+    world.send(1, 8, [0, 1], 0)
+    world.run()
+    core = world.decode[0].core
+    (grant,) = core.holdings._at.values()
+    stranger = next(link for link in core.links.values() if link is not grant.request.link)
+    for message in (m.Returned(1, 0, 0, grant.lane, grant.cursor), m.Drained(1), m.CloseOk(1, (), None)):
+        core.receive(stranger.route, m.encode(stranger.session, stranger.heard + 1, message), world.now)
+    assert list(core.holdings._at.values()) == [grant]
+    assert not handle.ended
+    tag = m.Tag(stranger.session, 1, 0, grant.lane, grant.cursor, grant.request.rects)
+    stale = core.counters.tags_stale
+    core.tag(m.encode_tag(tag, ("kv",)), world.now)
+    assert core.counters.tags_stale == stale + 1
+    assert grant.state == "granted"
+    assert not other.ended
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epoch": 7}, {"chunk": 5}, {"cursor": 256}, {"lane": 0xFFFE}, {"lane": m.DIRECT, "cursor": 0}, {"rects": ()},
+        {"session": m.Session(1, 1)},
+    ],
+    ids="-".join,
+)  # fmt: skip
+def test_a_tag_counts_only_if_everything_in_it_is_right(change: dict[str, object]) -> None:
+    """I6: epoch, writer, chunk, lease and rectangle; else it is counted and dropped."""
+    world = World()
+    world.hold(is_kind("gather"))
+    handle = world.receive(1, 8, [0, 1])
+    sent = world.send(1, 8, [0, 1])
+    world.run()
+    core = world.decode[0].core
+    (grant,) = core.holdings._at.values()
+    tag = m.Tag(grant.request.link.session, 1, 0, grant.lane, grant.cursor, grant.request.rects)._replace(**change)
+    core.tag(m.encode_tag(tag, ("kv",)), world.now)
+    assert core.counters.tags_stale == 1
+    assert grant.state == "granted"
+    assert not handle.parts[grant.request.link.session].arrived
+    world.free()
+    world.run(until=2.0)
+    world.check(handle, 1, 8)
+    assert sent.state is State.SUCCESS
+    assert_flat(world)

@@ -1,0 +1,387 @@
+"""The traces of DESIGN 8 that every implementation must survive, one test each. Time is virtual throughout.
+
+`pair.World` fails by itself when a byte lands in released memory (I2), a lease is written twice (I15), or a write or
+gather reads source memory that was given back (I8).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from pdstage.errors import TransportError
+from pdstage.protocol import messages as m
+from pdstage.protocol.outbox import Phase
+from pdstage.protocol.room import State
+from tests.pair import Item, World, assert_flat, is_kind, is_message
+
+LEASE = 512
+"""Staged bytes of 8 tokens of one rank's pool in these worlds: 4 views of 128 bytes."""
+
+
+def about(epoch: int, *kinds: type):
+    return lambda item: item.kind == "frame" and isinstance(item.message, kinds) and item.message.epoch == epoch
+
+
+def of_epoch(epoch: int, kind: str):
+    def want(item: Item) -> bool:
+        return item.kind == kind and m.decode_tag(item.tag, ("kv",)).epoch == epoch
+
+    return want
+
+
+def written(world: World) -> list[tuple]:
+    return sorted(where[1:] for where in world.written)
+
+
+def test_reserve_resent_crossing_recall_and_returned() -> None:
+    """The repeated old Lease must not be written: Returned is final, by the attempt (I2, I4, I15)."""
+    world = World(lane_nbytes=LEASE, recall_after_s=1.0)
+    world.drop(about(1, m.Lease))
+    one, two = world.receive(1, 8, [0, 1]), world.receive(2, 8, [2, 3])
+    sent = world.send(1, 8, [0, 1])
+    world.run(until=0.1)
+    other = world.send(2, 8, [2, 3])
+    world.run(until=0.9)
+    world.rules.clear()
+    world.hold(about(1, m.Reserve, m.Returned))
+    world.hold(lambda item: item.kind == "frame" and item.src is world.decode[0])
+    world.run(until=1.4)
+    kinds = {type(item.message) for item in world.held}
+    assert {m.Reserve, m.Recall} <= kinds, "the question is asked again just as the lease is asked for"
+    # Decode answers the resent Reserve with the same lease, after its Recall ...
+    world.release_held(is_message(m.Reserve))
+    world.run()
+    # ... and prefill has said Returned before that Lease comes.
+    world.release_held(is_message(m.Recall))
+    world.run()
+    world.release_held(about(1, m.Lease))
+    world.run()
+    assert sum("Returned(epoch=1" in repr(item) for item in world.held) >= 2, "for the Recall, and for the Lease"
+    (record,) = [r for r in world.prefill[0].core.records.values() if r.epoch == 1]
+    assert record.chunks[0].attempt == 1
+    assert not record.chunks[0].begun, "attempt 0 is dead"
+    world.free()
+    world.run(until=20.0)
+    for handle, room in ((one, 1), (two, 2)):
+        world.check(handle, room, 8)
+    assert sent.state is other.state is State.SUCCESS
+    assert all(cursor != 0 for _, _, cursor in written(world)), "the recalled bytes were never written"
+    assert_flat(world)
+
+
+def test_abort_drained_then_a_late_open() -> None:
+    """Nothing is resurrected: within a session a frame not above the last accepted seq is nothing (I1, I6)."""
+    world = World()
+    world.receive(0, 8, [4, 5])
+    world.send(0, 8, [4, 5])
+    world.run()
+    world.submit(1)
+    world.hold(is_message(m.Open))
+    handle = world.receive(1, 8, [0, 1])
+    world.run(until=0.6)
+    assert len(world.held) >= 2, "Open was repeated"
+    late = world.held.pop(0)
+    world.free()
+    world.run(until=0.7)
+    world.decode[0].core.abort(handle, "the client went away", world.now)
+    world.carry(world.decode[0])
+    world.run()
+    core = world.prefill[0].core
+    assert handle.released
+    assert not core.records
+    stale = core.counters.frames_stale
+    world.submit(1)
+    world.queue.append(late)
+    world.run()
+    assert core.counters.frames_stale == stale + 1
+    assert not core.records, "the late Open opened nothing"
+    assert handle.state is State.FAILED
+
+
+@pytest.mark.parametrize("lost", [m.CloseOk, m.Closed], ids=["CloseOk", "Closed"])
+def test_a_close_that_is_lost(lost: type) -> None:
+    """The writer keeps the record until Closed, and says it again (I4, I14)."""
+    world = World()
+    world.drop(is_message(lost))
+    handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1])
+    world.run(until=2.0)
+    assert sent.state is State.SUCCESS, "its last completion came, and Close(ok) was said"
+    assert len(world.prefill[0].core.records) == 1
+    world.free()
+    world.run(until=3.0)
+    world.check(handle, 1, 8)
+    assert handle.released
+    assert_flat(world)
+
+
+@pytest.mark.parametrize("path", ["staged", "direct"])
+def test_a_writer_crashes_says_hello_again_and_is_asked_about_the_old_epoch(path: str) -> None:
+    """Its "nothing in flight" proves nothing for the old process, whose write may still land (I2, I6)."""
+    world = World(path=path)
+    world.hold(is_kind("write", "fence"))
+    handle = world.receive(1, 8, [0, 1])
+    world.send(1, 8, [0, 1])
+    world.run()
+    (write,) = world.held
+    old_link = next(iter(world.decode[0].core.links.values()))
+    world.restart(world.prefill[0])
+    world.run(until=5.0)
+    assert any("NoSession" in line for line in world.log), "the new process was asked, and answered in its own name"
+    assert handle.state is State.FAILED
+    again = world.receive(1, 8, [2, 3])
+    world.run(until=6.0)
+    assert again.state is State.WAITING_FOR_INPUT, "a new session with the new process"
+    core = world.decode[0].core
+    if path == "staged":
+        (grant,) = core.holdings.of_session(old_link)
+        assert grant.state == "quarantined"
+        assert handle.released, "no page of the room was open to the writer"
+    else:
+        assert not handle.released, "the old process may still write these pages"
+    world.held.remove(write)
+    world.rules.clear()
+    world.queue.append(write)
+    world.run()
+    world.free()
+    world.send(1, 8, [0, 1])
+    world.run(until=9.0)
+    assert handle.released, "fenced: now it is proved"
+    world.check(again, 1, 8)
+    assert_flat(world)
+
+
+def test_decode_restarts_and_an_old_larger_watermark_comes() -> None:
+    """It must not open a window in the new ring: marks are of a session (I2, I6)."""
+    world = World(lane_nbytes=LEASE)
+    for room in range(4):
+        world.receive(room, 8, [0, 1])
+        world.send(room, 8, [0, 1])
+        world.run()
+    assert world.decode[0].core.holdings.lanes[0].watermark == 4 * LEASE
+    (old,) = world.prefill[0].core.links.values()
+    world.restart(world.decode[0])
+    world.hold(is_kind("scatter"))
+    handles = [world.receive(room, 8, pages) for room, pages in ((10, [0, 1]), (11, [2, 3]))]
+    sent = [world.send(room, 8, pages) for room, pages in ((10, [0, 1]), (11, [2, 3]))]
+    world.run(until=1.0)
+    # The old process's last words, late: in its own session, with a mark far beyond the new ring's.
+    core = world.prefill[0].core
+    for message in (m.Watermark(0, 4 * LEASE), m.Lease(9, 0, 0, 0, 4 * LEASE, LEASE, 4 * LEASE)):
+        core.receive(b"D0", m.encode(old.session, 1000, message), world.now)
+    world.carry(world.prefill[0])
+    world.run(until=2.0)
+    (new,) = core.links.values()
+    assert core._marks.get((new, 0), 0) == 0
+    held = [c for r in core.records.values() for c in r.chunks.values() if c.phase is Phase.HELD]
+    assert len(held) == 1, "the second room's lease is one lap ahead and stays closed"
+    world.free()
+    world.run(until=4.0)
+    for handle, room in zip(handles, (10, 11), strict=True):
+        world.check(handle, room, 8)
+    assert all(room.state is State.SUCCESS for room in sent)
+    assert_flat(world)
+
+
+@pytest.mark.parametrize("hint", ["comes", "is lost"])
+def test_a_session_that_takes_its_lease_after_the_last_watermark_advance(hint: str) -> None:
+    """It must still learn it: every Lease carries the mark, and a closed lease is asked about again (I4, I11)."""
+    world = World(prefill=2, instances=True, lane_nbytes=LEASE)
+    (world.drop if hint == "is lost" else world.hold)(is_message(m.Watermark))
+    world.hold(about(2, m.Lease))
+    world.hold(is_kind("scatter"))
+    one, two = world.receive(1, 8, [0, 1], prefill=0), world.receive(2, 8, [2, 3], prefill=1)
+    world.run()
+    world.send(1, 8, [0, 1], 0)
+    world.run()
+    world.send(2, 8, [2, 3], 1)
+    world.run()
+    (lease,) = [item.message for item in world.held if isinstance(item.message, m.Lease)]
+    assert lease.cursor == LEASE
+    assert lease.watermark == 0, "granted closed, before the advance"
+    world.release_held(is_kind("scatter"))
+    world.run()
+    assert world.decode[0].core.holdings.lanes[0].watermark == LEASE, "the last advance there will be"
+    world.rules = [rule for rule in world.rules if rule[1] == "drop"]
+    world.release_held()
+    world.run()
+    assert two.ended is (hint == "comes"), "the hint saves a retry; without it the question is asked again"
+    world.run(until=1.0)
+    world.check(one, 1, 8)
+    world.check(two, 2, 8)
+    world.free()
+    world.run(until=5.0)
+    assert_flat(world)
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_lane_of_4_leases_of_3_then_4(idle: bool) -> None:
+    """Padding must not wait for a release that never comes, also when idle (I11, I13)."""
+    unit = LEASE
+    world = World(lane_nbytes=4 * unit, n_pages=32)
+    first = world.receive(1, 24, list(range(6)))
+    world.send(1, 24, list(range(6)))
+    if idle:
+        world.run(until=1.0)
+        lane = world.decode[0].core.holdings.lanes[0]
+        assert (lane.head, lane.watermark) == (3 * unit, 3 * unit)
+    second = world.receive(2, 32, list(range(8, 16)))
+    world.send(2, 32, list(range(8, 16)))
+    world.run(until=5.0)
+    world.check(first, 1, 24)
+    world.check(second, 2, 32)
+    lane = world.decode[0].core.holdings.lanes[0]
+    assert lane.head == lane.watermark == 8 * unit, "one unit of padding in front of the second"
+    assert_flat(world)
+
+
+def test_close_overtakes_a_tag_then_recall() -> None:
+    """Delivered data must not be freed: decode recalls none of the leases that Close lists (I2, I5)."""
+    world = World(prefill=2, instances=True, lane_nbytes=LEASE, recall_after_s=0.5)
+    world.hold(of_epoch(1, "tag"))
+    one = world.receive(1, 8, [0, 1], prefill=0)
+    sent = world.send(1, 8, [0, 1], 0)
+    world.run(until=0.1)
+    assert sent.state is State.SUCCESS
+    two = world.receive(2, 8, [2, 3], prefill=1)
+    world.send(2, 8, [2, 3], 1)
+    world.run(until=5.0)
+    assert any("CloseOk" in line for line in world.log)
+    assert not any("Recall" in line for line in world.log), "it was written: the tag is on its way"
+    assert two.state is State.WAITING_FOR_INPUT, "the lane is full of what was delivered"
+    assert not one.ended
+    world.free()
+    world.run(until=8.0)
+    world.check(one, 1, 8)
+    world.check(two, 2, 8)
+    assert_flat(world)
+
+
+def test_auto_falls_back_from_staged_to_direct() -> None:
+    """The unused lease must not leak: it was granted to an attempt that went another way (I13, I14)."""
+    world = World(prefill=2, instances=True, path="auto", lane_nbytes=LEASE, choose=lambda _: False)
+    world.hold(of_epoch(1, "write"))
+    stuck = world.receive(1, 8, [0, 1], prefill=0)
+    world.send(1, 8, [0, 1], 0)
+    world.run()
+    world.decode[0].core.abort(stuck, "to fill the lane with quarantine", world.now)
+    world.carry(world.decode[0])
+    world.run()
+    assert world.decode[0].core.holdings.largest() == 0
+    # Asked twice: the first is refused as too big, and the second crosses the refusal.
+    world.hold(is_message(m.Refused))
+    world.hold(of_epoch(2, "write"))
+    handle = world.receive(2, 8, [2, 3], prefill=1)
+    sent = world.send(2, 8, [2, 3], 1)
+    world.run()
+    world.hold(about(2, m.Reserve))
+    world.run(until=0.3)
+    world.release_held(is_message(m.Refused))
+    world.run()
+    assert world.prefill[1].core.counters.chunks_fallen_back == 1
+    # The lane is free again before the crossed question is heard, so it is answered with a lease.
+    world.release_held(of_epoch(1, "write"))
+    world.run()
+    assert world.decode[0].core.holdings.largest() == LEASE
+    world.release_held(about(2, m.Reserve))
+    world.run()
+    assert any("Lease(epoch=2" in line for line in world.log)
+    assert any("Returned(epoch=2" in line for line in world.log)
+    assert not world.decode[0].core.holdings.snapshot()[0]
+    world.free()
+    world.run(until=5.0)
+    world.check(handle, 2, 8)
+    assert sent.state is State.SUCCESS
+    assert world.prefill[1].core.counters.chunks_direct == 1
+    assert_flat(world)
+
+
+@pytest.mark.parametrize("fences", [True, False])
+def test_a_stopped_writer_at_the_head_of_the_only_lane(fences: bool) -> None:
+    """The other room still gets a lease, by the stuck one's deadline at the latest: carve-out (I12, I13)."""
+    world = World(
+        prefill=2,
+        instances=True,
+        lane_nbytes=2 * LEASE,
+        transfer_s=4.0,
+        wait_s=4.0,
+        drain_s=2.0,
+        fences=fences,
+        max_silence_s=3.0,
+        recall_after_s=0.5,
+    )
+    stuck = world.receive(1, 8, [0, 1], prefill=0)
+    world.run()
+    world.hold(lambda item: item.kind == "gather" and item.src is world.prefill[0])
+    world.send(1, 8, [0, 1], 0)
+    world.run()
+    stopped = world.prefill[0]
+    stopped.alive = False  # SIGSTOP: it holds its lease, hears nothing and says nothing
+    handles = []
+    for room in range(2, 8):
+        handles.append((room, world.receive(room, 8, [2, 3], prefill=1)))
+        world.send(room, 8, [2, 3], 1)
+        world.run(until=world.now + 1.0)
+    for room, handle in handles:
+        assert handle.state is State.SUCCESS, (room, handle.error)
+    world.check(handles[-1][1], 7, 8)
+    world.run(until=30.0)
+    assert stuck.state is State.FAILED
+    lane = world.decode[0].core.holdings.lanes[0]
+    assert lane.quarantined_nbytes == (0 if fences else LEASE)
+    # The whole lane, which the stuck lease kept from ever being granted at once, is refused and split, not queued.
+    big = world.receive(20, 16, [4, 5, 6, 7], prefill=1)
+    world.send(20, 16, [4, 5, 6, 7], 1)
+    world.run(until=31.0)
+    world.check(big, 20, 16)
+
+
+def test_two_decodes_opposite_lease_orders_two_send_buffers() -> None:
+    """No buffer is held for a destination whose window is closed; `World` asserts it at every gather (I11)."""
+    world = World(prefill=2, instances=True, decode=2, heads=2, lane_nbytes=LEASE, n_buffers=2)
+    handles = {}
+    for room in (0, 1):
+        for rank in (0, 1):
+            handles[room, rank] = world.receive(room, 8, [2 * room, 2 * room + 1], rank, prefill=room)
+    world.run()
+    # D0 hears P0 first, D1 hears P1 first; each lane holds one lease.
+    world.hold(lambda item: isinstance(item.message, m.Reserve) and item.src.name[1:] != item.dst.name[1:])
+    world.hold(is_kind("gather"))
+    sent = [world.send(room, 8, [2 * room, 2 * room + 1], room) for room in (0, 1)]
+    world.run()
+    world.rules.pop(0)
+    world.release_held(is_message(m.Reserve))
+    world.run()
+    order = [[g.request.link.route for g in d.core.holdings._at.values()] for d in world.decode]
+    assert order == [[b"P0", b"P1"], [b"P1", b"P0"]]
+    for prefill in world.prefill:
+        assert len(prefill.core.buffers.free) == 1, "one for the open destination, none for the closed one"
+    world.free()
+    world.run(until=5.0)
+    for (room, rank), handle in handles.items():
+        world.check(handle, room, 8, rank)
+    assert all(room.state is State.SUCCESS for room in sent)
+    assert_flat(world)
+
+
+def test_a_direct_post_whose_outcome_is_unknown_after_decodes_success() -> None:
+    """Never written again: the engine already appends to that page (I2, I7)."""
+    world = World(prefill=2, path="direct")
+    world.hold(lambda item: item.kind == "done" and item.src is world.prefill[1])
+    handle = world.receive(1, 8, [0, 1])
+    world.send(1, 8, [0, 1], 0)
+    unlucky = world.send(1, 8, [0, 1], 1)
+    world.run()
+    world.check(handle, 1, 8)
+    assert not handle.released, "one writer has not said that it is done"
+    core = world.prefill[1].core
+    (ticket,) = core._flights
+    core.completed(ticket, world.now, TransportError("the fabric does not know"))
+    world.carry(world.prefill[1])
+    n_writes = sum(line.startswith("write P1") for line in world.log)
+    world.free()
+    world.run(until=60.0)
+    assert sum(line.startswith("write P1") for line in world.log) == n_writes == 1
+    assert unlucky.state is State.FAILED
+    assert handle.state is State.SUCCESS, "terminal: what failed was a word, not the bytes"
+    assert handle.released
+    assert_flat(world)
