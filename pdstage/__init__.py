@@ -3,7 +3,8 @@
 The two sides may differ in tensor-parallel size, page size and memory order. Kernels gather the scattered pieces of a
 request into contiguous staging memory, one write carries them, and kernels scatter them into place.
 
-To use it, read `manager`: `PrefillNode` and `DecodeNode` are what an engine holds. To understand it, read on in this order:
+To use it, read `manager`: `PrefillNode` and `DecodeNode` are what an engine holds. To understand it, read on in this
+order:
 
     topology, layout, tensors    where an engine keeps a request's state, and which shards of it a rank holds
     plan                         who sends which bytes to whom, and the order in which they are staged

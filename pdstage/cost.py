@@ -12,8 +12,8 @@ from dataclasses import dataclass
 class CostModel:
     """A post of n descriptors and b bytes costs `post_s + n*descriptor_s + b/bytes_per_s`; staging adds two copies.
 
-    `copy_bytes_per_s` and `copy_run_s` describe gather and scatter (bytes, and seconds a run); `lease_s` is the round trip
-    for a lease.
+    `copy_bytes_per_s` and `copy_run_s` describe gather and scatter (bytes, and seconds a run); `lease_s` is the round
+    trip for a lease.
     """
 
     bytes_per_s: float

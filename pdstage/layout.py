@@ -53,8 +53,9 @@ class Region:
 class View:
     """Affine addressing of one region; every size and stride in bytes. The module's docstring gives the formula.
 
-    `region` indexes `Layout.regions`. `n_items` pages or slots of `tokens_per_item` tokens; `shards` local shards of `axis`;
-    `segs` runs of `width` bytes inside a shard. `format` names the encoding ("bf16", "fp8_e4m3", ...), compared for equality.
+    `region` indexes `Layout.regions`. `n_items` pages or slots of `tokens_per_item` tokens; `shards` local shards of
+    `axis`; `segs` runs of `width` bytes inside a shard. `format` names the encoding ("bf16", "fp8_e4m3", ...), compared
+    for equality.
     """
 
     key: Key
@@ -77,7 +78,7 @@ class View:
         if problem:
             raise UsageError(f"view {self.key} {problem}", remedy="correct the view's geometry", key=self.key)
 
-    def _problem(self) -> str:
+    def _problem(self) -> str:  # noqa: PLR0911  (a list of rules)
         if not 1 <= len(self.rows) <= 2:
             return f"has {len(self.rows)} row levels, not one or two"
         if min(self.n_items, self.tokens_per_item, self.shards, self.segs, self.width) < 1:
@@ -138,7 +139,8 @@ class View:
 class Component:
     """The views indexed together: one list of items (pages or slots) serves them all.
 
-    `positional` items carry token positions and are intersected between the two sides; the others are slots, matched by order.
+    `positional` items carry token positions and are intersected between the two sides; the others are slots, matched by
+    order.
     """
 
     name: str

@@ -2,10 +2,10 @@
 
 Layer 1, pure. Must not know transports, leases or rooms.
 
-Two questions are answered here. *Ownership*: of the source ranks that hold a shard, exactly one sends it to each destination
-rank that wants it, and replicas share that work. *Staged order*: the bytes of a chunk lie view by view in key order, each
-view from the next 128-byte multiple, in an order that depends on neither side's strides; so gather and scatter need no
-knowledge of each other's layout.
+Two questions are answered here. *Ownership*: of the source ranks that hold a shard, exactly one sends it to each
+destination rank that wants it, and replicas share that work. *Staged order*: the bytes of a chunk lie view by view in
+key order, each view from the next 128-byte multiple, in an order that depends on neither side's strides; so gather and
+scatter need no knowledge of each other's layout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Tokens: TypeAlias = "Mapping[str, tuple[int, int]]"
 
 
 class ShardSlice(NamedTuple):
-    """Shards `[src_start, src_start + count)` of the source rank are `[dst_start, ...)` of the destination; both local."""
+    """Local shards `[src_start, src_start + count)` of the source rank are `[dst_start, ...)` of the destination."""
 
     src_start: int
     dst_start: int
@@ -43,7 +43,8 @@ def shard_overlap(
     """What `src_rank` sends to `dst_rank` when both sides shard `total` by `shard_range`; None for nothing.
 
     Each destination shard has exactly one owner among the source replicas that hold it. Replicas are dealt out to the
-    destinations as evenly as `shard_range` deals; where a destination is dealt several, `turn` (a layer, say) says whose it is.
+    destinations as evenly as `shard_range` deals; where a destination is dealt several, `turn` (a layer, say) says
+    whose it is.
     """
     src, dst = (shard_axis("", total, tp, rank) for tp, rank in ((src_tp, src_rank), (dst_tp, dst_rank)))
     first, stop = max(src.first, dst.first), min(src.first + src.count, dst.first + dst.count)
@@ -64,7 +65,7 @@ def _replicas(total: int, tp: int, shard: int) -> range:
 
 
 def owner_of(src: Sequence[int], dst: Sequence[int], dst_rank: int, turn: int) -> int:
-    """Of the ranks `src` that hold a shard, the one that sends it to `dst_rank`, one of the ranks `dst` that want it."""
+    """Of the ranks `src` that hold a shard, the one that sends it to `dst_rank`, of the ranks `dst` that want it."""
     start, end = shard_range(len(src), len(dst), dst.index(dst_rank))
     return src[start + turn % (end - start)]
 
@@ -85,10 +86,11 @@ class Share(NamedTuple):
 def shares(writers: Mapping[int, Layout], dst: Layout, dst_tp: tuple[int, int]) -> dict[int, tuple[Share, ...]]:
     """Deals every (view, shard) of `dst` to exactly one writer.
 
-    `writers` maps a writer's number to its layout; `dst_tp` is the destination's (size, rank). A view sharded otherwise than by
-    `shard_range` at the destination is dealt as if no other destination wanted it: right, if less even.
+    `writers` maps a writer's number to its layout; `dst_tp` is the destination's (size, rank). A view sharded otherwise
+    than by `shard_range` at the destination is dealt as if no other destination wanted it: right, if less even.
     Replicas take a role's layers in turn, by their order and not their number: hybrid models skip numbers regularly.
-    Raises `UsageError` naming the first shard that no writer holds. That bytes mean the same is `layout.mismatch`'s to say.
+    Raises `UsageError` naming the first shard that no writer holds. That bytes mean the same is `layout.mismatch`'s to
+    say.
     """
     holders: dict[Key, list[tuple[int, Axis]]] = defaultdict(list)
     for number, layout in sorted(writers.items()):
@@ -176,7 +178,9 @@ class Select(NamedTuple):
 
 
 def selects(layout: Layout, owned: Iterable[Share], rects: Iterable[Rect]) -> tuple[Select, ...]:
-    """The views and local shards of `layout` that a chunk of `rects` carries for a destination dealt `owned`, in key order."""
+    """The views and local shards of `layout` that a chunk of `rects` carries for a destination dealt `owned`, in key
+    order.
+    """
     by_key = layout.by_key()
     layers = {rect.component: (rect.layer_start, rect.layer_stop) for rect in rects}
     chosen = []
@@ -199,7 +203,9 @@ class _Sized:
 
 
 class Staging:
-    """Staged sizes and offsets of one selection, for any token ranges. Both sides compute the same from their own layout."""
+    """Staged sizes and offsets of one selection, for any token ranges. Both sides compute the same from their own
+    layout.
+    """
 
     def __init__(self, layout: Layout, select: Iterable[Select]) -> None:
         by_key = layout.by_key()
@@ -219,7 +225,9 @@ class Staging:
             self._groups[sized] += 1
 
     def nbytes(self, tokens: Tokens) -> int:
-        """Staged bytes of token ranges `{component: (start, stop)}`; a multiple of 128. A component left out has none."""
+        """Staged bytes of token ranges `{component: (start, stop)}`; a multiple of 128. A component left out has
+        none.
+        """
         return sum(n * _aligned(_view_nbytes(sized, tokens)) for sized, n in self._groups.items())
 
     def offsets(self, tokens: Tokens) -> list[int]:
@@ -231,7 +239,9 @@ class Staging:
         return starts
 
     def tokens_within(self, component: str, nbytes: int) -> int:
-        """The most tokens of `component` alone whose staged bytes fit `nbytes` wherever they start in a row; 0 for none."""
+        """The most tokens of `component` alone whose staged bytes fit `nbytes` wherever they start in a row; 0 for
+        none.
+        """
         groups = [(sized, n) for sized, n in self._groups.items() if sized.component == component]
         if not groups:
             return 0

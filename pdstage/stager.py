@@ -66,8 +66,8 @@ def _address_of(tensor: object) -> tuple[int, int]:
 class Stager:
     """Gathers out of and scatters into one pool, through plans made once per session and layer range.
 
-    `submit`, if given, runs a function on another thread: copies of `_LARGE_NBYTES` or more go there, so that the caller can
-    write one chunk while the next is gathered. A plan may be used from several threads at once.
+    `submit`, if given, runs a function on another thread: copies of `_LARGE_NBYTES` or more go there, so that the
+    caller can write one chunk while the next is gathered. A plan may be used from several threads at once.
     """
 
     def __init__(self, pool: Pool, submit: Callable[[Callable[[], None]], None] | None = None) -> None:
@@ -100,7 +100,9 @@ class Stager:
         src: Region,
     ) -> None:
         """Starts one scatter out of `src`; `poll` gives `ticket` once its bytes are in place."""
-        self._start(ticket, owned, rects, wire, src.nbytes, lambda plan, t: plan.scatter(src.base, src.nbytes, items, t))
+        self._start(
+            ticket, owned, rects, wire, src.nbytes, lambda plan, t: plan.scatter(src.base, src.nbytes, items, t)
+        )
 
     def poll(self) -> list[tuple[int, PdstageError | None]]:
         """The tickets that ended since the last call, each with its error or None."""

@@ -54,8 +54,8 @@ REPLICATED = Axis("replicated", 1, 0, 1)
 class Topology:
     """A rank's place in its engine. `tp` is the KV rank's: the attention TP under DP attention.
 
-    `unique_rank` encodes all four places without collision; a decode engine's ranks of one dp replica form the group that
-    receives a room together.
+    `unique_rank` encodes all four places without collision; a decode engine's ranks of one dp replica form the group
+    that receives a room together.
     """
 
     tp_size: int = 1

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
+import pdstage
+
 README = Path(__file__).parent.parent / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
 @pytest.mark.parametrize("code", BLOCKS)
 def test_code(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -24,8 +26,17 @@ def test_there_is_code():
 
 
 def test_the_reading_list_names_every_module():
-    import pdstage
-
     listed = pdstage.__doc__ or ""
-    for name in ("topology", "layout", "tensors", "plan", "kernels", "ring", "protocol", "transport", "stager", "manager"):
+    for name in (
+        "topology",
+        "layout",
+        "tensors",
+        "plan",
+        "kernels",
+        "ring",
+        "protocol",
+        "transport",
+        "stager",
+        "manager",
+    ):
         assert name in listed

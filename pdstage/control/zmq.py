@@ -126,8 +126,8 @@ class ControlSocket:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        # A context collected before its sockets waits for them for ever, and garbage is collected in no order: a finalizer
-        # that holds both is what makes a node that nobody closed harmless.
+        # A context collected before its sockets waits for them for ever, and garbage is collected in no order: a
+        # finalizer that holds both is what makes a node that nobody closed harmless.
         self._finalizer = weakref.finalize(self, self._context.destroy, 0)
         self._send = self._socket.send
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -225,7 +225,7 @@ class ControlSocket:
         """What has arrived, as (route, frames), oldest first; empty if nothing. At most 1024 messages a call."""
         messages: list[tuple[bytes, list[bytes]]] = []
         for _ in range(_MAX_MESSAGES_A_RECV):
-            if not self._socket.getsockopt(zmq.EVENTS) & _POLLIN:  # asked, because raising zmq.Again costs 10 us
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:  # asked, because raising zmq.Again costs 10 us
                 break
             route, *frames = self._socket.recv_multipart(flags=_LAST)
             if 1 <= len(frames) <= MAX_FRAMES:

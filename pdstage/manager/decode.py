@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, assert_never
 
 from pdstage.errors import Aborted, PdstageError, PeerError, UsageError
 from pdstage.layout import Region
-from pdstage.manager.items import Checked, GivenItems, GivenTokens, check
 from pdstage.manager.handle import Handle
+from pdstage.manager.items import Checked, GivenItems, GivenTokens, check
 from pdstage.manager.node import DEFAULT_SWITCH_S, Node
 from pdstage.plan import wire_order
 from pdstage.protocol import messages as m
@@ -60,7 +60,7 @@ class Receiver(Handle):
     __slots__ = ("bound", "room")
 
     room: InRoom | None
-    _node: DecodeNode  # type: ignore[assignment]
+    _node: DecodeNode
 
     def __init__(self, node: DecodeNode, key: bytes) -> None:
         super().__init__(node, None, key)
@@ -87,11 +87,11 @@ class Receiver(Handle):
     ) -> None:
         """Publishes where the room's state goes: `tokens` (start, stop, by component; all that `items` cover if None).
 
-        Of components with positions, tokens below `prefix_tokens` are here already and are not sent. `after` is an event; until
-        it is done the engine may still use the pages, and nothing is opened. Lower `priority` goes first. Raises `UsageError` for
-        items out of range, named twice or too few; the room stays unbound then.
+        Of components with positions, tokens below `prefix_tokens` are here already and are not sent. `after` is an
+        event; until it is done the engine may still use the pages, and nothing is opened. Lower `priority` goes first.
+        Raises `UsageError` for items out of range, named twice or too few; the room stays unbound then.
         """
-        self._node.bind(self, items, tokens, prefix_tokens, after, priority)
+        self._node.bind(self, items, tokens, prefix_tokens=prefix_tokens, after=after, priority=priority)
 
     def abort(self, reason: str = "aborted by the engine") -> None:
         """Gives the room up: it fails here and at every writer. `released` tells when its pages are safe."""
@@ -101,9 +101,9 @@ class Receiver(Handle):
 class DecodeNode(Node[DecodeCore]):
     """One decode rank.
 
-    `pool` holds the KV memory, `topology` the rank's place among those that receive a room together. `staging_nbytes` are split
-    into `n_lanes` lanes. With `path="staged"` peers may write staging memory only; "direct" and "auto" let them write the pool.
-    The other arguments are those of `PrefillNode`.
+    `pool` holds the KV memory, `topology` the rank's place among those that receive a room together. `staging_nbytes`
+    are split into `n_lanes` lanes. With `path="staged"` peers may write staging memory only; "direct" and "auto" let
+    them write the pool. The other arguments are those of `PrefillNode`.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ class DecodeNode(Node[DecodeCore]):
         insecure: bool = False,
     ) -> None:
         super().__init__(
-            pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_lanes, staging=staging,
-            bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
+            pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_lanes,
+            staging=staging, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
             copy_thread=copy_thread, insecure=insecure,
         )  # fmt: skip
         lanes = tuple(m.LaneSpan(part.base, part.nbytes, part.kind, part.device) for part in self.parts)
@@ -153,7 +153,8 @@ class DecodeNode(Node[DecodeCore]):
     ) -> Receiver:
         """Announces that `room` will come from the prefill engine that `prefill`, a bootstrap's `host:port`, names.
 
-        Returns at once; who serves the room is looked up meanwhile. Raises `UsageError` if the room is being received already.
+        Returns at once; who serves the room is looked up meanwhile. Raises `UsageError` if the room is being received
+        already.
         """
         if not 0 < deadline_s < float("inf"):
             raise UsageError(f"deadline_s={deadline_s} for room {room!r}", remedy="give a positive, finite number")
@@ -189,6 +190,7 @@ class DecodeNode(Node[DecodeCore]):
         receiver: Receiver,
         items: GivenItems,
         tokens: GivenTokens,
+        *,
         prefix_tokens: int,
         after: CudaEvent | None,
         priority: int,

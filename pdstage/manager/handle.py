@@ -52,7 +52,9 @@ class Handle:
 
     def wait(self, timeout_s: float | None = None) -> State:
         """Until the room ended; then its state, or raises its error if it failed. `TimeoutError` after `timeout_s`."""
-        self._node.wait_for(lambda: self.status & 0x7F in (State.SUCCESS, State.FAILED), timeout_s, f"room {self.key!r}")
+        self._node.wait_for(
+            lambda: self.status & 0x7F in (State.SUCCESS, State.FAILED), timeout_s, f"room {self.key!r}"
+        )
         if self.error is not None:
             raise self.error
         return self.state

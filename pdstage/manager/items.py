@@ -52,14 +52,11 @@ class Checked:
 def check(layout: Layout, items: GivenItems, tokens: GivenTokens, *, unique: bool) -> dict[str, Checked]:
     """Normalises what an engine passed; raises `UsageError` naming the component, the place and the value.
 
-    A bare array stands for the layout's only component, a bare number n of tokens for `(0, n)`, no tokens for all that the
-    items cover. `unique`: a page may not be named twice (destinations).
+    A bare array stands for the layout's only component, a bare number n of tokens for `(0, n)`, no tokens for all that
+    the items cover. `unique`: a page may not be named twice (destinations).
     """
     by_name: Mapping[str, Items | npt.ArrayLike]
-    if hasattr(items, "keys"):
-        by_name = items  # type: ignore[assignment]
-    else:
-        by_name = {_only(layout, "items").name: items}  # type: ignore[dict-item]
+    by_name = items if hasattr(items, "keys") else {_only(layout, "items").name: items}  # type: ignore[assignment, dict-item]
     if isinstance(tokens, tuple | int):
         tokens = {_only(layout, "tokens").name: tokens if isinstance(tokens, tuple) else (0, tokens)}
     checked = {}

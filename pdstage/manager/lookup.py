@@ -5,6 +5,7 @@ Layer 5. Must not know cores or rooms: it runs jobs and repeats publications.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -62,10 +63,8 @@ class Directory:
         if self._published is not None:
             client, advert = self._published
             self._published = None
-            try:
+            with contextlib.suppress(PdstageError):  # the directory is gone: the lease ends by itself
                 client.withdraw(advert())
-            except PdstageError:
-                pass  # the directory is gone, or the lease will end by itself
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()

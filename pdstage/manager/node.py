@@ -2,9 +2,9 @@
 
 Layer 5. Must not know which role its core has: `prefill` and `decode` carry out their own effects.
 
-A turn is: receive -> lock -> feed the core -> take effects -> unlock -> carry them out. Only one thread turns at a time. With
-`progress="inline"` every poll of the engine is a turn; with `progress="thread"` a thread of the node's own turns, and waits
-on the control socket and the transport in between.
+A turn is: receive -> lock -> feed the core -> take effects -> unlock -> carry them out. Only one thread turns at a
+time. With `progress="inline"` every poll of the engine is a turn; with `progress="thread"` a thread of the node's own
+turns, and waits on the control socket and the transport in between.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from pdstage.control.zmq import ControlSocket
 from pdstage.cost import CostModel
 from pdstage.errors import PdstageError, UsageError
 from pdstage.manager.copier import Copier
-from pdstage.manager.handle import Handle
 from pdstage.manager.lookup import Directory
 from pdstage.protocol.config import Config
 from pdstage.protocol.effects import Attach, Changed, Complaint, Detach, Effect, Send
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 
     from pdstage.kernels import Pool
     from pdstage.layout import Region
+    from pdstage.manager.handle import Handle
     from pdstage.protocol.room import Room
     from pdstage.protocol.session import Link
     from pdstage.topology import Topology
@@ -97,7 +97,7 @@ class Node(ABC, Generic[AnyCore]):
         self._failure: BaseException | None = None
         self.memory = Memory(staging_nbytes, staging)
         self.parts = self.memory.parts(n_parts)
-        self._copier = Copier(lambda: self.socket.wake())
+        self._copier = Copier(self._wake)
         self.stager = Stager(pool, self._copier.submit if copy_thread else None)
         self.transport = open_transport(transport) if isinstance(transport, str) else transport
         self.directory = Directory()
@@ -113,6 +113,9 @@ class Node(ABC, Generic[AnyCore]):
         self._thread: threading.Thread | None = None
         self._progress = progress
         self._switch_interval_s = switch_interval_s
+
+    def _wake(self) -> None:
+        self.socket.wake()
 
     def _pool_regions(self) -> tuple[Region, ...]:
         return self.pool.layout.regions
@@ -364,7 +367,9 @@ class Node(ABC, Generic[AnyCore]):
     # The end.
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Fails the rooms still open, waits up to `timeout_s` for their writers to be quiet, and gives everything back."""
+        """Fails the rooms still open, waits up to `timeout_s` for their writers to be quiet, and gives everything
+        back.
+        """
         if self._closed:
             return
         self.directory.close()

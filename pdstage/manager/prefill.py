@@ -13,8 +13,8 @@ import numpy as np
 from pdstage.control.bootstrap import Advert, BootstrapServer
 from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
-from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, rects_of
 from pdstage.manager.handle import Handle
+from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, rects_of
 from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
 from pdstage.manager.posts import Posts
 from pdstage.plan import Stagings, selects, wire_order
@@ -31,18 +31,17 @@ from pdstage.protocol.effects import (
     WriteDirect,
 )
 from pdstage.protocol.messages import VERSION, RoomId, room_key
-from pdstage.protocol.outbox import OutChunk, OutRoom
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.spans import DirectPlan, Index
 from pdstage.transport import Done, Inbound, PostFailed, Spans, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from typing import Protocol
 
     from pdstage.kernels import Pool
     from pdstage.protocol.config import Config
-    from pdstage.protocol.outbox import Source
+    from pdstage.protocol.outbox import OutChunk, OutRoom, Source
     from pdstage.protocol.session import Link
     from pdstage.topology import Topology
 
@@ -61,7 +60,7 @@ class Sender(Handle):
     __slots__ = ("room",)
 
     room: OutRoom
-    _node: PrefillNode  # type: ignore[assignment]
+    _node: PrefillNode
 
     @property
     def prefix_tokens(self) -> int | None:
@@ -70,7 +69,9 @@ class Sender(Handle):
 
     @property
     def max_chunk_tokens(self) -> int | None:
-        """The most tokens that travel as one chunk to every destination; None before all have opened. Longer ones are split."""
+        """The most tokens that travel as one chunk to every destination; None before all have opened. Longer ones are
+        split.
+        """
         return self._node.max_chunk_tokens(self.room)
 
     @property
@@ -85,10 +86,10 @@ class Sender(Handle):
         layers: tuple[int, int] | None = None,
         ready: CudaEvent | None = None,
     ) -> None:
-        """More of the room: `tokens` (absolute, start and stop, by component) stored in `items`, of `layers` (all if None).
+        """More of the room: `tokens` (absolute, start and stop, by component) stored in `items`, of `layers` or of all.
 
-        `ready` is an event after which the data exists; leases are sought meanwhile. Raises `UsageError` for items that are
-        out of range or do not cover the tokens; nothing is sent then.
+        `ready` is an event after which the data exists; leases are sought meanwhile. Raises `UsageError` for items that
+        are out of range or do not cover the tokens; nothing is sent then.
         """
         self._node.add_chunk(self, items, tokens, layers, ready)
 
@@ -104,10 +105,11 @@ class Sender(Handle):
 class PrefillNode(Node[PrefillCore]):
     """One prefill rank.
 
-    `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name or an open transport. `bootstrap`
-    is the directory (`host:port`) to publish to; None embeds one, whose address is `bootstrap_address`. `staging_nbytes` are split
-    into `n_buffers` send buffers. `path` is "auto" (by cost), "staged" or "direct". `bind` is the control socket's address.
-    `progress` is "inline" (polls do the work) or "thread". Raises `UsageError` or `TransportError`.
+    `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name or an open transport.
+    `bootstrap` is the directory (`host:port`) to publish to; None embeds one, whose address is `bootstrap_address`.
+    `staging_nbytes` are split into `n_buffers` send buffers. `path` is "auto" (by cost), "staged" or "direct". `bind`
+    is the control socket's address. `progress` is "inline" (polls do the work) or "thread". Raises `UsageError` or
+    `TransportError`.
     """
 
     def __init__(
@@ -132,8 +134,8 @@ class PrefillNode(Node[PrefillCore]):
         if n_buffers < 2:
             raise UsageError(f"{n_buffers} send buffers", remedy="give at least 2, so that no destination holds all")
         super().__init__(
-            pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_buffers, staging=staging,
-            bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
+            pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_buffers,
+            staging=staging, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
             copy_thread=copy_thread, insecure=insecure,
         )  # fmt: skip
         self._stagings = Stagings(pool.layout)
@@ -244,7 +246,9 @@ class PrefillNode(Node[PrefillCore]):
                 link = chunk.record.link
                 held = self.parts[buffer]
                 dst = Region(held.base, min(held.nbytes, chunk.nbytes), held.kind, held.device)
-                self.stager.gather(ticket, chunk.record.shares, chunk.rects, wire=self._wires[link], items=_indexes(chunk), dst=dst)
+                self.stager.gather(
+                    ticket, chunk.record.shares, chunk.rects, wire=self._wires[link], items=_indexes(chunk), dst=dst
+                )
             case Write(ticket, buffer, chunk, address, tag):
                 base = self.parts[buffer].base
                 self._post(ticket, chunk.record.link, _one_span(base, address, chunk.nbytes), tag)

@@ -112,7 +112,9 @@ class PrefillCore(Sending):
             twice = next((r for source in room.sources for r in source.rects if r.overlaps(rect)), None)
             if twice is not None:
                 raise UsageError(
-                    f"room {room.key!r} got {rect} after {twice}", remedy="give each token of a layer once", room=room.key
+                    f"room {room.key!r} got {rect} after {twice}",
+                    remedy="give each token of a layer once",
+                    room=room.key,
                 )
 
     def data_ready(self, room: OutRoom, source: Source, now: float) -> None:

@@ -79,8 +79,9 @@ class _InFlight(NamedTuple):
 class NixlTransport(Transport):
     """Transport `nixl`.
 
-    `progress_thread`: let UCX move on in a thread of its own; without it, only while `poll` is called, on both sides. NIXL
-    1.5.1's thread spins on a whole core even when idle (its Python API sets no delay), so it is off unless asked for.
+    `progress_thread`: let UCX move on in a thread of its own; without it, only while `poll` is called, on both sides.
+    NIXL 1.5.1's thread spins on a whole core even when idle (its Python API sets no delay), so it is off unless asked
+    for.
     """
 
     traits: ClassVar[Traits] = Traits(

@@ -27,7 +27,7 @@ def check(report: dict, *needed: str) -> None:
 def test_wire():
     report = run_named("wire", quick=True)
     check(report, "100000 pages", "checks", "Reserve")
-    assert [row["target"] for row in report["rows"]].count(100) == 3
+    assert [row["target"] for row in report["rows"]].count(100) == 6
 
 
 def test_wire_baselines_keep_every_page():
@@ -81,4 +81,3 @@ def test_a_wrong_byte_is_found():
     good[1, 3, 5, 7, 2, 9] = 1
     with pytest.raises(AssertionError, match="other bytes"):
         sink._check(good)
-

@@ -26,7 +26,9 @@ def truth(room: int, layer: int, role: str, tokens: int, heads: range) -> np.nda
 class Rank:
     """One rank's pool of K and V: `[pages, page, heads, dim]` or, `hnd`, `[pages, heads, page, dim]`."""
 
-    def __init__(self, tp: int = 1, rank: int = 0, *, page: int = 4, n_pages: int = 64, hnd: bool = False, layers: int = LAYERS):
+    def __init__(
+        self, tp: int = 1, rank: int = 0, *, page: int = 4, n_pages: int = 64, hnd: bool = False, layers: int = LAYERS
+    ):
         self.heads = range(*shard_range(HEADS, tp, rank))
         self.page, self.hnd, self.n_pages, self.layers = page, hnd, n_pages, layers
         inner = (len(self.heads), page) if hnd else (page, len(self.heads))

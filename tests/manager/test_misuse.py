@@ -18,11 +18,13 @@ from pdstage import (
     DeadlineExceeded,
     Items,
     PeerError,
+    Pool,
     State,
     TransportError,
     UsageError,
 )
 from pdstage.control.bootstrap import BootstrapServer
+from pdstage.tensors import build, paged_nhd
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
 
 IMPATIENT = Config(retry_s=0.05, hello_s=0.5, open_s=0.5, wait_s=0.5, open_wait_s=0.5, drain_s=1.0)
@@ -138,7 +140,11 @@ def test_an_unreachable_bootstrap():
 
 
 def test_a_room_nobody_sends():
-    with BootstrapServer() as server, prefill_node(Rank(), server.address) as p, decode_node(Rank(), config=IMPATIENT) as d:
+    with (
+        BootstrapServer() as server,
+        prefill_node(Rank(), server.address) as p,
+        decode_node(Rank(), config=IMPATIENT) as d,
+    ):
         receiver = d.receive(404, server.address)
         receiver.bind([0], 4)
         drive([p, d], lambda: receiver.released)
@@ -160,9 +166,9 @@ def test_a_room_nobody_receives(site):
     ("dst", "culprit"),
     [
         (lambda: Rank(layers=4), r"no prefill rank holds shard 0 of .*layer=3"),
-        (lambda: _other_width(), "runs of 16 bytes a shard at prefill, 1 of 32 at decode"),
-        (lambda: _other_heads(), "axis kv_head of 4 shards at prefill, kv_head of 8 at decode"),
-        (lambda: _other_format(), "format uint8 at prefill, int8 at decode"),
+        (lambda: _rank_of((8, 4, 4, 32), 4, np.uint8), "runs of 16 bytes a shard at prefill, 1 of 32 at decode"),
+        (lambda: _rank_of((8, 4, 8, 16), 8, np.uint8), "axis kv_head of 4 shards at prefill, kv_head of 8 at decode"),
+        (lambda: _rank_of((8, 4, 4, 16), 4, np.int8), "format uint8 at prefill, int8 at decode"),
     ],
 )
 def test_incompatible_layouts(site, caplog, dst, culprit):
@@ -175,33 +181,10 @@ def test_incompatible_layouts(site, caplog, dst, culprit):
     assert p.core.links == {} or "layer=3" in culprit
 
 
-def _other_width() -> Rank:
-    from pdstage import Pool
-    from pdstage.tensors import build, paged_nhd
-
+def _rank_of(shape: tuple[int, ...], heads: int, dtype: type) -> Rank:
     rank = Rank()
-    k, v = ([np.zeros((8, 4, 4, 32), np.uint8) for _ in range(3)] for _ in "kv")
-    rank.pool = Pool.of(build(paged_nhd(k, v, total_heads=4, tp=(1, 0))), keep=(k, v))
-    return rank
-
-
-def _other_heads() -> Rank:
-    from pdstage import Pool
-    from pdstage.tensors import build, paged_nhd
-
-    rank = Rank()
-    k, v = ([np.zeros((8, 4, 8, 16), np.uint8) for _ in range(3)] for _ in "kv")
-    rank.pool = Pool.of(build(paged_nhd(k, v, total_heads=8, tp=(1, 0))), keep=(k, v))
-    return rank
-
-
-def _other_format() -> Rank:
-    from pdstage import Pool
-    from pdstage.tensors import build, paged_nhd
-
-    rank = Rank()
-    k, v = ([np.zeros((8, 4, 4, 16), np.int8) for _ in range(3)] for _ in "kv")
-    rank.pool = Pool.of(build(paged_nhd(k, v, total_heads=4, tp=(1, 0))), keep=(k, v))
+    k, v = ([np.zeros(shape, dtype) for _ in range(3)] for _ in "kv")
+    rank.pool = Pool.of(build(paged_nhd(k, v, total_heads=heads, tp=(1, 0))), keep=(k, v))
     return rank
 
 
@@ -292,8 +275,6 @@ def test_a_node_is_not_for_forked_children(site):
 
 def test_importing_is_light():
     code = "import sys, pdstage; print(sorted({'torch', 'zmq', 'nixl', 'triton', 'numpy'} & set(sys.modules)))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout  # noqa: S603
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() in ("[]", "['numpy']")
     assert {"PrefillNode", "DecodeNode", "Topology"} <= set(pdstage.__all__)
-
-

@@ -9,7 +9,9 @@ from tests.manager.engine import Rank, drive, prefill_node
 TOKENS = 50
 
 
-def serve_prefill(pipe: Connection, address: str, tp: int, rank: int, transport: str, path: str, rooms: int, stop: int) -> None:
+def serve_prefill(
+    pipe: Connection, address: str, tp: int, rank: int, transport: str, path: str, rooms: int, stop: int
+) -> None:
     """Sends `rooms` rooms; of room `stop` only the first half, and then waits to be killed."""
     pool = Rank(tp, rank, n_pages=256)
     with prefill_node(pool, address, transport=transport, path=path) as node:
@@ -25,7 +27,7 @@ def serve_prefill(pipe: Connection, address: str, tp: int, rank: int, transport:
                 sender.finish(aux=b"%d" % room)
             senders.append(sender)
         if stop < rooms:
-            drive([node], lambda: pipe.poll(), 60)
+            drive([node], pipe.poll, 60)
         drive([node], lambda: all(sender.released for sender in senders), 60)
         pipe.send([int(sender.state) for sender in senders])
         drive([node], pipe.poll, 60)

@@ -767,3 +767,24 @@ def test_a_data_ready_chunk_moves_only_when_its_data_exists() -> None:
     world.run(until=4.0)
     world.check(handle, 1, 8)
     assert_flat(world)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_direct_chunk_whose_cells_another_brought_still_counts_as_written(late: int) -> None:
+    """A peer that lets chunks overlap: Close lists both, so a tag that covers nothing new must be heard (I5, I7)."""
+    world = World(path="direct")
+    world.prefill[0].core._check_rects = lambda *_: None  # type: ignore[method-assign]
+    world.hold(nth(late, is_kind("tag")))
+    handle = world.receive(1, 8, [0, 1])
+    world.fill(1, 8, [2, 3])
+    sent = world.submit(1)
+    world.chunk(sent, (0, 8), [2, 3])
+    world.chunk(sent, (0, 4), [2, 3])
+    world.finish(sent)
+    world.run(until=0.1)
+    assert not handle.ended, "a listed write has not been heard of"
+    world.free()
+    world.run(until=1.0)
+    world.check(handle, 1, 8)
+    assert sent.state is State.SUCCESS
+    assert_flat(world)
