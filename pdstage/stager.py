@@ -8,6 +8,7 @@ manager treats both alike.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections import deque
 from typing import TYPE_CHECKING
@@ -36,8 +37,13 @@ class Memory:
     def __init__(self, nbytes: int, tensor: object = None) -> None:
         if tensor is None:
             nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            self._held: object = mmap.mmap(-1, nbytes)
-            base = np.frombuffer(self._held, np.uint8).ctypes.data  # type: ignore[call-overload]
+            # Private, so that it may be of huge pages; touched now, so that no first write pays for its pages.
+            held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                held.madvise(mmap.MADV_HUGEPAGE)
+            self._held: object = held
+            np.frombuffer(held, np.uint8)[:: mmap.PAGESIZE] = 0
+            base = np.frombuffer(self._held, np.uint8).ctypes.data
         else:
             base, nbytes, self._held = *_address_of(tensor), tensor
         self.region = Region(base, nbytes)

@@ -253,6 +253,12 @@ class DecodeNode(Node[DecodeCore]):
                 self._take_bindings()
         return super()._turn_once()
 
+    def _push(self) -> None:
+        if self._binding:
+            with self._lock:
+                self._take_bindings()
+        super()._push()
+
     def _take_answers(self) -> None:
         answers, self._answers = self._answers, []
         for receiver, adverts, error, deadline_s in answers:

@@ -56,7 +56,7 @@ def check(layout: Layout, items: GivenItems, tokens: GivenTokens, *, unique: boo
     the items cover. `unique`: a page may not be named twice (destinations).
     """
     by_name: Mapping[str, Items | npt.ArrayLike]
-    by_name = items if hasattr(items, "keys") else {_only(layout, "items").name: items}  # type: ignore[assignment, dict-item]
+    by_name = items if hasattr(items, "keys") else {_only(layout, "items").name: items}  # type: ignore[assignment]
     if isinstance(tokens, tuple | int):
         tokens = {_only(layout, "tokens").name: tokens if isinstance(tokens, tuple) else (0, tokens)}
     checked = {}

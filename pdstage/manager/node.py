@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import numpy as np
 
-from pdstage.control.zmq import ControlSocket
+from pdstage.control.zmq import MAX_FRAMES, ControlSocket
 from pdstage.cost import CostModel
 from pdstage.errors import PdstageError, UsageError
 from pdstage.manager.copier import Copier
@@ -136,8 +136,7 @@ class Node(ABC, Generic[AnyCore]):
 
         False if another thread is in one: it is woken, and will do what there is to do.
         """
-        if os.getpid() != self._pid:
-            raise UsageError("a node was used in a forked child", remedy="make the node after the fork")
+        self.use()
         if not self._turning.acquire(blocking=False):
             self.socket.wake()
             return False
@@ -162,26 +161,31 @@ class Node(ABC, Generic[AnyCore]):
             now = time.monotonic()
             for route, frames in messages:
                 for frame in frames:
-                    self.core.receive(route, frame, now)  # type: ignore[attr-defined]
+                    self.core.receive(route, frame, now)
             for event in events:
                 self._on_transport(event, now)
             for ticket, error in staged:
                 self._on_staged(ticket, error, now)
-            self.core.tick(now)  # type: ignore[attr-defined]
+            self.core.tick(now)
             effects = self.core.take_effects()
-        self._carry_out(effects)
+        again = self._carry_out(effects)
         if self._lost:
             self._check_lost()
-        return bool(effects)
+        return again
 
-    def _carry_out(self, effects: list[Effect]) -> None:
-        """Messages first, several to one peer as one: what follows may copy or write for long."""
+    def _carry_out(self, effects: list[Effect]) -> bool:
+        """Messages first, several to one peer as one: what follows may copy or write for long.
+
+        True if something was done here that the core should hear of at once.
+        """
+        again = False
         outgoing: dict[bytes, list[bytes]] = {}
         for effect in effects:
             if isinstance(effect, Send):
                 outgoing.setdefault(effect.route, []).append(effect.frame)
         for route, frames in outgoing.items():
-            self.socket.send(route, frames)
+            for start in range(0, len(frames), MAX_FRAMES):
+                self.socket.send(route, frames[start : start + MAX_FRAMES])
         for effect in effects:
             match effect:
                 case Send():
@@ -192,10 +196,14 @@ class Node(ABC, Generic[AnyCore]):
                     log.warning("peer %s: %s", route.hex(), error)
                 case Attach(link, description):
                     self._attach(link, description)
+                    again = True
                 case Detach(link):
                     self._detach(link)
+                    again = True
                 case _:
                     self._carry(effect)
+                    again = True
+        return again
 
     def _run(self) -> None:
         try:
@@ -249,7 +257,7 @@ class Node(ABC, Generic[AnyCore]):
         except PdstageError as error:
             log.warning("peer %s: %s", link.route.hex(), error)
             with self._lock:
-                self.core.lose(link, error, time.monotonic())  # type: ignore[attr-defined]
+                self.core.lose(link, error, time.monotonic())
 
     def _detach(self, link: Link) -> None:
         self.directory.forget()
@@ -266,7 +274,7 @@ class Node(ABC, Generic[AnyCore]):
             if self._is_fenced() or self.transport.proved_dead(label(link)):
                 self._lost.remove(link)
                 with self._lock:
-                    self.core.fenced(link, now)  # type: ignore[attr-defined]
+                    self.core.fenced(link, now)
             elif self._holds_nothing(link):
                 self._lost.remove(link)
 
@@ -315,7 +323,9 @@ class Node(ABC, Generic[AnyCore]):
         return ended
 
     def use(self) -> threading.RLock:
-        """The lock, for a call of the engine; raises `UsageError` once the node is closed or has failed."""
+        """The lock, for a call of the engine; raises `UsageError` once the node is closed, has failed, or in a fork."""
+        if os.getpid() != self._pid:
+            raise UsageError("a node was used in a forked child", remedy="make the node after the fork")
         if self._closed:
             raise UsageError("this node is closed", remedy="make a new one")
         if self._failure is not None:
@@ -323,16 +333,32 @@ class Node(ABC, Generic[AnyCore]):
         return self._lock
 
     def progress_inline(self) -> None:
+        """A turn, if turns are the engine's to make."""
         self.use()
         if self._progress == "inline":
             self.turn()
 
     def kick(self) -> None:
-        """After the engine gave the core something: carries it out now, or wakes the thread that does."""
-        if self._progress == "inline":
-            self.turn()
+        """After the engine gave the core something: carries that out now, or wakes the thread that does.
+
+        What peers have said meanwhile waits for the next poll: an engine makes many calls between two of them.
+        """
+        if self._progress == "inline" and self._turning.acquire(blocking=False):
+            try:
+                self._push()
+            except BaseException as error:
+                self._fail_everything(error)
+                raise
+            finally:
+                self._turning.release()
         else:
             self.socket.wake()
+
+    def _push(self) -> None:
+        with self._lock:
+            effects = self.core.take_effects()
+        if effects:
+            self._carry_out(effects)
 
     def wait_for(self, done: Callable[[], bool], timeout_s: float | None, what: str) -> None:
         """Turns (or lets the thread turn) until `done()`; raises `TimeoutError` after `timeout_s`."""
@@ -386,16 +412,16 @@ class Node(ABC, Generic[AnyCore]):
     def _close_rooms(self, timeout_s: float) -> None:
         deadline_at = time.monotonic() + timeout_s
         with self._lock:
-            self.core.close(time.monotonic())  # type: ignore[attr-defined]
+            self.core.close(time.monotonic())
         self.kick()
-        while not self.core.idle and time.monotonic() < deadline_at:  # type: ignore[attr-defined]
+        while not self.core.idle and time.monotonic() < deadline_at:
             if self._progress == "inline":
                 self.turn(0.01)
             else:
                 time.sleep(0.001)
-        if self.core.quiet:  # type: ignore[attr-defined]
+        if self.core.quiet:
             with self._lock:
-                self.core.bye(time.monotonic())  # type: ignore[attr-defined]
+                self.core.bye(time.monotonic())
             self.kick()
 
     def __enter__(self) -> Self:

@@ -102,6 +102,28 @@ class Core(ABC):
         for link in self.links.values():
             self.send(link, Bye(), now)
 
+    @property
+    @abstractmethod
+    def quiet(self) -> bool:
+        """Nothing of ours is in flight, so that Bye may be said."""
+
+    @property
+    @abstractmethod
+    def idle(self) -> bool:
+        """Quiet, and every peer has agreed that its rooms are over."""
+
+    @abstractmethod
+    def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
+        """One control frame. Never raises for what a peer sent: that is a `Complaint`."""
+
+    @abstractmethod
+    def close(self, now: float) -> None:
+        """Fails every room still open; `idle` tells when that is agreed."""
+
+    @abstractmethod
+    def fenced(self, link: Link, now: float) -> None:
+        """After `Detach`: the transport proved that nothing of that session touches memory any more."""
+
     @abstractmethod
     def lose(self, link: Link, error: PdstageError, now: float) -> None:
         """The session is over; `fenced` must follow once nothing of it can land any more."""
