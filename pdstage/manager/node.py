@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -52,6 +52,15 @@ _PATIENCE_S = 1e-3
 _DEAD_CHECK_S = 0.5
 _SWITCH_S = 1e-4
 
+
+class Heard(NamedTuple):
+    """Who may have something to say."""
+
+    messages: bool
+    transport: bool
+
+
+_EVERYTHING = Heard(messages=True, transport=True)
 
 AnyCore = TypeVar("AnyCore", bound=Core)
 
@@ -92,6 +101,10 @@ class Node(ABC, Generic[AnyCore]):
         self._ended: list[Handle] = []
         self._handles: dict[Room, Handle] = {}
         self._lost: list[Link] = []
+        self._n_changes = 0
+        self._polled_at = -1
+        self._polled: Sequence[Handle] = []
+        self._statuses = np.empty(0, np.uint8)
         self._dead_check_at = 0.0
         self._closed = False
         self._failure: BaseException | None = None
@@ -141,11 +154,9 @@ class Node(ABC, Generic[AnyCore]):
             self.socket.wake()
             return False
         try:
-            if wait_s > 0:
-                self._wait(wait_s)
-            busy = True
-            while busy and not self._closed:
-                busy = self._turn_once()
+            heard = self._wait(wait_s) if wait_s > 0 else _EVERYTHING
+            while self._turn_once(heard) and not self._closed:
+                heard = _EVERYTHING
         except BaseException as error:
             self._fail_everything(error)
             raise
@@ -153,9 +164,10 @@ class Node(ABC, Generic[AnyCore]):
             self._turning.release()
         return True
 
-    def _turn_once(self) -> bool:
-        messages = self.socket.recv()
-        events = self.transport.poll()
+    def _turn_once(self, heard: Heard) -> bool:
+        """Asks only those who said that they have something: each call gives the interpreter to a busy main thread."""
+        messages = self.socket.recv() if heard.messages else ()
+        events = self.transport.poll() if heard.transport else ()
         staged = self.stager.poll()
         with self._lock:
             now = time.monotonic()
@@ -219,15 +231,20 @@ class Node(ABC, Generic[AnyCore]):
         until_s = 1.0 if next_at is None else next_at - time.monotonic()
         return min(max(until_s, 1e-4), 1.0)
 
-    def _wait(self, wait_s: float) -> None:
+    def _wait(self, wait_s: float) -> Heard:
         fds = self.transport.filenos()
-        if fds or not self._must_ask():
-            self.socket.wait(wait_s, fds)
-        elif not self.socket.wait(0.0).messages:  # the transport has no descriptor to wait on: short naps instead
+        if fds:
+            ready = self.socket.wait(wait_s, fds)
+            return Heard(ready.messages, bool(ready.fds))
+        if not self._must_ask():
+            return Heard(self.socket.wait(wait_s).messages, True)
+        ready = self.socket.wait(0.0)
+        if not (ready.messages or ready.woken):  # the transport has no descriptor to wait on: short naps instead
             if self._in_flight():
                 time.sleep(min(wait_s, _NAP_S))
             else:
-                self.socket.wait(min(wait_s, _PATIENCE_S))
+                ready = self.socket.wait(min(wait_s, _PATIENCE_S))
+        return Heard(ready.messages, True)
 
     # What the roles say.
 
@@ -301,7 +318,8 @@ class Node(ABC, Generic[AnyCore]):
         self.notify()
 
     def notify(self) -> None:
-        """Wakes whoever waits for a room in thread mode."""
+        """A handle changed: what `poll_many` remembers is old, and whoever waits in thread mode is woken."""
+        self._n_changes += 1
         if self._thread is not None:
             with self._news:
                 self._news.notify_all()
@@ -312,8 +330,11 @@ class Node(ABC, Generic[AnyCore]):
         states: int8 `State` values; released: uint8, 1 once the room's memory may be reused. Both in the order given.
         """
         self.progress_inline()
-        status = np.frombuffer(bytes([handle.status for handle in handles]), np.uint8)
-        return (status & 0x7F).view(np.int8), status >> np.uint8(7)
+        news = self._n_changes
+        if news != self._polled_at or handles != self._polled:
+            self._polled_at, self._polled = news, list(handles)
+            self._statuses = np.frombuffer(bytes([handle.status for handle in handles]), np.uint8)
+        return (self._statuses & 0x7F).view(np.int8), self._statuses >> np.uint8(7)
 
     def completions(self) -> list[Handle]:
         """The handles whose rooms ended since the last call."""
@@ -389,6 +410,7 @@ class Node(ABC, Generic[AnyCore]):
                 failed.__cause__ = error
                 handle.error = failed
                 handle.status = State.FAILED
+        self.notify()
 
     # The end.
 

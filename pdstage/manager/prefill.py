@@ -15,7 +15,7 @@ from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.handle import Handle
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, rects_of
-from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
+from pdstage.manager.node import DEFAULT_SWITCH_S, Heard, Node, label
 from pdstage.manager.posts import Posts
 from pdstage.plan import Stagings, selects, wire_order
 from pdstage.protocol.effects import (
@@ -341,10 +341,10 @@ class PrefillNode(Node[PrefillCore]):
     def _must_ask(self) -> bool:
         return bool(self.posts) or bool(self._waiting)
 
-    def _turn_once(self) -> bool:
+    def _turn_once(self, heard: Heard) -> bool:
         if self._waiting:
             self._check_ready()
-        return super()._turn_once()
+        return super()._turn_once(heard)
 
     def _check_ready(self) -> None:
         with self._lock:

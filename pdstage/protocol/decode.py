@@ -226,6 +226,7 @@ class DecodeCore(Receiving):
 
     def _on_bye(self, link: Link, bye: m.Bye, now: float) -> None:
         """A process says Bye after its last completion, so the session is quiet."""
+        link.said_bye = True
         self.lose(link, PeerError("the prefill rank closed", remedy="route elsewhere"), now)
         self.fenced(link, now)
 

@@ -282,6 +282,7 @@ class PrefillCore(Sending):
             self._fail(room, Aborted(f"room {room.key!r} was aborted at decode: {abort.reason}"), now)
 
     def _on_bye(self, link: Link, bye: m.Bye, now: float) -> None:
+        link.said_bye = True
         self.lose(link, PeerError("the decode node closed", remedy="route elsewhere"), now)
 
     # Time, and the end of sessions.

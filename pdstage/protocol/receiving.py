@@ -220,7 +220,8 @@ class Receiving(Lender):
             for room in list(peer.rooms):
                 self._fail(room, error, now)
         self._strand(link, now)
-        self.emit(Complaint(link.route, error))
+        if not link.said_bye:
+            self.emit(Complaint(link.route, error))
         self.emit(Detach(link))
 
     def fenced(self, link: Link, now: float) -> None:

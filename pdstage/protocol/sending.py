@@ -197,5 +197,6 @@ class Sending(Borrower):
             if not askers:
                 self._forget_askers(key)
         self._forget_marks(link)
-        self.emit(Complaint(link.route, error))
+        if not link.said_bye:
+            self.emit(Complaint(link.route, error))
         self.emit(Detach(link))

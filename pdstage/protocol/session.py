@@ -62,6 +62,8 @@ class Link:
     """What its rooms ask for, each checked once."""
     quiet: bool = False
     """Proved: nothing of this session is in flight."""
+    said_bye: bool = False
+    """The peer ended the session in order: nothing to complain of."""
 
 
 class Core(ABC):

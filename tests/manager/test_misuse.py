@@ -37,7 +37,7 @@ IMPATIENT = Config(retry_s=0.05, hello_s=0.5, open_s=0.5, wait_s=0.5, open_wait_
         (np.zeros(2), 4, "float64"),
         ([0, 64], 8, "item 1 of 'kv' is 64"),
         ([0, -1], 8, "item 1 of 'kv' is -1"),
-        ([3, 5, 3], 12, "item 3 of 'kv' is named twice"),
+        ([3, 5, 3], 12, "item 2 of 'kv' is 3, named twice"),
         ([0, 1], 9, "tokens 0..9"),
         ([0, 1], (5, 3), "tokens 5..3"),
         (Items([0, 1], first_token=8), (4, 12), "tokens 4..12"),
