@@ -235,6 +235,9 @@ class DecodeNode(Node[DecodeCore]):
             case _:
                 assert_never(effect)
 
+    def _nbytes(self, effect: Effect) -> int:
+        return effect.landing.nbytes if isinstance(effect, Scatter) else 0
+
     def _wire(self, link: Link) -> str:
         wire = self._wires[link] = wire_order(link.layout, self.pool.layout)
         return wire

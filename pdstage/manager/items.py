@@ -6,7 +6,7 @@ Layer 5. Must not know nodes or protocol.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -93,26 +93,26 @@ def _only(layout: Layout, what: str) -> Component:
 
 def _check_one(component: Component, items: Items, span: tuple[int, int] | None, *, unique: bool) -> Checked:
     name, per_item = component.name, component.tokens_per_item
-    pages = _as_int32(name, items.pages)
+    given = _as_integers(name, items.pages)
     first = items.first_token
-    start, stop = span if span is not None else (first, first + len(pages) * per_item)
+    start, stop = span if span is not None else (first, first + len(given) * per_item)
     fields = {"component": name}
-    if not first <= start <= stop or stop > first + len(pages) * per_item:
-        covered = f"{first}..{first + len(pages) * per_item}"
+    if not first <= start <= stop or stop > first + len(given) * per_item:
+        covered = f"{first}..{first + len(given) * per_item}"
         remedy = f"give the items of every {per_item} tokens, from first_token on"
         raise UsageError(
             f"tokens {start}..{stop} of {name!r} are not in items that cover {covered}", remedy=remedy, **fields
         )
-    problem = _problem(pages, component.n_items, unique=unique)
+    problem = _problem(given, component.n_items, unique=unique)
     if problem is not None:
         what, at = problem
         remedy = f"give items of 0..{component.n_items - 1}, each at most once where they are destinations"
         raise UsageError(f"item {at} of {name!r} {what}", remedy=remedy, position=at, **fields)
+    pages = given.astype(np.int32)  # always a copy: the caller's array stays the caller's (I9)
     return Checked(name, pages, first, start, stop, Index.of(pages, first))
 
 
-def _as_int32(name: str, pages: npt.ArrayLike | Sequence[int]) -> npt.NDArray[np.int32]:
-    """A copy: the caller's array stays the caller's (I9)."""
+def _as_integers(name: str, pages: npt.ArrayLike | Sequence[int]) -> npt.NDArray[np.integer[Any]]:
     array = np.asarray(pages)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise UsageError(
@@ -120,13 +120,10 @@ def _as_int32(name: str, pages: npt.ArrayLike | Sequence[int]) -> npt.NDArray[np
             remedy="give one dimension of integers",
             component=name,
         )
-    copy = array.astype(np.int32)
-    if array.itemsize >= copy.itemsize and array.dtype != np.int32 and not np.array_equal(copy, array):
-        raise UsageError(f"items of {name!r} exceed 32 bits", remedy="give page or slot numbers", component=name)
-    return copy
+    return array
 
 
-def _problem(pages: npt.NDArray[np.int32], n_items: int, *, unique: bool) -> tuple[str, int] | None:
+def _problem(pages: npt.NDArray[np.integer[Any]], n_items: int, *, unique: bool) -> tuple[str, int] | None:
     """What is wrong with the first wrong item and where it is; None if all are good.
 
     A room has few pages more often than many: for those, plain Python is several times faster than numpy's calls.

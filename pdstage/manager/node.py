@@ -50,6 +50,7 @@ PATHS = ("auto", "direct", "staged")
 _NAP_S = 50e-6
 _PATIENCE_S = 1e-3
 _DEAD_CHECK_S = 0.5
+_LARGE_NBYTES = 128 << 10
 _SWITCH_S = 1e-4
 
 
@@ -101,6 +102,7 @@ class Node(ABC, Generic[AnyCore]):
         self._ended: list[Handle] = []
         self._handles: dict[Room, Handle] = {}
         self._lost: list[Link] = []
+        self._outgoing: dict[bytes, list[bytes]] = {}
         self._n_changes = 0
         self._polled_at = -1
         self._polled: Sequence[Handle] = []
@@ -157,6 +159,7 @@ class Node(ABC, Generic[AnyCore]):
             heard = self._wait(wait_s) if wait_s > 0 else _EVERYTHING
             while self._turn_once(heard) and not self._closed:
                 heard = _EVERYTHING
+            self._flush()
         except BaseException as error:
             self._fail_everything(error)
             raise
@@ -186,18 +189,19 @@ class Node(ABC, Generic[AnyCore]):
         return again
 
     def _carry_out(self, effects: list[Effect]) -> bool:
-        """Messages first, several to one peer as one: what follows may copy or write for long.
+        """True if something was done here that the core should hear of at once.
 
-        True if something was done here that the core should hear of at once.
+        Messages wait for the end of the turn, so that several to one peer travel as one; but none waits for a large copy
+        or write.
         """
-        again = False
-        outgoing: dict[bytes, list[bytes]] = {}
+        again = large = False
         for effect in effects:
             if isinstance(effect, Send):
-                outgoing.setdefault(effect.route, []).append(effect.frame)
-        for route, frames in outgoing.items():
-            for start in range(0, len(frames), MAX_FRAMES):
-                self.socket.send(route, frames[start : start + MAX_FRAMES])
+                self._outgoing.setdefault(effect.route, []).append(effect.frame)
+            elif not large:
+                large = self._nbytes(effect) >= _LARGE_NBYTES
+        if large:
+            self._flush()
         for effect in effects:
             match effect:
                 case Send():
@@ -216,6 +220,12 @@ class Node(ABC, Generic[AnyCore]):
                     self._carry(effect)
                     again = True
         return again
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, {}
+        for route, frames in outgoing.items():
+            for start in range(0, len(frames), MAX_FRAMES):
+                self.socket.send(route, frames[start : start + MAX_FRAMES])
 
     def _run(self) -> None:
         try:
@@ -251,6 +261,10 @@ class Node(ABC, Generic[AnyCore]):
     @abstractmethod
     def _carry(self, effect: Effect) -> None:
         """Carries out an effect of this role; ends in `assert_never`."""
+
+    @abstractmethod
+    def _nbytes(self, effect: Effect) -> int:
+        """Bytes that carrying out an effect copies or writes before it returns."""
 
     @abstractmethod
     def _on_staged(self, ticket: int, error: PdstageError | None, now: float) -> None: ...
@@ -380,6 +394,7 @@ class Node(ABC, Generic[AnyCore]):
             effects = self.core.take_effects()
         if effects:
             self._carry_out(effects)
+            self._flush()
 
     def wait_for(self, done: Callable[[], bool], timeout_s: float | None, what: str) -> None:
         """Turns (or lets the thread turn) until `done()`; raises `TimeoutError` after `timeout_s`."""

@@ -259,6 +259,9 @@ class PrefillNode(Node[PrefillCore]):
             case _:
                 assert_never(effect)
 
+    def _nbytes(self, effect: Effect) -> int:
+        return effect.chunk.nbytes if isinstance(effect, Gather | Write | WriteDirect) else 0
+
     def _write_direct(self, ticket: int, chunk: OutChunk, tag: bytes) -> None:
         record = chunk.record
         try:
