@@ -281,9 +281,7 @@ class DecodeNode(Node[DecodeCore]):
         writers = {a.topology.unique_rank: self.socket.connect(a.endpoint) for a in adverts}
         room = self.core.announce(receiver.key, writers, time.monotonic(), deadline_s=deadline_s)
         receiver.room = room
-        self._handles[room] = receiver
-        receiver.status = room.status
-        self.notify()
+        self.roster.add(room, receiver)
 
     def _take_bindings(self) -> None:
         binding, self._binding = self._binding, []
@@ -310,12 +308,9 @@ class DecodeNode(Node[DecodeCore]):
             )
 
     def _end(self, receiver: Receiver, error: PdstageError) -> None:
-        """A room that never reached the core: nothing was said, so nothing is held."""
-        receiver.error = error
-        receiver.status = State.FAILED | 0x80
+        """A room that never reached the core."""
         self._receivers.pop(receiver.key, None)
-        self._ended.append(receiver)
-        self.notify()
+        self.roster.end(receiver, error)
 
     def _on_changed(self, room: object) -> None:
         super()._on_changed(room)  # type: ignore[arg-type]
@@ -335,7 +330,7 @@ class DecodeNode(Node[DecodeCore]):
         return self.transport.traits.fences
 
     def _in_flight(self) -> bool:
-        return self.core.holdings.lent
+        return False
 
     def _must_ask(self) -> bool:
         return bool(self.core.epochs) or bool(self._binding)

@@ -5,14 +5,22 @@ Layer 5. Must not know cores or sockets: the node keeps it current, and is asked
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from pdstage.protocol.room import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
 
     from pdstage.errors import PdstageError
+    from pdstage.protocol.room import Room
+
+_ENDED = (State.SUCCESS, State.FAILED)
 
 
 class Driver(Protocol):
@@ -52,9 +60,7 @@ class Handle:
 
     def wait(self, timeout_s: float | None = None) -> State:
         """Until the room ended; then its state, or raises its error if it failed. `TimeoutError` after `timeout_s`."""
-        self._node.wait_for(
-            lambda: self.status & 0x7F in (State.SUCCESS, State.FAILED), timeout_s, f"room {self.key!r}"
-        )
+        self._node.wait_for(lambda: self.status & 0x7F in _ENDED, timeout_s, f"room {self.key!r}")
         if self.error is not None:
             raise self.error
         return self.state
@@ -62,3 +68,78 @@ class Handle:
     def wait_released(self, timeout_s: float | None = None) -> None:
         """Until the room's memory may be reused. `TimeoutError` after `timeout_s`."""
         self._node.wait_for(lambda: self.status >= 0x80, timeout_s, f"room {self.key!r}")
+
+
+class Roster:
+    """The handles of one node, by room, until their rooms are released.
+
+    The driver writes, the engine's threads read: a handle's status is one attribute, so a read is whole.
+    """
+
+    def __init__(self) -> None:
+        self._handles: dict[Room, Handle] = {}
+        self._ended: list[Handle] = []
+        self._news = threading.Condition()
+        self._n_changes = 0
+        self._polled_at = -1
+        self._polled: Sequence[Handle] = []
+        self._statuses = np.empty(0, np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def add(self, room: Room, handle: Handle) -> None:
+        self._handles[room] = handle
+        handle.status = room.status
+        self.notify()
+
+    def changed(self, room: Room) -> None:
+        """Brings the room's handle up to date."""
+        handle = self._handles.get(room)
+        if handle is None:
+            return
+        had_ended = handle.status & 0x7F in _ENDED
+        handle.error = room.error
+        handle.status = room.status
+        if room.ended and not had_ended:
+            self._ended.append(handle)
+        if room.released:
+            del self._handles[room]
+        self.notify()
+
+    def end(self, handle: Handle, error: PdstageError) -> None:
+        """Fails a handle whose room never reached the core: nothing was said, so nothing is held."""
+        handle.error = error
+        handle.status = State.FAILED | 0x80
+        self._ended.append(handle)
+        self.notify()
+
+    def fail(self, error: PdstageError) -> None:
+        """Fails every handle that has not ended."""
+        for handle in self._handles.values():
+            if handle.status & 0x7F not in _ENDED:
+                handle.error = error
+                handle.status = State.FAILED
+        self.notify()
+
+    def take_ended(self) -> list[Handle]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def statuses(self, handles: Sequence[Handle]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
+        """(states, released) of `handles`; remembered while neither they nor any room changes."""
+        changes = self._n_changes  # read first: a change meanwhile makes the answer old, not wrong for long
+        if changes != self._polled_at or handles != self._polled:
+            self._polled_at, self._polled = changes, list(handles)
+            self._statuses = np.frombuffer(bytes([handle.status for handle in handles]), np.uint8)
+        return (self._statuses & 0x7F).view(np.int8), self._statuses >> np.uint8(7)
+
+    def notify(self) -> None:
+        self._n_changes += 1
+        with self._news:
+            self._news.notify_all()
+
+    def wait(self, done: Callable[[], bool], timeout_s: float) -> None:
+        """Until a change made `done` true, or `timeout_s` is over."""
+        with self._news:
+            self._news.wait_for(done, timeout_s)

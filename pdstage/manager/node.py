@@ -18,16 +18,14 @@ import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar
 
-import numpy as np
-
 from pdstage.control.zmq import MAX_FRAMES, ControlSocket
 from pdstage.cost import CostModel
 from pdstage.errors import PdstageError, UsageError
 from pdstage.manager.copier import Copier
+from pdstage.manager.handle import Roster
 from pdstage.manager.lookup import Directory
 from pdstage.protocol.config import Config
 from pdstage.protocol.effects import Attach, Changed, Complaint, Detach, Effect, Send
-from pdstage.protocol.room import State
 from pdstage.protocol.session import Core
 from pdstage.stager import Memory, Stager
 from pdstage.transport import Done, Inbound, PostFailed, Transport, open_transport
@@ -35,6 +33,7 @@ from pdstage.transport import Done, Inbound, PostFailed, Transport, open_transpo
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import numpy as np
     import numpy.typing as npt
 
     from pdstage.kernels import Pool
@@ -50,6 +49,7 @@ PATHS = ("auto", "direct", "staged")
 _NAP_S = 50e-6
 _PATIENCE_S = 1e-3
 _DEAD_CHECK_S = 0.5
+_LOOK_S = 0.1
 _LARGE_NBYTES = 128 << 10
 _SWITCH_S = 1e-4
 
@@ -98,15 +98,10 @@ class Node(ABC, Generic[AnyCore]):
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._turning = threading.Lock()
-        self._news = threading.Condition()
-        self._ended: list[Handle] = []
-        self._handles: dict[Room, Handle] = {}
+        self.roster = Roster()
         self._lost: list[Link] = []
         self._outgoing: dict[bytes, list[bytes]] = {}
-        self._n_changes = 0
-        self._polled_at = -1
-        self._polled: Sequence[Handle] = []
-        self._statuses = np.empty(0, np.uint8)
+        self._early: list[Done | PostFailed | Inbound] = []
         self._dead_check_at = 0.0
         self._closed = False
         self._failure: BaseException | None = None
@@ -170,7 +165,9 @@ class Node(ABC, Generic[AnyCore]):
     def _turn_once(self, heard: Heard) -> bool:
         """Asks only those who said that they have something: each call gives the interpreter to a busy main thread."""
         messages = self.socket.recv() if heard.messages else ()
-        events = self.transport.poll() if heard.transport else ()
+        events, self._early = self._early, []
+        if heard.transport:
+            events += self.transport.poll()
         staged = self.stager.poll()
         with self._lock:
             now = time.monotonic()
@@ -191,8 +188,7 @@ class Node(ABC, Generic[AnyCore]):
     def _carry_out(self, effects: list[Effect]) -> bool:
         """True if something was done here that the core should hear of at once.
 
-        Messages wait for the end of the turn, so that several to one peer travel as one; but none waits for a large copy
-        or write.
+        Messages wait for the end of the turn, so that several to one peer travel as one; none waits for a large copy.
         """
         again = large = False
         for effect in effects:
@@ -274,7 +270,7 @@ class Node(ABC, Generic[AnyCore]):
 
     @abstractmethod
     def _in_flight(self) -> bool:
-        """Whether something of ours is under way in the transport."""
+        """Whether a post of ours is under way: then a transport without descriptors is asked more often."""
 
     @abstractmethod
     def _must_ask(self) -> bool:
@@ -319,24 +315,7 @@ class Node(ABC, Generic[AnyCore]):
     # Rooms.
 
     def _on_changed(self, room: Room) -> None:
-        handle = self._handles.get(room)
-        if handle is None:
-            return
-        ended = handle.status & 0x7F in (State.SUCCESS, State.FAILED)
-        handle.error = room.error
-        handle.status = room.status
-        if room.ended and not ended:
-            self._ended.append(handle)
-        if room.released:
-            del self._handles[room]
-        self.notify()
-
-    def notify(self) -> None:
-        """A handle changed: what `poll_many` remembers is old, and whoever waits in thread mode is woken."""
-        self._n_changes += 1
-        if self._thread is not None:
-            with self._news:
-                self._news.notify_all()
+        self.roster.changed(room)
 
     def poll_many(self, handles: Sequence[Handle]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
         """One turn in inline mode; then (states, released) of `handles`, to be MIN-reduced over TP ranks.
@@ -344,18 +323,13 @@ class Node(ABC, Generic[AnyCore]):
         states: int8 `State` values; released: uint8, 1 once the room's memory may be reused. Both in the order given.
         """
         self.progress_inline()
-        news = self._n_changes
-        if news != self._polled_at or handles != self._polled:
-            self._polled_at, self._polled = news, list(handles)
-            self._statuses = np.frombuffer(bytes([handle.status for handle in handles]), np.uint8)
-        return (self._statuses & 0x7F).view(np.int8), self._statuses >> np.uint8(7)
+        return self.roster.statuses(handles)
 
     def completions(self) -> list[Handle]:
         """The handles whose rooms ended since the last call."""
         self.progress_inline()
         with self._lock:
-            ended, self._ended = self._ended, []
-        return ended
+            return self.roster.take_ended()
 
     def use(self) -> threading.RLock:
         """The lock, for a call of the engine; raises `UsageError` once the node is closed, has failed, or in a fork."""
@@ -407,9 +381,7 @@ class Node(ABC, Generic[AnyCore]):
             if self._progress == "inline":
                 self.turn(min(left_s, self._patience_s()))
             else:
-                with self._news:
-                    if not done():
-                        self._news.wait(min(left_s, 0.1))
+                self.roster.wait(done, min(left_s, _LOOK_S))
 
     def stats(self) -> dict[str, int]:
         """Totals since the start, by name; see `pdstage.metrics.Counters`."""
@@ -419,13 +391,9 @@ class Node(ABC, Generic[AnyCore]):
     def _fail_everything(self, error: BaseException) -> None:
         """The driver's last resort: no room may hang because the driver broke."""
         self._failure = error
-        for handle in list(self._handles.values()):
-            if handle.status & 0x7F not in (State.SUCCESS, State.FAILED):
-                failed = PdstageError(f"the node's driver failed: {error!r}", remedy="see the cause; make a new node")
-                failed.__cause__ = error
-                handle.error = failed
-                handle.status = State.FAILED
-        self.notify()
+        failed = PdstageError(f"the node's driver failed: {error!r}", remedy="see the cause; make a new node")
+        failed.__cause__ = error
+        self.roster.fail(failed)
 
     # The end.
 

@@ -175,8 +175,7 @@ class PrefillNode(Node[PrefillCore]):
         with self.use():
             out = self.core.submit(room_key(room), time.monotonic())
             sender = Sender(self, out, out.key)
-            self._handles[out] = sender
-            sender.status = out.status
+            self.roster.add(out, sender)
         self.kick()
         return sender
 
@@ -281,6 +280,9 @@ class PrefillNode(Node[PrefillCore]):
         self.core.counters.descriptors += len(spans.nbytes)
         if error is not None:
             self._completed(ticket, error)
+        elif self.transport.traits.post_blocks:
+            # Several such writes in a row: the tags of the earlier ones move on only while the transport is asked.
+            self._early += self.transport.poll()
 
     def _completed(self, ticket: int, error: PdstageError) -> None:
         """A write that never began."""

@@ -230,6 +230,6 @@ def test_nothing_grows_with_rooms_served(site):
         sizes.append(len(repr(cores)) // 100)
         p.completions(), d.completions()
     assert sizes[-1] <= sizes[5] + 1
-    assert not p._handles
-    assert not d._handles
+    assert not p.roster
+    assert not d.roster
     assert not d._receivers
