@@ -257,9 +257,11 @@ def run(quick: bool, transport: str = "nixl") -> list[Row]:
     nbytes = QUICK_NBYTES if quick else NBYTES
     repeats = 3 if quick else 9
     rows = []
-    for src_tp, dst_tp in ((2, 1),) if quick else ((2, 1), (4, 2)):
-        for run_nbytes, target in ((1024, 6.0), (256, 20.0)):
-            rows.append(_against_direct(Case(src_tp, dst_tp, run_nbytes, nbytes), target, repeats, transport))
+    for env, what in ((None, "shared memory"), (TCP, "TCP")):
+        for src_tp, dst_tp in ((2, 1),) if quick else ((2, 1), (4, 2)):
+            for run_nbytes, target in ((1024, 6.0), (256, 20.0)):
+                case = Case(src_tp, dst_tp, run_nbytes, nbytes)
+                rows.append(_against_direct(case, what, target, env, repeats, transport))
     for env, what in ((None, "shared memory"), (TCP, "TCP")):
         for src_tp in (1,) if quick else (1, 2):
             page = 1 if src_tp == 1 else 16  # so that runs of 1 KiB are all that one rank and another share
@@ -267,13 +269,15 @@ def run(quick: bool, transport: str = "nixl") -> list[Row]:
     return rows
 
 
-def _against_direct(case: Case, target: float, repeats: int, transport: str) -> Row:
-    with Bed(case, ("staged", "direct"), transport=transport) as bed:
+def _against_direct(
+    case: Case, what: str, target: float, env: dict[str, str] | None, repeats: int, transport: str
+) -> Row:
+    with Bed(case, ("staged", "direct"), transport=transport, env=env) as bed:
         took = bed.medians(("staged", "direct", "raw"), repeats)
         n = {path: bed.n_descriptors(path) // bed.n_rooms(path) for path in ("staged", "direct")}
     gb = case.nbytes / 1e9
     return Row(
-        name=f"staged beside direct, {case}",
+        name=f"staged beside direct, {what}, {case}",
         value=gb / took["staged"],
         baseline=gb / took["direct"],
         unit="GB/s",

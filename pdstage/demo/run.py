@@ -40,7 +40,8 @@ class Outcome:
 
 def run(options: Options) -> Report:
     """Runs the demo and prints its table. Raises `PdstageError` naming the rank that failed."""
-    console, prompts = Console(), options.prompts()
+    # The table needs some 90 columns; a pipe claims 80.
+    console, prompts = Console(width=max(100, Console().width)), options.prompts()
     outcome = Outcome([RoomReport(len(prompt)) for prompt in prompts])
     with (
         tempfile.TemporaryDirectory(prefix="pdstage-demo-") as folder,
