@@ -261,7 +261,7 @@ def run(quick: bool, transport: str = "nixl") -> list[Row]:
         for src_tp, dst_tp in ((2, 1),) if quick else ((2, 1), (4, 2)):
             for run_nbytes, target in ((1024, 6.0), (256, 20.0)):
                 case = Case(src_tp, dst_tp, run_nbytes, nbytes)
-                rows.append(_against_direct(case, what, target, env, repeats, transport))
+                rows.append(_against_direct(case, what, target, env, repeats=repeats, transport=transport))
     for env, what in ((None, "shared memory"), (TCP, "TCP")):
         for src_tp in (1,) if quick else (1, 2):
             page = 1 if src_tp == 1 else 16  # so that runs of 1 KiB are all that one rank and another share
@@ -270,7 +270,7 @@ def run(quick: bool, transport: str = "nixl") -> list[Row]:
 
 
 def _against_direct(
-    case: Case, what: str, target: float, env: dict[str, str] | None, repeats: int, transport: str
+    case: Case, what: str, target: float, env: dict[str, str] | None, *, repeats: int, transport: str
 ) -> Row:
     with Bed(case, ("staged", "direct"), transport=transport, env=env) as bed:
         took = bed.medians(("staged", "direct", "raw"), repeats)

@@ -330,7 +330,7 @@ class DecodeNode(Node[DecodeCore]):
         return self.transport.traits.fences
 
     def _in_flight(self) -> bool:
-        return False
+        return self.core.holdings.lent  # a fabric without a thread of its own lands nothing while nobody asks
 
     def _must_ask(self) -> bool:
         return bool(self.core.epochs) or bool(self._binding)

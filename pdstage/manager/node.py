@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pdstage")
 
 PATHS = ("auto", "direct", "staged")
-_NAP_S = 50e-6
+_NAP_S = 100e-6
 _PATIENCE_S = 1e-3
 _DEAD_CHECK_S = 0.5
 _LOOK_S = 0.1
@@ -270,7 +270,7 @@ class Node(ABC, Generic[AnyCore]):
 
     @abstractmethod
     def _in_flight(self) -> bool:
-        """Whether a post of ours is under way: then a transport without descriptors is asked more often."""
+        """Whether bytes are under way here: then a transport without descriptors is asked more often."""
 
     @abstractmethod
     def _must_ask(self) -> bool:

@@ -87,6 +87,11 @@ class Holdings:
         return self.lanes[grant.lane].is_open(grant.cursor, grant.request.nbytes)
 
     @property
+    def lent(self) -> bool:
+        """Whether any lease is live."""
+        return bool(self._at)
+
+    @property
     def contended(self) -> bool:
         """Something waits: a request without a lease or a lease without its bytes."""
         return bool(self._n_requests) or any(self._closed)
