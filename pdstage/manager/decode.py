@@ -57,7 +57,7 @@ class _Bound:
 class Receiver(Handle):
     """One room at its decode rank. Its pages must stay reserved until `released`."""
 
-    __slots__ = ("bound", "room")
+    __slots__ = ("bound",)
 
     room: InRoom | None
     _node: DecodeNode
@@ -333,4 +333,7 @@ class DecodeNode(Node[DecodeCore]):
         return self.core.holdings.lent  # a fabric without a thread of its own lands nothing while nobody asks
 
     def _must_ask(self) -> bool:
-        return bool(self.core.epochs) or bool(self._binding)
+        return bool(self.core.epochs)
+
+    def _expects(self) -> bool:
+        return bool(self._binding)

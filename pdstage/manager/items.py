@@ -29,6 +29,9 @@ _FEW = 256
 class Items:
     """Pages or slots of one component: item i covers tokens `[first_token + i*T, first_token + (i+1)*T)`.
 
+    Of components with positions, `first_token` is a multiple of T: both sides then cut a sequence at the same places,
+    on which the head-major staged order relies.
+
     `pages` is a one-dimensional sequence of integers; it is copied, never modified.
     """
 
@@ -103,6 +106,9 @@ def _check_one(component: Component, items: Items, span: tuple[int, int] | None,
         raise UsageError(
             f"tokens {start}..{stop} of {name!r} are not in items that cover {covered}", remedy=remedy, **fields
         )
+    if component.positional and first % per_item:
+        remedy = f"round it down to a multiple of the {per_item} tokens an item has, and give that item too"
+        raise UsageError(f"first_token {first} of {name!r} is inside an item", remedy=remedy, **fields)
     problem = _problem(given, component.n_items, unique=unique)
     if problem is not None:
         what, at = problem

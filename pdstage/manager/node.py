@@ -239,6 +239,8 @@ class Node(ABC, Generic[AnyCore]):
 
     def _wait(self, wait_s: float) -> Heard:
         fds = self.transport.filenos()
+        if self._expects():
+            wait_s = min(wait_s, _NAP_S)
         if fds:
             ready = self.socket.wait(wait_s, fds)
             return Heard(ready.messages, bool(ready.fds))
@@ -275,6 +277,10 @@ class Node(ABC, Generic[AnyCore]):
     @abstractmethod
     def _must_ask(self) -> bool:
         """Whether a transport without descriptors may have something to say."""
+
+    @abstractmethod
+    def _expects(self) -> bool:
+        """Whether an engine's event, which nobody announces, is waited for."""
 
     # Sessions and the transport.
 

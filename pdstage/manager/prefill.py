@@ -31,6 +31,7 @@ from pdstage.protocol.effects import (
     WriteDirect,
 )
 from pdstage.protocol.messages import VERSION, RoomId, room_key
+from pdstage.protocol.outbox import Phase
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.spans import DirectPlan, Index
 from pdstage.transport import Done, Inbound, PostFailed, Spans, Transport
@@ -52,12 +53,13 @@ if TYPE_CHECKING:
 
 
 _MOST_PLANS = 1024
+_OVER = (Phase.WRITTEN, Phase.DROPPED, Phase.BROKEN)
 
 
 class Sender(Handle):
     """One room at its prefill rank. Its chunks' pages must stay as they are until `released`."""
 
-    __slots__ = ("room",)
+    __slots__ = ()
 
     room: OutRoom
     _node: PrefillNode
@@ -225,7 +227,8 @@ class PrefillNode(Node[PrefillCore]):
                 return None
             most = []
             for record in room.destinations.values():
-                limit = min(self.parts[0].nbytes, max(lane.nbytes for lane in record.link.lanes))
+                largest = max(lane.nbytes for lane in record.link.lanes)
+                limit = min(self.parts[0].nbytes, largest, self.config.chunk_nbytes)
                 rects = rects_of(self.pool.layout, {n: _whole(n, *span) for n, span in record.asked.items()}, None)
                 staging = self._stagings.of(record.shares, rects)
                 most += [t for name in record.asked if (t := staging.tokens_within(name, limit))]
@@ -233,9 +236,8 @@ class PrefillNode(Node[PrefillCore]):
 
     def backlog_nbytes(self, room: OutRoom) -> int:
         with self.use():
-            unwritten = ("WRITTEN", "DROPPED")
             chunks = (c for record in room.destinations.values() for c in record.chunks.values())
-            return sum(chunk.nbytes for chunk in chunks if chunk.phase.name not in unwritten)
+            return sum(chunk.nbytes for chunk in chunks if chunk.phase not in _OVER)
 
     # What the core asks for.
 
@@ -344,7 +346,10 @@ class PrefillNode(Node[PrefillCore]):
         return bool(self.posts)
 
     def _must_ask(self) -> bool:
-        return bool(self.posts) or bool(self._waiting)
+        return bool(self.posts)
+
+    def _expects(self) -> bool:
+        return bool(self._waiting)
 
     def _turn_once(self, heard: Heard) -> bool:
         if self._waiting:

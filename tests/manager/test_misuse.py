@@ -41,6 +41,7 @@ IMPATIENT = Config(retry_s=0.05, hello_s=0.5, open_s=0.5, wait_s=0.5, open_wait_
         ([0, 1], 9, "tokens 0..9"),
         ([0, 1], (5, 3), "tokens 5..3"),
         (Items([0, 1], first_token=8), (4, 12), "tokens 4..12"),
+        (Items([0, 1], first_token=2), (4, 8), "first_token 2 of 'kv' is inside an item"),
         ({"swa": [0]}, None, "no component 'swa'"),
         ({"kv": [0]}, {"kv": (0, 4), "swa": (0, 4)}, "'swa'"),
         ([2**40], 4, "item 0 of 'kv' is 1099511627776, out of range"),

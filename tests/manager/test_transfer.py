@@ -102,6 +102,38 @@ def test_a_room_finished_after_announcing_says_so(site):
     drive(site.nodes, lambda: receiver.ready_to_bind)
 
 
+@pytest.mark.parametrize("hnd", [True, False])
+def test_equal_pages_in_head_major_order(site, hnd):
+    """Both sides HND with one page size: staged head-major, in runs of a page; chunks begin and end inside pages."""
+    src, dst = Rank(page=4, hnd=True), Rank(page=4, hnd=hnd)
+    p, d = site.prefill(src, path="staged"), site.decode(dst, path="staged")
+    pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
+    src.write(3, TOKENS, pages)
+    receiver = d.receive(3, site.address)
+    receiver.bind(into, TOKENS)
+    sender = p.send(3)
+    for start, stop in ((0, 6), (6, 21), (21, TOKENS)):
+        sender.chunk(pages, (start, stop))
+    sender.finish()
+    drive(site.nodes, lambda: receiver.released)
+    assert dst.holds(3, TOKENS, into)
+
+
+@pytest.mark.parametrize("side", ["after", "ready"])
+def test_events_are_noticed_by_the_thread(site, side):
+    src, dst = Rank(), Rank()
+    p, d = site.prefill(src, progress="thread"), site.decode(dst, progress="thread")
+    event = Event()
+    receiver = d.receive(1, site.address)
+    receiver.bind(dst.allocate(4), 4, after=event if side == "after" else None)
+    sender = p.send(1)
+    sender.chunk(src.allocate(4), 4, ready=event if side == "ready" else None)
+    sender.finish()
+    receiver.poll()
+    event.done = True
+    assert receiver.wait(10) is State.SUCCESS
+
+
 def test_nothing_is_opened_before_after(site):
     src, dst = Rank(), Rank()
     p, d = site.prefill(src), site.decode(dst)
