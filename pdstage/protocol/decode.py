@@ -158,22 +158,6 @@ class DecodeCore(Receiving):
 
     # What the driver reports.
 
-    def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
-        """One control frame. Never raises for what a peer sent: that is a `Complaint`."""
-        link = None
-        try:
-            accepted = self.accept(data, now)
-            if accepted is None:
-                return
-            link, frame = accepted
-            self._dispatch(route, link, frame, now)
-        except PeerError as error:
-            self.counters.frames_malformed += 1
-            self.emit(Complaint(route, error))
-            if link is not None:
-                self.lose(link, error, now)
-        self._settle(now)
-
     def tag(self, data: bytes, now: float) -> None:
         """One notification of the data plane, by transport or by control message."""
         self.counters.tags_received += 1

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
-from pdstage.protocol.effects import Complaint
 from pdstage.protocol.outbox import OutChunk, OutRoom, Phase, Record, RecordPhase, Source
 from pdstage.protocol.sending import Sending
 from pdstage.protocol.session import Link
@@ -151,22 +150,6 @@ class PrefillCore(Sending):
         self._fail(room, Aborted(f"room {room.key!r} was aborted at prefill: {reason}"), now)
 
     # What the driver reports.
-
-    def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
-        """One control frame. Never raises for what a peer sent: that is a `Complaint`."""
-        link = None
-        try:
-            accepted = self.accept(data, now)
-            if accepted is None:
-                return
-            link, frame = accepted
-            self._dispatch(route, link, frame, now)
-        except PeerError as error:
-            self.counters.frames_malformed += 1
-            self.emit(Complaint(route, error))
-            if link is not None:
-                self.lose(link, error, now)
-        self._settle(now)
 
     def _dispatch(self, route: bytes, link: Link | None, frame: m.Frame, now: float) -> None:
         message = frame.message

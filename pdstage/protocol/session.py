@@ -2,8 +2,8 @@
 
 Layer 2, pure. Must not know rooms or leases.
 
-A session is one pair of process lives. Within it and one direction seq rises by one a frame, and a frame not above the
-last accepted one is dropped; so the cores see loss, never reordering or duplicates, and need no tombstones.
+A session is one agreement of two process lives. Within it and one direction seq rises by one a frame, and a frame not
+above the last accepted one is dropped; so the cores see loss, never reordering or duplicates, and need no tombstones.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pdstage.errors import PeerError
 from pdstage.metrics import Counters
-from pdstage.protocol.effects import Effect, Send
+from pdstage.protocol.effects import Complaint, Effect, Send
 from pdstage.protocol.messages import (
     AnyMessage,
     Bye,
@@ -114,9 +115,25 @@ class Core(ABC):
     def idle(self) -> bool:
         """Quiet, and every peer has agreed that its rooms are over."""
 
-    @abstractmethod
     def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
         """One control frame. Never raises for what a peer sent: that is a `Complaint`."""
+        link = None
+        try:
+            accepted = self.accept(data, now)
+            if accepted is None:
+                return
+            link, frame = accepted
+            self._dispatch(route, link, frame, now)
+        except PeerError as error:
+            self.counters.frames_malformed += 1
+            self.emit(Complaint(route, error))
+            if link is not None:
+                self.lose(link, error, now)
+        self._settle(now)
+
+    @abstractmethod
+    def _dispatch(self, route: bytes, link: Link | None, frame: Frame, now: float) -> None:
+        """Does what the message table says; `link` is None for a frame of no live session."""
 
     @abstractmethod
     def close(self, now: float) -> None:
