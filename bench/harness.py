@@ -98,7 +98,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": cpu,
         "cores": cores,
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "host_code": native.active(),
         "versions": versions,
     }
