@@ -36,7 +36,6 @@ class Counters:
     sessions_refused: int = 0
     bytes_written: int = 0
     descriptors: int = 0
-    aux_sent: int = 0
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)

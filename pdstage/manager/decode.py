@@ -6,6 +6,7 @@ Layer 5. Must not know how the core decides; it carries out scatters and looks p
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING, assert_never
 
 from pdstage.errors import Aborted, PdstageError, PeerError, UsageError
@@ -137,7 +138,8 @@ class DecodeNode(Node[DecodeCore]):
         self._wires: dict[Link, str] = {}
         self._receivers: dict[bytes, Receiver] = {}
         self._binding: list[Receiver] = []
-        self._answers: list[tuple[Receiver, list[Advert] | None, PdstageError | None, float]] = []
+        # Filled by the directory's thread and emptied by the driver's: one append and one popleft are each whole.
+        self._answers: deque[tuple[Receiver, list[Advert] | None, PdstageError | None, float]] = deque()
         self._start()
 
     # What receivers call.
@@ -263,8 +265,8 @@ class DecodeNode(Node[DecodeCore]):
         super()._push()
 
     def _take_answers(self) -> None:
-        answers, self._answers = self._answers, []
-        for receiver, adverts, error, deadline_s in answers:
+        while self._answers:
+            receiver, adverts, error, deadline_s = self._answers.popleft()
             if receiver.status & 0x7F == State.FAILED:
                 continue
             if adverts is None:
@@ -278,8 +280,12 @@ class DecodeNode(Node[DecodeCore]):
             what = f"{problem.where} speaks wire version {problem.version}, this node {m.VERSION}"
             self._end(receiver, PeerError(what, remedy="run one version on both sides"))
             return
-        writers = {a.topology.unique_rank: self.socket.connect(a.endpoint) for a in adverts}
-        room = self.core.announce(receiver.key, writers, time.monotonic(), deadline_s=deadline_s)
+        try:
+            writers = {a.topology.unique_rank: self.socket.connect(a.endpoint) for a in adverts}
+            room = self.core.announce(receiver.key, writers, time.monotonic(), deadline_s=deadline_s)
+        except PdstageError as error:  # what a directory says is a peer's word: it fails this room, not the driver
+            self._end(receiver, error)
+            return
         receiver.room = room
         self.roster.add(room, receiver)
 

@@ -20,10 +20,11 @@ from pdstage import (
     PeerError,
     Pool,
     State,
+    Topology,
     TransportError,
     UsageError,
 )
-from pdstage.control.bootstrap import BootstrapServer
+from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer
 from pdstage.tensors import build, paged_nhd
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
 
@@ -138,6 +139,25 @@ def test_an_unreachable_bootstrap():
             with pytest.raises(UsageError, match="has no valid port"):
                 d.receive(2, "nowhere")
             assert d.receive(2, address).state is State.BOOTSTRAPPING, "a refused call must leave nothing behind"
+
+
+def test_an_advert_without_a_usable_endpoint():
+    """It fails the room that asked; the node and its other rooms go on."""
+    with BootstrapServer() as bad, BootstrapServer() as good:
+        advert = Advert(instance="p", topology=Topology(), endpoint="nowhere", incarnation=1, layout="")
+        BootstrapClient(bad.address).publish(advert)
+        with prefill_node(Rank(), good.address) as p, decode_node(Rank()) as d:
+            receiver = d.receive(1, bad.address)
+            drive([p, d], lambda: receiver.released)
+            with pytest.raises(UsageError, match="nowhere"):
+                receiver.wait(0)
+            again = d.receive(1, good.address)
+            again.bind([0], 4)
+            sender = p.send(1)
+            sender.chunk([0], 4)
+            sender.finish()
+            drive([p, d], lambda: again.released)
+            assert again.state is State.SUCCESS
 
 
 def test_a_room_nobody_sends():
