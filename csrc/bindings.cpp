@@ -21,7 +21,7 @@ namespace {
 using Int64s = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>;
 using VerdictTuple = std::tuple<int, std::int64_t, std::int64_t, std::int64_t>;
 
-static_assert(sizeof(pdstage::View) == 13 * sizeof(std::int64_t));
+static_assert(sizeof(pdstage::View) == 15 * sizeof(std::int64_t));
 static_assert(sizeof(pdstage::Component) == 2 * sizeof(std::int64_t));
 
 // The rows of a two-dimensional array of as many columns as Row has fields.

@@ -14,13 +14,13 @@ from ..plan import HEAD_MAJOR, VIEW_ALIGNMENT
 from ..tables import FAULT_TOO_SMALL, Row, Table, memory, row_addresses, rows_touched
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
-    from ..layout import Layout
-    from ..plan import Select, Tokens
+    from ..plan import Tokens
     from ..tables import Index, Int64s, Part
+    from .pool import Launch, Recipe
 
 
 def missing() -> str:
@@ -28,10 +28,10 @@ def missing() -> str:
     return ""
 
 
-def compile_plan(layout: Layout, select: Iterable[Select], wire: str) -> NativePlan | NumpyPlan:
+def compile_plan(recipe: Recipe) -> NativePlan | NumpyPlan:
     """The selection's tables, built once: in C++ where it is there, else for numpy."""
-    table = Table.of(layout, select)
-    return NumpyPlan(table, wire) if native.ext is None else NativePlan(table, wire)
+    table = Table.of(recipe.layout, recipe.select)
+    return NumpyPlan(table, recipe.wire) if native.ext is None else NativePlan(table, recipe.wire)
 
 
 class NativePlan:
@@ -43,12 +43,16 @@ class NativePlan:
         self._table = table
         self._plan = native.ext.CopyPlan(rows, sizes, wire == HEAD_MAJOR)
 
-    def gather(self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens) -> None:
+    def gather(
+        self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
         fault, *where = self._plan.gather(dst_ptr, dst_nbytes, self._table.parts(indexes, tokens))
         if fault:
             self._table.refuse(fault, *where)
 
-    def scatter(self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens) -> None:
+    def scatter(
+        self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
         fault, *where = self._plan.scatter(src_ptr, src_nbytes, self._table.parts(indexes, tokens))
         if fault:
             self._table.refuse(fault, *where)
@@ -61,12 +65,16 @@ class NumpyPlan:
         self._table = table
         self._head_major = wire == HEAD_MAJOR
 
-    def gather(self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens) -> None:
+    def gather(
+        self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
         for at, cells, width in self._cells(dst_nbytes, indexes, tokens, unique=False):
             pool, offsets = _windows(cells, width)
             memory(dst_ptr + at, cells.size * width).reshape(-1, width)[:] = pool[offsets]
 
-    def scatter(self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens) -> None:
+    def scatter(
+        self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
         for at, cells, width in self._cells(src_nbytes, indexes, tokens, unique=True):
             pool, offsets = _windows(cells, width)
             pool[offsets] = memory(src_ptr + at, cells.size * width).reshape(-1, width)

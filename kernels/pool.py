@@ -5,27 +5,79 @@ Layer 3. Must not know tensors, rooms or transports.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from itertools import zip_longest
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import HEAD_MAJOR, TOKEN_MAJOR, Staging
-from . import host_copy, reference
+from . import cuda_copy, host_copy, reference, triton_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ..layout import Region, View
+    from ..layout import Key, Region, View
     from ..plan import Select, Tokens
     from ..tables import Index
+
+
+class Launch(NamedTuple):
+    """How one call runs: on which stream, on how many multiprocessors, and where its checksum is added; 0 for nowhere.
+
+    `sum_ptr` is the address of a uint64 that the plan's device can write; only plans made with `checksum` take one.
+    """
+
+    stream: object = None
+    max_sms: int | None = None
+    sum_ptr: int = 0
+
+
+class Cells(NamedTuple):
+    """One selected view as the other side of a transfer knows it: whose shards, and in which pieces."""
+
+    key: Key
+    first_shard: int
+    n_shards: int
+    segs: int
+    width: int
+    tokens_per_row: int
+
+
+class Recipe(NamedTuple):
+    """What a backend makes a plan of. `select` is in key order."""
+
+    layout: Layout
+    select: tuple[Select, ...]
+    wire: str
+    device: str
+    checksum: bool
+
+    def cells(self) -> list[Cells]:
+        """What two plans must have in common for bytes of one to become bytes of the other."""
+        views = self.layout.by_key()
+        return [
+            Cells(
+                key, start + views[key].axis.first, count, views[key].segs, views[key].width, views[key].tokens_per_row
+            )
+            for key, start, count in self.select
+        ]
 
 
 class Compiled(Protocol):
     """A selection made ready by a backend. Checks everything before the first byte moves."""
 
-    def gather(self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens) -> None: ...
+    def gather(
+        self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None: ...
 
-    def scatter(self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens) -> None: ...
+    def scatter(
+        self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None: ...
+
+    def copy_to(
+        self, peer: Compiled, indexes: Mapping[str, Index], peer_indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
+        """`peer` is a plan of the same backend whose `cells` are equal."""
 
 
 class Backend(Protocol):
@@ -34,11 +86,18 @@ class Backend(Protocol):
     def missing(self) -> str:
         """Why it cannot be used here; empty if it can."""
 
-    def compile_plan(self, layout: Layout, select: Iterable[Select], wire: str) -> Compiled: ...
+    def compile_plan(self, recipe: Recipe) -> Compiled: ...
 
 
 # Modules are the backends; the annotation has mypy hold each of them to the protocol.
-_BACKENDS: dict[str, Backend] = {"host": host_copy, "reference": reference}
+_BACKENDS: dict[str, Backend] = {
+    "host": host_copy,
+    "cuda": cuda_copy,
+    "triton": triton_copy,
+    "reference": reference,
+}
+# In the order of preference.
+_BY_KIND = {"cpu": ("host", "reference"), "cuda": ("cuda", "triton")}
 
 
 def backends() -> dict[str, str]:
@@ -48,15 +107,23 @@ def backends() -> dict[str, str]:
 
 def choose(backend: str, device: str) -> str:
     """The backend that a caller's `backend`, "auto" or a name, means for memory on `device`."""
-    name = "host" if backend == "auto" else backend
-    if name not in _BACKENDS:
+    if backend != "auto" and backend not in _BACKENDS:
         raise UsageError(f"no backend {backend!r}", remedy=f"use auto, {', '.join(_BACKENDS)}", backend=backend)
-    if device != "cpu":
-        raise UsageError(f"no backend copies memory on {device!r}", remedy="use a pool in host memory", device=device)
-    problem = _BACKENDS[name].missing()
-    if problem:
-        raise UsageError(f"backend {name!r} cannot be used here", remedy=problem, backend=name)
-    return name
+    fitting = _BY_KIND.get(device.partition(":")[0], ())
+    if not fitting:
+        raise UsageError(f"no backend copies memory on {device!r}", remedy="use cpu or cuda memory", device=device)
+    if backend not in ("auto", *fitting):
+        raise UsageError(
+            f"backend {backend!r} does not copy memory on {device!r}", remedy=f"use {' or '.join(fitting)}",
+            backend=backend, device=device,
+        )  # fmt: skip
+    problems = {name: _BACKENDS[name].missing() for name in (fitting if backend == "auto" else (backend,))}
+    for name, problem in problems.items():
+        if not problem:
+            return name
+    raise UsageError(
+        f"backend {' or '.join(problems)} cannot be used here", remedy="; ".join(problems.values()), backend=backend
+    )
 
 
 class Pool:
@@ -97,16 +164,20 @@ class Pool:
                     region=number,
                 )
 
-    def plan(self, select: Iterable[Select], wire: str = TOKEN_MAJOR, backend: str = "auto") -> Plan:
+    def plan(
+        self, select: Iterable[Select], wire: str = TOKEN_MAJOR, backend: str = "auto", *, checksum: bool = False
+    ) -> Plan:
         """A plan for some shards of some views, staged in `wire` order. Cold: make it once for each peer and selection.
 
-        Raises `UsageError` for shards that the pool does not hold, an unknown order or a backend that is not for here.
+        With `checksum` its calls may be given a `sum_ptr`. Raises `UsageError` for shards that the pool does not hold,
+        an unknown order or a backend that is not for here.
         """
         if wire not in (TOKEN_MAJOR, HEAD_MAJOR):
             raise UsageError(f"no staged order {wire!r}", remedy=f"use {TOKEN_MAJOR!r} or {HEAD_MAJOR!r}", wire=wire)
         name = choose(backend, self.device)
-        chosen = tuple(select)
-        return Plan(self, Staging(self.layout, chosen), name, _BACKENDS[name].compile_plan(self.layout, chosen, wire))
+        staging = Staging(self.layout, select)
+        recipe = Recipe(self.layout, staging.select, wire, self.device, checksum)
+        return Plan(self, staging, name, recipe, _BACKENDS[name].compile_plan(recipe))
 
 
 class Plan:
@@ -114,13 +185,19 @@ class Plan:
 
     `indexes` holds an `Index` for each component that has tokens, and `tokens` ranges `(start, stop)` in absolute
     positions of the sequence: item i of an index covers `[first_token + i*tokens_per_item, ...)`, and rows that a range
-    only touches move whole. Both methods check everything first and raise `UsageError`, naming component, position and
-    value, with nothing written.
+    only touches move whole. Every method checks everything first and raises `UsageError`, naming component, position
+    and value, with nothing written. An index that is on the device already cannot be checked without waiting for it:
+    there the kernel leaves out what lies outside the pool.
+
+    On a device, copies are done once `stream` (a cupy or torch stream, a `cudaStream_t` as integer, None for the
+    current one) gets there; `max_sms` bounds the multiprocessors they use. Host backends ignore both. `sum_ptr`, for a
+    plan made with `checksum`, is the address of a uint64 to which the checksum of the cells that move is added.
     """
 
-    def __init__(self, pool: Pool, staging: Staging, backend: str, compiled: Compiled) -> None:
+    def __init__(self, pool: Pool, staging: Staging, backend: str, recipe: Recipe, compiled: Compiled) -> None:
         self._pool = pool
         self._staging = staging
+        self._recipe = recipe
         self._compiled = compiled
         self.backend = backend
 
@@ -137,9 +214,10 @@ class Plan:
         *,
         stream: object = None,
         max_sms: int | None = None,
+        sum_ptr: int = 0,
     ) -> None:
-        """Pool to staging. Padding between views is not written. Host backends ignore `stream` and `max_sms`."""
-        self._compiled.gather(dst_ptr, dst_nbytes, indexes, tokens)
+        """Pool to staging. Padding between views is not written."""
+        self._compiled.gather(dst_ptr, dst_nbytes, indexes, tokens, self._launch(stream, max_sms, sum_ptr))
 
     def scatter(
         self,
@@ -150,6 +228,46 @@ class Plan:
         *,
         stream: object = None,
         max_sms: int | None = None,
+        sum_ptr: int = 0,
     ) -> None:
         """Staging to pool. An item may be named once only; rows and shards that are not named stay as they are."""
-        self._compiled.scatter(src_ptr, src_nbytes, indexes, tokens)
+        self._compiled.scatter(src_ptr, src_nbytes, indexes, tokens, self._launch(stream, max_sms, sum_ptr))
+
+    def copy_to(
+        self,
+        peer: Plan,
+        indexes: Mapping[str, Index],
+        peer_indexes: Mapping[str, Index],
+        tokens: Tokens,
+        *,
+        stream: object = None,
+        max_sms: int | None = None,
+        sum_ptr: int = 0,
+    ) -> None:
+        """Pool to pool in one pass, without staging: what `gather` here and `scatter` at `peer` would do.
+
+        `peer` is a plan over memory that this plan's device can write, at addresses of this process (a peer GPU's pool
+        mapped by CUDA IPC, say), selecting as many shards of the same views; page size and strides are its own.
+        Raises `UsageError` where the two do not fit.
+        """
+        self._check_peer(peer)
+        launch = self._launch(stream, max_sms, sum_ptr)
+        self._compiled.copy_to(peer._compiled, indexes, peer_indexes, tokens, launch)
+
+    def _launch(self, stream: object, max_sms: int | None, sum_ptr: int) -> Launch:
+        if sum_ptr and not self._recipe.checksum:
+            raise UsageError("this plan computes no checksums", remedy="make it with checksum=True")
+        if max_sms is not None and max_sms < 1:
+            raise UsageError(f"max_sms is {max_sms}", remedy="give at least 1, or None", max_sms=max_sms)
+        return Launch(stream, max_sms, sum_ptr)
+
+    def _check_peer(self, peer: Plan) -> None:
+        if peer.backend != self.backend:
+            raise UsageError(
+                f"a plan of backend {self.backend!r} cannot copy to one of {peer.backend!r}",
+                remedy="make both with one backend",
+            )
+        ours, theirs = self._recipe.cells(), peer._recipe.cells()
+        for mine, other in zip_longest(ours, theirs):
+            if mine != other:
+                raise UsageError(f"copying {mine} to {other}", remedy="select the same views and shards on both sides")

@@ -15,7 +15,7 @@ from ..plan import TOKEN_MAJOR, VIEW_ALIGNMENT, Staging
 from ..tables import FAULT_TOO_SMALL, Table, integers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
     from numpy.typing import NDArray
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..layout import Layout, View
     from ..plan import Select, Tokens
     from ..tables import Index
+    from .pool import Launch, Recipe
 
 
 def missing() -> str:
@@ -77,9 +78,9 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
 
 
-def compile_plan(layout: Layout, select: Iterable[Select], wire: str) -> ReferencePlan:
+def compile_plan(recipe: Recipe) -> ReferencePlan:
     """Nothing is made ready: every call starts from the layout."""
-    return ReferencePlan(layout, tuple(sorted(select)), wire)
+    return ReferencePlan(recipe.layout, recipe.select, recipe.wire)
 
 
 class ReferencePlan:
@@ -91,11 +92,15 @@ class ReferencePlan:
         self._wire = wire
         self._table = Table.of(layout, select)
 
-    def gather(self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens) -> None:
+    def gather(
+        self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
         for offset, region, cells in self._cells(dst_nbytes, indexes, tokens, unique=False):
             _bytes_at(dst_ptr + offset, len(cells))[:] = region[cells]
 
-    def scatter(self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens) -> None:
+    def scatter(
+        self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
         for offset, region, cells in self._cells(src_nbytes, indexes, tokens, unique=True):
             region[cells] = _bytes_at(src_ptr + offset, len(cells))
 

@@ -9,7 +9,9 @@ one place has the words.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pdstage.layout import Layout, View
+    from pdstage.layout import Key, Layout, View
     from pdstage.plan import Select, Tokens
 
     Int64s: TypeAlias = NDArray[np.int64]
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 class Index(NamedTuple):
     """A list of items in memory: `n` integers of `bits` bits at address `ptr`; item 0 covers `first_token` onwards.
 
-    `keep` holds the memory's owner. For components without positions `first_token` is 0.
+    `keep` holds the memory's owner. For components without positions `first_token` is 0. `device` says where the list
+    is: "cpu", or the pool's own device; the host cannot check a list that it would have to wait for.
     """
 
     ptr: int
@@ -39,6 +42,7 @@ class Index(NamedTuple):
     n: int
     first_token: int = 0
     keep: object = None
+    device: str = "cpu"
 
     @classmethod
     def of(cls, items: NDArray[Any], first_token: int = 0) -> Index:
@@ -72,7 +76,8 @@ FAULT_RANGE, FAULT_FIRST_TOKEN, FAULT_TOO_FEW, FAULT_ITEM, FAULT_REPEATED, FAULT
 class Row(NamedTuple):
     """A selected view as csrc/host/views.hpp has it.
 
-    Row r of an item lies at `r // outer_rows * outer_stride + r % outer_rows * inner_stride`.
+    Row r of an item lies at `r // outer_rows * outer_stride + r % outer_rows * inner_stride`. `first_shard` is the
+    first selected shard's number on the whole axis, `seed` 64 bits that name the view's key: checksums are of these.
     """
 
     component: int
@@ -88,6 +93,8 @@ class Row(NamedTuple):
     seg_stride: int
     width: int
     tokens_per_row: int
+    first_shard: int
+    seed: int
 
 
 class Size(NamedTuple):
@@ -231,7 +238,16 @@ def _row(view: View, component: int, region_base: int, start: int, count: int) -
         view.seg_stride,
         view.width,
         view.tokens_per_row,
+        view.axis.first + start,
+        _seed(view.key),
     )
+
+
+@lru_cache(maxsize=4096)
+def _seed(key: Key) -> int:
+    """64 bits of a key, as a signed integer; equal wherever the key is."""
+    name = "\0".join((key.component, key.role, str(key.layer))).encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
 
 
 def rows_touched(row: Row, part: Part) -> tuple[int, int]:

@@ -27,6 +27,8 @@ struct View {
     std::int64_t seg_stride;
     std::int64_t width;
     std::int64_t tokens_per_row;
+    std::int64_t first_shard;
+    std::int64_t seed;
 
     std::int64_t row_nbytes() const { return shards * segs * width; }
     std::int64_t row_offset(std::int64_t row) const {

@@ -1,0 +1,174 @@
+"""Selected views as the tables that GPU kernels read, and the checks made on the host before a launch.
+
+Layer 3, numpy only. Must not know CUDA, Triton or streams: both backends build on these tables.
+
+Views that follow each other in staged order and differ in nothing but their address form a *group*, so that a kernel
+walks a few groups instead of hundreds of views. Tables are uploaded once, when the plan is made; a call brings the
+numbers of `Spans` and the lists of items.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ..errors import UsageError
+from ..plan import HEAD_MAJOR, VIEW_ALIGNMENT
+from ..tables import FAULT_FIRST_TOKEN, FAULT_RANGE, FAULT_TOO_FEW, FAULT_TOO_SMALL, Row, Table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ..plan import Tokens
+    from ..tables import Index, Int64s, Part
+    from .pool import Recipe
+
+WIDEST = 16
+MOST_COMPONENTS = 16
+
+
+class Group(NamedTuple):
+    """Views `[first_view, first_view + n_views)` of the table of views; as `tables.Row`, and in bytes.
+
+    `access` is the widest power of two, at most 16, that divides every address and length of the group, in the pool and
+    in staging: the size of one load or store. With `merged` tables adjacent dimensions are collapsed into `width`.
+    """
+
+    component: int
+    first_view: int
+    n_views: int
+    n_items: int
+    item_stride: int
+    rows_per_item: int
+    outer_rows: int
+    outer_stride: int
+    inner_stride: int
+    shards: int
+    shard_stride: int
+    segs: int
+    seg_stride: int
+    width: int
+    access: int
+    tokens_per_row: int
+    first_shard: int
+
+    @property
+    def row_nbytes(self) -> int:
+        return self.shards * self.segs * self.width
+
+
+class Span(NamedTuple):
+    """One component's part in a call, relative to its index: tokens `[start, stop)` counted from item 0's first.
+
+    `ptr` lists `n` items of `bits` bits; zero tokens where start == stop. `first_token` is the absolute position of
+    item 0, a multiple of every row's tokens.
+    """
+
+    ptr: int
+    bits: int
+    n: int
+    first_token: int
+    start: int
+    stop: int
+
+
+class DeviceTable:
+    """The groups and views of one recipe.
+
+    `views` is int64 `[n_views, 2]`: the address of item 0, row 0 of the first selected shard, and the key's seed.
+    `groups` is int64 `[n_groups, len(Group._fields)]`. Both in staged order.
+    """
+
+    def __init__(self, recipe: Recipe, *, merged: bool) -> None:
+        """`merged` collapses adjacent dimensions; not for kernels that need to tell cells apart (checksums)."""
+        self.table = Table.of(recipe.layout, recipe.select)
+        self.head_major = recipe.wire == HEAD_MAJOR
+        if len(self.table.names) > MOST_COMPONENTS:
+            raise UsageError(
+                f"a selection of {len(self.table.names)} components",
+                remedy=f"make plans of at most {MOST_COMPONENTS} components on a device",
+            )
+        self.group_list = list(self._groups(merged))
+        self.groups: Int64s = np.array(self.group_list, dtype=np.int64).reshape(-1, len(Group._fields))
+        self.views: Int64s = np.array([(row.base, row.seed) for row in self.table.rows], dtype=np.int64).reshape(-1, 2)
+
+    def _groups(self, merged: bool) -> list[Group]:
+        shaped = [self._shape(row, merged) for row in self.table.rows]
+        groups, first = [], 0
+        for shape, same in groupby(shaped):
+            n = len(list(same))
+            groups.append(shape._replace(first_view=first, n_views=n))
+            first += n
+        return groups
+
+    def _shape(self, row: Row, merged: bool) -> Group:
+        shards, segs, width = row.shards, row.segs, row.width
+        if merged and (segs == 1 or row.seg_stride == width):
+            width, segs = width * segs, 1
+        if merged and segs == 1 and not self.head_major and (shards == 1 or row.shard_stride == width):
+            width, shards = width * shards, 1
+        strides = [row.base, row.item_stride, width]
+        strides += [row.outer_stride] if row.outer_rows < row.rows_per_item else []
+        strides += [row.inner_stride] if row.outer_rows > 1 else []
+        strides += [row.shard_stride] if shards > 1 else []
+        strides += [row.seg_stride] if segs > 1 else []
+        access = math.gcd(WIDEST, *strides)
+        return Group(
+            row.component, 0, 0, self.table.sizes[row.component].n_items, row.item_stride, row.rows_per_item,
+            row.outer_rows, row.outer_stride, row.inner_stride, shards, row.shard_stride, segs, row.seg_stride, width,
+            access, row.tokens_per_row, row.first_shard,
+        )  # fmt: skip
+
+    def spans(self, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool) -> list[Span]:
+        """One span a component, in the order of `Group.component`, everything checked that the host can see.
+
+        Lists in host memory are checked item by item (and for repeated items if `unique`); of those on the device only
+        their number is. Raises `UsageError` naming component, position and value.
+        """
+        parts = self.table.parts(indexes, tokens)
+        readable = list(parts)
+        for number, (name, part) in enumerate(zip(self.table.names, parts, strict=True)):
+            if part.start != part.stop and indexes[name].device != "cpu":
+                self._check_counts(number, part)
+                readable[number] = part._replace(start=0, stop=0)
+        self.table.resolve(readable, unique=unique)
+        self._check_rows(parts)
+        return [Span(p.ptr, p.bits, p.n, p.first_token, p.start - p.first_token, p.stop - p.first_token) for p in parts]
+
+    def _check_counts(self, number: int, part: Part) -> None:
+        if part.first_token < 0:
+            self.table.refuse(FAULT_FIRST_TOKEN, number, 1, part.first_token)
+        if not part.first_token <= part.start <= part.stop:
+            self.table.refuse(FAULT_RANGE, number, part.start, part.stop)
+        needed = (part.stop - part.first_token - 1) // self.table.sizes[number].tokens_per_item + 1
+        if needed > part.n:
+            self.table.refuse(FAULT_TOO_FEW, number, needed, part.n)
+
+    def _check_rows(self, parts: Sequence[Part]) -> None:
+        for group in self.group_list:
+            first = parts[group.component].first_token
+            if first % group.tokens_per_row:
+                self.table.refuse(FAULT_FIRST_TOKEN, group.component, group.tokens_per_row, first)
+
+    def check_staging(self, ptr: int, nbytes: int, spans: Sequence[Span]) -> None:
+        """Raises `UsageError` where staging is too small, or not aligned to what one access takes."""
+        needed = sum(
+            g.n_views * -(-rows(g, spans[g.component]) * g.row_nbytes // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
+            for g in self.group_list
+        )
+        if needed > nbytes:
+            self.table.refuse(FAULT_TOO_SMALL, 0, needed, nbytes)
+        if ptr % WIDEST:
+            raise UsageError(
+                f"staging at {ptr:#x} is not aligned", remedy=f"align it to {WIDEST} bytes, 128 is best", ptr=ptr
+            )
+
+
+def rows(group: Group, span: Span) -> int:
+    """Rows of each view of `group` that `span` touches; the first is `span.start // tokens_per_row`."""
+    if span.start == span.stop:
+        return 0
+    return -(-span.stop // group.tokens_per_row) - span.start // group.tokens_per_row
