@@ -27,6 +27,8 @@ class Counters:
     chunks_direct: int = 0
     chunks_fallen_back: int = 0
     """Chunks that began as staged and went direct."""
+    chunks_altered: int = 0
+    """Staged chunks whose checksum at decode was not the one prefill told."""
     leases_granted: int = 0
     leases_recalled: int = 0
     leases_returned: int = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -69,6 +69,23 @@ def _address_of(tensor: object) -> tuple[int, int]:
     return int(pointer()), int(nbytes)
 
 
+class Copied(NamedTuple):
+    """A gather or scatter that ended: its error or None, and the checksum of what moved, where one was asked for."""
+
+    ticket: int
+    error: PdstageError | None
+    checksum: int = 0
+
+
+class _What(NamedTuple):
+    """What one copy is of."""
+
+    owned: tuple[Share, ...]
+    rects: tuple[Rect, ...]
+    wire: str
+    checksum: bool
+
+
 class Stager:
     """Gathers out of and scatters into one pool, through plans made once per session and layer range.
 
@@ -80,7 +97,7 @@ class Stager:
         self.pool = pool
         self._submit = submit
         self._plans: dict[tuple[object, ...], Plan] = {}
-        self._done: deque[tuple[int, PdstageError | None]] = deque()
+        self._done: deque[Copied] = deque()
 
     def gather(
         self,
@@ -91,9 +108,14 @@ class Stager:
         wire: str,
         items: Mapping[str, Index],
         dst: Region,
+        checksum: bool = False,
     ) -> None:
         """Starts one gather into `dst`; `poll` gives `ticket` once its bytes are there."""
-        self._start(ticket, owned, rects, wire, dst.nbytes, lambda plan, t: plan.gather(dst.base, dst.nbytes, items, t))
+
+        def copy(plan: Plan, tokens: Tokens, sum_ptr: int) -> None:
+            plan.gather(dst.base, dst.nbytes, items, tokens, sum_ptr=sum_ptr)
+
+        self._start(ticket, _What(owned, rects, wire, checksum), dst.nbytes, copy)
 
     def scatter(
         self,
@@ -104,51 +126,49 @@ class Stager:
         wire: str,
         items: Mapping[str, Index],
         src: Region,
+        checksum: bool = False,
     ) -> None:
         """Starts one scatter out of `src`; `poll` gives `ticket` once its bytes are in place."""
-        self._start(
-            ticket, owned, rects, wire, src.nbytes, lambda plan, t: plan.scatter(src.base, src.nbytes, items, t)
-        )
 
-    def poll(self) -> list[tuple[int, PdstageError | None]]:
-        """The tickets that ended since the last call, each with its error or None."""
+        def copy(plan: Plan, tokens: Tokens, sum_ptr: int) -> None:
+            plan.scatter(src.base, src.nbytes, items, tokens, sum_ptr=sum_ptr)
+
+        self._start(ticket, _What(owned, rects, wire, checksum), src.nbytes, copy)
+
+    def poll(self) -> list[Copied]:
+        """What ended since the last call."""
         done = []
         while self._done:
             done.append(self._done.popleft())
         return done
 
-    def _start(  # noqa: PLR0917
-        self,
-        ticket: int,
-        owned: tuple[Share, ...],
-        rects: tuple[Rect, ...],
-        wire: str,
-        nbytes: int,
-        copy: Callable[[Plan, Tokens], None],
-    ) -> None:
+    def _start(self, ticket: int, what: _What, nbytes: int, copy: Callable[[Plan, Tokens, int], None]) -> None:
         def run() -> None:
+            total = np.zeros(1, np.uint64) if what.checksum else None
             try:
-                copy(plan, tokens_of(rects))
+                copy(plan, tokens_of(what.rects), 0 if total is None else total.ctypes.data)
             except UsageError as error:
-                self._done.append((ticket, error))
+                self._done.append(Copied(ticket, error))
             else:
-                self._done.append((ticket, None))
+                self._done.append(Copied(ticket, None, 0 if total is None else int(total[0])))
 
         try:
-            plan = self._plan(owned, rects, wire)
+            plan = self._plan(what)
         except UsageError as error:
-            self._done.append((ticket, error))
+            self._done.append(Copied(ticket, error))
             return
         if self._submit is not None and nbytes >= _LARGE_NBYTES:
             self._submit(run)
         else:
             run()
 
-    def _plan(self, owned: tuple[Share, ...], rects: tuple[Rect, ...], wire: str) -> Plan:
-        key = (owned, wire, *((rect.component, rect.layer_start, rect.layer_stop) for rect in rects))
+    def _plan(self, what: _What) -> Plan:
+        layers = ((rect.component, rect.layer_start, rect.layer_stop) for rect in what.rects)
+        key = (what.owned, what.wire, what.checksum, *layers)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self.pool.plan(selects(self.pool.layout, owned, rects), wire)
+            select = selects(self.pool.layout, what.owned, what.rects)
+            plan = self._plans[key] = self.pool.plan(select, what.wire, checksum=what.checksum)
         return plan

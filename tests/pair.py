@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -482,7 +483,7 @@ class World:
         wire = wire_order(node.core.layout, chunk.record.link.layout)
         for offset, src in staged(node.core.layout, node.memory, select, chunk.source.items["kv"], chunk.rects, wire):  # type: ignore[arg-type]
             buffer[offset : offset + WIDTH] = src
-        node.core.gathered(effect.ticket, self.now)
+        node.core.gathered(effect.ticket, self.now, checksum=_checksum(chunk.record.link, buffer[: chunk.nbytes]))
         self.carry(node)
 
     def _write(self, node: Prefill, dst: Decode, effect: Write) -> None:
@@ -539,8 +540,13 @@ class World:
         src = node.staging.at(landing.address, landing.nbytes)
         for offset, dst in staged(node.core.layout, node.memory, select, node.pages[part.room], landing.rects, wire):
             dst[:] = src[offset : offset + WIDTH]
-        node.core.scattered(effect.ticket, self.now)
+        node.core.scattered(effect.ticket, self.now, checksum=_checksum(part.link, src))
         self.carry(node)
+
+
+def _checksum(link: Link, staged_bytes: np.ndarray) -> int:
+    """Any function of a chunk's bytes does for the cores."""
+    return zlib.crc32(staged_bytes) if link.checksums else 0
 
 
 def is_message(*kinds: type) -> Callable[[Item], bool]:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pdstage.manager.prefill import CudaEvent
     from pdstage.protocol.config import Config
     from pdstage.protocol.session import Link
+    from pdstage.stager import Copied
     from pdstage.topology import Topology
 
 
@@ -133,7 +134,7 @@ class DecodeNode(Node[DecodeCore]):
         self.core = DecodeCore(
             self.incarnation, layout=pool.layout, topology=topology, transport=self.transport.traits.name,
             description=self.transport.describe(), lanes=lanes, config=self.config,
-            features=("direct",) if path != "staged" else (),
+            direct=path != "staged",
         )  # fmt: skip
         self._wires: dict[Link, str] = {}
         self._receivers: dict[bytes, Receiver] = {}
@@ -231,7 +232,9 @@ class DecodeNode(Node[DecodeCore]):
                 wire = self._wires.get(part.link) or self._wire(part.link)
                 items = {name: given.index for name, given in part.room.items.items()}  # type: ignore[attr-defined]
                 src = Region(landing.address, landing.nbytes)
-                self.stager.scatter(ticket, part.shares, landing.rects, wire=wire, items=items, src=src)
+                self.stager.scatter(
+                    ticket, part.shares, landing.rects, wire=wire, items=items, src=src, checksum=part.link.checksums
+                )
             case Gather() | Write() | WriteDirect() | Send() | Changed() | Complaint() | Attach() | Detach():
                 raise AssertionError(f"a decode core asked for {effect}")
             case _:
@@ -248,8 +251,8 @@ class DecodeNode(Node[DecodeCore]):
         if isinstance(event, Inbound):
             self.core.tag(event.tag, now)
 
-    def _on_staged(self, ticket: int, error: PdstageError | None, now: float) -> None:
-        self.core.scattered(ticket, now, error)
+    def _on_staged(self, copied: Copied, now: float) -> None:
+        self.core.scattered(copied.ticket, now, copied.error, copied.checksum)
 
     def _turn_once(self, heard: Heard) -> bool:
         if self._answers or self._binding:

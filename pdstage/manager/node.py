@@ -27,7 +27,7 @@ from pdstage.manager.lookup import Directory
 from pdstage.protocol.config import Config
 from pdstage.protocol.effects import Attach, Changed, Complaint, Detach, Effect, Send
 from pdstage.protocol.session import Core
-from pdstage.stager import Memory, Stager
+from pdstage.stager import Copied, Memory, Stager
 from pdstage.transport import Done, Inbound, PostFailed, Transport, open_transport
 
 if TYPE_CHECKING:
@@ -176,8 +176,8 @@ class Node(ABC, Generic[AnyCore]):
                     self.core.receive(route, frame, now)
             for event in events:
                 self._on_transport(event, now)
-            for ticket, error in staged:
-                self._on_staged(ticket, error, now)
+            for copied in staged:
+                self._on_staged(copied, now)
             self.core.tick(now)
             effects = self.core.take_effects()
         again = self._carry_out(effects)
@@ -265,7 +265,7 @@ class Node(ABC, Generic[AnyCore]):
         """Bytes that carrying out an effect copies or writes before it returns."""
 
     @abstractmethod
-    def _on_staged(self, ticket: int, error: PdstageError | None, now: float) -> None: ...
+    def _on_staged(self, copied: Copied, now: float) -> None: ...
 
     @abstractmethod
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None: ...

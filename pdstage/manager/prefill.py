@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from pdstage.protocol.config import Config
     from pdstage.protocol.outbox import OutChunk, OutRoom, Source
     from pdstage.protocol.session import Link
+    from pdstage.stager import Copied
     from pdstage.topology import Topology
 
     class CudaEvent(Protocol):
@@ -248,8 +249,9 @@ class PrefillNode(Node[PrefillCore]):
                 held = self.parts[buffer]
                 dst = Region(held.base, min(held.nbytes, chunk.nbytes), held.kind, held.device)
                 self.stager.gather(
-                    ticket, chunk.record.shares, chunk.rects, wire=self._wires[link], items=_indexes(chunk), dst=dst
-                )
+                    ticket, chunk.record.shares, chunk.rects, wire=self._wires[link], items=_indexes(chunk), dst=dst,
+                    checksum=link.checksums,
+                )  # fmt: skip
             case Write(ticket, buffer, chunk, address, tag):
                 base = self.parts[buffer].base
                 self._post(ticket, chunk.record.link, _one_span(base, address, chunk.nbytes), tag)
@@ -296,8 +298,8 @@ class PrefillNode(Node[PrefillCore]):
             for ticket, error in self.posts.ended(event):
                 self.core.completed(ticket, now, error)
 
-    def _on_staged(self, ticket: int, error: PdstageError | None, now: float) -> None:
-        self.core.gathered(ticket, now, error)
+    def _on_staged(self, copied: Copied, now: float) -> None:
+        self.core.gathered(copied.ticket, now, copied.error, copied.checksum)
 
     def _choose(self, chunk: OutChunk) -> bool:
         if self.path != "auto":

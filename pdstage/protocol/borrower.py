@@ -240,8 +240,11 @@ class Borrower(Host):
 
     # What the driver reports.
 
-    def gathered(self, ticket: int, now: float, error: PdstageError | None = None) -> None:
-        """The gather's kernel ended. Comes for every `Gather`, of lost sessions too: its buffer was busy."""
+    def gathered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
+        """The gather's kernel ended. Comes for every `Gather`, of lost sessions too: its buffer was busy.
+
+        `checksum` is of the bytes gathered, where the session has checksums.
+        """
         chunk, buffer = self._flights[ticket]
         if error is not None or chunk.phase is Phase.DROPPED:
             self._land(ticket, now, error)
@@ -250,7 +253,7 @@ class Borrower(Host):
         lane = chunk.record.link.lanes[chunk.lane]
         address = lane.base + chunk.cursor % lane.nbytes
         self.timers.set(("write", ticket), now + self.config.write_s)
-        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk)))
+        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk, checksum)))
 
     def completed(self, ticket: int, now: float, error: PdstageError | None = None) -> None:
         """A post ended. With `error` its outcome is unknown: it is never repeated, and the room fails."""
@@ -264,10 +267,10 @@ class Borrower(Host):
             if chunk.record.link is link and chunk.phase is Phase.WRITING:
                 self._land(ticket, now, error)
 
-    def _tag(self, chunk: OutChunk) -> bytes:
+    def _tag(self, chunk: OutChunk, checksum: int = 0) -> bytes:
         link = chunk.record.link
         lane, cursor = (m.DIRECT, 0) if chunk.direct else (chunk.lane, chunk.cursor)
-        tag = m.Tag(link.session, chunk.record.epoch, chunk.number, lane, cursor, chunk.rects)
+        tag = m.Tag(link.session, chunk.record.epoch, chunk.number, lane, cursor, chunk.rects, checksum)
         return m.encode_tag(tag, tuple(component.name for component in link.layout.components))
 
     def _land(self, ticket: int, now: float, error: PdstageError | None) -> None:

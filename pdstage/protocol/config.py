@@ -39,11 +39,13 @@ class Config:
     max_aux_nbytes: int = 4 << 20
     chunk_nbytes: int = 4 << 20
     """Prefill splits longer chunks, so that gather, write and scatter of one room overlap."""
+    checksums: bool = False
+    """Staged chunks carry a checksum, made while gathering and verified while scattering, if both sides say so."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not 0 < value < float("inf"):
+            if not isinstance(value, bool) and not 0 < value < float("inf"):
                 raise UsageError(
                     f"Config.{field.name} is {value}", remedy="give a positive, finite number", **{field.name: value}
                 )

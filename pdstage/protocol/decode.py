@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, UsageError
+from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
 from pdstage.plan import Stagings, tokens_of
 from pdstage.protocol import messages as m
 from pdstage.protocol.effects import Changed, Complaint, Scatter
@@ -44,8 +44,10 @@ class DecodeCore(Receiving):
         description: bytes,
         lanes: tuple[m.LaneSpan, ...],
         config: Config,
-        features: tuple[str, ...] = ("direct",),
+        direct: bool = True,
     ) -> None:
+        offered = ((m.DIRECT_FEATURE, direct), (m.CHECKSUM_FEATURE, config.checksums))
+        features = tuple(name for name, offer in offered if offer)
         hello = m.Hello(topology, layout, transport, description, lanes, config.max_silence_s, features)
         super().__init__(incarnation, config, hello)
         self.stagings = Stagings(layout)
@@ -172,8 +174,15 @@ class DecodeCore(Receiving):
             self.counters.tags_stale += 1
         self._settle(now)
 
-    def scattered(self, ticket: int, now: float, error: PdstageError | None = None) -> None:
+    def scattered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
+        """The scatter's kernel ended; `checksum` is of the bytes it found, where the session has checksums."""
         landing = self._flights.pop(ticket)
+        if error is None and landing.part.link.checksums and checksum != landing.checksum:
+            self.counters.chunks_altered += 1
+            error = TransportError(
+                f"a chunk of {landing.nbytes} bytes from prefill rank {landing.part.number} was altered on its way",
+                remedy="send the room again; if it recurs, suspect the fabric or memory",
+            )
         room = landing.part.room
         room.pending -= 1
         self.holdings.release(landing.grant, now)
@@ -280,7 +289,8 @@ class DecodeCore(Receiving):
             self.holdings.land(grant)
             span = self.holdings.spans[grant.lane]
             ticket = self.ticket()
-            landing = Landing(part, grant, span.base + grant.cursor % span.nbytes, request.nbytes, request.rects)
+            address = span.base + grant.cursor % span.nbytes
+            landing = Landing(part, grant, address, request.nbytes, request.rects, tag.checksum)
             self._flights[ticket] = landing
             part.room.pending += 1
             self.emit(Scatter(ticket, landing))

@@ -106,6 +106,7 @@ class Greeter(Core):
             return
         link = Link(session, route, welcome.layout, welcome.topology, (), welcome.max_silence_s, now, half_open=False)
         link.heard = frame.seq
+        link.checksums = m.CHECKSUM_FEATURE in welcome.features and m.CHECKSUM_FEATURE in self._hello.features
         self.links[session] = peer.link = link
         self.counters.sessions_opened += 1
         self._stop_greeting(peer)
@@ -171,7 +172,8 @@ class Host(Core):
                 self.emit(Complaint(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides")))
                 return
             link = Link(session, route, hello.layout, hello.topology, hello.lanes, hello.max_silence_s, now)
-            link.exposes_pool = "direct" in hello.features
+            link.exposes_pool = m.DIRECT_FEATURE in hello.features
+            link.checksums = m.CHECKSUM_FEATURE in hello.features and m.CHECKSUM_FEATURE in self._welcome.features
             self.links[session] = link
             self.counters.sessions_opened += 1
             self.watch(link, now)

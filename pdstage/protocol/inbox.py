@@ -58,6 +58,7 @@ class Landing:
     address: int
     nbytes: int
     rects: tuple[Rect, ...]
+    checksum: int
 
 
 class InRoom(Room):

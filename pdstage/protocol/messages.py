@@ -22,11 +22,13 @@ from pdstage.topology import Topology  # noqa: TC001
 VERSION = 1
 MAX_FRAME_NBYTES = 16 << 20
 _FRAME = struct.Struct("<2sHQQQ")
-_TAG = struct.Struct("<2sHQQQQQHH")
+_TAG = struct.Struct("<2sHQQQQQQHH")
 _RECT = struct.Struct("<HQQII")
 _FRAME_MAGIC, _TAG_MAGIC = b"Pd", b"Pt"
 MAX_RECTS = 64
 MAX_ROOM_NBYTES = 256
+DIRECT_FEATURE, CHECKSUM_FEATURE = "direct", "checksum"
+"""What Hello and Welcome offer: decode's pages may be written in place; staged chunks may carry a checksum."""
 DIRECT = 0xFFFF
 """The lane number of a chunk written straight into the destination's pages."""
 
@@ -319,7 +321,10 @@ class Frame(NamedTuple):
 
 
 class Tag(NamedTuple):
-    """What a finished write says of itself. `lane` DIRECT means in place; then `cursor` is 0."""
+    """What a finished write says of itself. `lane` DIRECT means in place; then `cursor` is 0.
+
+    `checksum` (`pdstage.kernels.checksum`) is of a staged chunk in a session where both sides offered it; else 0.
+    """
 
     session: Session
     epoch: int
@@ -327,6 +332,7 @@ class Tag(NamedTuple):
     lane: int
     cursor: int
     rects: tuple[Rect, ...]
+    checksum: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -364,7 +370,9 @@ def decode(frame: bytes | memoryview) -> Frame:
 
 def encode_tag(tag: Tag, components: tuple[str, ...]) -> bytes:
     """`components` are the destination's component names in layout order; a tag names them by number."""
-    head = _TAG.pack(_TAG_MAGIC, VERSION, *tag.session, tag.epoch, tag.chunk, tag.cursor, tag.lane, len(tag.rects))
+    head = _TAG.pack(
+        _TAG_MAGIC, VERSION, *tag.session, tag.epoch, tag.chunk, tag.cursor, tag.checksum, tag.lane, len(tag.rects)
+    )
     return head + b"".join(_RECT.pack(components.index(rect.component), *rect[1:]) for rect in tag.rects)
 
 
@@ -378,7 +386,7 @@ def tag_session(data: bytes) -> Session:
 def decode_tag(data: bytes, components: tuple[str, ...]) -> Tag:
     """Raises `PeerError` for anything but a well-formed tag about `components`."""
     session = tag_session(data)
-    _, _, _, _, epoch, chunk, cursor, lane, n_rects = _TAG.unpack_from(data)
+    _, _, _, _, epoch, chunk, cursor, checksum, lane, n_rects = _TAG.unpack_from(data)
     if n_rects > MAX_RECTS or len(data) != _TAG.size + n_rects * _RECT.size:
         raise PeerError(f"a tag of {len(data)} bytes that announces {n_rects} rectangles", remedy="check the peer")
     rects = []
@@ -386,4 +394,4 @@ def decode_tag(data: bytes, components: tuple[str, ...]) -> Tag:
         if number >= len(components):
             raise PeerError(f"a tag about component number {number}", remedy=f"there are {len(components)} here")
         rects.append(Rect(components[number], *rest))
-    return Tag(session, epoch, chunk, lane, cursor, tuple(rects))
+    return Tag(session, epoch, chunk, lane, cursor, tuple(rects), checksum)

@@ -41,7 +41,8 @@ class PrefillCore(Sending):
         config: Config,
         choose: Callable[[OutChunk], bool],
     ) -> None:
-        welcome = m.Welcome(topology, layout, transport, description, config.max_silence_s, ())
+        features = (m.CHECKSUM_FEATURE,) if config.checksums else ()
+        welcome = m.Welcome(topology, layout, transport, description, config.max_silence_s, features)
         super().__init__(
             incarnation, config, welcome, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose
         )  # fmt: skip

@@ -59,6 +59,8 @@ class Link:
     half_open: bool = True
     exposes_pool: bool = False
     """The peer's pages may be written in place; else only its staging memory."""
+    checksums: bool = False
+    """Both sides offered them: staged chunks carry one."""
     shares: set[tuple[Share, ...]] = field(default_factory=set)
     """What its rooms ask for, each checked once."""
     quiet: bool = False

@@ -271,7 +271,7 @@ TAG_RECTS = st.lists(
     st.builds(Rect, st.sampled_from(NAMES), U64, U64, st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)),
     max_size=m.MAX_RECTS,
 ).map(tuple)
-TAGS = st.builds(m.Tag, SESSION, U64, U64, st.integers(0, m.DIRECT), U64, TAG_RECTS)
+TAGS = st.builds(m.Tag, SESSION, U64, U64, st.integers(0, m.DIRECT), U64, TAG_RECTS, U64)
 
 
 @given(TAGS)
@@ -282,8 +282,8 @@ def test_tag_round_trip(tag: m.Tag) -> None:
 
 
 def test_tag_golden_bytes() -> None:
-    tag = m.Tag(m.Session(1, 2), 3, 4, 5, 6, (Rect("kv", 7, 8, 9, 10),))
-    numbers = [1, 2, 3, 4, 6]
+    tag = m.Tag(m.Session(1, 2), 3, 4, 5, 6, (Rect("kv", 7, 8, 9, 10),), 11)
+    numbers = [1, 2, 3, 4, 6, 11]
     head = b"Pt" + (1).to_bytes(2, "little") + b"".join(n.to_bytes(8, "little") for n in numbers)
     rect = (
         (1).to_bytes(2, "little") + b"".join(n.to_bytes(8, "little") for n in (7, 8)) + bytes([9, 0, 0, 0, 10, 0, 0, 0])
