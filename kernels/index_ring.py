@@ -27,6 +27,9 @@ class Runtime(Protocol):
 
     def event(self) -> object: ...
 
+    def new_stream(self) -> int:
+        """A stream of its own, of the highest priority."""
+
     def upload(self, dst_ptr: int, src: NDArray[np.uint8], stream: int) -> None:
         """Copies `src`, pinned, to the device, in the stream."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -22,9 +22,14 @@ from pdstage.plan import selects, tokens_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from numpy.typing import NDArray
+
     from pdstage.errors import PdstageError
     from pdstage.kernels import Index, Plan, Pool
+    from pdstage.kernels.index_ring import Runtime
     from pdstage.plan import Rect, Share, Tokens
+
+    _Copy: TypeAlias = Callable[[Plan, Tokens, int | None, int], None]
 
 ALIGNMENT = 256
 _MOST_PLANS = 1024
@@ -32,21 +37,20 @@ _LARGE_NBYTES = 512 << 10
 
 
 class Memory:
-    """Staging memory of this process: page-aligned, or a caller's tensor or array of bytes."""
+    """Staging memory of this process: page-aligned, or a caller's tensor or array of bytes; on `device`, as the pool.
 
-    def __init__(self, nbytes: int, tensor: object = None) -> None:
+    Raises `UsageError` for a tensor that is elsewhere.
+    """
+
+    def __init__(self, nbytes: int, tensor: object = None, device: str = "cpu") -> None:
+        kind, _, number = device.partition(":")
         if tensor is None:
-            nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            # Private, so that it may be of huge pages; touched now, so that no first write pays for its pages.
-            held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                held.madvise(mmap.MADV_HUGEPAGE)
-            self._held: object = held
-            np.frombuffer(held, np.uint8)[:: mmap.PAGESIZE] = 0
-            base = np.frombuffer(self._held, np.uint8).ctypes.data
-        else:
-            base, nbytes, self._held = *_address_of(tensor), tensor
-        self.region = Region(base, nbytes)
+            tensor = _host_memory(nbytes) if kind == "cpu" else _device_memory(nbytes, device)
+        base, nbytes, where = _address_of(tensor)
+        if where.partition(":")[0] != kind or (number or "0") != (where.partition(":")[2] or "0"):
+            raise UsageError(f"staging memory on {where} for a pool on {device}", remedy="give a tensor on its device")
+        self._held = tensor
+        self.region = Region(base, nbytes, kind, int(number or 0))
 
     def parts(self, n: int) -> list[Region]:
         """`n` equal parts, each 256-byte aligned and a multiple of 256 bytes long."""
@@ -60,13 +64,31 @@ class Memory:
         return [Region(base + part * nbytes, nbytes, self.region.kind, self.region.device) for part in range(n)]
 
 
-def _address_of(tensor: object) -> tuple[int, int]:
+def _host_memory(nbytes: int) -> NDArray[np.uint8]:
+    nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    # Private, so that it may be of huge pages; touched now, so that no first write pays for its pages.
+    held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        held.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(held, np.uint8)
+    memory[:: mmap.PAGESIZE] = 0
+    return memory
+
+
+def _device_memory(nbytes: int, device: str) -> object:
+    import torch  # noqa: PLC0415
+
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _address_of(tensor: object) -> tuple[int, int, str]:
+    """Address, bytes and device."""
     if isinstance(tensor, np.ndarray):
-        return tensor.ctypes.data, tensor.nbytes
+        return tensor.ctypes.data, tensor.nbytes, "cpu"
     pointer, nbytes = getattr(tensor, "data_ptr", None), getattr(tensor, "nbytes", None)
     if pointer is None or nbytes is None:
         raise UsageError(f"staging memory of type {type(tensor).__name__}", remedy="give a tensor or a numpy array")
-    return int(pointer()), int(nbytes)
+    return int(pointer()), int(nbytes), str(getattr(tensor, "device", "cpu"))
 
 
 class Copied(NamedTuple):
@@ -89,13 +111,20 @@ class _What(NamedTuple):
 class Stager:
     """Gathers out of and scatters into one pool, through plans made once per session and layer range.
 
-    `submit`, if given, runs a function on another thread: copies of `_LARGE_NBYTES` or more go there, so that the
-    caller can write one chunk while the next is gathered. A plan may be used from several threads at once.
+    `submit`, if given, runs a function on another thread: copies of `_LARGE_NBYTES` or more in host memory go there, so
+    that the caller can write one chunk while the next is gathered. A plan may be used from several threads at once.
+    `runtime` is the device's, for pools on one: all copies go to one stream of its own.
     """
 
-    def __init__(self, pool: Pool, submit: Callable[[Callable[[], None]], None] | None = None) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        submit: Callable[[Callable[[], None]], None] | None = None,
+        runtime: Runtime | None = None,
+    ) -> None:
         self.pool = pool
         self._submit = submit
+        self._stream = _Stream(runtime) if runtime is not None else None
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._done: deque[Copied] = deque()
 
@@ -112,8 +141,8 @@ class Stager:
     ) -> None:
         """Starts one gather into `dst`; `poll` gives `ticket` once its bytes are there."""
 
-        def copy(plan: Plan, tokens: Tokens, sum_ptr: int) -> None:
-            plan.gather(dst.base, dst.nbytes, items, tokens, sum_ptr=sum_ptr)
+        def copy(plan: Plan, tokens: Tokens, stream: int | None, sum_ptr: int) -> None:
+            plan.gather(dst.base, dst.nbytes, items, tokens, stream=stream, sum_ptr=sum_ptr)
 
         self._start(ticket, _What(owned, rects, wire, checksum), dst.nbytes, copy)
 
@@ -130,33 +159,41 @@ class Stager:
     ) -> None:
         """Starts one scatter out of `src`; `poll` gives `ticket` once its bytes are in place."""
 
-        def copy(plan: Plan, tokens: Tokens, sum_ptr: int) -> None:
-            plan.scatter(src.base, src.nbytes, items, tokens, sum_ptr=sum_ptr)
+        def copy(plan: Plan, tokens: Tokens, stream: int | None, sum_ptr: int) -> None:
+            plan.scatter(src.base, src.nbytes, items, tokens, stream=stream, sum_ptr=sum_ptr)
 
         self._start(ticket, _What(owned, rects, wire, checksum), src.nbytes, copy)
 
     def poll(self) -> list[Copied]:
-        """What ended since the last call."""
+        """What ended since the last call. Never waits."""
+        if self._stream is not None:
+            self._done += self._stream.ended()
         done = []
         while self._done:
             done.append(self._done.popleft())
         return done
 
-    def _start(self, ticket: int, what: _What, nbytes: int, copy: Callable[[Plan, Tokens, int], None]) -> None:
-        def run() -> None:
-            total = np.zeros(1, np.uint64) if what.checksum else None
-            try:
-                copy(plan, tokens_of(what.rects), 0 if total is None else total.ctypes.data)
-            except UsageError as error:
-                self._done.append(Copied(ticket, error))
-            else:
-                self._done.append(Copied(ticket, None, 0 if total is None else int(total[0])))
-
+    def _start(self, ticket: int, what: _What, nbytes: int, copy: _Copy) -> None:
         try:
             plan = self._plan(what)
+            if self._stream is not None:
+                self._stream.start(
+                    ticket, lambda stream, at: copy(plan, tokens_of(what.rects), stream, at), what.checksum
+                )
+                return
         except UsageError as error:
             self._done.append(Copied(ticket, error))
             return
+
+        def run() -> None:
+            total = np.zeros(1, np.uint64)
+            try:
+                copy(plan, tokens_of(what.rects), None, total.ctypes.data if what.checksum else 0)
+            except UsageError as error:
+                self._done.append(Copied(ticket, error))
+            else:
+                self._done.append(Copied(ticket, None, int(total[0])))
+
         if self._submit is not None and nbytes >= _LARGE_NBYTES:
             self._submit(run)
         else:
@@ -172,3 +209,44 @@ class Stager:
             select = selects(self.pool.layout, what.owned, what.rects)
             plan = self._plans[key] = self.pool.plan(select, what.wire, checksum=what.checksum)
         return plan
+
+
+class _Running(NamedTuple):
+    """A copy in the stream: `event` is behind it, and `total`, in page-locked memory, takes its checksum."""
+
+    ticket: int
+    event: object
+    total: NDArray[np.uint64]
+
+
+class _Stream:
+    """Copies on a device, in one stream, each followed by an event that is asked for and never waited for."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._stream = runtime.new_stream()
+        self._running: deque[_Running] = deque()
+        self._spare: list[_Running] = []
+
+    def start(self, ticket: int, copy: Callable[[int, int], None], checksum: bool) -> None:
+        """Launches `copy(stream, sum_ptr)`; raises its `UsageError`, and then nothing is in the stream."""
+        spare = self._spare.pop() if self._spare else self._new()
+        spare.total[0] = 0
+        try:
+            copy(self._stream, spare.total.ctypes.data if checksum else 0)
+        except UsageError:
+            self._spare.append(spare)
+            raise
+        self._runtime.record(spare.event, self._stream)
+        self._running.append(spare._replace(ticket=ticket))
+
+    def _new(self) -> _Running:
+        return _Running(0, self._runtime.event(), self._runtime.pinned(8).view(np.uint64))
+
+    def ended(self) -> list[Copied]:
+        ended = []
+        while self._running and self._runtime.done(self._running[0].event):
+            one = self._running.popleft()
+            self._spare.append(one)
+            ended.append(Copied(one.ticket, None, int(one.total[0])))
+        return ended

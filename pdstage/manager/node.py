@@ -105,7 +105,7 @@ class Node(ABC, Generic[AnyCore]):
         self._dead_check_at = 0.0
         self._closed = False
         self._failure: BaseException | None = None
-        self.memory = Memory(staging_nbytes, staging)
+        self.memory = Memory(staging_nbytes, staging, pool.device)
         self.parts = self.memory.parts(n_parts)
         self._copier = Copier(self._wake)
         self.stager = Stager(pool, self._copier.submit if copy_thread else None)

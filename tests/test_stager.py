@@ -1,0 +1,104 @@
+"""Staging memory, and copies whose end is reported and never waited for.
+
+`Device` stands in for a GPU's runtime, which cannot be here: its copies are made at once, its events end when told.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from pdstage.errors import UsageError
+from pdstage.kernels import Pool
+from pdstage.layout import Region
+from pdstage.plan import TOKEN_MAJOR, Rect, Share
+from pdstage.stager import ALIGNMENT, Memory, Stager
+from pdstage.tables import Index
+from tests.pools import Logical, Stored, hold
+
+TOKENS = 6
+RECTS = (Rect("kv", 0, TOKENS, 0, 1),)
+OWNED = (Share("kv", "r0", (0, 1, 1), 0, 1),)
+
+
+class Device:
+    def __init__(self):
+        self.over: set[int] = set()
+        self.recorded: list[int] = []
+        self.events = itertools.count(1)
+
+    def new_stream(self):
+        return 77
+
+    def pinned(self, nbytes):
+        return np.full(nbytes, 0xAA, np.uint8)
+
+    def event(self):
+        return next(self.events)
+
+    def record(self, event, stream):
+        assert stream == 77
+        self.recorded.append(event)
+        self.over.discard(event)
+
+    def done(self, event):
+        return event in self.over
+
+
+@pytest.fixture
+def pool():
+    held = hold([Stored(Logical(width=16), n_items=4, rows_per_item=2)])
+    return Pool.of(held.layout, keep=held)
+
+
+def items(*pages):
+    return {"kv": Index.of(np.array(pages))}
+
+
+def test_a_devices_copies_end_with_their_events_in_order(pool):
+    device = Device()
+    stager = Stager(pool, runtime=device)
+    staging = np.zeros(256, np.uint8)
+    dst = Region(staging.ctypes.data, staging.nbytes)
+    for ticket in (5, 6):
+        stager.gather(ticket, OWNED, RECTS, wire=TOKEN_MAJOR, items=items(0, 1, 2), dst=dst)
+    assert stager.poll() == [], "launched is not done"
+    first, second = device.recorded
+    device.over = {second}
+    assert stager.poll() == [], "one stream: the second cannot be over before the first"
+    device.over = {first, second}
+    assert [copied.ticket for copied in stager.poll()] == [5, 6]
+    assert stager.poll() == []
+    stager.scatter(7, OWNED, RECTS, wire=TOKEN_MAJOR, items=items(0, 1, 2), src=dst)
+    assert len(set(device.recorded)) == 2, "events serve again"
+    assert stager.poll() == [], "an event that serves again is not over because it once was"
+
+
+def test_a_copy_that_cannot_be_launched_is_an_error_of_its_ticket(pool):
+    device = Device()
+    stager = Stager(pool, runtime=device)
+    stager.gather(1, OWNED, RECTS, wire=TOKEN_MAJOR, items=items(0, 9, 2), dst=Region(0x1000, 256))
+    (copied,) = stager.poll()
+    assert copied.ticket == 1 and isinstance(copied.error, UsageError) and "item 9" in str(copied.error)
+    assert not device.recorded
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_parts_are_aligned_equal_and_inside(n):
+    memory = Memory(10_000)
+    parts = memory.parts(n)
+    assert len(parts) == n
+    for part, after in itertools.pairwise([*parts, Region(memory.region.base + memory.region.nbytes, 0)]):
+        assert part.base % ALIGNMENT == 0 == part.nbytes % ALIGNMENT
+        assert part.nbytes == parts[0].nbytes and part.base + part.nbytes <= after.base
+
+
+def test_memory_must_be_where_the_pool_is():
+    with pytest.raises(UsageError, match="staging memory on cpu for a pool on cuda:0"):
+        Memory(0, np.zeros(4096, np.uint8), "cuda:0")
+    with pytest.raises(UsageError, match="staging memory of type list"):
+        Memory(0, [0] * 4096)
+    with pytest.raises(UsageError, match="do not make 9 parts"):
+        Memory(0, np.zeros(2048, np.uint8)).parts(9)
