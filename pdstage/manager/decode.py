@@ -258,11 +258,11 @@ class DecodeNode(Node[DecodeCore]):
                 self._take_bindings()
         return super()._turn_once(heard)
 
-    def _push(self) -> None:
+    def _push(self) -> bool:
         if self._binding:
             with self._lock:
                 self._take_bindings()
-        super()._push()
+        return super()._push() or bool(self._binding)
 
     def _take_answers(self) -> None:
         while self._answers:
