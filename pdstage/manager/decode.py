@@ -121,7 +121,7 @@ class DecodeNode(Node[DecodeCore]):
         config: Config | None = None,
         progress: str = "inline",
         switch_interval_s: float | None = DEFAULT_SWITCH_S,
-        copy_thread: bool = True,
+        copy_thread: bool | None = None,
         insecure: bool = False,
     ) -> None:
         super().__init__(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar
 from pdstage.control.zmq import MAX_FRAMES, ControlSocket
 from pdstage.cost import CostModel
 from pdstage.errors import PdstageError, UsageError
-from pdstage.manager.copier import Copier
+from pdstage.manager.copier import Copier, has_core_to_spare
 from pdstage.manager.handle import Roster
 from pdstage.manager.lookup import Directory
 from pdstage.protocol.config import Config
@@ -98,7 +98,7 @@ class Node(ABC, Generic[AnyCore]):
         config: Config | None,
         progress: str,
         switch_interval_s: float | None,
-        copy_thread: bool,
+        copy_thread: bool | None,
         insecure: bool,
     ) -> None:
         if path not in PATHS:
@@ -124,7 +124,8 @@ class Node(ABC, Generic[AnyCore]):
         self.memory = Memory(staging_nbytes, staging)
         self.parts = self.memory.parts(n_parts)
         self._copier = Copier(self._wake)
-        self.stager = Stager(pool, self._copier.submit if copy_thread else None)
+        copies_aside = has_core_to_spare() if copy_thread is None else copy_thread
+        self.stager = Stager(pool, self._copier.submit if copies_aside else None)
         self.transport = open_transport(transport) if isinstance(transport, str) else transport
         self.directory = Directory()
         exposed = [self.memory.region, *(self._pool_regions() if path != "staged" else ())]

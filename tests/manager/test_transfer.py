@@ -207,6 +207,25 @@ def test_chunks_larger_than_the_lanes_are_split(site):
     assert p.stats()["chunks_staged"] > 40
 
 
+@pytest.mark.parametrize("copy_thread", [True, False])
+def test_large_copies_in_either_thread(site, copy_thread):
+    src, dst = (Rank(page=64, n_pages=80) for _ in "ab")
+    tokens = 4096
+    options = {"path": "staged", "staging_nbytes": 8 << 20, "copy_thread": copy_thread}
+    prefill, decode = site.prefill(src, **options), site.decode(dst, **options)
+    src_pages, dst_pages = src.allocate(tokens), dst.allocate(tokens)
+    src.write(1, tokens, src_pages)
+    receiver, sender = decode.receive(1, site.address), prefill.send(1)
+    receiver.bind(dst_pages, tokens)
+    sender.chunk(src_pages, tokens)
+    sender.finish()
+    drive(site.nodes, lambda: receiver.released and sender.released)
+    assert receiver.error is None
+    assert dst.holds(1, tokens, dst_pages)
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("pdstage-copier") == (2 if copy_thread else 0)
+
+
 def test_the_callers_arrays_stay_as_they_are(site):
     src, dst = Rank(), Rank()
     p, d = site.prefill(src), site.decode(dst)
