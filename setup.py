@@ -25,7 +25,9 @@ def extensions() -> list[Extension]:
     headers = sorted(str(path) for path in Path("csrc/host").glob("*.hpp"))
     flags = ["-std=c++20", "-O3", "-fvisibility=hidden", "-pthread"]
     include = ["csrc", pybind11.get_include()]
-    extension = Extension("pdstage._native", [str(SOURCE)], include, depends=headers, extra_compile_args=flags)
+    extension = Extension(
+        "pdstage._native", [str(SOURCE)], include, depends=headers, extra_compile_args=flags, extra_link_args=["-ldl"]
+    )
     extension.optional = wanted != "yes"
     return [extension]
 

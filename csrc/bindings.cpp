@@ -3,16 +3,23 @@
 // Sizes and ranges of Python's own objects are checked here; what the numbers mean is checked in csrc/host.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
+#include <chrono>
+#include <numeric>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "host/copy.hpp"
 #include "host/peer_memory.hpp"
+#include "host/quick_calls.hpp"
 #include "host/spans.hpp"
+#include "host/zmq_socket.hpp"
 
 namespace py = pybind11;
 
@@ -20,6 +27,19 @@ namespace {
 
 using Int64s = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>;
 using VerdictTuple = std::tuple<int, std::int64_t, std::int64_t, std::int64_t>;
+
+// Gives the interpreter to other threads for work worth it. Beside a busy thread it comes back only after a switch
+// interval, 100 us or more: what takes a few microseconds keeps it.
+class Unlocked {
+  public:
+    explicit Unlocked(std::int64_t nbytes) {
+        if (nbytes >= kWorthIt) released_.emplace();
+    }
+
+  private:
+    static constexpr std::int64_t kWorthIt = 64 << 10;
+    std::optional<py::gil_scoped_release> released_;
+};
 
 static_assert(sizeof(pdstage::View) == 15 * sizeof(std::int64_t));
 static_assert(sizeof(pdstage::Component) == 2 * sizeof(std::int64_t));
@@ -80,14 +100,14 @@ pdstage::CopyPlan make_copy_plan(const Int64s& views, const Int64s& components, 
 
 VerdictTuple gather(const pdstage::CopyPlan& plan, std::uintptr_t dst, std::int64_t nbytes, const py::sequence& given) {
     const auto parts = parts_of(given, plan.n_components());
-    const py::gil_scoped_release unlocked;
+    const Unlocked unlocked(nbytes);
     return to_tuple(plan.gather(reinterpret_cast<pdstage::Byte*>(dst), nbytes, parts));
 }
 
 VerdictTuple scatter(const pdstage::CopyPlan& plan, std::uintptr_t src, std::int64_t nbytes,
                      const py::sequence& given) {
     const auto parts = parts_of(given, plan.n_components());
-    const py::gil_scoped_release unlocked;
+    const Unlocked unlocked(nbytes);
     return to_tuple(plan.scatter(reinterpret_cast<const pdstage::Byte*>(src), nbytes, parts));
 }
 
@@ -120,7 +140,9 @@ py::tuple direct_spans(const pdstage::DirectPlan& plan, const py::sequence& src,
     spans.nbytes.clear();
     pdstage::Verdict verdict;
     {
-        const py::gil_scoped_release unlocked;
+        std::int64_t n_items = 0;
+        for (const pdstage::Part& part : src_parts) n_items += part.n;
+        const Unlocked unlocked(n_items * static_cast<std::int64_t>(sizeof(std::int64_t)));
         verdict = plan.spans(src_parts, dst_parts, spans);
     }
     Columns found(spans.src.size());
@@ -169,10 +191,152 @@ std::pair<std::int64_t, int> write_peer(int pid, const Int64s& src, const Int64s
     if (src.size() != dst.size() || src.size() != nbytes.size())
         throw std::invalid_argument("src, dst and nbytes must be of one length");
     const auto n = static_cast<std::size_t>(src.size());
-    const py::gil_scoped_release unlocked;
+    const Unlocked unlocked(std::accumulate(nbytes.data(), nbytes.data() + n, std::int64_t{0}));
     const pdstage::WriteResult result = pdstage::write_peer(pid, src.data(), dst.data(), nbytes.data(), n);
     return {result.written, result.error};
 }
+
+py::tuple recv_datagrams(int fd, const std::vector<std::int64_t>& uids, int limit, std::size_t max_nbytes) {
+    thread_local std::vector<char> room;
+    room.resize(max_nbytes);
+    py::list taken;
+    int n_foreign = 0;
+    for (int i = 0; i < limit; ++i) {
+        const pdstage::Datagram one = pdstage::recv_datagram(fd, room.data(), room.size());
+        if (one.nbytes < 0) break;
+        if (one.whole && std::find(uids.begin(), uids.end(), one.uid) != uids.end())
+            taken.append(py::bytes(room.data(), static_cast<std::size_t>(one.nbytes)));
+        else
+            ++n_foreign;
+    }
+    return py::make_tuple(taken, n_foreign);
+}
+
+// What pdstage.control.port.ControlPort is in Python, with the interpreter given away only while there is nothing to
+// do. It is also the lock: every call that touches the socket keeps the interpreter from its first to its last
+// instruction.
+class ControlPort {
+  public:
+    ControlPort(const std::string& library, std::uintptr_t socket, int wake_fd)
+        : socket_(library, reinterpret_cast<void*>(socket)), wake_fd_(wake_fd) {}
+
+    int send(const py::bytes& route, const py::sequence& frames) {
+        check_open();
+        std::vector<std::string_view> parts{view(route)};
+        for (const py::handle frame : frames) parts.push_back(view(frame));  // all seen before the first is sent
+        int error = 0;
+        for (std::size_t i = 0; i < parts.size() && error == 0; ++i)
+            error = socket_.send(parts[i].data(), parts[i].size(), i + 1 < parts.size());
+        look_again();
+        return error;
+    }
+
+    py::tuple recv(int max_messages, std::size_t max_frames) {
+        check_open();
+        py::list messages;
+        int n_malformed = 0;
+        for (int i = 0; i < max_messages; ++i) {
+            py::object route;
+            py::list frames;
+            std::size_t n = 0;
+            for (bool more = true; more; ++n) {
+                pdstage::ZmqFrame frame(socket_.api());
+                const int error = socket_.recv(frame);
+                if (error == EAGAIN && n == 0) return py::make_tuple(messages, n_malformed);
+                if (error != 0) throw std::runtime_error("zmq_msg_recv failed with errno " + std::to_string(error));
+                if (n <= max_frames) {
+                    py::bytes bytes(frame.data(), frame.size());
+                    if (n == 0)
+                        route = std::move(bytes);
+                    else
+                        frames.append(std::move(bytes));
+                }
+                more = frame.more();
+            }
+            if (n >= 2 && n <= max_frames + 1)
+                messages.append(py::make_tuple(route, frames));
+            else
+                ++n_malformed;
+        }
+        return py::make_tuple(messages, n_malformed);
+    }
+
+    py::tuple wait(int timeout_ms, const std::vector<int>& fds) {
+        using Clock = std::chrono::steady_clock;
+        check_open();
+        std::vector<pollfd> watched{{socket_.fd(), POLLIN, 0}, {wake_fd_, POLLIN, 0}};
+        for (const int fd : fds) watched.push_back({fd, POLLIN, 0});
+        const auto until = Clock::now() + std::chrono::milliseconds(timeout_ms);
+        const Waiting waiting(n_waiting_);
+        for (;;) {
+            bool messages = socket_.has_message();
+            const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
+            const int left_ms = messages ? 0 : timeout_ms < 0 ? -1 : static_cast<int>(std::max<std::int64_t>(left, 0));
+            const int n_ready = poll(watched, left_ms);
+            if (n_ready < 0 && PyErr_CheckSignals() != 0) throw py::error_already_set();
+            if (closed_) return py::make_tuple(false, true, py::tuple());
+            if (n_ready < 0) continue;
+            const bool woken = watched[1].revents != 0;
+            if (woken) {
+                pdstage::lower_event(wake_fd_);
+                wake_pending_ = false;
+            }
+            if (!messages && watched[0].revents != 0) messages = socket_.has_message();
+            py::list ready;
+            for (std::size_t i = 0; i < fds.size(); ++i)
+                if (watched[i + 2].revents != 0) ready.append(fds[i]);
+            if (messages || woken || !ready.empty() || left_ms == 0)
+                return py::make_tuple(messages, woken, py::tuple(ready));
+        }
+    }
+
+    void wake() {
+        if (wake_pending_ || closed_) return;
+        wake_pending_ = true;
+        pdstage::raise_event(wake_fd_);
+    }
+
+    void look_again() {
+        if (n_waiting_ > 0 && !closed_ && socket_.has_message()) wake();
+    }
+
+    void close() {
+        wake();
+        closed_ = true;
+    }
+
+  private:
+    struct Waiting {
+        explicit Waiting(int& n) : n(n) { ++n; }
+        ~Waiting() { --n; }
+        int& n;
+    };
+
+    void check_open() const {
+        if (closed_) throw std::runtime_error("the control socket is closed");
+    }
+
+    static std::string_view view(const py::handle& frame) {
+        char* data = nullptr;
+        Py_ssize_t nbytes = 0;
+        if (PyBytes_AsStringAndSize(frame.ptr(), &data, &nbytes) != 0) throw py::error_already_set();
+        return {data, static_cast<std::size_t>(nbytes)};
+    }
+
+    // As poll(2), but -1 for an interrupt only.
+    static int poll(std::vector<pollfd>& watched, int timeout_ms) {
+        const auto n = static_cast<nfds_t>(watched.size());
+        if (timeout_ms == 0) return pdstage::retry([&] { return ::poll(watched.data(), n, 0); });
+        const py::gil_scoped_release unlocked;
+        return ::poll(watched.data(), n, timeout_ms);
+    }
+
+    pdstage::ZmqSocket socket_;
+    int wake_fd_;
+    int n_waiting_ = 0;
+    bool wake_pending_ = false;
+    bool closed_ = false;
+};
 
 }  // namespace
 
@@ -196,4 +360,29 @@ PYBIND11_MODULE(_native, module) {
                "Returns (src_start, dst_start, count) of the runs where both lists step by one.");
     module.def("write_peer", &write_peer, py::arg("pid"), py::arg("src"), py::arg("dst"), py::arg("nbytes"),
                "Writes spans of this process into process `pid`; returns (bytes written, errno).");
+
+    // Calls that never block, and so keep the interpreter.
+    module.def("is_readable", &pdstage::is_readable, py::arg("fd"), "Whether a descriptor is readable now.");
+    module.def("raise_event", &pdstage::raise_event, py::arg("fd"), "Adds one to a non-blocking eventfd.");
+    module.def("lower_event", &pdstage::lower_event, py::arg("fd"), "Takes all from a non-blocking eventfd.");
+    module.def(
+        "connect_abstract",
+        [](int fd, const std::string& name) { return pdstage::connect_abstract(fd, name.data(), name.size()); },
+        py::arg("fd"), py::arg("name"), "Connects a datagram socket to an abstract name; returns 0 or the errno.");
+    module.def(
+        "send_datagram",
+        [](int fd, std::string_view data) { return pdstage::send_datagram(fd, data.data(), data.size()); },
+        py::arg("fd"), py::arg("data"), "Sends on a connected datagram socket; returns 0 or the errno.");
+    module.def("recv_datagrams", &recv_datagrams, py::arg("fd"), py::arg("uids"), py::arg("limit"),
+               py::arg("max_nbytes"), "Returns (datagrams of these users, how many others were dropped).");
+
+    py::class_<ControlPort>(module, "ControlPort", "The socket of a node; see pdstage.control.port.")
+        .def(py::init<const std::string&, std::uintptr_t, int>(), py::arg("library"), py::arg("socket"),
+             py::arg("wake_fd"))
+        .def("send", &ControlPort::send, py::arg("route"), py::arg("frames"))
+        .def("recv", &ControlPort::recv, py::arg("max_messages"), py::arg("max_frames"))
+        .def("wait", &ControlPort::wait, py::arg("timeout_ms"), py::arg("fds"))
+        .def("wake", &ControlPort::wake)
+        .def("look_again", &ControlPort::look_again)
+        .def("close", &ControlPort::close);
 }

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     Int64s: TypeAlias = NDArray[np.int64]
 
 
+# As dtypes, not types: comparing an array's dtype with a type makes a new one each time.
+_INDEXES = (np.dtype(np.int32), np.dtype(np.int64))
+
+
 class Index(NamedTuple):
     """A list of items in memory: `n` integers of `bits` bits at address `ptr`; item 0 covers `first_token` onwards.
 
@@ -47,7 +51,7 @@ class Index(NamedTuple):
     @classmethod
     def of(cls, items: NDArray[Any], first_token: int = 0) -> Index:
         """The index over a one-dimensional int32 or int64 array, which it keeps alive and does not copy."""
-        if items.dtype not in (np.int32, np.int64) or items.ndim != 1 or not items.flags.c_contiguous:
+        if items.dtype not in _INDEXES or items.ndim != 1 or not items.flags.c_contiguous:
             raise UsageError(
                 f"items are a {items.ndim}-dimensional array of {items.dtype}",
                 remedy="give one contiguous list of int32 or int64",

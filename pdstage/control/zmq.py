@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import zmq
 
 from pdstage.control.address import Address
+from pdstage.control.port import ControlPort, open_port
 from pdstage.errors import TransportError, UsageError
 
 if TYPE_CHECKING:
@@ -32,10 +33,6 @@ MAX_FRAME_NBYTES = 16 << 20
 MAX_FRAMES = 4096
 """Frames of one message: libzmq caps a frame's size but not their number."""
 _MAX_MESSAGES_A_RECV = 1024
-# Plain integers: combining pyzmq's flag enums costs more than a small send.
-_LAST = int(zmq.DONTWAIT)
-_MORE = int(zmq.DONTWAIT) | int(zmq.SNDMORE)
-_POLLIN = int(zmq.POLLIN)
 _HIGH_WATER = 4096
 
 
@@ -87,7 +84,7 @@ def _options(identity: bytes, max_frame_nbytes: int) -> dict[int, int | bytes]:
 
 
 class ControlSocket:
-    """A node's control socket. Used by one thread at a time; only `wake` may be called from any thread.
+    """A node's control socket. One thread at a time may wait and receive; any may send, connect and `wake` meanwhile.
 
     `bind` is `tcp://host:port`, port 0 for the system's choice, host "*" for every interface; then `advertise` names
     the host that peers connect to. `identity` is this process life's own name, 1 to 254 bytes: the node's incarnation.
@@ -129,14 +126,9 @@ class ControlSocket:
         # A context collected before its sockets waits for them for ever, and garbage is collected in no order: a
         # finalizer that holds both is what makes a node that nobody closed harmless.
         self._finalizer = weakref.finalize(self, self._context.destroy, 0)
-        self._send = self._socket.send
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wake_lock = threading.Lock()
-        self._wake_pending = False
-        self._poll_set: list[tuple[zmq.Socket[bytes] | int, int]] = [
-            (self._socket, zmq.POLLIN),
-            (self._wake_fd, zmq.POLLIN),
-        ]
+        self._using = threading.Lock()
+        self._port = open_port(self._socket, self._wake_fd, self._using)
 
     def _bind(self, address: Address, advertise: str | None) -> str:
         self._socket.setsockopt(zmq.IPV6, address.is_ipv6)
@@ -164,9 +156,12 @@ class ControlSocket:
         """
         address = Address.parse(endpoint, "tcp")
         target = f"tcp://{address}"
-        route = self._routes.get(target)
-        if route is not None:
-            return route
+        with self._using:
+            route = self._routes.get(target) or self._connect(target, address)
+        self._port.look_again()
+        return route
+
+    def _connect(self, target: str, address: Address) -> bytes:
         # libzmq aborts the process over a routing id in use, also by a connection still closing: so no id is used
         # twice, and none can be guessed and claimed by a peer.
         name = f"{next(self._generation)} {target}".encode()
@@ -177,9 +172,9 @@ class ControlSocket:
             self._socket.connect(target)
         except zmq.ZMQError as error:
             raise UsageError(
-                f"cannot connect the control socket to {endpoint!r} ({error.strerror})",
+                f"cannot connect the control socket to {target!r} ({error.strerror})",
                 remedy="give the endpoint a node published",
-                address=endpoint,
+                address=target,
             ) from error
         self._routes[target] = route
         return route
@@ -191,11 +186,13 @@ class ControlSocket:
         libzmq's handover gives the name to it and leaves the new one open but deaf (about once in 5,000 on a busy
         machine). So a node keeps its connections, and peers are told apart by sessions.
         """
-        for target, known in self._routes.items():
-            if known == route:
-                del self._routes[target]
-                self._socket.disconnect(target)
-                return
+        with self._using:
+            for target, known in self._routes.items():
+                if known == route:
+                    del self._routes[target]
+                    self._socket.disconnect(target)
+                    break
+        self._port.look_again()
 
     def send(self, route: bytes, frames: Sequence[bytes]) -> bool:
         """Sends `frames` to `route` as one message, without waiting. False: it was lost, and counted.
@@ -208,35 +205,21 @@ class ControlSocket:
                 f"a control message of {len(frames)} frames, the largest of {largest} bytes",
                 remedy=f"send 1 to {MAX_FRAMES} frames of at most {self._max_frame_nbytes} bytes",
             )
-        try:
-            self._send(route, _MORE)
-            for frame in frames[:-1]:
-                self._send(frame, _MORE)
-            self._send(frames[-1], _LAST)
-        except zmq.Again:
+        failed = self._port.send(route, frames)
+        if not failed:
+            self.counters.sent += 1
+        elif failed == zmq.EAGAIN:
             self.counters.full += 1
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise TransportError(
-                    f"the control socket failed ({error.strerror})", remedy="make a new node"
-                ) from error
+        elif failed == zmq.EHOSTUNREACH:
             self.counters.unroutable += 1
-            return False
-        self.counters.sent += 1
-        return True
+        else:
+            raise TransportError(f"the control socket failed ({zmq.strerror(failed)})", remedy="make a new node")
+        return not failed
 
     def recv(self) -> list[tuple[bytes, list[bytes]]]:
         """What has arrived, as (route, frames), oldest first; empty if nothing. At most 1024 messages a call."""
-        messages: list[tuple[bytes, list[bytes]]] = []
-        for _ in range(_MAX_MESSAGES_A_RECV):
-            if not int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:  # asked, because raising zmq.Again costs 10 us
-                break
-            route, *frames = self._socket.recv_multipart(flags=_LAST)
-            if 1 <= len(frames) <= MAX_FRAMES:
-                messages.append((route, frames))
-            else:
-                self.counters.malformed += 1
+        messages, n_malformed = self._port.recv(_MAX_MESSAGES_A_RECV, MAX_FRAMES)
+        self.counters.malformed += n_malformed
         self.counters.received += len(messages)
         return messages
 
@@ -247,24 +230,16 @@ class ControlSocket:
         any is left; a wake-up is reported once, however many calls of `wake` it stands for.
         """
         timeout_ms = -1 if timeout_s is None else math.ceil(max(0.0, timeout_s) * 1000)
-        items = self._poll_set + [(fd, zmq.POLLIN) for fd in extra_fds] if extra_fds else self._poll_set
-        ready = [item for item, _ in zmq.zmq_poll(items, timeout_ms)]
-        fds = {item for item in ready if isinstance(item, int)}
-        woken = self._wake_fd in fds
-        if woken:
-            with self._wake_lock:
-                os.eventfd_read(self._wake_fd)
-                self._wake_pending = False
-        return Ready(len(fds) < len(ready), woken, tuple(fd for fd in extra_fds if fd in fds))
+        return Ready(*self._port.wait(timeout_ms, extra_fds))
 
     def wake(self) -> None:
         """Ends the current or the next `wait`; nothing once closed. From any thread, and cheap while one is pending."""
-        if self._wake_pending:
-            return  # read without the lock: the waiter clears it before it returns, so that wake-up covers this call
-        with self._wake_lock:
-            if not self._wake_pending and self._wake_fd >= 0:
-                self._wake_pending = True
-                os.eventfd_write(self._wake_fd, 1)
+        self._port.wake()
+
+    @property
+    def is_native(self) -> bool:
+        """Whether messages go through the C++ extension; else through pyzmq, which is slower beside busy threads."""
+        return not isinstance(self._port, ControlPort)
 
     def fileno(self) -> int:
         """libzmq's descriptor, edge-triggered: after it turns readable, and after each send, `recv` until empty."""
@@ -278,7 +253,7 @@ class ControlSocket:
         """Closes every connection and drops what is unsent. Idempotent."""
         if self.closed:
             return
-        with self._wake_lock:
-            os.close(self._wake_fd)
-            self._wake_fd = -1
+        self._port.close()
+        os.close(self._wake_fd)
+        self._wake_fd = -1
         self._finalizer()

@@ -5,6 +5,7 @@ Layer 5. Must not know what it runs.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from typing import TYPE_CHECKING
@@ -38,3 +39,13 @@ class Copier:
         while (job := self._jobs.get()) is not None:
             job()
             self._wake()
+
+
+def has_core_to_spare() -> bool:
+    """Whether this process may use more than two cores.
+
+    On two, the driver and the peer's process have both already: a third runner only takes turns with them. Seen over
+    shared memory, two ranks to one: 2.25 GB/s with the thread, 2.65 without.
+    """
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return usable > 2

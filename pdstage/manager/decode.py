@@ -122,7 +122,7 @@ class DecodeNode(Node[DecodeCore]):
         config: Config | None = None,
         progress: str = "inline",
         switch_interval_s: float | None = DEFAULT_SWITCH_S,
-        copy_thread: bool = True,
+        copy_thread: bool | None = None,
         insecure: bool = False,
     ) -> None:
         super().__init__(
@@ -261,11 +261,11 @@ class DecodeNode(Node[DecodeCore]):
                 self._take_bindings()
         return super()._turn_once(heard)
 
-    def _push(self) -> None:
+    def _push(self) -> bool:
         if self._binding:
             with self._lock:
                 self._take_bindings()
-        super()._push()
+        return super()._push() or bool(self._binding)
 
     def _take_answers(self) -> None:
         while self._answers:

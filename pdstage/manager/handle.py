@@ -5,7 +5,8 @@ Layer 5. Must not know cores or sockets: the node keeps it current, and is asked
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import queue
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -79,7 +80,7 @@ class Roster:
     def __init__(self) -> None:
         self._handles: dict[Room, Handle] = {}
         self._ended: list[Handle] = []
-        self._news = threading.Condition()
+        self._waiters: list[tuple[Callable[[], bool], queue.SimpleQueue[None]]] = []
         self._n_changes = 0
         self._polled_at = -1
         self._polled: Sequence[Handle] = []
@@ -91,10 +92,10 @@ class Roster:
     def add(self, room: Room, handle: Handle) -> None:
         self._handles[room] = handle
         handle.status = room.status
-        self.notify()
+        self._n_changes += 1
 
     def changed(self, room: Room) -> None:
-        """Brings the room's handle up to date."""
+        """Brings the room's handle up to date; `ring` then wakes who waits for it."""
         handle = self._handles.get(room)
         if handle is None:
             return
@@ -105,14 +106,15 @@ class Roster:
             self._ended.append(handle)
         if room.released:
             del self._handles[room]
-        self.notify()
+        self._n_changes += 1
 
     def end(self, handle: Handle, error: PdstageError) -> None:
         """Fails a handle whose room never reached the core: nothing was said, so nothing is held."""
         handle.error = error
         handle.status = State.FAILED | 0x80
         self._ended.append(handle)
-        self.notify()
+        self._n_changes += 1
+        self.ring()
 
     def fail(self, error: PdstageError) -> None:
         """Fails every handle that has not ended."""
@@ -120,7 +122,8 @@ class Roster:
             if handle.status & 0x7F not in _ENDED:
                 handle.error = error
                 handle.status = State.FAILED
-        self.notify()
+        self._n_changes += 1
+        self.ring()
 
     def take_ended(self) -> list[Handle]:
         ended, self._ended = self._ended, []
@@ -134,12 +137,20 @@ class Roster:
             self._statuses = np.frombuffer(bytes([handle.status for handle in handles]), np.uint8)
         return (self._statuses & 0x7F).view(np.int8), self._statuses >> np.uint8(7)
 
-    def notify(self) -> None:
-        self._n_changes += 1
-        with self._news:
-            self._news.notify_all()
+    def ring(self) -> None:
+        """Wakes each waiting thread whose `done` is true: asked here, as any other would only take the interpreter."""
+        for done, bell in tuple(self._waiters):
+            if done():
+                bell.put(None)
 
     def wait(self, done: Callable[[], bool], timeout_s: float) -> None:
-        """Until a change made `done` true, or `timeout_s` is over."""
-        with self._news:
-            self._news.wait_for(done, timeout_s)
+        """Until a change made `done` true, or `timeout_s` is over. May return early."""
+        bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        waiter = (done, bell)
+        self._waiters.append(waiter)
+        try:
+            if not done():
+                with contextlib.suppress(queue.Empty):
+                    bell.get(timeout=timeout_s)
+        finally:
+            self._waiters.remove(waiter)

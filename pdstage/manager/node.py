@@ -4,7 +4,8 @@ Layer 5. Must not know which role its core has: `prefill` and `decode` carry out
 
 A turn is: receive -> lock -> feed the core -> take effects -> unlock -> carry them out. Only one thread turns at a
 time. With `progress="inline"` every poll of the engine is a turn; with `progress="thread"` a thread of the node's own
-turns, and waits on the control socket and the transport in between.
+turns, and waits on the control socket and the transport in between. While it waits, an engine's call sends its messages
+itself: handing them over would cost a wake-up, and beside a busy thread a switch of the interpreter.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar
 from pdstage.control.zmq import MAX_FRAMES, ControlSocket
 from pdstage.cost import CostModel
 from pdstage.errors import PdstageError, UsageError
-from pdstage.manager.copier import Copier
+from pdstage.manager.copier import Copier, has_core_to_spare
 from pdstage.manager.handle import Roster
 from pdstage.manager.lookup import Directory
 from pdstage.protocol.config import Config
@@ -52,6 +53,18 @@ _DEAD_CHECK_S = 0.5
 _LOOK_S = 0.1
 _LARGE_NBYTES = 128 << 10
 _SWITCH_S = 1e-4
+
+
+_n_forks = 0
+"""In this process's line of descent since this module was loaded. Counted, as asking for the pid is a system call."""
+
+
+def _count_fork() -> None:
+    global _n_forks  # noqa: PLW0603  (one number of the process)
+    _n_forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
 
 
 class Heard(NamedTuple):
@@ -85,7 +98,7 @@ class Node(ABC, Generic[AnyCore]):
         config: Config | None,
         progress: str,
         switch_interval_s: float | None,
-        copy_thread: bool,
+        copy_thread: bool | None,
         insecure: bool,
     ) -> None:
         if path not in PATHS:
@@ -95,9 +108,12 @@ class Node(ABC, Generic[AnyCore]):
         self.pool, self.topology, self.path = pool, topology, path
         self.config = config or Config()
         self.incarnation = secrets.randbits(63) | 1
-        self._pid = os.getpid()
+        self._n_forks = _n_forks
         self._lock = threading.RLock()
-        self._turning = threading.Lock()
+        self._turning = threading.Lock()  # whose loop it is, waiting included
+        self._acting = threading.Lock()  # who takes effects and carries them out, so that frames leave in their order
+        self._kept: list[Effect] = []
+        self._sleeps_until = 0.0
         self.roster = Roster()
         self._lost: list[Link] = []
         self._outgoing: dict[bytes, list[bytes]] = {}
@@ -108,7 +124,8 @@ class Node(ABC, Generic[AnyCore]):
         self.memory = Memory(staging_nbytes, staging, pool.device)
         self.parts = self.memory.parts(n_parts)
         self._copier = Copier(self._wake)
-        self.stager = Stager(pool, self._copier.submit if copy_thread else None)
+        copies_aside = has_core_to_spare() if copy_thread is None else copy_thread
+        self.stager = Stager(pool, self._copier.submit if copies_aside else None)
         self.transport = open_transport(transport) if isinstance(transport, str) else transport
         self.directory = Directory()
         exposed = [self.memory.region, *(self._pool_regions() if path != "staged" else ())]
@@ -152,9 +169,12 @@ class Node(ABC, Generic[AnyCore]):
             return False
         try:
             heard = self._wait(wait_s) if wait_s > 0 else _EVERYTHING
-            while self._turn_once(heard) and not self._closed:
-                heard = _EVERYTHING
-            self._flush()
+            with self._acting:
+                while self._turn_once(heard) and not self._closed:
+                    heard = _EVERYTHING
+                    self.roster.ring()
+                self._flush()
+                self.roster.ring()  # last: who wakes earlier waits for the interpreter
         except BaseException as error:
             self._fail_everything(error)
             raise
@@ -179,11 +199,15 @@ class Node(ABC, Generic[AnyCore]):
             for copied in staged:
                 self._on_staged(copied, now)
             self.core.tick(now)
-            effects = self.core.take_effects()
+            effects = self._take_effects()
         again = self._carry_out(effects)
         if self._lost:
             self._check_lost()
         return again
+
+    def _take_effects(self) -> list[Effect]:
+        kept, self._kept = self._kept, []
+        return kept + self.core.take_effects()
 
     def _carry_out(self, effects: list[Effect]) -> bool:
         """True if something was done here that the core should hear of at once.
@@ -232,10 +256,12 @@ class Node(ABC, Generic[AnyCore]):
 
     def _patience_s(self) -> float:
         """How long nothing can happen that neither the socket nor the transport would announce."""
+        longest_s = min(1.0, self.config.retry_s)  # so that the question an engine's call asks needs no wake-up
         with self._lock:
-            next_at = self.core.next_at()
-        until_s = 1.0 if next_at is None else next_at - time.monotonic()
-        return min(max(until_s, 1e-4), 1.0)
+            now, next_at = time.monotonic(), self.core.next_at()
+            until_s = longest_s if next_at is None else min(max(next_at - now, 1e-4), longest_s)
+            self._sleeps_until = now + until_s
+        return until_s
 
     def _wait(self, wait_s: float) -> Heard:
         fds = self.transport.filenos()
@@ -339,7 +365,7 @@ class Node(ABC, Generic[AnyCore]):
 
     def use(self) -> threading.RLock:
         """The lock, for a call of the engine; raises `UsageError` once the node is closed, has failed, or in a fork."""
-        if os.getpid() != self._pid:
+        if _n_forks != self._n_forks:
             raise UsageError("a node was used in a forked child", remedy="make the node after the fork")
         if self._closed:
             raise UsageError("this node is closed", remedy="make a new one")
@@ -358,23 +384,32 @@ class Node(ABC, Generic[AnyCore]):
 
         What peers have said meanwhile waits for the next poll: an engine makes many calls between two of them.
         """
-        if self._progress == "inline" and self._turning.acquire(blocking=False):
+        wake = True
+        if self._acting.acquire(blocking=False):
             try:
-                self._push()
+                wake = self._push()
             except BaseException as error:
                 self._fail_everything(error)
                 raise
             finally:
-                self._turning.release()
-        else:
+                self._acting.release()
+        if wake:
             self.socket.wake()
 
-    def _push(self) -> None:
+    def _push(self) -> bool:
+        """True if something is left for a turn: with a thread, all but messages, and a moment before it would wake."""
         with self._lock:
-            effects = self.core.take_effects()
+            effects = self._take_effects()
+            next_at = self.core.next_at()
+            early = next_at is not None and next_at < self._sleeps_until
+        if self._progress == "thread" and not all(isinstance(effect, Send | Changed) for effect in effects):
+            self._kept = effects
+            return True
         if effects:
             self._carry_out(effects)
             self._flush()
+            self.roster.ring()
+        return early
 
     def wait_for(self, done: Callable[[], bool], timeout_s: float | None, what: str) -> None:
         """Turns (or lets the thread turn) until `done()`; raises `TimeoutError` after `timeout_s`."""
@@ -410,7 +445,7 @@ class Node(ABC, Generic[AnyCore]):
         if self._closed:
             return
         self.directory.close()
-        if self._failure is None and os.getpid() == self._pid:
+        if self._failure is None and _n_forks == self._n_forks:
             self._close_rooms(timeout_s)
         self._closed = True
         self.socket.wake()

@@ -111,7 +111,8 @@ class PrefillNode(Node[PrefillCore]):
     `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name or an open transport.
     `bootstrap` is the directory (`host:port`) to publish to; None embeds one, whose address is `bootstrap_address`.
     `staging_nbytes` are split into `n_buffers` send buffers. `path` is "auto" (by cost), "staged" or "direct". `bind`
-    is the control socket's address. `progress` is "inline" (polls do the work) or "thread". Raises `UsageError` or
+    is the control socket's address. `progress` is "inline" (polls do the work) or "thread". `copy_thread` makes large
+    host copies in a thread of their own; None does so where there are cores for it. Raises `UsageError` or
     `TransportError`.
     """
 
@@ -131,7 +132,7 @@ class PrefillNode(Node[PrefillCore]):
         config: Config | None = None,
         progress: str = "inline",
         switch_interval_s: float | None = DEFAULT_SWITCH_S,
-        copy_thread: bool = True,
+        copy_thread: bool | None = None,
         insecure: bool = False,
     ) -> None:
         if n_buffers < 2:

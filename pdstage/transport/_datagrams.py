@@ -8,11 +8,14 @@ receiver refuses the next one. What it refuses waits at the sender, in order, an
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
 import struct
 from collections import deque
+
+from pdstage import native
 
 MAX_NBYTES = 64 << 10
 _PER_RECEIVE = 256
@@ -35,8 +38,12 @@ class Inbox:
 
     def receive(self) -> list[bytes]:
         """What has come, at most a few hundred tags; the rest stays readable."""
-        tags = []
+        tags: list[bytes] = []
         ours = (0, os.geteuid())  # abstract names have no permissions: any user may send to them
+        if native.ext is not None:
+            tags, n_foreign = native.ext.recv_datagrams(self._socket.fileno(), ours, _PER_RECEIVE, MAX_NBYTES)
+            self.n_foreign += n_foreign
+            return tags
         room = socket.CMSG_SPACE(_CREDENTIALS.size)
         for _ in range(_PER_RECEIVE):
             try:
@@ -58,7 +65,7 @@ class Outbox:
     """Sends to one inbox; holds what that inbox has no room for."""
 
     def __init__(self, name: str) -> None:
-        self._address = "\0" + name
+        self._name = name
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._socket = _socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_NBYTES)
@@ -68,7 +75,10 @@ class Outbox:
 
     def check(self) -> None:
         """Raises `OSError` if the inbox was closed; its process may live on."""
-        self._socket.connect(self._address)
+        if native.ext is None:
+            self._socket.connect("\0" + self._name)
+        elif code := native.ext.connect_abstract(self._socket.fileno(), self._name):
+            raise OSError(code, os.strerror(code))
 
     def put(self, ticket: int, tag: bytes) -> None:
         self._waiting.append((ticket, tag))
@@ -78,17 +88,24 @@ class Outbox:
         sent: list[int] = []
         while self._waiting:
             ticket, tag = self._waiting[0]
-            try:
-                self._socket.send(tag)
-            except BlockingIOError:
+            code = self._send(tag)
+            if code and (code == errno.EAGAIN or sent):  # another error is reported by the next flush
                 break
-            except OSError:
-                if sent:  # reported by the next flush
-                    break
-                raise
+            if code:
+                raise OSError(code, os.strerror(code))
             self._waiting.popleft()
             sent.append(ticket)
         return sent
+
+    def _send(self, tag: bytes) -> int:
+        """0 or the errno."""
+        if native.ext is not None:
+            return int(native.ext.send_datagram(self._socket.fileno(), tag))
+        try:
+            self._socket.send(tag)
+        except OSError as error:
+            return error.errno or errno.EIO
+        return 0
 
     def is_empty(self) -> bool:
         return not self._waiting

@@ -90,7 +90,9 @@ class Process:
 
     def gone(self) -> bool:
         """Whether the process has ended, which is final."""
-        if self._pidfd >= 0 and self._ended.poll(0):
+        if self._pidfd >= 0 and (
+            native.ext.is_readable(self._pidfd) if native.ext is not None else self._ended.poll(0)
+        ):
             self.close()
         return self._pidfd < 0
 
@@ -101,8 +103,10 @@ class Process:
 
     def write(self, spans: Spans) -> tuple[int, TransportError | None]:
         """Writes the spans in order; the bytes that landed, and what stopped it."""
-        write_peer = _write_peer if native.ext is None else native.ext.write_peer
-        written, code = write_peer(self.pid, *(np.ascontiguousarray(values) for values in spans))
+        if native.ext is not None:
+            written, code = native.ext.write_peer(self.pid, *spans)
+        else:
+            written, code = _write_peer(self.pid, *map(np.ascontiguousarray, spans))
         if self.gone():  # and if it ended during the call, only that matters
             return written, self._gone()
         return written, self._reason(code) if code else None

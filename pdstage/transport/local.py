@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
+from pdstage import native
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
 from pdstage.transport._datagrams import MAX_NBYTES, Inbox, Outbox
@@ -122,6 +123,7 @@ class LocalTransport(Transport):
         self._identity = own_identity()
         self._links: dict[str, _Link] = {}
         self._met: dict[str, list[Process | _Here]] = {}
+        self._blocked: set[_Link] = set()
         self._events: deque[Event] = deque()
         self._tickets = count(1)
         self._closed = False
@@ -204,16 +206,13 @@ class LocalTransport(Transport):
     def poll(self) -> list[Event]:
         if self._closed:
             return []
-        received: list[Event] = []
-        for fd, _ in self._epoll.poll(0):
-            if fd == self._inbox.fileno():
-                received = [Inbound(tag) for tag in self._inbox.receive()]
-            elif fd == self._bell:
-                os.eventfd_read(fd)
-            else:
-                self._send(next(link for link in self._links.values() if link.outbox.fileno() == fd))
-        events = [*self._events, *received]
-        self._events.clear()
+        for link in self._blocked.copy():
+            self._send(link)
+        events = list(self._events)
+        if events:
+            self._events.clear()
+            _lower(self._bell)
+        events.extend(map(Inbound, self._inbox.receive()))
         return events
 
     def filenos(self) -> Sequence[int]:
@@ -223,6 +222,7 @@ class LocalTransport(Transport):
         link = self._links.pop(peer, None)
         if link is not None:
             self._give_up(link, TransportError(f"peer {peer!r} was disconnected before it took the tag"))
+            self._blocked.discard(link)
             link.outbox.close()
 
     def proved_dead(self, peer: str) -> bool:
@@ -256,8 +256,9 @@ class LocalTransport(Transport):
         return link
 
     def _tell(self, event: Event) -> None:
+        if not self._events:
+            _raise(self._bell)
         self._events.append(event)
-        os.eventfd_write(self._bell, 1)
 
     def _send(self, link: _Link) -> None:
         """Sends what waits for the peer, and while some is left has the epoll watch for room."""
@@ -266,13 +267,12 @@ class LocalTransport(Transport):
                 self._tell(Done(ticket))
         except OSError:
             self._give_up(link, link.gone())
-        try:
-            if link.outbox.is_empty():
-                self._epoll.unregister(link.outbox)
-            else:
-                self._epoll.register(link.outbox, select.EPOLLOUT)
-        except (FileExistsError, FileNotFoundError):
-            return
+        if link.outbox.is_empty() and link in self._blocked:
+            self._blocked.remove(link)
+            self._epoll.unregister(link.outbox)
+        elif not link.outbox.is_empty() and link not in self._blocked:
+            self._blocked.add(link)
+            self._epoll.register(link.outbox, select.EPOLLOUT)
 
     def _give_up(self, link: _Link, error: TransportError) -> None:
         for ticket in link.outbox.drop():
@@ -283,6 +283,20 @@ class LocalTransport(Transport):
         dead = [peer for peer in self._met if peer not in self._links and self.proved_dead(peer)]
         for peer in dead[: max(0, len(dead) - _DEAD_REMEMBERED)]:
             del self._met[peer]
+
+
+def _raise(bell: int) -> None:
+    if native.ext is not None:
+        native.ext.raise_event(bell)
+    else:
+        os.eventfd_write(bell, 1)
+
+
+def _lower(bell: int) -> None:
+    if native.ext is not None:
+        native.ext.lower_event(bell)
+    else:
+        os.eventfd_read(bell)
 
 
 TRANSPORT = LocalTransport

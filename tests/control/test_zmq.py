@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 import zmq
 
+from pdstage import native
+from pdstage.control import port
 from pdstage.control.zmq import MAX_FRAMES, ControlSocket, route_of
 from pdstage.errors import TransportError, UsageError
 
@@ -25,12 +28,19 @@ if TYPE_CHECKING:
 DEADLINE_S = 20.0
 
 
-@pytest.fixture
-def make() -> Iterator[Callable[..., ControlSocket]]:
+@pytest.fixture(params=["c++", "pyzmq"])
+def make(request, monkeypatch) -> Iterator[Callable[..., ControlSocket]]:
+    """Makes sockets whose messages go through either port; both must do the same."""
+    if request.param == "pyzmq":
+        monkeypatch.setattr(native, "ext", None)
+    elif native.ext is None:
+        pytest.skip("the C++ extension is off")
     with contextlib.ExitStack() as stack:
 
         def node(identity: bytes | None = None, **options: object) -> ControlSocket:
-            return stack.enter_context(ControlSocket(identity=identity or b"n" + secrets.token_bytes(8), **options))
+            made = stack.enter_context(ControlSocket(identity=identity or b"n" + secrets.token_bytes(8), **options))
+            assert made.is_native == (request.param == "c++"), "the port in use is another than the one asked for"
+            return made
 
         yield node
 
@@ -351,6 +361,109 @@ def test_wake_from_many_threads_covers_every_item(make) -> None:
             taken += 1
     for thread in threads:
         thread.join()
+
+
+def test_a_library_that_cannot_be_seen_leaves_pyzmq(make, monkeypatch) -> None:
+    """As with pyzmq's cffi backend, or a libzmq linked in privately: said by `is_native`, and all else as ever."""
+    for backend in ("no.such.module", "zmq.backend", "_struct"):
+        monkeypatch.setattr(port, "_BACKEND", backend)
+        with ControlSocket(identity=b"plain") as node:
+            assert not node.is_native
+            assert node.send(node.connect(node.endpoint), [b"note"])
+            assert receive(node) == [(route_of(b"plain"), [b"note"])]
+
+
+def test_sends_and_connects_of_another_thread_hide_no_arrival(make) -> None:
+    """libzmq announces an arrival once: a send may take that word in while another thread waits for it."""
+    node, echo, n = make(b"node"), make(b"echo"), 3000
+    got, failed = [0], []
+
+    def serve() -> None:
+        left = n
+        while left and echo.wait(DEADLINE_S).messages:
+            for route, frames in echo.recv():
+                left -= echo.send(route, frames)
+
+    def wait() -> None:
+        while got[0] < n:
+            if not any(node.wait(DEADLINE_S)):
+                failed.append("an arrival was not announced")
+                return
+            got[0] += len(node.recv())
+
+    threads = [threading.Thread(target=serve), threading.Thread(target=wait)]
+    for thread in threads:
+        thread.start()
+    route = node.connect(echo.endpoint)
+    for i in range(n):
+        assert node.send(route, [b"%d" % i])
+        if i % 100 == 0:
+            node.connect(make().endpoint)
+    for thread in threads:
+        thread.join()
+    assert got == [n], failed
+
+
+@pytest.mark.parametrize("call", ["send", "connect", "disconnect"])
+def test_a_call_that_takes_an_arrival_in_tells_the_waiter(monkeypatch, call: str) -> None:
+    """The moment that no schedule hits at will: the waiter is in the kernel, and the word of the message is gone."""
+    monkeypatch.setattr(native, "ext", None)
+    with ControlSocket(identity=b"node") as node, ControlSocket(identity=b"peer") as peer:
+        route = node.connect(peer.endpoint)
+        peer.send(peer.connect(node.endpoint), [b"x"])
+        assert node.wait(DEADLINE_S).messages
+        monkeypatch.setattr(node._port, "_n_waiting", 1)
+        getattr(node, call)(*{"send": (route, [b"y"]), "connect": (peer.endpoint,), "disconnect": (b"nobody",)}[call])
+        assert node.wait(0).woken
+
+
+def test_a_wait_without_end_hears_signals(make) -> None:
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    node, before = make(), signal.signal(signal.SIGUSR1, interrupt)
+    timer = threading.Timer(0.05, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1))
+    try:
+        timer.start()
+        with pytest.raises(Interrupted):
+            node.wait(None)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    node.wake()
+    assert node.wait(DEADLINE_S).woken, "the interrupted wait left the socket as it was"
+
+
+def test_close_ends_a_wait_of_another_thread(make) -> None:
+    """Not allowed, as what the waiter does next fails; but it neither hangs nor takes the process down."""
+    for _ in range(20):
+        node, seen = make(), []
+
+        def wait(node: ControlSocket = node, seen: list[object] = seen) -> None:
+            with contextlib.suppress(RuntimeError, zmq.ZMQError):
+                seen.append("began")
+                while not node.closed:
+                    node.wait(None)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        while not seen:
+            thread.join(0.001)
+        node.close()
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+def test_frames_that_are_no_bytes_send_nothing(make) -> None:
+    node = make(b"me")
+    route = node.connect(node.endpoint)
+    with pytest.raises(TypeError):
+        node.send(route, [b"good", "text"])
+    assert node.send(route, [b"whole"])
+    assert receive(node) == [(route_of(b"me"), [b"whole"])]
 
 
 def test_close_is_idempotent_and_leaves_nothing(no_leaks) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -205,6 +207,25 @@ def test_chunks_larger_than_the_lanes_are_split(site):
     assert p.stats()["chunks_staged"] > 40
 
 
+@pytest.mark.parametrize("copy_thread", [True, False])
+def test_large_copies_in_either_thread(site, copy_thread):
+    src, dst = (Rank(page=64, n_pages=80) for _ in "ab")
+    tokens = 4096
+    options = {"path": "staged", "staging_nbytes": 8 << 20, "copy_thread": copy_thread}
+    prefill, decode = site.prefill(src, **options), site.decode(dst, **options)
+    src_pages, dst_pages = src.allocate(tokens), dst.allocate(tokens)
+    src.write(1, tokens, src_pages)
+    receiver, sender = decode.receive(1, site.address), prefill.send(1)
+    receiver.bind(dst_pages, tokens)
+    sender.chunk(src_pages, tokens)
+    sender.finish()
+    drive(site.nodes, lambda: receiver.released and sender.released)
+    assert receiver.error is None
+    assert dst.holds(1, tokens, dst_pages)
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("pdstage-copier") == (2 if copy_thread else 0)
+
+
 def test_the_callers_arrays_stay_as_they_are(site):
     src, dst = Rank(), Rank()
     p, d = site.prefill(src), site.decode(dst)
@@ -265,3 +286,30 @@ def test_nothing_grows_with_rooms_served(site):
     assert not p.roster
     assert not d.roster
     assert not d._receivers
+
+
+@pytest.mark.parametrize("progress", ["inline", "thread"])
+def test_calls_of_many_threads_keep_the_order_of_frames(site, progress):
+    """An engine's call may send by itself what it caused: a frame that overtakes another makes that one stale."""
+    src, dst = Rank(n_pages=1), Rank(n_pages=1)
+    p, d = site.prefill(src, progress=progress), site.decode(dst, progress=progress)
+    page, n_threads, n_each = np.array([0]), 4, 40
+    ended = []
+
+    def serve(first: int) -> None:
+        for room in range(first, first + n_each):
+            sender, receiver = p.send(room), d.receive(room, site.address)
+            receiver.bind(page, src.page)
+            sender.chunk(page, src.page)
+            sender.finish()
+            ended.append((sender, receiver))
+
+    threads = [threading.Thread(target=serve, args=(n * n_each,)) for n in range(n_threads)]
+    for thread in threads:
+        thread.start()
+    done = n_threads * n_each
+    drive(site.nodes, lambda: len(ended) == done and all(s.released and r.released for s, r in ended))
+    for thread in threads:
+        thread.join()
+    assert {handle.wait(0) for pair in ended for handle in pair} == {State.SUCCESS}
+    assert p.stats()["frames_stale"] == d.stats()["frames_stale"] == 0
