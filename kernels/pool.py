@@ -75,9 +75,14 @@ class Compiled(Protocol):
     ) -> None: ...
 
     def copy_to(
-        self, peer: Compiled, indexes: Mapping[str, Index], peer_indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+        self,
+        peer: Compiled,
+        indexes: Mapping[str, Index],
+        peer_indexes: Mapping[str, Index],
+        tokens: Tokens,
+        launch: Launch,
     ) -> None:
-        """`peer` is a plan of the same backend whose `cells` are equal."""
+        """`peer` is a plan of the same class whose `cells` are equal."""
 
 
 class Backend(Protocol):
@@ -262,12 +267,9 @@ class Plan:
         return Launch(stream, max_sms, sum_ptr)
 
     def _check_peer(self, peer: Plan) -> None:
-        if peer.backend != self.backend:
-            raise UsageError(
-                f"a plan of backend {self.backend!r} cannot copy to one of {peer.backend!r}",
-                remedy="make both with one backend",
-            )
-        ours, theirs = self._recipe.cells(), peer._recipe.cells()
-        for mine, other in zip_longest(ours, theirs):
+        ours, theirs = (f"{plan.backend} ({type(plan._compiled).__name__})" for plan in (self, peer))
+        if ours != theirs:
+            raise UsageError(f"a plan of {ours} cannot copy to one of {theirs}", remedy="make both with one backend")
+        for mine, other in zip_longest(self._recipe.cells(), peer._recipe.cells()):
             if mine != other:
                 raise UsageError(f"copying {mine} to {other}", remedy="select the same views and shards on both sides")
