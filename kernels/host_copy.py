@@ -36,7 +36,7 @@ def missing() -> str:
 def compile_plan(recipe: Recipe) -> NativePlan | NumpyPlan:
     """The selection's tables, built once: in C++ where it is there, else for numpy."""
     table = Table.of(recipe.layout, recipe.select)
-    return NumpyPlan(table, recipe.wire) if native.ext is None else NativePlan(table, recipe.wire)
+    return NumpyPlan(table, recipe.wire) if native.ext is None else NativePlan(table, recipe)
 
 
 class Moving(NamedTuple):
@@ -50,17 +50,26 @@ class Moving(NamedTuple):
 class NativePlan:
     """A plan held by the extension: a call takes one tuple for each component across the border and drops the GIL."""
 
-    def __init__(self, table: Table, wire: str) -> None:
+    def __init__(self, table: Table, recipe: Recipe) -> None:
         assert native.ext is not None
         rows, sizes = table.arrays()
         self._table = table
-        self._slow = NumpyPlan(table, wire)
-        self._plan = native.ext.CopyPlan(rows, sizes, wire == HEAD_MAJOR)
+        self._as_peer = replace(table, side=DESTINATION)
+        self._plan = native.ext.CopyPlan(rows, sizes, recipe.wire == HEAD_MAJOR, recipe.threads, recipe.checksum)
 
     def gather(
         self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
-        fault, *where = self._plan.gather(dst_ptr, dst_nbytes, self._table.parts(indexes, tokens))
+        parts = self._table.parts(indexes, tokens)
+        fault, *where = self._plan.gather(dst_ptr, dst_nbytes, parts, launch.sum_ptr)
+        if fault:
+            self._table.refuse(fault, *where)
+
+    def scatter(
+        self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
+        parts = self._table.parts(indexes, tokens)
+        fault, *where = self._plan.scatter(src_ptr, src_nbytes, parts, launch.sum_ptr)
         if fault:
             self._table.refuse(fault, *where)
 
@@ -73,14 +82,11 @@ class NativePlan:
         launch: Launch,
     ) -> None:
         assert isinstance(peer, NativePlan)
-        self._slow.copy_to(peer._slow, indexes, peer_indexes, tokens, launch)
-
-    def scatter(
-        self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
-    ) -> None:
-        fault, *where = self._plan.scatter(src_ptr, src_nbytes, self._table.parts(indexes, tokens))
+        parts, peer_parts = self._table.parts(indexes, tokens), peer._as_peer.parts(peer_indexes, tokens)
+        fault, component, *where = self._plan.copy_to(peer._plan, parts, peer_parts, launch.sum_ptr)
         if fault:
-            self._table.refuse(fault, *where)
+            n = len(self._table.names)
+            (self._table if component < n else peer._as_peer).refuse(fault, component % n, *where)
 
 
 class NumpyPlan:

@@ -44,13 +44,14 @@ class Cells(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What a backend makes a plan of. `select` is in key order."""
+    """What a backend makes a plan of. `select` is in key order; `threads` are the host's, where the host copies."""
 
     layout: Layout
     select: tuple[Select, ...]
     wire: str
     device: str
     checksum: bool
+    threads: int = 1
 
     def cells(self) -> list[Cells]:
         """What two plans must have in common for bytes of one to become bytes of the other."""
@@ -170,18 +171,27 @@ class Pool:
                 )
 
     def plan(
-        self, select: Iterable[Select], wire: str = TOKEN_MAJOR, backend: str = "auto", *, checksum: bool = False
+        self,
+        select: Iterable[Select],
+        wire: str = TOKEN_MAJOR,
+        backend: str = "auto",
+        *,
+        checksum: bool = False,
+        threads: int = 1,
     ) -> Plan:
         """A plan for some shards of some views, staged in `wire` order. Cold: make it once for each peer and selection.
 
-        With `checksum` its calls may be given a `sum_ptr`. Raises `UsageError` for shards that the pool does not hold,
-        an unknown order or a backend that is not for here.
+        With `checksum` its calls may be given a `sum_ptr`. `threads` is how many a call in host memory may use at most,
+        the caller's among them; only the extension uses more than one, for copies of several MiB. Raises `UsageError`
+        for shards that the pool does not hold, an unknown order or a backend that is not for here.
         """
+        if threads < 1:
+            raise UsageError(f"threads is {threads}", remedy="give at least 1", threads=threads)
         if wire not in (TOKEN_MAJOR, HEAD_MAJOR):
             raise UsageError(f"no staged order {wire!r}", remedy=f"use {TOKEN_MAJOR!r} or {HEAD_MAJOR!r}", wire=wire)
         name = choose(backend, self.device)
         staging = Staging(self.layout, select)
-        recipe = Recipe(self.layout, staging.select, wire, self.device, checksum)
+        recipe = Recipe(self.layout, staging.select, wire, self.device, checksum, threads)
         return Plan(self, staging, name, recipe, _BACKENDS[name].compile_plan(recipe))
 
 
