@@ -7,29 +7,25 @@ import threading
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from pools import (
     FUSED,
     HND,
     HOST_CODES,
     NHD,
+    REFERENCE,
     Logical,
+    Rig,
     Stored,
+    check,
     hold,
     host_code,
-    indexes,
-    logicals,
     moved,
-    ranges,
-    selections,
-    storages,
+    transfers,
 )
 
 from pdstage.errors import UsageError
 from pdstage.kernels import Index, Pool
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
-
-WIRES = st.sampled_from([TOKEN_MAJOR, HEAD_MAJOR])
 
 
 def staging(nbytes, skew=0, fill=0xA5):
@@ -39,97 +35,14 @@ def staging(nbytes, skew=0, fill=0xA5):
     return whole, whole.ctypes.data + start
 
 
-@st.composite
-def cases(draw, repeat):
-    """A pool of one or two components, some of it selected, token ranges and indexes."""
-    stored = [draw(storages(draw(logicals(name)))) for name in ("kv", "swa")[: draw(st.integers(1, 2))]]
-    held = hold(stored, draw(st.integers(0, 99)))
-    select = draw(selections(held.layout))
-    tokens = {one.of.name: draw(ranges(one)) for one in stored}
-    index = {one.of.name: draw(indexes(one, tokens[one.of.name], repeat)) for one in stored}
-    return held, select, draw(WIRES), tokens, index, draw(st.sampled_from([0, 0, 1, 16]))
+RIGS = [*(Rig("host", code) for code in HOST_CODES), REFERENCE]
 
 
-@pytest.mark.parametrize("code", HOST_CODES)
-@settings(max_examples=200, deadline=None)
-@given(case=cases(repeat=True))
-def test_host_gather_is_the_reference(code, case):
-    held, select, wire, tokens, index, skew = case
-    pool = Pool.of(held.layout, keep=held)
-    before = held.bytes()
-    results = []
-    for backend in ("host", "reference"):
-        with host_code(code):
-            plan = pool.plan(select, wire, backend)
-        n = plan.nbytes(tokens)
-        whole, at = staging(n, skew)
-        plan.gather(at, n, index, tokens)
-        start = at - whole.ctypes.data
-        results.append(whole[start : start + n])
-        assert (whole[:start] == 0xA5).all()
-        assert (whole[start + n :] == 0xA5).all()
-    np.testing.assert_array_equal(*results)
-    for a, b in zip(before, held.memory, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("code", HOST_CODES)
-@settings(max_examples=200, deadline=None)
-@given(case=cases(repeat=False))
-def test_host_scatter_is_the_reference(code, case):
-    held, select, wire, tokens, index, skew = case
-    before = held.bytes()
-    results = []
-    for backend in ("host", "reference"):
-        for memory, original in zip(held.memory, before, strict=True):
-            memory[:] = original
-        with host_code(code):
-            plan = Pool.of(held.layout).plan(select, wire, backend)
-        n = plan.nbytes(tokens)
-        whole, at = staging(n, skew)
-        whole[at - whole.ctypes.data :][:n] = np.random.default_rng(7).integers(0, 256, n, dtype=np.uint8)
-        plan.scatter(at, n, index, tokens)
-        results.append(held.bytes())
-    for a, b in zip(*results, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@st.composite
-def transfers(draw):
-    """Two pools that store the same thing differently, and tokens to move."""
-    of = draw(logicals())
-    src, dst = draw(storages(of)), draw(storages(of))
-    tokens = draw(ranges(src, dst))
-    src_held, dst_held = hold([src], 1), hold([dst], 2)
-    src_select, dst_select = [], []
-    count = draw(st.integers(1, of.shards))
-    for key in of.view_keys():
-        src_select.append(Select(key, draw(st.integers(0, of.shards - count)), count))
-        dst_select.append(Select(key, draw(st.integers(0, of.shards - count)), count))
-    return (
-        (src_held, src_select, {"kv": draw(indexes(src, tokens, True))}),
-        (dst_held, dst_select, {"kv": draw(indexes(dst, tokens, False))}),
-        {"kv": tokens},
-    )
-
-
-@pytest.mark.parametrize("code", [*HOST_CODES, "reference"])
-@settings(max_examples=150, deadline=None)
-@given(case=transfers())
-def test_a_pool_laid_out_otherwise_gets_the_same_tokens_and_nothing_else_changes(code, case):
-    (src, src_select, src_index), (dst, dst_select, dst_index), tokens = case
-    expected = moved(src, src_select, src_index, dst, dst_select, dst_index, tokens)
-    backend = "reference" if code == "reference" else "host"
-    with host_code(code):
-        gather = Pool.of(src.layout).plan(src_select, TOKEN_MAJOR, backend)
-        scatter = Pool.of(dst.layout).plan(dst_select, TOKEN_MAJOR, backend)
-    assert gather.nbytes(tokens) == scatter.nbytes(tokens)
-    whole, at = staging(gather.nbytes(tokens))
-    gather.gather(at, gather.nbytes(tokens), src_index, tokens)
-    scatter.scatter(at, gather.nbytes(tokens), dst_index, tokens)
-    assert whole.size
-    for a, b in zip(expected, dst.memory, strict=True):
-        np.testing.assert_array_equal(a, b)
+@pytest.mark.parametrize("rig", RIGS, ids=lambda rig: f"{rig.backend}-{rig.code}")
+@settings(max_examples=250, deadline=None)
+@given(transfer=transfers())
+def test_every_transfer_moves_its_tokens_and_nothing_else(rig, transfer):
+    check(rig, transfer)
 
 
 def test_head_major_meets_head_major_across_shards():
