@@ -74,27 +74,40 @@ class SpanWriter {
 // Walks one side of a pair: where a row lies, and for how many rows its address goes on by inner_stride.
 class Side {
   public:
-    Side(const View& view, const Items& items, std::int64_t row) : view_(view), items_(items), row_(row) { seek(); }
+    Side(const View& view, const Items& items, std::int64_t row)
+        : view_(view),
+          items_(items),
+          item_(static_cast<std::size_t>(row / view.rows_per_item)),
+          row_(row % view.rows_per_item) {
+        seek();
+    }
     std::int64_t left() const { return left_; }
     std::int64_t address() const { return address_; }
     void advance(std::int64_t n_rows) {
         row_ += n_rows;
         left_ -= n_rows;
         address_ += n_rows * view_.inner_stride;
-        if (left_ == 0 && row_ / view_.rows_per_item < static_cast<std::int64_t>(items_.items.size())) seek();
+        if (left_ > 0) return;
+        if (row_ == view_.rows_per_item) {
+            ++item_;
+            row_ = 0;
+        }
+        if (item_ < items_.items.size()) seek();
     }
 
   private:
+    // Most seeks are to an item's first row, and divide nothing.
     void seek() {
-        const std::int64_t item = row_ / view_.rows_per_item;
-        const std::int64_t row = row_ % view_.rows_per_item;
-        left_ = std::min(view_.outer_rows - row % view_.outer_rows, view_.rows_per_item - row);
-        address_ =
-            view_.base + items_.items[static_cast<std::size_t>(item)] * view_.item_stride + view_.row_offset(row);
+        address_ = view_.base + items_.items[item_] * view_.item_stride;
+        left_ = std::min(view_.outer_rows, view_.rows_per_item);
+        if (row_ == 0) return;
+        address_ += view_.row_offset(row_);
+        left_ = std::min(view_.outer_rows - row_ % view_.outer_rows, view_.rows_per_item - row_);
     }
     const View& view_;
     const Items& items_;
-    std::int64_t row_;
+    std::size_t item_;
+    std::int64_t row_;  // within the item
     std::int64_t left_ = 0;
     std::int64_t address_ = 0;
 };

@@ -55,19 +55,20 @@ inline std::uint64_t sum_words_plain(const Byte* at, std::int64_t nbytes, std::u
     return sum_words(at, nbytes, key);
 }
 
-// One binary serves all processors of its kind, so the widest multiplication is chosen when it is loaded.
+// One binary serves all processors of its kind, so the multiplication of eight words at once is chosen when it is
+// loaded.
 #if defined(__x86_64__) && defined(__GNUC__)
-[[gnu::target("avx512f,avx512dq,avx512vl")]] inline std::uint64_t sum_words_avx512(const Byte* at, std::int64_t nbytes,
-                                                                                   std::uint64_t key) {
+[[gnu::target("avx512f,avx512dq,avx512vl")]] inline std::uint64_t sum_words_wide(const Byte* at, std::int64_t nbytes,
+                                                                                 std::uint64_t key) {
     return sum_words(at, nbytes, key);
 }
-[[gnu::target("avx2")]] inline std::uint64_t sum_words_avx2(const Byte* at, std::int64_t nbytes, std::uint64_t key) {
-    return sum_words(at, nbytes, key);
+inline std::uint64_t sum_words_avx512(const Byte* at, std::int64_t nbytes, std::uint64_t key) {
+    return nbytes < 192 ? sum_words(at, nbytes, key) : sum_words_wide(at, nbytes, key);
 }
 inline SumWords pick_sum_words() {
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) return sum_words_avx512;
-    return __builtin_cpu_supports("avx2") ? sum_words_avx2 : sum_words_plain;
+    const bool wide = __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return wide ? sum_words_avx512 : sum_words_plain;
 }
 #else
 inline SumWords pick_sum_words() {

@@ -176,7 +176,7 @@ std::uint64_t copy_cells(const Walk& walk, std::uint64_t place, std::uint64_t pl
     for (std::int64_t item = 0; item < walk.n_items; ++item, place += place_step) {
         Byte* const base = walk.base + walk.items[item] * walk.item_stride;
         for (std::size_t run = 0; run < walk.runs->offsets.size(); ++run, wire += nbytes) {
-            if (!ahead.done()) {
+            if ((kGather || !stream) && !ahead.done()) {
                 prefetch<kGather>(ahead.address(), fetched<kGather>(nbytes));
                 ahead.next();
             }
