@@ -123,9 +123,10 @@ def choose(backend: str, device: str) -> str:
             f"backend {backend!r} does not copy memory on {device!r}", remedy=f"use {' or '.join(fitting)}",
             backend=backend, device=device,
         )  # fmt: skip
-    problems = {name: _BACKENDS[name].missing() for name in (fitting if backend == "auto" else (backend,))}
-    for name, problem in problems.items():
-        if not problem:
+    problems = {}
+    for name in fitting if backend == "auto" else (backend,):
+        problems[name] = _BACKENDS[name].missing()
+        if not problems[name]:
             return name
     raise UsageError(
         f"backend {' or '.join(problems)} cannot be used here", remedy="; ".join(problems.values()), backend=backend
