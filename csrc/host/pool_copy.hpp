@@ -15,7 +15,7 @@ namespace pdstage::detail {
 // those behind it.
 class RunCopier {
   public:
-    explicit RunCopier(bool stream) : stream_(stream) {}
+    RunCopier(bool stream, bool fetch) : stream_(stream), fetch_(fetch) {}
     RunCopier(const RunCopier&) = delete;
     RunCopier& operator=(const RunCopier&) = delete;
 
@@ -28,7 +28,7 @@ class RunCopier {
                 return;
             }
         }
-        prefetch<true>(bytes(src), fetched<true>(nbytes));
+        if (fetch_) prefetch<true>(bytes(src), fetched<true>(nbytes));
         runs_[(first_ + n_) % kMost] = {src, dst, nbytes};
         ++n_;
         pending_ += nbytes;
@@ -66,6 +66,7 @@ class RunCopier {
     }
 
     bool stream_;
+    bool fetch_;
     Run runs_[kMost];
     std::size_t first_ = 0;
     std::size_t n_ = 0;
@@ -87,28 +88,47 @@ inline Pair collapsed(View src, View dst) {
     return {src, dst, shards_first, 0};
 }
 
-// The sum of the terms of `n_rows` rows, the first of which begins at `token`. Leaves them in the caches.
-inline std::uint64_t sum_rows(const View& view, const Side& from, std::int64_t n_rows, std::int64_t token) {
-    const auto each = [&](auto&& visit) {
-        Side side = from;
-        for (std::int64_t row = 0; row < n_rows; ++row, side.advance(1))
-            for (std::int64_t shard = 0; shard < view.shards; ++shard)
-                for (std::int64_t seg = 0; seg < view.segs; ++seg) {
-                    const std::int64_t at = side.address() + shard * view.shard_stride + seg * view.seg_stride;
-                    visit(reinterpret_cast<const Byte*>(static_cast<std::uintptr_t>(at)), row, shard, seg);
-                }
-    };
-    each([&](const Byte* cell, std::int64_t, std::int64_t, std::int64_t) {
-        prefetch<true>(cell, fetched<true>(view.width));
-    });
-    std::uint64_t sum = 0;
-    const std::uint64_t seed = static_cast<std::uint64_t>(view.seed);
-    each([&](const Byte* cell, std::int64_t row, std::int64_t shard, std::int64_t seg) {
-        const std::uint64_t place = place_of(token + row * view.tokens_per_row, view.first_shard + shard, seg);
-        sum += kSumWords(cell, view.width, mix(seed + place));
-    });
-    return sum;
-}
+// Sums the rows of a view in order, fetching those ahead, and leaves them in the caches.
+class RowSummer {
+  public:
+    RowSummer(const View& view, const Items& items, RowRange rows)
+        : view_(view), at_(view, items, rows.start), ahead_(at_), n_unfetched_(rows.stop - rows.start) {}
+
+    // The terms of the next `n_rows` rows, the first of which begins at `token`.
+    std::uint64_t sum(std::int64_t n_rows, std::int64_t token) {
+        std::uint64_t total = 0;
+        const auto seed = static_cast<std::uint64_t>(view_.seed);
+        for (; n_rows > 0; --n_rows, token += view_.tokens_per_row, at_.advance(1)) {
+            --n_fetched_;
+            for (; n_unfetched_ > 0 && n_fetched_ * view_.row_nbytes() <= kAheadNbytes; --n_unfetched_, ++n_fetched_) {
+                each(ahead_, [&](const Byte* cell, std::int64_t, std::int64_t) {
+                    prefetch<true>(cell, fetched<true>(view_.width));
+                });
+                ahead_.advance(1);
+            }
+            each(at_, [&](const Byte* cell, std::int64_t shard, std::int64_t seg) {
+                total += kSumWords(cell, view_.width, mix(seed + place_of(token, view_.first_shard + shard, seg)));
+            });
+        }
+        return total;
+    }
+
+  private:
+    template <class Visit>
+    void each(const Side& row, const Visit& visit) const {
+        for (std::int64_t shard = 0; shard < view_.shards; ++shard)
+            for (std::int64_t seg = 0; seg < view_.segs; ++seg) {
+                const std::int64_t at = row.address() + shard * view_.shard_stride + seg * view_.seg_stride;
+                visit(reinterpret_cast<const Byte*>(static_cast<std::uintptr_t>(at)), shard, seg);
+            }
+    }
+
+    const View& view_;
+    Side at_;
+    Side ahead_;
+    std::int64_t n_fetched_ = 0;  // rows between the two
+    std::int64_t n_unfetched_;
+};
 
 // Rows [start, stop) of a part, counted as rows_of does. Returns the sum of their terms if `summed`.
 inline std::uint64_t copy_rows(const View& src, const Items& from, RowRange rows, const View& dst, const Items& to,
@@ -117,11 +137,12 @@ inline std::uint64_t copy_rows(const View& src, const Items& from, RowRange rows
     const Pair pair = collapsed(src, dst);
     const std::int64_t n = rows.stop - rows.start;
     const std::int64_t block = summed ? std::max<std::int64_t>(1, kBlockNbytes / src.row_nbytes()) : n;
-    RunCopier copier(stream);
+    RunCopier copier(stream, !summed);
+    RowSummer summer(src, from, rows);
     std::uint64_t sum = 0;
     for (std::int64_t at = 0; at < n; at += block) {
         const std::int64_t n_rows = std::min(block, n - at);
-        if (summed) sum += sum_rows(src, {src, from, rows.start + at}, n_rows, token + at * src.tokens_per_row);
+        if (summed) sum += summer.sum(n_rows, token + at * src.tokens_per_row);
         add_pair(pair, {pair.src, from, rows.start + at}, {pair.dst, to, dst_row + at}, n_rows, copier);
     }
     copier.flush();
