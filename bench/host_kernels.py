@@ -1,5 +1,8 @@
 """Host gather and scatter beside one memcpy of the same bytes, and beside torch's own indexing. One thread.
 
+Further rows are for a checksum beside the copy, for a copy from pool to pool, which reads and writes scattered, and for
+two threads; memcpy has one in all of them.
+
 Layer 6. A slot is one run, taken in random order from a pool twice as big as what is moved. The targets are for 64 MiB,
 a big chunk. At 256 MiB glibc's memcpy turns to stores past the caches, four pages at a time, and is up to twice as
 fast; those rows are there to see.
@@ -66,7 +69,15 @@ class _Case:
             for layer in range(N_VIEWS)
         ]
         region = Region(self.memory.data_ptr(), self.memory.numel())
-        self.plan = Pool([region], views, keep=self.memory).plan([Select(view.key, 0, 1) for view in views])
+        pool, select = Pool([region], views, keep=self.memory), [Select(view.key, 0, 1) for view in views]
+        self.plan, self.shared = pool.plan(select), pool.plan(select, threads=2)
+        self.summed = pool.plan(select, checksum=True)
+        self.sum = np.zeros(1, np.uint64)
+        self.target = torch.full((2 * nbytes,), 4, dtype=torch.uint8)
+        region = Region(self.target.data_ptr(), self.target.numel())
+        self.peer = Pool([region], views, keep=self.target).plan(select, checksum=True)
+        peer_items = np.random.default_rng(run + 1).permutation(2 * self.n)[: self.n]
+        self.peer_index = {"kv": Index.of(peer_items.astype(np.int32))}
         self.tokens = {"kv": (0, self.n)}
 
     def memcpy(self) -> None:
@@ -77,6 +88,26 @@ class _Case:
 
     def scatter(self) -> None:
         self.plan.scatter(self.out.data_ptr(), self.out.numel(), self.index, self.tokens)
+
+    def gather_summed(self) -> None:
+        at = self.sum.ctypes.data
+        self.summed.gather(self.out.data_ptr(), self.out.numel(), self.index, self.tokens, sum_ptr=at)
+
+    def scatter_summed(self) -> None:
+        at = self.sum.ctypes.data
+        self.summed.scatter(self.out.data_ptr(), self.out.numel(), self.index, self.tokens, sum_ptr=at)
+
+    def copy(self) -> None:
+        self.summed.copy_to(self.peer, self.index, self.peer_index, self.tokens)
+
+    def copy_summed(self) -> None:
+        self.summed.copy_to(self.peer, self.index, self.peer_index, self.tokens, sum_ptr=self.sum.ctypes.data)
+
+    def gather_shared(self) -> None:
+        self.shared.gather(self.out.data_ptr(), self.out.numel(), self.index, self.tokens)
+
+    def scatter_shared(self) -> None:
+        self.shared.scatter(self.out.data_ptr(), self.out.numel(), self.index, self.tokens)
 
     def index_select(self) -> None:
         for pool, dense in zip(self.pools, self.dense, strict=True):
@@ -94,20 +125,30 @@ class _Case:
 
 def _measure(nbytes: int, run_nbytes: int, *, repeats: int, targets: dict[int, float]) -> list[Row]:
     case = _Case(nbytes, run_nbytes)
-    works = [case.memcpy, case.gather, case.scatter, case.index_select, case.index_copy]
+    works = {
+        "gather": case.gather,
+        "scatter": case.scatter,
+        "gather + checksum": case.gather_summed,
+        "scatter + checksum": case.scatter_summed,
+        "pool to pool": case.copy,
+        "pool to pool + checksum": case.copy_summed,
+        "gather, 2 threads": case.gather_shared,
+        "scatter, 2 threads": case.scatter_shared,
+        "torch.index_select": case.index_select,
+        "torch.index_copy_": case.index_copy,
+    }
     if run_nbytes <= 1024:
-        works.append(case.torch_gather)
-    memcpy, *times = (nbytes / s / 1e9 for s in interleaved(works, repeats=repeats))
+        works["torch.gather"] = case.torch_gather
+    memcpy, *times = (nbytes / s / 1e9 for s in interleaved([case.memcpy, *works.values()], repeats=repeats))
     size = f"{run_nbytes} B runs" if run_nbytes < 1024 else f"{run_nbytes // 1024} KiB runs"
-    names = ["gather", "scatter", "torch.index_select", "torch.index_copy_", "torch.gather"]
     return [
         Row(
             name=f"{name}, {size}, {nbytes >> 20} MiB",
             value=value,
             baseline=memcpy,
             unit="GB/s",
-            target=targets.get(run_nbytes) if "torch" not in name else None,
+            target=targets.get(run_nbytes) if name in ("gather", "scatter") else None,
             detail="baseline: one memcpy",
         )
-        for name, value in zip(names, times, strict=False)
+        for name, value in zip(works, times, strict=True)
     ]

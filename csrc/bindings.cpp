@@ -91,24 +91,41 @@ struct Columns {
     std::int64_t* data;
 };
 
-pdstage::CopyPlan make_copy_plan(const Int64s& views, const Int64s& components, bool head_major) {
+pdstage::CopyPlan make_copy_plan(const Int64s& views, const Int64s& components, bool head_major, std::size_t n_threads,
+                                 bool checksum) {
+    if (n_threads < 1) throw std::invalid_argument("n_threads must be at least 1");
     auto view_rows = rows<pdstage::View>(views, "views");
     auto component_rows = rows<pdstage::Component>(components, "components");
     check_components(view_rows, component_rows.size());
-    return {std::move(view_rows), std::move(component_rows), head_major ? pdstage::Wire::kHead : pdstage::Wire::kToken};
+    return {std::move(view_rows), std::move(component_rows), head_major ? pdstage::Wire::kHead : pdstage::Wire::kToken,
+            pdstage::How{n_threads, checksum}};
 }
 
-VerdictTuple gather(const pdstage::CopyPlan& plan, std::uintptr_t dst, std::int64_t nbytes, const py::sequence& given) {
-    const auto parts = parts_of(given, plan.n_components());
-    const Unlocked unlocked(nbytes);
-    return to_tuple(plan.gather(reinterpret_cast<pdstage::Byte*>(dst), nbytes, parts));
+std::uint64_t* sum_at(std::uintptr_t address) {
+    return reinterpret_cast<std::uint64_t*>(address);
 }
 
-VerdictTuple scatter(const pdstage::CopyPlan& plan, std::uintptr_t src, std::int64_t nbytes,
-                     const py::sequence& given) {
+VerdictTuple gather(const pdstage::CopyPlan& plan, std::uintptr_t dst, std::int64_t nbytes, const py::sequence& given,
+                    std::uintptr_t sum) {
     const auto parts = parts_of(given, plan.n_components());
     const Unlocked unlocked(nbytes);
-    return to_tuple(plan.scatter(reinterpret_cast<const pdstage::Byte*>(src), nbytes, parts));
+    return to_tuple(plan.gather(reinterpret_cast<pdstage::Byte*>(dst), nbytes, parts, sum_at(sum)));
+}
+
+VerdictTuple scatter(const pdstage::CopyPlan& plan, std::uintptr_t src, std::int64_t nbytes, const py::sequence& given,
+                     std::uintptr_t sum) {
+    const auto parts = parts_of(given, plan.n_components());
+    const Unlocked unlocked(nbytes);
+    return to_tuple(plan.scatter(reinterpret_cast<const pdstage::Byte*>(src), nbytes, parts, sum_at(sum)));
+}
+
+VerdictTuple copy_to(const pdstage::CopyPlan& plan, const pdstage::CopyPlan& peer, const py::sequence& given,
+                     const py::sequence& peer_given, std::uintptr_t sum) {
+    if (!plan.fits(peer)) throw std::invalid_argument("the two plans are of different cells");
+    const auto parts = parts_of(given, plan.n_components());
+    const auto peer_parts = parts_of(peer_given, plan.n_components());
+    const py::gil_scoped_release unlocked;
+    return to_tuple(plan.copy_to(peer, parts, peer_parts, sum_at(sum)));
 }
 
 pdstage::DirectPlan make_direct_plan(const Int64s& src, const Int64s& dst, const Int64s& pairs,
@@ -345,10 +362,15 @@ PYBIND11_MODULE(_native, module) {
         "Host kernels of pdstage in C++; pdstage.kernels, pdstage.spans and pdstage.transport are the faces to use.";
 
     py::class_<pdstage::CopyPlan>(module, "CopyPlan", "Gather and scatter between affine views and staging.")
-        .def(py::init(&make_copy_plan), py::arg("views"), py::arg("components"), py::arg("head_major"))
-        .def("gather", &gather, py::arg("dst"), py::arg("nbytes"), py::arg("parts"),
-             "Returns (fault, component, position, value); fault 0 means done, any other that nothing was written.")
-        .def("scatter", &scatter, py::arg("src"), py::arg("nbytes"), py::arg("parts"), "As gather, the other way.");
+        .def(py::init(&make_copy_plan), py::arg("views"), py::arg("components"), py::arg("head_major"),
+             py::arg("n_threads"), py::arg("checksum"))
+        .def("gather", &gather, py::arg("dst"), py::arg("nbytes"), py::arg("parts"), py::arg("sum"),
+             "Returns (fault, component, position, value); fault 0 means done, any other that nothing was written. "
+             "`sum`: address of a uint64 to add the checksum to, or 0.")
+        .def("scatter", &scatter, py::arg("src"), py::arg("nbytes"), py::arg("parts"), py::arg("sum"),
+             "As gather, the other way.")
+        .def("copy_to", &copy_to, py::arg("peer"), py::arg("parts"), py::arg("peer_parts"), py::arg("sum"),
+             "As gather, into the peer's cells; faults on the peer's side count components from this plan's on.");
 
     py::class_<pdstage::DirectPlan>(module, "DirectPlan", "Descriptors between selected views of two pools.")
         .def(py::init(&make_direct_plan), py::arg("src"), py::arg("dst"), py::arg("pairs"), py::arg("src_components"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..plan import Staging
-from ..tables import Index
+from ..tables import Index, integers
 from . import reference
 from .buffers import Buffers, geometry_of, layout_of
 from .pool import Plan, Pool, backends, choose
@@ -38,25 +38,33 @@ def gather(
     backend: str = "auto",
     stream: object = None,
     max_sms: int | None = None,
+    sum_out: torch.Tensor | None = None,
 ) -> None:
     """Copies shards of the listed items of every buffer to `out`, dense.
 
     `buffers`: tensors `[item, row, shard, width]` of any strides and dtype with `width` contiguous; rows and widths
     may differ. `items`: int32 or int64, one list for all. `tokens`: a range of the flattened item*row axis, by default
-    all of it; only where all buffers have as many rows. `out`: contiguous uint8, at least
-    `staged_nbytes` long; each buffer's
-    bytes are `[token][shard][width]` and start at the next 128-byte multiple, and the bytes between are left alone.
-    `stream` and `max_sms` are for devices that have them.
+    all of it; only where all buffers have as many rows. `out`: contiguous uint8, at least `staged_nbytes` long; each
+    buffer's bytes are `[token][shard][width]` and start at the next 128-byte multiple, and the bytes between are left
+    alone.
+
+    Everything lies on one device; `items` may be in host memory too, where they are checked one by one. Those on a GPU
+    are not read by the host: the kernel leaves out what lies outside the buffers. A copy on a GPU is done once `stream`
+    (a torch or cupy stream, an integer, None for the current one) gets there, and uses at most `max_sms` of its
+    multiprocessors; the tensors must stay alive until then. `sum_out`, one int64 or uint64 beside the buffers, has the
+    checksum of what was copied added to it (modulo 2^64, see `kernels.checksum`; a buffer's place in the list, tokens
+    and shards name a cell, so that scattering the same elsewhere sums to the same).
 
     Raises `UsageError`, and writes nothing, where an argument does not fit.
     """
     held = Buffers.of(buffers, items, shards, tokens)
-    if choose(backend, held.device) == "reference":
+    if choose(backend, held.device) == "reference" and sum_out is None:
         held.check(out, "out", unique=False)
-        reference.gather(buffers, held.items, shards, out, held.tokens)
+        reference.gather(buffers, integers(held.index), shards, out, held.tokens)
         return
-    plan = held.plan(backend)
-    plan.gather(*held.staging(out, "out"), held.indexes(), held.ranges(), stream=stream, max_sms=max_sms)
+    plan, sum_ptr = held.plan(backend, checksum=sum_out is not None), held.sum_ptr(sum_out)
+    staging = held.staging(out, "out")
+    plan.gather(*staging, held.indexes(), held.ranges(), stream=stream, max_sms=max_sms, sum_ptr=sum_ptr)
 
 
 def scatter(
@@ -69,18 +77,20 @@ def scatter(
     backend: str = "auto",
     stream: object = None,
     max_sms: int | None = None,
+    sum_out: torch.Tensor | None = None,
 ) -> None:
     """Copies `src`, laid out as `gather` leaves it, to shards of the listed items of every buffer: the way back.
 
     An item may be listed once only. Bytes outside the named items, shards and tokens are not touched.
     """
     held = Buffers.of(buffers, items, shards, tokens)
-    if choose(backend, held.device) == "reference":
+    if choose(backend, held.device) == "reference" and sum_out is None:
         held.check(src, "src", unique=True)
-        reference.scatter(src, buffers, held.items, shards, held.tokens)
+        reference.scatter(src, buffers, integers(held.index), shards, held.tokens)
         return
-    plan = held.plan(backend)
-    plan.scatter(*held.staging(src, "src"), held.indexes(), held.ranges(), stream=stream, max_sms=max_sms)
+    plan, sum_ptr = held.plan(backend, checksum=sum_out is not None), held.sum_ptr(sum_out)
+    staging = held.staging(src, "src")
+    plan.scatter(*staging, held.indexes(), held.ranges(), stream=stream, max_sms=max_sms, sum_ptr=sum_ptr)
 
 
 def staged_nbytes(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 
     import torch
     from numpy.typing import NDArray
+
+
+Bounds: TypeAlias = "tuple[int | None, int | None, int | None]"  # a slice, which has no hash before Python 3.12
+
+
+def _bounds(chosen: slice) -> Bounds:
+    return chosen.start, chosen.stop, chosen.step
 
 
 class Geometry(NamedTuple):
@@ -62,24 +69,23 @@ def geometry_of(buffers: Sequence[torch.Tensor]) -> tuple[Geometry, ...]:
 
 
 @lru_cache(maxsize=32)
-def _layout_of(
-    geometry: tuple[Geometry, ...], start: int | None, stop: int | None, step: int | None
-) -> tuple[Layout, tuple[Select, ...]]:
+def _layout_of(geometry: tuple[Geometry, ...], chosen: Bounds) -> tuple[Layout, tuple[Select, ...]]:
     regions, views, select = [], [], []
     component, shape = 0, geometry[0].shape[:2]
     for number, (ptr, device, (items, rows, shards, width), strides) in enumerate(geometry):
         # A component's views share items and rows. Its number leads the key: staged order is the order of the buffers.
         if (items, rows) != shape:
             component, shape = component + 1, (items, rows)
-        first, end, by = slice(start, stop, step).indices(shards)
+        first, end, by = slice(*chosen).indices(shards)
         if by != 1 or first >= end:
             raise UsageError(
-                f"shards {start}:{stop}:{step} of the {shards} in buffer {number}",
+                f"shards {':'.join(map(str, chosen))} of the {shards} in buffer {number}",
                 remedy="give a slice of at least one shard with step 1",
                 buffer=number,
             )
         nbytes = sum((n - 1) * s for n, s in zip((items, rows, shards), strides, strict=False)) + width
-        regions.append(Region(ptr, nbytes, device.partition(":")[0]))
+        kind, _, ordinal = device.partition(":")
+        regions.append(Region(ptr, nbytes, kind, int(ordinal or 0)))
         key = Key(f"{component:06d}", "", number)
         views.append(
             View(
@@ -103,23 +109,21 @@ def _layout_of(
 
 def layout_of(geometry: tuple[Geometry, ...], shards: slice) -> tuple[Layout, tuple[Select, ...]]:
     """Buffers as a layout, and `shards` of each selected. Raises `UsageError` for no shards or steps other than 1."""
-    return _layout_of(geometry, shards.start, shards.stop, shards.step)
+    return _layout_of(geometry, _bounds(shards))
 
 
 @lru_cache(maxsize=32)
-def _plan_of(
-    geometry: tuple[Geometry, ...], start: int | None, stop: int | None, step: int | None, backend: str
-) -> Plan:
-    layout, select = _layout_of(geometry, start, stop, step)
-    return Pool.of(layout, geometry[0].device).plan(select, TOKEN_MAJOR, backend)
+def _plan_of(geometry: tuple[Geometry, ...], shards: Bounds, backend: str, checksum: bool) -> Plan:
+    layout, select = _layout_of(geometry, shards)
+    return Pool.of(layout, geometry[0].device).plan(select, TOKEN_MAJOR, backend, checksum=checksum)
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """The arguments of one call: buffers, items on the host, shards and tokens."""
+    """The arguments of one call: buffers, the list of items, shards and tokens."""
 
     geometry: tuple[Geometry, ...]
-    items: NDArray[Any]
+    index: Index
     shards: slice
     tokens: tuple[int, int] | None
 
@@ -141,23 +145,23 @@ class Buffers:
                 "a token range of buffers with different rows means different tokens in each",
                 remedy="make one call for each number of rows",
             )
-        return cls(geometry, _host_items(items), shards, tokens)
+        return cls(geometry, _index_of(items, geometry[0].device), shards, tokens)
 
     @property
     def device(self) -> str:
         return self.geometry[0].device
 
-    def plan(self, backend: str) -> Plan:
-        return _plan_of(self.geometry, self.shards.start, self.shards.stop, self.shards.step, backend)
+    def plan(self, backend: str, *, checksum: bool) -> Plan:
+        return _plan_of(self.geometry, _bounds(self.shards), backend, checksum)
 
     def ranges(self) -> dict[str, tuple[int, int]]:
         """The token range of each component."""
         layout, _ = layout_of(self.geometry, self.shards)
-        return {c.name: self.tokens or (0, self.items.size * c.tokens_per_item) for c in layout.components}
+        return {c.name: self.tokens or (0, self.index.n * c.tokens_per_item) for c in layout.components}
 
     def indexes(self) -> dict[str, Index]:
         """The one list of items, for each component."""
-        return dict.fromkeys(self.ranges(), Index.of(self.items))
+        return dict.fromkeys(self.ranges(), self.index)
 
     def staging(self, dense: torch.Tensor, name: str) -> tuple[int, int]:
         """Address and size of `out` or `src`. Raises `UsageError` unless it is contiguous uint8 beside the buffers."""
@@ -170,6 +174,19 @@ class Buffers:
             raise UsageError(problem, remedy="give contiguous uint8 on the same device", name=name)
         return dense.data_ptr(), dense.numel()
 
+    def sum_ptr(self, sum_out: torch.Tensor | None) -> int:
+        """Where the checksum is added; 0 for nowhere. Raises `UsageError` unless it is one 64-bit integer there."""
+        if sum_out is None:
+            return 0
+        kind = str(sum_out.dtype).removeprefix("torch.")
+        if kind not in ("int64", "uint64") or sum_out.numel() != 1 or str(sum_out.device) != self.device:
+            raise UsageError(
+                f"sum_out is {sum_out.numel()} of {kind} on {sum_out.device}",
+                remedy=f"give one int64 or uint64 on {self.device}",
+                name="sum_out",
+            )
+        return sum_out.data_ptr()
+
     def check(self, dense: torch.Tensor, name: str, *, unique: bool) -> None:
         """What plans check, for the reference, which has none."""
         _, nbytes = self.staging(dense, name)
@@ -181,16 +198,32 @@ class Buffers:
             table.refuse(FAULT_TOO_SMALL, 0, needed, nbytes)
 
 
-def _host_items(items: torch.Tensor | NDArray[Any]) -> NDArray[Any]:
-    """Items as one contiguous list of int32 or int64 in host memory."""
+def _index_of(items: torch.Tensor | NDArray[Any], device: str) -> Index:
+    """Items as an index: host memory, or a tensor beside the buffers, which the host cannot look into."""
     if isinstance(items, np.ndarray):
         array = items
-    elif items.device.type != "cpu":
-        raise UsageError(f"items are on {items.device}", remedy="give items in host memory")
-    else:
+    elif items.device.type == "cpu":
         array = items.numpy()
+    else:
+        return _device_index(items, device)
     if array.dtype not in (np.int32, np.int64) or array.ndim != 1:
         raise UsageError(
             f"items are a {array.ndim}-dimensional array of {array.dtype}", remedy="give one list of int32 or int64"
         )
-    return np.ascontiguousarray(array)
+    return Index.of(np.ascontiguousarray(array))
+
+
+def _device_index(items: torch.Tensor, device: str) -> Index:
+    kind = str(items.dtype).removeprefix("torch.")
+    if kind not in ("int32", "int64") or items.dim() != 1 or not items.is_contiguous():
+        dense = "" if items.is_contiguous() else "non-contiguous "
+        raise UsageError(
+            f"items are a {items.dim()}-dimensional {dense}tensor of {kind}",
+            remedy="give one contiguous list of int32 or int64",
+        )
+    if str(items.device) != device:
+        raise UsageError(
+            f"items are on {items.device}, the buffers are on {device}",
+            remedy="give items in host memory or beside the buffers",
+        )
+    return Index(items.data_ptr(), items.element_size() * 8, items.numel(), 0, items, device)

@@ -5,13 +5,15 @@ Layer 3. Must not know tensors, rooms or transports. Both halves give the same b
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from .. import native
 from ..plan import HEAD_MAJOR, VIEW_ALIGNMENT
-from ..tables import FAULT_TOO_SMALL, Row, Table, memory, row_addresses, rows_touched
+from ..tables import FAULT_TOO_SMALL, Part, Row, Table, memory, row_addresses, rows_touched
+from .checksum import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,8 +21,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..plan import Tokens
-    from ..tables import Index, Int64s, Part
-    from .pool import Launch, Recipe
+    from ..tables import Index, Int64s
+    from .pool import Compiled, Launch, Recipe
+
+
+DESTINATION = " of the destination"  # what errors about a peer's side say after the component's name
 
 
 def missing() -> str:
@@ -31,31 +36,57 @@ def missing() -> str:
 def compile_plan(recipe: Recipe) -> NativePlan | NumpyPlan:
     """The selection's tables, built once: in C++ where it is there, else for numpy."""
     table = Table.of(recipe.layout, recipe.select)
-    return NumpyPlan(table, recipe.wire) if native.ext is None else NativePlan(table, recipe.wire)
+    return NumpyPlan(table, recipe.wire) if native.ext is None else NativePlan(table, recipe)
+
+
+class Moving(NamedTuple):
+    """What one call moves of one view: addresses of its cells, `[row, shard, segment]`."""
+
+    row: Row
+    part: Part
+    cells: Int64s
 
 
 class NativePlan:
     """A plan held by the extension: a call takes one tuple for each component across the border and drops the GIL."""
 
-    def __init__(self, table: Table, wire: str) -> None:
+    def __init__(self, table: Table, recipe: Recipe) -> None:
         assert native.ext is not None
         rows, sizes = table.arrays()
         self._table = table
-        self._plan = native.ext.CopyPlan(rows, sizes, wire == HEAD_MAJOR)
+        self._as_peer = replace(table, side=DESTINATION)
+        self._plan = native.ext.CopyPlan(rows, sizes, recipe.wire == HEAD_MAJOR, recipe.threads, recipe.checksum)
 
     def gather(
         self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
-        fault, *where = self._plan.gather(dst_ptr, dst_nbytes, self._table.parts(indexes, tokens))
+        parts = self._table.parts(indexes, tokens)
+        fault, *where = self._plan.gather(dst_ptr, dst_nbytes, parts, launch.sum_ptr)
         if fault:
             self._table.refuse(fault, *where)
 
     def scatter(
         self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
-        fault, *where = self._plan.scatter(src_ptr, src_nbytes, self._table.parts(indexes, tokens))
+        parts = self._table.parts(indexes, tokens)
+        fault, *where = self._plan.scatter(src_ptr, src_nbytes, parts, launch.sum_ptr)
         if fault:
             self._table.refuse(fault, *where)
+
+    def copy_to(
+        self,
+        peer: Compiled,
+        indexes: Mapping[str, Index],
+        peer_indexes: Mapping[str, Index],
+        tokens: Tokens,
+        launch: Launch,
+    ) -> None:
+        assert isinstance(peer, NativePlan)
+        parts, peer_parts = self._table.parts(indexes, tokens), peer._as_peer.parts(peer_indexes, tokens)
+        fault, component, *where = self._plan.copy_to(peer._plan, parts, peer_parts, launch.sum_ptr)
+        if fault:
+            n = len(self._table.names)
+            (self._table if component < n else peer._as_peer).refuse(fault, component % n, *where)
 
 
 class NumpyPlan:
@@ -63,49 +94,90 @@ class NumpyPlan:
 
     def __init__(self, table: Table, wire: str) -> None:
         self._table = table
+        self._as_peer = replace(table, side=DESTINATION)
         self._head_major = wire == HEAD_MAJOR
 
     def gather(
         self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
-        for at, cells, width in self._cells(dst_nbytes, indexes, tokens, unique=False):
-            pool, offsets = _windows(cells, width)
-            memory(dst_ptr + at, cells.size * width).reshape(-1, width)[:] = pool[offsets]
+        moving = _moving(self._table, indexes, tokens, unique=False)
+        for at, (row, part, cells) in self._staged(dst_nbytes, moving):
+            pool, offsets = _windows(self._in_order(row, part, cells), row.width)
+            memory(dst_ptr + at, cells.size * row.width).reshape(-1, row.width)[:] = pool[offsets]
+        _add(launch.sum_ptr, moving)
 
     def scatter(
         self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
-        for at, cells, width in self._cells(src_nbytes, indexes, tokens, unique=True):
-            pool, offsets = _windows(cells, width)
-            pool[offsets] = memory(src_ptr + at, cells.size * width).reshape(-1, width)
+        moving = _moving(self._table, indexes, tokens, unique=True)
+        for at, (row, part, cells) in self._staged(src_nbytes, moving):
+            pool, offsets = _windows(self._in_order(row, part, cells), row.width)
+            pool[offsets] = memory(src_ptr + at, cells.size * row.width).reshape(-1, row.width)
+        _add(launch.sum_ptr, moving)
 
-    def _cells(
-        self, nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool
-    ) -> list[tuple[int, Int64s, int]]:
-        """Of each view with tokens: where its staged bytes begin, its cells' addresses in staged order, their size."""
-        parts = self._table.parts(indexes, tokens)
-        items = self._table.resolve(parts, unique=unique)
+    def copy_to(
+        self,
+        peer: Compiled,
+        indexes: Mapping[str, Index],
+        peer_indexes: Mapping[str, Index],
+        tokens: Tokens,
+        launch: Launch,
+    ) -> None:
+        assert isinstance(peer, NumpyPlan)
+        src = _moving(self._table, indexes, tokens, unique=False)
+        dst = _moving(peer._as_peer, peer_indexes, tokens, unique=True)
+        for from_, to in zip(src, dst, strict=True):
+            read, src_offsets = _windows(from_.cells.reshape(-1), from_.row.width)
+            written, dst_offsets = _windows(to.cells.reshape(-1), to.row.width)
+            written[dst_offsets] = read[src_offsets]
+        _add(launch.sum_ptr, dst)
+
+    def _staged(self, nbytes: int, moving: list[Moving]) -> list[tuple[int, Moving]]:
+        """Each view with where its staged bytes begin."""
         found, at = [], 0
-        for row in self._table.rows:
-            part = parts[row.component]
-            cells = self._in_order(row, part, row_addresses(row, part, items[row.component]))
-            if cells.size:
-                found.append((at, cells, row.width))
-            at += -(-cells.size * row.width // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
+        for view in moving:
+            found.append((at, view))
+            at += -(-view.cells.size * view.row.width // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
         if at > nbytes:
             self._table.refuse(FAULT_TOO_SMALL, 0, at, nbytes)
         return found
 
-    def _in_order(self, row: Row, part: Part, rows: Int64s) -> Int64s:
-        """Cells of rows at these addresses, `[row][shard][seg]` or `[item][shard][row][seg]`."""
-        shard, seg = np.arange(row.shards), np.arange(row.segs)
-        cells = rows[:, None, None] + shard[:, None] * row.shard_stride + seg * row.seg_stride
+    def _in_order(self, row: Row, part: Part, cells: Int64s) -> Int64s:
+        """Cells `[row, shard, seg]` as they are staged: `[row][shard][seg]` or `[item][shard][row][seg]`."""
         if not self._head_major:
             return cells.reshape(-1)
         start, stop = rows_touched(row, part)
         item = np.arange(start, stop) // row.rows_per_item
-        order = np.argsort((item[:, None] * row.shards + shard).reshape(-1), kind="stable")
+        order = np.argsort((item[:, None] * row.shards + np.arange(row.shards)).reshape(-1), kind="stable")
         return cells.reshape(-1, row.segs)[order].reshape(-1)
+
+
+def _moving(table: Table, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool) -> list[Moving]:
+    """What a call moves of each view that has tokens."""
+    parts = table.parts(indexes, tokens)
+    items = table.resolve(parts, unique=unique)
+    found = []
+    for row in table.rows:
+        rows = row_addresses(row, parts[row.component], items[row.component])
+        shard, seg = np.arange(row.shards), np.arange(row.segs)
+        cells = rows[:, None, None] + shard[:, None] * row.shard_stride + seg * row.seg_stride
+        if cells.size:
+            found.append(Moving(row, parts[row.component], cells))
+    return found
+
+
+def _add(sum_ptr: int, moved: list[Moving]) -> None:
+    """Adds the checksum of what lies in the cells now: what was read from them, or written to them."""
+    if not sum_ptr:
+        return
+    total = 0
+    for row, part, cells in moved:
+        pool, offsets = _windows(cells, row.width)
+        start, stop = rows_touched(row, part)
+        firsts = np.arange(start, stop) * row.tokens_per_row + part.first_token
+        total += checksum(row.seed, firsts, row.first_shard, pool[offsets])
+    held = memory(sum_ptr, 8).view(np.uint64)
+    held += np.uint64(total % 2**64)
 
 
 def _windows(cells: Int64s, width: int) -> tuple[NDArray[np.uint8], Int64s]:

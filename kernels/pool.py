@@ -44,13 +44,14 @@ class Cells(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What a backend makes a plan of. `select` is in key order."""
+    """What a backend makes a plan of. `select` is in key order; `threads` are the host's, where the host copies."""
 
     layout: Layout
     select: tuple[Select, ...]
     wire: str
     device: str
     checksum: bool
+    threads: int = 1
 
     def cells(self) -> list[Cells]:
         """What two plans must have in common for bytes of one to become bytes of the other."""
@@ -75,9 +76,14 @@ class Compiled(Protocol):
     ) -> None: ...
 
     def copy_to(
-        self, peer: Compiled, indexes: Mapping[str, Index], peer_indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+        self,
+        peer: Compiled,
+        indexes: Mapping[str, Index],
+        peer_indexes: Mapping[str, Index],
+        tokens: Tokens,
+        launch: Launch,
     ) -> None:
-        """`peer` is a plan of the same backend whose `cells` are equal."""
+        """`peer` is a plan of the same class whose `cells` are equal."""
 
 
 class Backend(Protocol):
@@ -117,9 +123,10 @@ def choose(backend: str, device: str) -> str:
             f"backend {backend!r} does not copy memory on {device!r}", remedy=f"use {' or '.join(fitting)}",
             backend=backend, device=device,
         )  # fmt: skip
-    problems = {name: _BACKENDS[name].missing() for name in (fitting if backend == "auto" else (backend,))}
-    for name, problem in problems.items():
-        if not problem:
+    problems = {}
+    for name in fitting if backend == "auto" else (backend,):
+        problems[name] = _BACKENDS[name].missing()
+        if not problems[name]:
             return name
     raise UsageError(
         f"backend {' or '.join(problems)} cannot be used here", remedy="; ".join(problems.values()), backend=backend
@@ -165,18 +172,27 @@ class Pool:
                 )
 
     def plan(
-        self, select: Iterable[Select], wire: str = TOKEN_MAJOR, backend: str = "auto", *, checksum: bool = False
+        self,
+        select: Iterable[Select],
+        wire: str = TOKEN_MAJOR,
+        backend: str = "auto",
+        *,
+        checksum: bool = False,
+        threads: int = 1,
     ) -> Plan:
         """A plan for some shards of some views, staged in `wire` order. Cold: make it once for each peer and selection.
 
-        With `checksum` its calls may be given a `sum_ptr`. Raises `UsageError` for shards that the pool does not hold,
-        an unknown order or a backend that is not for here.
+        With `checksum` its calls may be given a `sum_ptr`. `threads` is how many a call in host memory may use at most,
+        the caller's among them; only the extension uses more than one, for copies of several MiB. Raises `UsageError`
+        for shards that the pool does not hold, an unknown order or a backend that is not for here.
         """
+        if threads < 1:
+            raise UsageError(f"threads is {threads}", remedy="give at least 1", threads=threads)
         if wire not in (TOKEN_MAJOR, HEAD_MAJOR):
             raise UsageError(f"no staged order {wire!r}", remedy=f"use {TOKEN_MAJOR!r} or {HEAD_MAJOR!r}", wire=wire)
         name = choose(backend, self.device)
         staging = Staging(self.layout, select)
-        recipe = Recipe(self.layout, staging.select, wire, self.device, checksum)
+        recipe = Recipe(self.layout, staging.select, wire, self.device, checksum, threads)
         return Plan(self, staging, name, recipe, _BACKENDS[name].compile_plan(recipe))
 
 
@@ -262,12 +278,9 @@ class Plan:
         return Launch(stream, max_sms, sum_ptr)
 
     def _check_peer(self, peer: Plan) -> None:
-        if peer.backend != self.backend:
-            raise UsageError(
-                f"a plan of backend {self.backend!r} cannot copy to one of {peer.backend!r}",
-                remedy="make both with one backend",
-            )
-        ours, theirs = self._recipe.cells(), peer._recipe.cells()
-        for mine, other in zip_longest(ours, theirs):
+        ours, theirs = (f"{plan.backend} ({type(plan._compiled).__name__})" for plan in (self, peer))
+        if ours != theirs:
+            raise UsageError(f"a plan of {ours} cannot copy to one of {theirs}", remedy="make both with one backend")
+        for mine, other in zip_longest(self._recipe.cells(), peer._recipe.cells()):
             if mine != other:
                 raise UsageError(f"copying {mine} to {other}", remedy="select the same views and shards on both sides")

@@ -9,10 +9,14 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from ..plan import TOKEN_MAJOR, VIEW_ALIGNMENT, Staging
-from ..tables import FAULT_TOO_SMALL, Table, integers
+from ..tables import FAULT_TOO_SMALL, Table, integers, memory
+from .checksum import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +26,8 @@ if TYPE_CHECKING:
 
     from ..layout import Layout, View
     from ..plan import Select, Tokens
-    from ..tables import Index
-    from .pool import Launch, Recipe
+    from ..tables import Index, Row
+    from .pool import Compiled, Launch, Recipe
 
 
 def missing() -> str:
@@ -83,6 +87,25 @@ def compile_plan(recipe: Recipe) -> ReferencePlan:
     return ReferencePlan(recipe.layout, recipe.select, recipe.wire)
 
 
+class Moving(NamedTuple):
+    """What one call moves of one view: its region's bytes, and of each byte moved the offset there.
+
+    `staged` is in staged order and `canonical` is `[row, shard, segment, byte]`; `at` is where staging has the view,
+    `tokens` the first token of each row.
+    """
+
+    row: Row
+    region: torch.Tensor
+    at: int
+    staged: torch.Tensor
+    canonical: torch.Tensor
+    tokens: list[int]
+
+    def checksum(self) -> int:
+        cells = self.region[self.canonical].numpy()
+        return checksum(self.row.seed, np.array(self.tokens), self.row.first_shard, cells)
+
+
 class ReferencePlan:
     """The formula of `pdstage.layout`, one byte address for every byte moved."""
 
@@ -95,54 +118,86 @@ class ReferencePlan:
     def gather(
         self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
-        for offset, region, cells in self._cells(dst_nbytes, indexes, tokens, unique=False):
-            _bytes_at(dst_ptr + offset, len(cells))[:] = region[cells]
+        moving = self._moving(indexes, tokens, unique=False)
+        self._check_size(dst_nbytes, tokens)
+        for view in moving:
+            _bytes_at(dst_ptr + view.at, len(view.staged))[:] = view.region[view.staged]
+        _add(launch.sum_ptr, moving)
 
     def scatter(
         self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
-        for offset, region, cells in self._cells(src_nbytes, indexes, tokens, unique=True):
-            region[cells] = _bytes_at(src_ptr + offset, len(cells))
+        moving = self._moving(indexes, tokens, unique=True)
+        self._check_size(src_nbytes, tokens)
+        for view in moving:
+            view.region[view.staged] = _bytes_at(src_ptr + view.at, len(view.staged))
+        _add(launch.sum_ptr, moving)
 
-    def _cells(
-        self, nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool
-    ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Of each view with tokens: its offset in staging, its region, and each byte's offset there in staged order."""
-        self._table.resolve(self._table.parts(indexes, tokens), unique=unique)
-        staging = Staging(self._layout, self._select)
-        needed = staging.nbytes(tokens)
+    def copy_to(
+        self,
+        peer: Compiled,
+        indexes: Mapping[str, Index],
+        peer_indexes: Mapping[str, Index],
+        tokens: Tokens,
+        launch: Launch,
+    ) -> None:
+        assert isinstance(peer, ReferencePlan)
+        src = self._moving(indexes, tokens, unique=False)
+        dst = peer._moving(peer_indexes, tokens, unique=True, side=" of the destination")
+        for from_, to in zip(src, dst, strict=True):
+            to.region[to.canonical] = from_.region[from_.canonical]
+        _add(launch.sum_ptr, dst)
+
+    def _check_size(self, nbytes: int, tokens: Tokens) -> None:
+        needed = Staging(self._layout, self._select).nbytes(tokens)
         if needed > nbytes:
             self._table.refuse(FAULT_TOO_SMALL, 0, needed, nbytes)
+
+    def _moving(self, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool, side: str = "") -> list[Moving]:
+        table = replace(self._table, side=side)
+        table.resolve(table.parts(indexes, tokens), unique=unique)
+        offsets = Staging(self._layout, self._select).offsets(tokens)
         views, found = self._layout.by_key(), []
-        for chosen, offset in zip(self._select, staging.offsets(tokens), strict=True):
+        for chosen, row, at in zip(self._select, table.rows, offsets, strict=True):
             view, (start, stop) = views[chosen.key], tokens.get(chosen.key.component, (0, 0))
-            if start < stop:
-                region = self._layout.regions[view.region]
-                index = indexes[chosen.key.component]
-                cells = _byte_offsets(view, chosen, index, (start, stop), self._wire)
-                found.append((offset, _bytes_at(region.base, region.nbytes), cells))
+            if start == stop:
+                continue
+            index, region = indexes[chosen.key.component], self._layout.regions[view.region]
+            covered = view.tokens_per_row
+            firsts = list(range(start // covered * covered, stop, covered))
+            cells = _byte_offsets(view, chosen, index, firsts)
+            pages = [(token - index.first_token) // view.tokens_per_item for token in firsts]
+            staged = cells.reshape(-1) if self._wire == TOKEN_MAJOR else _page_by_page(cells, pages)
+            found.append(Moving(row, _bytes_at(region.base, region.nbytes), at, staged, cells, firsts))
         return found
 
 
-def _byte_offsets(view: View, chosen: Select, index: Index, tokens: tuple[int, int], wire: str) -> torch.Tensor:
-    """Each byte's offset from the region's start, in staged order."""
+def _byte_offsets(view: View, chosen: Select, index: Index, firsts: list[int]) -> torch.Tensor:
+    """Each byte's offset from the region's start, `[row, shard, segment, byte]`, for rows with these first tokens."""
     import torch  # noqa: PLC0415
 
-    items = integers(index)
-    start, stop = tokens
-    covered = view.tokens_per_row
-    pages, rows = [], []
-    for token in range(start // covered * covered - index.first_token, stop - index.first_token, covered):
-        page, t = divmod(token, view.tokens_per_item)
-        pages.append(page)
+    items, rows = integers(index), []
+    for token in firsts:
+        page, t = divmod(token - index.first_token, view.tokens_per_item)
         rows.append(view.offset + int(items[page]) * view.item_stride + view.row_offset(t))
     shard = torch.arange(chosen.start, chosen.start + chosen.count).reshape(-1, 1, 1)
     seg, byte = torch.arange(view.segs).reshape(-1, 1), torch.arange(view.width)
-    cells = torch.tensor(rows).reshape(-1, 1, 1, 1) + shard * view.shard_stride + seg * view.seg_stride + byte
-    if wire == TOKEN_MAJOR:
-        return cells.reshape(-1)
-    page_of = torch.tensor(pages)
-    return torch.cat([cells[page_of == page].transpose(0, 1).reshape(-1) for page in range(pages[0], pages[-1] + 1)])
+    row = torch.tensor(rows).reshape(-1, 1, 1, 1)
+    return row + shard * view.shard_stride + seg * view.seg_stride + byte
+
+
+def _page_by_page(cells: torch.Tensor, pages: list[int]) -> torch.Tensor:
+    """Cells in head-major order: of each page, shard after shard."""
+    import torch  # noqa: PLC0415
+
+    of = torch.tensor(pages)
+    return torch.cat([cells[of == page].transpose(0, 1).reshape(-1) for page in range(pages[0], pages[-1] + 1)])
+
+
+def _add(sum_ptr: int, moved: list[Moving]) -> None:
+    if sum_ptr:
+        total = memory(sum_ptr, 8).view(np.uint64)
+        total += np.uint64(sum(view.checksum() for view in moved) % 2**64)
 
 
 def _bytes_at(ptr: int, nbytes: int) -> torch.Tensor:

@@ -265,7 +265,7 @@ def _fused(pairs: Iterable[_Pair]) -> list[_Pair]:
     ending: dict[tuple[object, ...], int] = {}
     for pair in pairs:
         src, dst = pair.src, pair.dst
-        shape = (pair.allocation, src._replace(base=0, width=0), dst._replace(base=0, width=0))
+        shape = (pair.allocation, *(row._replace(base=0, width=0, first_shard=0, seed=0) for row in (src, dst)))
         at = ending.pop((src.base, dst.base, shape), len(fused)) if src.segs == 1 else len(fused)
         if at < len(fused):
             before = fused[at]

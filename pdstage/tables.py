@@ -110,11 +110,12 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows and the components they are of."""
+    """Rows and the components they are of. `side` follows a component's name in errors, where there are two sides."""
 
     names: tuple[str, ...]
     sizes: tuple[Size, ...]
     rows: tuple[Row, ...]
+    side: str = ""
 
     @classmethod
     def of(cls, layout: Layout, select: Iterable[Select]) -> Table:
@@ -145,7 +146,7 @@ class Table:
             index = indexes.get(name)
             if index is None:
                 raise UsageError(
-                    f"tokens {start}..{stop} of component {name!r} have no index",
+                    f"tokens {start}..{stop} of component {name!r}{self.side} have no index",
                     remedy="give its items",
                     component=name,
                 )
@@ -157,6 +158,7 @@ class Table:
     def refuse(self, fault: int, component: int, position: int, value: int) -> NoReturn:
         """Raises the `UsageError` of a verdict of the native code or of `resolve`."""
         name = self.names[component]
+        of = f"of component {name!r}{self.side}"
         if fault == FAULT_TOO_SMALL:
             raise UsageError(
                 f"staging of {value} bytes is too small for {position}",
@@ -166,23 +168,23 @@ class Table:
             )
         what, remedy = {
             FAULT_RANGE: (
-                f"tokens {position}..{value} of component {name!r} are not a range from its index's first token on",
+                f"tokens {position}..{value} {of} are not a range from its index's first token on",
                 "give first_token <= start <= stop",
             ),
             FAULT_FIRST_TOKEN: (
-                f"first_token {value} of component {name!r} splits a row of {position} tokens",
+                f"first_token {value} {of} splits a row of {position} tokens",
                 "start an index at a multiple of what a row covers, 0 or later",
             ),
             FAULT_TOO_FEW: (
-                f"the index of component {name!r} has {value} items where its tokens need {position}",
+                f"the index {of} has {value} items where its tokens need {position}",
                 "give every item that the token range touches",
             ),
             FAULT_ITEM: (
-                f"item {value} at position {position} of component {name!r} is outside its pool",
+                f"item {value} at position {position} {of} is outside its pool",
                 f"items are 0 to {self.sizes[component].n_items - 1}",
             ),
             FAULT_REPEATED: (
-                f"item {value} at position {position} of component {name!r} is a destination twice",
+                f"item {value} at position {position} {of} is a destination twice",
                 "give each destination item once",
             ),
         }[fault]

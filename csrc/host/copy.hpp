@@ -2,17 +2,21 @@
 //
 // A view's item is a list of runs, the offsets of which are worked out once a plan with adjacent dimensions collapsed,
 // so that the innermost copy is as long as the strides allow. A call then walks items x runs. Every index is checked
-// before the first byte moves. Must not know Python, rooms or what the bytes mean.
+// before the first byte moves. Where a checksum is asked for runs are single cells, summed as they are copied. Must not
+// know Python, rooms or what the bytes mean.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <memory>
 #include <tuple>
 #include <utility>
 
+#include "pool_copy.hpp"
 #include "views.hpp"
 #include "walk.hpp"
+#include "workers.hpp"
 
 namespace pdstage {
 
@@ -92,122 +96,263 @@ inline void list_runs(const View& view, Wire wire, std::int64_t start, std::int6
             nest.append_to(runs, shard * view.shard_stride + view.row_offset(row));
 }
 
+// Rows [start, stop) of an item cell by cell, each with its place.
+inline void list_cells(const View& view, Wire wire, std::int64_t start, std::int64_t stop, Runs& cells) {
+    cells.nbytes = view.width;
+    cells.offsets.clear();
+    cells.places.clear();
+    const auto add = [&](std::int64_t row, std::int64_t shard) {
+        for (std::int64_t seg = 0; seg < view.segs; ++seg) {
+            cells.offsets.push_back(view.row_offset(row) + shard * view.shard_stride + seg * view.seg_stride);
+            cells.places.push_back(place_of(row * view.tokens_per_row, shard, seg));
+        }
+    };
+    if (wire == Wire::kToken) {
+        for (std::int64_t row = start; row < stop; ++row)
+            for (std::int64_t shard = 0; shard < view.shards; ++shard) add(row, shard);
+    } else {
+        for (std::int64_t shard = 0; shard < view.shards; ++shard)
+            for (std::int64_t row = start; row < stop; ++row) add(row, shard);
+    }
+}
+
 }  // namespace detail
+
+// How a plan is carried out: on how many threads, and whether its calls may ask for checksums.
+struct How {
+    std::size_t n_threads = 1;
+    bool checksum = false;
+};
 
 // Some shards of some views of one pool, ready to be copied many times. Safe to use from several threads at once.
 class CopyPlan {
   public:
-    CopyPlan(std::vector<View> views, std::vector<Component> components, Wire wire)
-        : components_(std::move(components)), wire_(wire) {
-        std::map<std::vector<std::int64_t>, std::shared_ptr<const detail::Runs>> shapes;
+    CopyPlan(std::vector<View> views, std::vector<Component> components, Wire wire, How how)
+        : components_(std::move(components)), wire_(wire), how_(how) {
+        std::map<std::vector<std::int64_t>, std::pair<Shared, Shared>> shapes;
         for (const View& view : views) {
-            const std::vector<std::int64_t> shape = {view.rows_per_item, view.outer_rows, view.outer_stride,
-                                                     view.inner_stride,  view.shards,     view.shard_stride,
-                                                     view.segs,          view.seg_stride, view.width};
-            auto& runs = shapes[shape];
+            const std::vector<std::int64_t> shape = {
+                view.rows_per_item, view.outer_rows, view.outer_stride, view.inner_stride, view.shards,
+                view.shard_stride,  view.segs,       view.seg_stride,   view.width,        view.tokens_per_row};
+            auto& [runs, cells] = shapes[shape];
             if (!runs) {
-                auto listed = std::make_shared<detail::Runs>();
-                detail::list_runs(view, wire, 0, view.rows_per_item, *listed);
-                runs = std::move(listed);
+                detail::Runs listed;
+                detail::list_runs(view, wire, 0, view.rows_per_item, listed);
+                runs = std::make_shared<const detail::Runs>(listed);
+                if (how.checksum) {
+                    detail::list_cells(view, wire, 0, view.rows_per_item, listed);
+                    cells = std::make_shared<const detail::Runs>(std::move(listed));
+                }
             }
-            views_.push_back({view, runs, runs->offsets.size() == 1 && runs->nbytes == view.item_stride});
+            views_.push_back({view, runs, cells, runs->offsets.size() == 1 && runs->nbytes == view.item_stride});
         }
     }
 
     std::size_t n_components() const { return components_.size(); }
 
-    // `parts`: one for each component. Nothing is written unless the verdict is kNone.
-    Verdict gather(Byte* dst, std::int64_t nbytes, const std::vector<Part>& parts) const {
-        return run<true>(dst, nbytes, parts);
+    // Whether bytes of this plan's cells can become bytes of the peer's.
+    bool fits(const CopyPlan& peer) const {
+        const auto same = [](const Selected& a, const Selected& b) {
+            return a.view.component == b.view.component && a.view.shards == b.view.shards &&
+                   a.view.segs == b.view.segs && a.view.width == b.view.width &&
+                   a.view.tokens_per_row == b.view.tokens_per_row;
+        };
+        return n_components() == peer.n_components() &&
+               std::equal(views_.begin(), views_.end(), peer.views_.begin(), peer.views_.end(), same);
     }
-    Verdict scatter(const Byte* src, std::int64_t nbytes, const std::vector<Part>& parts) const {
-        return run<false>(const_cast<Byte*>(src), nbytes, parts);  // only ever read: kGather is false
+
+    // `parts`: one for each component. `sum`, if there is one, has the checksum of the cells added to it. Nothing is
+    // written unless the verdict is kNone.
+    Verdict gather(Byte* dst, std::int64_t nbytes, const std::vector<Part>& parts, std::uint64_t* sum) const {
+        return run<true>(dst, nbytes, parts, sum);
+    }
+    Verdict scatter(const Byte* src, std::int64_t nbytes, const std::vector<Part>& parts, std::uint64_t* sum) const {
+        return run<false>(const_cast<Byte*>(src), nbytes, parts, sum);  // only ever read: kGather is false
+    }
+
+    // `peer` fits. A verdict on the peer's side numbers its component from n_components() on.
+    Verdict copy_to(const CopyPlan& peer, const std::vector<Part>& parts, const std::vector<Part>& peer_parts,
+                    std::uint64_t* sum) const {
+        thread_local std::vector<Items> src_items;
+        thread_local std::vector<Items> dst_items;
+        const std::vector<Items>& from = src_items;
+        const std::vector<Items>& to = dst_items;
+        Verdict verdict = detail::resolve_both(parts, components_, peer_parts, peer.components_, src_items, dst_items);
+        for (const Selected& selected : views_)
+            if (verdict.fault == Fault::kNone) verdict = detail::check_rows(selected.view, parts, peer_parts);
+        if (verdict.fault != Fault::kNone) return verdict;
+        std::vector<Piece> pieces;
+        std::int64_t nbytes = 0;
+        for (std::size_t i = 0; i < views_.size(); ++i) {
+            const View& view = views_[i].view;
+            const RowRange rows = rows_of(parts[view.component], view, from[view.component].first);
+            cut(i, rows, 1, nullptr, pieces);
+            nbytes += (rows.stop - rows.start) * view.row_nbytes();
+        }
+        const bool stream = nbytes >= detail::kScatterStreamNbytes;
+        carry_out(pieces, nbytes, stream, sum, [&](const Piece& piece) {
+            const View& src = views_[piece.view].view;
+            const View& dst = peer.views_[piece.view].view;
+            const auto c = static_cast<std::size_t>(src.component);
+            const RowRange src_rows = rows_of(parts[c], src, from[c].first);
+            const RowRange dst_rows = rows_of(peer_parts[c], dst, to[c].first);
+            const std::int64_t skipped = piece.rows.start - src_rows.start;
+            const std::int64_t token = (parts[c].start / src.tokens_per_row + skipped) * src.tokens_per_row;
+            return detail::copy_rows(src, from[c], piece.rows, dst, to[c], dst_rows.start + skipped, token,
+                                     sum != nullptr, stream);
+        });
+        return {};
     }
 
   private:
+    using Shared = std::shared_ptr<const detail::Runs>;
     struct Selected {
         View view;
-        std::shared_ptr<const detail::Runs> runs;  // of a whole item; equal shapes share them
-        bool dense;                                // consecutive items are consecutive memory, in staged order
+        Shared runs;   // of a whole item; equal shapes share them
+        Shared cells;  // of a whole item, where the plan may be asked for checksums
+        bool dense;    // consecutive items are consecutive memory, in staged order
+    };
+    // Rows of one view, counted from its first item's, and where they are staged.
+    struct Piece {
+        std::size_t view;
+        RowRange rows;
+        Byte* wire;
+    };
+    struct Call {
+        bool stream;
+        bool summed;
     };
     static constexpr std::int64_t kViewAlignment = 128;
+    // Enough for a thread to be worth waking, small enough that none waits long for the last.
+    static constexpr std::int64_t kPieceNbytes = 1 << 20;
+    static constexpr std::int64_t kShareNbytes = 4 << 20;
 
     template <bool kGather>
-    Verdict run(Byte* wire, std::int64_t nbytes, const std::vector<Part>& parts) const {
-        thread_local std::vector<Items> resolved;
+    Verdict run(Byte* wire, std::int64_t nbytes, const std::vector<Part>& parts, std::uint64_t* sum) const {
+        thread_local std::vector<Items> scratch;
+        std::vector<Items>& resolved = scratch;  // the caller's, also where a worker reads it
         if (resolved.size() < components_.size()) resolved.resize(components_.size());
         for (std::size_t i = 0; i < components_.size(); ++i) {
             const Verdict verdict =
                 resolve(parts[i], static_cast<std::int64_t>(i), components_[i], !kGather, resolved[i]);
             if (verdict.fault != Fault::kNone) return verdict;
         }
+        std::vector<Piece> pieces;
         std::int64_t needed = 0;
-        for (const Selected& selected : views_) {
-            const Part& part = parts[selected.view.component];
-            if (part.start != part.stop && part.first_token % selected.view.tokens_per_row != 0)
-                return {Fault::kFirstToken, selected.view.component, selected.view.tokens_per_row, part.first_token};
-            needed += staged_nbytes(selected, part, resolved[selected.view.component]);
+        for (std::size_t i = 0; i < views_.size(); ++i) {
+            const View& view = views_[i].view;
+            const Part& part = parts[view.component];
+            if (part.start != part.stop && part.first_token % view.tokens_per_row != 0)
+                return {Fault::kFirstToken, view.component, view.tokens_per_row, part.first_token};
+            const RowRange rows = rows_of(part, view, resolved[view.component].first);
+            cut(i, rows, view.rows_per_item, wire + needed, pieces);
+            const std::int64_t exact = (rows.stop - rows.start) * view.row_nbytes();
+            needed += (exact + kViewAlignment - 1) / kViewAlignment * kViewAlignment;
         }
         if (needed > nbytes) return {Fault::kTooSmall, 0, needed, nbytes};
-        const bool stream = needed >= (kGather ? detail::kGatherStreamNbytes : detail::kScatterStreamNbytes);
-        for (const Selected& selected : views_) {
-            const Items& items = resolved[selected.view.component];
-            const Part& part = parts[selected.view.component];
-            if (!items.items.empty())
-                copy_view<kGather>(selected, rows_of(part, selected.view, items.first), items, stream, wire);
-            wire += staged_nbytes(selected, part, items);
-        }
-        if (stream) detail::stream_fence();
+        const Call call{needed >= (kGather ? detail::kGatherStreamNbytes : detail::kScatterStreamNbytes),
+                        sum != nullptr};
+        carry_out(pieces, needed, call.stream, sum, [&](const Piece& piece) {
+            const Selected& selected = views_[piece.view];
+            const auto c = static_cast<std::size_t>(selected.view.component);
+            const std::int64_t first_token = parts[c].first_token + resolved[c].first * components_[c].tokens_per_item;
+            return copy_view<kGather>(selected, piece.rows, resolved[c], first_token, call, piece.wire);
+        });
         return {};
     }
 
-    static std::int64_t staged_nbytes(const Selected& selected, const Part& part, const Items& items) {
-        const RowRange rows = rows_of(part, selected.view, items.first);
-        const std::int64_t exact = (rows.stop - rows.start) * selected.view.row_nbytes();
-        return (exact + kViewAlignment - 1) / kViewAlignment * kViewAlignment;
+    // Rows as one piece, or as several for several threads, cut at multiples of `every` rows.
+    void cut(std::size_t number, RowRange rows, std::int64_t every, Byte* wire, std::vector<Piece>& pieces) const {
+        const std::int64_t row_nbytes = views_[number].view.row_nbytes();
+        const std::int64_t step = how_.n_threads == 1
+                                      ? rows.stop + every
+                                      : std::max<std::int64_t>(1, kPieceNbytes / (row_nbytes * every)) * every;
+        while (rows.start < rows.stop) {
+            const std::int64_t stop = std::min(rows.stop, (rows.start / step + 1) * step);
+            pieces.push_back({number, {rows.start, stop}, wire});
+            if (wire != nullptr) wire += (stop - rows.start) * row_nbytes;
+            rows.start = stop;
+        }
+    }
+
+    // `copy` does one piece and returns its checksum.
+    template <class Copy>
+    void carry_out(const std::vector<Piece>& pieces, std::int64_t nbytes, bool stream, std::uint64_t* sum,
+                   const Copy& copy) const {
+        std::atomic<std::uint64_t> total{0};
+        const auto work = [&](std::size_t i) {
+            total.fetch_add(copy(pieces[i]), std::memory_order_relaxed);
+            if (stream) detail::stream_fence();
+        };
+        if (how_.n_threads > 1 && pieces.size() > 1 && nbytes >= kShareNbytes) {
+            Workers::run(how_.n_threads, pieces.size(), work);
+        } else {
+            for (std::size_t i = 0; i < pieces.size(); ++i) work(i);
+        }
+        // Calls that run at once may share a sum.
+        if (sum != nullptr) std::atomic_ref(*sum).fetch_add(total.load(), std::memory_order_relaxed);
     }
 
     // A first or last item that is only partly in the range has runs of its own; those between share the plan's.
+    // `first_token` is that of `items`. Returns the checksum if `call` asks for it.
     template <bool kGather>
-    void copy_view(const Selected& selected, RowRange rows, const Items& items, bool stream, Byte* wire) const {
+    std::uint64_t copy_view(const Selected& selected, RowRange rows, const Items& items, std::int64_t first_token,
+                            Call call, Byte* wire) const {
         const View& view = selected.view;
         const std::int64_t per_item = view.rows_per_item;
-        std::int64_t at = 0;
-        while (rows.start < rows.stop) {
-            const std::int64_t end = std::min(rows.stop - at * per_item, per_item);
+        std::uint64_t sum = 0;
+        for (std::int64_t at = rows.start / per_item; rows.start < rows.stop;) {
             const std::int64_t start = rows.start - at * per_item;
-            if (start == 0 && end == per_item) {
-                const std::int64_t n = (rows.stop - rows.start) / per_item;
-                copy_items<kGather>(selected, items, at, n, stream, wire);
-                wire += n * per_item * view.row_nbytes();
-                rows.start += n * per_item;
-                at += n;
-                continue;
+            const bool whole = start == 0 && rows.stop - rows.start >= per_item;
+            const std::int64_t n = whole ? (rows.stop - rows.start) / per_item : 1;
+            const std::int64_t end = whole ? per_item : std::min(rows.stop - at * per_item, per_item);
+            detail::Walk walk{base(view), view.item_stride, &items.items[at], n, nullptr};
+            thread_local detail::Runs part;
+            if (call.summed) {
+                if (!whole) detail::list_cells(view, wire_, start, end, part);
+                walk.runs = whole ? selected.cells.get() : &part;
+                const std::int64_t token = first_token + at * per_item * view.tokens_per_row;
+                sum += copy_summed<kGather>(view, walk, token, call.stream, wire);
+            } else if (whole) {
+                walk.runs = selected.runs.get();
+                copy_items<kGather>(selected, walk, items, call.stream, wire);
+            } else {
+                detail::list_runs(view, wire_, start, end, part);
+                walk.runs = &part;
+                copy_walk<kGather>(walk, call.stream, wire);
             }
-            thread_local detail::Runs runs;
-            detail::list_runs(view, wire_, start, end, runs);
-            copy_walk<kGather>({base(view), view.item_stride, &items.items[at], 1, &runs}, stream, wire);
-            wire += (end - start) * view.row_nbytes();
-            rows.start += end - start;
-            ++at;
+            const std::int64_t n_rows = n * (end - start);
+            wire += n_rows * view.row_nbytes();
+            rows.start += n_rows;
+            at += n;
         }
+        return sum;
     }
 
     template <bool kGather>
-    static void copy_items(const Selected& selected, const Items& items, std::int64_t at, std::int64_t n, bool stream,
+    static std::uint64_t copy_summed(const View& view, const detail::Walk& walk, std::int64_t token, bool stream,
+                                     Byte* wire) {
+        const std::uint64_t place =
+            static_cast<std::uint64_t>(view.seed) + detail::place_of(token, view.first_shard, 0);
+        const std::uint64_t step = detail::place_of(view.rows_per_item * view.tokens_per_row, 0, 0);
+        return detail::copy_cells<kGather>(walk, place, step, stream && can_stream<kGather>(walk, wire), wire);
+    }
+
+    // Whole items; neighbours of a dense view go as one run, if enough are.
+    template <bool kGather>
+    static void copy_items(const Selected& selected, const detail::Walk& walk, const Items& items, bool stream,
                            Byte* wire) {
-        const View& view = selected.view;
-        const std::int64_t* item = &items.items[at];
         if (!selected.dense || items.n_runs * 2 > items.items.size()) {
-            copy_walk<kGather>({base(view), view.item_stride, item, n, selected.runs.get()}, stream, wire);
+            copy_walk<kGather>(walk, stream, wire);
             return;
         }
-        detail::Runs joined{0, {0}};
-        for (const std::int64_t* const end = item + n; item < end;) {
+        detail::Runs joined{0, {0}, {}};
+        const std::int64_t* item = walk.items;
+        for (const std::int64_t* const end = item + walk.n_items; item < end;) {
             const std::int64_t* next = item + 1;
             while (next < end && *next == next[-1] + 1) ++next;
-            joined.nbytes = (next - item) * view.item_stride;
-            copy_walk<kGather>({base(view), view.item_stride, item, 1, &joined}, stream, wire);
+            joined.nbytes = (next - item) * walk.item_stride;
+            copy_walk<kGather>({walk.base, walk.item_stride, item, 1, &joined}, stream, wire);
             wire += joined.nbytes;
             item = next;
         }
@@ -216,11 +361,16 @@ class CopyPlan {
     template <bool kGather>
     static void copy_walk(const detail::Walk& walk, bool stream, Byte* wire) {
         const std::int64_t nbytes = walk.runs->nbytes;
-        const bool aligned = kGather ? reinterpret_cast<std::uintptr_t>(wire) % 16 == 0 && nbytes % 16 == 0
-                                     : nbytes % detail::kLine == 0 && lines_only(walk);
-        const detail::Kernel kernel =
-            stream && aligned ? detail::pick_streamed<kGather>(nbytes) : detail::pick_cached<kGather>(nbytes);
+        const detail::Kernel kernel = stream && can_stream<kGather>(walk, wire) ? detail::pick_streamed<kGather>(nbytes)
+                                                                                : detail::pick_cached<kGather>(nbytes);
         kernel(walk, wire);
+    }
+
+    template <bool kGather>
+    static bool can_stream(const detail::Walk& walk, const Byte* wire) {
+        const std::int64_t nbytes = walk.runs->nbytes;
+        return kGather ? reinterpret_cast<std::uintptr_t>(wire) % 16 == 0 && nbytes % 16 == 0
+                       : nbytes % detail::kLine == 0 && lines_only(walk);
     }
 
     // Whether every run of the walk begins a cache line: half a line written past the caches costs a read of it.
@@ -235,6 +385,7 @@ class CopyPlan {
 
     std::vector<Component> components_;
     Wire wire_;
+    How how_;
     std::vector<Selected> views_;
 };
 

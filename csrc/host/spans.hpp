@@ -74,38 +74,53 @@ class SpanWriter {
 // Walks one side of a pair: where a row lies, and for how many rows its address goes on by inner_stride.
 class Side {
   public:
-    Side(const View& view, const Items& items, std::int64_t row) : view_(view), items_(items), row_(row) { seek(); }
+    Side(const View& view, const Items& items, std::int64_t row)
+        : view_(view),
+          items_(items),
+          item_(static_cast<std::size_t>(row / view.rows_per_item)),
+          row_(row % view.rows_per_item) {
+        seek();
+    }
     std::int64_t left() const { return left_; }
     std::int64_t address() const { return address_; }
     void advance(std::int64_t n_rows) {
         row_ += n_rows;
         left_ -= n_rows;
         address_ += n_rows * view_.inner_stride;
-        if (left_ == 0 && row_ / view_.rows_per_item < static_cast<std::int64_t>(items_.items.size())) seek();
+        if (left_ > 0) return;
+        if (row_ == view_.rows_per_item) {
+            ++item_;
+            row_ = 0;
+        }
+        if (item_ < items_.items.size()) seek();
     }
 
   private:
+    // Most seeks are to an item's first row, and divide nothing.
     void seek() {
-        const std::int64_t item = row_ / view_.rows_per_item;
-        const std::int64_t row = row_ % view_.rows_per_item;
-        left_ = std::min(view_.outer_rows - row % view_.outer_rows, view_.rows_per_item - row);
-        address_ =
-            view_.base + items_.items[static_cast<std::size_t>(item)] * view_.item_stride + view_.row_offset(row);
+        address_ = view_.base + items_.items[item_] * view_.item_stride;
+        left_ = std::min(view_.outer_rows, view_.rows_per_item);
+        if (row_ == 0) return;
+        address_ += view_.row_offset(row_);
+        left_ = std::min(view_.outer_rows - row_ % view_.outer_rows, view_.rows_per_item - row_);
     }
     const View& view_;
     const Items& items_;
-    std::int64_t row_;
+    std::size_t item_;
+    std::int64_t row_;  // within the item
     std::int64_t left_ = 0;
     std::int64_t address_ = 0;
 };
 
-inline void add_cell(const Pair& pair, std::int64_t src, std::int64_t dst, SpanWriter& out) {
+template <class Writer>
+void add_cell(const Pair& pair, std::int64_t src, std::int64_t dst, Writer& out) {
     for (std::int64_t seg = 0; seg < pair.src.segs; ++seg)
         out.add(src + seg * pair.src.seg_stride, dst + seg * pair.dst.seg_stride, pair.src.width);
 }
 
 // Rows that lie inner_stride apart on both sides.
-inline void add_rows(const Pair& pair, std::int64_t src, std::int64_t dst, std::int64_t n_rows, SpanWriter& out) {
+template <class Writer>
+void add_rows(const Pair& pair, std::int64_t src, std::int64_t dst, std::int64_t n_rows, Writer& out) {
     const View& from = pair.src;
     const View& to = pair.dst;
     const bool join = from.segs == 1 && from.inner_stride == from.width && to.inner_stride == from.width;
@@ -127,6 +142,51 @@ inline void add_rows(const Pair& pair, std::int64_t src, std::int64_t dst, std::
                      dst + row * to.inner_stride + shard * to.shard_stride, out);
 }
 
+// `n_rows` rows from each side's on. Rows that go on by inner_stride on both sides are taken together, across items
+// too: written shard by shard they make one span a shard.
+template <class Writer>
+void add_pair(const Pair& pair, Side src_side, Side dst_side, std::int64_t n_rows, Writer& out) {
+    for (std::int64_t left = n_rows; left > 0;) {
+        const std::int64_t src = src_side.address();
+        const std::int64_t dst = dst_side.address();
+        std::int64_t n_joined = 0;
+        do {
+            const std::int64_t more = std::min({left, src_side.left(), dst_side.left()});
+            src_side.advance(more);
+            dst_side.advance(more);
+            n_joined += more;
+            left -= more;
+        } while (left > 0 && src_side.address() == src + n_joined * pair.src.inner_stride &&
+                 dst_side.address() == dst + n_joined * pair.dst.inner_stride);
+        add_rows(pair, src, dst, n_joined, out);
+    }
+}
+
+// The items of both sides of a call, checked; a verdict on the destination numbers its component from src.size() on.
+inline Verdict resolve_both(const std::vector<Part>& src, const std::vector<Component>& src_sizes,
+                            const std::vector<Part>& dst, const std::vector<Component>& dst_sizes,
+                            std::vector<Items>& from, std::vector<Items>& to) {
+    from.resize(std::max(from.size(), src.size()));
+    to.resize(std::max(to.size(), src.size()));
+    const auto n = static_cast<std::int64_t>(src.size());
+    for (std::int64_t i = 0; i < n; ++i) {
+        Verdict verdict = resolve(src[i], i, src_sizes[i], false, from[i]);
+        if (verdict.fault == Fault::kNone) verdict = resolve(dst[i], i + n, dst_sizes[i], true, to[i]);
+        if (verdict.fault != Fault::kNone) return verdict;
+    }
+    return {};
+}
+
+// Whether both sides' indexes begin at a row of these views.
+inline Verdict check_rows(const View& view, const std::vector<Part>& src, const std::vector<Part>& dst) {
+    const std::int64_t i = view.component;
+    const std::int64_t tokens = view.tokens_per_row;
+    if (src[i].start == src[i].stop) return {};
+    if (src[i].first_token % tokens != 0) return {Fault::kFirstToken, i, tokens, src[i].first_token};
+    if (dst[i].first_token % tokens == 0) return {};
+    return {Fault::kFirstToken, i + static_cast<std::int64_t>(src.size()), tokens, dst[i].first_token};
+}
+
 }  // namespace detail
 
 // The direct path between selected views of two pools, ready to be asked many times. Thread safe.
@@ -140,54 +200,26 @@ class DirectPlan {
     // Appends to `out`. `src` and `dst`: one part for each component, of equal token ranges. A verdict on the
     // destination numbers its component from n_components() on.
     Verdict spans(const std::vector<Part>& src, const std::vector<Part>& dst, Spans& out) const {
-        std::vector<Items> from(src_.size());
-        std::vector<Items> to(src_.size());
-        const auto n = static_cast<std::int64_t>(src_.size());
-        for (std::int64_t i = 0; i < n; ++i) {
-            Verdict verdict = resolve(src[i], i, src_[i], false, from[i]);
-            if (verdict.fault == Fault::kNone) verdict = resolve(dst[i], i + n, dst_[i], true, to[i]);
-            if (verdict.fault != Fault::kNone) return verdict;
-        }
-        for (const Pair& pair : pairs_) {
-            const std::int64_t i = pair.src.component;
-            if (src[i].start == src[i].stop) continue;
-            const std::int64_t tokens = pair.src.tokens_per_row;
-            if (src[i].first_token % tokens != 0) return {Fault::kFirstToken, i, tokens, src[i].first_token};
-            if (dst[i].first_token % tokens != 0) return {Fault::kFirstToken, i + n, tokens, dst[i].first_token};
-        }
+        std::vector<Items> from;
+        std::vector<Items> to;
+        Verdict verdict = detail::resolve_both(src, src_, dst, dst_, from, to);
+        for (const Pair& pair : pairs_)
+            if (verdict.fault == Fault::kNone) verdict = detail::check_rows(pair.src, src, dst);
+        if (verdict.fault != Fault::kNone) return verdict;
         detail::SpanWriter writer(out);
         for (const Pair& pair : pairs_) {
             const std::int64_t i = pair.src.component;
-            if (src[i].start != src[i].stop) add_pair(pair, src[i], dst[i], from[i], to[i], writer);
+            if (src[i].start == src[i].stop) continue;
+            const RowRange rows = rows_of(src[i], pair.src, from[i].first);
+            writer.open(pair.allocation);
+            detail::add_pair(pair, {pair.src, from[i], rows.start},
+                             {pair.dst, to[i], rows_of(dst[i], pair.dst, to[i].first).start}, rows.stop - rows.start,
+                             writer);
         }
         return {};
     }
 
   private:
-    static void add_pair(const Pair& pair, const Part& src, const Part& dst, const Items& from, const Items& to,
-                         detail::SpanWriter& out) {
-        const RowRange rows = rows_of(src, pair.src, from.first);
-        detail::Side src_side(pair.src, from, rows.start);
-        detail::Side dst_side(pair.dst, to, rows_of(dst, pair.dst, to.first).start);
-        out.open(pair.allocation);
-        // Rows that go on by inner_stride on both sides are taken together, across items too: written shard by shard
-        // they make one span a shard.
-        for (std::int64_t left = rows.stop - rows.start; left > 0;) {
-            const std::int64_t from_address = src_side.address();
-            const std::int64_t to_address = dst_side.address();
-            std::int64_t n_rows = 0;
-            do {
-                const std::int64_t more = std::min({left, src_side.left(), dst_side.left()});
-                src_side.advance(more);
-                dst_side.advance(more);
-                n_rows += more;
-                left -= more;
-            } while (left > 0 && src_side.address() == from_address + n_rows * pair.src.inner_stride &&
-                     dst_side.address() == to_address + n_rows * pair.dst.inner_stride);
-            detail::add_rows(pair, from_address, to_address, n_rows, out);
-        }
-    }
-
     std::vector<Pair> pairs_;
     std::vector<Component> src_;
     std::vector<Component> dst_;

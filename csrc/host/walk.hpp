@@ -7,13 +7,16 @@
 #include <vector>
 
 #include "runs.hpp"
+#include "sums.hpp"
 
 namespace pdstage::detail {
 
-// Some runs of an item, in staged order: each `nbytes` long, at `offsets` from the item.
+// Some runs of an item, in staged order: each `nbytes` long, at `offsets` from the item. Where checksums are wanted
+// runs are cells, and `places` are theirs from the item's first.
 struct Runs {
     std::int64_t nbytes = 0;
     std::vector<std::int64_t> offsets;
+    std::vector<std::uint64_t> places;
 };
 
 // Items and the runs within each: what one kernel call copies, in staged order.
@@ -159,6 +162,36 @@ template <bool kGather>
 Kernel pick_streamed(std::int64_t nbytes) {
     if (kGather && in_pairs(nbytes)) return gather_pairs;
     return pick<kGather, FixedStreamRun, StreamRun, kGather>(nbytes);
+}
+
+// Copies cells and gives the sum of their terms, each block of a cell read while the caches hold it. `place` is the
+// first item's, the next one's is `place_step` further.
+template <bool kGather>
+std::uint64_t copy_cells(const Walk& walk, std::uint64_t place, std::uint64_t place_step, bool stream, Byte* wire) {
+    constexpr std::int64_t kBlock = 4096;
+    const std::int64_t nbytes = walk.runs->nbytes;
+    const auto copy = stream ? StreamRun::copy : nbytes % 16 == 0 && nbytes <= kBlock ? WideRun::copy : AnyRun::copy;
+    std::uint64_t sum = 0;
+    Cursor ahead(walk, std::max<std::int64_t>(1, kAheadNbytes / nbytes));
+    for (std::int64_t item = 0; item < walk.n_items; ++item, place += place_step) {
+        Byte* const base = walk.base + walk.items[item] * walk.item_stride;
+        for (std::size_t run = 0; run < walk.runs->offsets.size(); ++run, wire += nbytes) {
+            if ((kGather || !stream) && !ahead.done()) {
+                prefetch<kGather>(ahead.address(), fetched<kGather>(nbytes));
+                ahead.next();
+            }
+            Byte* const cell = base + walk.runs->offsets[run];
+            const Byte* const src = kGather ? cell : wire;
+            Byte* const dst = kGather ? wire : cell;
+            std::uint64_t key = mix(place + walk.runs->places[run]);
+            for (std::int64_t at = 0; at < nbytes; at += kBlock, key += kBlock / 8 * kWordPlace) {
+                const std::int64_t n = std::min(kBlock, nbytes - at);
+                sum += kSumWords(src + at, n, key);
+                copy(dst + at, src + at, n);
+            }
+        }
+    }
+    return sum;
 }
 
 }  // namespace pdstage::detail

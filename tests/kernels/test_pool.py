@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from pools import (
     FUSED,
     HND,
     HOST_CODES,
     NHD,
+    REFERENCE,
     Logical,
+    Rig,
     Stored,
+    check,
     hold,
     host_code,
-    indexes,
-    logicals,
     moved,
-    ranges,
-    selections,
-    storages,
+    transfers,
 )
 
 from pdstage.errors import UsageError
 from pdstage.kernels import Index, Pool
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
-
-WIRES = st.sampled_from([TOKEN_MAJOR, HEAD_MAJOR])
 
 
 def staging(nbytes, skew=0, fill=0xA5):
@@ -39,97 +38,14 @@ def staging(nbytes, skew=0, fill=0xA5):
     return whole, whole.ctypes.data + start
 
 
-@st.composite
-def cases(draw, repeat):
-    """A pool of one or two components, some of it selected, token ranges and indexes."""
-    stored = [draw(storages(draw(logicals(name)))) for name in ("kv", "swa")[: draw(st.integers(1, 2))]]
-    held = hold(stored, draw(st.integers(0, 99)))
-    select = draw(selections(held.layout))
-    tokens = {one.of.name: draw(ranges(one)) for one in stored}
-    index = {one.of.name: draw(indexes(one, tokens[one.of.name], repeat)) for one in stored}
-    return held, select, draw(WIRES), tokens, index, draw(st.sampled_from([0, 0, 1, 16]))
+RIGS = [*(Rig("host", code) for code in HOST_CODES), REFERENCE]
 
 
-@pytest.mark.parametrize("code", HOST_CODES)
-@settings(max_examples=200, deadline=None)
-@given(case=cases(repeat=True))
-def test_host_gather_is_the_reference(code, case):
-    held, select, wire, tokens, index, skew = case
-    pool = Pool.of(held.layout, keep=held)
-    before = held.bytes()
-    results = []
-    for backend in ("host", "reference"):
-        with host_code(code):
-            plan = pool.plan(select, wire, backend)
-        n = plan.nbytes(tokens)
-        whole, at = staging(n, skew)
-        plan.gather(at, n, index, tokens)
-        start = at - whole.ctypes.data
-        results.append(whole[start : start + n])
-        assert (whole[:start] == 0xA5).all()
-        assert (whole[start + n :] == 0xA5).all()
-    np.testing.assert_array_equal(*results)
-    for a, b in zip(before, held.memory, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("code", HOST_CODES)
-@settings(max_examples=200, deadline=None)
-@given(case=cases(repeat=False))
-def test_host_scatter_is_the_reference(code, case):
-    held, select, wire, tokens, index, skew = case
-    before = held.bytes()
-    results = []
-    for backend in ("host", "reference"):
-        for memory, original in zip(held.memory, before, strict=True):
-            memory[:] = original
-        with host_code(code):
-            plan = Pool.of(held.layout).plan(select, wire, backend)
-        n = plan.nbytes(tokens)
-        whole, at = staging(n, skew)
-        whole[at - whole.ctypes.data :][:n] = np.random.default_rng(7).integers(0, 256, n, dtype=np.uint8)
-        plan.scatter(at, n, index, tokens)
-        results.append(held.bytes())
-    for a, b in zip(*results, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@st.composite
-def transfers(draw):
-    """Two pools that store the same thing differently, and tokens to move."""
-    of = draw(logicals())
-    src, dst = draw(storages(of)), draw(storages(of))
-    tokens = draw(ranges(src, dst))
-    src_held, dst_held = hold([src], 1), hold([dst], 2)
-    src_select, dst_select = [], []
-    count = draw(st.integers(1, of.shards))
-    for key in of.view_keys():
-        src_select.append(Select(key, draw(st.integers(0, of.shards - count)), count))
-        dst_select.append(Select(key, draw(st.integers(0, of.shards - count)), count))
-    return (
-        (src_held, src_select, {"kv": draw(indexes(src, tokens, True))}),
-        (dst_held, dst_select, {"kv": draw(indexes(dst, tokens, False))}),
-        {"kv": tokens},
-    )
-
-
-@pytest.mark.parametrize("code", [*HOST_CODES, "reference"])
-@settings(max_examples=150, deadline=None)
-@given(case=transfers())
-def test_a_pool_laid_out_otherwise_gets_the_same_tokens_and_nothing_else_changes(code, case):
-    (src, src_select, src_index), (dst, dst_select, dst_index), tokens = case
-    expected = moved(src, src_select, src_index, dst, dst_select, dst_index, tokens)
-    backend = "reference" if code == "reference" else "host"
-    with host_code(code):
-        gather = Pool.of(src.layout).plan(src_select, TOKEN_MAJOR, backend)
-        scatter = Pool.of(dst.layout).plan(dst_select, TOKEN_MAJOR, backend)
-    assert gather.nbytes(tokens) == scatter.nbytes(tokens)
-    whole, at = staging(gather.nbytes(tokens))
-    gather.gather(at, gather.nbytes(tokens), src_index, tokens)
-    scatter.scatter(at, gather.nbytes(tokens), dst_index, tokens)
-    assert whole.size
-    for a, b in zip(expected, dst.memory, strict=True):
-        np.testing.assert_array_equal(a, b)
+@pytest.mark.parametrize("rig", RIGS, ids=lambda rig: f"{rig.backend}-{rig.code}")
+@settings(max_examples=250, deadline=None)
+@given(transfer=transfers())
+def test_every_transfer_moves_its_tokens_and_nothing_else(rig, transfer):
+    check(rig, transfer)
 
 
 def test_head_major_meets_head_major_across_shards():
@@ -317,3 +233,111 @@ def test_selections_and_backends_that_do_not_exist():
 def test_an_index_is_one_contiguous_list_of_integers(items):
     with pytest.raises(UsageError, match="items are"):
         Index.of(items)
+
+
+def _pool_of(code, of, n_items=6):
+    held = hold([Stored(of, n_items=n_items, rows_per_item=4)])
+    with host_code(code):
+        return held, Pool.of(held.layout).plan(
+            [Select(key, 0, of.shards) for key in of.view_keys()],
+            TOKEN_MAJOR,
+            "reference" if code == "reference" else "host",
+        )
+
+
+COPY_MISUSE = {
+    "source item outside": ({"items": [1, 9, 2]}, "item 9 at position 1 of component 'kv' is outside"),
+    "item outside": ({"peer": [1, 9, 2]}, "item 9 at position 1 of component 'kv' of the destination is outside"),
+    "negative item": ({"peer": [1, -1, 2]}, "item -1 at position 1 of component 'kv' of the destination"),
+    "repeated item": ({"peer": [1, 2, 1]}, "item 1 at position 2 of component 'kv' of the destination is a dest"),
+    "too few items": ({"peer": [1, 2]}, "component 'kv' of the destination has 2 items"),
+    "no index": ({"peer_name": "other"}, "component 'kv' of the destination have no index"),
+    "first token behind": ({"peer_first": 4}, "tokens 0..12 of component 'kv' of the destination"),
+    "other width": ({"of": Logical(width=8)}, "copying Cells"),
+    "other shards": ({"of": Logical(width=16, shards=2)}, "copying Cells"),
+    "other view": ({"of": Logical("swa", width=16)}, "copying Cells"),
+    "more views": ({"of": Logical(width=16, roles=2)}, "to Cells"),
+}
+
+
+@pytest.mark.parametrize("code", [*HOST_CODES, "reference"])
+@pytest.mark.parametrize("misuse", COPY_MISUSE)
+def test_copies_that_do_not_fit_are_refused_by_name(code, misuse):
+    case, words = COPY_MISUSE[misuse]
+    (_, plan), (held, peer) = _pool_of(code, Logical(width=16)), _pool_of(code, case.get("of", Logical(width=16)))
+    before = held.bytes()
+    index = {"kv": Index.of(np.array(case.get("items", [1, 1, 2])))}
+    other = Index.of(np.array(case.get("peer", [3, 1, 2]), np.int32), case.get("peer_first", 0))
+    with pytest.raises(UsageError) as caught:
+        plan.copy_to(peer, index, {case.get("peer_name", "kv"): other}, {"kv": (0, 12)})
+    assert words in str(caught.value)
+    for a, b in zip(before, held.memory, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_plans_of_two_backends_do_not_copy_to_each_other():
+    (_, plan), (_, peer) = _pool_of("numpy", Logical()), _pool_of("reference", Logical())
+    with pytest.raises(UsageError, match=r"host \(NumpyPlan\) cannot copy to one of reference"):
+        plan.copy_to(peer, {}, {}, {})
+
+
+@pytest.mark.parametrize("argument", [{"threads": 0}, {"threads": -1}])
+def test_a_plan_has_a_thread(argument):
+    held = hold([Stored(Logical())])
+    with pytest.raises(UsageError, match="threads is"):
+        Pool.of(held.layout).plan([], **argument)
+
+
+def _everything(threads, wire=TOKEN_MAJOR, order=NHD):
+    """What every way leaves behind and sums to, of a transfer big enough to be shared out; ends are cut."""
+    of = Logical(roles=2, shards=4, width=256)
+    stored = Stored(of, n_items=1500, rows_per_item=16, order=order)
+    src, dst, copied = hold([stored], 1), hold([stored], 2), hold([stored], 2)
+    items = np.random.default_rng(3).permutation(1500)
+    items[200:400] = np.sort(items[200:400])
+    select = [Select(key, 1, 3) for key in of.view_keys()]
+    tokens, index, peer_index = {"kv": (5, 20000)}, {"kv": Index.of(items)}, {"kv": Index.of(items[::-1].copy())}
+    plan, scatter, peer = (
+        Pool.of(held.layout).plan(select, wire, checksum=True, threads=threads) for held in (src, dst, copied)
+    )
+    n, sums = plan.nbytes(tokens), np.zeros(6, np.uint64)
+    whole, at = staging(n)
+    for first, ptr in ((0, sums.ctypes.data), (3, 0)):
+        here = [ptr + 8 * (first + i) if ptr else 0 for i in range(3)]
+        plan.gather(at, n, index, tokens, sum_ptr=here[0])
+        scatter.scatter(at, n, peer_index, tokens, sum_ptr=here[1])
+        plan.copy_to(peer, index, peer_index, tokens, sum_ptr=here[2])
+        yield from (whole[at - whole.ctypes.data :][:n].copy(), *dst.bytes(), *copied.bytes(), sums.copy())
+        for held in (dst, copied):
+            held.memory[0][:] = 9
+
+
+@pytest.mark.skipif("c++" not in HOST_CODES, reason="needs the extension")
+@pytest.mark.parametrize(("wire", "order"), [(TOKEN_MAJOR, NHD), (HEAD_MAJOR, HND), (TOKEN_MAJOR, HND)])
+def test_more_threads_change_nothing(wire, order):
+    for a, b in zip(_everything(1, wire, order), _everything(3, wire, order), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+FORKED = """
+import os, sys, threading
+sys.path[:0] = ["tests", "tests/kernels"]
+import numpy as np
+from test_pool import _everything
+want = list(_everything(4))
+def same():
+    return all((a == b).all() for a, b in zip(want, _everything(4), strict=True))
+others = [threading.Thread(target=same) for _ in range(2)]
+for other in others: other.start()
+child = os.fork()
+if not child:
+    os._exit(0 if same() else 3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+for other in others: other.join()
+assert same()
+"""
+
+
+@pytest.mark.skipif("c++" not in HOST_CODES, reason="needs the extension")
+def test_helping_threads_survive_a_fork_and_end_with_the_process():
+    subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=120, cwd=Path(__file__).parents[2])

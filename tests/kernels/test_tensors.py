@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +15,7 @@ from pools import HOST_CODES, host_code
 
 from pdstage.errors import UsageError
 from pdstage.kernels import backends, gather, scatter, staged_nbytes
-from pdstage.kernels.buffers import _plan_of
+from pdstage.kernels.buffers import Buffers, _plan_of, layout_of
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64]
 
@@ -102,8 +106,13 @@ def test_gather_and_scatter_are_indexing(code, case):
         assert torch.equal(raw(b), want)
 
 
-def test_both_backends_work_here():
-    assert backends() == {"host": "", "reference": ""}
+def test_backends_of_host_memory_work_everywhere():
+    """The others say what they miss."""
+    assert [name for name, missing in backends().items() if not missing and name in ("host", "reference")] == [
+        "host",
+        "reference",
+    ]
+    assert set(backends()) == {"host", "reference", "cuda", "triton"}
 
 
 GOOD = {"items": np.array([0, 2]), "shards": slice(0, 2), "tokens": None}
@@ -154,3 +163,107 @@ def test_items_may_repeat_on_gather():
     out = torch.zeros(128, dtype=torch.uint8)
     gather([pool], np.array([2, 0, 2], np.int32), slice(None), out)
     assert torch.equal(out[:24].view(3, 8), pool.view(3, 8)[[2, 0, 2]])
+
+
+@pytest.mark.parametrize("backend", ["host", "reference"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_sum_out_is_added_to_and_is_the_same_both_ways(backend, dtype):
+    src = [
+        torch.randint(0, 256, (4, 3, 2, 8), dtype=torch.uint8),
+        torch.randint(0, 256, (4, 5, 2, 20), dtype=torch.uint8),
+    ]
+    dst = [torch.zeros_like(b).transpose(1, 2).contiguous().transpose(1, 2) for b in src]
+    out = torch.zeros(2048, dtype=torch.uint8)
+    read, written = torch.tensor([7], dtype=dtype), torch.tensor([7], dtype=dtype)
+    gather(src, np.array([3, 1]), slice(1, 2), out, backend=backend, sum_out=read)
+    scatter(out, dst, torch.tensor([0, 2]), slice(1, 2), backend=backend, sum_out=written)
+    assert read.item() == written.item() != 7
+    again = torch.tensor([7], dtype=dtype)
+    out[0] += 1
+    scatter(out, dst, torch.tensor([0, 2]), slice(1, 2), backend=backend, sum_out=again)
+    assert again.item() != read.item()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(2, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int64, device="meta"),
+    ],
+)
+def test_sum_out_is_one_integer_beside_the_buffers(wrong):
+    out = torch.full((4096,), 7, dtype=torch.uint8)
+    with pytest.raises(UsageError, match="sum_out is"):
+        gather([torch.zeros(4, 3, 2, 8)], np.array([0]), slice(None), out, sum_out=wrong)
+    assert (out == 7).all()
+
+
+class Elsewhere:
+    """A tensor that says it lies on a GPU: enough to see what is made of it, on a machine without one."""
+
+    def __init__(self, tensor, device):
+        self.tensor, self.device = tensor, torch.device(device)
+
+    def __getattr__(self, name):
+        return getattr(self.tensor, name)
+
+
+def test_items_beside_the_buffers_are_passed_on_unread():
+    buffers = [Elsewhere(torch.zeros(4, 3, 2, 8), "cuda:1")]
+    items = torch.tensor([99, -1], dtype=torch.int32)  # the host never looks
+    held = Buffers.of(buffers, Elsewhere(items, "cuda:1"), slice(0, 1), None)
+    index = held.indexes()["000000"]
+    assert index[:4] == (items.data_ptr(), 32, 2, 0)
+    assert index.device == "cuda:1"
+    assert held.ranges() == {"000000": (0, 6)}
+    region = layout_of(held.geometry, slice(0, 1))[0].regions[0]
+    assert (region.kind, region.device) == ("cuda", 1)
+    assert Buffers.of(buffers, np.array([1, 2]), slice(0, 1), None).index.device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("items", "device", "words"),
+    [
+        (torch.zeros(2, dtype=torch.int32), "cuda:0", "items are on cuda:0, the buffers are on cuda:1"),
+        (torch.zeros(2), "cuda:1", "tensor of float32"),
+        (torch.zeros(4, dtype=torch.int64)[::2], "cuda:1", "non-contiguous tensor of int64"),
+        (torch.zeros(2, 2, dtype=torch.int64), "cuda:1", "2-dimensional tensor"),
+    ],
+)
+def test_items_elsewhere_are_refused_by_name(items, device, words):
+    with pytest.raises(UsageError, match=words):
+        Buffers.of([Elsewhere(torch.zeros(4, 3, 2, 8), "cuda:1")], Elsewhere(items, device), slice(0, 1), None)
+
+
+def test_staging_and_sum_lie_beside_the_buffers():
+    held = Buffers.of([Elsewhere(torch.zeros(4, 3, 2, 8), "cuda:1")], np.array([0]), slice(0, 1), None)
+    out = torch.zeros(512, dtype=torch.uint8)
+    with pytest.raises(UsageError, match="out is on cpu, the buffers are on cuda:1"):
+        held.staging(out, "out")
+    assert held.staging(Elsewhere(out, "cuda:1"), "out") == (out.data_ptr(), 512)
+    with pytest.raises(UsageError, match="sum_out is 1 of int64 on cpu"):
+        held.sum_ptr(torch.zeros(1, dtype=torch.int64))
+
+
+ALONE = """
+import sys
+for name in ("msgspec", "zmq", "nixl", "torch", "triton", "cupy", "pdstage._native"):
+    sys.modules[name] = None  # as if it were not installed
+import numpy as np
+from pdstage.kernels import Index, Pool, backends
+from pdstage.layout import Key, Region, Row, View
+from pdstage.plan import Select
+from pdstage.topology import Axis
+memory, out = np.arange(64, dtype=np.uint8), np.zeros(128, np.uint8)
+view = View(key=Key("kv", "k", 0), region=0, offset=0, n_items=8, item_stride=8, tokens_per_item=1, rows=(Row(1, 8),),
+            shards=1, shard_stride=8, width=8, axis=Axis("head", 1, 0, 1), format="bytes")
+plan = Pool([Region(memory.ctypes.data, 64)], [view]).plan([Select(view.key, 0, 1)])
+plan.gather(out.ctypes.data, 128, {"kv": Index.of(np.array([3, 1]))}, {"kv": (0, 2)})
+assert bytes(out[:16]) == bytes([*range(24, 32), *range(8, 16)])
+assert not backends()["host"]
+"""
+
+
+def test_kernels_need_numpy_alone():
+    subprocess.run([sys.executable, "-c", ALONE], check=True, cwd=Path(__file__).parents[2])
