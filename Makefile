@@ -9,6 +9,7 @@ STAMP := $(VENV)/.pdstage-setup
 CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 TESTS ?=
 ARGS ?=
+CPU_BENCHES := plan wire host-kernels rooms transfer
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint types format bench gpu sanitize micro plots native sdist wheel clean distclean
@@ -58,8 +59,8 @@ format: $(STAMP)  ## Rewrite the sources in the project's style.
 	$(BIN)/ruff format .
 	@echo '$(CXX_SOURCES)' | xargs -r $(BIN)/clang-format -i
 
-bench: $(STAMP)  ## Run the benchmarks (ARGS="wire --json FILE").
-	$(BIN)/pdstage bench $(ARGS)
+bench: $(STAMP)  ## Run every benchmark that needs no GPU, or one (ARGS="wire --json FILE").
+	$(if $(ARGS),$(BIN)/pdstage bench $(ARGS),for name in $(CPU_BENCHES); do $(BIN)/pdstage bench $$name || exit; done)
 
 # These take the machine as it is: nothing is installed, so that a borrowed GPU needs no package registry.
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))

@@ -160,7 +160,7 @@ def gpu() -> dict[str, Any]:
         "capability": list(torch.cuda.get_device_capability(0)),
         "multiprocessors": held.multi_processor_count,
         "memory_nbytes": held.total_memory,
-        "l2_nbytes": held.L2_cache_size,
+        "l2_nbytes": getattr(held, "L2_cache_size", None),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
     }

@@ -116,10 +116,10 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+" where files were changed; None outside a checkout or without git."""
-    git = shutil.which("git")
+    """The checkout's commit, with "+" where files were changed; without git or its folder what PDSTAGE_COMMIT says."""
+    git, told = shutil.which("git"), os.environ.get("PDSTAGE_COMMIT") or None
     if git is None:
-        return None
+        return told
 
     def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -128,7 +128,7 @@ def commit() -> str | None:
 
     head = ask("rev-parse", "--short=12", "HEAD")
     if head.returncode:
-        return None
+        return told
     return head.stdout.strip() + ("+" if ask("status", "--porcelain").stdout.strip() else "")
 
 

@@ -130,7 +130,7 @@ class Peer:
         with _standing_in(_stubs()):
             spec.loader.exec_module(self.module)
         for name, value in list(vars(self.module).items()):
-            if type(value).__name__ == "JITFunction":
+            if type(value).__name__ in {"JITFunction", "InterpretedFunction"}:
                 setattr(self.module, name, Recorded(value, self.launches))
 
     def call(self, function: str, **arguments: object) -> Work:

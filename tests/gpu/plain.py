@@ -18,6 +18,7 @@ class Plain:
 
     def __init__(self, variant, *, n_views=4, n_items=64, width=256, device="cuda:0", memory=None, checksum=False):
         self.device, self.width = device, width
+        self._lists = []  # those on the device live as long as the pool: a call only enqueues what reads them
         if memory is None:
             memory = torch.randint(0, 256, (n_views * n_items * width,), dtype=torch.uint8, device=device)
         self.memory = memory
@@ -35,6 +36,7 @@ class Plain:
         if not on_device:
             return {"kv": Index.of(held.numpy())}
         held = held.to(self.device)
+        self._lists.append(held)
         return {"kv": Index(held.data_ptr(), 64, held.numel(), 0, held, self.device)}
 
     def tokens(self, n):

@@ -63,11 +63,11 @@ def test_a_scatter_comes_after_what_its_stream_holds(plain, on_device):
 def test_other_streams_are_not_waited_for(plain, on_device):
     """The default stream sleeps; a call on another stream is done before it wakes."""
     side, out = torch.cuda.Stream(), plain.staging(len(ITEMS))
-    expected = plain.expected(ITEMS)
+    expected, index = plain.expected(ITEMS), plain.list(ITEMS, on_device=on_device)
     torch.cuda.synchronize()
     busy = block(torch.cuda.default_stream())
-    plain.gather(out, ITEMS, on_device=on_device, stream=side)
-    plain.scatter(out, ITEMS, on_device=on_device, stream=side)
+    for call in (plain.plan.gather, plain.plan.scatter):
+        call(out.data_ptr(), out.numel(), index, plain.tokens(len(ITEMS)), stream=side)
     side.synchronize()
     assert not busy.query(), "the default stream was waited for"
     torch.cuda.synchronize()
