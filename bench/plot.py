@@ -41,14 +41,13 @@ class Plot(NamedTuple):
     y: str
     lines: list[Line]
     targets: list[tuple[str, float]]
-    top: float | None = None
 
 
 def roofline(name: str, title: str, points: list[tuple[str, int, float]]) -> Plot:
     """Fraction of a copy by run length; `points` are (label, run's bytes, fraction)."""
     return Plot(
         f"{name}-roofline.svg", f"{title}: share of a copy's speed", "bytes of one run", "share of a same-bytes copy",
-        _lines(points), [("target from 256 B on", 0.9)] if name != "host-kernels" else [], 1.2,
+        _lines(points), [("target from 256 B on", 0.9)] if name != "host-kernels" else [],
     )  # fmt: skip
 
 
@@ -160,9 +159,10 @@ def draw(plot: Plot, path: Path) -> None:
         axes.plot(*zip(*line.points, strict=True), marker="o", markersize=3, linewidth=1.2, label=line.label)
     for label, height in plot.targets:
         axes.axhline(height, color="grey", linestyle="--", linewidth=0.8)
-        axes.annotate(label, (axes.get_xlim()[0], height), fontsize=8, va="bottom")
-    axes.set(xlabel=plot.x, ylabel=plot.y, title=plot.title, ylim=(0, plot.top))
+        axes.annotate(label, (1, height), xycoords=("axes fraction", "data"), fontsize=8, ha="right", va="bottom")
+    axes.set(xlabel=plot.x, ylabel=plot.y, title=plot.title)
     axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize=8)
