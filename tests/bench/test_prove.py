@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -109,13 +111,41 @@ def test_each_tool_runs_the_kernel_tests(machine, monkeypatch, tmp_path, capsys,
         assert f"sanitize: {check}: {said or 'good'}" in printed
 
 
-def test_hanging_and_failing_tests_are_told(tmp_path):
+def test_hanging_and_failing_tests_are_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
     (tmp_path / "test_bad.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_it():\n    assert False\n")
     assert prove._pytest([], tmp_path / "test_bad.py", ["-c", "/dev/null"], 60) == "exit code 1"
     (tmp_path / "test_none.py").write_text("def test_it():\n    assert False\n")
     assert prove._pytest([], tmp_path / "test_none.py", ["-c", "/dev/null"], 60) == ""
     (tmp_path / "test_hangs.py").write_text("import threading\nthreading.Event().wait()\n")
     assert prove._pytest([], tmp_path / "test_hangs.py", ["-c", "/dev/null"], 2) == "not done after 2 s"
+    assert "assert False" in (tmp_path / "out/test_bad.txt").read_text()
+    assert "assert False" in capsys.readouterr().out
+
+
+def test_what_hangs_is_ended_with_all_it_started(tmp_path):
+    """The grandchild holds a pipe's end; that end is closed with it."""
+    reading, writing = os.pipe()
+    program = (
+        f"import subprocess, sys; print('begun', flush=True); subprocess.run(['sleep', '600'], pass_fds=[{writing}])"
+    )
+    command = ["sh", "-c", f'exec {sys.executable} -c "{program}"']
+    os.set_inheritable(writing, True)
+    started = []
+    popen = subprocess.Popen
+
+    def passing(*args, **kwargs):
+        started.append(popen(*args, **kwargs, close_fds=False))
+        os.close(writing)
+        return started[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu.subprocess, "Popen", passing)
+        assert gpu.call(command, 3) == (None, "begun\n")
+    assert started[0].returncode is not None
+    assert select.select([reading], [], [], 30)[0], "something still holds the pipe"
+    assert os.read(reading, 1) == b""
+    os.close(reading)
 
 
 def test_it_runs_from_a_checkout():
