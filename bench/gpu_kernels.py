@@ -221,12 +221,12 @@ def sms(bed: Bed, quick: bool, nbytes: int = CURVE_NBYTES) -> Iterator[Row]:
 
 
 def needed(n_sms: int, where: tuple[str, str, int], curve: dict[int, float], wanted: int) -> Row:
-    """The multiprocessors that `wanted` GB/s takes; one more than there are where all together do not reach it."""
+    """The multiprocessors that `wanted` GB/s takes; more than there are, and a miss, where all do not reach it."""
     way, variant, run_nbytes = where
     least = curves.least_reaching(curve, wanted)
     return Row(
         name=f"SMs for {wanted} GB/s, {way}, {variant}, {curves.size_name(run_nbytes)} runs",
-        value=n_sms + 1 if least is None else least,
+        value=max(n_sms, SM_TARGETS[wanted]) + 1 if least is None else least,
         baseline=n_sms,
         unit="SMs",
         target=SM_TARGETS[wanted],
