@@ -151,7 +151,7 @@ def draw(plot: Plot, path: Path) -> None:
     import matplotlib as mpl  # noqa: PLC0415
 
     mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "pdstage"
+    mpl.rcParams.update({"svg.hashsalt": "pdstage", "svg.fonttype": "none"})
     from matplotlib import pyplot  # noqa: PLC0415
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
@@ -166,7 +166,7 @@ def draw(plot: Plot, path: Path) -> None:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize=8)
-    figure.savefig(path, format="svg", bbox_inches="tight", metadata={"Date": None})
+    figure.savefig(path, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
     pyplot.close(figure)
 
 
