@@ -9,9 +9,10 @@ STAMP := $(VENV)/.pdstage-setup
 CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 TESTS ?=
 ARGS ?=
+CPU_BENCHES := plan wire host-kernels rooms transfer
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types format bench native sdist wheel clean distclean
+.PHONY: help setup demo test lint types format bench gpu sanitize micro plots native sdist wheel clean distclean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -58,8 +59,23 @@ format: $(STAMP)  ## Rewrite the sources in the project's style.
 	$(BIN)/ruff format .
 	@echo '$(CXX_SOURCES)' | xargs -r $(BIN)/clang-format -i
 
-bench: $(STAMP)  ## Run the benchmarks (ARGS="wire --json FILE").
-	$(BIN)/pdstage bench $(ARGS)
+bench: $(STAMP)  ## Run every benchmark that needs no GPU, or one (ARGS="wire --json FILE").
+	$(if $(ARGS),$(BIN)/pdstage bench $(ARGS),for name in $(CPU_BENCHES); do $(BIN)/pdstage bench $$name || exit; done)
+
+# These take the machine as it is: nothing is installed, so that a borrowed GPU needs no package registry.
+GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+gpu:  ## Run the GPU tests and the GPU benchmark in under 9 minutes, with the Python there is (PYTHON=python3.12).
+	$(GPU_PYTHON) -m pdstage.bench.prove $(ARGS)
+
+sanitize:  ## Run the kernel tests on the GPU under compute-sanitizer, or say why not.
+	$(GPU_PYTHON) -m pdstage.bench.prove --sanitize
+
+micro:  ## Run the microbenchmarks with pytest-benchmark, those of the GPU where there is one.
+	$(GPU_PYTHON) -m pytest bench/micro --benchmark-only $(ARGS)
+
+plots:  ## Make the plots of docs/kernels.md again from bench/results.
+	$(GPU_PYTHON) -m pdstage.bench.plot
 
 native: | $(BIN)/python  ## Build the C++ extension again, and fail if it cannot be built.
 	PDSTAGE_NATIVE=yes $(PIP) install -q --no-deps --no-build-isolation -e .

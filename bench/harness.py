@@ -14,10 +14,10 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from pdstage.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-NAMES = ("host-kernels", "plan", "wire", "rooms", "transfer")
+NAMES = ("host-kernels", "plan", "wire", "rooms", "transfer", "gpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,8 @@ class Row:
     """One measurement beside its baseline.
 
     `ratio` is value / baseline, in `unit` both. `target`, if there is one, is of the ratio or of the value as `on`
-    says, and `better` says which side of it is good.
+    says, and `better` says which side of it is good. `point` says for a program what was measured, as the name does
+    for a reader: the coordinates of a plot or a table.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Row:
     on: Literal["ratio", "value"] = "ratio"
     better: Literal["higher", "lower"] = "higher"
     detail: str = ""
+    point: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
@@ -61,6 +63,15 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "ratio": self.ratio, "met": self.met}
+
+
+class Measured(NamedTuple):
+    """A bench's rows where there is more to say: what they ran on, what was left out and why, and what failed."""
+
+    rows: list[Row]
+    machine: dict[str, Any]
+    left_out: list[str]
+    failed: list[str]
 
 
 def seconds(work: Callable[[], object], inner: int = 1) -> float:
@@ -105,10 +116,10 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+" where files were changed; None outside a checkout or without git."""
-    git = shutil.which("git")
+    """The checkout's commit, with "+" where files were changed; without git or its folder what PDSTAGE_COMMIT says."""
+    git, told = shutil.which("git"), os.environ.get("PDSTAGE_COMMIT") or None
     if git is None:
-        return None
+        return told
 
     def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -117,7 +128,7 @@ def commit() -> str | None:
 
     head = ask("rev-parse", "--short=12", "HEAD")
     if head.returncode:
-        return None
+        return told
     return head.stdout.strip() + ("+" if ask("status", "--porcelain").stdout.strip() else "")
 
 
@@ -126,16 +137,23 @@ def run_named(name: str, quick: bool = False) -> dict[str, Any]:
     if name not in NAMES:
         raise UsageError(f"no bench {name!r}", remedy=f"use one of {', '.join(NAMES)}", name=name)
     module = importlib.import_module(f"{__package__}.{name.replace('-', '_')}")
-    rows: list[Row] = module.run(quick)
+    found: list[Row] | Measured = module.run(quick)
+    measured = found if isinstance(found, Measured) else Measured(found, {}, [], [])
     report = {
         "name": name,
         "quick": quick,
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "machine": machine(),
+        "machine": {**machine(), **measured.machine},
         "commit": commit(),
-        "rows": [row.to_dict() for row in rows],
+        "left_out": measured.left_out,
+        "failed": measured.failed,
+        "rows": [row.to_dict() for row in measured.rows],
     }
     print(table(report))
+    for line in measured.left_out:
+        print(f"left out: {line}")
+    for line in measured.failed:
+        print(f"failed: {line}")
     return report
 
 

@@ -18,7 +18,7 @@ from pdstage.errors import PdstageError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-BENCHES = ("plan", "wire", "host-kernels", "rooms", "transfer")
+BENCHES = ("plan", "wire", "host-kernels", "rooms", "transfer", "gpu")
 DEFAULT_BIND = "127.0.0.1:8998"
 
 

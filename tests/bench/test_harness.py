@@ -53,6 +53,14 @@ def test_a_report_names_its_machine_and_its_rows(tmp_path, capsys):
         assert row["name"] in printed
 
 
+def test_a_copy_without_git_names_the_commit_it_was_told(monkeypatch):
+    monkeypatch.setattr(harness.shutil, "which", lambda name: None)
+    monkeypatch.delenv("PDSTAGE_COMMIT", raising=False)
+    assert harness.commit() is None
+    monkeypatch.setenv("PDSTAGE_COMMIT", "abc")
+    assert harness.commit() == "abc"
+
+
 def test_an_unknown_bench_is_refused():
     with pytest.raises(UsageError, match="no bench 'speed'"):
         harness.run_named("speed")

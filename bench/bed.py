@@ -1,0 +1,144 @@
+"""A device to measure on: its memory, its streams, and a clock that hides the host.
+
+Layer 6. Must not know what is measured. The CPU is a bed too, so that everything but the numbers can be tried there.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from pdstage.tables import Index
+
+from . import variants
+from .harness import interleaved
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
+
+    Work = Callable[[], object]
+
+_FLUSH_NBYTES = 256 << 20  # several times any L2
+_HEAD_START_CYCLES = 500_000  # about 0.3 ms: the host has enqueued everything before the clock starts
+_WARM_UPS = 2
+
+
+class Spread(NamedTuple):
+    """Median, 99th percentile and least of many seconds."""
+
+    median: float
+    p99: float
+    least: float
+
+    @classmethod
+    def of(cls, times: list[float]) -> Spread:
+        return cls(statistics.median(times), float(np.quantile(times, 0.99)), min(times))
+
+
+class Bed:
+    """`device` is "cpu" or "cuda:0". `left_out` gathers in words what could not be measured, and why."""
+
+    def __init__(self, device: str, only: tuple[str, ...] = ()) -> None:
+        self.device = device
+        self.left_out: list[str] = []
+        self.kind = device.partition(":")[0]
+        self.variants = []
+        for variant in (variants.HOST,) if self.kind == "cpu" else variants.ON_GPU:
+            if only and variant not in only:
+                continue
+            problem = variants.missing(variant)
+            if problem:
+                self.left_out.append(f"{variant}: {problem}")
+            else:
+                self.variants.append(variant)
+        self._flush = None if self.kind == "cpu" else torch.zeros(_FLUSH_NBYTES // 4, device=device)
+
+    @property
+    def n_sms(self) -> int:
+        if self.kind == "cpu":
+            return 1
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    def memory(self, nbytes: int, *, poison: int | None = None) -> torch.Tensor:
+        """Random bytes, or all of one: zeros would hide what was never written, and copy faster than data does."""
+        if poison is not None:
+            return torch.full((nbytes,), poison, dtype=torch.uint8, device=self.device)
+        return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=self.device)
+
+    def index(self, items: NDArray[Any], *, on_device: bool = True) -> Index:
+        """The list where a call reads it: on the device already, or on the host."""
+        if self.kind == "cpu" or not on_device:
+            return Index.of(items)
+        held = torch.from_numpy(items).to(self.device)
+        return Index(held.data_ptr(), items.itemsize * 8, items.size, 0, held, self.device)
+
+    def stream(self) -> object:
+        """The stream that the clock times."""
+        return None if self.kind == "cpu" else torch.cuda.current_stream()
+
+    def wait(self) -> None:
+        if self.kind != "cpu":
+            torch.cuda.synchronize()
+
+    def seconds(self, works: Mapping[str, Work], repeats: int) -> dict[str, float]:
+        """Median seconds that the device spends on each of `works`, taken in turn, from cold caches.
+
+        Before each, the L2 is filled with other bytes, and a sleeping kernel lets the host run ahead: what remains
+        between the two events is the device's work alone.
+        """
+        if self.kind == "cpu":
+            return dict(zip(works, interleaved(list(works.values()), repeats=repeats), strict=True))
+        for work in works.values():
+            for _ in range(_WARM_UPS):
+                work()
+        self.wait()
+        taken: dict[str, list[Any]] = {name: [] for name in works}
+        for _ in range(repeats):
+            for name, work in works.items():
+                taken[name].append(self.timed(work))
+            self.wait()
+        return {name: Spread.of([seconds() for seconds in times]).median for name, times in taken.items()}
+
+    def timed(self, work: Work) -> Callable[[], float]:
+        """Enqueues `work` between two events; the answer, once the device is done, is its seconds."""
+        start, stop = event(), event()
+        if self._flush is not None:
+            self._flush.sum()  # reading leaves no dirty lines whose write-back the next kernel would pay for
+        head_start()
+        start.record()
+        work()
+        stop.record()
+        return lambda: float(start.elapsed_time(stop)) / 1e3
+
+    def whole_calls(self, works: Mapping[str, Work], repeats: int) -> dict[str, float]:
+        """Median seconds from the call to the device being done, as a caller who waits sees it."""
+
+        def waited(work: Work) -> Work:
+            def call() -> None:
+                work()
+                self.wait()
+
+            return call
+
+        times = interleaved([waited(work) for work in works.values()], repeats=repeats)
+        return dict(zip(works, times, strict=True))
+
+
+def event() -> Any:  # noqa: ANN401  (torch's own is not annotated)
+    """A CUDA event that knows the time."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def side_stream() -> Any:  # noqa: ANN401
+    """A stream of high priority, as staging kernels are launched on."""
+    return torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+
+
+def head_start(cycles: int = _HEAD_START_CYCLES) -> None:
+    """Keeps the current stream busy without touching memory."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]

@@ -1,0 +1,54 @@
+"""Numbers made of measured numbers: a curve read between its points, a geometric mean, a result file's name.
+
+Layer 6, pure: no torch. Must not know how anything was measured.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+def least_reaching(curve: Mapping[int, float], wanted: float) -> int | None:
+    """The smallest whole x at which `curve`, {x: y} and straight between its points, reaches `wanted`; None if nowhere.
+
+    Left of the first point a proportional curve is not assumed: the first point is the least answer.
+    """
+    last: tuple[int, float] | None = None
+    for x, y in sorted(curve.items()):
+        if y >= wanted:
+            if last is None:
+                return x
+            x0, y0 = last
+            return min(x, math.ceil(x0 + (wanted - y0) / (y - y0) * (x - x0)))
+        last = (x, y)
+    return None
+
+
+def geometric_mean(ratios: Iterable[float]) -> float:
+    """The mean for ratios: half as fast on one shape and twice as fast on another is 1. NaN for none."""
+    logs = [math.log(ratio) for ratio in ratios]
+    return math.exp(sum(logs) / len(logs)) if logs else float("nan")
+
+
+def slug(name: str) -> str:
+    """A device's name as a file's: "NVIDIA H200" is nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def sm_steps(n_sms: int, *, quick: bool) -> list[int]:
+    """The multiprocessor counts to measure: each at the low end, where the targets are, then thinning out to all."""
+    steps = (1, 2, 4, 16) if quick else (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96)
+    return [*(n for n in steps if n < n_sms), n_sms]
+
+
+def size_name(nbytes: int) -> str:
+    """256 B, 4 KiB, 64 MiB."""
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit and nbytes % unit == 0:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B"

@@ -1,0 +1,155 @@
+"""What the kernels cost the model that runs beside them: a large GEMM, and the steps of a decode.
+
+Layer 6. A staging kernel that is fast alone and slows the model down is slow.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from . import curves
+from .bed import Spread, event, head_start, side_stream
+from .gpu_kernels import CURVE_NBYTES, runs_case
+from .harness import Row
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .bed import Bed, Work
+    from .gpu_kernels import Case
+
+NIC_GBPS = 50.0
+_GEMM = 8192
+_N_GEMMS = 8
+_RUN_NBYTES = 1024
+_STEP_LAYERS, _STEP_BATCH, _STEP_WIDTH = 61, 64, 4096
+_SCATTER_SMS = 4
+
+
+class Step(NamedTuple):
+    """A captured step, and the tensors whose addresses it holds."""
+
+    graph: torch.cuda.CUDAGraph
+    keep: tuple[torch.Tensor, ...]
+
+
+def gemm(bed: Bed, quick: bool) -> Iterator[Row]:
+    """A bf16 GEMM alone, and while gathers go on at about what a 400 Gb NIC takes, with as few SMs as that needs."""
+    case = runs_case(bed, _RUN_NBYTES, CURVE_NBYTES)
+    a, b = (torch.randn(_GEMM, _GEMM, dtype=torch.bfloat16, device=bed.device) for _ in range(2))
+    out = torch.empty_like(a)
+    multiply = partial(torch.matmul, a, b, out=out)
+    side = side_stream()
+    for variant in bed.variants:
+        n, gbps = _fewest_sms(bed, case, variant)
+        with torch.cuda.stream(side):
+            gather = case.works(variant, max_sms=n)["gather"]
+        alone_s = bed.seconds({"gemm": multiply}, 3)["gemm"]
+        # Gathers that outlast the GEMMs, had these slowed down by half.
+        n_gathers = int(1.5 * _N_GEMMS * alone_s / (case.nbytes / gbps / 1e9)) + 1
+        rounds = [
+            (_race(multiply, gather, side, 0), _race(multiply, gather, side, n_gathers))
+            for _ in range(3 if quick else 9)
+        ]
+        alone, beside = (Spread.of(list(times)).median for times in zip(*rounds, strict=True))
+        yield Row(
+            name=f"bf16 GEMM while gathering, {variant}",
+            value=beside * 1e3,
+            baseline=alone * 1e3,
+            unit="ms",
+            better="lower",
+            detail=f"{_N_GEMMS} of {_GEMM}^3, beside {gbps:.0f} GB/s of {curves.size_name(_RUN_NBYTES)} runs with "
+            f"{n} SMs; baseline: alone",
+            point={"table": "gemm", "variant": variant, "max_sms": n, "gbps": gbps},
+        )
+
+
+def _fewest_sms(bed: Bed, case: Case, variant: str) -> tuple[int, float]:
+    """The fewest multiprocessors that gather at a NIC's speed, and the speed they do."""
+    n, gbps = 1, 0.0
+    for n in (1, 2, 3, 4, 6, 8, 16):
+        taken = bed.seconds({"gather": case.works(variant, max_sms=n)["gather"]}, 3)["gather"]
+        gbps = case.nbytes / taken / 1e9
+        if gbps >= NIC_GBPS:
+            break
+    return n, gbps
+
+
+def _race(multiply: Work, gather: Work, side: torch.cuda.Stream, n_gathers: int) -> float:
+    """Seconds of the GEMMs, `n_gathers` gathers having begun with them on a stream of their own."""
+    torch.cuda.synchronize()
+    begin, stop = event(), event()
+    head_start(20_000_000)  # 10 ms: everything below is enqueued before anything runs
+    begin.record()
+    side.wait_event(begin)
+    for _ in range(n_gathers):
+        gather()
+    for _ in range(_N_GEMMS):
+        multiply()
+    stop.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(stop)) / 1e3
+
+
+def decode(bed: Bed, quick: bool) -> Iterator[Row]:
+    """The p99 of a decode-like step, one CUDA graph of many small kernels, alone and while scatters go on beside it."""
+    case = runs_case(bed, _RUN_NBYTES, CURVE_NBYTES)
+    step = _step_graph(bed)
+    side = side_stream()
+    for variant in bed.variants:
+        with torch.cuda.stream(side):
+            scatter = case.works(variant, max_sms=_SCATTER_SMS)["scatter"]
+        n = 100 if quick else 400
+        _steps(step, scatter, side, 10)
+        alone = Spread.of(_steps(step, None, side, n))
+        beside = Spread.of(_steps(step, scatter, side, n))
+        yield Row(
+            name=f"decode step while scattering, {variant}, p99",
+            value=beside.p99 * 1e6,
+            baseline=alone.p99 * 1e6,
+            unit="us",
+            better="lower",
+            detail=f"{_STEP_LAYERS} layers of small kernels in a graph; medians {beside.median * 1e6:.0f} and "
+            f"{alone.median * 1e6:.0f} us; scatters with {_SCATTER_SMS} SMs; baseline: alone",
+            point={"table": "decode", "variant": variant, "max_sms": _SCATTER_SMS},
+        )
+
+
+def _step_graph(bed: Bed) -> Step:
+    weights = torch.randn(4, _STEP_WIDTH, _STEP_WIDTH, dtype=torch.bfloat16, device=bed.device) / _STEP_WIDTH**0.5
+    state = torch.randn(_STEP_BATCH, _STEP_WIDTH, dtype=torch.bfloat16, device=bed.device)
+
+    def step() -> None:
+        hidden = state
+        for layer in range(_STEP_LAYERS):
+            hidden = torch.nn.functional.silu(hidden @ weights[layer % 4]) + hidden * 0.5
+
+    step()  # workspaces are allocated outside the graph
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return Step(graph, (weights, state))
+
+
+def _steps(step: Step, scatter: Work | None, side: torch.cuda.Stream, n: int) -> list[float]:
+    """Seconds of each of `n` replays; a scatter is begun on `side` whenever none is running."""
+    running, times = event(), []
+    torch.cuda.synchronize()
+    for _ in range(n):
+        start, stop = event(), event()
+        if scatter is not None and running.query():
+            # Two at once: the second bridges the time until the host looks again.
+            scatter()
+            scatter()
+            running.record(side)
+        start.record()
+        step.graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(float(start.elapsed_time(stop)) / 1e3)
+    torch.cuda.synchronize()
+    return times

@@ -1,0 +1,1 @@
+"""Microbenchmarks that pytest-benchmark drives. Layer 6."""

@@ -1,0 +1,187 @@
+"""docs/kernels.md's measured part, made from bench/results: plots and the tables under them.
+
+Layer 6. Must not know how anything was measured. Only the plots need matplotlib.
+
+    python -m pdstage.bench.plot
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pdstage
+from pdstage.errors import UsageError
+
+ROOT = Path(pdstage.__file__).resolve().parent.parent
+PAGE, PLOTS, RESULTS = Path("docs/kernels.md"), Path("docs/plots"), Path("bench/results")
+BEGIN, END = "<!-- measured: made by `make plots`, do not edit -->", "<!-- /measured -->"
+NO_GPU = "**No GPU has been measured yet.** Until one is, this page shows the host kernels, and nothing about a GPU."
+_HOST_NAME = re.compile(r"(gather|scatter), (\d+) (B|KiB) runs, 64 MiB")
+
+
+class Line(NamedTuple):
+    """One curve of a plot."""
+
+    label: str
+    points: list[tuple[float, float]]
+
+
+class Plot(NamedTuple):
+    """A plot as numbers: what it is called, its axes, its curves, and the heights that are targets."""
+
+    file: str
+    title: str
+    x: str
+    y: str
+    lines: list[Line]
+    targets: list[tuple[str, float]]
+
+
+def roofline(name: str, title: str, points: list[tuple[str, int, float]]) -> Plot:
+    """Fraction of a copy by run length; `points` are (label, run's bytes, fraction)."""
+    return Plot(
+        f"{name}-roofline.svg", f"{title}: share of a copy's speed", "bytes of one run", "share of a same-bytes copy",
+        _lines(points), [("target from 256 B on", 0.9)] if name != "host-kernels" else [],
+    )  # fmt: skip
+
+
+def _lines(points: list[tuple[str, int, float]]) -> list[Line]:
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for label, x, y in points:
+        found[label].append((x, y))
+    return [Line(label, sorted(line)) for label, line in sorted(found.items())]
+
+
+def host_plot(report: dict[str, Any]) -> Plot:
+    """The host kernels' curve, one thread."""
+    points = []
+    for row in report["rows"]:
+        named = _HOST_NAME.fullmatch(row["name"])
+        if named:
+            run = int(named[2]) * (1024 if named[3] == "KiB" else 1)
+            points.append((named[1], run, row["ratio"]))
+    return roofline("host-kernels", "Host kernels, one thread", points)
+
+
+def gpu_plots(report: dict[str, Any], name: str) -> list[Plot]:
+    """The roofline by run length, and the curve over multiprocessors for the shortest run measured."""
+    title = report["machine"]["gpu"]["name"]
+    runs = [row for row in report["rows"] if row["point"].get("table") == "runs"]
+    sms = [row for row in report["rows"] if row["point"].get("table") == "sms"]
+    plots = [
+        roofline(name, title, [(_label(row), row["point"]["run_nbytes"], row["ratio"]) for row in runs]),
+    ]
+    for run in sorted({row["point"]["run_nbytes"] for row in sms}):
+        points = [
+            (_label(row), row["point"]["max_sms"], row["value"]) for row in sms if row["point"]["run_nbytes"] == run
+        ]
+        targets = [("a 400 Gb NIC", 50.0), ("NVLink", 400.0)]
+        words = f"{title}: runs of {run} B by multiprocessors", "multiprocessors", "GB/s"
+        plots.append(Plot(f"{name}-sms-{run}.svg", *words, _lines(points), targets))
+    return plots
+
+
+def _label(row: dict[str, Any]) -> str:
+    return f"{row['point']['way']}, {row['point']['variant']}"
+
+
+def reports(root: Path = ROOT) -> dict[str, dict[str, Any]]:
+    """Committed reports by file name; quick looks are not results."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted((root / RESULTS).glob("*.json"))}
+    return {name: report for name, report in found.items() if not report["quick"]}
+
+
+def plots_of(held: dict[str, dict[str, Any]]) -> list[Plot]:
+    """Those of every GPU measured, or the host kernels' where none was."""
+    gpus = [plot for name, report in held.items() if report["name"] == "gpu" for plot in gpu_plots(report, name)]
+    return gpus or [host_plot(held["host-kernels"])]
+
+
+def section(held: dict[str, dict[str, Any]]) -> str:
+    """The page's measured part: what was measured, on what, and each plot with its numbers."""
+    plots = plots_of(held)
+    gpus = {name: report for name, report in held.items() if report["name"] == "gpu"}
+    text = [] if gpus else [NO_GPU, ""]
+    for name, report in (gpus or {"host-kernels": held["host-kernels"]}).items():
+        where = report["machine"].get("gpu", {}).get("name") or report["machine"]["cpu"]
+        text += [f"`{name}.json`: {where}, commit `{report['commit']}`, `{report['command']}`.", ""]
+        for plot in plots:
+            if plot.file.startswith(f"{name}-"):
+                text += [f"![{plot.title}](plots/{plot.file})", "", *_table(plot), ""]
+        if gpus:
+            text += [*_missed(report), ""]
+    return "\n".join([BEGIN, "", *text, END])
+
+
+def _table(plot: Plot) -> list[str]:
+    at = sorted({x for line in plot.lines for x, _ in line.points})
+    head = [f"| {plot.x} | {' | '.join(f'{x:g}' for x in at)} |", f"|---|{'---:|' * len(at)}"]
+    body = []
+    for line in plot.lines:
+        held = dict(line.points)
+        body.append(f"| {line.label} | {' | '.join(f'{held[x]:.3g}' if x in held else '' for x in at)} |")
+    return head + body
+
+
+def _missed(report: dict[str, Any]) -> list[str]:
+    """How many targets were met, and the rows that missed theirs."""
+    aimed = [row for row in report["rows"] if row["target"] is not None]
+    missed = [row for row in aimed if not row["met"]]
+    text = [f"{len(aimed) - len(missed)} of {len(aimed)} targets were met."]
+    return text + [f"* {row['name']}: {row['value']:.4g} {row['unit']}, ratio {row['ratio']:.3g}" for row in missed]
+
+
+def written(page: str, part: str) -> str:
+    """The page with its measured part replaced. Raises `UsageError` where the page has no place for it."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise UsageError(f"{PAGE} has no measured part", remedy=f"put {BEGIN} and {END} into it", field="page")
+    return before + part + after
+
+
+def draw(plot: Plot, path: Path) -> None:
+    """Writes the plot as an SVG that is the same whenever the numbers are."""
+    import matplotlib as mpl  # noqa: PLC0415
+
+    mpl.use("svg")
+    mpl.rcParams.update({"svg.hashsalt": "pdstage", "svg.fonttype": "none"})
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for line in plot.lines:
+        axes.plot(*zip(*line.points, strict=True), marker="o", markersize=3, linewidth=1.2, label=line.label)
+    for label, height in plot.targets:
+        axes.axhline(height, color="grey", linestyle="--", linewidth=0.8)
+        axes.annotate(label, (1, height), xycoords=("axes fraction", "data"), fontsize=8, ha="right", va="bottom")
+    axes.set(xlabel=plot.x, ylabel=plot.y, title=plot.title)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    pyplot.close(figure)
+
+
+def main(root: Path = ROOT) -> int:
+    if not importlib.util.find_spec("matplotlib"):
+        raise UsageError("plots need matplotlib", remedy="pip install 'pdstage[dev]'", field="matplotlib")
+    held = reports(root)
+    (root / PLOTS).mkdir(parents=True, exist_ok=True)
+    for plot in plots_of(held):
+        draw(plot, root / PLOTS / plot.file)
+        print(root / PLOTS / plot.file)
+    page = root / PAGE
+    page.write_text(written(page.read_text(), section(held)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

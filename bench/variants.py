@@ -1,0 +1,54 @@
+"""The kernels to compare, by name, and how to have a plan use exactly one of them.
+
+Layer 6. `cuda` has two kernels and picks between them by run length; a comparison needs each by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from pdstage.kernels import backends
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pdstage.kernels import Plan, Pool
+    from pdstage.plan import Select
+
+CUDA_PLAIN, CUDA_BULK, TRITON, HOST = "cuda plain", "cuda bulk", "triton", "host"
+ON_GPU = (CUDA_PLAIN, CUDA_BULK, TRITON)
+_BULK_CAPABILITY = (9, 0)  # cp.async.bulk
+
+
+def missing(variant: str) -> str:
+    """Why it cannot run here; empty if it can."""
+    problem = backends()[backend_of(variant)]
+    if problem or variant == HOST:
+        return problem
+    import torch  # noqa: PLC0415
+
+    if not torch.cuda.is_available():
+        return "no CUDA device here"
+    if variant == CUDA_BULK and torch.cuda.get_device_capability() < _BULK_CAPABILITY:
+        return "bulk copies need compute capability 9.0"
+    return ""
+
+
+def backend_of(variant: str) -> str:
+    return variant.partition(" ")[0]
+
+
+def plan_of(pool: Pool, select: Iterable[Select], wire: str, variant: str, *, checksum: bool = False) -> Plan:
+    """`pool.plan`, made to use `variant` and no other kernel. The one place that knows how that is done."""
+    backend, _, kernel = variant.partition(" ")
+    held = os.environ.get("PDSTAGE_CUDA_KERNEL")
+    if kernel:
+        os.environ["PDSTAGE_CUDA_KERNEL"] = kernel
+    try:
+        return pool.plan(select, wire, backend, checksum=checksum)
+    finally:
+        if kernel and held is None:
+            del os.environ["PDSTAGE_CUDA_KERNEL"]
+        elif kernel and held is not None:
+            os.environ["PDSTAGE_CUDA_KERNEL"] = held

@@ -1,0 +1,102 @@
+"""The page of plots: its numbers are those of the committed results, and it claims no GPU that was not measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pdstage.bench import plot
+from pdstage.bench.harness import Row
+from pdstage.errors import UsageError
+
+
+def gpu_report(**more):
+    rows = [
+        Row(
+            name=f"{way} {run}",
+            value=value,
+            baseline=2000.0,
+            unit="GB/s",
+            target=0.9,
+            point={"table": "runs", "way": way, "variant": "cuda plain", "run_nbytes": run},
+        )
+        for way in ("gather", "scatter")
+        for run, value in ((4096, 1900.0), (64, 900.0))
+    ]
+    rows += [
+        Row(
+            name=f"curve {n}",
+            value=30.0 * n,
+            baseline=2000.0,
+            unit="GB/s",
+            point={"table": "sms", "way": "gather", "variant": "triton", "run_nbytes": 256, "max_sms": n},
+        )
+        for n in (16, 1, 2)
+    ]
+    return {
+        "name": "gpu",
+        "quick": False,
+        "command": "pdstage bench gpu",
+        "machine": {"cpu": "c", "gpu": {"name": "NVIDIA X1"}},
+        "commit": "abc",
+        "rows": [row.to_dict() for row in rows],
+        **more,
+    }
+
+
+def test_curves_are_in_order_and_ratios_of_a_copy():
+    runs, sms = plot.gpu_plots(gpu_report(), "nvidia-x1")
+    assert [line.label for line in runs.lines] == ["gather, cuda plain", "scatter, cuda plain"]
+    assert runs.lines[0].points == [(64, 0.45), (4096, 0.95)]
+    assert runs.file == "nvidia-x1-roofline.svg"
+    assert sms.lines == [plot.Line("gather, triton", [(1, 30.0), (2, 60.0), (16, 480.0)])]
+    assert sms.file == "nvidia-x1-sms-256.svg"
+
+
+def test_a_measured_gpu_takes_the_hosts_place():
+    text = plot.section({"nvidia-x1": gpu_report(), **plot.reports()})
+    assert plot.NO_GPU not in text
+    assert "NVIDIA X1, commit `abc`" in text
+    assert "host-kernels-roofline" not in text
+    assert "2 of 4 targets were met." in text
+    assert "* gather 64: 900 GB/s, ratio 0.45" in text
+
+
+def test_without_a_gpu_the_page_says_so():
+    held = {"host-kernels": plot.reports()["host-kernels"]}
+    text = plot.section(held)
+    assert plot.NO_GPU in text
+    assert [one.file for one in plot.plots_of(held)] == ["host-kernels-roofline.svg"]
+    labels = [line.label for line in plot.plots_of(held)[0].lines]
+    assert labels == ["gather", "scatter"]
+
+
+def test_quick_looks_are_not_results(tmp_path):
+    folder = tmp_path / plot.RESULTS
+    folder.mkdir(parents=True)
+    (folder / "a.json").write_text(json.dumps(gpu_report()))
+    (folder / "b.json").write_text(json.dumps(gpu_report(quick=True)))
+    assert list(plot.reports(tmp_path)) == ["a"]
+
+
+def test_the_page_is_made_from_the_committed_results():
+    page = (plot.ROOT / plot.PAGE).read_text()
+    held = plot.reports()
+    assert plot.section(held) in page, "run `make plots`"
+    for one in plot.plots_of(held):
+        assert (plot.ROOT / plot.PLOTS / one.file).exists(), "run `make plots`"
+
+
+def test_a_page_without_the_part_is_refused():
+    with pytest.raises(UsageError, match="no measured part"):
+        plot.written("# a page", "part")
+
+
+def test_plots_are_drawn_alike(tmp_path):
+    pytest.importorskip("matplotlib")
+    for one in plot.gpu_plots(gpu_report(), "nvidia-x1"):
+        for name in ("a", "b"):
+            plot.draw(one, tmp_path / name)
+        assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+        assert b"<svg" in (tmp_path / "a").read_bytes()

@@ -1,0 +1,270 @@
+"""Calls take their place in the caller's stream: they wait for nothing else, allocate nothing and can be captured."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from gpu.plain import Plain, block  # noqa: E402  (needs torch)
+
+from pdstage.errors import UsageError  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+ITEMS = [9, 3, 60, 1, 33]
+PLACES = pytest.mark.parametrize("on_device", [True, False], ids=["list-on-device", "list-on-host"])
+
+
+@pytest.fixture
+def plain(variant):
+    """A pool whose kernels were compiled, loaded and run once: what comes after is the hot path."""
+    held = Plain(variant)
+    out = held.staging(len(ITEMS))
+    for on_device in (True, False):
+        held.gather(out, ITEMS, on_device=on_device)
+        held.scatter(out, ITEMS, on_device=on_device)
+    torch.cuda.synchronize()
+    return held
+
+
+@PLACES
+def test_a_gather_comes_after_what_its_stream_holds(plain, on_device):
+    side, out = torch.cuda.Stream(), plain.staging(len(ITEMS))
+    fresh = torch.randint_like(plain.memory, 256)
+    torch.cuda.synchronize()
+    block(side)
+    with torch.cuda.stream(side):
+        plain.memory.copy_(fresh)
+    plain.gather(out, ITEMS, on_device=on_device, stream=side)
+    side.synchronize()
+    assert torch.equal(out, fresh.view_as(plain.cells)[:, torch.as_tensor(ITEMS, device="cuda:0")].reshape(-1))
+
+
+@PLACES
+def test_a_scatter_comes_after_what_its_stream_holds(plain, on_device):
+    side, src = torch.cuda.Stream(), plain.staging(len(ITEMS))
+    fresh = torch.randint_like(src, 256)
+    torch.cuda.synchronize()
+    block(side)
+    with torch.cuda.stream(side):
+        src.copy_(fresh)
+    plain.scatter(src, ITEMS, on_device=on_device, stream=side)
+    with torch.cuda.stream(side):
+        got = plain.expected(ITEMS)
+    side.synchronize()
+    assert torch.equal(got, fresh)
+
+
+@PLACES
+def test_other_streams_are_not_waited_for(plain, on_device):
+    """The default stream sleeps; a call on another stream is done before it wakes."""
+    side, out = torch.cuda.Stream(), plain.staging(len(ITEMS))
+    expected, index = plain.expected(ITEMS), plain.list(ITEMS, on_device=on_device)
+    torch.cuda.synchronize()
+    busy = block(torch.cuda.default_stream())
+    for call in (plain.plan.gather, plain.plan.scatter):
+        call(out.data_ptr(), out.numel(), index, plain.tokens(len(ITEMS)), stream=side)
+    side.synchronize()
+    assert not busy.query(), "the default stream was waited for"
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+
+
+@PLACES
+@pytest.mark.parametrize("way", ["gather", "scatter"])
+def test_a_call_does_not_wait_for_its_own_stream(plain, on_device, way):
+    side, out = torch.cuda.Stream(), plain.staging(len(ITEMS))
+    expected = plain.expected(ITEMS)
+    out.copy_(expected)
+    torch.cuda.synchronize()
+    busy = block(side)
+    for _ in range(3):
+        getattr(plain, way)(out, ITEMS, on_device=on_device, stream=side)
+    after = side.record_event()
+    assert not busy.query(), "the call returned only once its stream was idle"
+    assert not after.query()
+    side.synchronize()
+    assert torch.equal(out, expected)
+    assert torch.equal(plain.expected(ITEMS), expected)
+
+
+def test_lists_on_the_host_may_change_once_the_call_returned(plain):
+    """Several calls wait behind a sleeping kernel, each with a list of its own, which is overwritten meanwhile."""
+    side = torch.cuda.Stream()
+    lists = [torch.randperm(64)[: len(ITEMS)] for _ in range(4)]
+    expected = [plain.expected(one.tolist()) for one in lists]
+    outs = [plain.staging(len(ITEMS)) for _ in lists]
+    torch.cuda.synchronize()
+    block(side)
+    for one, out in zip(lists, outs, strict=True):
+        given = one.clone()
+        plain.plan.gather(
+            out.data_ptr(), out.numel(), plain.list(given, on_device=False), plain.tokens(len(ITEMS)), stream=side
+        )
+        given.fill_(0)
+    side.synchronize()
+    for out, wanted in zip(outs, expected, strict=True):
+        assert torch.equal(out, wanted)
+
+
+def streams_of(side):
+    """One stream in every form that a caller may hold it in."""
+    found = {"torch": side, "integer": side.cuda_stream}
+    if importlib.util.find_spec("cupy"):
+        import cupy  # noqa: PLC0415
+
+        found["cupy"] = cupy.cuda.ExternalStream(side.cuda_stream)
+    return found
+
+
+@pytest.mark.parametrize("form", ["torch", "integer", "cupy"])
+def test_every_form_of_a_stream_is_that_stream(plain, form):
+    side, out = torch.cuda.Stream(), plain.staging(len(ITEMS))
+    forms = streams_of(side)
+    if form not in forms:
+        pytest.skip("cupy is not installed")
+    torch.cuda.synchronize()
+    busy = block(side)
+    plain.gather(out, ITEMS, on_device=False, stream=forms[form])
+    after = side.record_event()
+    assert not busy.query()
+    after.synchronize()
+    assert torch.equal(out, plain.expected(ITEMS))
+
+
+def allocated():
+    """What grows with an allocation by torch, by cupy or by the driver."""
+    counts = [torch.cuda.memory_stats().get(f"allocation.{kind}.allocated", 0) for kind in ("all",)]
+    counts.append(torch.cuda.mem_get_info()[0])
+    if importlib.util.find_spec("cupy"):
+        import cupy  # noqa: PLC0415
+
+        counts += [cupy.get_default_memory_pool().total_bytes(), cupy.get_default_memory_pool().used_bytes()]
+        counts.append(cupy.get_default_pinned_memory_pool().n_free_blocks())
+    return counts
+
+
+@PLACES
+def test_nothing_is_allocated(plain, on_device):
+    """With few calls under way at once: the ring of host lists grows to the most there ever were."""
+    out, index = plain.staging(len(ITEMS)), plain.list(ITEMS, on_device=on_device)
+    at = (out.data_ptr(), out.numel(), index, plain.tokens(len(ITEMS)))
+    stream = torch.cuda.Stream()
+    for _ in range(3):
+        plain.plan.gather(*at, stream=stream)
+    torch.cuda.synchronize()
+    before = allocated()
+    for _ in range(100):
+        plain.plan.gather(*at, stream=stream)
+        plain.plan.scatter(*at, stream=stream)
+        assert allocated() == before
+        stream.synchronize()
+    assert allocated() == before
+
+
+def test_a_graph_replays_with_new_pages_and_new_bytes(plain):
+    held = torch.tensor(ITEMS, device="cuda:0")
+    index = plain.list(held, on_device=True)
+    out, tokens = plain.staging(len(ITEMS)), plain.tokens(len(ITEMS))
+    at = index["kv"].keep
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plain.plan.gather(out.data_ptr(), out.numel(), index, tokens, stream=torch.cuda.current_stream())
+    for _ in range(3):
+        items = torch.randperm(64)[: len(ITEMS)]
+        at.copy_(items)
+        plain.memory.random_(0, 256)
+        out.fill_(0xA5)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, plain.expected(items.tolist()))
+
+
+def test_a_captured_scatter_replays(plain):
+    index = plain.list(ITEMS, on_device=True)
+    src, tokens = plain.staging(len(ITEMS)), plain.tokens(len(ITEMS))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plain.plan.scatter(src.data_ptr(), src.numel(), index, tokens, stream=torch.cuda.current_stream())
+    src.random_(0, 256)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(plain.expected(ITEMS), src)
+
+
+def test_a_list_on_the_host_is_not_captured(plain):
+    """Its slot would be used again while the graph lives."""
+    out = plain.staging(len(ITEMS))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out.fill_(1)
+        with pytest.raises(UsageError, match="captur|graph"):
+            plain.gather(out, ITEMS, on_device=False, stream=torch.cuda.current_stream())
+    graph.replay()
+    torch.cuda.synchronize()
+    assert bool((out == 1).all())
+
+
+@PLACES
+def test_streams_run_side_by_side(plain, on_device):
+    """Four streams, each with staging and lists of its own, through one plan."""
+    sides = [torch.cuda.Stream() for _ in range(4)]
+    rounds = [[torch.randperm(64)[: len(ITEMS)].tolist() for _ in sides] for _ in range(20)]
+    outs = [[plain.staging(len(ITEMS)) for _ in sides] for _ in rounds]
+    torch.cuda.synchronize()
+    for lists, stagings in zip(rounds, outs, strict=True):
+        for side, items, out in zip(sides, lists, stagings, strict=True):
+            with torch.cuda.stream(side):
+                plain.gather(out, items, on_device=on_device, stream=side)
+    torch.cuda.synchronize()
+    for lists, stagings in zip(rounds, outs, strict=True):
+        for items, out in zip(lists, stagings, strict=True):
+            assert torch.equal(out, plain.expected(items))
+
+
+def test_threads_share_a_plan(plain):
+    wrong = []
+
+    def work(seed):
+        side, rng = torch.cuda.Stream(), torch.Generator().manual_seed(seed)
+        for _ in range(50):
+            items = torch.randperm(64, generator=rng)[: len(ITEMS)].tolist()
+            with torch.cuda.stream(side):
+                out = plain.staging(len(ITEMS))
+                plain.gather(out, items, on_device=False, stream=side)
+                good = torch.equal(out, plain.expected(items))
+            if not good:
+                wrong.append((seed, items))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+
+
+def test_no_tokens_launch_nothing(plain):
+    """Nothing is written, though the list and the staging address are nothing."""
+    before = plain.memory.clone()
+    plain.plan.gather(0, 0, {}, {})
+    plain.plan.scatter(0, 0, {}, {"kv": (7, 7)})
+    torch.cuda.synchronize()
+    assert torch.equal(plain.memory, before)
+
+
+@pytest.mark.parametrize("max_sms", [1, 2, 10_000])
+def test_any_number_of_multiprocessors_gives_the_same(variant, max_sms):
+    large = Plain(variant, n_views=16, n_items=2048, width=512)
+    items = torch.randperm(2048)[:1500].tolist()
+    out = large.staging(len(items))
+    large.gather(out, items, max_sms=max_sms)
+    assert torch.equal(out, large.expected(items))
+    large.memory.zero_()
+    large.scatter(out, items, max_sms=max_sms)
+    assert torch.equal(large.expected(items), out)
