@@ -11,9 +11,11 @@ import contextlib
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from pdstage import native
+from pdstage.errors import UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import Key, Layout, Region, Row, View
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
@@ -378,6 +380,45 @@ def check(rig, t):
     assert found.keys() == expected.keys()
     for name, want in expected.items():
         np.testing.assert_array_equal(found[name], want, err_msg=name)
+
+
+# What a caller did wrong with a gather or a scatter, and the words that must name it; `repeated` ones are a scatter's.
+MISUSE = {
+    "negative item": ({"items": [1, -2, 3]}, "item -2 at position 1 of component 'kv'"),
+    "item past the pool": ({"items": [1, 2, 6]}, "item 6 at position 2 of component 'kv'"),
+    "too few items": ({"items": [1, 2]}, "has 2 items where its tokens need 3"),
+    "no items": ({"items": []}, "has 0 items"),
+    "range backwards": ({"tokens": (8, 4)}, "tokens 8..4"),
+    "range before the first token": ({"first": 4}, "tokens 0..12"),
+    "a row split": ({"first": -3}, "first_token -3"),
+    "staging too small": ({"short": 1}, "too small"),
+    "no index": ({"name": "other"}, "component 'kv' have no index"),
+    "repeated item": ({"items": [4, 2, 4]}, "item 4 at position 2 of component 'kv' is a destination twice"),
+    "repeated item at once": ({"items": [4, 4, 2]}, "item 4 at position 1 of component 'kv'"),
+    "a compressed row split": (
+        {"first": 2, "tokens": (4, 8), "per": 4},
+        "first_token 2 of component 'kv' splits a row of 4",
+    ),
+}
+
+
+def check_refused(rig, way, case, words):
+    """Holds a backend to its refusal: the culprit is named, and neither pool nor staging is written."""
+    of = Logical(width=16, tokens_per_row=case.get("per", 1))
+    blocks, layout = rig.place(hold([Stored(of, n_items=6, rows_per_item=4 // of.tokens_per_row)]))
+    before = [rig.get(block).copy() for block in blocks]
+    plan = rig.plan(layout, [Select(of.view_keys()[0], 0, 1)], TOKEN_MAJOR, False)
+    index = Index.of(np.array(case.get("items", [1, 2, 3]), np.int32), case.get("first", 0))
+    tokens = {"kv": case.get("tokens", (0, 12))}
+    n = 256 if case.get("tokens") else plan.nbytes(tokens)
+    staging = rig.put(np.full(n + 256, 0xA5, np.uint8))
+    with pytest.raises(UsageError) as caught:
+        ptr = staging.ptr + -staging.ptr % 128
+        getattr(plan, way)(ptr, n - case.get("short", 0), {case.get("name", "kv"): index}, tokens)
+    assert words in str(caught.value)
+    assert (rig.get(staging) == 0xA5).all()
+    for block, memory in zip(blocks, before, strict=True):
+        np.testing.assert_array_equal(rig.get(block), memory)
 
 
 @contextlib.contextmanager
