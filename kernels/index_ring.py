@@ -9,10 +9,17 @@ kernel that reads it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from ..tables import memory
 
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Iterator, Sequence
+
     from numpy.typing import NDArray
 
 
@@ -40,3 +47,43 @@ class Runtime(Protocol):
 
     def capturing(self, stream: int) -> bool:
         """Whether the stream records a graph: then nothing may be uploaded whose memory is used again later."""
+
+
+class _Slot(NamedTuple):
+    host: NDArray[np.uint8]
+    device: int
+    event: object
+
+
+class IndexRing:
+    """Slots of one size class grow with what calls bring, and are taken again when their last kernel has run."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._lock = threading.Lock()
+        self._slots: list[_Slot] = []
+
+    @contextmanager
+    def lend(self, lists: Sequence[tuple[int, int]], stream: int) -> Iterator[list[int]]:
+        """Uploads `(address, nbytes)` lists in `stream`; their device addresses hold for kernels launched inside."""
+        starts = np.cumsum([0, *(-(-nbytes // 16) * 16 for _, nbytes in lists)]).tolist()
+        with self._lock:
+            slot = self._take(starts[-1], stream)
+        for start, (ptr, nbytes) in zip(starts, lists, strict=False):
+            slot.host[start : start + nbytes] = memory(ptr, nbytes)
+        self._runtime.upload(slot.device, slot.host[: starts[-1]], stream)
+        try:
+            yield [slot.device + start for start in starts[:-1]]
+        finally:
+            self._runtime.record(slot.event, stream)
+            if not self._runtime.capturing(stream):
+                with self._lock:
+                    self._slots.append(slot)
+
+    def _take(self, nbytes: int, stream: int) -> _Slot:
+        if not self._runtime.capturing(stream):
+            for number, slot in enumerate(self._slots):
+                if slot.host.size >= nbytes and self._runtime.done(slot.event):
+                    return self._slots.pop(number)
+        size = max(1 << 16, 1 << (nbytes - 1).bit_length())
+        return _Slot(self._runtime.pinned(size), self._runtime.allocate(size), self._runtime.event())
