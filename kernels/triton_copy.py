@@ -146,10 +146,10 @@ class TritonPlan:
         for name, span in zip(self._table.table.names, spans, strict=True):
             if span.start == span.stop:
                 continue
-            if indexes[name].device not in ("cpu", self._recipe.device):
+            if indexes[name].device not in ("cpu", self._device.name):
                 raise UsageError(
                     f"the index of component {name!r} is on {indexes[name].device!r}",
-                    remedy=f"give it in host memory or on {self._recipe.device!r}",
+                    remedy=f"give it in host memory or on {self._device.name!r}",
                     component=name,
                 )
             if span.stop > _MOST_UNITS:

@@ -61,8 +61,9 @@ def build(variant: Variant, target: Any) -> Any:  # noqa: ANN401  (triton's, whi
 
 
 class Device(Protocol):
-    """`n_programs` of `threads` threads fill it."""
+    """`n_programs` of `threads` threads fill it; `name` is what the device of a list there is called."""
 
+    name: str
     n_programs: int
     threads: int
 
@@ -90,6 +91,7 @@ class Gpu:
         import torch  # noqa: PLC0415
         import triton  # noqa: PLC0415
 
+        self.name = name
         self._runtime = TorchRuntime(name)
         self._ring = IndexRing(self._runtime)
         with self._runtime.active():
@@ -130,6 +132,7 @@ class Gpu:
 class Interpreter:
     """Host memory, one program after another; about a millisecond each."""
 
+    name = "interpreter"
     n_programs = 3
     threads = 16
 

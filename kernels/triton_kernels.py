@@ -222,12 +222,22 @@ def copy_kernel(
                         shard = cell - row * n_shards
                     row += first_row
                 table = views + (_at(group, FIRST_VIEW) + view) * 16
+                if CHECKSUM:
+                    token = first_token + row.to(tl.int64) * per_row
+                    place = _at(table, 1).to(tl.uint64) + token.to(tl.uint64) * TOKEN
+                    number = _at(group, FIRST_SHARD).to(tl.int32)
+                    if SHARDS or HEAD_MAJOR:
+                        number += shard
+                    place += number.to(tl.uint64) * SHARD
+                    if SEGS:
+                        place += seg.to(tl.uint64) * SEGMENT
+                    place = _mix(place)
                 base = _at(table, 0)
                 ours, ok = _cell(
                     group + SIDE_1 * 8, base, items, bits, row, shard, seg, ok, SEGS, SHARDS or HEAD_MAJOR, LEVELS
                 )
                 if WAY == COPY:
-                    peer_row = row - first_row + peer_start // per_row
+                    peer_row = row + (peer_start - start) // per_row
                     peer_base = _at(peer_views + (_at(group, FIRST_VIEW) + view) * 16, 0)
                     theirs, ok = _cell(
                         group + SIDE_2 * 8, peer_base, peer_items, peer_bits, peer_row, shard, seg, ok,
@@ -253,15 +263,7 @@ def copy_kernel(
                     data = tl.load(ours, mask=whole, other=0)
                     tl.store(theirs, data, mask=whole)
                 if CHECKSUM:
-                    token = first_token + row.to(tl.int64) * per_row
-                    place = _at(table, 1).to(tl.uint64) + token.to(tl.uint64) * TOKEN
-                    number = _at(group, FIRST_SHARD).to(tl.int32)
-                    if SHARDS or HEAD_MAJOR:
-                        number += shard
-                    place += number.to(tl.uint64) * SHARD
-                    if SEGS:
-                        place += seg.to(tl.uint64) * SEGMENT
-                    total += _terms(data, _mix(place), byte // UNIT, width - byte, ok, UNIT, LANES, UNITS)
+                    total += _terms(data, place, byte // UNIT, width - byte, ok, UNIT, LANES, UNITS)
             # The next group's tiles go on where these end, so that programs share groups smaller than the grid.
             tile += tl.maximum((n_tiles - tile + programs - 1) // programs, 0) * programs - n_tiles
         at += n_views * stride
