@@ -134,7 +134,7 @@ class Interpreter:
 
     name = "interpreter"
     n_programs = 3
-    threads = 16
+    threads = 128
 
     def put(self, table: Int64s) -> tuple[int, object]:
         held = np.ascontiguousarray(table)
