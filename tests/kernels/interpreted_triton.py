@@ -33,7 +33,7 @@ from pdstage.tables import Table
 
 FILL = 0xA5
 WIRES = st.sampled_from([TOKEN_MAJOR, HEAD_MAJOR])
-FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def triton_plan(held, select, wire=TOKEN_MAJOR, *, sums=False):
@@ -305,7 +305,7 @@ def test_misuse_names_the_culprit_and_writes_nothing(misuse):
 
 def test_a_call_of_more_pieces_than_32_bits_count_is_refused():
     of = Logical(width=1, shards=2)
-    held = hold([Stored(of, rows_per_item=1, pads={"item": 1})])
+    held = hold([Stored(of, rows_per_item=1, pads={"row": 1})])
     plan, tokens = triton_plan(held, [Select(of.view_keys()[0], 0, 2)]), {"kv": (0, 2**30)}
     index = {"kv": Index(1 << 40, 32, 2**30, device="interpreter")}
     with pytest.raises(UsageError, match="copy fewer tokens at once"):
