@@ -10,17 +10,19 @@ kernel that reads it.
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections import deque
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
-from ..tables import memory
+from ..errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
+
+ALIGNMENT = 16
+SLOT_NBYTES = 64 << 10
 
 
 class Runtime(Protocol):
@@ -49,41 +51,63 @@ class Runtime(Protocol):
         """Whether the stream records a graph: then nothing may be uploaded whose memory is used again later."""
 
 
-class _Slot(NamedTuple):
-    host: NDArray[np.uint8]
-    device: int
-    event: object
+class Slot:
+    """One piece of the ring: belongs to one call from `put` to `give`, and to its kernel until the event is done."""
+
+    def __init__(self, runtime: Runtime, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.host = runtime.pinned(nbytes)
+        self.ptr = runtime.allocate(nbytes)
+        self.event = runtime.event()
 
 
 class IndexRing:
-    """Slots of one size class grow with what calls bring, and are taken again when their last kernel has run."""
+    """Slots of one device, safe to use from several threads. Never waits: where no slot is free it grows by one.
 
-    def __init__(self, runtime: Runtime) -> None:
+    What it holds is bounded by the most calls that were under way at once.
+    """
+
+    def __init__(self, runtime: Runtime, n_slots: int = 4, slot_nbytes: int = SLOT_NBYTES) -> None:
         self._runtime = runtime
+        self._slot_nbytes = slot_nbytes
+        self._slots = deque(Slot(runtime, slot_nbytes) for _ in range(n_slots))
         self._lock = threading.Lock()
-        self._slots: list[_Slot] = []
 
-    @contextmanager
-    def lend(self, lists: Sequence[tuple[int, int]], stream: int) -> Iterator[list[int]]:
-        """Uploads `(address, nbytes)` lists in `stream`; their device addresses hold for kernels launched inside."""
-        starts = np.cumsum([0, *(-(-nbytes // 16) * 16 for _, nbytes in lists)]).tolist()
-        with self._lock:
-            slot = self._take(starts[-1], stream)
-        for start, (ptr, nbytes) in zip(starts, lists, strict=False):
-            slot.host[start : start + nbytes] = memory(ptr, nbytes)
-        self._runtime.upload(slot.device, slot.host[: starts[-1]], stream)
+    def put(self, lists: Sequence[NDArray[Any]], stream: int) -> tuple[Slot, list[int]]:
+        """Uploads host lists in the stream; their device addresses, good for kernels put in it before `give`.
+
+        Raises `UsageError` while the stream is captured: a graph would read the slot's later contents.
+        """
+        if self._runtime.capturing(stream):
+            raise UsageError(
+                "items in host memory cannot be captured in a graph",
+                remedy="give lists that lie on the device, and write the items there before each replay",
+            )
+        starts, needed = [], 0
+        for items in lists:
+            starts.append(needed)
+            needed += -(-items.nbytes // ALIGNMENT) * ALIGNMENT
+        slot = self._take(needed)
         try:
-            yield [slot.device + start for start in starts[:-1]]
-        finally:
-            self._runtime.record(slot.event, stream)
-            if not self._runtime.capturing(stream):
-                with self._lock:
-                    self._slots.append(slot)
+            for start, items in zip(starts, lists, strict=True):
+                slot.host[start : start + items.nbytes] = items.view("u1")
+            self._runtime.upload(slot.ptr, slot.host[:needed], stream)
+        except BaseException:
+            self.give(slot, stream)
+            raise
+        return slot, [slot.ptr + start for start in starts]
 
-    def _take(self, nbytes: int, stream: int) -> _Slot:
-        if not self._runtime.capturing(stream):
-            for number, slot in enumerate(self._slots):
-                if slot.host.size >= nbytes and self._runtime.done(slot.event):
-                    return self._slots.pop(number)
-        size = max(1 << 16, 1 << (nbytes - 1).bit_length())
-        return _Slot(self._runtime.pinned(size), self._runtime.allocate(size), self._runtime.event())
+    def give(self, slot: Slot, stream: int) -> None:
+        """Behind the last kernel that reads what `put` uploaded, in the same stream."""
+        self._runtime.record(slot.event, stream)
+        with self._lock:
+            self._slots.append(slot)
+
+    def _take(self, nbytes: int) -> Slot:
+        """The longest-used slot that is free and large enough, or another one."""
+        with self._lock:
+            for slot in self._slots:
+                if slot.nbytes >= nbytes and self._runtime.done(slot.event):
+                    self._slots.remove(slot)
+                    return slot
+        return Slot(self._runtime, max(self._slot_nbytes, 1 << (nbytes - 1).bit_length()))

@@ -75,7 +75,12 @@ class Compiled(Protocol):
     ) -> None: ...
 
     def copy_to(
-        self, peer: Compiled, indexes: Mapping[str, Index], peer_indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+        self,
+        peer: Compiled,
+        indexes: Mapping[str, Index],
+        peer_indexes: Mapping[str, Index],
+        tokens: Tokens,
+        launch: Launch,
     ) -> None:
         """`peer` is a plan of the same backend whose `cells` are equal."""
 

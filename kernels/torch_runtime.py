@@ -5,6 +5,7 @@ Layer 3. Imports torch only when made. Must not know plans or tables. Implements
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
@@ -21,7 +22,7 @@ _LEGACY = 1
 
 
 class TorchRuntime:
-    """Of one device, "cuda:1" or "cuda" for the current one; streams are `cudaStream_t` or `hipStream_t` as integers."""
+    """Of one device: "cuda:1", or "cuda" for the current one. Streams are a `cudaStream_t` or `hipStream_t` as integer."""
 
     def __init__(self, device: str) -> None:
         import torch  # noqa: PLC0415
@@ -52,7 +53,7 @@ class TorchRuntime:
     def upload(self, dst_ptr: int, src: NDArray[np.uint8], stream: int) -> None:
         tensor = next(t for t in self._held if 0 <= dst_ptr - t.data_ptr() < t.numel())
         offset = dst_ptr - tensor.data_ptr()
-        with self._torch.cuda.stream(self._stream(stream)):
+        with self._current(stream):
             tensor[offset : offset + src.size].copy_(self._torch.from_numpy(src), non_blocking=True)
 
     def record(self, event: object, stream: int) -> None:
@@ -83,8 +84,14 @@ class TorchRuntime:
         return 0 if handle == _LEGACY else handle
 
     def capturing(self, stream: int) -> bool:
-        with self._torch.cuda.stream(self._stream(stream)):
+        with self._current(stream):
             return bool(self._torch.cuda.is_current_stream_capturing())
+
+    def _current(self, handle: int) -> AbstractContextManager[object]:
+        """Inside, the stream is the current one; to switch costs microseconds, so only where it is not already."""
+        if int(self._torch.cuda.current_stream().cuda_stream) == handle:
+            return nullcontext()
+        return self._torch.cuda.stream(self._stream(handle))
 
     def _stream(self, handle: int) -> torch.cuda.Stream:
         """Torch's object for a handle. Streams are few and reused, but a process may make them without end."""

@@ -18,24 +18,31 @@ import numpy as np
 
 from ..errors import UsageError
 from ..plan import VIEW_ALIGNMENT
-from .device import DeviceTable, Group, Span, rows
-from .triton_device import Device, Variant, device_of, interpreted
+from ..tables import integers
+from .device import DeviceTable, rows
+from .triton_device import Variant, device_of, interpreted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from typing import Any
+
+    from numpy.typing import NDArray
 
     from ..plan import Tokens
     from ..tables import Index
+    from .device import Group, Span
     from .pool import Compiled, Launch, Recipe
+    from .triton_device import Device
 
 GATHER, SCATTER, COPY = range(3)  # as triton_kernels.py has them
-# Units that a thread loads before it stores the first: as many as 64 registers hold, which is 64 KiB a program at best.
-_DEPTH = {GATHER: 4, SCATTER: 4, COPY: 1}
-_CHECKSUM_DEPTH = {GATHER: 2, SCATTER: 2, COPY: 1}
+# Units that a thread loads before it stores the first, by way and checksum: as many as 64 registers hold without
+# spilling on every target, which is 64 KiB a program for a gather.
+DEPTH = {
+    (GATHER, False): 4, (SCATTER, False): 4, (COPY, False): 1, (GATHER, True): 2, (SCATTER, True): 2, (COPY, True): 1,
+}  # fmt: skip
 _CLASSES = ((16,), (8, 4), (2, 1))
 # Units and tokens of a call are counted in 32 bits, a last tile beyond them included.
 _MOST_UNITS = 2**31 - 2**16
-COLUMNS = 31
 
 
 def missing() -> str:
@@ -63,19 +70,18 @@ def compile_plan(recipe: Recipe) -> TritonPlan:
 
 
 class _Run(NamedTuple):
-    """Consecutive views that are alike on every side: `sides[0]` is the plan's own, `sides[1]` a peer's."""
+    """Consecutive views that are alike: `own` in the plan's pool, `peer` in another's; the same where there is none."""
 
-    first_view: int
-    n_views: int
-    sides: tuple[Group, ...]
+    own: Group
+    peer: Group
 
     @property
     def access(self) -> int:
-        return math.gcd(*(side.access for side in self.sides))
+        return math.gcd(self.own.access, self.peer.access)
 
 
 class _Class(NamedTuple):
-    """What one launch copies: those `runs` whose column ACCESS_CLASS is `access`, by the kernel `variant`."""
+    """What one launch copies: those `runs` whose column ACCESS_CLASS is the variant's ACCESS."""
 
     variant: Variant
     runs: tuple[_Run, ...]
@@ -93,7 +99,7 @@ class _Section(NamedTuple):
 
     def nbytes(self, span: Span) -> int:
         """Staged bytes of all its views."""
-        return sum(run.n_views * _aligned(rows(run.sides[0], span) * run.sides[0].row_nbytes) for run in self.runs)
+        return sum(own.n_views * _aligned(rows(own, span) * own.row_nbytes) for own, _ in self.runs)
 
 
 class TritonPlan:
@@ -104,18 +110,23 @@ class TritonPlan:
         self._device = device
         self._table = DeviceTable(recipe, merged=not recipe.checksum)
         self._views, self._keep = device.put(self._table.views)
-        self._sections = {way: list(self._compile(way, self._table)) for way in (GATHER, SCATTER)}
+        alone = [_Run(group, group) for group in self._table.group_list]
+        self._sections = {way: list(self._compile(way, alone, 0, None)) for way in (GATHER, SCATTER)}
         self._peers: WeakKeyDictionary[TritonPlan, list[_Section]] = WeakKeyDictionary()
 
     def gather(
         self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
-        self._staged(GATHER, dst_ptr, dst_nbytes, indexes, tokens, launch)
+        side = _Side(self, self._spans(indexes, tokens, (self._device.name,), unique=False), indexes)
+        self._table.check_staging(dst_ptr, dst_nbytes, side.spans)
+        self._launch(self._sections[GATHER], dst_ptr, [side], launch)
 
     def scatter(
         self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
-        self._staged(SCATTER, src_ptr, src_nbytes, indexes, tokens, launch)
+        side = _Side(self, self._spans(indexes, tokens, (self._device.name,), unique=True), indexes)
+        self._table.check_staging(src_ptr, src_nbytes, side.spans)
+        self._launch(self._sections[SCATTER], src_ptr, [side], launch)
 
     def copy_to(
         self,
@@ -126,141 +137,120 @@ class TritonPlan:
         launch: Launch,
     ) -> None:
         assert isinstance(peer, TritonPlan)
+        devices = (self._device.name, peer._device.name)
+        src = _Side(self, self._spans(indexes, tokens, devices, unique=False), indexes)
+        dst = _Side(peer, peer._spans(peer_indexes, tokens, devices, unique=True), peer_indexes)
+        self._launch(self._paired(peer), 0, [src, dst], launch)
+
+    def _paired(self, peer: TritonPlan) -> list[_Section]:
+        """Tables of both pools, on this one's device; cold for the first copy to a plan."""
         sections = self._peers.get(peer)
         if sections is None:
-            ours, theirs = (DeviceTable(plan._recipe, merged=False) for plan in (self, peer))
-            sections = self._peers[peer] = list(self._compile(COPY, ours, theirs))
-        src = self._spans(indexes, tokens, unique=False)
-        dst = peer._spans(peer_indexes, tokens, unique=True)
-        self._launch(sections, src, indexes, 0, launch, (peer, dst, peer_indexes))
+            pairs = zip(*self._table.paired(peer._table, merged=not self._recipe.checksum), strict=True)
+            views = self._device.put(peer._table.views)
+            sections = self._peers[peer] = list(self._compile(COPY, [_Run(*pair) for pair in pairs], *views))
+        return sections
 
-    def _staged(
-        self, way: int, ptr: int, nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
-    ) -> None:
-        spans = self._spans(indexes, tokens, unique=way == SCATTER)
-        self._table.check_staging(ptr, nbytes, spans)
-        self._launch(self._sections[way], spans, indexes, ptr, launch)
-
-    def _spans(self, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool) -> list[Span]:
+    def _spans(
+        self, indexes: Mapping[str, Index], tokens: Tokens, devices: tuple[str, ...], *, unique: bool
+    ) -> list[Span]:
         spans = self._table.spans(indexes, tokens, unique=unique)
         for name, span in zip(self._table.table.names, spans, strict=True):
-            if span.start == span.stop:
-                continue
-            if indexes[name].device not in ("cpu", self._device.name):
+            if span.start < span.stop and indexes[name].device not in ("cpu", *devices):
                 raise UsageError(
-                    f"the index of component {name!r} is on {indexes[name].device!r}",
-                    remedy=f"give it in host memory or on {self._device.name!r}",
+                    f"items of component {name!r} are on {indexes[name].device!r}",
+                    remedy=f"give them in host memory or on {' or '.join(devices)}",
                     component=name,
                 )
             if span.stop > _MOST_UNITS:
-                raise UsageError(f"an index of more than {_MOST_UNITS} tokens", remedy="give a shorter one")
+                raise UsageError(f"a list of {span.stop} tokens", remedy=f"list at most {_MOST_UNITS}", component=name)
         return spans
 
-    def _lists(self, spans: Sequence[Span], indexes: Mapping[str, Index]) -> list[tuple[int, int, int]]:
-        """Of each component's list what a call reads: address, bytes, and bytes skipped; zero bytes if on a device."""
-        found = []
-        for (name, size), span in zip(zip(self._table.table.names, self._table.table.sizes, strict=True), spans, strict=True):
-            first, stop = span.start // size.tokens_per_item, -(-span.stop // size.tokens_per_item)
-            on_host = span.start != span.stop and indexes[name].device == "cpu"
-            skipped = first * span.bits // 8 if on_host else 0
-            found.append((span.ptr + skipped, (stop - first) * span.bits // 8 if on_host else 0, skipped))
-        return found
-
-    def _launch(
-        self,
-        sections: Sequence[_Section],
-        spans: Sequence[Span],
-        indexes: Mapping[str, Index],
-        at: int,
-        launch: Launch,
-        peer: tuple[TritonPlan, Sequence[Span], Mapping[str, Index]] | None = None,
-    ) -> None:
+    def _launch(self, sections: Sequence[_Section], staged: int, sides: Sequence[_Side], launch: Launch) -> None:
         """One launch for each class of each section that has tokens."""
-        others = peer[1] if peer else spans
         work = []
         for section in sections:
-            span = spans[section.component]
-            work += [(section, one, at, n) for one in section.classes if (n := _n_tiles(one, span))]
-            at += section.nbytes(span)
+            span = sides[0].spans[section.component]
+            work += [(section, one.variant, staged, n) for one in section.classes if (n := _n_tiles(one, span))]
+            staged += section.nbytes(span)
         if not work:
             return
-        lists = self._lists(spans, indexes) + (peer[0]._lists(others, peer[2]) if peer else [])
         stream = self._device.stream(launch.stream)
         most = launch.max_sms or self._device.n_programs
-        with self._device.lists([(ptr, nbytes) for ptr, nbytes, _ in lists if nbytes], stream) as placed:
-            copies = iter(placed)
-            items = [(next(copies) if nbytes else ptr) - skipped for ptr, nbytes, skipped in lists]
-            for section, one, staged, n_tiles in work:
-                number = section.component
-                span, other = spans[number], others[number]
-                variant = one.variant if launch.sum_ptr else one.variant._replace(CHECKSUM=False)
+        lists = [found for side in sides for found in side.lists()]
+        with self._device.lists([items for _, items, _ in lists], stream) as placed:
+            at = {span: address - skipped for (span, _, skipped), address in zip(lists, placed, strict=True)}
+            for section, variant, base, n_tiles in work:
+                own, peer = (side.spans[section.component] for side in (sides[0], sides[-1]))
                 arguments = (
-                    section.groups, len(section.runs), staged, self._views, items[number], span.bits, span.start,
-                    span.stop, span.first_token, section.peer_views, items[number - len(spans)] if peer else 0,
-                    other.bits, other.start, launch.sum_ptr,
+                    section.groups, len(section.runs), base, self._views, at.get(id(own), own.ptr), own.bits, own.start,
+                    own.stop, own.first_token, section.peer_views, at.get(id(peer), peer.ptr), peer.bits, peer.start,
+                    launch.sum_ptr,
                 )  # fmt: skip
-                self._device.launch(variant, min(n_tiles, most), arguments, stream)
+                chosen = variant if launch.sum_ptr else variant._replace(CHECKSUM=False)
+                self._device.launch(chosen, min(n_tiles, most), arguments, stream)
 
-    def _compile(self, way: int, *tables: DeviceTable) -> Iterator[_Section]:
+    def _compile(self, way: int, runs: Sequence[_Run], peer_views: int, keep: object) -> Iterator[_Section]:
         """The sections of a way of copying, tables uploaded and kernels ready."""
-        peer_views, keep_views = self._device.put(tables[-1].views) if way == COPY else (0, None)
-        for number, same in groupby(_runs(tables), lambda run: run.sides[0].component):
-            runs = tuple(same)
-            found, table = [], np.zeros((len(runs), COLUMNS), np.int64)
+        for number, of_component in groupby(runs, lambda run: run.own.component):
+            held = tuple(of_component)
+            classes = []
             for accesses in _CLASSES:
-                members = tuple(run for run in runs if run.access in accesses)
+                members = tuple(run for run in held if run.access in accesses)
                 if members:
-                    variant = self._variant(way, members)
-                    found.append(_Class(variant, members))
-                    self._device.prepare(variant)
-            for line, run in zip(table, runs, strict=True):
-                variant = next(one.variant for one in found if run in one.runs)
-                line[:] = _columns(run, variant)
-            groups, keep = self._device.put(table)
-            yield _Section(number, runs, groups, peer_views, tuple(found), (keep, keep_views))
+                    classes.append(_Class(self._variant(way, members), members))
+                    self._device.prepare(classes[-1].variant)
+            variants = {access: one.variant for one in classes for access in {run.access for run in one.runs}}
+            lines = [_columns(run, variants[run.access]) for run in held]
+            groups, keep_groups = self._device.put(np.array(lines, np.int64))
+            yield _Section(number, held, groups, peer_views, tuple(classes), (keep_groups, keep))
 
     def _variant(self, way: int, runs: Sequence[_Run]) -> Variant:
-        access = min(run.access for run in runs)
-        unit = max(access, 8) if self._recipe.checksum else access
-        depth = (_CHECKSUM_DEPTH if self._recipe.checksum else _DEPTH)[way]
-        levels = [any(run.sides[i].outer_rows < run.sides[i].rows_per_item for run in runs) for i in (0, -1)]
+        sums, access = self._recipe.checksum, min(run.access for run in runs)
+        unit = max(access, 8) if sums else access
         return Variant(
             WAY=way,
             HEAD_MAJOR=self._table.head_major and way != COPY,
             ACCESS=access,
-            SEGS=any(run.sides[0].segs > 1 for run in runs),
-            SHARDS=any(run.sides[0].shards > 1 for run in runs),
-            LEVELS=levels[0],
-            PEER_LEVELS=levels[1] and way == COPY,
-            CHECKSUM=self._recipe.checksum,
+            SEGS=any(run.own.segs > 1 for run in runs),
+            SHARDS=any(run.own.shards > 1 for run in runs),
+            LEVELS=any(run.own.outer_rows < run.own.rows_per_item for run in runs),
+            PEER_LEVELS=way == COPY and any(run.peer.outer_rows < run.peer.rows_per_item for run in runs),
+            CHECKSUM=sums,
             UNIT=unit,
-            UNITS=self._device.threads * depth * access // unit,
+            UNITS=self._device.threads * DEPTH[way, sums] * access // unit,
         )
 
 
-def _runs(tables: Sequence[DeviceTable]) -> Iterator[_Run]:
-    """Views in staged order, those together that are alike in every table."""
-    sides = [[group for group in table.group_list for _ in range(group.n_views)] for table in tables]
-    first = 0
-    for same, views in groupby(zip(*sides, strict=True)):
-        n_views = len(list(views))
-        yield _Run(first, n_views, same)
-        first += n_views
+class _Side(NamedTuple):
+    """The lists of one plan in a call."""
+
+    plan: TritonPlan
+    spans: list[Span]
+    indexes: Mapping[str, Index]
+
+    def lists(self) -> Iterator[tuple[int, NDArray[Any], int]]:
+        """Of each list in host memory: whose span it is, the part that is read, and the bytes before that."""
+        table = self.plan._table.table
+        for name, size, span in zip(table.names, table.sizes, self.spans, strict=True):
+            if span.start < span.stop and self.indexes[name].device == "cpu":
+                first, stop = span.start // size.tokens_per_item, (span.stop - 1) // size.tokens_per_item + 1
+                yield id(span), integers(self.indexes[name])[first:stop], first * span.bits // 8
 
 
 def _columns(run: _Run, variant: Variant) -> list[int]:
     """A line of the table of groups; triton_kernels.py names its columns."""
-    own = run.sides[0]
+    own = run.own
     line = [
-        run.first_view, run.n_views, variant.ACCESS, own.tokens_per_row, own.width, own.segs, own.shards,
+        own.first_view, own.n_views, variant.ACCESS, own.tokens_per_row, own.width, own.segs, own.shards,
         own.first_shard, _reciprocal(-(-own.width // variant.UNIT)), _reciprocal(own.segs), _reciprocal(own.shards),
     ]  # fmt: skip
-    for side in run.sides:
+    for side in run:
         line += [
             side.n_items, side.item_stride, side.rows_per_item, _reciprocal(side.rows_per_item), side.outer_rows,
             _reciprocal(side.outer_rows), side.outer_stride, side.inner_stride, side.shard_stride, side.seg_stride,
         ]  # fmt: skip
-    return line + [0] * (COLUMNS - len(line))
+    return line
 
 
 def _reciprocal(divisor: int) -> int:
@@ -272,12 +262,11 @@ def _reciprocal(divisor: int) -> int:
 def _n_tiles(one: _Class, span: Span) -> int:
     """Tiles that a launch has; raises `UsageError` where a view has more units than 32 bits count."""
     n_tiles = 0
-    for run in one.runs:
-        own = run.sides[0]
+    for own, _ in one.runs:
         n_units = rows(own, span) * own.shards * own.segs * -(-own.width // one.variant.UNIT)
         if n_units > _MOST_UNITS:
             raise UsageError(f"{n_units} pieces of one view in one call", remedy="copy fewer tokens at once")
-        n_tiles += run.n_views * -(-n_units // one.variant.UNITS)
+        n_tiles += own.n_views * -(-n_units // one.variant.UNITS)
     return n_tiles
 
 

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..tables import memory
 from .index_ring import IndexRing
 from .torch_runtime import TorchRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
 
     from ..tables import Int64s
 
@@ -76,8 +77,8 @@ class Device(Protocol):
     def stream(self, stream: object) -> int:
         """The handle of a caller's stream."""
 
-    def lists(self, lists: Sequence[tuple[int, int]], stream: int) -> AbstractContextManager[list[int]]:
-        """Addresses of copies there of `(address, nbytes)` in host memory, for kernels launched inside the context."""
+    def lists(self, lists: Sequence[NDArray[Any]], stream: int) -> AbstractContextManager[list[int]]:
+        """Addresses of copies there, for kernels launched inside the context."""
 
     def launch(self, variant: Variant, programs: int, arguments: tuple[int, ...], stream: int) -> None: ...
 
@@ -116,12 +117,15 @@ class Gpu:
         return self._runtime.stream(stream)
 
     @contextmanager
-    def lists(self, lists: Sequence[tuple[int, int]], stream: int) -> Iterator[list[int]]:
+    def lists(self, lists: Sequence[NDArray[Any]], stream: int) -> Iterator[list[int]]:
         if not lists:
             yield []
             return
-        with self._ring.lend(lists, stream) as placed:
+        slot, placed = self._ring.put(lists, stream)
+        try:
             yield placed
+        finally:
+            self._ring.give(slot, stream)
 
     def launch(self, variant: Variant, programs: int, arguments: tuple[int, ...], stream: int) -> None:
         self.prepare(variant)
@@ -143,15 +147,15 @@ class Interpreter:
     def prepare(self, variant: Variant) -> None:
         pass
 
-    def stream(self, stream: object) -> int:  # noqa: ARG002
+    def stream(self, stream: object) -> int:
         return 0
 
     @contextmanager
-    def lists(self, lists: Sequence[tuple[int, int]], stream: int) -> Iterator[list[int]]:  # noqa: ARG002
-        copies = [memory(ptr, nbytes).copy() for ptr, nbytes in lists]
+    def lists(self, lists: Sequence[NDArray[Any]], stream: int) -> Iterator[list[int]]:
+        copies = [items.copy() for items in lists]
         yield [copy.__array_interface__["data"][0] for copy in copies]
 
-    def launch(self, variant: Variant, programs: int, arguments: tuple[int, ...], stream: int) -> None:  # noqa: ARG002
+    def launch(self, variant: Variant, programs: int, arguments: tuple[int, ...], stream: int) -> None:
         from .triton_kernels import copy_kernel  # noqa: PLC0415
 
         copy_kernel[programs, 1, 1](*arguments, *variant)
@@ -162,7 +166,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@lru_cache(maxsize=None)
+@cache
 def device_of(name: str) -> Device:
     """The device of this name ("cuda:1"); "cpu" is the interpreter."""
     return Interpreter() if name == "cpu" else Gpu(name)

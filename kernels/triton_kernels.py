@@ -8,13 +8,16 @@ rows and items of a unit are found with multiplications by reciprocals from the 
 compiler does not know costs more than all else here.
 """
 
+# ruff: noqa: ANN001, ANN201, ANN202, N803, N806, PLR0917  (Triton reads annotations as types, and capitals are constants)
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Columns of the table of groups (int64); triton_copy.py writes them. One group's second side, in a copy from pool to
-# pool, follows the first at SIDE_2.
+# Columns of the table of groups (int64), as triton_copy.py writes them: what is common, then the plan's own pool at
+# SIDE_1 and a peer's at SIDE_2. PER_ are reciprocals, see `_over`.
 FIRST_VIEW = tl.constexpr(0)
 N_VIEWS = tl.constexpr(1)
 ACCESS_CLASS = tl.constexpr(2)
