@@ -48,7 +48,7 @@ class TorchRuntime:
         return tensor.data_ptr()
 
     def event(self) -> torch.cuda.Event:
-        return self._torch.cuda.Event()
+        return self._torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def upload(self, dst_ptr: int, src: NDArray[np.uint8], stream: int) -> None:
         tensor = next(t for t in self._held if 0 <= dst_ptr - t.data_ptr() < t.numel())
@@ -62,7 +62,7 @@ class TorchRuntime:
 
     def done(self, event: object) -> bool:
         assert isinstance(event, self._torch.cuda.Event)
-        return bool(event.query())
+        return bool(event.query())  # type: ignore[no-untyped-call]
 
     def stream(self, stream: object) -> int:
         """The handle of a torch or cupy stream, an integer, or None for torch's current stream of the device.
@@ -99,5 +99,6 @@ class TorchRuntime:
         if stream is None:
             if len(self._streams) > 64:
                 self._streams = {0: self._streams[0]}
-            stream = self._streams[handle] = self._torch.cuda.ExternalStream(handle, device=self.device)
+            external = self._torch.cuda.ExternalStream
+            stream = self._streams[handle] = external(handle, device=self.device)  # type: ignore[no-untyped-call]
         return stream

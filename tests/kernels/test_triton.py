@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -12,13 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from pdstage.kernels import backends, triton_copy, triton_device
+from pdstage.kernels import backends, checksum, triton_copy
 from pdstage.kernels.triton_copy import COPY, DEPTH, GATHER, SCATTER
-from pdstage.kernels.triton_device import THREADS, Variant, build
+from pdstage.kernels.triton_device import THREADS, Variant, build, interpreted
 
-pytestmark = pytest.mark.skipif(
-    not (importlib.util.find_spec("torch") and importlib.util.find_spec("triton")), reason="needs torch and triton"
-)
+triton = pytest.importorskip("triton")
+pytest.importorskip("torch")
+if interpreted():
+    pytest.skip("these compile, and TRITON_INTERPRET is set", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402  (after the check that it is there)
+
+from pdstage.kernels import triton_kernels  # noqa: E402
 
 
 def test_everything_in_the_interpreter():
@@ -39,31 +43,31 @@ SIDES = {GATHER: 1, SCATTER: 1, COPY: 2}
 WAYS = [(GATHER, False), (GATHER, True), (SCATTER, False), (SCATTER, True), (COPY, False)]
 
 
-def variant(way, head_major, access, checksum, general=True):
+def variant(way, head_major, access, summed, general=True):
     """A kernel as plans ask for it; a general one knows segments, shards and two levels of rows."""
-    unit = max(access, 8) if checksum else access
-    units = THREADS * DEPTH[way, checksum] * access // unit
+    unit = max(access, 8) if summed else access
+    units = THREADS * DEPTH[way, summed] * access // unit
     return Variant(
-        way, head_major, access, general, general or head_major, general, general and way == COPY, checksum, unit, units
+        way, head_major, access, general, general or head_major, general, general and way == COPY, summed, unit, units
     )
 
 
 def source_of_loads(code, instruction):
     """The source line, as text, of each place where `instruction` stands in PTX."""
-    lines = Path(triton_device.__file__).with_name("triton_kernels.py").read_text().splitlines()
-    found, at = [], 0
+    lines = Path(triton_kernels.__file__).read_text().splitlines()
+    found, at, begun = [], 0, 0
     for line in code.splitlines():
         if located := re.match(r"\s*\.loc\s+\d+\s+(\d+)", line):
             at = int(located[1])
+        elif "begin inline asm" in line:
+            begun = at  # inside, the numbers count the assembler's own lines
         elif re.search(instruction, line):
-            found.append(lines[at - 1].strip())
+            found.append(lines[begun - 1].strip())
     return found
 
 
 def disassembled(kernel, tmp_path):
     """SASS, registers and bytes of stack of a kernel's machine code, by the tool that Triton carries."""
-    import triton
-
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not tool.exists():
         pytest.skip("this Triton carries no cuobjdump")
@@ -78,14 +82,12 @@ def disassembled(kernel, tmp_path):
 
 
 @pytest.mark.parametrize("general", [True, False])
-@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize(("way", "head_major"), WAYS)
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_16_byte_accesses_on_nvidia(tmp_path, arch, way, head_major, checksum, general):
-    from triton.backends.compiler import GPUTarget
-
-    kernel = build(variant(way, head_major, 16, checksum, general), GPUTarget("cuda", arch, 32))
-    ptx, n = kernel.asm["ptx"], DEPTH[way, checksum]
+def test_16_byte_accesses_on_nvidia(tmp_path, arch, way, head_major, summed, general):
+    kernel = build(variant(way, head_major, 16, summed, general), GPUTarget("cuda", arch, 32))
+    ptx, n = kernel.asm["ptx"], DEPTH[way, summed]
     assert len(re.findall(r"ld\.global\.(v4\.b32|v2\.b64)", ptx)) == n
     assert len(re.findall(r"st\.global\.(v4\.b32|v2\.b64)", ptx)) == n
     assert len(re.findall(r"st\.global", ptx)) == n, "all stores are of payload"
@@ -99,29 +101,25 @@ def test_16_byte_accesses_on_nvidia(tmp_path, arch, way, head_major, checksum, g
     assert not re.findall(r"\b(?:LDL|STL)\b", sass)
     assert registers <= 64
     assert spilled == 0
-    assert ("BAR.SYNC" in sass) == checksum, "warps never wait for each other but to add up"
+    assert ("BAR.SYNC" in sass) == summed, "warps never wait for each other but to add up"
 
 
-@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("access", [8, 4, 2, 1])
 @pytest.mark.parametrize("way", [GATHER, COPY])
-def test_narrow_accesses_fit_registers_too(tmp_path, way, access, checksum):
-    from triton.backends.compiler import GPUTarget
-
-    kernel = build(variant(way, False, access, checksum), GPUTarget("cuda", 80, 32))
+def test_narrow_accesses_fit_registers_too(tmp_path, way, access, summed):
+    kernel = build(variant(way, False, access, summed), GPUTarget("cuda", 80, 32))
     _, registers, spilled = disassembled(kernel, tmp_path)
     assert f"st.global.b{8 * access}" in kernel.asm["ptx"]
     assert registers <= 64
     assert spilled == 0
 
 
-@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize(("way", "head_major"), WAYS)
-def test_16_byte_accesses_on_amd(way, head_major, checksum):
-    from triton.backends.compiler import GPUTarget
-
-    kernel = build(variant(way, head_major, 16, checksum), GPUTarget("hip", "gfx942", 64))
-    code, n = kernel.asm["amdgcn"], DEPTH[way, checksum]
+def test_16_byte_accesses_on_amd(way, head_major, summed):
+    kernel = build(variant(way, head_major, 16, summed), GPUTarget("hip", "gfx942", 64))
+    code, n = kernel.asm["amdgcn"], DEPTH[way, summed]
     assert re.findall(r"\bglobal_store_\w+", code) == ["global_store_dwordx4"] * n
     assert len(re.findall(r"\bglobal_load_dwordx4\b", code)) >= n
     assert not re.findall(r"\b(?:scratch|flat|buffer)_(?:load|store)\w*", code)
@@ -130,16 +128,12 @@ def test_16_byte_accesses_on_amd(way, head_major, checksum):
 
 
 def test_arguments_are_in_the_kernels_order():
-    from pdstage.kernels import triton_kernels
-
     assert tuple(triton_kernels.copy_kernel.arg_names[-len(Variant._fields) :]) == Variant._fields
     ways = triton_kernels.GATHER, triton_kernels.SCATTER, triton_kernels.COPY
     assert tuple(way.value for way in ways) == (GATHER, SCATTER, COPY)
 
 
 def test_checksums_are_of_one_definition():
-    from pdstage.kernels import checksum, triton_kernels
-
     for name in ("TOKEN", "SHARD", "SEGMENT", "WORD"):
         assert getattr(triton_kernels, name).value == getattr(checksum, name)
 
