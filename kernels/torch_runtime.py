@@ -22,7 +22,7 @@ _LEGACY = 1
 
 
 class TorchRuntime:
-    """Of one device: "cuda:1", or "cuda" for the current one. Streams are a `cudaStream_t` or `hipStream_t` as integer."""
+    """Of "cuda:1", or of "cuda", the current one. Streams are `cudaStream_t` or `hipStream_t` as integers."""
 
     def __init__(self, device: str) -> None:
         import torch  # noqa: PLC0415

@@ -240,10 +240,10 @@ class _Side(NamedTuple):
 
 def _columns(run: _Run, variant: Variant) -> list[int]:
     """A line of the table of groups; triton_kernels.py names its columns."""
-    own = run.own
+    own, units_per_run = run.own, -(-run.own.width // variant.UNIT)
     line = [
         own.first_view, own.n_views, variant.ACCESS, own.tokens_per_row, own.width, own.segs, own.shards,
-        own.first_shard, _reciprocal(-(-own.width // variant.UNIT)), _reciprocal(own.segs), _reciprocal(own.shards),
+        own.first_shard, units_per_run, _reciprocal(units_per_run), _reciprocal(own.segs), _reciprocal(own.shards),
     ]  # fmt: skip
     for side in run:
         line += [

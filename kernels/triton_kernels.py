@@ -8,7 +8,8 @@ rows and items of a unit are found with multiplications by reciprocals from the 
 compiler does not know costs more than all else here.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, N803, N806, PLR0917  (Triton reads annotations as types, and capitals are constants)
+# ruff: noqa: ANN001, ANN201, ANN202, N803, N806, PLR0912, PLR0915, PLR0917
+# (Triton reads annotations as types; capitals are constants, and branches on them are made when compiling.)
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ WIDTH = tl.constexpr(4)
 N_SEGS = tl.constexpr(5)
 N_SHARDS = tl.constexpr(6)
 FIRST_SHARD = tl.constexpr(7)
-PER_RUN = tl.constexpr(8)
-PER_SEGS = tl.constexpr(9)
-PER_SHARDS = tl.constexpr(10)
-SIDE_1 = tl.constexpr(11)
+UNITS_PER_RUN = tl.constexpr(8)
+PER_RUN = tl.constexpr(9)
+PER_SEGS = tl.constexpr(10)
+PER_SHARDS = tl.constexpr(11)
+SIDE_1 = tl.constexpr(12)
 N_ITEMS = tl.constexpr(0)
 ITEM_STRIDE = tl.constexpr(1)
 ROWS_PER_ITEM = tl.constexpr(2)
@@ -40,8 +42,8 @@ OUTER_STRIDE = tl.constexpr(6)
 INNER_STRIDE = tl.constexpr(7)
 SHARD_STRIDE = tl.constexpr(8)
 SEG_STRIDE = tl.constexpr(9)
-SIDE_2 = tl.constexpr(21)
-COLUMNS = tl.constexpr(31)
+SIDE_2 = tl.constexpr(22)
+COLUMNS = tl.constexpr(32)
 
 GATHER = tl.constexpr(0)
 SCATTER = tl.constexpr(1)
@@ -134,8 +136,20 @@ def _head_major(cell, n_shards, skipped, rows_per_item, per_item, per_page, head
 
 
 @triton.jit
-def _terms(data, place, unit, length, ok, UNIT: tl.constexpr, LANES: tl.constexpr, UNITS: tl.constexpr):
-    """The checksum's terms of units of whole words; `place` is mixed, `unit` counts in the run, `length` in bytes."""
+def _place(seed, token, first_shard, shard, seg, SEGS: tl.constexpr, SHARDS: tl.constexpr):
+    place = seed.to(tl.uint64) + token.to(tl.uint64) * TOKEN
+    number = first_shard.to(tl.int32)
+    if SHARDS:
+        number += shard
+    place += number.to(tl.uint64) * SHARD
+    if SEGS:
+        place += seg.to(tl.uint64) * SEGMENT
+    return _mix(place)
+
+
+@triton.jit
+def _terms(data, place, unit, ok, UNIT: tl.constexpr, LANES: tl.constexpr, UNITS: tl.constexpr):
+    """The checksum's terms of units of whole words; `place` is mixed, `unit` counts in the run."""
     WORDS: tl.constexpr = UNIT // 8
     PER_WORD: tl.constexpr = LANES // WORDS
     words = data.to(tl.uint64)
@@ -144,7 +158,7 @@ def _terms(data, place, unit, length, ok, UNIT: tl.constexpr, LANES: tl.constexp
         words = tl.sum(tl.reshape(words, [UNITS, WORDS, PER_WORD]), axis=2)
     word = tl.arange(0, WORDS)[None, :]
     terms = _mix(words ^ (place + (unit * WORDS + word).to(tl.uint64) * WORD))
-    return tl.sum(tl.where(ok & (word * 8 < length), terms, 0).to(tl.int64, bitcast=True), axis=1, keep_dims=True)
+    return tl.sum(tl.where(ok, terms, 0).to(tl.int64, bitcast=True), axis=1, keep_dims=True)
 
 
 @triton.jit
@@ -183,13 +197,10 @@ def copy_kernel(
         n_rows = (stop + per_row - 1) // per_row - first_row
         n_views = _at(group, N_VIEWS).to(tl.int32)
         n_shards = _at(group, N_SHARDS).to(tl.int32)
-        n_segs = _at(group, N_SEGS).to(tl.int32)
-        width = _at(group, WIDTH).to(tl.int32)
-        n_runs = n_rows.to(tl.int64) * n_shards * n_segs
-        stride = (n_runs * width + 127) // 128 * 128
+        n_runs = n_rows.to(tl.int64) * n_shards * _at(group, N_SEGS)
+        stride = (n_runs * _at(group, WIDTH) + 127) // 128 * 128
         if _at(group, ACCESS_CLASS) == ACCESS:
-            units_per_run = (width + UNIT - 1) // UNIT
-            n_units = (n_runs * units_per_run).to(tl.int32)
+            n_units = (n_runs * _at(group, UNITS_PER_RUN)).to(tl.int32)
             tiles_per_view = (n_units + UNITS - 1) // UNITS
             n_tiles = n_views * tiles_per_view
             if HEAD_MAJOR:
@@ -202,39 +213,33 @@ def copy_kernel(
                 per_page = _reciprocal(rows_per_item * n_shards)
             for t in range(tile, n_tiles, programs):
                 view = t // tiles_per_view
+                # Numbers of the group are read again in each tile: the cache is near, registers are few.
                 unit = (t - view * tiles_per_view) * UNITS + tl.arange(0, UNITS)[:, None]
                 ok = unit < n_units
                 run = _over(unit, _at(group, PER_RUN))
-                byte = (unit - run * units_per_run) * UNIT
-                seg = run
-                shard = run
-                cell = run
+                byte = (unit - run * _at(group, UNITS_PER_RUN).to(tl.int32)) * UNIT
+                cell, seg, shard = run, run, run
                 if SEGS:
                     cell = _over(run, _at(group, PER_SEGS))
-                    seg = run - cell * n_segs
-                row = cell
+                    seg = run - cell * _at(group, N_SEGS).to(tl.int32)
+                row = first_row + cell
                 if HEAD_MAJOR:
                     per_item = _at(group + SIDE_1 * 8, PER_ITEM)
                     row, shard = _head_major(
                         cell, n_shards, first_row, rows_per_item, per_item, per_page, head, per_head, tail, per_tail,
                         n_whole,
                     )  # fmt: skip
-                else:
-                    if SHARDS:
-                        row = _over(cell, _at(group, PER_SHARDS))
-                        shard = cell - row * n_shards
+                elif SHARDS:
+                    row = _over(cell, _at(group, PER_SHARDS))
+                    shard = cell - row * _at(group, N_SHARDS).to(tl.int32)
                     row += first_row
                 table = views + (_at(group, FIRST_VIEW) + view) * 16
                 if CHECKSUM:
+                    # Here and not where it is used: row, shard and segment need no registers any more.
                     token = first_token + row.to(tl.int64) * per_row
-                    place = _at(table, 1).to(tl.uint64) + token.to(tl.uint64) * TOKEN
-                    number = _at(group, FIRST_SHARD).to(tl.int32)
-                    if SHARDS or HEAD_MAJOR:
-                        number += shard
-                    place += number.to(tl.uint64) * SHARD
-                    if SEGS:
-                        place += seg.to(tl.uint64) * SEGMENT
-                    place = _mix(place)
+                    place = _place(
+                        _at(table, 1), token, _at(group, FIRST_SHARD), shard, seg, SEGS, SHARDS or HEAD_MAJOR
+                    )
                 base = _at(table, 0)
                 ours, ok = _cell(
                     group + SIDE_1 * 8, base, items, bits, row, shard, seg, ok, SEGS, SHARDS or HEAD_MAJOR, LEVELS
@@ -247,18 +252,16 @@ def copy_kernel(
                         SEGS, SHARDS, PEER_LEVELS,
                     )  # fmt: skip
                 else:
-                    theirs = at + view * stride + run.to(tl.int64) * width
-                ours += byte
-                theirs += byte
-                ours = ours.to(tl.pointer_type(DTYPE)) + lane
-                theirs = theirs.to(tl.pointer_type(DTYPE)) + lane
+                    theirs = at + view * stride + run.to(tl.int64) * _at(group, WIDTH)
+                ours = (ours + byte).to(tl.pointer_type(DTYPE)) + lane
+                theirs = (theirs + byte).to(tl.pointer_type(DTYPE)) + lane
                 if ACCESS == 16:
                     # On the pointer: on the integer the hint is lost at the cast, and accesses are scalar.
                     ours = tl.max_contiguous(tl.multiple_of(ours, [16, 16]), [1, 4])
                     theirs = tl.max_contiguous(tl.multiple_of(theirs, [16, 16]), [1, 4])
                 whole = ok
                 if UNIT > ACCESS:
-                    whole = ok & (byte + lane * NBYTES < width)
+                    whole = ok & (byte + lane * NBYTES < _at(group, WIDTH))
                 if WAY == SCATTER:
                     data = tl.load(theirs, mask=whole, other=0)
                     tl.store(ours, data, mask=whole)
@@ -266,7 +269,7 @@ def copy_kernel(
                     data = tl.load(ours, mask=whole, other=0)
                     tl.store(theirs, data, mask=whole)
                 if CHECKSUM:
-                    total += _terms(data, place, byte // UNIT, width - byte, ok, UNIT, LANES, UNITS)
+                    total += _terms(data, place, byte // UNIT, ok, UNIT, LANES, UNITS)
             # The next group's tiles go on where these end, so that programs share groups smaller than the grid.
             tile += tl.maximum((n_tiles - tile + programs - 1) // programs, 0) * programs - n_tiles
         at += n_views * stride
