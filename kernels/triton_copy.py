@@ -187,7 +187,7 @@ class TritonPlan:
                     own.stop, own.first_token, section.peer_views, at.get(id(peer), peer.ptr), peer.bits, peer.start,
                     launch.sum_ptr,
                 )  # fmt: skip
-                chosen = variant if launch.sum_ptr else variant._replace(CHECKSUM=False)
+                chosen = variant if launch.sum_ptr or not variant.CHECKSUM else variant._replace(CHECKSUM=False)
                 self._device.launch(chosen, min(n_tiles, most), arguments, stream)
 
     def _compile(self, way: int, runs: Sequence[_Run], peer_views: int, keep: object) -> Iterator[_Section]:
