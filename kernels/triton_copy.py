@@ -1,22 +1,274 @@
-"""Triton kernels, for NVIDIA and AMD.
+"""Triton kernels, for NVIDIA and AMD: plans, whose device half is triton_kernels.py.
 
-Layer 3. Must not know rooms or transports.
+Layer 3. Imports neither torch nor triton before a plan is made. Must not know rooms or transports.
+
+A plan has its tables on the device. A call uploads its lists of items at most, and makes one launch for each component
+and class of widths (16; 8 and 4; 2 and 1 bytes an access), on a grid of as many programs as multiprocessors.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib.util
+import math
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from ..errors import UsageError
+from ..plan import VIEW_ALIGNMENT
+from ..tables import integers
+from .device import DeviceTable, rows
+from .triton_device import Variant, device_of, interpreted
 
 if TYPE_CHECKING:
-    from .pool import Compiled, Recipe
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+    from ..plan import Tokens
+    from ..tables import Index
+    from .device import Group, Span
+    from .pool import Compiled, Launch, Recipe
+    from .triton_device import Device
+
+GATHER, SCATTER, COPY = range(3)  # as triton_kernels.py has them
+# Units that a thread loads before it stores the first, by way and checksum: as many as 64 registers hold without
+# spilling on every target, which is 64 KiB a program for a gather.
+DEPTH = {
+    (GATHER, False): 4, (SCATTER, False): 4, (COPY, False): 1, (GATHER, True): 2, (SCATTER, True): 2, (COPY, True): 1,
+}  # fmt: skip
+_CLASSES = ((16,), (8, 4), (2, 1))
+# Units and tokens of a call are counted in 32 bits, a last tile beyond them included.
+_MOST_UNITS = 2**31 - 2**16
 
 
 def missing() -> str:
     """Why it cannot be used here; empty if it can."""
-    return "not here yet"
+    if not (importlib.util.find_spec("torch") and importlib.util.find_spec("triton")):
+        return "install pdstage[triton]"
+    if interpreted():
+        return ""
+    import torch  # noqa: PLC0415
+
+    return "" if torch.cuda.is_available() else "torch finds no GPU"
 
 
-def compile_plan(recipe: Recipe) -> Compiled:
-    raise UsageError("not here yet", remedy="use another backend")
+def compile_plan(recipe: Recipe) -> TritonPlan:
+    """Uploads tables and compiles kernels, so that no call waits for either.
+
+    In Triton's interpreter plans are of host memory, elsewhere of a GPU's; raises `UsageError` for the other.
+    """
+    problem = missing()
+    if not problem and interpreted() != (recipe.device == "cpu"):
+        problem = "set TRITON_INTERPRET=1 for host memory, to test; unset it for a GPU's"
+    if problem:
+        raise UsageError(f"triton does not copy memory on {recipe.device!r} here", remedy=problem, device=recipe.device)
+    return TritonPlan(recipe, device_of(recipe.device))
+
+
+class _Run(NamedTuple):
+    """Consecutive views that are alike: `own` in the plan's pool, `peer` in another's; the same where there is none."""
+
+    own: Group
+    peer: Group
+
+    @property
+    def access(self) -> int:
+        return math.gcd(self.own.access, self.peer.access)
+
+
+class _Class(NamedTuple):
+    """What one launch copies: those `runs` whose column ACCESS_CLASS is the variant's ACCESS."""
+
+    variant: Variant
+    runs: tuple[_Run, ...]
+
+
+class _Section(NamedTuple):
+    """The runs of one component, as a table at the address `groups`; for copies also that of the peer's views."""
+
+    component: int
+    runs: tuple[_Run, ...]
+    groups: int
+    peer_views: int
+    classes: tuple[_Class, ...]
+    keep: object
+
+    def nbytes(self, span: Span) -> int:
+        """Staged bytes of all its views."""
+        return sum(own.n_views * _aligned(rows(own, span) * own.row_nbytes) for own, _ in self.runs)
+
+
+class TritonPlan:
+    """A selection's tables on the device and its kernels. Must outlive the last copy that it put in a stream."""
+
+    def __init__(self, recipe: Recipe, device: Device) -> None:
+        self._recipe = recipe
+        self._device = device
+        self._table = DeviceTable(recipe, merged=not recipe.checksum)
+        self._views, self._keep = device.put(self._table.views)
+        alone = [_Run(group, group) for group in self._table.group_list]
+        self._sections = {way: list(self._compile(way, alone, 0, None)) for way in (GATHER, SCATTER)}
+        self._peers: WeakKeyDictionary[TritonPlan, list[_Section]] = WeakKeyDictionary()
+
+    def gather(
+        self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
+        side = _Side(self, self._spans(indexes, tokens, (self._device.name,), unique=False), indexes)
+        self._table.check_staging(dst_ptr, dst_nbytes, side.spans)
+        self._launch(self._sections[GATHER], dst_ptr, [side], launch)
+
+    def scatter(
+        self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
+        side = _Side(self, self._spans(indexes, tokens, (self._device.name,), unique=True), indexes)
+        self._table.check_staging(src_ptr, src_nbytes, side.spans)
+        self._launch(self._sections[SCATTER], src_ptr, [side], launch)
+
+    def copy_to(
+        self,
+        peer: Compiled,
+        indexes: Mapping[str, Index],
+        peer_indexes: Mapping[str, Index],
+        tokens: Tokens,
+        launch: Launch,
+    ) -> None:
+        assert isinstance(peer, TritonPlan)
+        devices = (self._device.name, peer._device.name)
+        src = _Side(self, self._spans(indexes, tokens, devices, unique=False), indexes)
+        dst = _Side(peer, peer._spans(peer_indexes, tokens, devices, unique=True), peer_indexes)
+        self._launch(self._paired(peer), 0, [src, dst], launch)
+
+    def _paired(self, peer: TritonPlan) -> list[_Section]:
+        """Tables of both pools, on this one's device; cold for the first copy to a plan."""
+        sections = self._peers.get(peer)
+        if sections is None:
+            pairs = zip(*self._table.paired(peer._table, merged=not self._recipe.checksum), strict=True)
+            views = self._device.put(peer._table.views)
+            sections = self._peers[peer] = list(self._compile(COPY, [_Run(*pair) for pair in pairs], *views))
+        return sections
+
+    def _spans(
+        self, indexes: Mapping[str, Index], tokens: Tokens, devices: tuple[str, ...], *, unique: bool
+    ) -> list[Span]:
+        spans = self._table.spans(indexes, tokens, unique=unique)
+        for name, span in zip(self._table.table.names, spans, strict=True):
+            if span.start < span.stop and indexes[name].device not in ("cpu", *devices):
+                raise UsageError(
+                    f"items of component {name!r} are on {indexes[name].device!r}",
+                    remedy=f"give them in host memory or on {' or '.join(devices)}",
+                    component=name,
+                )
+            if span.stop > _MOST_UNITS:
+                raise UsageError(f"a list of {span.stop} tokens", remedy=f"list at most {_MOST_UNITS}", component=name)
+        return spans
+
+    def _launch(self, sections: Sequence[_Section], staged: int, sides: Sequence[_Side], launch: Launch) -> None:
+        """One launch for each class of each section that has tokens."""
+        work = []
+        for section in sections:
+            span = sides[0].spans[section.component]
+            work += [(section, one.variant, staged, n) for one in section.classes if (n := _n_tiles(one, span))]
+            staged += section.nbytes(span)
+        if not work:
+            return
+        stream = self._device.stream(launch.stream)
+        most = launch.max_sms or self._device.n_programs
+        lists = [found for side in sides for found in side.lists()]
+        with self._device.lists([items for _, items, _ in lists], stream) as placed:
+            at = {span: address - skipped for (span, _, skipped), address in zip(lists, placed, strict=True)}
+            for section, variant, base, n_tiles in work:
+                own, peer = (side.spans[section.component] for side in (sides[0], sides[-1]))
+                arguments = (
+                    section.groups, len(section.runs), base, self._views, at.get(id(own), own.ptr), own.bits, own.start,
+                    own.stop, own.first_token, section.peer_views, at.get(id(peer), peer.ptr), peer.bits, peer.start,
+                    launch.sum_ptr,
+                )  # fmt: skip
+                chosen = variant if launch.sum_ptr or not variant.CHECKSUM else variant._replace(CHECKSUM=False)
+                self._device.launch(chosen, min(n_tiles, most), arguments, stream)
+
+    def _compile(self, way: int, runs: Sequence[_Run], peer_views: int, keep: object) -> Iterator[_Section]:
+        """The sections of a way of copying, tables uploaded and kernels ready."""
+        for number, of_component in groupby(runs, lambda run: run.own.component):
+            held = tuple(of_component)
+            classes = []
+            for accesses in _CLASSES:
+                members = tuple(run for run in held if run.access in accesses)
+                if members:
+                    classes.append(_Class(self._variant(way, members), members))
+                    self._device.prepare(classes[-1].variant)
+            variants = {access: one.variant for one in classes for access in {run.access for run in one.runs}}
+            lines = [_columns(run, variants[run.access]) for run in held]
+            groups, keep_groups = self._device.put(np.array(lines, np.int64))
+            yield _Section(number, held, groups, peer_views, tuple(classes), (keep_groups, keep))
+
+    def _variant(self, way: int, runs: Sequence[_Run]) -> Variant:
+        sums, access = self._recipe.checksum, min(run.access for run in runs)
+        unit = max(access, 8) if sums else access
+        return Variant(
+            WAY=way,
+            HEAD_MAJOR=self._table.head_major and way != COPY,
+            ACCESS=access,
+            SEGS=any(run.own.segs > 1 for run in runs),
+            SHARDS=any(run.own.shards > 1 for run in runs),
+            LEVELS=any(run.own.outer_rows < run.own.rows_per_item for run in runs),
+            PEER_LEVELS=way == COPY and any(run.peer.outer_rows < run.peer.rows_per_item for run in runs),
+            CHECKSUM=sums,
+            UNIT=unit,
+            UNITS=self._device.threads * DEPTH[way, sums] * access // unit,
+        )
+
+
+class _Side(NamedTuple):
+    """The lists of one plan in a call."""
+
+    plan: TritonPlan
+    spans: list[Span]
+    indexes: Mapping[str, Index]
+
+    def lists(self) -> Iterator[tuple[int, NDArray[Any], int]]:
+        """Of each list in host memory: whose span it is, the part that is read, and the bytes before that."""
+        table = self.plan._table.table
+        for name, size, span in zip(table.names, table.sizes, self.spans, strict=True):
+            if span.start < span.stop and self.indexes[name].device == "cpu":
+                first, stop = span.start // size.tokens_per_item, (span.stop - 1) // size.tokens_per_item + 1
+                yield id(span), integers(self.indexes[name])[first:stop], first * span.bits // 8
+
+
+def _columns(run: _Run, variant: Variant) -> list[int]:
+    """A line of the table of groups; triton_kernels.py names its columns."""
+    own, units_per_run = run.own, -(-run.own.width // variant.UNIT)
+    line = [
+        own.first_view, own.n_views, variant.ACCESS, own.tokens_per_row, own.width, own.segs, own.shards,
+        own.first_shard, units_per_run, _reciprocal(units_per_run), _reciprocal(own.segs), _reciprocal(own.shards),
+    ]  # fmt: skip
+    for side in run:
+        line += [
+            side.n_items, side.item_stride, side.rows_per_item, _reciprocal(side.rows_per_item), side.outer_rows,
+            _reciprocal(side.outer_rows), side.outer_stride, side.inner_stride, side.shard_stride, side.seg_stride,
+        ]  # fmt: skip
+    return line
+
+
+def _reciprocal(divisor: int) -> int:
+    """(2^64 - 1) // divisor, as the bits of an int64."""
+    reciprocal = (2**64 - 1) // divisor
+    return reciprocal - 2**64 if reciprocal >= 2**63 else reciprocal
+
+
+def _n_tiles(one: _Class, span: Span) -> int:
+    """Tiles that a launch has; raises `UsageError` where a view has more units than 32 bits count."""
+    n_tiles = 0
+    for own, _ in one.runs:
+        n_units = rows(own, span) * own.shards * own.segs * -(-own.width // one.variant.UNIT)
+        if n_units > _MOST_UNITS:
+            raise UsageError(f"{n_units} pieces of one view in one call", remedy="copy fewer tokens at once")
+        n_tiles += own.n_views * -(-n_units // one.variant.UNITS)
+    return n_tiles
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // VIEW_ALIGNMENT) * VIEW_ALIGNMENT

@@ -1,0 +1,104 @@
+"""A device's runtime through torch: pinned memory, streams and events where CuPy is not there, AMD's GPUs too.
+
+Layer 3. Imports torch only when made. Must not know plans or tables. Implements `index_ring.Runtime`.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+# cudaStreamLegacy: torch writes the same stream as 0, and reads 1 as a number of its own.
+_LEGACY = 1
+
+
+class TorchRuntime:
+    """Of "cuda:1", or of "cuda", the current one. Streams are `cudaStream_t` or `hipStream_t` as integers."""
+
+    def __init__(self, device: str) -> None:
+        import torch  # noqa: PLC0415
+
+        self._torch = torch
+        index = torch.device(device).index
+        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self._held: list[torch.Tensor] = []
+        self._streams: dict[int, torch.cuda.Stream] = {0: torch.cuda.default_stream(self.device)}
+
+    def active(self) -> AbstractContextManager[None]:
+        """Inside, the device is the current one."""
+        return self._torch.cuda.device(self.device)
+
+    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        # The array's base is the tensor, which it keeps alive.
+        pinned: NDArray[np.uint8] = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True).numpy()
+        return pinned
+
+    def allocate(self, nbytes: int) -> int:
+        tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, device=self.device)
+        self._held.append(tensor)
+        return tensor.data_ptr()
+
+    def event(self) -> torch.cuda.Event:
+        return self._torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def upload(self, dst_ptr: int, src: NDArray[np.uint8], stream: int) -> None:
+        tensor = next(t for t in self._held if 0 <= dst_ptr - t.data_ptr() < t.numel())
+        offset = dst_ptr - tensor.data_ptr()
+        with self._current(stream):
+            tensor[offset : offset + src.size].copy_(self._torch.from_numpy(src), non_blocking=True)
+
+    def record(self, event: object, stream: int) -> None:
+        assert isinstance(event, self._torch.cuda.Event)
+        event.record(self._stream(stream))
+
+    def done(self, event: object) -> bool:
+        assert isinstance(event, self._torch.cuda.Event)
+        return bool(event.query())  # type: ignore[no-untyped-call]
+
+    def stream(self, stream: object) -> int:
+        """The handle of a torch or cupy stream, an integer, or None for torch's current stream of the device.
+
+        Raises `UsageError` for what is no stream, and for a stream of another device.
+        """
+        if stream is None:
+            return int(self._torch.cuda.current_stream(self.device).cuda_stream)
+        if isinstance(stream, int):
+            return 0 if stream == _LEGACY else stream
+        device = getattr(stream, "device", self.device)
+        if device != self.device:
+            raise UsageError(f"a stream of {device} for memory on {self.device}", remedy="give a stream of that device")
+        handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", None))
+        if not isinstance(handle, int):
+            raise UsageError(
+                f"a {type(stream).__name__} is no stream", remedy="give a torch or cupy stream, its handle, or None"
+            )
+        return 0 if handle == _LEGACY else handle
+
+    def capturing(self, stream: int) -> bool:
+        with self._current(stream):
+            return bool(self._torch.cuda.is_current_stream_capturing())
+
+    def _current(self, handle: int) -> AbstractContextManager[object]:
+        """Inside, the stream is the current one; to switch costs microseconds, so only where it is not already."""
+        if int(self._torch.cuda.current_stream().cuda_stream) == handle:
+            return nullcontext()
+        return self._torch.cuda.stream(self._stream(handle))
+
+    def _stream(self, handle: int) -> torch.cuda.Stream:
+        """Torch's object for a handle. Streams are few and reused, but a process may make them without end."""
+        stream = self._streams.get(handle)
+        if stream is None:
+            if len(self._streams) > 64:
+                self._streams = {0: self._streams[0]}
+            external = self._torch.cuda.ExternalStream
+            stream = self._streams[handle] = external(handle, device=self.device)  # type: ignore[no-untyped-call]
+        return stream

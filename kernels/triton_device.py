@@ -1,0 +1,172 @@
+"""Where Triton's kernels run: a GPU through torch, or host memory through Triton's interpreter.
+
+Layer 3. Imports torch and triton only where one of the two is made. Must not know plans, tables or transports.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from .index_ring import IndexRing
+from .torch_runtime import TorchRuntime
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
+
+    from ..tables import Int64s
+
+# No block has more threads, and with as many ptxas keeps to 64 registers by itself.
+THREADS = 1024
+_INT32 = frozenset({"n_groups", "bits", "start", "stop", "peer_bits", "peer_start"})
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for: the constants of `triton_kernels.copy_kernel`, by its names."""
+
+    WAY: int
+    HEAD_MAJOR: bool
+    ACCESS: int
+    SEGS: bool
+    SHARDS: bool
+    LEVELS: bool
+    PEER_LEVELS: bool
+    CHECKSUM: bool
+    UNIT: int
+    UNITS: int
+
+
+def build(variant: Variant, target: Any) -> Any:  # noqa: ANN401  (triton's, which has no types)
+    """The kernel compiled for `target`, a `GPUTarget`; no GPU need be there.
+
+    Nothing but `variant` and the types of arguments decides what is compiled: `triton.jit` by itself would look at
+    each argument's value (1, a multiple of 16) and compile again, on the hot path, when one is different.
+    """
+    import triton  # noqa: PLC0415
+    from triton.compiler import ASTSource  # noqa: PLC0415
+
+    from .triton_kernels import copy_kernel  # noqa: PLC0415
+
+    constants = variant._asdict()
+    types = {name: "i32" if name in _INT32 else "i64" for name in copy_kernel.arg_names}
+    source = ASTSource(copy_kernel, types | dict.fromkeys(constants, "constexpr"), constants, {})
+    options = {"num_warps": THREADS // target.warp_size, "num_stages": 1, "enable_fp_fusion": False}
+    return triton.compile(source, target=target, options=options)
+
+
+class Device(Protocol):
+    """`n_programs` of `threads` threads fill it; `name` is what the device of a list there is called."""
+
+    name: str
+    n_programs: int
+    threads: int
+
+    def put(self, table: Int64s) -> tuple[int, object]:
+        """A copy of `table` there: its address, and what owns it."""
+
+    def prepare(self, variant: Variant) -> None:
+        """Makes a kernel ready, so that no launch waits for a compiler."""
+
+    def stream(self, stream: object) -> int:
+        """The handle of a caller's stream."""
+
+    def lists(self, lists: Sequence[NDArray[Any]], stream: int) -> AbstractContextManager[list[int]]:
+        """Addresses of copies there, for kernels launched inside the context."""
+
+    def launch(self, variant: Variant, programs: int, arguments: tuple[int, ...], stream: int) -> None: ...
+
+
+class Gpu:
+    """One GPU of this process; its kernels and its ring of lists are shared by all plans on it."""
+
+    threads = THREADS
+
+    def __init__(self, name: str) -> None:
+        import torch  # noqa: PLC0415
+        import triton  # noqa: PLC0415
+
+        self.name = name
+        self._runtime = TorchRuntime(name)
+        self._ring = IndexRing(self._runtime)
+        with self._runtime.active():
+            self._target = triton.runtime.driver.active.get_current_target()
+        self._kernels: dict[Variant, Any] = {}
+        self.n_programs = torch.cuda.get_device_properties(self._runtime.device).multi_processor_count
+
+    def put(self, table: Int64s) -> tuple[int, object]:
+        import torch  # noqa: PLC0415
+
+        held = torch.from_numpy(table).to(self._runtime.device)
+        return held.data_ptr(), held
+
+    def prepare(self, variant: Variant) -> None:
+        if variant not in self._kernels:
+            kernel = build(variant, self._target)
+            with self._runtime.active():
+                kernel.run  # noqa: B018  (loads the module, which would otherwise wait for the first launch)
+            self._kernels[variant] = kernel
+
+    def stream(self, stream: object) -> int:
+        return self._runtime.stream(stream)
+
+    @contextmanager
+    def lists(self, lists: Sequence[NDArray[Any]], stream: int) -> Iterator[list[int]]:
+        if not lists:
+            yield []
+            return
+        slot, placed = self._ring.put(lists, stream)
+        try:
+            yield placed
+        finally:
+            self._ring.give(slot, stream)
+
+    def launch(self, variant: Variant, programs: int, arguments: tuple[int, ...], stream: int) -> None:
+        self.prepare(variant)
+        with self._runtime.active():
+            self._kernels[variant][programs, 1, 1](*arguments, *variant, stream=stream)
+
+
+class Interpreter:
+    """Host memory, one program after another; about a millisecond each."""
+
+    name = "interpreter"
+    n_programs = 3
+    threads = 128
+
+    def put(self, table: Int64s) -> tuple[int, object]:
+        held = np.ascontiguousarray(table)
+        return held.__array_interface__["data"][0], held
+
+    def prepare(self, variant: Variant) -> None:
+        pass
+
+    def stream(self, stream: object) -> int:
+        return 0
+
+    @contextmanager
+    def lists(self, lists: Sequence[NDArray[Any]], stream: int) -> Iterator[list[int]]:
+        copies = [items.copy() for items in lists]
+        yield [copy.__array_interface__["data"][0] for copy in copies]
+
+    def launch(self, variant: Variant, programs: int, arguments: tuple[int, ...], stream: int) -> None:
+        from .triton_kernels import copy_kernel  # noqa: PLC0415
+
+        copy_kernel[programs, 1, 1](*arguments, *variant)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter; it must have been asked for before triton was imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def device_of(name: str) -> Device:
+    """The device of this name ("cuda:1"); "cpu" is the interpreter."""
+    return Interpreter() if name == "cpu" else Gpu(name)

@@ -1,0 +1,150 @@
+"""Triton's kernels: in its interpreter against the reference, and as machine code for GPUs that are not here."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from pdstage.kernels import backends, checksum, triton_copy
+from pdstage.kernels.triton_copy import COPY, DEPTH, GATHER, SCATTER
+from pdstage.kernels.triton_device import THREADS, Variant, build, interpreted
+
+triton = pytest.importorskip("triton")
+pytest.importorskip("torch")
+if interpreted():
+    pytest.skip("these compile, and TRITON_INTERPRET is set", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402  (after the check that it is there)
+
+from pdstage.kernels import triton_kernels  # noqa: E402
+
+
+def test_everything_in_the_interpreter():
+    """In a process of its own: Triton decides when it is imported whether it interprets."""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(here / "interpreted_triton.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=here.parent.parent,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+SIDES = {GATHER: 1, SCATTER: 1, COPY: 2}
+WAYS = [(GATHER, False), (GATHER, True), (SCATTER, False), (SCATTER, True), (COPY, False)]
+
+
+def variant(way, head_major, access, summed, general=True):
+    """A kernel as plans ask for it; a general one knows segments, shards and two levels of rows."""
+    unit = max(access, 8) if summed else access
+    units = THREADS * DEPTH[way, summed] * access // unit
+    return Variant(
+        way, head_major, access, general, general or head_major, general, general and way == COPY, summed, unit, units
+    )
+
+
+def source_of_loads(code, instruction):
+    """The source line, as text, of each place where `instruction` stands in PTX."""
+    lines = Path(triton_kernels.__file__).read_text().splitlines()
+    found, at, begun = [], 0, 0
+    for line in code.splitlines():
+        if located := re.match(r"\s*\.loc\s+\d+\s+(\d+)", line):
+            at = int(located[1])
+        elif "begin inline asm" in line:
+            begun = at  # inside, the numbers count the assembler's own lines
+        elif re.search(instruction, line):
+            found.append(lines[begun - 1].strip())
+    return found
+
+
+def disassembled(kernel, tmp_path):
+    """SASS, registers and bytes of stack of a kernel's machine code, by the tool that Triton carries."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        pytest.skip("this Triton carries no cuobjdump")
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    said = [
+        subprocess.run([tool, what, cubin], capture_output=True, text=True, check=True).stdout
+        for what in ("-sass", "-res-usage")
+    ]
+    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", said[1]).groups()
+    return said[0], int(registers), int(stack) + int(local)
+
+
+@pytest.mark.parametrize("general", [True, False])
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize(("way", "head_major"), WAYS)
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_16_byte_accesses_on_nvidia(tmp_path, arch, way, head_major, summed, general):
+    kernel = build(variant(way, head_major, 16, summed, general), GPUTarget("cuda", arch, 32))
+    ptx, n = kernel.asm["ptx"], DEPTH[way, summed]
+    assert len(re.findall(r"ld\.global\.(v4\.b32|v2\.b64)", ptx)) == n
+    assert len(re.findall(r"st\.global\.(v4\.b32|v2\.b64)", ptx)) == n
+    assert len(re.findall(r"st\.global", ptx)) == n, "all stores are of payload"
+    # Narrower loads are those of the tables and of the list of items; each unit's item is loaded by one of two widths.
+    narrow = Counter(source_of_loads(ptx, r"ld\.global\.b\d+"))
+    assert all(line.startswith(("return tl.load(table.", "item = tl.load(items.")) for line in narrow), narrow
+    assert sum(k for line, k in narrow.items() if "items." in line) == 2 * n * SIDES[way]
+    sass, registers, spilled = disassembled(kernel, tmp_path)
+    assert set(re.findall(r"\bSTG\S*", sass)) == {"STG.E.128"}
+    assert len(re.findall(r"\bLDG\.E\.128\b", sass)) == n
+    assert not re.findall(r"\b(?:LDL|STL)\b", sass)
+    assert registers <= 64
+    assert spilled == 0
+    assert ("BAR.SYNC" in sass) == summed, "warps never wait for each other but to add up"
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("access", [8, 4, 2, 1])
+@pytest.mark.parametrize("way", [GATHER, COPY])
+def test_narrow_accesses_fit_registers_too(tmp_path, way, access, summed):
+    kernel = build(variant(way, False, access, summed), GPUTarget("cuda", 80, 32))
+    _, registers, spilled = disassembled(kernel, tmp_path)
+    assert f"st.global.b{8 * access}" in kernel.asm["ptx"]
+    assert registers <= 64
+    assert spilled == 0
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize(("way", "head_major"), WAYS)
+def test_16_byte_accesses_on_amd(way, head_major, summed):
+    kernel = build(variant(way, head_major, 16, summed), GPUTarget("hip", "gfx942", 64))
+    code, n = kernel.asm["amdgcn"], DEPTH[way, summed]
+    assert re.findall(r"\bglobal_store_\w+", code) == ["global_store_dwordx4"] * n
+    assert len(re.findall(r"\bglobal_load_dwordx4\b", code)) >= n
+    assert not re.findall(r"\b(?:scratch|flat|buffer)_(?:load|store)\w*", code)
+    numbers = dict(re.findall(r"\.(vgpr_spill_count|sgpr_spill_count|private_segment_fixed_size):\s*(\d+)", code))
+    assert numbers == {"vgpr_spill_count": "0", "sgpr_spill_count": "0", "private_segment_fixed_size": "0"}
+
+
+def test_arguments_are_in_the_kernels_order():
+    assert tuple(triton_kernels.copy_kernel.arg_names[-len(Variant._fields) :]) == Variant._fields
+    ways = triton_kernels.GATHER, triton_kernels.SCATTER, triton_kernels.COPY
+    assert tuple(way.value for way in ways) == (GATHER, SCATTER, COPY)
+
+
+def test_checksums_are_of_one_definition():
+    for name in ("TOKEN", "SHARD", "SEGMENT", "WORD"):
+        assert getattr(triton_kernels, name).value == getattr(checksum, name)
+
+
+def test_importing_kernels_imports_neither_torch_nor_triton():
+    code = "import pdstage.kernels, sys; print(*sorted({'torch', 'triton'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not done.stdout.strip()
+
+
+def test_what_is_missing_is_said_in_words(monkeypatch):
+    monkeypatch.setattr(triton_copy.importlib.util, "find_spec", lambda name: None if name == "triton" else object())
+    assert triton_copy.missing() == "install pdstage[triton]"
+    assert backends()["triton"] == "install pdstage[triton]"
