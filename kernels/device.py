@@ -96,19 +96,37 @@ class DeviceTable:
         self.views: Int64s = np.array([(row.base, row.seed) for row in self.table.rows], dtype=np.int64).reshape(-1, 2)
 
     def _groups(self, merged: bool) -> list[Group]:
-        shaped = [self._shape(row, merged) for row in self.table.rows]
-        groups, first = [], 0
-        for shape, same in groupby(shaped):
-            n = len(list(same))
-            groups.append(shape._replace(first_view=first, n_views=n))
-            first += n
-        return groups
+        collapse = [self._collapsible(row) if merged else 0 for row in self.table.rows]
+        return [
+            first
+            for first, _ in _grouped(
+                [(self._shape(*pair),) * 2 for pair in zip(self.table.rows, collapse, strict=True)]
+            )
+        ]
 
-    def _shape(self, row: Row, merged: bool) -> Group:
+    def paired(self, peer: DeviceTable, *, merged: bool) -> tuple[list[Group], list[Group]]:
+        """The groups of both, views of equal shape on both sides, for copies from one pool to the other.
+
+        `peer` selects as many shards of the same views. The second list's `first_view` and `n_views` are the first's.
+        """
+        shaped = []
+        for mine, other in zip(self.table.rows, peer.table.rows, strict=True):
+            collapse = min(self._collapsible(mine), peer._collapsible(other)) if merged else 0
+            shaped.append((self._shape(mine, collapse), peer._shape(other, collapse)))
+        pairs = _grouped(shaped)
+        return [mine for mine, _ in pairs], [other for _, other in pairs]
+
+    def _collapsible(self, row: Row) -> int:
+        """How many dimensions are adjacent in memory to the bytes of a run: 0, 1 (segments) or 2 (and shards)."""
+        if row.segs > 1 and row.seg_stride != row.width:
+            return 0
+        return 2 if not self.head_major and (row.shards == 1 or row.shard_stride == row.width * row.segs) else 1
+
+    def _shape(self, row: Row, collapse: int) -> Group:
         shards, segs, width = row.shards, row.segs, row.width
-        if merged and (segs == 1 or row.seg_stride == width):
+        if collapse >= 1:
             width, segs = width * segs, 1
-        if merged and segs == 1 and not self.head_major and (shards == 1 or row.shard_stride == width):
+        if collapse == 2:
             width, shards = width * shards, 1
         strides = [row.base, row.item_stride, width]
         strides += [row.outer_stride] if row.outer_rows < row.rows_per_item else []
@@ -165,6 +183,16 @@ class DeviceTable:
             raise UsageError(
                 f"staging at {ptr:#x} is not aligned", remedy=f"align it to {WIDEST} bytes, 128 is best", ptr=ptr
             )
+
+
+def _grouped(shaped: Sequence[tuple[Group, Group]]) -> list[tuple[Group, Group]]:
+    """Neighbours of equal shapes as one group; shapes come with `first_view` and `n_views` zero."""
+    groups, first = [], 0
+    for (mine, other), same in groupby(shaped):
+        n = len(list(same))
+        groups.append((mine._replace(first_view=first, n_views=n), other._replace(first_view=first, n_views=n)))
+        first += n
+    return groups
 
 
 def rows(group: Group, span: Span) -> int:

@@ -9,11 +9,20 @@ kernel that reads it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
+
+ALIGNMENT = 16
+SLOT_NBYTES = 64 << 10
 
 
 class Runtime(Protocol):
@@ -40,3 +49,65 @@ class Runtime(Protocol):
 
     def capturing(self, stream: int) -> bool:
         """Whether the stream records a graph: then nothing may be uploaded whose memory is used again later."""
+
+
+class Slot:
+    """One piece of the ring: belongs to one call from `put` to `give`, and to its kernel until the event is done."""
+
+    def __init__(self, runtime: Runtime, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.host = runtime.pinned(nbytes)
+        self.ptr = runtime.allocate(nbytes)
+        self.event = runtime.event()
+
+
+class IndexRing:
+    """Slots of one device, safe to use from several threads. Never waits: where no slot is free it grows by one.
+
+    What it holds is bounded by the most calls that were under way at once.
+    """
+
+    def __init__(self, runtime: Runtime, n_slots: int = 4, slot_nbytes: int = SLOT_NBYTES) -> None:
+        self._runtime = runtime
+        self._slot_nbytes = slot_nbytes
+        self._slots = deque(Slot(runtime, slot_nbytes) for _ in range(n_slots))
+        self._lock = threading.Lock()
+
+    def put(self, lists: Sequence[NDArray[Any]], stream: int) -> tuple[Slot, list[int]]:
+        """Uploads host lists in the stream; their device addresses, good for kernels put in it before `give`.
+
+        Raises `UsageError` while the stream is captured: a graph would read the slot's later contents.
+        """
+        if self._runtime.capturing(stream):
+            raise UsageError(
+                "items in host memory cannot be captured in a graph",
+                remedy="give lists that lie on the device, and write the items there before each replay",
+            )
+        starts, needed = [], 0
+        for items in lists:
+            starts.append(needed)
+            needed += -(-items.nbytes // ALIGNMENT) * ALIGNMENT
+        slot = self._take(needed)
+        try:
+            for start, items in zip(starts, lists, strict=True):
+                slot.host[start : start + items.nbytes] = items.view("u1")
+            self._runtime.upload(slot.ptr, slot.host[:needed], stream)
+        except BaseException:
+            self.give(slot, stream)
+            raise
+        return slot, [slot.ptr + start for start in starts]
+
+    def give(self, slot: Slot, stream: int) -> None:
+        """Behind the last kernel that reads what `put` uploaded, in the same stream."""
+        self._runtime.record(slot.event, stream)
+        with self._lock:
+            self._slots.append(slot)
+
+    def _take(self, nbytes: int) -> Slot:
+        """The longest-used slot that is free and large enough, or another one."""
+        with self._lock:
+            for slot in self._slots:
+                if slot.nbytes >= nbytes and self._runtime.done(slot.event):
+                    self._slots.remove(slot)
+                    return slot
+        return Slot(self._runtime, max(self._slot_nbytes, 1 << (nbytes - 1).bit_length()))
