@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from ..errors import UsageError
 from ..tables import integers
-from .cuda_tables import PARAMS_NBYTES, n_tiles, pack_groups, pack_params, pack_views
+from .cuda_tables import PARAMS_NBYTES, UNIT, n_tiles, pack_groups, pack_params, pack_views, run_nbytes
 from .cupy_runtime import Arguments, held_runtime
 from .cupy_runtime import missing as runtime_missing
 from .device import DeviceTable
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ..plan import Tokens
     from ..tables import Index, Int64s
-    from .cupy_runtime import Kernel
+    from .cupy_runtime import Bulk, Kernel
     from .device import Group, Span
     from .index_ring import Slot
     from .pool import Compiled, Launch, Recipe
@@ -41,6 +41,11 @@ SOURCE = "copy.cu"
 # checksum does not fit 64 registers.
 UNITS = {True: 3, False: 4}
 CTAS_PER_SM = 2
+BULK_SOURCE = "bulk.cu"
+BULK_THREADS = 32
+# Runs of at least so many bytes go by bulk copies, where the device has them. To be measured on each architecture.
+BULK_FROM_NBYTES = 2048
+BULK_CAPABILITY = 90
 
 
 class Machine(Runtime, Protocol):
@@ -49,6 +54,8 @@ class Machine(Runtime, Protocol):
     n_sms: int
     threads: int
     """Threads of a CTA, and the most groups of a plan."""
+    capability: int
+    bulk: Bulk
 
     def current(self) -> AbstractContextManager[None]: ...
 
@@ -76,12 +83,20 @@ class Tables(NamedTuple):
     pool: Sequence[Group]
     addresses: tuple[int, int, int]
     macros: dict[str, int]
+    bulk: bool
     keep: object
     kernels: dict[tuple[int, bool], Kernel]
 
     @classmethod
     def of(
-        cls, machine: Machine, pool: Sequence[Group], peer: Sequence[Group], views: tuple[Int64s, Int64s], wire: bool
+        cls,
+        machine: Machine,
+        pool: Sequence[Group],
+        peer: Sequence[Group],
+        views: tuple[Int64s, Int64s],
+        *,
+        head_major: bool,
+        bulk_from: int | None,
     ) -> Tables:
         if len(pool) > machine.threads:
             raise UsageError(
@@ -91,32 +106,52 @@ class Tables(NamedTuple):
         both = (*pool, *peer)
         flat = all(g.shards == g.segs == 1 and g.outer_rows == g.rows_per_item for g in both)
         macros = {
-            "PDSTAGE_HEAD_MAJOR": int(wire and not flat),
+            "PDSTAGE_HEAD_MAJOR": int(head_major and not flat),
             "PDSTAGE_NARROW": int(any(g.access < 16 for g in both)),
             "PDSTAGE_FLAT": int(flat),
         }
-        groups, keep_groups = machine.load(pack_groups(pool, peer))
+        runs = min((run_nbytes(g, head_major=head_major) for g in both), default=0)
+        wanted = BULK_FROM_NBYTES if bulk_from is None else bulk_from
+        # Between pools of other page sizes head-major runs do not meet.
+        meets = pool is peer or not macros["PDSTAGE_HEAD_MAJOR"]
+        bulk = (
+            machine.capability >= BULK_CAPABILITY
+            and not macros["PDSTAGE_NARROW"]
+            and meets
+            and 0 < wanted <= runs
+            and len(pool) <= BULK_THREADS
+        )
+        groups, keep_groups = machine.load(pack_groups(pool, peer, head_major=head_major))
         held_views, keep_views = machine.load(pack_views(*views))
-        return cls(pool, (groups, held_views, len(pool)), macros, (keep_groups, keep_views), {})
+        return cls(pool, (groups, held_views, len(pool)), macros, bulk, (keep_groups, keep_views), {})
 
 
 class CudaPlan:
     """A plan on one device. The lock guards the one argument block, for the time of a launch."""
 
-    def __init__(self, recipe: Recipe, machine: Machine, ring: IndexRing) -> None:
+    def __init__(self, recipe: Recipe, machine: Machine, ring: IndexRing, bulk_from: int | None = None) -> None:
+        """`bulk_from`: the shortest runs, in bytes, for bulk copies; None for `BULK_FROM_NBYTES`, 0 for never."""
         self._recipe = recipe
         self._machine = machine
         self._ring = ring
+        self._bulk_from = bulk_from
         self.table = DeviceTable(recipe, merged=not recipe.checksum)
         self._arguments = Arguments(PARAMS_NBYTES)
         self._lock = threading.Lock()
         self._peers: WeakKeyDictionary[CudaPlan, Tables] = WeakKeyDictionary()
         with machine.current():
             groups, views = self.table.group_list, self.table.views
-            self._tables = Tables.of(machine, groups, groups, (views, views), self.table.head_major)
+            self._tables = Tables.of(
+                machine, groups, groups, (views, views), head_major=self.table.head_major, bulk_from=bulk_from
+            )
             for way in (TO_STAGING, FROM_STAGING):
                 for summed in {False, recipe.checksum}:
                     self._kernel(self._tables, way, summed)
+
+    @property
+    def uses_bulk(self) -> bool:
+        """Whether calls without a checksum go by bulk copies."""
+        return self._tables.bulk
 
     def gather(
         self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
@@ -166,21 +201,26 @@ class CudaPlan:
             pool, other = self.table.paired(peer.table, merged=not self._recipe.checksum)
             views = (self.table.views, peer.table.views)
             with self._machine.current():
-                tables = Tables.of(self._machine, pool, other, views, self.table.head_major)
+                tables = Tables.of(
+                    self._machine, pool, other, views, head_major=self.table.head_major, bulk_from=self._bulk_from
+                )
             self._peers[peer] = tables
         return tables
 
     def _kernel(self, tables: Tables, way: int, summed: bool) -> Kernel:
         kernel = tables.kernels.get((way, summed))
         if kernel is None:
-            macros = {
-                **tables.macros,
-                "PDSTAGE_WAY": way,
-                "PDSTAGE_SUM": int(summed),
-                "PDSTAGE_THREADS": self._machine.threads,
-                "PDSTAGE_UNITS": UNITS[summed],
-            }
-            kernel = tables.kernels[way, summed] = self._machine.kernel(SOURCE, macros, self._machine.threads)
+            macros = {**tables.macros, "PDSTAGE_WAY": way, "PDSTAGE_SUM": int(summed)}
+            machine = self._machine
+            if tables.bulk and not summed:
+                ring = machine.bulk
+                macros |= {"PDSTAGE_THREADS": BULK_THREADS}
+                macros |= {"PDSTAGE_STAGES": ring.stages, "PDSTAGE_STAGE_NBYTES": ring.stage_nbytes}
+                kernel = machine.kernel(BULK_SOURCE, macros, BULK_THREADS, ring.nbytes)
+            else:
+                macros |= {"PDSTAGE_THREADS": machine.threads, "PDSTAGE_UNITS": UNITS[summed]}
+                kernel = machine.kernel(SOURCE, macros, machine.threads)
+            tables.kernels[way, summed] = kernel
         return kernel
 
     def _run(
@@ -192,11 +232,16 @@ class CudaPlan:
         launch: Launch,
     ) -> None:
         machine = self._machine
-        tiles = n_tiles(tables.pool, sides[0][0], machine.threads * UNITS[bool(launch.sum_ptr)])
+        summed = bool(launch.sum_ptr)
+        if tables.bulk and not summed:
+            tile_units, most = machine.bulk.stage_nbytes // UNIT, machine.bulk.ctas_per_sm * machine.n_sms
+        else:
+            tile_units, most = machine.threads * UNITS[summed], CTAS_PER_SM * machine.n_sms
+        tiles = n_tiles(tables.pool, sides[0][0], tile_units)
         if not tiles:
             return
-        kernel = self._kernel(tables, way, bool(launch.sum_ptr))
-        grid = min(tiles, launch.max_sms or CTAS_PER_SM * machine.n_sms)
+        kernel = self._kernel(tables, way, summed)
+        grid = min(tiles, launch.max_sms or most)
         with machine.current():
             stream = machine.stream(launch.stream)
             slot, spans = self._on_device(sides, stream)

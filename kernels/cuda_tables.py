@@ -26,9 +26,8 @@ _DIVISOR = np.dtype([("by", "<u4"), ("multiplier", "<u4"), ("shift", "<u4")])
 _SIDE = np.dtype(
     [
         *((name, "<i8") for name in ("item_stride", "outer_stride", "inner_stride", "shard_stride", "seg_stride")),
-        *((name, _DIVISOR) for name in ("rows_per_item", "outer_rows")),
-        ("component", "<u4"),
-        ("n_items", "<u4"),
+        *((name, _DIVISOR) for name in ("rows_per_item", "outer_rows", "joined_rows", "units_per_block")),
+        *((name, "<u4") for name in ("component", "n_items")),
     ]
 )
 _GROUP = np.dtype(
@@ -51,24 +50,49 @@ def divisor(by: int) -> tuple[int, int, int]:
     return by, -(-(1 << 31 + shift) // by), shift
 
 
-def pack_groups(pool: Sequence[Group], peer: Sequence[Group]) -> NDArray[np.uint8]:
+def pack_groups(pool: Sequence[Group], peer: Sequence[Group], *, head_major: bool) -> NDArray[np.uint8]:
     """`Group[n]`. Both sequences describe the same views; without a second pool give the first twice."""
     packed = np.zeros(len(pool), _GROUP)
     for at, (mine, other) in enumerate(zip(pool, peer, strict=True)):
         access = min(mine.access, other.access)
         packed[at] = (
-            _side(mine), _side(other), divisor(-(-mine.width // UNIT)), divisor(mine.segs), divisor(mine.shards),
+            _side(mine, head_major=head_major), _side(other, head_major=head_major),
+            divisor(-(-mine.width // UNIT)), divisor(mine.segs), divisor(mine.shards),
             divisor(mine.rows_per_item * mine.shards), mine.first_view, mine.n_views, mine.width, access,
             mine.tokens_per_row, mine.first_shard,
         )  # fmt: skip
     return packed.view(np.uint8)
 
 
-def _side(group: Group) -> tuple[object, ...]:
+def _side(group: Group, *, head_major: bool) -> tuple[object, ...]:
+    joined = joined_rows(group) if head_major or group.shards * group.segs == 1 else 1
+    units_per_block = joined * group.shards * group.segs * -(-group.width // UNIT)
     return (
         group.item_stride, group.outer_stride, group.inner_stride, group.shard_stride, group.seg_stride,
-        divisor(group.rows_per_item), divisor(group.outer_rows), group.component, group.n_items,
+        divisor(group.rows_per_item), divisor(group.outer_rows), divisor(joined),
+        divisor(units_per_block), group.component, group.n_items,
     )  # fmt: skip
+
+
+def joined_rows(group: Group) -> int:
+    """Rows of a shard that are one run: as many as follow each other without a gap, and divide an item."""
+    apart = group.inner_stride != group.width and group.outer_rows > 1
+    if group.segs > 1 or apart:
+        return 1
+    if group.outer_rows == group.rows_per_item or group.outer_stride == group.outer_rows * group.width:
+        return group.rows_per_item
+    return group.outer_rows if group.rows_per_item % group.outer_rows == 0 else 1
+
+
+def run_nbytes(group: Group, *, head_major: bool) -> int:
+    """Bytes of a group's whole runs where pool and staging both hold them in one piece; 0 where bulk copies cannot go.
+
+    Token-major staging holds rows of one run each one after the other; head-major staging whole items of each shard.
+    """
+    joined = joined_rows(group)
+    if head_major and group.shards * group.segs > 1:
+        return joined * group.width if joined == group.rows_per_item else 0
+    return group.width * (joined if group.shards * group.segs == 1 else 1)
 
 
 def pack_views(pool: Int64s, peer: Int64s) -> NDArray[np.uint8]:

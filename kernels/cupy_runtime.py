@@ -26,6 +26,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+class Bulk(NamedTuple):
+    """A CTA's ring in shared memory: 64 KiB, of which three quarters are being read into."""
+
+    stages: int = 8
+    stage_nbytes: int = 8192
+    ctas_per_sm: int = 3
+
+    @property
+    def nbytes(self) -> int:
+        return self.stages * self.stage_nbytes
+
+
 class Kernel(NamedTuple):
     """A function of the driver, the threads of its CTA and their dynamic shared memory."""
 
@@ -38,6 +50,7 @@ class CupyRuntime:
     """A device by its number. Safe to use from several threads; what it allocates it holds."""
 
     threads = 512
+    bulk = Bulk()
 
     def __init__(self, device: int) -> None:
         from cupy.cuda import Event, Stream, driver, function, memory, pinned_memory, runtime  # noqa: PLC0415

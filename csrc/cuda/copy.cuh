@@ -23,11 +23,11 @@ struct Divisor {
 };
 
 // How one pool stores a group's views: a row's place comes from its item, the others are strides in bytes.
+// A block is `joined_rows` rows that follow each other in memory; they divide an item, 1 where runs stand alone.
 struct Side {
     i64 item_stride, outer_stride, inner_stride, shard_stride, seg_stride;
-    Divisor rows_per_item, outer_rows;
-    u32 component;
-    u32 n_items;
+    Divisor rows_per_item, outer_rows, joined_rows, units_per_block;
+    u32 component, n_items;
 };
 
 // Views that differ in their addresses only. `pool` is the plan's own, `peer` the other one where both are pools.
@@ -99,7 +99,7 @@ __device__ __forceinline__ Run head_major(const Group& group, const Rows& rows, 
 
 // A flat group's strides of one pool fit the registers beside the payload; others are read again, from L1, for every
 // unit.
-#if PDSTAGE_FLAT && PDSTAGE_WAY != 2
+#if PDSTAGE_FLAT && PDSTAGE_WAY != 2 && !PDSTAGE_NARROW && PDSTAGE_THREADS > 32
 using HeldSide = Side;
 #else
 using HeldSide = const Side&;

@@ -19,7 +19,7 @@ import numpy as np
 
 from pdstage.kernels import nvrtc
 from pdstage.kernels.cuda_copy import CudaPlan
-from pdstage.kernels.cupy_runtime import Kernel
+from pdstage.kernels.cupy_runtime import Bulk, Kernel
 from pdstage.kernels.index_ring import IndexRing
 from pdstage.kernels.pool import Recipe
 from pdstage.plan import Staging
@@ -51,6 +51,8 @@ class CpuMachine:
 
     n_sms = 2
     threads = 16
+    capability = 90
+    bulk = Bulk(stages=3, stage_nbytes=512)
 
     def __init__(self, eager=True):
         self.eager = eager
@@ -99,11 +101,15 @@ class CpuMachine:
         self.grids.append(grid)
         argument = ctypes.c_void_p.from_address(params)
         fault = self._functions[kernel.function](argument, grid, kernel.threads)
-        assert fault == 0, f"the kernel ended with fault {fault}: 1 misaligned, 2 a missed barrier"
+        assert fault == 0, (
+            f"the kernel ended with fault {fault}: 1 misaligned, 2 a missed barrier, 4 a wait without end"
+        )
 
 
-def plan_of(pool, select, wire, checksum=False, machine=None):
-    """A plan of the cuda backend over host memory."""
+def plan_of(pool, select, wire, checksum=False, machine=None, bulk_from=None):
+    """A plan of the cuda backend over host memory; runs of `bulk_from` bytes on take the bulk copies."""
     machine = machine or CpuMachine()
     select = Staging(pool.layout, select).select
-    return CudaPlan(Recipe(pool.layout, select, wire, "cuda:0", checksum), machine, IndexRing(machine, 1, 64))
+    return CudaPlan(
+        Recipe(pool.layout, select, wire, "cuda:0", checksum), machine, IndexRing(machine, 1, 64), bulk_from
+    )

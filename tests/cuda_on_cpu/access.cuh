@@ -20,6 +20,7 @@
 #define __shared__ static
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 
 struct Dim {
     unsigned x;
@@ -36,7 +37,7 @@ struct Fiber {
 inline std::vector<Fiber> fibers;
 inline ucontext_t scheduler;
 inline void (*body)();
-inline bool misaligned, uneven;
+inline bool misaligned, uneven, deadlock;
 
 inline void enter() {
     body();

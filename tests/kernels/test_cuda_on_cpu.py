@@ -7,7 +7,7 @@ import pytest
 from cuda_on_cpu import COMPILER, CpuMachine, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import HND, Logical, Stored, hold, moved
+from pools import HND, NHD, Logical, Stored, hold, indexes, moved, ranges
 
 from pdstage.errors import UsageError
 from pdstage.kernels import Index, Pool
@@ -148,16 +148,86 @@ def test_a_copy_between_pools_sums_what_a_gather_does(case, wire):
     assert int(totals[0]) == expected_sum(src, sorted(select), index, tokens)
 
 
+@st.composite
+def wide_storages(draw, of):
+    """Layouts whose every address is a multiple of 16; HND keeps an item's rows of a shard together."""
+    pads = draw(st.dictionaries(st.sampled_from(["item", "shard", "role"]), st.sampled_from([16, 64]), max_size=1))
+    rows, order = draw(st.sampled_from([1, 3, 4, 8])), draw(st.sampled_from([NHD, HND, HND]))
+    return Stored(
+        of, draw(st.integers(2, 8)), rows, draw(st.sampled_from([0, 0, 2])), order, pads, draw(st.sampled_from([0, 48]))
+    )
+
+
+@st.composite
+def wide_cases(draw):
+    """Two pools that store the same thing with runs for bulk copies, and tokens to move."""
+    of = Logical(
+        "kv",
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 2)),
+        draw(st.sampled_from([1, 1, 3])),
+        1,
+        draw(st.sampled_from([16, 48, 512, 1040])),
+    )
+    stored = [draw(wide_storages(of)) for _ in range(2)]
+    tokens = {"kv": draw(ranges(*stored))}
+    count = draw(st.integers(1, of.shards))
+    select = [Select(key, of.shards - count, count) for key in of.view_keys()]
+    index = [{"kv": draw(indexes(one, tokens["kv"], False))} for one in stored]
+    return [hold([one], seed) for seed, one in enumerate(stored)], select, tokens, index, draw(WIRES)
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=wide_cases(), max_sms=st.sampled_from([None, 1, 2]), device_lists=st.booleans())
+def test_bulk_copies_are_the_reference(case, max_sms, device_lists):
+    (src, dst), select, tokens, (index, dst_index), wire = case
+    pool = Pool.of(src.layout)
+    reference, machine = pool.plan(select, wire, "reference"), CpuMachine()
+    plan, peer = (plan_of(Pool.of(one.layout), select, wire, machine=machine, bulk_from=16) for one in (src, dst))
+    listed = on_device(index) if device_lists else index
+    n = reference.nbytes(tokens)
+    (whole, at), (expected, expected_at) = staging(n), staging(n)
+    before = src.bytes()
+    plan.gather(at, n, listed, tokens, Launch(None, max_sms))
+    reference.gather(expected_at, n, index, tokens)
+    found, right = (w[a - w.ctypes.data :][:n] for w, a in ((whole, at), (expected, expected_at)))
+    np.testing.assert_array_equal(found, right)
+    assert_same(src.memory, before)
+    moved_to = moved(src, select, index, dst, select, dst_index, tokens)
+    plan.copy_to(peer, listed, dst_index, tokens, Launch(None, max_sms))
+    assert_same(dst.memory, moved_to)
+    whole[at - whole.ctypes.data :][:n] = np.random.default_rng(7).integers(0, 256, n, dtype=np.uint8)
+    plan.scatter(at, n, listed, tokens, Launch(None, max_sms))
+    scattered = src.bytes()
+    put_back(src, before)
+    reference.scatter(at, n, index, tokens)
+    assert_same(scattered, src.memory)
+
+
+@pytest.mark.parametrize("order", [NHD, HND])
+def test_a_plan_of_long_runs_takes_bulk_copies_where_they_are(order):
+    of, built = Logical(shards=2, width=1024), {}
+    held = hold([Stored(of, n_items=6, rows_per_item=4, order=order)])
+    for capability in (80, 90):
+        machine = CpuMachine()
+        machine.capability = capability
+        wire = TOKEN_MAJOR if order == NHD else HEAD_MAJOR
+        plan = plan_of(Pool.of(held.layout), [Select(of.view_keys()[0], 0, 2)], wire, machine=machine)
+        built[capability] = plan.uses_bulk
+    assert built == {80: False, 90: True}
+
+
+@pytest.mark.parametrize("bulk_from", [0, 16])
 @pytest.mark.parametrize("wire", [TOKEN_MAJOR, HEAD_MAJOR])
 @pytest.mark.parametrize("outside", [-1, 6, -(2**31), 2**31 - 1, 2**40])
-def test_items_of_a_device_list_that_are_outside_the_pool_are_left_out(wire, outside):
+def test_items_of_a_device_list_that_are_outside_the_pool_are_left_out(wire, outside, bulk_from):
     of = Logical(shards=3, width=32)
     held = hold([Stored(of, n_items=6, rows_per_item=4, order=HND)])
     dtype = np.int64 if abs(outside) > 2**31 else np.int32
     bad, good = np.array([2, outside, 5], dtype), np.array([2, 0, 5], dtype)
     select, tokens = [Select(of.view_keys()[0], 0, 2)], {"kv": (1, 11)}
     pool, before = Pool.of(held.layout), held.bytes()
-    plan = plan_of(pool, select, wire)
+    plan = plan_of(pool, select, wire, bulk_from=bulk_from)
     n = 1024
     (whole, at), (expected, expected_at) = staging(n), staging(n)
     index = {"kv": Index.of(bad)._replace(device="cuda:0")}
