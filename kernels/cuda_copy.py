@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from ..errors import UsageError
-from ..tables import integers
 from .cuda_tables import PARAMS_NBYTES, UNIT, n_tiles, pack_groups, pack_params, pack_views, run_nbytes
 from .cupy_runtime import Arguments, held_runtime
 from .cupy_runtime import missing as runtime_missing
@@ -264,8 +263,9 @@ class CudaPlan:
                 if span.start < span.stop and indexes[name].device == "cpu":
                     per_item = device_table.table.sizes[number].tokens_per_item
                     first, end = span.start // per_item, (span.stop - 1) // per_item + 1
-                    lists.append(integers(indexes[name])[first:end])
-                    places.append((side, number, first * span.bits // 8))
+                    skipped = first * span.bits // 8
+                    lists.append((span.ptr + skipped, end * span.bits // 8 - skipped))
+                    places.append((side, number, skipped))
         if not lists:
             return None, found
         slot, addresses = self._ring.put(lists, stream)

@@ -7,7 +7,6 @@ Addresses, streams and kernels are integers, as the driver has them: a launch co
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import sys
 import threading
@@ -21,7 +20,7 @@ from . import nvrtc
 from .index_ring import IndexRing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
@@ -44,6 +43,24 @@ class Kernel(NamedTuple):
     function: int
     threads: int
     shared_nbytes: int
+
+
+class Current:
+    """A device made current, and the one before it again at the end."""
+
+    __slots__ = ("_before", "_cuda", "_device")
+
+    def __init__(self, cuda: Any, device: int) -> None:  # noqa: ANN401  (a module without types)
+        self._cuda = cuda
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._before = self._cuda.getDevice()
+        self._cuda.setDevice(self._device)
+
+    def __exit__(self, *error: object) -> None:
+        if self._before != self._device:
+            self._cuda.setDevice(self._before)
 
 
 class CupyRuntime:
@@ -71,16 +88,9 @@ class CupyRuntime:
         self._kernels: dict[Any, Kernel] = {}
         self._lock = threading.Lock()
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> Current:
         """Makes the device current for the calling thread, and gives it its context if it has none yet."""
-        before = self._cuda.getDevice()
-        self._cuda.setDevice(self.device)
-        try:
-            yield
-        finally:
-            if before != self.device:
-                self._cuda.setDevice(before)
+        return Current(self._cuda, self.device)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         return np.frombuffer(self._pinned.PinnedMemoryPointer(self._pinned.PinnedMemory(nbytes), 0), np.uint8, nbytes)

@@ -1,9 +1,9 @@
-// The copies of copy.cu for long runs, by the bulk copy engine: a warp moves runs through a ring in shared memory, and no
-// payload passes its registers.
+// The copies of copy.cu for long runs, by the bulk copy engine: a warp moves runs through a ring in shared memory, and
+// no payload passes its registers.
 //
 // Why: one warp keeps 48 KiB in flight, so a few multiprocessors are enough for a link and the others stay the model's.
-// Staged bytes come or go in stages of STAGE_NBYTES; on the side of a pool each stage is as many copies as it has pieces,
-// issued by the lanes side by side. Rows that follow each other in memory are one piece.
+// Staged bytes come or go in stages of STAGE_NBYTES; on the side of a pool each stage is as many copies as it has
+// pieces, issued by the lanes side by side. Rows that follow each other in memory are one piece.
 //
 // Groups here have 16-byte access and runs as `run_nbytes` in kernels/cuda_tables.py allows. Macros as in copy.cu.
 #include "bulk.cuh"
@@ -117,8 +117,7 @@ __device__ __forceinline__ void start_writes(const Params& params, const Turn& t
 
 }  // namespace pdstage
 
-extern "C" __global__ void __maxnreg__(32)
-    pdstage_copy(const __grid_constant__ pdstage::Params params) {
+extern "C" __global__ void __maxnreg__(32) pdstage_copy(const __grid_constant__ pdstage::Params params) {
     using namespace pdstage;
     static_assert(THREADS == LANES && STAGES <= 32 && STAGE_UNITS % LANES == 0);
     __shared__ Extents extents;

@@ -47,8 +47,8 @@ __device__ __forceinline__ Run place(const Group& group, const Rows& rows, u32 r
     return PDSTAGE_HEAD_MAJOR ? head_major(group, rows, run) : token_major(group, run);
 }
 
-// N units of a view from `first` on, THREADS apart; returns their part of the checksum. T is one access. Each half takes
-// what it needs of the tables again, so that both together fit the registers beside the payload.
+// N units of a view from `first` on, THREADS apart; returns their part of the checksum. T is one access. Each half
+// takes what it needs of the tables again, so that both together fit the registers beside the payload.
 template <typename T, u32 N>
 __device__ __forceinline__ u64 copy_units(const Params& params, const Work& work, u32 first) {
     const Group& group = *work.group;
@@ -102,15 +102,15 @@ __device__ __forceinline__ u64 copy_units(const Params& params, const Work& work
             const Run at = place(group, work.rows, run);
             const i64 row = i64(work.rows.first) + at.row;
             const i64 token = params.pool[group.pool.component].first_token + row * group.tokens_per_row;
-            sum += terms(work.view->seed, token, group.first_shard + at.shard, at.seg, offset, bytes[k],
-                         length(offset));
+            sum +=
+                terms(work.view->seed, token, group.first_shard + at.shard, at.seg, offset, bytes[k], length(offset));
         }
     }
     return sum;
 }
 
-// Where widths are mixed, units go N at a time: a narrow unit alone is several loads in flight, and the registers must do
-// for every width.
+// Where widths are mixed, units go N at a time: a narrow unit alone is several loads in flight, and the registers must
+// do for every width.
 template <typename T, u32 N>
 __device__ __forceinline__ u64 copy_mixed(const Params& params, const Work& work, u32 first) {
     u64 sum = 0;
@@ -125,20 +125,23 @@ __device__ __forceinline__ u64 copy_mixed(const Params& params, const Work& work
 __device__ __forceinline__ u64 copy_tile(const Params& params, const Work& work, u32 first) {
 #if PDSTAGE_NARROW
     switch (work.group->access) {
-        case 1: return copy_mixed<u8, 1>(params, work, first);
-        case 2: return copy_mixed<u16, 1>(params, work, first);
-        case 4: return copy_mixed<u32, 1>(params, work, first);
-        case 8: return copy_mixed<u64, 1>(params, work, first);
-        default: return copy_mixed<Bytes16, PDSTAGE_SUM ? 1 : 2>(params, work, first);
+        case 1:
+            return copy_mixed<u8, 1>(params, work, first);
+        case 2:
+            return copy_mixed<u16, 1>(params, work, first);
+        case 4:
+            return copy_mixed<u32, 1>(params, work, first);
+        case 8:
+            return copy_mixed<u64, 1>(params, work, first);
+        default:
+            return copy_mixed < Bytes16, PDSTAGE_SUM || PDSTAGE_HEAD_MAJOR || TO_PEER ? 1 : 2 > (params, work, first);
     }
 #else
     return copy_units<Bytes16, UNITS>(params, work, first);
 #endif
 }
 
-__device__ __forceinline__ void add_all(u64 address, u64 mine) {
-    __shared__ u64 sums[THREADS];
-    sums[threadIdx.x] = mine;
+__device__ __forceinline__ void add_all(u64 address, u64 (&sums)[THREADS]) {
     for (u32 half = THREADS / 2; half > 0; half /= 2) {
         __syncthreads();
         if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
@@ -154,12 +157,20 @@ extern "C" __global__ void __launch_bounds__(PDSTAGE_THREADS, 2)
     __shared__ Extents extents;
     lay_out(params, extents, TILE);
     const u32 n_tiles = extents.tiles[params.n_groups - 1];
-    u64 sum = 0;
+#if PDSTAGE_SUM
+    __shared__ u64 sums[THREADS];  // not in registers, which are short
+    sums[threadIdx.x] = 0;
+#endif
     u32 index = 0;
     for (u32 tile = blockIdx.x; tile < n_tiles; tile += gridDim.x) {
         while (tile >= extents.tiles[index]) index++;
         const Work work = work_of(params, extents, TILE, index, tile);
-        sum += copy_tile(params, work, work.first + threadIdx.x);
+        const u64 sum = copy_tile(params, work, work.first + threadIdx.x);
+#if PDSTAGE_SUM
+        sums[threadIdx.x] += sum;
+#endif
     }
-    if (PDSTAGE_SUM) add_all(params.sum, sum);
+#if PDSTAGE_SUM
+    add_all(params.sum, sums);
+#endif
 }

@@ -79,7 +79,7 @@ class CpuMachine:
         return {"pending": False}
 
     def upload(self, dst_ptr, src, stream):
-        ctypes.memmove(dst_ptr, src.ctypes.data, src.nbytes)
+        ctypes.memmove(dst_ptr, src.__array_interface__["data"][0], src.nbytes)
 
     def record(self, event, stream):
         event["pending"] = not self.eager

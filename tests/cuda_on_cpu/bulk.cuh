@@ -1,5 +1,5 @@
-// A double of csrc/cuda/bulk.cuh: a copy takes place as late as its rules allow, so that whoever reads a slot before its
-// barrier, or fills it again before its writes have read it, gets wrong bytes.
+// A double of csrc/cuda/bulk.cuh: a copy takes place as late as its rules allow, so that whoever reads a slot before
+// its barrier, or fills it again before its writes have read it, gets wrong bytes.
 #pragma once
 
 #include <deque>
@@ -51,17 +51,25 @@ namespace pdstage {
 constexpr u32 LANES = 32;
 using SharedAddress = u64;
 
-inline SharedAddress shared_address(const void* at) { return reinterpret_cast<u64>(at); }
+inline SharedAddress shared_address(const void* at) {
+    return reinterpret_cast<u64>(at);
+}
 
 inline SharedAddress dynamic_shared() {
     alignas(128) static unsigned char ring[PDSTAGE_STAGES * PDSTAGE_STAGE_NBYTES];
     return shared_address(ring);
 }
 
-inline void warp_sync() { __syncthreads(); }
-inline void barrier_init(SharedAddress barrier) { cpu::barriers[barrier] = {}; }
+inline void warp_sync() {
+    __syncthreads();
+}
+inline void barrier_init(SharedAddress barrier) {
+    cpu::barriers[barrier] = {};
+}
 inline void barrier_init_fence() {}
-inline void barrier_expect(SharedAddress barrier, u32 nbytes) { cpu::barriers[barrier].pending += nbytes; }
+inline void barrier_expect(SharedAddress barrier, u32 nbytes) {
+    cpu::barriers[barrier].pending += nbytes;
+}
 
 inline void barrier_arrive(SharedAddress barrier) {
     cpu::deadlock |= cpu::barriers[barrier].arrived || cpu::barriers[barrier].pending != 0;
@@ -89,7 +97,9 @@ inline void bulk_write(u64 to, SharedAddress from, u32 nbytes) {
     cpu::mine().back().push_back(copy);
 }
 
-inline void bulk_commit() { cpu::mine().emplace_back(); }
+inline void bulk_commit() {
+    cpu::mine().emplace_back();
+}
 
 template <u32 PENDING>
 void bulk_wait_read() {
