@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(PDSTAGE_THREADS, 2)
     for (u32 tile = blockIdx.x; tile < n_tiles; tile += gridDim.x) {
         while (tile >= extents.tiles[index]) index++;
         const Work work = work_of(params, extents, TILE, index, tile);
-        const u64 sum = copy_tile(params, work, work.first + threadIdx.x);
+        [[maybe_unused]] const u64 sum = copy_tile(params, work, work.first + threadIdx.x);
 #if PDSTAGE_SUM
         sums[threadIdx.x] += sum;
 #endif
