@@ -1,22 +1,274 @@
-"""CUDA kernels, compiled at run time by NVRTC and launched through CuPy.
+"""CUDA kernels, compiled at run time by NVRTC and launched through CuPy: the host half of csrc/cuda/copy.cu.
 
-Layer 3. Must not know rooms or transports.
+Layer 3. Must not know rooms or transports. Imports CuPy only when a plan is made.
+
+A plan compiles its kernels and uploads its tables when it is made. A call checks, uploads the lists that lie on the
+host, and makes one launch; it waits for nothing and allocates nothing.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 from ..errors import UsageError
+from .cuda_tables import PARAMS_NBYTES, UNIT, n_tiles, pack_groups, pack_params, pack_views, run_nbytes
+from .cupy_runtime import Arguments, held_runtime
+from .cupy_runtime import missing as runtime_missing
+from .device import DeviceTable
+from .index_ring import IndexRing, Runtime
 
 if TYPE_CHECKING:
-    from .pool import Compiled, Recipe
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ..plan import Tokens
+    from ..tables import Index, Int64s
+    from .cupy_runtime import Bulk, Kernel
+    from .device import Group, Span
+    from .index_ring import Slot
+    from .pool import Compiled, Launch, Recipe
+
+TO_STAGING, FROM_STAGING, TO_PEER = range(3)
+SOURCE = "copy.cu"
+# Units of 16 bytes that a thread has in flight, with a checksum and without: 24 and 32 KiB a CTA. A fourth beside a
+# checksum does not fit 64 registers.
+UNITS = {True: 3, False: 4}
+CTAS_PER_SM = 2
+BULK_SOURCE = "bulk.cu"
+BULK_THREADS = 32
+# Runs of at least so many bytes go by bulk copies, where the device has them. To be measured on each architecture.
+BULK_FROM_NBYTES = 2048
+BULK_CAPABILITY = 90
+
+
+class Machine(Runtime, Protocol):
+    """A device as plans use it; `CupyRuntime` is one."""
+
+    n_sms: int
+    threads: int
+    """Threads of a CTA, and the most groups of a plan."""
+    capability: int
+    bulk: Bulk
+
+    def current(self) -> AbstractContextManager[None]: ...
+
+    def load(self, array: NDArray[np.uint8]) -> tuple[int, object]: ...
+
+    def kernel(self, name: str, macros: Mapping[str, int], threads: int, shared_nbytes: int = 0) -> Kernel: ...
+
+    def launch(self, kernel: Kernel, grid: int, stream: int, params: int) -> None: ...
 
 
 def missing() -> str:
     """Why it cannot be used here; empty if it can."""
-    return "not here yet"
+    return runtime_missing() if find_spec("cupy") else "install pdstage[cuda13] or pdstage[cuda12]"
 
 
-def compile_plan(recipe: Recipe) -> Compiled:
-    raise UsageError("not here yet", remedy="use another backend")
+def compile_plan(recipe: Recipe) -> CudaPlan:
+    """The selection's tables on the device, and the kernels that read them."""
+    runtime, ring = held_runtime(int(recipe.device.partition(":")[2] or 0))
+    return CudaPlan(recipe, runtime, ring)
+
+
+class Tables(NamedTuple):
+    """Groups and views on the device, for kernels of these macros. `peer` is the same as `pool` without a peer."""
+
+    pool: Sequence[Group]
+    addresses: tuple[int, int, int]
+    macros: dict[str, int]
+    bulk: bool
+    keep: object
+    kernels: dict[tuple[int, bool], Kernel]
+
+    @classmethod
+    def of(
+        cls,
+        machine: Machine,
+        pool: Sequence[Group],
+        peer: Sequence[Group],
+        views: tuple[Int64s, Int64s],
+        *,
+        head_major: bool,
+        bulk_from: int | None,
+    ) -> Tables:
+        if len(pool) > machine.threads:
+            raise UsageError(
+                f"a selection of {len(pool)} differently shaped groups of views",
+                remedy=f"make plans of at most {machine.threads}",
+            )
+        both = (*pool, *peer)
+        flat = all(g.shards == g.segs == 1 and g.outer_rows == g.rows_per_item for g in both)
+        macros = {
+            "PDSTAGE_HEAD_MAJOR": int(head_major and not flat),
+            "PDSTAGE_NARROW": int(any(g.access < 16 for g in both)),
+            "PDSTAGE_FLAT": int(flat),
+        }
+        runs = min((run_nbytes(g, head_major=head_major) for g in both), default=0)
+        wanted = BULK_FROM_NBYTES if bulk_from is None else bulk_from
+        # Between pools of other page sizes head-major runs do not meet.
+        meets = pool is peer or not macros["PDSTAGE_HEAD_MAJOR"]
+        bulk = (
+            machine.capability >= BULK_CAPABILITY
+            and not macros["PDSTAGE_NARROW"]
+            and meets
+            and 0 < wanted <= runs
+            and len(pool) <= BULK_THREADS
+        )
+        groups, keep_groups = machine.load(pack_groups(pool, peer, head_major=head_major))
+        held_views, keep_views = machine.load(pack_views(*views))
+        return cls(pool, (groups, held_views, len(pool)), macros, bulk, (keep_groups, keep_views), {})
+
+
+class CudaPlan:
+    """A plan on one device. The lock guards the one argument block, for the time of a launch."""
+
+    def __init__(self, recipe: Recipe, machine: Machine, ring: IndexRing, bulk_from: int | None = None) -> None:
+        """`bulk_from`: the shortest runs, in bytes, for bulk copies; None for `BULK_FROM_NBYTES`, 0 for never."""
+        self._recipe = recipe
+        self._machine = machine
+        self._ring = ring
+        self._bulk_from = bulk_from
+        self.table = DeviceTable(recipe, merged=not recipe.checksum)
+        self._arguments = Arguments(PARAMS_NBYTES)
+        self._lock = threading.Lock()
+        self._peers: WeakKeyDictionary[CudaPlan, Tables] = WeakKeyDictionary()
+        with machine.current():
+            groups, views = self.table.group_list, self.table.views
+            self._tables = Tables.of(
+                machine, groups, groups, (views, views), head_major=self.table.head_major, bulk_from=bulk_from
+            )
+            for way in (TO_STAGING, FROM_STAGING):
+                for summed in {False, recipe.checksum}:
+                    self._kernel(self._tables, way, summed)
+
+    @property
+    def uses_bulk(self) -> bool:
+        """Whether calls without a checksum go by bulk copies."""
+        return self._tables.bulk
+
+    def gather(
+        self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
+        spans = self._spans(indexes, tokens, (self._recipe.device,), unique=False)
+        self.table.check_staging(dst_ptr, dst_nbytes, spans)
+        self._run(self._tables, TO_STAGING, dst_ptr, [(spans, indexes, self.table)], launch)
+
+    def scatter(
+        self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
+        spans = self._spans(indexes, tokens, (self._recipe.device,), unique=True)
+        self.table.check_staging(src_ptr, src_nbytes, spans)
+        self._run(self._tables, FROM_STAGING, src_ptr, [(spans, indexes, self.table)], launch)
+
+    def copy_to(
+        self,
+        peer: Compiled,
+        indexes: Mapping[str, Index],
+        peer_indexes: Mapping[str, Index],
+        tokens: Tokens,
+        launch: Launch,
+    ) -> None:
+        assert isinstance(peer, CudaPlan)
+        devices = (self._recipe.device, peer._recipe.device)
+        spans = self._spans(indexes, tokens, devices, unique=False)
+        peer_spans = peer._spans(peer_indexes, tokens, devices, unique=True)
+        sides = [(spans, indexes, self.table), (peer_spans, peer_indexes, peer.table)]
+        self._run(self._paired(peer), TO_PEER, 0, sides, launch)
+
+    def _spans(
+        self, indexes: Mapping[str, Index], tokens: Tokens, devices: tuple[str, ...], *, unique: bool
+    ) -> list[Span]:
+        for name in self.table.table.names:
+            if name in indexes and indexes[name].device not in ("cpu", *devices):
+                raise UsageError(
+                    f"items of component {name!r} are on {indexes[name].device!r}",
+                    remedy=f"give them in host memory or on {' or '.join(devices)}",
+                    component=name,
+                )
+        return self.table.spans(indexes, tokens, unique=unique)
+
+    def _paired(self, peer: CudaPlan) -> Tables:
+        """Tables of both pools; cold for the first copy to a plan, so engines make one before they are in a hurry."""
+        tables = self._peers.get(peer)
+        if tables is None:
+            pool, other = self.table.paired(peer.table, merged=not self._recipe.checksum)
+            views = (self.table.views, peer.table.views)
+            with self._machine.current():
+                tables = Tables.of(
+                    self._machine, pool, other, views, head_major=self.table.head_major, bulk_from=self._bulk_from
+                )
+            self._peers[peer] = tables
+        return tables
+
+    def _kernel(self, tables: Tables, way: int, summed: bool) -> Kernel:
+        kernel = tables.kernels.get((way, summed))
+        if kernel is None:
+            macros = {**tables.macros, "PDSTAGE_WAY": way, "PDSTAGE_SUM": int(summed)}
+            machine = self._machine
+            if tables.bulk and not summed:
+                ring = machine.bulk
+                macros |= {"PDSTAGE_THREADS": BULK_THREADS}
+                macros |= {"PDSTAGE_STAGES": ring.stages, "PDSTAGE_STAGE_NBYTES": ring.stage_nbytes}
+                kernel = machine.kernel(BULK_SOURCE, macros, BULK_THREADS, ring.nbytes)
+            else:
+                macros |= {"PDSTAGE_THREADS": machine.threads, "PDSTAGE_UNITS": UNITS[summed]}
+                kernel = machine.kernel(SOURCE, macros, machine.threads)
+            tables.kernels[way, summed] = kernel
+        return kernel
+
+    def _run(
+        self,
+        tables: Tables,
+        way: int,
+        staging: int,
+        sides: list[tuple[list[Span], Mapping[str, Index], DeviceTable]],
+        launch: Launch,
+    ) -> None:
+        machine = self._machine
+        summed = bool(launch.sum_ptr)
+        if tables.bulk and not summed:
+            tile_units, most = machine.bulk.stage_nbytes // UNIT, machine.bulk.ctas_per_sm * machine.n_sms
+        else:
+            tile_units, most = machine.threads * UNITS[summed], CTAS_PER_SM * machine.n_sms
+        tiles = n_tiles(tables.pool, sides[0][0], tile_units)
+        if not tiles:
+            return
+        kernel = self._kernel(tables, way, summed)
+        grid = min(tiles, launch.max_sms or most)
+        with machine.current():
+            stream = machine.stream(launch.stream)
+            slot, spans = self._on_device(sides, stream)
+            try:
+                with self._lock:
+                    pack_params(self._arguments.buffer, staging, launch.sum_ptr, tables.addresses, spans)
+                    machine.launch(kernel, grid, stream, self._arguments.params)
+            finally:
+                if slot is not None:
+                    self._ring.give(slot, stream)
+
+    def _on_device(
+        self, sides: list[tuple[list[Span], Mapping[str, Index], DeviceTable]], stream: int
+    ) -> tuple[Slot | None, list[list[Span]]]:
+        """The spans with lists that the device can read, and the slot that holds them until the kernel has run."""
+        lists, places = [], []
+        found = [list(spans) for spans, _, _ in sides]
+        for side, (spans, indexes, device_table) in enumerate(sides):
+            for number, (name, span) in enumerate(zip(device_table.table.names, spans, strict=True)):
+                if span.start < span.stop and indexes[name].device == "cpu":
+                    per_item = device_table.table.sizes[number].tokens_per_item
+                    first, end = span.start // per_item, (span.stop - 1) // per_item + 1
+                    skipped = first * span.bits // 8
+                    lists.append((span.ptr + skipped, end * span.bits // 8 - skipped))
+                    places.append((side, number, skipped))
+        if not lists:
+            return None, found
+        slot, addresses = self._ring.put(lists, stream)
+        for (side, number, skipped), address in zip(places, addresses, strict=True):
+            found[side][number] = found[side][number]._replace(ptr=address - skipped)
+        return slot, found

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import math
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..errors import UsageError
 from ..plan import HEAD_MAJOR, VIEW_ALIGNMENT
-from ..tables import FAULT_FIRST_TOKEN, FAULT_RANGE, FAULT_TOO_FEW, FAULT_TOO_SMALL, Row, Table
+from ..tables import FAULT_FIRST_TOKEN, FAULT_RANGE, FAULT_TOO_FEW, FAULT_TOO_SMALL, Row, Table, integers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from ..plan import Tokens
     from ..tables import Index, Int64s, Part
@@ -147,14 +149,26 @@ class DeviceTable:
         their number is. Raises `UsageError` naming component, position and value.
         """
         parts = self.table.parts(indexes, tokens)
-        readable = list(parts)
         for number, (name, part) in enumerate(zip(self.table.names, parts, strict=True)):
-            if part.start != part.stop and indexes[name].device != "cpu":
-                self._check_counts(number, part)
-                readable[number] = part._replace(start=0, stop=0)
-        self.table.resolve(readable, unique=unique)
+            if part.start == part.stop:
+                continue
+            self._check_counts(number, part)
+            if indexes[name].device == "cpu" and not self._fits(number, part, indexes[name], unique):
+                self.table.resolve(parts[: number + 1], unique=unique)  # has the words
         self._check_rows(parts)
         return [Span(p.ptr, p.bits, p.n, p.first_token, p.start - p.first_token, p.stop - p.first_token) for p in parts]
+
+    def _fits(self, number: int, part: Part, index: Index, unique: bool) -> bool:
+        """Whether the items are inside the pool, and none repeated if `unique`: far sooner than which."""
+        tokens, n_items = self.table.sizes[number]
+        first = (part.start - part.first_token) // tokens
+        items = listed(index)[first : (part.stop - part.first_token - 1) // tokens + 1]
+        if items.view(f"u{items.itemsize}").max() >= n_items:
+            return False
+        if not unique:
+            return True
+        ordered = np.sort(items)
+        return not (ordered[1:] == ordered[:-1]).any()
 
     def _check_counts(self, number: int, part: Part) -> None:
         if part.first_token < 0:
@@ -193,6 +207,15 @@ def _grouped(shaped: Sequence[tuple[Group, Group]]) -> list[tuple[Group, Group]]
         groups.append((mine._replace(first_view=first, n_views=n), other._replace(first_view=first, n_views=n)))
         first += n
     return groups
+
+
+def listed(index: Index) -> NDArray[Any]:
+    """An index in host memory as an array; its own where it was made of one."""
+    kept = index.keep
+    if not isinstance(kept, np.ndarray) or (kept.size, kept.itemsize * 8) != (index.n, index.bits):
+        return integers(index)
+    same = kept.flags.c_contiguous and kept.__array_interface__["data"][0] == index.ptr
+    return kept if same else integers(index)
 
 
 def rows(group: Group, span: Span) -> int:

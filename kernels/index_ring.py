@@ -9,9 +9,10 @@ kernel that reads it.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..errors import UsageError
 
@@ -37,7 +38,7 @@ class Runtime(Protocol):
     def event(self) -> object: ...
 
     def new_stream(self) -> int:
-        """A stream of its own, of the highest priority."""
+        """A stream of its own, of the highest priority, as long as the runtime."""
 
     def upload(self, dst_ptr: int, src: NDArray[np.uint8], stream: int) -> None:
         """Copies `src`, pinned, to the device, in the stream."""
@@ -60,6 +61,7 @@ class Slot:
     def __init__(self, runtime: Runtime, nbytes: int) -> None:
         self.nbytes = nbytes
         self.host = runtime.pinned(nbytes)
+        self.host_ptr: int = self.host.ctypes.data
         self.ptr = runtime.allocate(nbytes)
         self.event = runtime.event()
 
@@ -76,8 +78,10 @@ class IndexRing:
         self._slots = deque(Slot(runtime, slot_nbytes) for _ in range(n_slots))
         self._lock = threading.Lock()
 
-    def put(self, lists: Sequence[NDArray[Any]], stream: int) -> tuple[Slot, list[int]]:
-        """Uploads host lists in the stream; their device addresses, good for kernels put in it before `give`.
+    def put(self, lists: Sequence[tuple[int, int]], stream: int) -> tuple[Slot, list[int]]:
+        """Uploads host lists, by address and bytes, in the stream; their device addresses.
+
+        The addresses are good for kernels put in the stream before `give`.
 
         Raises `UsageError` while the stream is captured: a graph would read the slot's later contents.
         """
@@ -87,13 +91,13 @@ class IndexRing:
                 remedy="give lists that lie on the device, and write the items there before each replay",
             )
         starts, needed = [], 0
-        for items in lists:
+        for _, nbytes in lists:
             starts.append(needed)
-            needed += -(-items.nbytes // ALIGNMENT) * ALIGNMENT
+            needed += -(-nbytes // ALIGNMENT) * ALIGNMENT
         slot = self._take(needed)
         try:
-            for start, items in zip(starts, lists, strict=True):
-                slot.host[start : start + items.nbytes] = items.view("u1")
+            for start, (ptr, nbytes) in zip(starts, lists, strict=True):
+                ctypes.memmove(slot.host_ptr + start, ptr, nbytes)
             self._runtime.upload(slot.ptr, slot.host[:needed], stream)
         except BaseException:
             self.give(slot, stream)

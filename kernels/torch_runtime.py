@@ -31,6 +31,7 @@ class TorchRuntime:
         index = torch.device(device).index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._held: list[torch.Tensor] = []
+        self._own: list[torch.cuda.Stream] = []
         self._streams: dict[int, torch.cuda.Stream] = {0: torch.cuda.default_stream(self.device)}
 
     def active(self) -> AbstractContextManager[None]:
@@ -49,6 +50,12 @@ class TorchRuntime:
 
     def event(self) -> torch.cuda.Event:
         return self._torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def new_stream(self) -> int:
+        with self.active():
+            made = self._torch.cuda.Stream(priority=-1000)  # type: ignore[no-untyped-call]  # clamped to the greatest
+        self._own.append(made)
+        return int(made.cuda_stream)
 
     def upload(self, dst_ptr: int, src: NDArray[np.uint8], stream: int) -> None:
         tensor = next(t for t in self._held if 0 <= dst_ptr - t.data_ptr() < t.numel())

@@ -1,0 +1,59 @@
+// Every instruction that C++ has no words for: payload accesses with their cache hints, and table reads.
+//
+// A payload byte is read once and written once, so neither side is worth a line of L1. Reads take the non-coherent
+// path: no launch reads a byte that it writes; for the same reason a store need not be kept from moving across other
+// reads. Tests without a GPU put a double of this file before it in the include path.
+#pragma once
+
+namespace pdstage {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+
+struct Bytes16 {
+    u64 low, high;
+};
+
+__device__ __forceinline__ Bytes16 load16(u64 address) {
+    Bytes16 bytes;
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(bytes.low), "=l"(bytes.high)
+                 : "l"(address));
+    return bytes;
+}
+
+__device__ __forceinline__ void store16(u64 address, Bytes16 bytes) {
+    asm volatile("st.global.L1::no_allocate.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(bytes.low), "l"(bytes.high));
+}
+
+// Payload narrower than 16 bytes; T is u8, u16, u32 or u64.
+template <typename T>
+__device__ __forceinline__ T load(u64 address) {
+    return __ldg(reinterpret_cast<const T*>(address));
+}
+
+template <typename T>
+__device__ __forceinline__ void store(u64 address, T value) {
+    *reinterpret_cast<T*>(address) = value;
+}
+
+// An entry of an index or a table: constant during a launch and read by many threads, so L1 may keep it.
+template <typename T>
+__device__ __forceinline__ T table(const T* at) {
+    return __ldg(at);
+}
+
+// Nothing loaded before is kept for later: registers are for the payload.
+__device__ __forceinline__ void read_again() {
+    asm volatile("" ::: "memory");
+}
+
+__device__ __forceinline__ void add(u64 address, u64 value) {
+    atomicAdd(reinterpret_cast<u64*>(address), value);
+}
+
+}  // namespace pdstage

@@ -1,0 +1,134 @@
+"""Groups, views and calls as the structures of csrc/cuda/copy.cuh: the host half's arithmetic.
+
+Layer 3, numpy only. Must not know CuPy, streams or how kernels are compiled.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import UsageError
+from .device import MOST_COMPONENTS, rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from ..tables import Int64s
+    from .device import Group, Span
+
+UNIT = 16
+_DIVISOR = np.dtype([("by", "<u4"), ("multiplier", "<u4"), ("shift", "<u4")])
+_SIDE = np.dtype(
+    [
+        *((name, "<i8") for name in ("item_stride", "outer_stride", "inner_stride", "shard_stride", "seg_stride")),
+        *((name, _DIVISOR) for name in ("rows_per_item", "outer_rows", "joined_rows", "units_per_block")),
+        *((name, "<u4") for name in ("component", "n_items")),
+    ]
+)
+_GROUP = np.dtype(
+    [
+        *((name, _SIDE) for name in ("pool", "peer")),
+        *((name, _DIVISOR) for name in ("units_per_run", "segs", "shards", "runs_per_item")),
+        *((name, "<u4") for name in ("first_view", "n_views", "width", "access", "tokens_per_row", "first_shard")),
+    ]
+)
+# staging, sum, groups, views, n_groups; then as many spans for the pool, and again for its peer.
+_HEAD = struct.Struct("<QQQQQ")
+_SPAN = struct.Struct("<Qqqqq")
+PARAMS_NBYTES = _HEAD.size + 2 * MOST_COMPONENTS * _SPAN.size
+MOST_UNITS = 2**31
+
+
+def divisor(by: int) -> tuple[int, int, int]:
+    """`by` in [1, 2^31) as the kernel divides by it: n // by == (2*n * multiplier >> 32) >> shift for n < 2^31."""
+    shift = (by - 1).bit_length()
+    return by, -(-(1 << 31 + shift) // by), shift
+
+
+def pack_groups(pool: Sequence[Group], peer: Sequence[Group], *, head_major: bool) -> NDArray[np.uint8]:
+    """`Group[n]`. Both sequences describe the same views; without a second pool give the first twice."""
+    packed = np.zeros(len(pool), _GROUP)
+    for at, (mine, other) in enumerate(zip(pool, peer, strict=True)):
+        access = min(mine.access, other.access)
+        packed[at] = (
+            _side(mine, head_major=head_major), _side(other, head_major=head_major),
+            divisor(-(-mine.width // UNIT)), divisor(mine.segs), divisor(mine.shards),
+            divisor(mine.rows_per_item * mine.shards), mine.first_view, mine.n_views, mine.width, access,
+            mine.tokens_per_row, mine.first_shard,
+        )  # fmt: skip
+    return packed.view(np.uint8)
+
+
+def _side(group: Group, *, head_major: bool) -> tuple[object, ...]:
+    joined = joined_rows(group) if head_major or group.shards * group.segs == 1 else 1
+    units_per_block = joined * group.shards * group.segs * -(-group.width // UNIT)
+    return (
+        group.item_stride, group.outer_stride, group.inner_stride, group.shard_stride, group.seg_stride,
+        divisor(group.rows_per_item), divisor(group.outer_rows), divisor(joined),
+        divisor(units_per_block), group.component, group.n_items,
+    )  # fmt: skip
+
+
+def joined_rows(group: Group) -> int:
+    """Rows of a shard that are one run: as many as follow each other without a gap, and divide an item."""
+    apart = group.inner_stride != group.width and group.outer_rows > 1
+    if group.segs > 1 or apart:
+        return 1
+    if group.outer_rows == group.rows_per_item or group.outer_stride == group.outer_rows * group.width:
+        return group.rows_per_item
+    return group.outer_rows if group.rows_per_item % group.outer_rows == 0 else 1
+
+
+def run_nbytes(group: Group, *, head_major: bool) -> int:
+    """Bytes of a group's whole runs where pool and staging both hold them in one piece; 0 where bulk copies cannot go.
+
+    Token-major staging holds rows of one run each one after the other; head-major staging whole items of each shard.
+    """
+    joined = joined_rows(group)
+    if head_major and group.shards * group.segs > 1:
+        return joined * group.width if joined == group.rows_per_item else 0
+    return group.width * (joined if group.shards * group.segs == 1 else 1)
+
+
+def pack_views(pool: Int64s, peer: Int64s) -> NDArray[np.uint8]:
+    """`View[n]` of two `DeviceTable.views`."""
+    packed = np.column_stack([pool[:, 0], peer[:, 0], pool[:, 1]])
+    return np.ascontiguousarray(packed, dtype=np.int64).view(np.uint8).reshape(-1)
+
+
+def pack_params(
+    out: object, staging: int, sum_ptr: int, groups: tuple[int, int, int], spans: Sequence[Sequence[Span]]
+) -> None:
+    """Writes `Params` to the buffer `out`: `groups` are the addresses of groups and views and the number of groups.
+
+    `spans` are the pool's and, where there is one, the peer's.
+    """
+    _HEAD.pack_into(out, 0, staging, sum_ptr, *groups)  # type: ignore[arg-type]
+    for side, held in enumerate(spans):
+        at = _HEAD.size + side * MOST_COMPONENTS * _SPAN.size
+        for ptr, bits, _, first_token, start, stop in held:
+            _SPAN.pack_into(out, at, ptr, first_token, start, stop, bits)  # type: ignore[arg-type]
+            at += _SPAN.size
+
+
+def n_tiles(groups: Sequence[Group], spans: Sequence[Span], tile_units: int) -> int:
+    """Tiles of a call, each the work of one CTA at a time; 0 where there is nothing to copy.
+
+    Raises `UsageError` for a view of 2^31 units or more: the kernel numbers them in 32 bits.
+    """
+    total = 0
+    for group in groups:
+        n_rows = rows(group, spans[group.component])
+        units = n_rows * group.shards * group.segs * -(-group.width // UNIT)
+        if units >= MOST_UNITS or spans[group.component].stop >= MOST_UNITS:
+            raise UsageError(
+                f"tokens 0..{spans[group.component].stop} of one index in one call",
+                remedy="split the call: a view moves fewer than 2^31 tokens and 2^31 pieces of 16 bytes",
+            )
+        total += group.n_views * -(-units // tile_units)
+    return total

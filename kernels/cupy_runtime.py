@@ -1,0 +1,201 @@
+"""One CUDA device through CuPy: memory, streams, events, modules and launches.
+
+Layer 3. The one module that calls CuPy's runtime. Must not know plans or tables.
+
+Addresses, streams and kernels are integers, as the driver has them: a launch costs one call and builds no object.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..errors import UsageError
+from . import nvrtc
+from .index_ring import IndexRing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+
+class Bulk(NamedTuple):
+    """A CTA's ring in shared memory: 64 KiB, of which three quarters are being read into."""
+
+    stages: int = 8
+    stage_nbytes: int = 8192
+    ctas_per_sm: int = 3
+
+    @property
+    def nbytes(self) -> int:
+        return self.stages * self.stage_nbytes
+
+
+class Kernel(NamedTuple):
+    """A function of the driver, the threads of its CTA and their dynamic shared memory."""
+
+    function: int
+    threads: int
+    shared_nbytes: int
+
+
+class Current:
+    """A device made current, and the one before it again at the end."""
+
+    __slots__ = ("_before", "_cuda", "_device")
+
+    def __init__(self, cuda: Any, device: int) -> None:  # noqa: ANN401  (a module without types)
+        self._cuda = cuda
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._before = self._cuda.getDevice()
+        self._cuda.setDevice(self._device)
+
+    def __exit__(self, *error: object) -> None:
+        if self._before != self._device:
+            self._cuda.setDevice(self._before)
+
+
+class CupyRuntime:
+    """A device by its number. Safe to use from several threads; what it allocates it holds."""
+
+    threads = 512
+    bulk = Bulk()
+
+    def __init__(self, device: int) -> None:
+        from cupy.cuda import Event, Stream, driver, function, memory, pinned_memory, runtime  # noqa: PLC0415
+        from cupy.cuda import device as devices  # noqa: PLC0415
+
+        self._cuda = runtime
+        self._driver = driver
+        self._function, self._memory, self._pinned, self._event, self._stream = (
+            function, memory, pinned_memory, Event, Stream,
+        )  # fmt: skip
+        self.device = device
+        with self.current():
+            found = devices.Device(device)
+            self.n_sms: int = found.attributes["MultiProcessorCount"]
+            self.capability = int(found.compute_capability)
+        self.architecture = nvrtc.architecture_of(self.capability)
+        self._held: list[Any] = []
+        self._kernels: dict[Any, Kernel] = {}
+        self._lock = threading.Lock()
+
+    def current(self) -> Current:
+        """Makes the device current for the calling thread, and gives it its context if it has none yet."""
+        return Current(self._cuda, self.device)
+
+    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        return np.frombuffer(self._pinned.PinnedMemoryPointer(self._pinned.PinnedMemory(nbytes), 0), np.uint8, nbytes)
+
+    def allocate(self, nbytes: int) -> int:
+        # Not from CuPy's pool: its memory is ordered by the stream that was current when it was asked for.
+        held = self._memory.Memory(nbytes)
+        self._held.append(held)
+        return int(held.ptr)
+
+    def load(self, array: NDArray[np.uint8]) -> tuple[int, object]:
+        """A table's address on the device, copied there before the call returns, and what keeps it there. Cold."""
+        held = self._memory.Memory(max(array.nbytes, 1))
+        self._cuda.memcpy(held.ptr, array.ctypes.data, array.nbytes, self._cuda.memcpyHostToDevice)
+        # The copy may still be on its way to the device when memcpy returns; kernels run in streams that do not wait.
+        self._cuda.streamSynchronize(0)
+        return int(held.ptr), held
+
+    def event(self) -> object:
+        return self._event(block=False, disable_timing=True)
+
+    def upload(self, dst_ptr: int, src: NDArray[np.uint8], stream: int) -> None:
+        address = src.__array_interface__["data"][0]
+        self._cuda.memcpyAsync(dst_ptr, address, src.nbytes, self._cuda.memcpyHostToDevice, stream)
+
+    def record(self, event: object, stream: int) -> None:
+        self._cuda.eventRecord(event.ptr, stream)  # type: ignore[attr-defined]
+
+    def done(self, event: object) -> bool:
+        return bool(event.done)  # type: ignore[attr-defined]
+
+    def stream(self, stream: object) -> int:
+        """As `Runtime.stream`. None is CuPy's current stream; where that is the default one, torch's current one."""
+        if stream is None:
+            from cupy.cuda import get_current_stream  # noqa: PLC0415
+
+            stream = get_current_stream().ptr
+            torch = sys.modules.get("torch")
+            if not stream and torch is not None and torch.cuda.is_initialized():
+                stream = torch.cuda.current_stream(self.device).cuda_stream
+        handle = getattr(stream, "ptr", getattr(stream, "cuda_stream", stream))
+        if not isinstance(handle, int):
+            raise UsageError(f"{stream!r} is not a stream", remedy="give a cupy or torch stream, its handle, or None")
+        return handle
+
+    def capturing(self, stream: int) -> bool:
+        return bool(self._cuda.streamIsCapturing(stream))
+
+    def new_stream(self) -> int:
+        with self.current():
+            stream = self._stream(non_blocking=True, priority=-1000)  # the runtime clamps it to the greatest there is
+        self._held.append(stream)
+        return int(stream.ptr)
+
+    def kernel(self, name: str, macros: Mapping[str, int], threads: int, shared_nbytes: int = 0) -> Kernel:
+        """The kernel of csrc/cuda/`name`, compiled and loaded once. Cold."""
+        key = (name, tuple(sorted(macros.items())))
+        with self._lock:
+            if key not in self._kernels:
+                image = nvrtc.compile_kernel(name, macros, self.architecture)
+                with self.current():
+                    module = self._function.Module()
+                    module.load(image)
+                    found = module.get_function("pdstage_copy")
+                    if shared_nbytes:
+                        attribute = self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                        self._driver.funcSetAttribute(found.ptr, attribute, shared_nbytes)
+                self._held.append((module, found))
+                self._kernels[key] = Kernel(int(found.ptr), threads, shared_nbytes)
+            return self._kernels[key]
+
+    def launch(self, kernel: Kernel, grid: int, stream: int, params: int) -> None:
+        """`params` is the address of an array with the address of the kernel's one argument; it is read at once."""
+        self._driver.launchKernel(
+            kernel.function, grid, 1, 1, kernel.threads, 1, 1, kernel.shared_nbytes, stream, params, 0
+        )
+
+
+@lru_cache(maxsize=64)
+def held_runtime(device: int) -> tuple[CupyRuntime, IndexRing]:
+    """The process's one runtime and ring of a device."""
+    runtime = CupyRuntime(device)
+    with runtime.current():
+        return runtime, IndexRing(runtime)
+
+
+def missing() -> str:
+    """Why no device can be used here; empty if one can."""
+    try:
+        from cupy.cuda import runtime  # noqa: PLC0415
+    except (ImportError, OSError) as error:
+        return f"install pdstage[cuda13] or pdstage[cuda12] ({error})"
+    if runtime.is_hip:
+        return "CuPy is built for AMD; use backend triton"
+    try:
+        n_devices = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        return f"no CUDA device: {error}"
+    return nvrtc.missing() if n_devices else "no CUDA device"
+
+
+class Arguments:
+    """A kernel's one argument, a structure of `nbytes`, and the array of its address that launches take."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.buffer = (ctypes.c_uint8 * nbytes)()
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
+        self.params = ctypes.addressof(self._pointers)

@@ -1,0 +1,148 @@
+"""csrc/cuda compiled at run time through CuPy's binding of NVRTC, and kept on disk for the next process.
+
+Layer 3. Must not know plans, tables or streams, and needs no device: machine code for any architecture can be made
+anywhere. Imports CuPy only when used.
+
+The cache is a folder of files named by what they were made of, each with its own digest in front. Writers rename whole
+files into place, so any number of processes may share it; a file that is not what it says is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import struct
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import PdstageError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+SOURCES = Path(__file__).parent.parent / "csrc" / "cuda"
+_DIGEST_NBYTES = 32
+
+
+class CompileError(PdstageError):
+    """A kernel did not compile; `log` among its fields is the compiler's own."""
+
+
+def compile_kernel(name: str, macros: Mapping[str, int], architecture: str, sources: Path = SOURCES) -> bytes:
+    """The image of csrc/cuda/`name` for `architecture`: machine code for "sm_90", PTX for "compute_90".
+
+    Raises `CompileError` with the compiler's log, and `UsageError` where the sources or NVRTC are not installed.
+    """
+    texts = _texts(sources)
+    if name not in texts:
+        raise UsageError(f"no {name} in {sources}", remedy="install pdstage with its CUDA sources", name=name)
+    options = (
+        f"--gpu-architecture={architecture}",
+        "--std=c++17",
+        *(f"-D{macro}={value}" for macro, value in sorted(macros.items())),
+    )
+    path = cache_folder() / f"{_key(texts, name, options)}.bin"
+    image = _read(path)
+    if image is None:
+        image = _compile(texts, name, options, architecture)
+        _write(path, image)
+    return image
+
+
+def architecture_of(capability: int) -> str:
+    """What to compile for a device of compute capability `capability`, as 90: machine code where NVRTC knows it.
+
+    A later device of a known major version runs that version's machine code; one of an unknown takes PTX.
+    """
+    known = [arch for arch in _nvrtc().getSupportedArchs() if arch <= capability]
+    if not known:
+        raise UsageError(f"no machine code for capability {capability}", remedy="use backend triton, or a newer GPU")
+    best = max(known)
+    return f"{'sm' if best // 10 == capability // 10 else 'compute'}_{best}"
+
+
+def cache_folder() -> Path:
+    """Where images are kept: PDSTAGE_CACHE_DIR, else pdstage under XDG_CACHE_HOME, by default ~/.cache."""
+    named = os.environ.get("PDSTAGE_CACHE_DIR")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdstage"
+
+
+def missing() -> str:
+    """Why nothing can be compiled here; empty if it can."""
+    try:
+        _nvrtc().getVersion()
+    except (ImportError, RuntimeError, OSError) as error:
+        return f"install pdstage[cuda13] or pdstage[cuda12] ({error})"
+    return ""
+
+
+@lru_cache(maxsize=4)
+def _texts(sources: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(sources.glob("*.cu*"))}
+
+
+def _nvrtc() -> Any:  # noqa: ANN401  (a module without types)
+    from cupy.cuda import nvrtc  # noqa: PLC0415
+
+    return nvrtc
+
+
+def _key(texts: Mapping[str, str], name: str, options: Iterable[str]) -> str:
+    made_of = repr((sorted(texts.items()), name, tuple(options), _nvrtc().getVersion()))
+    return hashlib.sha256(made_of.encode()).hexdigest()[:40]
+
+
+def _compile(texts: Mapping[str, str], name: str, options: tuple[str, ...], architecture: str) -> bytes:
+    nvrtc = _nvrtc()
+    headers = [header for header in texts if header != name]
+    program = nvrtc.createProgram(
+        texts[name], name, [texts[header].encode() for header in headers], [header.encode() for header in headers]
+    )
+    try:
+        nvrtc.compileProgram(program, options)
+        if architecture.startswith("compute_"):
+            return bytes(nvrtc.getPTX(program))
+        return _whole(bytes(nvrtc.getCUBIN(program)))
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        raise CompileError(
+            f"{name} does not compile for {architecture} with {' '.join(options)}:\n{log}",
+            remedy="report it with the version of NVRTC",
+            log=log,
+        ) from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _whole(image: bytes) -> bytes:
+    """The image with the last byte of its program headers, which CuPy 14 cuts off as if the image ended like text."""
+    at, size, n = struct.unpack_from("<Q", image, 32)[0], *struct.unpack_from("<HH", image, 54)
+    return image.ljust(at + size * n, b"\0")
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        held = path.read_bytes()
+    except OSError:
+        return None
+    digest, image = held[:_DIGEST_NBYTES], held[_DIGEST_NBYTES:]
+    return image if image and hashlib.sha256(image).digest() == digest else None
+
+
+def _write(path: Path, image: bytes) -> None:
+    # A cache that cannot be written costs a compilation in each process, and nothing else.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(hashlib.sha256(image).digest() + image)
+            Path(partial).replace(path)
+        except OSError:
+            Path(partial).unlink(missing_ok=True)
+            raise

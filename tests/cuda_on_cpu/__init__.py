@@ -1,0 +1,115 @@
+"""A test double of a CUDA device: the kernels' own sources, compiled by the host's C++ compiler, run thread by thread.
+
+Launched through the plans of `pdstage.kernels.cuda_copy` with the argument blocks they build, so that tables, argument
+layout, index arithmetic and bounds are judged where there is no GPU. It says nothing about timing, caches or the
+machine code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from pdstage.kernels import nvrtc
+from pdstage.kernels.cuda_copy import CudaPlan
+from pdstage.kernels.cupy_runtime import Bulk, Kernel
+from pdstage.kernels.index_ring import IndexRing
+from pdstage.kernels.pool import Recipe
+from pdstage.plan import Staging
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++") or shutil.which("c++")
+
+
+@lru_cache(maxsize=1)
+def _folder():
+    folder = Path(tempfile.mkdtemp(prefix="pdstage-cuda-on-cpu-"))
+    for path in [*nvrtc.SOURCES.glob("*.cu*"), *HERE.glob("*.cuh"), *HERE.glob("*.cpp")]:
+        shutil.copy(path, folder)
+    return folder
+
+
+@lru_cache(maxsize=128)
+def _built(name, macros):
+    folder = _folder()
+    target = folder / ("_".join([name.removesuffix(".cu"), *(str(value) for _, value in macros)]) + ".so")
+    defines = [f"-D{macro}={value}" for macro, value in macros] + [f'-DPDSTAGE_SOURCE="{name}"']
+    command = [COMPILER, "-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wno-unknown-pragmas", "-Werror", *defines]
+    subprocess.run([*command, "launch.cpp", "-o", target.name], cwd=folder, check=True)
+    return ctypes.CDLL(str(target)).pdstage_launch
+
+
+class CpuMachine:
+    """What `CupyRuntime` is for a GPU. Events of uploads are done when `finish` is called, or at once if `eager`."""
+
+    n_sms = 2
+    threads = 16
+    capability = 90
+    bulk = Bulk(stages=3, stage_nbytes=512)
+
+    def __init__(self, eager=True):
+        self.eager = eager
+        self.held = []
+        self.grids = []
+        self.capture = False
+        self._functions = []
+
+    def current(self):
+        return contextlib.nullcontext()
+
+    def pinned(self, nbytes):
+        return np.full(nbytes, 0xEE, np.uint8)
+
+    def allocate(self, nbytes):
+        self.held.append(np.full(nbytes + 16, 0xEE, np.uint8))
+        return self.held[-1].ctypes.data + -self.held[-1].ctypes.data % 16
+
+    def load(self, array):
+        held = np.copy(array)
+        return held.ctypes.data, held
+
+    def event(self):
+        return {"pending": False}
+
+    def upload(self, dst_ptr, src, stream):
+        ctypes.memmove(dst_ptr, src.__array_interface__["data"][0], src.nbytes)
+
+    def record(self, event, stream):
+        event["pending"] = not self.eager
+
+    def done(self, event):
+        return not event["pending"]
+
+    def stream(self, stream):
+        return stream or 0
+
+    def capturing(self, stream):
+        return self.capture
+
+    def kernel(self, name, macros, threads, shared_nbytes=0):
+        self._functions.append(_built(name, tuple(sorted(macros.items()))))
+        return Kernel(len(self._functions) - 1, threads, shared_nbytes)
+
+    def launch(self, kernel, grid, stream, params):
+        self.grids.append(grid)
+        argument = ctypes.c_void_p.from_address(params)
+        fault = self._functions[kernel.function](argument, grid, kernel.threads)
+        assert fault == 0, (
+            f"the kernel ended with fault {fault}: 1 misaligned, 2 a missed barrier, 4 a wait without end"
+        )
+
+
+def plan_of(pool, select, wire, checksum=False, machine=None, bulk_from=None):
+    """A plan of the cuda backend over host memory; runs of `bulk_from` bytes on take the bulk copies."""
+    machine = machine or CpuMachine()
+    select = Staging(pool.layout, select).select
+    return CudaPlan(
+        Recipe(pool.layout, select, wire, "cuda:0", checksum), machine, IndexRing(machine, 1, 64), bulk_from
+    )

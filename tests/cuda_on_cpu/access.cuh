@@ -1,0 +1,131 @@
+// A double of csrc/cuda/access.cuh for machines without a GPU: the same names, as plain C++.
+//
+// A CTA's threads are fibers that switch at barriers and run one after the other in between. Whatever depends on
+// timing, on caches or on warps in step is not seen here; misaligned accesses are, and so is a barrier that some
+// threads miss.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __shared__ static
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __maxnreg__(...)
+
+struct Dim {
+    unsigned x;
+};
+inline Dim threadIdx, blockIdx, gridDim;
+
+namespace cpu {
+
+struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack{new char[64 << 10]};
+    bool done = false;
+};
+inline std::vector<Fiber> fibers;
+inline ucontext_t scheduler;
+inline void (*body)();
+inline bool misaligned, uneven, deadlock;
+
+inline void enter() {
+    body();
+    fibers[threadIdx.x].done = true;
+    swapcontext(&fibers[threadIdx.x].context, &scheduler);
+}
+
+// Runs `one` as every thread of one CTA, from barrier to barrier.
+inline void run_cta(unsigned n_threads, void (*one)()) {
+    body = one;
+    fibers = std::vector<Fiber>(n_threads);
+    for (auto& fiber : fibers) {
+        getcontext(&fiber.context);
+        fiber.context.uc_stack = {fiber.stack.get(), 0, 64 << 10};
+        makecontext(&fiber.context, enter, 0);
+    }
+    for (unsigned running = n_threads; running;) {
+        unsigned ended = 0;
+        for (unsigned i = 0; i < n_threads; i++) {
+            if (fibers[i].done) continue;
+            threadIdx.x = i;
+            swapcontext(&scheduler, &fibers[i].context);
+            ended += fibers[i].done;
+        }
+        uneven |= ended && ended != running;
+        running -= ended;
+    }
+}
+
+template <typename T>
+T* at(unsigned long long address) {
+    misaligned |= address % sizeof(T) != 0;
+    return reinterpret_cast<T*>(address);
+}
+
+}  // namespace cpu
+
+inline void __syncthreads() {
+    const unsigned me = threadIdx.x;
+    swapcontext(&cpu::fibers[me].context, &cpu::scheduler);
+    threadIdx.x = me;
+}
+
+inline unsigned __umulhi(unsigned a, unsigned b) {
+    return (unsigned long long)a * b >> 32;
+}
+
+namespace pdstage {
+
+using std::min;
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+
+struct Bytes16 {
+    u64 low, high;
+};
+
+template <typename T>
+T load(u64 address) {
+    T value;
+    std::memcpy(&value, cpu::at<T>(address), sizeof(T));
+    return value;
+}
+
+template <typename T>
+void store(u64 address, T value) {
+    std::memcpy(cpu::at<T>(address), &value, sizeof(T));
+}
+
+inline Bytes16 load16(u64 address) {
+    return load<Bytes16>(address);
+}
+inline void store16(u64 address, Bytes16 bytes) {
+    store(address, bytes);
+}
+
+template <typename T>
+T table(const T* at) {
+    return load<T>(reinterpret_cast<u64>(at));
+}
+
+inline void read_again() {}
+inline void add(u64 address, u64 value) {
+    store(address, load<u64>(address) + value);
+}
+
+}  // namespace pdstage

@@ -1,0 +1,16 @@
+// One launch of a kernel of csrc/cuda, CTA after CTA. Returns 0, or what went wrong as bits: 1 misaligned, 2 a missed
+// barrier.
+#include "access.cuh"
+#include PDSTAGE_SOURCE
+
+namespace {
+const pdstage::Params* argument;
+}
+
+extern "C" int pdstage_launch(const void* params, unsigned grid, unsigned threads) {
+    argument = static_cast<const pdstage::Params*>(params);
+    gridDim.x = grid;
+    cpu::misaligned = cpu::uneven = cpu::deadlock = false;
+    for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) cpu::run_cta(threads, [] { pdstage_copy(*argument); });
+    return cpu::misaligned + 2 * cpu::uneven + 4 * cpu::deadlock;
+}

@@ -1,0 +1,115 @@
+"""The machine code of the CUDA kernels, for three generations of GPUs: access widths, registers, spills. Needs no GPU.
+
+In a kernel of 16-byte accesses every store is payload, and payload loads are those that L1 does not keep (`NA`). What
+else it loads, by how the source reads it:
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from pdstage.kernels import cuda_copy, nvrtc
+from pdstage.kernels.cupy_runtime import Bulk
+
+TABLES = {"LDG.E", "LDG.E.64", "LD.E", "LD.E.64"}  # Params, Group, View
+INDEX_LISTS = {"LDG.E.CONSTANT", "LDG.E.64.CONSTANT"}  # table()
+PAYLOAD_LOAD, PAYLOAD_STORE = "LDG.E.NA.128.CONSTANT", "STG.E.NA.128"
+ACCESS = re.compile(r"\b((?:LDG?|STG?|LDL|STL|ATOM\w*|UBLKCP)(?:\.\w+)*)\s")
+ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
+WAYS = {"gather": 0, "scatter": 1, "copy": 2}
+SHAPES = {"flat": (1, 0), "token-major": (0, 0), "head-major": (0, 1)}
+
+
+def tool(name):
+    """A disassembler of the CUDA toolkit: from the PATH, or the one that Triton brings."""
+    found = importlib.util.find_spec("triton")
+    beside = Path(found.origin).parent / "backends/nvidia/bin" / name if found and found.origin else None
+    return shutil.which(name) or (str(beside) if beside and beside.exists() else None)
+
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("cupy") is None or nvrtc.missing() != "", reason="needs CuPy and NVRTC"
+    ),
+    pytest.mark.skipif(not (tool("cuobjdump") and tool("nvdisasm")), reason="needs cuobjdump and nvdisasm"),
+]
+
+
+def said(*command):
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def macros(way, shape, narrow=0, summed=0):
+    flat, head_major = SHAPES[shape]
+    return {
+        "PDSTAGE_WAY": WAYS[way],
+        "PDSTAGE_FLAT": flat,
+        "PDSTAGE_HEAD_MAJOR": head_major,
+        "PDSTAGE_NARROW": narrow,
+        "PDSTAGE_SUM": summed,
+    }
+
+
+def plain(way, shape, narrow, summed):
+    more = {"PDSTAGE_THREADS": 512, "PDSTAGE_UNITS": cuda_copy.UNITS[bool(summed)]}
+    return cuda_copy.SOURCE, macros(way, shape, narrow, summed) | more
+
+
+def bulk(way, shape):
+    ring = Bulk()
+    more = {"PDSTAGE_STAGES": ring.stages, "PDSTAGE_STAGE_NBYTES": ring.stage_nbytes}
+    return cuda_copy.BULK_SOURCE, macros(way, shape) | more | {"PDSTAGE_THREADS": cuda_copy.BULK_THREADS}
+
+
+@pytest.fixture(scope="module")
+def inspect(tmp_path_factory, request):
+    """(registers, stack bytes, accesses in order) of a kernel; images are kept from one run to the next."""
+    folder = tmp_path_factory.mktemp("cubin")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PDSTAGE_CACHE_DIR", str(request.config.cache.mkdir("pdstage-nvrtc")))
+
+        def found(name, defines, architecture):
+            path = folder / "kernel.cubin"
+            path.write_bytes(nvrtc.compile_kernel(name, defines, architecture))
+            usage = said(tool("cuobjdump"), "-res-usage", path)
+            code = said(tool("nvdisasm"), "-c", path)
+            registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+            return int(registers), int(stack), ACCESS.findall(code)
+
+        yield found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("way", "shape", "summed"), list(product(WAYS, SHAPES, (0, 1))))
+def test_16_byte_kernels_access_payload_in_16_bytes_only(inspect, architecture, way, shape, summed):
+    registers, stack, accesses = inspect(*plain(way, shape, 0, summed), architecture)
+    assert stack == 0
+    assert registers <= 64
+    units = cuda_copy.UNITS[bool(summed)]
+    payload = [access for access in accesses if access not in TABLES | INDEX_LISTS]
+    assert payload == [PAYLOAD_LOAD] * units + [PAYLOAD_STORE] * units, "every load is issued before the first store"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("way", "shape", "summed"), list(product(WAYS, SHAPES, (0, 1))))
+def test_mixed_kernels_fit_their_registers(inspect, architecture, way, shape, summed):
+    registers, stack, accesses = inspect(*plain(way, shape, 1, summed), architecture)
+    assert stack == 0
+    assert registers <= 64
+    assert {PAYLOAD_LOAD, PAYLOAD_STORE} <= set(accesses)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES[1:])
+@pytest.mark.parametrize(("way", "shape"), list(product(WAYS, SHAPES)))
+def test_bulk_kernels_move_payload_past_the_registers(inspect, architecture, way, shape):
+    registers, stack, accesses = inspect(*bulk(way, shape), architecture)
+    assert stack == 0
+    assert registers <= 32
+    assert {access for access in accesses if access not in TABLES | INDEX_LISTS} == {"UBLKCP.S.G", "UBLKCP.G.S"}
