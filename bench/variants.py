@@ -5,10 +5,9 @@ Layer 6. `cuda` has two kernels and picks between them by run length; a comparis
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
-from pdstage.kernels import backends
+from pdstage.kernels import backends, cuda_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
 CUDA_PLAIN, CUDA_BULK, TRITON, HOST = "cuda plain", "cuda bulk", "triton", "host"
 ON_GPU = (CUDA_PLAIN, CUDA_BULK, TRITON)
+_BULK_FROM = {CUDA_PLAIN: 0, CUDA_BULK: 16}  # never, and wherever its accesses can
 _BULK_CAPABILITY = (9, 0)  # cp.async.bulk
 
 
@@ -40,15 +40,10 @@ def backend_of(variant: str) -> str:
 
 
 def plan_of(pool: Pool, select: Iterable[Select], wire: str, variant: str, *, checksum: bool = False) -> Plan:
-    """`pool.plan`, made to use `variant` and no other kernel. The one place that knows how that is done."""
-    backend, _, kernel = variant.partition(" ")
-    held = os.environ.get("PDSTAGE_CUDA_KERNEL")
-    if kernel:
-        os.environ["PDSTAGE_CUDA_KERNEL"] = kernel
+    """`pool.plan`, made to use `variant` and no other kernel wherever that one can go."""
+    held = cuda_copy.BULK_FROM_NBYTES
+    cuda_copy.BULK_FROM_NBYTES = _BULK_FROM.get(variant, held)
     try:
-        return pool.plan(select, wire, backend, checksum=checksum)
+        return pool.plan(select, wire, backend_of(variant), checksum=checksum)
     finally:
-        if kernel and held is None:
-            del os.environ["PDSTAGE_CUDA_KERNEL"]
-        elif kernel and held is not None:
-            os.environ["PDSTAGE_CUDA_KERNEL"] = held
+        cuda_copy.BULK_FROM_NBYTES = held

@@ -72,8 +72,11 @@ def missing() -> str:
 
 def compile_plan(recipe: Recipe) -> CudaPlan:
     """The selection's tables on the device, and the kernels that read them."""
-    runtime, ring = held_runtime(int(recipe.device.partition(":")[2] or 0))
-    return CudaPlan(recipe, runtime, ring)
+    return CudaPlan(recipe, *held_runtime(recipe.device))
+
+
+def runtime_of(device: str) -> Runtime:
+    return held_runtime(device)[0]
 
 
 class Tables(NamedTuple):

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..errors import UsageError
 from . import nvrtc
+from .device import ordinal
 from .index_ring import IndexRing
 
 if TYPE_CHECKING:
@@ -170,9 +171,11 @@ class CupyRuntime:
 
 
 @lru_cache(maxsize=64)
-def held_runtime(device: int) -> tuple[CupyRuntime, IndexRing]:
-    """The process's one runtime and ring of a device."""
-    runtime = CupyRuntime(device)
+def held_runtime(device: str) -> tuple[CupyRuntime, IndexRing]:
+    """The process's one runtime and ring of a device; raises `UsageError` if it is not there."""
+    from cupy.cuda import runtime as cuda  # noqa: PLC0415
+
+    runtime = CupyRuntime(ordinal(device, cuda.getDeviceCount()))
     with runtime.current():
         return runtime, IndexRing(runtime)
 

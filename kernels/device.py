@@ -223,3 +223,11 @@ def rows(group: Group, span: Span) -> int:
     if span.start == span.stop:
         return 0
     return -(-span.stop // group.tokens_per_row) - span.start // group.tokens_per_row
+
+
+def ordinal(device: str, n_devices: int) -> int:
+    """The number of "cuda:1", 0 of "cuda"; raises `UsageError` if there are not as many devices."""
+    number = int(device.partition(":")[2] or 0)
+    if number >= n_devices:
+        raise UsageError(f"there is no {device} here", remedy=f"this process sees {n_devices} devices", device=device)
+    return number

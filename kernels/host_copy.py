@@ -39,6 +39,10 @@ def compile_plan(recipe: Recipe) -> NativePlan | NumpyPlan:
     return NumpyPlan(table, recipe.wire) if native.ext is None else NativePlan(table, recipe)
 
 
+def runtime_of(device: str) -> None:
+    """Host copies are done when the call returns."""
+
+
 class Moving(NamedTuple):
     """What one call moves of one view: addresses of its cells, `[row, shard, segment]`."""
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..layout import Key, Region, View
     from ..plan import Select, Tokens
     from ..tables import Index
+    from .index_ring import Runtime
 
 
 class Launch(NamedTuple):
@@ -93,6 +94,9 @@ class Backend(Protocol):
         """Why it cannot be used here; empty if it can."""
 
     def compile_plan(self, recipe: Recipe) -> Compiled: ...
+
+    def runtime_of(self, device: str) -> Runtime | None:
+        """The device's streams and events, by which one learns when a copy is done; None if it is when it returns."""
 
 
 # Modules are the backends; the annotation has mypy hold each of them to the protocol.
@@ -170,6 +174,10 @@ class Pool:
                     remedy="make one pool for each device",
                     region=number,
                 )
+
+    def runtime(self, backend: str = "auto") -> Runtime | None:
+        """Streams and events of the pool's device, for callers that put copies in streams; None for host memory."""
+        return _BACKENDS[choose(backend, self.device)].runtime_of(self.device)
 
     def plan(
         self,

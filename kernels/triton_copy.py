@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..plan import Tokens
     from ..tables import Index
     from .device import Group, Span
+    from .index_ring import Runtime
     from .pool import Compiled, Launch, Recipe
     from .triton_device import Device
 
@@ -67,6 +68,10 @@ def compile_plan(recipe: Recipe) -> TritonPlan:
     if problem:
         raise UsageError(f"triton does not copy memory on {recipe.device!r} here", remedy=problem, device=recipe.device)
     return TritonPlan(recipe, device_of(recipe.device))
+
+
+def runtime_of(device: str) -> Runtime | None:
+    return device_of(device).runtime
 
 
 class _Run(NamedTuple):

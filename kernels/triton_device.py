@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from .device import ordinal
 from .index_ring import IndexRing
 from .torch_runtime import TorchRuntime
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..tables import Int64s
+    from .index_ring import Runtime
 
 # No block has more threads, and with as many ptxas keeps to 64 registers by itself.
 THREADS = 1024
@@ -68,6 +70,10 @@ class Device(Protocol):
     n_programs: int
     threads: int
 
+    @property
+    def runtime(self) -> Runtime | None:
+        """Its streams and events, where copies are not done when a launch returns."""
+
     def put(self, table: Int64s) -> tuple[int, object]:
         """A copy of `table` there: its address, and what owns it."""
 
@@ -92,36 +98,37 @@ class Gpu:
         import torch  # noqa: PLC0415
         import triton  # noqa: PLC0415
 
+        ordinal(name, torch.cuda.device_count())
         self.name = name
-        self._runtime = TorchRuntime(name)
-        self._ring = IndexRing(self._runtime)
-        with self._runtime.active():
+        self.runtime = TorchRuntime(name)
+        self._ring = IndexRing(self.runtime)
+        with self.runtime.active():
             self._target = triton.runtime.driver.active.get_current_target()
         self._kernels: dict[Variant, Any] = {}
-        self.n_programs = torch.cuda.get_device_properties(self._runtime.device).multi_processor_count
+        self.n_programs = torch.cuda.get_device_properties(self.runtime.device).multi_processor_count
 
     def put(self, table: Int64s) -> tuple[int, object]:
         import torch  # noqa: PLC0415
 
-        held = torch.from_numpy(table).to(self._runtime.device)
+        held = torch.from_numpy(table).to(self.runtime.device)
         return held.data_ptr(), held
 
     def prepare(self, variant: Variant) -> None:
         if variant not in self._kernels:
             kernel = build(variant, self._target)
-            with self._runtime.active():
+            with self.runtime.active():
                 kernel.run  # noqa: B018  (loads the module, which would otherwise wait for the first launch)
             self._kernels[variant] = kernel
 
     def stream(self, stream: object) -> int:
-        return self._runtime.stream(stream)
+        return self.runtime.stream(stream)
 
     @contextmanager
     def lists(self, lists: Sequence[NDArray[Any]], stream: int) -> Iterator[list[int]]:
         if not lists:
             yield []
             return
-        slot, placed = self._ring.put(lists, stream)
+        slot, placed = self._ring.put([(one.__array_interface__["data"][0], one.nbytes) for one in lists], stream)
         try:
             yield placed
         finally:
@@ -129,7 +136,7 @@ class Gpu:
 
     def launch(self, variant: Variant, programs: int, arguments: tuple[int, ...], stream: int) -> None:
         self.prepare(variant)
-        with self._runtime.active():
+        with self.runtime.active():
             self._kernels[variant][programs, 1, 1](*arguments, *variant, stream=stream)
 
 
@@ -137,6 +144,7 @@ class Interpreter:
     """Host memory, one program after another; about a millisecond each."""
 
     name = "interpreter"
+    runtime = None
     n_programs = 3
     threads = 128
 

@@ -125,7 +125,7 @@ class Node(ABC, Generic[AnyCore]):
         self.parts = self.memory.parts(n_parts)
         self._copier = Copier(self._wake)
         copies_aside = has_core_to_spare() if copy_thread is None else copy_thread
-        self.stager = Stager(pool, self._copier.submit if copies_aside else None)
+        self.stager = Stager(pool, self._copier.submit if copies_aside else None, pool.runtime())
         self.transport = open_transport(transport) if isinstance(transport, str) else transport
         self.directory = Directory()
         exposed = [self.memory.region, *(self._pool_regions() if path != "staged" else ())]
