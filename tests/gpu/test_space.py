@@ -30,11 +30,13 @@ def test_scatter_is_the_reference(variant, device, seed):
     space.check_scatter(Case(seed, repeat=False), variant, device)
 
 
+@pytest.mark.also_on_host
 @pytest.mark.seeds(12)
 def test_copy_to_is_a_gather_and_a_scatter(variant, device, seed):
     space.check_copy_to(seed, variant, device)
 
 
+@pytest.mark.also_on_host
 @pytest.mark.seeds(12)
 def test_checksum_is_the_defined_one(variant, device, seed):
     space.check_checksum(Case(seed, repeat=False), variant, device)
