@@ -22,7 +22,7 @@ def extensions() -> list[Extension]:
         return []
     import pybind11  # noqa: PLC0415  (a build without the extension needs no pybind11)
 
-    headers = sorted(str(path) for path in Path("csrc/host").glob("*.hpp"))
+    headers = sorted(str(path) for path in Path("csrc").rglob("*.hpp"))
     flags = ["-std=c++20", "-O3", "-fvisibility=hidden", "-pthread"]
     include = ["csrc", pybind11.get_include()]
     extension = Extension(

@@ -1,4 +1,4 @@
-// The one file that knows Python: the functions of csrc/host as the module pdstage._native.
+// The functions of csrc/host as the module pdstage._native; with control_port.hpp all that knows Python.
 //
 // Sizes and ranges of Python's own objects are checked here; what the numbers mean is checked in csrc/host.
 #include <pybind11/numpy.h>
@@ -6,7 +6,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <chrono>
 #include <numeric>
 #include <optional>
 #include <stdexcept>
@@ -15,11 +14,10 @@
 #include <utility>
 #include <vector>
 
+#include "control_port.hpp"
 #include "host/copy.hpp"
 #include "host/peer_memory.hpp"
-#include "host/quick_calls.hpp"
 #include "host/spans.hpp"
-#include "host/zmq_socket.hpp"
 
 namespace py = pybind11;
 
@@ -213,148 +211,6 @@ std::pair<std::int64_t, int> write_peer(int pid, const Int64s& src, const Int64s
     return {result.written, result.error};
 }
 
-py::tuple recv_datagrams(int fd, const std::vector<std::int64_t>& uids, int limit, std::size_t max_nbytes) {
-    thread_local std::vector<char> room;
-    room.resize(max_nbytes);
-    py::list taken;
-    int n_foreign = 0;
-    for (int i = 0; i < limit; ++i) {
-        const pdstage::Datagram one = pdstage::recv_datagram(fd, room.data(), room.size());
-        if (one.nbytes < 0) break;
-        if (one.whole && std::find(uids.begin(), uids.end(), one.uid) != uids.end())
-            taken.append(py::bytes(room.data(), static_cast<std::size_t>(one.nbytes)));
-        else
-            ++n_foreign;
-    }
-    return py::make_tuple(taken, n_foreign);
-}
-
-// What pdstage.control.port.ControlPort is in Python, with the interpreter given away only while there is nothing to
-// do. It is also the lock: every call that touches the socket keeps the interpreter from its first to its last
-// instruction.
-class ControlPort {
-  public:
-    ControlPort(const std::string& library, std::uintptr_t socket, int wake_fd)
-        : socket_(library, reinterpret_cast<void*>(socket)), wake_fd_(wake_fd) {}
-
-    int send(const py::bytes& route, const py::sequence& frames) {
-        check_open();
-        std::vector<std::string_view> parts{view(route)};
-        for (const py::handle frame : frames) parts.push_back(view(frame));  // all seen before the first is sent
-        int error = 0;
-        for (std::size_t i = 0; i < parts.size() && error == 0; ++i)
-            error = socket_.send(parts[i].data(), parts[i].size(), i + 1 < parts.size());
-        look_again();
-        return error;
-    }
-
-    py::tuple recv(int max_messages, std::size_t max_frames) {
-        check_open();
-        py::list messages;
-        int n_malformed = 0;
-        for (int i = 0; i < max_messages; ++i) {
-            py::object route;
-            py::list frames;
-            std::size_t n = 0;
-            for (bool more = true; more; ++n) {
-                pdstage::ZmqFrame frame(socket_.api());
-                const int error = socket_.recv(frame);
-                if (error == EAGAIN && n == 0) return py::make_tuple(messages, n_malformed);
-                if (error != 0) throw std::runtime_error("zmq_msg_recv failed with errno " + std::to_string(error));
-                if (n <= max_frames) {
-                    py::bytes bytes(frame.data(), frame.size());
-                    if (n == 0)
-                        route = std::move(bytes);
-                    else
-                        frames.append(std::move(bytes));
-                }
-                more = frame.more();
-            }
-            if (n >= 2 && n <= max_frames + 1)
-                messages.append(py::make_tuple(route, frames));
-            else
-                ++n_malformed;
-        }
-        return py::make_tuple(messages, n_malformed);
-    }
-
-    py::tuple wait(int timeout_ms, const std::vector<int>& fds) {
-        using Clock = std::chrono::steady_clock;
-        check_open();
-        std::vector<pollfd> watched{{socket_.fd(), POLLIN, 0}, {wake_fd_, POLLIN, 0}};
-        for (const int fd : fds) watched.push_back({fd, POLLIN, 0});
-        const auto until = Clock::now() + std::chrono::milliseconds(timeout_ms);
-        const Waiting waiting(n_waiting_);
-        for (;;) {
-            bool messages = socket_.has_message();
-            const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
-            const int left_ms = messages ? 0 : timeout_ms < 0 ? -1 : static_cast<int>(std::max<std::int64_t>(left, 0));
-            const int n_ready = poll(watched, left_ms);
-            if (n_ready < 0 && PyErr_CheckSignals() != 0) throw py::error_already_set();
-            if (closed_) return py::make_tuple(false, true, py::tuple());
-            if (n_ready < 0) continue;
-            const bool woken = watched[1].revents != 0;
-            if (woken) {
-                pdstage::lower_event(wake_fd_);
-                wake_pending_ = false;
-            }
-            if (!messages && watched[0].revents != 0) messages = socket_.has_message();
-            py::list ready;
-            for (std::size_t i = 0; i < fds.size(); ++i)
-                if (watched[i + 2].revents != 0) ready.append(fds[i]);
-            if (messages || woken || !ready.empty() || left_ms == 0)
-                return py::make_tuple(messages, woken, py::tuple(ready));
-        }
-    }
-
-    void wake() {
-        if (wake_pending_ || closed_) return;
-        wake_pending_ = true;
-        pdstage::raise_event(wake_fd_);
-    }
-
-    void look_again() {
-        if (n_waiting_ > 0 && !closed_ && socket_.has_message()) wake();
-    }
-
-    void close() {
-        wake();
-        closed_ = true;
-    }
-
-  private:
-    struct Waiting {
-        explicit Waiting(int& n) : n(n) { ++n; }
-        ~Waiting() { --n; }
-        int& n;
-    };
-
-    void check_open() const {
-        if (closed_) throw std::runtime_error("the control socket is closed");
-    }
-
-    static std::string_view view(const py::handle& frame) {
-        char* data = nullptr;
-        Py_ssize_t nbytes = 0;
-        if (PyBytes_AsStringAndSize(frame.ptr(), &data, &nbytes) != 0) throw py::error_already_set();
-        return {data, static_cast<std::size_t>(nbytes)};
-    }
-
-    // As poll(2), but -1 for an interrupt only.
-    static int poll(std::vector<pollfd>& watched, int timeout_ms) {
-        const auto n = static_cast<nfds_t>(watched.size());
-        if (timeout_ms == 0) return pdstage::retry([&] { return ::poll(watched.data(), n, 0); });
-        const py::gil_scoped_release unlocked;
-        return ::poll(watched.data(), n, timeout_ms);
-    }
-
-    pdstage::ZmqSocket socket_;
-    int wake_fd_;
-    int n_waiting_ = 0;
-    bool wake_pending_ = false;
-    bool closed_ = false;
-};
-
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
@@ -395,16 +251,16 @@ PYBIND11_MODULE(_native, module) {
         "send_datagram",
         [](int fd, std::string_view data) { return pdstage::send_datagram(fd, data.data(), data.size()); },
         py::arg("fd"), py::arg("data"), "Sends on a connected datagram socket; returns 0 or the errno.");
-    module.def("recv_datagrams", &recv_datagrams, py::arg("fd"), py::arg("uids"), py::arg("limit"),
+    module.def("recv_datagrams", &pdstage::recv_datagrams, py::arg("fd"), py::arg("uids"), py::arg("limit"),
                py::arg("max_nbytes"), "Returns (datagrams of these users, how many others were dropped).");
 
-    py::class_<ControlPort>(module, "ControlPort", "The socket of a node; see pdstage.control.port.")
+    py::class_<pdstage::ControlPort>(module, "ControlPort", "The socket of a node; see pdstage.control.port.")
         .def(py::init<const std::string&, std::uintptr_t, int>(), py::arg("library"), py::arg("socket"),
              py::arg("wake_fd"))
-        .def("send", &ControlPort::send, py::arg("route"), py::arg("frames"))
-        .def("recv", &ControlPort::recv, py::arg("max_messages"), py::arg("max_frames"))
-        .def("wait", &ControlPort::wait, py::arg("timeout_ms"), py::arg("fds"))
-        .def("wake", &ControlPort::wake)
-        .def("look_again", &ControlPort::look_again)
-        .def("close", &ControlPort::close);
+        .def("send", &pdstage::ControlPort::send, py::arg("route"), py::arg("frames"))
+        .def("recv", &pdstage::ControlPort::recv, py::arg("max_messages"), py::arg("max_frames"))
+        .def("wait", &pdstage::ControlPort::wait, py::arg("timeout_ms"), py::arg("fds"))
+        .def("wake", &pdstage::ControlPort::wake)
+        .def("look_again", &pdstage::ControlPort::look_again)
+        .def("close", &pdstage::ControlPort::close);
 }

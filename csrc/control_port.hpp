@@ -1,0 +1,166 @@
+// The hot calls of the control socket and of the local transport's tags, as Python objects see them.
+//
+// Included by bindings.cpp, the other file that knows Python. Nothing here gives the interpreter away but a wait.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "host/quick_calls.hpp"
+#include "host/zmq_socket.hpp"
+
+namespace pdstage {
+
+namespace py = pybind11;
+
+inline py::tuple recv_datagrams(int fd, const std::vector<std::int64_t>& uids, int limit, std::size_t max_nbytes) {
+    thread_local std::vector<char> room;
+    room.resize(max_nbytes);
+    py::list taken;
+    int n_foreign = 0;
+    for (int i = 0; i < limit; ++i) {
+        const Datagram one = recv_datagram(fd, room.data(), room.size());
+        if (one.nbytes < 0) break;
+        if (one.whole && std::find(uids.begin(), uids.end(), one.uid) != uids.end())
+            taken.append(py::bytes(room.data(), static_cast<std::size_t>(one.nbytes)));
+        else
+            ++n_foreign;
+    }
+    return py::make_tuple(taken, n_foreign);
+}
+
+// What pdstage.control.port.ControlPort is in Python, with the interpreter given away only while there is nothing to
+// do. It is also the lock: every call that touches the socket keeps the interpreter from its first to its last
+// instruction.
+class ControlPort {
+  public:
+    ControlPort(const std::string& library, std::uintptr_t socket, int wake_fd)
+        : socket_(library, reinterpret_cast<void*>(socket)), wake_fd_(wake_fd) {}
+
+    int send(const py::bytes& route, const py::sequence& frames) {
+        check_open();
+        std::vector<std::string_view> parts{view(route)};
+        for (const py::handle frame : frames) parts.push_back(view(frame));  // all seen before the first is sent
+        int error = 0;
+        for (std::size_t i = 0; i < parts.size() && error == 0; ++i)
+            error = socket_.send(parts[i].data(), parts[i].size(), i + 1 < parts.size());
+        look_again();
+        return error;
+    }
+
+    py::tuple recv(int max_messages, std::size_t max_frames) {
+        check_open();
+        py::list messages;
+        int n_malformed = 0;
+        for (int i = 0; i < max_messages; ++i) {
+            py::object route;
+            py::list frames;
+            std::size_t n = 0;
+            for (bool more = true; more; ++n) {
+                ZmqFrame frame(socket_.api());
+                const int error = socket_.recv(frame);
+                if (error == EAGAIN && n == 0) return py::make_tuple(messages, n_malformed);
+                if (error != 0) throw std::runtime_error("zmq_msg_recv failed with errno " + std::to_string(error));
+                if (n <= max_frames) {
+                    py::bytes bytes(frame.data(), frame.size());
+                    if (n == 0)
+                        route = std::move(bytes);
+                    else
+                        frames.append(std::move(bytes));
+                }
+                more = frame.more();
+            }
+            if (n >= 2 && n <= max_frames + 1)
+                messages.append(py::make_tuple(route, frames));
+            else
+                ++n_malformed;
+        }
+        return py::make_tuple(messages, n_malformed);
+    }
+
+    py::tuple wait(int timeout_ms, const std::vector<int>& fds) {
+        using Clock = std::chrono::steady_clock;
+        check_open();
+        std::vector<pollfd> watched{{socket_.fd(), POLLIN, 0}, {wake_fd_, POLLIN, 0}};
+        for (const int fd : fds) watched.push_back({fd, POLLIN, 0});
+        const auto until = Clock::now() + std::chrono::milliseconds(timeout_ms);
+        const Waiting waiting(n_waiting_);
+        for (;;) {
+            bool messages = socket_.has_message();
+            const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
+            const int left_ms = messages ? 0 : timeout_ms < 0 ? -1 : static_cast<int>(std::max<std::int64_t>(left, 0));
+            const int n_ready = poll(watched, left_ms);
+            if (n_ready < 0 && PyErr_CheckSignals() != 0) throw py::error_already_set();
+            if (closed_) return py::make_tuple(false, true, py::tuple());
+            if (n_ready < 0) continue;
+            const bool woken = watched[1].revents != 0;
+            if (woken) {
+                lower_event(wake_fd_);
+                wake_pending_ = false;
+            }
+            if (!messages && watched[0].revents != 0) messages = socket_.has_message();
+            py::list ready;
+            for (std::size_t i = 0; i < fds.size(); ++i)
+                if (watched[i + 2].revents != 0) ready.append(fds[i]);
+            if (messages || woken || !ready.empty() || left_ms == 0)
+                return py::make_tuple(messages, woken, py::tuple(ready));
+        }
+    }
+
+    void wake() {
+        if (wake_pending_ || closed_) return;
+        wake_pending_ = true;
+        raise_event(wake_fd_);
+    }
+
+    void look_again() {
+        if (n_waiting_ > 0 && !closed_ && socket_.has_message()) wake();
+    }
+
+    void close() {
+        wake();
+        closed_ = true;
+    }
+
+  private:
+    struct Waiting {
+        explicit Waiting(int& n) : n(n) { ++n; }
+        ~Waiting() { --n; }
+        int& n;
+    };
+
+    void check_open() const {
+        if (closed_) throw std::runtime_error("the control socket is closed");
+    }
+
+    static std::string_view view(const py::handle& frame) {
+        char* data = nullptr;
+        Py_ssize_t nbytes = 0;
+        if (PyBytes_AsStringAndSize(frame.ptr(), &data, &nbytes) != 0) throw py::error_already_set();
+        return {data, static_cast<std::size_t>(nbytes)};
+    }
+
+    // As poll(2), but -1 for an interrupt only.
+    static int poll(std::vector<pollfd>& watched, int timeout_ms) {
+        const auto n = static_cast<nfds_t>(watched.size());
+        if (timeout_ms == 0) return retry([&] { return ::poll(watched.data(), n, 0); });
+        const py::gil_scoped_release unlocked;
+        return ::poll(watched.data(), n, timeout_ms);
+    }
+
+    ZmqSocket socket_;
+    int wake_fd_;
+    int n_waiting_ = 0;
+    bool wake_pending_ = false;
+    bool closed_ = false;
+};
+
+}  // namespace pdstage
