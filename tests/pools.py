@@ -170,7 +170,7 @@ def logicals(draw, name="kv"):
     """Anything affine, and each kind that engines keep: split or fused K and V, MLA latents, conv and SSM states."""
     kind = draw(st.sampled_from(["any", "any", "any", "attention", "latent", "state"]))
     layers, width = draw(st.integers(1, 2)), draw(st.sampled_from(WIDTHS))
-    shards, segs = draw(st.integers(1, 4)), draw(st.sampled_from([1, 1, 2, 3]))
+    shards, segs = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 1, 2, 3]))
     if kind == "attention":
         return Logical(name, layers, 2, shards, 1, width)
     if kind == "latent":
@@ -265,11 +265,12 @@ def transfers(draw):
     sides, select, index, tokens = ([], []), ([], []), ({}, {}), {}
     for name in ("kv", "swa")[: draw(st.sampled_from([1, 1, 2]))]:
         whole = draw(logicals(name))
-        shared = draw(st.integers(0, whole.shards - 1))
-        stop = draw(st.integers(shared + 1, whole.shards))
+        n_shared = draw(st.just(whole.shards) | st.integers(1, whole.shards))
+        shared = draw(st.integers(0, whole.shards - n_shared))
+        stop = shared + n_shared
         keys = [key for key in whole.view_keys() if draw(st.integers(0, 3))] or whole.view_keys()[:1]
         cuts = dict.fromkeys(keys, (shared, stop))
-        if draw(st.booleans()):
+        if draw(st.sampled_from([False, False, True])):
             for key in keys:
                 start = draw(st.integers(shared, stop - 1))
                 cuts[key] = start, draw(st.integers(start + 1, stop))
