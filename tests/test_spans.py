@@ -11,19 +11,17 @@ from hypothesis import strategies as st
 from pools import (
     FUSED,
     HND,
-    HOST_CODES,
     NHD,
     Logical,
     Stored,
     hold,
-    host_code,
     indexes,
     logicals,
     moved,
     ranges,
     storages,
-    without_native,
 )
+from rigs import HOST_CODES, host_code, without_native
 
 from pdstage.errors import UsageError
 from pdstage.plan import Select

@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pools import (
-    FUSED,
-    GUARD,
-    HND,
-    NHD,
-    Logical,
-    Stored,
-    cells,
-    hold,
-    indexes,
-    logicals,
-    moved,
-    ranges,
-    selections,
-    storages,
-)
+from pools import FUSED, GUARD, HND, NHD, Logical, Stored, cells, hold, moved, transfers
+from rigs import MISUSE, Rig, check, check_refused
 
 from pdstage.errors import UsageError
 from pdstage.kernels import Index, Plan, Pool, triton_copy
 from pdstage.kernels.checksum import checksum
 from pdstage.kernels.pool import Recipe
 from pdstage.kernels.triton_device import device_of
-from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select, Staging
+from pdstage.plan import TOKEN_MAJOR, Select, Staging
 from pdstage.tables import Table
 
 FILL = 0xA5
-WIRES = st.sampled_from([TOKEN_MAJOR, HEAD_MAJOR])
-FEW = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def triton_plan(held, select, wire=TOKEN_MAJOR, *, sums=False):
-    """As `Pool.plan` makes it, but for the choice of a backend, which has none but host code for host memory."""
-    pool = Pool.of(held.layout, keep=held)
-    staging = Staging(held.layout, select)
-    recipe = Recipe(held.layout, staging.select, wire, "cpu", sums)
-    return Plan(pool, staging, "triton", recipe, triton_copy.compile_plan(recipe))
+class InterpreterRig(Rig):
+    """Triton's kernels over host memory, in as many programs at once as `max_sms`."""
+
+    skews = False
+
+    def __init__(self, max_sms=None):
+        super().__init__("triton")
+        self.max_sms = max_sms
+
+    def plan(self, layout, select, wire, checksum):
+        """As `Pool.plan` makes it, but for the choice of a backend, which has none but host code for host memory."""
+        staging = Staging(layout, select)
+        recipe = Recipe(layout, staging.select, wire, "cpu", checksum)
+        return Plan(Pool.of(layout), staging, "triton", recipe, triton_copy.compile_plan(recipe))
+
+
+def triton_plan(held, select, *, sums=False):
+    return InterpreterRig().plan(held.layout, select, TOKEN_MAJOR, sums)
 
 
 def aligned(nbytes):
@@ -54,111 +52,23 @@ def address(array):
     return array.__array_interface__["data"][0]
 
 
-def sum_of(held, select, index, tokens):
-    """The checksum of what moves, by its definition."""
-    total = 0
-    for one, row in zip(sorted(select), Table.of(held.layout, select).rows, strict=True):
-        name = one.key.component
-        start, stop = tokens.get(name, (0, 0))
-        if start == stop:
-            continue
-        view, per = held.layout.by_key()[one.key], row.tokens_per_row
-        firsts = np.arange(start // per * per, stop, per)
-        runs = [
-            held.memory[i][at : at + view.width]
-            for i, at in cells(held, one, index[name], index[name].keep, (start, stop))
-        ]
-        shaped = np.array(runs).reshape(len(firsts), one.count, view.segs, view.width)
-        total += checksum(row.seed, firsts, row.first_shard, shaped)
-    return total % 2**64
+def on_device(indexes):
+    """The same lists where the host does not look at them."""
+    return {name: index._replace(device="interpreter") for name, index in indexes.items()}
 
 
 @st.composite
-def cases(draw, repeat):
-    """A pool of one or two components, some of it selected, token ranges and lists."""
-    stored = [draw(storages(draw(logicals(name)))) for name in ("kv", "swa")[: draw(st.integers(1, 2))]]
-    held = hold(stored, draw(st.integers(0, 99)))
-    select = draw(selections(held.layout))
-    tokens = {one.of.name: draw(ranges(one)) for one in stored}
-    index = {one.of.name: draw(indexes(one, tokens[one.of.name], repeat)) for one in stored}
-    return held, select, draw(WIRES), tokens, index
+def placed(draw):
+    """A transfer, the lists of neither, either or both sides on the device."""
+    transfer = draw(transfers())
+    sides = {side: getattr(transfer, side) for side in ("src_index", "dst_index") if draw(st.booleans())}
+    return replace(transfer, **{side: on_device(indexes) for side, indexes in sides.items()})
 
 
-@FEW
-@given(case=cases(repeat=True), sums=st.booleans(), max_sms=st.sampled_from([None, 1, 2, 7]))
-def test_gather_is_the_reference(case, sums, max_sms):
-    held, select, wire, tokens, index = case
-    before = held.bytes()
-    reference, plan = Pool.of(held.layout).plan(select, wire, "reference"), triton_plan(held, select, wire, sums=sums)
-    n = plan.nbytes(tokens)
-    expected, start = aligned(n)
-    reference.gather(address(expected) + start, n, index, tokens)
-    found, start_2 = aligned(n)
-    total = np.array([5], np.uint64)
-    plan.gather(address(found) + start_2, n, index, tokens, max_sms=max_sms, sum_ptr=address(total) if sums else 0)
-    np.testing.assert_array_equal(found[start_2 : start_2 + n], expected[start : start + n])
-    assert (found[:start_2] == FILL).all()
-    assert (found[start_2 + n :] == FILL).all()
-    for a, b in zip(before, held.memory, strict=True):
-        np.testing.assert_array_equal(a, b)
-    if sums:
-        assert int(total[0]) == (sum_of(held, select, index, tokens) + 5) % 2**64
-
-
-@FEW
-@given(case=cases(repeat=False), sums=st.booleans(), max_sms=st.sampled_from([None, 1, 2, 7]))
-def test_scatter_is_the_reference(case, sums, max_sms):
-    held, select, wire, tokens, index = case
-    before = held.bytes()
-    reference, plan = Pool.of(held.layout).plan(select, wire, "reference"), triton_plan(held, select, wire, sums=sums)
-    n = plan.nbytes(tokens)
-    src, start = aligned(n)
-    src[start : start + n] = np.random.default_rng(7).integers(0, 256, n, dtype=np.uint8)
-    reference.scatter(address(src) + start, n, index, tokens)
-    expected = held.bytes()
-    for memory, original in zip(held.memory, before, strict=True):
-        memory[:] = original
-    total = np.zeros(1, np.uint64)
-    plan.scatter(address(src) + start, n, index, tokens, max_sms=max_sms, sum_ptr=address(total) if sums else 0)
-    for a, b in zip(expected, held.memory, strict=True):
-        np.testing.assert_array_equal(a, b)
-    if sums:
-        assert int(total[0]) == sum_of(held, select, index, tokens)
-
-
-@st.composite
-def transfers(draw):
-    """Two pools that store the same thing differently, and tokens to move."""
-    of = draw(logicals())
-    src, dst = draw(storages(of)), draw(storages(of))
-    tokens = draw(ranges(src, dst))
-    src_held, dst_held = hold([src], 1), hold([dst], 2)
-    start, count = 0, draw(st.integers(1, of.shards))
-    if count < of.shards:
-        start = draw(st.integers(0, of.shards - count))
-    select = [Select(key, start, count) for key in of.view_keys()]
-    return (
-        (src_held, {"kv": draw(indexes(src, tokens, True))}),
-        (dst_held, {"kv": draw(indexes(dst, tokens, False))}),
-        select,
-        {"kv": tokens},
-    )
-
-
-@FEW
-@given(case=transfers(), sums=st.booleans())
-def test_a_copy_is_a_gather_and_a_scatter(case, sums):
-    (src, src_index), (dst, dst_index), select, tokens = case
-    expected = moved(src, select, src_index, dst, select, dst_index, tokens)
-    expected_sum = sum_of(src, select, src_index, tokens)
-    total = np.zeros(1, np.uint64)
-    plan, peer = triton_plan(src, select, sums=sums), triton_plan(dst, select)
-    plan.copy_to(peer, src_index, dst_index, tokens, sum_ptr=address(total) if sums else 0)
-    for a, b in zip(expected, dst.memory, strict=True):
-        np.testing.assert_array_equal(a, b)
-    if sums:
-        assert int(total[0]) == expected_sum
-        assert sum_of(dst, select, dst_index, tokens) == expected_sum, "the same on both sides"
+@settings(max_examples=45, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(transfer=placed(), max_sms=st.sampled_from([None, 1, 2, 7]))
+def test_every_transfer_is_the_references(transfer, max_sms):
+    check(InterpreterRig(max_sms), transfer)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
@@ -269,36 +179,25 @@ def test_widths_of_all_classes_share_a_call_of_three_launches(monkeypatch):
     assert launches == [], "no tokens, no launch"
 
 
-MISUSE = {
-    "item outside": ({"items": [1, 6, 2]}, "item 6 at position 1 of component 'kv'"),
-    "item twice": ({"items": [1, 2, 1]}, "item 1 at position 2 of component 'kv' is a destination twice"),
+OWN_MISUSE = {
     "list on another device": ({"device": "cuda:7"}, "are on 'cuda:7'"),
     "too few items on the device": ({"items": [1, 2], "device": "interpreter"}, "has 2 items where its tokens need 3"),
-    "staging too small": ({"short": 1}, "too small"),
     "staging misaligned": ({"skew": 8}, "is not aligned"),
     "no checksum": ({"sum_ptr": 8}, "computes no checksums"),
 }
 
 
-@pytest.mark.parametrize("misuse", MISUSE)
-def test_misuse_names_the_culprit_and_writes_nothing(misuse):
-    case, words = MISUSE[misuse]
-    of = Logical(width=16)
-    held = hold([Stored(of, n_items=6, rows_per_item=4)])
-    before = held.bytes()
-    plan = triton_plan(held, [Select(of.view_keys()[0], 0, 1)])
-    items = Index.of(np.array(case.get("items", [1, 2, 3]), np.int32))
-    index, tokens = {"kv": items._replace(device=case.get("device", "cpu"))}, {"kv": (0, 12)}
-    n = plan.nbytes(tokens)
-    staged, start = aligned(n + 16)
-    with pytest.raises(UsageError) as caught:
-        plan.scatter(
-            address(staged) + start + case.get("skew", 0), n - case.get("short", 0), index, tokens,
-            sum_ptr=case.get("sum_ptr", 0),
-        )  # fmt: skip
-    assert words in str(caught.value)
-    for a, b in zip(before, held.memory, strict=True):
-        np.testing.assert_array_equal(a, b)
+@pytest.mark.parametrize(
+    ("way", "misuse"),
+    [
+        (way, name)
+        for way in ("gather", "scatter")
+        for name in MISUSE | OWN_MISUSE
+        if way == "scatter" or "repeated" not in name
+    ],
+)
+def test_misuse_names_the_culprit_and_writes_nothing(way, misuse):
+    check_refused(InterpreterRig(), way, *(MISUSE | OWN_MISUSE)[misuse])
 
 
 def test_a_call_of_more_pieces_than_32_bits_count_is_refused():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import FUSED, HND, HOST_CODES, NHD, REFERENCE, SUM_BEFORE, Logical, Rig, Stored, hold, outcome, transfers
+from pools import FUSED, HND, NHD, Logical, Stored, hold, transfers
+from rigs import HOST_CODES, REFERENCE, SUM_BEFORE, Rig, outcome
 
 from pdstage.errors import UsageError
 from pdstage.kernels import Index, Pool

@@ -10,23 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from pools import (
-    FUSED,
-    HND,
-    HOST_CODES,
-    MISUSE,
-    NHD,
-    REFERENCE,
-    Logical,
-    Rig,
-    Stored,
-    check,
-    check_refused,
-    hold,
-    host_code,
-    moved,
-    transfers,
-)
+from pools import FUSED, HND, NHD, Logical, Stored, hold, moved, transfers
+from rigs import HOST_CODES, MISUSE, REFERENCE, Rig, check, check_refused, host_code
 
 from pdstage.errors import UsageError
 from pdstage.kernels import Index, Pool

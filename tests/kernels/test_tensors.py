@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import HOST_CODES, host_code
+from rigs import HOST_CODES, host_code
 
 from pdstage.errors import UsageError
 from pdstage.kernels import backends, gather, scatter, staged_nbytes
