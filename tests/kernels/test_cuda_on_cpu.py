@@ -7,21 +7,8 @@ import pytest
 from cuda_on_cpu import COMPILER, CpuMachine, plan_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pools import (
-    HND,
-    MISUSE,
-    NHD,
-    Logical,
-    Rig,
-    Stored,
-    Transfer,
-    check,
-    check_refused,
-    hold,
-    indexes,
-    ranges,
-    transfers,
-)
+from pools import HND, NHD, Logical, Stored, Transfer, hold, indexes, ranges, transfers
+from rigs import MISUSE, Rig, check, check_refused
 
 from pdstage.errors import UsageError
 from pdstage.kernels import Index, Plan, Pool

@@ -10,7 +10,7 @@ import pytest
 from pdstage import State
 from pdstage.errors import TransportError
 from tests.manager.engine import QUICK, Rank, drive
-from tests.pools import HOST_CODES, host_code
+from tests.rigs import HOST_CODES, host_code
 
 CONFIG = replace(QUICK, checksums=True)
 TOKENS = 37
