@@ -142,11 +142,13 @@ class CupyRuntime:
         self._cuda.memcpyAsync(dst_ptr, address, src.nbytes, self._cuda.memcpyHostToDevice, stream)
 
     def record(self, event: object, stream: int) -> None:
-        self._cuda.eventRecord(event.ptr, stream)  # type: ignore[attr-defined]
+        with self.current():
+            self._cuda.eventRecord(event.ptr, stream)  # type: ignore[attr-defined]
 
     def done(self, event: object) -> bool:
         # Not CuPy's own `done`, to which a failed device looks like a busy one, for ever.
-        status = self._cuda.eventQuery(event.ptr)  # type: ignore[attr-defined]
+        with self.current():  # asking alone makes a new thread a context, on whatever device it has
+            status = self._cuda.eventQuery(event.ptr)  # type: ignore[attr-defined]
         if status not in _NO_ANSWER:
             self._cuda.check_status(status)
         return not status

@@ -20,6 +20,7 @@ class Cuda:
         self.device = device
         self.in_use = {device, *in_use} if in_use else set()
         self.status = 0
+        self.calls = []
 
     def getDevice(self):  # noqa: N802  (CuPy's names)
         return self.device
@@ -29,7 +30,11 @@ class Cuda:
         self.in_use.add(device)  # as CUDA does from 12 on
 
     def eventQuery(self, event):  # noqa: N802
+        self.calls.append(self.device)
         return self.status
+
+    def eventRecord(self, event, stream):  # noqa: N802
+        self.calls.append(self.device)
 
     def check_status(self, status):
         if status:
@@ -71,6 +76,15 @@ def test_going_back_makes_no_context(cuda):
 def test_events_streams_and_memory_are_made_on_the_runtimes_device(cuda):
     runtime = runtime_on(cuda, 1)
     assert (runtime.event().on, runtime.new_stream(), runtime.allocate(8)) == (1, 2001, 1001)
+    assert cuda.device == 0
+
+
+def test_events_are_recorded_and_asked_on_the_runtimes_device(cuda):
+    """Stream 0 is another one on each device; and a new thread's first call makes a context where it happens to be."""
+    runtime = runtime_on(cuda, 1)
+    runtime.record(SimpleNamespace(ptr=7), 0)
+    runtime.done(SimpleNamespace(ptr=7))
+    assert cuda.calls == [1, 1]
     assert cuda.device == 0
 
 
