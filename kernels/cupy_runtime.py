@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+# cudaErrorNotReady, and cudaErrorStreamCaptureUnsupported: a thread records a graph, and forbids the question.
+_NO_ANSWER = (600, 900)
+
+
 class Bulk(NamedTuple):
     """A CTA's ring in shared memory: 64 KiB, of which three quarters are being read into."""
 
@@ -46,8 +50,24 @@ class Kernel(NamedTuple):
     shared_nbytes: int
 
 
+@lru_cache(maxsize=1)
+def _libcuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _in_use(device: int) -> bool:
+    """Whether this process has a context on the device; CuPy has no words for it."""
+    flags, active = ctypes.c_uint(), ctypes.c_int()
+    failed = _libcuda().cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+    return not failed and bool(active.value)
+
+
 class Current:
-    """A device made current, and the one before it again at the end."""
+    """A device made current, and the one before it again at the end.
+
+    Unless nobody uses that one: in a new thread it is device 0, and to go back would make a context there, whose
+    hundreds of MiB every rank of a node would take from the first one's device.
+    """
 
     __slots__ = ("_before", "_cuda", "_device")
 
@@ -60,7 +80,7 @@ class Current:
         self._cuda.setDevice(self._device)
 
     def __exit__(self, *error: object) -> None:
-        if self._before != self._device:
+        if self._before != self._device and _in_use(self._before):
             self._cuda.setDevice(self._before)
 
 
@@ -94,11 +114,14 @@ class CupyRuntime:
         return Current(self._cuda, self.device)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        return np.frombuffer(self._pinned.PinnedMemoryPointer(self._pinned.PinnedMemory(nbytes), 0), np.uint8, nbytes)
+        with self.current():
+            held = self._pinned.PinnedMemoryPointer(self._pinned.PinnedMemory(nbytes), 0)
+        return np.frombuffer(held, np.uint8, nbytes)
 
     def allocate(self, nbytes: int) -> int:
         # Not from CuPy's pool: its memory is ordered by the stream that was current when it was asked for.
-        held = self._memory.Memory(nbytes)
+        with self.current():
+            held = self._memory.Memory(nbytes)
         self._held.append(held)
         return int(held.ptr)
 
@@ -111,17 +134,24 @@ class CupyRuntime:
         return int(held.ptr), held
 
     def event(self) -> object:
-        return self._event(block=False, disable_timing=True)
+        with self.current():  # an event can be recorded in streams of its own device only
+            return self._event(block=False, disable_timing=True)
 
     def upload(self, dst_ptr: int, src: NDArray[np.uint8], stream: int) -> None:
         address = src.__array_interface__["data"][0]
         self._cuda.memcpyAsync(dst_ptr, address, src.nbytes, self._cuda.memcpyHostToDevice, stream)
 
     def record(self, event: object, stream: int) -> None:
-        self._cuda.eventRecord(event.ptr, stream)  # type: ignore[attr-defined]
+        with self.current():
+            self._cuda.eventRecord(event.ptr, stream)  # type: ignore[attr-defined]
 
     def done(self, event: object) -> bool:
-        return bool(event.done)  # type: ignore[attr-defined]
+        # Not CuPy's own `done`, to which a failed device looks like a busy one, for ever.
+        with self.current():  # asking alone makes a new thread a context, on whatever device it has
+            status = self._cuda.eventQuery(event.ptr)  # type: ignore[attr-defined]
+        if status not in _NO_ANSWER:
+            self._cuda.check_status(status)
+        return not status
 
     def stream(self, stream: object) -> int:
         """As `Runtime.stream`. None is CuPy's current stream; where that is the default one, torch's current one."""

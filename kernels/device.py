@@ -153,7 +153,9 @@ class DeviceTable:
             if part.start == part.stop:
                 continue
             self._check_counts(number, part)
-            if indexes[name].device == "cpu" and not self._fits(number, part, indexes[name], unique):
+            if indexes[name].device != "cpu":
+                check_aligned(part.ptr, part.bits // 8, f"the list of component {name!r}")
+            elif not self._fits(number, part, indexes[name], unique):
                 self.table.resolve(parts[: number + 1], unique=unique)  # has the words
         self._check_rows(parts)
         return [Span(p.ptr, p.bits, p.n, p.first_token, p.start - p.first_token, p.stop - p.first_token) for p in parts]
@@ -193,10 +195,7 @@ class DeviceTable:
         )
         if needed > nbytes:
             self.table.refuse(FAULT_TOO_SMALL, 0, needed, nbytes)
-        if ptr % WIDEST:
-            raise UsageError(
-                f"staging at {ptr:#x} is not aligned", remedy=f"align it to {WIDEST} bytes, 128 is best", ptr=ptr
-            )
+        check_aligned(ptr, WIDEST, "staging")
 
 
 def _grouped(shaped: Sequence[tuple[Group, Group]]) -> list[tuple[Group, Group]]:
@@ -207,6 +206,12 @@ def _grouped(shaped: Sequence[tuple[Group, Group]]) -> list[tuple[Group, Group]]
         groups.append((mine._replace(first_view=first, n_views=n), other._replace(first_view=first, n_views=n)))
         first += n
     return groups
+
+
+def check_aligned(ptr: int, nbytes: int, what: str) -> None:
+    """Raises `UsageError` for an address that is no multiple of `nbytes`: an access there would end the context."""
+    if ptr % nbytes:
+        raise UsageError(f"{what} at {ptr:#x} is not aligned", remedy=f"align it to {nbytes} bytes", ptr=ptr)
 
 
 def listed(index: Index) -> NDArray[Any]:

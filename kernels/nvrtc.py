@@ -55,13 +55,17 @@ def compile_kernel(name: str, macros: Mapping[str, int], architecture: str, sour
 def architecture_of(capability: int) -> str:
     """What to compile for a device of compute capability `capability`, as 90: machine code where NVRTC knows it.
 
-    A later device of a known major version runs that version's machine code; one of an unknown takes PTX.
+    A later device of a known major version runs machine code of that version's first, and not of any between (an
+    embedded one's, say, as 101 was); one of an unknown takes PTX.
     """
     known = [arch for arch in _nvrtc().getSupportedArchs() if arch <= capability]
     if not known:
         raise UsageError(f"no machine code for capability {capability}", remedy="use backend triton, or a newer GPU")
-    best = max(known)
-    return f"{'sm' if best // 10 == capability // 10 else 'compute'}_{best}"
+    first = capability // 10 * 10
+    for exact in (capability, first):
+        if exact in known:
+            return f"sm_{exact}"
+    return f"compute_{max(known)}"
 
 
 def cache_folder() -> Path:

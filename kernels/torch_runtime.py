@@ -96,7 +96,8 @@ class TorchRuntime:
 
     def _current(self, handle: int) -> AbstractContextManager[object]:
         """Inside, the stream is the current one; to switch costs microseconds, so only where it is not already."""
-        if int(self._torch.cuda.current_stream().cuda_stream) == handle:
+        current = self._torch.cuda.current_stream()
+        if (current.device, current.cuda_stream) == (self.device, handle):  # 0 is a stream of every device
             return nullcontext()
         return self._torch.cuda.stream(self._stream(handle))
 

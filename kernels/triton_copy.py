@@ -108,7 +108,7 @@ class _Section(NamedTuple):
 
 
 class TritonPlan:
-    """A selection's tables on the device and its kernels. Must outlive the last copy that it put in a stream."""
+    """A selection's tables on the device and its kernels. Must outlive the graphs that it was captured in."""
 
     def __init__(self, recipe: Recipe, device: Device) -> None:
         self._recipe = recipe

@@ -6,7 +6,7 @@ Layer 3. Imports torch and triton only where one of the two is made. Must not kn
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -17,9 +17,10 @@ from .index_ring import IndexRing
 from .torch_runtime import TorchRuntime
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
+    import torch
     from numpy.typing import NDArray
 
     from ..tables import Int64s
@@ -75,7 +76,7 @@ class Device(Protocol):
         """Its streams and events, where copies are not done when a launch returns."""
 
     def put(self, table: Int64s) -> tuple[int, object]:
-        """A copy of `table` there: its address, and what owns it."""
+        """A copy of `table` there: its address, and what owns it, until no kernel reads it any more."""
 
     def prepare(self, variant: Variant) -> None:
         """Makes a kernel ready, so that no launch waits for a compiler."""
@@ -87,6 +88,21 @@ class Device(Protocol):
         """Addresses of copies there, for kernels launched inside the context."""
 
     def launch(self, variant: Variant, programs: int, arguments: tuple[int, ...], stream: int) -> None: ...
+
+
+class _Held:
+    """A table in torch's memory, which would be somebody else's as soon as the tensor is gone: not before the device
+    is through with what reads it, in whatever streams that is. (CUDA's own cudaFree waits likewise.)
+    """
+
+    def __init__(self, tensor: torch.Tensor, drain: Callable[[torch.device], None]) -> None:
+        self._tensor = tensor
+        self._drain = drain
+
+    def __del__(self) -> None:
+        # A device that failed says so to everyone else; nothing reads the table there any more.
+        with suppress(RuntimeError):
+            self._drain(self._tensor.device)
 
 
 class Gpu:
@@ -111,7 +127,7 @@ class Gpu:
         import torch  # noqa: PLC0415
 
         held = torch.from_numpy(table).to(self.runtime.device)
-        return held.data_ptr(), held
+        return held.data_ptr(), _Held(held, torch.cuda.synchronize)
 
     def prepare(self, variant: Variant) -> None:
         if variant not in self._kernels:

@@ -8,6 +8,11 @@
 
 #include "access.cuh"
 
+// NVRTC knows the attribute since CUDA 12.4. An older one's kernels are right too, and take more registers.
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ < 1204
+#define __maxnreg__(n)
+#endif
+
 namespace pdstage {
 
 constexpr u32 LANES = 32;

@@ -58,6 +58,9 @@ struct Params {
     Span pool[MOST_COMPONENTS], peer[MOST_COMPONENTS];
 };
 
+// As kernels/cuda_tables.py counts them.
+static_assert(sizeof(Group) == 264 && sizeof(View) == 24 && sizeof(Span) == 40 && sizeof(Params) == 1320);
+
 // Rows that a span touches.
 struct Rows {
     u32 first, n;

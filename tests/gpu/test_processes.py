@@ -74,3 +74,15 @@ def test_staging_may_lie_on_the_peer(variant):
     src.gather(out, items)
     torch.cuda.synchronize(0)
     assert torch.equal(out.to("cuda:0"), expected)
+
+
+@pytest.mark.multigpu
+def test_a_rank_on_the_second_gpu_leaves_the_first_alone(variant):
+    """Neither a plan nor a call, from a new thread at that, makes a context on a device that is another rank's."""
+    child = torch.multiprocessing.get_context("spawn").Process(target=workers.on_the_second, args=(variant,))
+    child.start()
+    child.join(JOIN_S)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    assert child.exitcode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import threading
 
@@ -247,6 +248,43 @@ def test_threads_share_a_plan(plain):
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong
+
+
+@PLACES
+def test_a_thread_that_never_used_the_device_can_call(plain, on_device):
+    """Its first call to CUDA at all: launches need a context that is current in the thread."""
+    out, index = plain.staging(len(ITEMS)), plain.list(ITEMS, on_device=on_device)
+    torch.cuda.synchronize()
+    stream, raised = torch.cuda.Stream(), []
+
+    def work():
+        try:
+            plain.plan.gather(out.data_ptr(), out.numel(), index, plain.tokens(len(ITEMS)), stream=stream.cuda_stream)
+        except Exception as error:  # noqa: BLE001  (for the main thread to show)
+            raised.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not raised
+    stream.synchronize()
+    assert torch.equal(out, plain.expected(ITEMS))
+
+
+def test_a_plan_may_go_while_its_copies_wait(plain):
+    """Its tables are in memory that others get as soon as it is free."""
+    side, out = torch.cuda.Stream(), plain.staging(len(ITEMS))
+    index, expected = plain.list(ITEMS, on_device=True), plain.expected(ITEMS)
+    torch.cuda.synchronize()
+    block(side)
+    plain.plan.gather(out.data_ptr(), out.numel(), index, plain.tokens(len(ITEMS)), stream=side)
+    del plain.plan
+    gc.collect()
+    others = [torch.full((nbytes,), 0xFF, dtype=torch.uint8, device="cuda:0") for nbytes in (512, 1024, 4096) * 16]
+    side.synchronize()
+    assert torch.equal(out, expected)
+    assert all(bool((other == 0xFF).all()) for other in others)
 
 
 def test_no_tokens_launch_nothing(plain):

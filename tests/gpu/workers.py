@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+
 import torch
 from gpu.plain import Plain
 
@@ -20,6 +23,21 @@ def push(variant, mapped, staging, shape, src_items, dst_items):
     )
     src.gather(staging, src_items, on_device=False)
     torch.cuda.synchronize()
+
+
+def on_the_second(variant):
+    """Fails if a context on device 0 comes of a rank's life on device 1."""
+    torch.cuda.set_device(1)
+    plain = Plain(variant, device="cuda:1")
+    out = plain.staging(3)
+    thread = threading.Thread(target=plain.gather, args=(out, [3, 60, 8]), kwargs={"on_device": False})
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert torch.equal(out, plain.expected([3, 60, 8]))
+    flags, active = ctypes.c_uint(), ctypes.c_int()
+    assert ctypes.CDLL("libcuda.so.1").cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0
+    assert not active.value
 
 
 def pattern(shape):

@@ -111,6 +111,17 @@ def test_known_devices_get_machine_code(capability, architecture):
     assert nvrtc.architecture_of(capability) == architecture
 
 
+@pytest.mark.parametrize(
+    ("capability", "architecture"),
+    [(103, "sm_100"), (101, "sm_101"), (121, "sm_120"), (110, "compute_101"), (87, "sm_80"), (130, "compute_120")],
+)
+def test_a_later_device_of_a_known_major_version_gets_that_ones_first(monkeypatch, capability, architecture):
+    """What NVRTC 12.8 knows, with the embedded 101 between 100 and 103, whose code 103 cannot run."""
+    known = type("nvrtc", (), {"getSupportedArchs": staticmethod(lambda: [75, 80, 86, 89, 90, 100, 101, 120])})
+    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: known)
+    assert nvrtc.architecture_of(capability) == architecture
+
+
 def test_a_device_of_the_future_gets_ptx_and_one_of_the_past_an_error(sources):
     architecture = nvrtc.architecture_of(990)
     assert architecture.startswith("compute_")

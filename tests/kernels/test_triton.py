@@ -13,7 +13,7 @@ import pytest
 
 from pdstage.kernels import backends, checksum, triton_copy
 from pdstage.kernels.triton_copy import COPY, DEPTH, GATHER, SCATTER
-from pdstage.kernels.triton_device import THREADS, Variant, build, interpreted
+from pdstage.kernels.triton_device import THREADS, Variant, _Held, build, interpreted
 
 triton = pytest.importorskip("triton")
 pytest.importorskip("torch")
@@ -131,6 +131,16 @@ def test_arguments_are_in_the_kernels_order():
     assert tuple(triton_kernels.copy_kernel.arg_names[-len(Variant._fields) :]) == Variant._fields
     ways = triton_kernels.GATHER, triton_kernels.SCATTER, triton_kernels.COPY
     assert tuple(way.value for way in ways) == (GATHER, SCATTER, COPY)
+
+
+def test_a_table_is_kept_until_the_device_is_through_with_it():
+    done = []
+    tensor = type("Tensor", (), {"device": "cuda:1", "__del__": lambda _: done.append("freed")})()
+    held = _Held(tensor, done.append)
+    del tensor
+    assert done == []
+    del held
+    assert done == ["cuda:1", "freed"]
 
 
 def test_checksums_are_of_one_definition():

@@ -1,0 +1,47 @@
+"""What the host refuses before a launch that the device could only answer with a fault."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from pools import Logical, Stored, hold
+
+from pdstage.errors import UsageError
+from pdstage.kernels import Index
+from pdstage.kernels.cuda_tables import _GROUP, PARAMS_NBYTES
+from pdstage.kernels.device import DeviceTable
+from pdstage.kernels.pool import Pool, Recipe
+from pdstage.plan import TOKEN_MAJOR, Select, Staging
+
+
+def table():
+    of = Logical(width=32)
+    held = hold([Stored(of, n_items=6, rows_per_item=4)])
+    select = Staging(held.layout, [Select(of.view_keys()[0], 0, 1)]).select
+    return DeviceTable(Recipe(held.layout, select, TOKEN_MAJOR, "cuda:0", checksum=False), merged=True)
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_a_list_on_the_device_lies_at_a_multiple_of_its_items(bits):
+    nbytes = bits // 8
+    at = Index(0x7000_0000, bits, 3, 0, None, "cuda:0")
+    table().spans({"kv": at}, {"kv": (0, 12)}, unique=False)
+    askew = at._replace(ptr=at.ptr + nbytes // 2)
+    with pytest.raises(UsageError, match=f"the list of component 'kv' at {askew.ptr:#x} is not aligned"):
+        table().spans({"kv": askew}, {"kv": (0, 12)}, unique=False)
+    table().spans({"kv": askew}, {"kv": (4, 4)}, unique=False)  # is not read
+
+
+def test_a_checksums_word_lies_at_a_multiple_of_8():
+    of = Logical(width=32)
+    held = hold([Stored(of, n_items=6, rows_per_item=4)])
+    plan = Pool.of(held.layout).plan([Select(of.view_keys()[0], 0, 1)], checksum=True, backend="reference")
+    staged, total = np.zeros(1024, np.uint8), np.zeros(2, np.uint64)
+    index = {"kv": Index.of(np.array([1, 2, 3]))}
+    with pytest.raises(UsageError, match="the checksum's word"):
+        plan.gather(staged.ctypes.data, 384, index, {"kv": (0, 12)}, sum_ptr=total.ctypes.data + 4)
+
+
+def test_structures_are_as_large_as_the_kernels_say():
+    """csrc/cuda/copy.cuh asserts the same numbers."""
+    assert (_GROUP.itemsize, PARAMS_NBYTES) == (264, 1320)
