@@ -72,7 +72,7 @@ class IndexRing:
     What it holds is bounded by the most calls that were under way at once.
     """
 
-    def __init__(self, runtime: Runtime, n_slots: int = 4, slot_nbytes: int = SLOT_NBYTES) -> None:
+    def __init__(self, runtime: Runtime, n_slots: int = 16, slot_nbytes: int = SLOT_NBYTES) -> None:
         self._runtime = runtime
         self._slot_nbytes = slot_nbytes
         self._slots = deque(Slot(runtime, slot_nbytes) for _ in range(n_slots))
