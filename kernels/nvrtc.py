@@ -73,7 +73,10 @@ def cache_folder() -> Path:
     named = os.environ.get("PDSTAGE_CACHE_DIR")
     if named:
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdstage"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdstage"
+    except RuntimeError as error:
+        raise UsageError(f"nowhere to keep compiled kernels ({error})", remedy="set PDSTAGE_CACHE_DIR") from error
 
 
 def missing() -> str:
