@@ -6,6 +6,10 @@ leases, peers or transports; moves bytes and has no idea of dtypes, heads or lay
 Two levels. Tensors, for engines and microbenchmarks: `gather`, `scatter`, `staged_nbytes`. Raw memory, for the manager:
 a `Pool` over a `Layout` makes a `Plan` for each selection once, and the plan gathers and scatters chunk after chunk.
 Backends give equal bytes; `reference` is the definition of correct, and `backends()` says which of them work here.
+
+To read: `reference`, `checksum` (what is right); `pool`, `buffers` (what callers hold); `host_copy`; then for GPUs
+`device` (tables), `index_ring` (lists on their way there), `cuda_copy` with `cuda_tables`, `cupy_runtime` and `nvrtc`,
+and `triton_copy` with `triton_kernels`, `triton_device` and `torch_runtime`.
 """
 
 from __future__ import annotations
