@@ -385,3 +385,54 @@ def test_a_direct_post_whose_outcome_is_unknown_after_decodes_success() -> None:
     assert handle.state is State.SUCCESS, "terminal: what failed was a word, not the bytes"
     assert handle.released
     assert_flat(world)
+
+
+@pytest.mark.parametrize("path", ["staged", "direct"])
+def test_a_writer_that_was_only_stopped_proves_itself_quiet(path: str) -> None:
+    """On a transport that fences nothing: the same process comes back, its writes end, and its NoSession frees all (I2).
+
+    Until then the memory stays out of use, whatever else is asked of it.
+    """
+    world = World(path=path, fences=False, drain_s=2.0, max_silence_s=3.0, wait_s=4.0, transfer_s=4.0)
+    world.hold(is_kind("write"))
+    handle = world.receive(1, 8, [0, 1])
+    world.send(1, 8, [0, 1])
+    world.run()
+    (write,) = world.held
+    stopped, decode = world.prefill[0], world.decode[0]
+    (link,) = decode.core.links.values()
+    stopped.alive = False
+    world.run(until=10.0)
+    assert handle.state is State.FAILED
+    assert decode.core.holds(link)
+    assert handle.released == (path == "staged"), "staged writers touch staging memory only"
+    stopped.alive = True
+    world.run(until=20.0)
+    assert link.session not in stopped.core.links, "it lost the session too, by silence"
+    assert decode.core.holds(link), "its write is under way still: it may not say NoSession"
+    world.rules.clear()
+    world.release_held()
+    world.run(until=30.0)
+    assert not decode.core.holds(link)
+    assert handle.released
+    assert_flat(world)
+
+
+def test_another_process_at_the_route_proves_nothing_for_a_lost_session() -> None:
+    """It is asked no more; only the transport, or an operator, can tell that its predecessor is dead (I2, I6, I14)."""
+    world = World(fences=False, path="direct", drain_s=2.0, max_silence_s=3.0)
+    world.hold(is_kind("write"))
+    handle = world.receive(1, 8, [0, 1])
+    world.send(1, 8, [0, 1])
+    world.run()
+    decode = world.decode[0]
+    (link,) = decode.core.links.values()
+    world.restart(world.prefill[0])
+    world.run(until=30.0)
+    assert handle.state is State.FAILED
+    assert not handle.released
+    said = [line for line in world.log if "NoSession" in line]
+    world.run(until=60.0)
+    assert said == [line for line in world.log if "NoSession" in line], "asked for ever"
+    decode.core.fenced(link, world.now)
+    assert handle.released
