@@ -65,6 +65,8 @@ class OutChunk:
     attempt: int = 0
     lane: int = 0
     cursor: int = 0
+    waits_since: float = 0.0
+    """Since when its data exists and it has no staging memory that it may write."""
 
     @property
     def tokens(self) -> dict[str, tuple[int, int]]:
@@ -96,6 +98,8 @@ class Record:
 
     link: Link
     open: Open
+    may_go_direct: bool = True
+    """Whether this node lets its pool be read in place."""
     phase: RecordPhase = RecordPhase.WAITING
     room: OutRoom | None = None
     chunks: dict[int, OutChunk] = field(default_factory=dict)
@@ -108,10 +112,10 @@ class Record:
 
     def __post_init__(self) -> None:
         self.asked = {ask.component: (ask.start, ask.stop) for ask in self.open.asked}
-        self._exposed = frozenset(items.component for items in self.open.items)
+        self._exposed = frozenset(items.component for items in self.open.items if self.may_go_direct)
 
     def may_direct(self, rects: Iterable[Rect]) -> bool:
-        """Whether the destination told where each of `rects` lies, and lets it be written there."""
+        """Whether this node may, and the destination told where each of `rects` lies and lets it be written there."""
         return bool(self._exposed) and all(rect.component in self._exposed for rect in rects)
 
     @property
