@@ -310,9 +310,13 @@ class Node(ABC, Generic[AnyCore]):
 
     # Sessions and the transport.
 
+    @abstractmethod
+    def _meet(self, link: Link, description: bytes) -> None:
+        """Tells the transport who a session's peer is; raises `PdstageError` if that cannot be."""
+
     def _attach(self, link: Link, description: bytes) -> None:
         try:
-            self.transport.connect(label(link), description)
+            self._meet(link, description)
         except PdstageError as error:
             log.warning("peer %s: %s", link.route.hex(), error)
             with self._lock:
@@ -331,11 +335,12 @@ class Node(ABC, Generic[AnyCore]):
         self._dead_check_at = now + _DEAD_CHECK_S
         for link in list(self._lost):
             if self._is_fenced() or self.transport.proved_dead(label(link)):
-                self._lost.remove(link)
                 with self._lock:
                     self.core.fenced(link, now)
-            elif self._holds_nothing(link):
-                self._lost.remove(link)
+            elif not self._holds_nothing(link):
+                continue
+            self._lost.remove(link)
+            self.transport.forget(label(link))
 
     @abstractmethod
     def _is_fenced(self) -> bool:

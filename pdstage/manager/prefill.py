@@ -322,16 +322,11 @@ class PrefillNode(Node[PrefillCore]):
             self._direct_plans[key] = plan
         return plan
 
-    def _attach(self, link: Link, description: bytes) -> None:
+    def _meet(self, link: Link, description: bytes) -> None:
         self._wires[link] = wire_order(self.pool.layout, link.layout)
-        super()._attach(link, description)
         lanes = [Region(lane.base, lane.nbytes, lane.kind, lane.device) for lane in link.lanes]
-        exposed = link.layout.regions if link.exposes_pool else ()
-        try:
-            self.transport.prepare(label(link), [*lanes, *exposed])
-        except PdstageError as error:
-            with self._lock:
-                self.core.lose(link, error, time.monotonic())
+        self.transport.connect(label(link), description)
+        self.transport.prepare(label(link), [*lanes, *(link.layout.regions if link.exposes_pool else ())])
 
     def _detach(self, link: Link) -> None:
         self._wires.pop(link, None)

@@ -113,6 +113,7 @@ class Greeter(Core):
         self.counters.sessions_opened += 1
         self._stop_greeting(peer)
         self.watch(link, now)
+        self.emit(Attach(link, welcome.description))
         self.send(link, m.Heartbeat(), now)
         self._met(peer, now)
 
