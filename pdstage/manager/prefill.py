@@ -365,10 +365,11 @@ class PrefillNode(Node[PrefillCore]):
                 else:
                     self._waiting.append((sender, source, ready))
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        super().close(timeout_s)
+    def close(self, timeout_s: float = 5.0) -> bool:
+        safe = super().close(timeout_s)
         if self._bootstrap is not None:
             self._bootstrap.close()
+        return safe
 
 
 def _indexes(chunk: OutChunk) -> Mapping[str, Index]:

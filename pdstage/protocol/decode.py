@@ -148,7 +148,11 @@ class DecodeCore(Receiving):
 
     @property
     def idle(self) -> bool:
-        return not self.epochs and not self._flights
+        return not self.epochs and not self._flights and not self.holdings.lent
+
+    @property
+    def memory_is_free(self) -> bool:
+        return self.idle
 
     def snapshot(self) -> tuple[object, ...]:
         """Everything that may differ between two states of this core, comparable and hashable."""

@@ -189,6 +189,10 @@ class PrefillCore(Sending):
     def idle(self) -> bool:
         return not self._flights and not self.records
 
+    @property
+    def memory_is_free(self) -> bool:
+        return not self._flights
+
     def snapshot(self) -> tuple[object, ...]:
         """Everything that may differ between two states of this core, comparable and hashable."""
         return (

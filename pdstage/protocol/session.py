@@ -117,6 +117,11 @@ class Core(ABC):
     def idle(self) -> bool:
         """Quiet, and every peer has agreed that its rooms are over."""
 
+    @property
+    @abstractmethod
+    def memory_is_free(self) -> bool:
+        """Nothing of ours is in flight, and nothing of a peer can land in what this node exposed."""
+
     def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
         """One control frame. Never raises for what a peer sent: that is a `Complaint`."""
         link = None

@@ -317,7 +317,7 @@ def test_posts_to_a_killed_peer_fail(mortal):
 
 
 def test_nothing_of_a_writer_that_is_proved_dead_lands_any_more(mortal):
-    """I2: what a killed process wrote waits in sockets, and lands while the reader polls. Until then nothing is proved."""
+    """I2: what a killed process wrote waits in sockets and lands while we poll: until then nothing is proved."""
     a, b = mortal.a, mortal.b
     a.meet("b", b.describe())
     b.connect("a", a.describe())
