@@ -52,9 +52,7 @@ def test_golden_files_never_change() -> None:
     for version, files in PINNED.items():
         for name, digest in files.items():
             found = hashlib.sha256((golden.FOLDER / name).read_bytes()).hexdigest()
-            assert found == digest, (
-                f"{name} changed: raise versions.VERSION, and keep the files of {version}"
-            )
+            assert found == digest, f"{name} changed: raise versions.VERSION, and keep the files of {version}"
     assert {path.name for path in golden.FOLDER.iterdir()} == {name for files in PINNED.values() for name in files}
 
 
