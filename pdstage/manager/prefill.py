@@ -30,9 +30,10 @@ from pdstage.protocol.effects import (
     Write,
     WriteDirect,
 )
-from pdstage.protocol.messages import VERSION, RoomId, room_key
+from pdstage.protocol.messages import RoomId, room_key
 from pdstage.protocol.outbox import Phase
 from pdstage.protocol.prefill import PrefillCore
+from pdstage.protocol.versions import VERSION
 from pdstage.spans import DirectPlan, Index
 from pdstage.transport import Done, Inbound, PostFailed, Spans, Transport
 

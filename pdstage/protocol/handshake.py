@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pdstage.plan import Share
     from pdstage.protocol.config import Config
     from pdstage.protocol.inbox import InRoom
+    from pdstage.protocol.versions import OtherVersion
 
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _MOST_LOST = 4096
@@ -78,6 +79,9 @@ class Greeter(Core):
 
     @abstractmethod
     def _fail(self, room: InRoom, error: PdstageError, now: float) -> None: ...
+
+    def _on_other_version(self, route: bytes, error: OtherVersion) -> None:
+        """The complaint is enough: nobody greets a decode node."""
 
     def _peer(self, route: bytes, now: float) -> Peer:
         """The peer at `route`, greeted if it is new."""
@@ -182,6 +186,10 @@ class Host(Core):
             self.watch(link, now)
             self.emit(Attach(link, hello.description))
         self.send(link, self._welcome, now)
+
+    def _on_other_version(self, route: bytes, error: OtherVersion) -> None:
+        self.counters.sessions_refused += 1
+        self.send_loose(route, m.Session(*error.session), m.HelloRefused(error.what))
 
     def _hello_problem(self, hello: m.Hello) -> str:
         if hello.transport != self._welcome.transport:
