@@ -163,6 +163,7 @@ class Host(Core):
         super().__init__(incarnation, config)
         self._welcome = welcome
         self._at: dict[bytes, Link] = {}
+        self._n_half_open = 0
         self._lost: OrderedDict[m.Session, None] = OrderedDict()
 
     def _on_hello(self, route: bytes, frame: m.Frame, hello: m.Hello, now: float) -> None:
@@ -182,6 +183,7 @@ class Host(Core):
             link.exposes_pool = m.DIRECT_FEATURE in hello.features
             link.checksums = m.CHECKSUM_FEATURE in hello.features and m.CHECKSUM_FEATURE in self._welcome.features
             self.links[session] = link
+            self._n_half_open += 1
             self.counters.sessions_opened += 1
             self.watch(link, now)
             self.emit(Attach(link, hello.description))
@@ -201,7 +203,7 @@ class Host(Core):
         return self._crowded() or self._layout_problem(hello.layout)
 
     def _crowded(self) -> str:
-        if sum(link.half_open for link in self.links.values()) >= self.config.max_half_open:
+        if self._n_half_open >= self.config.max_half_open:
             return "too many half-open sessions"
         if len(self.links) >= self.config.max_peers:
             return f"already {len(self.links)} peers"
@@ -220,6 +222,7 @@ class Host(Core):
     def _confirm(self, link: Link, now: float) -> None:
         """The first frame under a session: it replaces the one that its peer had before."""
         link.half_open = False
+        self._n_half_open -= 1
         older = self._at.get(link.route)
         self._at[link.route] = link
         if older is not None:
@@ -232,7 +235,9 @@ class Host(Core):
         self.unwatch(link)
         if self._at.get(link.route) is link:
             del self._at[link.route]
-        if not link.half_open:
+        if link.half_open:
+            self._n_half_open -= 1
+        else:
             self.counters.sessions_lost += 1
             self._lost[link.session] = None
             if len(self._lost) > _MOST_LOST:

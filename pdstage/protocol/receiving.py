@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from pdstage.protocol.handshake import Peer
     from pdstage.protocol.session import Link
 
+_MOST_DEALT = 4096
+
 
 class Receiving(Lender):
     """The decode core's room table. A room is in `rooms` until it ends, in `epochs` until it is released."""
@@ -75,8 +77,8 @@ class Receiving(Lender):
         if dealt is None:
             layouts = {number: link.layout for number, link in links.items()}
             dealt = shares(layouts, self.layout, (self.topology.tp_size, self.topology.tp_rank))
-            live = set(self.links)
-            self._dealt = {k: v for k, v in self._dealt.items() if {session for _, session in k} <= live}
+            if len(self._dealt) >= _MOST_DEALT:
+                self._dealt.clear()
             self._dealt[key] = dealt
         return dealt
 
