@@ -170,7 +170,7 @@ class Host(Core):
             problem = self._hello_problem(hello)
             if problem:
                 self.counters.sessions_refused += 1
-                self.send_loose(route, frame.session, m.HelloRefused(problem))
+                self.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
                 self.emit(Complaint(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides")))
                 return
             link = Link(session, route, hello.layout, hello.topology, hello.lanes, hello.max_silence_s, now)
