@@ -16,6 +16,8 @@ from pdstage.protocol import messages as m
 from pdstage.protocol.effects import Complaint, Detach, Send
 from pdstage.protocol.room import State
 from pdstage.protocol.session import Lateness, Link
+from pdstage.protocol.told import layout_problem
+from pdstage.topology import Axis
 from tests.pair import Decode, Memory, Prefill, World, assert_flat, is_kind, is_message, make_layout
 
 
@@ -480,4 +482,32 @@ def test_a_layout_that_takes_for_ever_to_check_is_refused_unread() -> None:
     prefill.receive(b"D0", m.encode(m.Session(5, 0), 0, hello), 0.0)
     assert not prefill.links
     complaint = next(effect for effect in prefill.take_effects() if isinstance(effect, Complaint))
-    assert "4611686018427387904 tokens" in str(complaint.error)
+    assert "beyond 2^62" in str(complaint.error)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"item_stride": (1 << 64) - 1, "n_items": 1}, "beyond 2^62"),
+        ({"shard_stride": -(1 << 63), "shards": 1, "axis": Axis("kv_head", 2, 0, 1)}, "beyond 2^62"),
+        ({"seg_stride": 1 << 63}, "beyond 2^62"),
+        ({"tokens_per_item": 1 << 21}, "2097152 tokens"),
+        ({"format": "f" * 257}, "more than 256"),
+        ({"region": 1}, "of region 1"),
+        ({"offset": -1}, "covers bytes -1"),
+    ],
+)
+def test_a_layout_whose_numbers_fit_no_table_is_refused(change: dict[str, object], words: str) -> None:
+    """Strides of an axis of one go into the tables of the direct path all the same."""
+    view = replace(next(HELLO.layout.views()), **change)
+    assert words in layout_problem(Layout(HELLO.layout.regions, (Component("kv", (view,)),)))
+
+
+def test_a_layout_of_too_much_is_refused() -> None:
+    view = next(HELLO.layout.views())
+    assert not layout_problem(HELLO.layout)
+    assert "twice" in layout_problem(Layout(HELLO.layout.regions, (Component("kv", (view, view)),)))
+    assert "0 views" in layout_problem(Layout(HELLO.layout.regions, ()))
+    assert "at 18446744073709551615" in layout_problem(Layout((Region(2**64 - 1, 1 << 20),), HELLO.layout.components))
+    many = tuple(replace(view, key=view.key._replace(layer=n)) for n in range((1 << 14) + 1))
+    assert "16385 views" in layout_problem(Layout(HELLO.layout.regions, (Component("kv", many),)))
