@@ -14,12 +14,13 @@ import select
 import weakref
 from collections import deque
 from itertools import count
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
+from msgspec import Meta
 
 from pdstage import native
-from pdstage.errors import PeerError, TransportError, UsageError
+from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 from pdstage.layout import Region
 from pdstage.transport._datagrams import MAX_NBYTES, Inbox, Outbox
 from pdstage.transport._peer import Identity, Process, allow_writers, own_identity
@@ -49,7 +50,7 @@ _here: weakref.WeakValueDictionary[str, LocalTransport] = weakref.WeakValueDicti
 
 class _Description(msgspec.Struct, frozen=True, tag="pdstage.local.1", array_like=True):
     identity: Identity
-    inbox: str
+    inbox: Annotated[str, Meta(max_length=100)]
     regions: list[tuple[int, int]]
 
 
@@ -156,12 +157,16 @@ class LocalTransport(Transport):
         if link is not None and link.description.inbox == told.inbox:
             link.description = told
             return
+        if told.inbox == self._inbox.name:
+            raise UsageError(f"peer {peer!r} is this transport itself", remedy="connect two transports", peer=peer)
         told.identity.check_reachable_from(self._identity, peer)
         target = _Here(told.inbox) if told.identity == self._identity else Process(told.identity, peer)
         fresh = _Link(peer, told, target)
         try:
             fresh.check_alive()
-        except TransportError:
+            if isinstance(target, Process):
+                target.check_holds(told.inbox)
+        except PdstageError:
             target.close()
             fresh.outbox.close()
             raise
