@@ -18,10 +18,11 @@ import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 import msgspec
+from msgspec import Meta
 
 from pdstage.control.directory import Advert, Conflict, Directory, Incomplete
 from pdstage.errors import PdstageError, PeerError, UsageError
@@ -39,6 +40,10 @@ _REQUEST_S = 5.0
 """A connection that sends no complete request in this time is dropped."""
 
 
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding JSON from a stranger may raise: of text that is no UTF-8, of a value without end, of all else."""
+
+
 class Put(msgspec.Struct, frozen=True):
     advert: Advert
     ttl_s: float
@@ -50,9 +55,9 @@ class Adverts(msgspec.Struct, frozen=True):
 
 class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str
-    what: str
-    remedy: str = ""
-    missing: tuple[int, ...] = ()
+    what: Annotated[str, Meta(max_length=4096)]
+    remedy: Annotated[str, Meta(max_length=4096)] = ""
+    missing: Annotated[tuple[int, ...], Meta(max_length=1 << 20)] = ()
 
 
 # Kind on the wire, HTTP status and class; the first that an error is an instance of.
@@ -105,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
             raise UsageError(f"an advert of {nbytes} bytes", remedy=f"send at most {MAX_BODY_NBYTES}")
         try:
             put = msgspec.json.decode(self.rfile.read(nbytes), type=Put)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise UsageError(f"the advert does not decode ({error})", remedy="check the peer's version") from error
         self.server.directory.publish(put.advert, put.ttl_s)
         return {"ttl_s": put.ttl_s}

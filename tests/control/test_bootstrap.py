@@ -155,6 +155,8 @@ def test_a_server_that_says_nothing_is_given_up() -> None:
         b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 5\r\n\r\noops!",
         b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
         b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n{",
+        b'HTTP/1.1 200 OK\r\nContent-Length: 34\r\n\r\n{"adverts":[{"instance":"\xff\xff\xff\xff"}]}',
+        b'HTTP/1.1 400 Bad Request\r\nContent-Length: 27\r\n\r\n{"error":"\xff","what":"what"}',
         b"HTTP/1.1 404 Not Found\r\nContent-Length: 20\r\n\r\n<html>nothing</html>",
     ],
 )
@@ -182,6 +184,7 @@ HEAD = b"PUT /v1/adverts HTTP/1.1\r\nHost: x\r\n"
     [
         (HEAD + b"Content-Length: 2\r\n\r\n{}", b"does not decode"),
         (HEAD + b"Content-Length: 3\r\n\r\n\xff\xfe\x00", b"does not decode"),
+        (HEAD + b"Content-Length: 9\r\n\r\n{\"\xff\":1}  ", b"does not decode"),
         (HEAD + b"\r\n", b"Content-Length is ''"),
         (HEAD + b"Content-Length: -1\r\n\r\n", b"Content-Length is '-1'"),
         (HEAD + b"Content-Length: 99999999999\r\n\r\n", b"an advert of 99999999999 bytes"),

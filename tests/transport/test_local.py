@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import socket
+import zlib
 from pathlib import Path
 
 import msgspec
@@ -85,6 +86,14 @@ def test_a_process_number_that_is_none_is_refused(ends, pid):
     a, b = ends
     with pytest.raises(PeerError, match="not one"):
         a.connect("b", altered(b.describe(), pid=pid))
+
+
+def test_a_description_that_is_no_text_is_refused(ends):
+    a, b = ends
+    body = b.describe()[4:].replace(b"pdstage.", b"pdstage\xff", 2)
+    told = zlib.crc32(body).to_bytes(4, "little") + body
+    with pytest.raises(PeerError, match="not one"):
+        a.connect("b", told)
 
 
 def test_death_is_proved_after_disconnect_and_not_before_it_happens(ends):
