@@ -149,7 +149,7 @@ class Receiving(Lender):
 
     def _send_abort(self, part: Part, now: float) -> None:
         finished = part.room.state is State.SUCCESS
-        self.send(part.link, m.Abort(part.room.epoch, part.reason, finished), now)
+        self.send(part.link, m.Abort(part.room.epoch, m.brief(part.reason), finished), now)
         self.repeat(("abort", part), now)
 
     def _stop_asking(self, part: Part) -> None:
