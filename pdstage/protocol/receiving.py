@@ -210,6 +210,7 @@ class Receiving(Lender):
             return
         self.counters.sessions_lost += 1
         self.unwatch(link)
+        self._dealt.clear()
         peer = self.peers.pop(link.route, None)
         for room in list(self.epochs.values()):
             part = room.parts.get(link.session)
