@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pdstage.control.keys import Keys
 
-BENCHES = ("plan", "wire", "host-kernels", "rooms", "transfer", "gpu")
+BENCHES = ("plan", "wire", "host-kernels", "rooms", "keys", "transfer", "gpu")
 DEFAULT_BIND = "127.0.0.1:8998"
 
 

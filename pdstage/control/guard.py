@@ -4,7 +4,8 @@ Layer 4, beneath zmq.py. Must not know frames or what a route leads to.
 
 libzmq asks a ZAP handler (RFC 27) of its context about every client key, and tells of handshakes on a monitor socket.
 Both are served by the thread that waits on the control socket, in between: no thread of their own, no polling, and
-nothing that could outlive the socket. With a ZAP domain enforced a missing handler lets nobody in.
+nothing that could outlive the socket. What libzmq has to tell waits in a bounded queue; while that is full because
+nobody waits on the socket, libzmq's thread waits too. With a ZAP domain enforced a missing handler lets nobody in.
 """
 
 from __future__ import annotations

@@ -110,10 +110,15 @@ class _AllowList:
     def holds(self, public: bytes) -> bool:
         """Looks into the file if it changed since; a file that went wrong leaves the last good list in force."""
         try:
-            if _version(self._path.stat()) != self._version:
+            version = _version(self._path.stat())
+        except OSError:
+            version = ()
+        if version != self._version:
+            self._version = version  # of a bad file too, so that it is complained of once
+            try:
                 self._version, self._keys = self._read()
-        except (OSError, UsageError) as error:
-            log.error("the allow list as it was last read stays in force: %s", error)  # noqa: TRY400  (no trace)
+            except UsageError as error:
+                log.error("the allow list as it was last read stays in force: %s", error)  # noqa: TRY400  (no trace)
         return public in self._keys
 
     def _read(self) -> tuple[tuple[int, ...], frozenset[bytes]]:

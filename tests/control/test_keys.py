@@ -129,10 +129,13 @@ def test_a_list_is_read_again_when_it_changed(tmp_path: Path, caplog) -> None:
     replacement.rename(path)
     assert [held.allows(one.public) for one in (a, b, c)] == [True, False, True]
     path.write_text("what is this\n")
-    assert held.allows(c.public), "a list gone wrong changes nothing"
-    assert "line 1: 'what'" in caplog.text
+    for _ in range(3):
+        assert held.allows(c.public), "a list gone wrong changes nothing"
+    assert caplog.text.count("line 1: 'what'") == 1, "said once"
     path.unlink()
-    assert held.allows(c.public)
+    for _ in range(3):
+        assert held.allows(c.public)
+    assert caplog.text.count("cannot read") == 1
     listed(path, b, c)
     assert [held.allows(one.public) for one in (a, b, c)] == [True, True, True]
 
