@@ -9,7 +9,7 @@ STAMP := $(VENV)/.pdstage-setup
 CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 TESTS ?=
 ARGS ?=
-CPU_BENCHES := plan wire host-kernels rooms transfer
+CPU_BENCHES := plan wire host-kernels rooms keys transfer
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint types format bench gpu sanitize micro plots native sdist wheel clean distclean

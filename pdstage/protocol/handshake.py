@@ -142,6 +142,16 @@ class Greeter(Core):
         for room in list(peer.rooms):
             self._fail(room, error, now)
 
+    def unreachable(self, route: bytes, error: PdstageError, now: float) -> None:
+        """No connection to `route` can be made: the rooms that wait for its answer to Hello fail with `error`.
+
+        A session that lives is left alone: if its peer is gone, its silence will tell.
+        """
+        peer = self.peers.get(route)
+        if peer is not None and peer.link is None:
+            self._refused(peer, error, now)
+        self._settle(now)
+
     def _stop_greeting(self, peer: Peer) -> None:
         self.timers.cancel(("hello", peer))
         self.timers.cancel(("hello_until", peer))
