@@ -371,6 +371,25 @@ def test_a_stranger_can_neither_read_nor_publish(cluster, tmp_path: Path) -> Non
     assert [one.topology.tp_rank for one, _ in held] == [0]
 
 
+def test_a_directory_whose_key_was_rotated_is_found_at_its_old_address(tmp_path: Path) -> None:
+    old, new, foreign = fresh(), fresh(), fresh()
+    listed = allow_list(tmp_path / "allow", old, new)
+    with BootstrapServer(keys=Keys(old.secret, listed)) as server:
+        clients = [
+            BootstrapClient(address, DEADLINE_S, keys=Keys(old.secret, listed))
+            for address in (server.address, server.address.partition("@")[2])
+        ]
+        clients[0].publish(advert())
+    where = server.address.partition("@")[2]
+    with BootstrapServer(where, keys=Keys(new.secret, listed)):
+        for client in clients:
+            client.publish(advert())
+    with BootstrapServer(where, keys=foreign):
+        for client in clients:
+            with pytest.raises(PeerError, match=f"does not prove to hold the key {old.public.hex()}"):
+                client.publish(advert())
+
+
 def test_a_directory_without_keys_is_not_believed() -> None:
     with BootstrapServer() as server:
         client = BootstrapClient(server.address, 0.2, keys=fresh())
