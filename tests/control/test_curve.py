@@ -164,11 +164,12 @@ def test_the_list_lets_in_and_shuts_out_without_a_restart(make, tmp_path: Path) 
     assert "refuses this node's key" in str(refusals(again, [server])[0][1])
 
 
-def test_a_server_that_is_not_who_it_should_be(make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_that_is_not_who_it_should_be(make, tmp_path: Path, host: str) -> None:
     """A key its owner published, and another process at the address: it learns nothing."""
     impostor, expected = make(fresh()), fresh()
     client = make(fresh(allow_list(tmp_path / "allow", expected)))
-    route = client.connect(f"tcp://{expected.public.hex()}@{Address.parse(impostor.endpoint, 'tcp')}")
+    route = client.connect(f"tcp://{expected.public.hex()}@{host}:{Address.parse(impostor.endpoint, 'tcp').port}")
     client.send(route, [MARKER])
     (refused,) = refusals(client, [impostor])
     assert refused[0] == route
