@@ -146,12 +146,22 @@ class BootstrapClient:
 
     def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
         if self._keys is not None:
-            status, answer = directory_curve.ask(self.address, self._keys, (method, path, body), self._timeout_s)
+            status, answer = self._ask_curve(self._keys, (method, path, body))
         else:
             status, answer = self._ask_http(method, path, body)
         if status != http.client.OK:
             raise self.read_refusal(status, answer)
         return answer
+
+    def _ask_curve(self, keys: Keys, request: tuple[str, str, bytes]) -> tuple[int, bytes]:
+        refused = None
+        for key in keys.candidates(self.address.key):
+            try:
+                return directory_curve.ask(self.address._replace(key=key), keys, request, self._timeout_s)
+            except PeerError as error:
+                refused = refused or error
+        assert refused is not None
+        raise refused
 
     def _ask_http(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(self.address.host, self.address.port, timeout=self._timeout_s)

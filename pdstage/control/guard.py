@@ -43,7 +43,7 @@ _FAILED = (_BROKEN_OFF, _PROTOCOL, _AUTH)
 _EVENTS = _ACCEPTED | _GONE | _GOOD | _BROKEN_OFF | _PROTOCOL | _AUTH
 _OTHER_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 _POLLIN = int(zmq.POLLIN)
-_MOST_A_CALL = 4096
+_MOST_AT_ONCE = 4096
 _LOOK_S = 0.005
 _SAY_AGAIN_S = 60.0
 _MOST_SAID = 1024
@@ -80,6 +80,7 @@ class Guard:
         socket.monitor(_MONITOR, _EVENTS)
         self._monitor = context.socket(zmq.PAIR)
         self._monitor.connect(_MONITOR)
+        self._monitor.getsockopt(zmq.EVENTS)  # a pipe announces nothing before it was once found empty
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -102,17 +103,17 @@ class Guard:
             self.serve()
 
     def serve(self) -> None:
-        """Answers what libzmq asks, and takes in what it tells; only so much a call, so that a flood starves no one."""
-        for _ in range(_MOST_A_CALL):
-            if not int(self._zap.getsockopt(zmq.EVENTS)) & _POLLIN:
-                break
+        """Answers what libzmq asks, and takes in what it tells, until both descriptors are silent again."""
+        while int(self._zap.getsockopt(zmq.EVENTS)) & _POLLIN:
             self._zap.send_multipart(self._answer(self._zap.recv_multipart()))
         events: list[tuple[int, int, str]] = []
-        while len(events) < _MOST_A_CALL and int(self._monitor.getsockopt(zmq.EVENTS)) & _POLLIN:
+        while int(self._monitor.getsockopt(zmq.EVENTS)) & _POLLIN:
             head, endpoint = self._monitor.recv_multipart()
             events.append((*_EVENT.unpack(head), endpoint.decode()))
-        if events:
-            self._take_in(events)
+            if len(events) == _MOST_AT_ONCE:
+                self._take_in(events)
+                events = []
+        self._take_in(events)
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """RFC 27: the request is version, id, domain, address, identity, mechanism and the client's key."""

@@ -22,6 +22,7 @@ log = logging.getLogger("pdstage")
 
 NBYTES: Final = 32
 _MOST_NBYTES = 4 << 20  # of a file; a list of 40,000 named keys
+_MOST_CANDIDATES = 4
 _HEADER = """\
 # The secret key of a pdstage node, or of a cluster whose nodes all hold this file. Who can read it is one of them.
 # Its public half, for allow lists: {public}
@@ -73,7 +74,15 @@ class Keys:
         return keys
 
     def allows(self, public: bytes) -> bool:
-        return public == self.public or (self._allow is not None and self._allow.holds(public))
+        return public == self.public or (self._allow is not None and public in self._allow.read())
+
+    def candidates(self, first: bytes) -> list[bytes]:
+        """The keys that a server at a lasting address may hold: `first` or one's own, then a few of those listed.
+
+        While keys are rotated, an address known for long may tell the key of yesterday.
+        """
+        listed = sorted(self._allow.read()) if self._allow is not None else []
+        return list(dict.fromkeys([first or self.public, self.public, *listed]))[:_MOST_CANDIDATES]
 
 
 def keys_of(given: Keys | str | os.PathLike[str] | None) -> Keys | None:
@@ -107,7 +116,7 @@ class _AllowList:
         self._path = path
         self._version, self._keys = self._read()
 
-    def holds(self, public: bytes) -> bool:
+    def read(self) -> frozenset[bytes]:
         """Looks into the file if it changed since; a file that went wrong leaves the last good list in force."""
         try:
             version = _version(self._path.stat())
@@ -119,7 +128,7 @@ class _AllowList:
                 self._version, self._keys = self._read()
             except UsageError as error:
                 log.error("the allow list as it was last read stays in force: %s", error)  # noqa: TRY400  (no trace)
-        return public in self._keys
+        return self._keys
 
     def _read(self) -> tuple[tuple[int, ...], frozenset[bytes]]:
         text, status = _read(self._path)
@@ -138,7 +147,7 @@ class _AllowList:
 
 
 def _version(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _read_secret(path: Path) -> bytes:

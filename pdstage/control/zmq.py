@@ -276,13 +276,14 @@ class ControlSocket:
         """Waits, and answers for the socket meanwhile."""
         until = time.monotonic() + timeout_ms / 1000
         while True:
-            guard.serve()
             left_ms = max(0, math.ceil((until - time.monotonic()) * 1000)) if timeout_ms >= 0 else -1
             messages, woken, fds = self._port.wait(0 if guard.refusals else left_ms, (*extra_fds, *guard.fds))
-            theirs = tuple(fd for fd in fds if fd not in guard.fds)
+            if any(fd in guard.fds for fd in fds):
+                guard.serve()
+                fds = tuple(fd for fd in fds if fd not in guard.fds)
             woken = woken or bool(guard.refusals)
-            if messages or woken or theirs or left_ms == 0:
-                return Ready(messages, woken, theirs)
+            if messages or woken or fds or left_ms == 0:
+                return Ready(messages, woken, fds)
 
     def take_refusals(self) -> list[tuple[bytes, PeerError]]:
         """The connections that failed for want of keys since the last call: the route, if this node made it, and why.

@@ -164,11 +164,12 @@ def test_the_list_lets_in_and_shuts_out_without_a_restart(make, tmp_path: Path) 
     assert "refuses this node's key" in str(refusals(again, [server])[0][1])
 
 
-def test_a_server_that_is_not_who_it_should_be(make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_that_is_not_who_it_should_be(make, tmp_path: Path, host: str) -> None:
     """A key its owner published, and another process at the address: it learns nothing."""
     impostor, expected = make(fresh()), fresh()
     client = make(fresh(allow_list(tmp_path / "allow", expected)))
-    route = client.connect(f"tcp://{expected.public.hex()}@{Address.parse(impostor.endpoint, 'tcp')}")
+    route = client.connect(f"tcp://{expected.public.hex()}@{host}:{Address.parse(impostor.endpoint, 'tcp').port}")
     client.send(route, [MARKER])
     (refused,) = refusals(client, [impostor])
     assert refused[0] == route
@@ -369,6 +370,25 @@ def test_a_stranger_can_neither_read_nor_publish(cluster, tmp_path: Path) -> Non
         BootstrapClient(server.address.partition("@")[2], DEADLINE_S, keys=fresh()).lookup()
     held = server.directory.instances()["p"]
     assert [one.topology.tp_rank for one, _ in held] == [0]
+
+
+def test_a_directory_whose_key_was_rotated_is_found_at_its_old_address(tmp_path: Path) -> None:
+    old, new, foreign = fresh(), fresh(), fresh()
+    listed = allow_list(tmp_path / "allow", old, new)
+    with BootstrapServer(keys=Keys(old.secret, listed)) as server:
+        clients = [
+            BootstrapClient(address, DEADLINE_S, keys=Keys(old.secret, listed))
+            for address in (server.address, server.address.partition("@")[2])
+        ]
+        clients[0].publish(advert())
+    where = server.address.partition("@")[2]
+    with BootstrapServer(where, keys=Keys(new.secret, listed)):
+        for client in clients:
+            client.publish(advert())
+    with BootstrapServer(where, keys=foreign):
+        for client in clients:
+            with pytest.raises(PeerError, match=f"does not prove to hold the key {old.public.hex()}"):
+                client.publish(advert())
 
 
 def test_a_directory_without_keys_is_not_believed() -> None:

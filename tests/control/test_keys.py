@@ -132,6 +132,12 @@ def test_a_list_is_read_again_when_it_changed(tmp_path: Path, caplog) -> None:
     for _ in range(3):
         assert held.allows(c.public), "a list gone wrong changes nothing"
     assert caplog.text.count("line 1: 'what'") == 1, "said once"
+    listed(path, b, mode=0o666)
+    assert not held.allows(b.public), "nor does one that anybody may write"
+    path.chmod(0o644)
+    assert held.allows(b.public)
+    listed(path, c)
+    assert held.allows(c.public)
     path.unlink()
     for _ in range(3):
         assert held.allows(c.public)

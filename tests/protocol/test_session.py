@@ -369,6 +369,35 @@ def test_no_answer_to_hello_fails_the_room_in_time() -> None:
     assert handle.state is State.WAITING_FOR_INPUT, "the next room greets anew"
 
 
+def test_a_peer_that_cannot_be_reached_fails_the_rooms_that_wait_for_it_only() -> None:
+    """Its keys do not fit, say: its rooms need not wait for Hello's deadline, and may be tried again (I10)."""
+    world = World(hello_s=5.0)
+    core = world.decode[0].core
+    error = PeerError("the peer refuses this node's key", remedy="add it to its list")
+    core.unreachable(b"nobody", error, world.now)
+    assert not core.take_effects()
+    room = core.announce(b"i1", {0: b"P9"}, world.now, deadline_s=60.0)
+    core.take_effects()
+    core.unreachable(b"P9", error, world.now)
+    assert room.state is State.FAILED
+    assert room.error is error
+    assert room.released
+    assert [effect for effect in core.take_effects() if isinstance(effect, Complaint)] == [Complaint(b"P9", error)]
+    assert core.counters.sessions_refused == 1
+    assert core.next_at() is None, "nobody is greeted any more"
+    assert b"P9" not in core.peers
+    core.announce(b"i1", {0: b"P9"}, world.now, deadline_s=60.0)
+    greeting = next(e for e in core.take_effects() if isinstance(e, Send))
+    assert isinstance(m.decode(greeting.frame).message, m.Hello), "another room greets it again"
+
+
+def test_a_live_session_outlives_a_connection_that_cannot_be_made_again() -> None:
+    _, decode, _, link = met(World())
+    decode.core.unreachable(link.route, PeerError("refused"), 0.0)
+    assert link.session in decode.core.links
+    assert not decode.core.take_effects()
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_garbage_is_a_complaint_and_nothing_else(side: str) -> None:
     world = World()
