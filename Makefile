@@ -12,7 +12,7 @@ ARGS ?=
 CPU_BENCHES := plan wire host-kernels rooms transfer
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types format bench gpu sanitize micro plots native sdist wheel clean distclean
+.PHONY: help setup demo test lint types format bench gpu sanitize asan tsan micro plots docs native sdist wheel clean distclean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -70,6 +70,12 @@ gpu:  ## Run the GPU tests and the GPU benchmark in under 9 minutes, with the Py
 
 sanitize:  ## Run the kernel tests on the GPU under compute-sanitizer, or say why not.
 	$(GPU_PYTHON) -m pdstage.bench.prove --sanitize
+
+asan: $(STAMP)  ## Run the C++ code under AddressSanitizer and UBSan: a threaded driver, then the native tests.
+	$(BIN)/python -m tests.native.sanitize asan
+
+tsan: $(STAMP)  ## Run what threads share in the C++ code under ThreadSanitizer.
+	$(BIN)/python -m tests.native.sanitize tsan
 
 micro:  ## Run the microbenchmarks with pytest-benchmark, those of the GPU where there is one.
 	$(GPU_PYTHON) -m pytest bench/micro --benchmark-only $(ARGS)
