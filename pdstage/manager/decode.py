@@ -13,7 +13,7 @@ from pdstage.errors import Aborted, PdstageError, PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.handle import Handle
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check
-from pdstage.manager.node import DEFAULT_SWITCH_S, Heard, Node
+from pdstage.manager.node import DEFAULT_SWITCH_S, Heard, Node, label
 from pdstage.plan import wire_order
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore, InRoom
@@ -329,6 +329,9 @@ class DecodeNode(Node[DecodeCore]):
             held = self._receivers.get(room.key)
             if held is not None and held.room is room:
                 del self._receivers[room.key]
+
+    def _meet(self, link: Link, description: bytes) -> None:
+        self.transport.meet(label(link), description)
 
     def _detach(self, link: Link) -> None:
         self._wires.pop(link, None)

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, UsageError
-from pdstage.layout import Key, check_inside, mismatch
+from pdstage.errors import DeadlineExceeded, PdstageError, PeerError
+from pdstage.layout import Key, mismatch
 from pdstage.protocol import messages as m
 from pdstage.protocol.effects import Attach, Complaint
 from pdstage.protocol.session import Core, Link
+from pdstage.protocol.told import layout_problem
 
 if TYPE_CHECKING:
     from pdstage.layout import Layout
@@ -33,7 +34,6 @@ _MOST_LOST = 4096
 _FEW = 256
 _ITEM = np.dtype("<i4")
 _MOST_SHARES = 64
-_MOST_TOKENS_PER_ITEM = 1 << 20
 
 
 def incompatible(src: Layout, dst: Layout) -> str:
@@ -117,6 +117,7 @@ class Greeter(Core):
         self.counters.sessions_opened += 1
         self._stop_greeting(peer)
         self.watch(link, now)
+        self.emit(Attach(link, welcome.description))
         self.send(link, m.Heartbeat(), now)
         self._met(peer, now)
 
@@ -125,7 +126,7 @@ class Greeter(Core):
             return f"transport {welcome.transport!r} at prefill, {self._hello.transport!r} at decode"
         if not 0 < welcome.max_silence_s < float("inf"):
             return "no finite max_silence_s"
-        return incompatible(welcome.layout, self._hello.layout)
+        return layout_problem(welcome.layout) or incompatible(welcome.layout, self._hello.layout)
 
     def _on_hello_refused(self, route: bytes, frame: m.Frame, refused: m.HelloRefused, now: float) -> None:
         peer = self.peers.get(route)
@@ -162,6 +163,7 @@ class Host(Core):
         super().__init__(incarnation, config)
         self._welcome = welcome
         self._at: dict[bytes, Link] = {}
+        self._n_half_open = 0
         self._lost: OrderedDict[m.Session, None] = OrderedDict()
 
     def _on_hello(self, route: bytes, frame: m.Frame, hello: m.Hello, now: float) -> None:
@@ -174,13 +176,14 @@ class Host(Core):
             problem = self._hello_problem(hello)
             if problem:
                 self.counters.sessions_refused += 1
-                self.send_loose(route, frame.session, m.HelloRefused(problem))
+                self.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
                 self.emit(Complaint(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides")))
                 return
             link = Link(session, route, hello.layout, hello.topology, hello.lanes, hello.max_silence_s, now)
             link.exposes_pool = m.DIRECT_FEATURE in hello.features
             link.checksums = m.CHECKSUM_FEATURE in hello.features and m.CHECKSUM_FEATURE in self._welcome.features
             self.links[session] = link
+            self._n_half_open += 1
             self.counters.sessions_opened += 1
             self.watch(link, now)
             self.emit(Attach(link, hello.description))
@@ -197,28 +200,19 @@ class Host(Core):
             return f"{len(hello.lanes)} lanes, or an empty one"
         if not 0 < hello.max_silence_s < float("inf"):
             return "no finite max_silence_s"
-        return self._crowded() or self._layout_problem(hello.layout)
+        return self._crowded() or layout_problem(hello.layout) or incompatible(self._welcome.layout, hello.layout)
 
     def _crowded(self) -> str:
-        if sum(link.half_open for link in self.links.values()) >= self.config.max_half_open:
+        if self._n_half_open >= self.config.max_half_open:
             return "too many half-open sessions"
         if len(self.links) >= self.config.max_peers:
             return f"already {len(self.links)} peers"
         return ""
 
-    def _layout_problem(self, theirs: Layout) -> str:
-        try:
-            for view in theirs.views():
-                if view.tokens_per_item > _MOST_TOKENS_PER_ITEM:  # its extent is computed row by row
-                    return f"view {view.key} has items of {view.tokens_per_item} tokens"
-                check_inside(view, theirs.regions)
-        except UsageError as error:
-            return str(error)
-        return incompatible(self._welcome.layout, theirs)
-
     def _confirm(self, link: Link, now: float) -> None:
         """The first frame under a session: it replaces the one that its peer had before."""
         link.half_open = False
+        self._n_half_open -= 1
         older = self._at.get(link.route)
         self._at[link.route] = link
         if older is not None:
@@ -231,7 +225,9 @@ class Host(Core):
         self.unwatch(link)
         if self._at.get(link.route) is link:
             del self._at[link.route]
-        if not link.half_open:
+        if link.half_open:
+            self._n_half_open -= 1
+        else:
             self.counters.sessions_lost += 1
             self._lost[link.session] = None
             if len(self._lost) > _MOST_LOST:
