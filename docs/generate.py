@@ -14,6 +14,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,7 +90,7 @@ def _docstrings() -> dict[str, str]:
     (body,) = [node.body for node in tree.body if isinstance(node, ast.ClassDef)]
     return {
         name.target.id: " ".join(text.value.value.split())
-        for name, text in zip(body, body[1:], strict=False)
+        for name, text in pairwise(body)
         if isinstance(name, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
     }
 

@@ -202,7 +202,7 @@ def test_the_first_frame_of_a_new_session_replaces_the_old_one() -> None:
 
 
 def test_a_lost_session_is_never_resumed() -> None:
-    """A Hello of it that comes late begins nothing: its seq would start at zero, its leases be granted twice (I6, I15)."""
+    """A late Hello of it begins nothing: its seq would start at zero, its leases be granted twice (I6, I15)."""
     world = World(max_silence_s=1.0)
     prefill, decode, link, _ = met(world)
     hello = m.encode(m.Session(link.session.decode, 0), 0, decode.core._hello)
