@@ -134,6 +134,7 @@ DEADLINES: list[tuple[dict[str, float], Callable[[World], None], Callable[[World
 def test_each_deadline_ends_the_room_with_its_reason(
     config: dict[str, float], silence: Callable[[World], object], begin: Callable[[World], object], words: str
 ) -> None:
+    """I10."""
     world = World(**config)
     silence(world)
     room = begin(world)
@@ -168,6 +169,7 @@ def test_transfer_deadline_counts_from_the_last_new_chunk() -> None:
 
 
 def test_a_write_older_than_write_s_tears_its_session_down() -> None:
+    """I8, I10."""
     world = World(write_s=2.0)
     world.hold(is_kind("write", "fence"))
     handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1])
@@ -424,6 +426,7 @@ def test_a_room_that_failed_before_it_was_opened_refuses_with_the_reason() -> No
 
 
 def test_too_many_parked_rooms_are_refused() -> None:
+    """I14."""
     world = World(max_parked=3)
     handles = [world.receive(room, 4, [room]) for room in range(5)]
     world.run()
@@ -584,6 +587,7 @@ def test_chunks_split_to_what_fits(lane: int, buffer: int) -> None:
 
 
 def test_priorities_are_first_come_first_served_within() -> None:
+    """I11."""
     world = World(lane_nbytes=LEASE, n_pages=32)
     world.hold(is_kind("scatter"))
     order = [(1, 0), (2, 0), (3, 5), (4, 0), (5, 5), (6, 1)]
@@ -677,6 +681,7 @@ def test_a_prefix_that_is_there_already_is_not_sent() -> None:
 
 
 def test_a_scatter_that_fails_fails_its_room_and_frees_its_lease() -> None:
+    """I5, I13."""
     world = World()
     world.drop(is_kind("scatter"))
     handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1])
