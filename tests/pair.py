@@ -7,6 +7,7 @@ memory or pages that were given back (I2).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import zlib
@@ -87,6 +88,7 @@ def cell(view: View, memory: Memory, pages: list[int], token: int, shard: int) -
     return memory.bytes[address : address + view.width]
 
 
+@functools.lru_cache(8192)
 def truth(layer: int, role: str, token: int, head: int, room: int) -> np.ndarray:
     """What every cell of a room must hold, from a generator no implementation shares."""
     seed = f"{room}/{layer}/{role}/{token}/{head}"
