@@ -33,6 +33,8 @@ class Config:
     open_wait_s: float = 300.0
     write_s: float = 60.0
     max_silence_s: float = 10.0
+    max_deadline_s: float = 3600.0
+    """Prefill ends a room after this long, however long its destination wants to wait."""
     max_parked: int = 65_536
     max_half_open: int = 1_024
     max_peers: int = 4_096

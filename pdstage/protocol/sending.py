@@ -57,7 +57,7 @@ class Sending(Borrower):
         room.n_destinations = record.open.destinations
         if older is not None:
             self._drain(older, now)
-        room.deadline_s = record.open.deadline_s
+        room.deadline_s = min(record.open.deadline_s, self.config.max_deadline_s)
         self.timers.set(("room", room), now + room.deadline_s)
         if len(room.destinations) >= room.n_destinations:
             self.timers.cancel(("open_wait", room))

@@ -184,7 +184,7 @@ HEAD = b"PUT /v1/adverts HTTP/1.1\r\nHost: x\r\n"
     [
         (HEAD + b"Content-Length: 2\r\n\r\n{}", b"does not decode"),
         (HEAD + b"Content-Length: 3\r\n\r\n\xff\xfe\x00", b"does not decode"),
-        (HEAD + b"Content-Length: 9\r\n\r\n{\"\xff\":1}  ", b"does not decode"),
+        (HEAD + b'Content-Length: 9\r\n\r\n{"\xff":1}  ', b"does not decode"),
         (HEAD + b"\r\n", b"Content-Length is ''"),
         (HEAD + b"Content-Length: -1\r\n\r\n", b"Content-Length is '-1'"),
         (HEAD + b"Content-Length: 99999999999\r\n\r\n", b"an advert of 99999999999 bytes"),

@@ -329,6 +329,12 @@ OPEN: dict[str, object] = {
     [
         ({"rank": 1}, "rank 1 of 1"),
         ({"destinations": 0}, "rank 0 of 0"),
+        ({"destinations": 2}, "rank 0 of 2, Hello said 0 of 1"),
+        ({"asked": (("swa", 0, 8),)}, "asks for 'swa' 0..8"),
+        ({"asked": (("kv", 8, 4),)}, "asks for 'kv' 8..4"),
+        ({"asked": (("kv", 0, 4), ("kv", 4, 8))}, "asks for 'kv' 0..4"),
+        ({"shares": (("kv", "k", (5, 5, 1), 0, 2),)}, "no such shards"),
+        ({"shares": (("kv", "k", (0, 2, 1), 0, 2), ("kv", "k", (1, 2, 1), 1, 1))}, "of layer 1 twice"),
         ({"deadline_s": float("inf")}, "endless deadline"),
         ({"deadline_s": float("nan")}, "endless deadline"),
         ({"shares": (("swa", "k", (0, 2, 1), 0, 2),)}, "of layer 0"),
@@ -358,6 +364,19 @@ def test_an_open_out_of_range_ends_the_session(change: dict[str, object], words:
     world.run()
     assert any(words in complaint for complaint in world.prefill[0].complaints), world.prefill[0].complaints
     assert not world.prefill[0].core.links
+
+
+def test_a_room_ends_at_prefill_however_long_its_destination_would_wait() -> None:
+    """A destination that stays, and takes nothing, must not hold prefill's pages for as long as it likes (I10)."""
+    world = World(deadline_s=1e300, max_deadline_s=20.0, wait_s=1e9, transfer_s=1e9)
+    world.receive(1, 8, [0, 1])
+    sent = world.submit(1)
+    world.run(until=19.0)
+    assert not sent.ended, sent.error
+    world.run(until=30.0)
+    assert sent.state is State.FAILED
+    assert "not sent in its 20.0 s" in str(sent.error)
+    assert sent.released
 
 
 @pytest.mark.parametrize(
