@@ -803,3 +803,63 @@ def test_a_direct_chunk_whose_cells_another_brought_still_counts_as_written(late
     world.check(handle, 1, 8)
     assert sent.state is State.SUCCESS
     assert_flat(world)
+
+
+def test_one_peer_that_parks_without_end_keeps_nobody_out() -> None:
+    """Where the cap is reached, who holds most makes room; who was turned away counts until it has agreed (I14)."""
+    world = World(max_parked=6, open_wait_s=50.0)
+    world.decode.append(greedy := world.make_decode(0, life=9))
+    greedy.name = b"D1"
+    for room in range(10):
+        world.receive(100 + room, 4, [room], 1)
+    world.run()
+    prefill = world.prefill[0].core
+    assert len(prefill._parked) == 6
+    handles = [world.receive(room, 4, [room]) for room in range(1, 4)]
+    world.run()
+    assert len(prefill._parked) == 6
+    for room in range(1, 4):
+        world.send(room, 4, [room])
+    world.run(until=5.0)
+    for room, handle in enumerate(handles, 1):
+        world.check(handle, room, 4)
+
+
+def test_parked_items_are_capped_by_their_bytes() -> None:
+    world = World(path="direct", max_parked_nbytes=2048)
+    handles = [world.receive(room, 4, [room]) for room in range(5)]
+    world.run()
+    assert [handle.ended for handle in handles] == [False] * 3 + [True] * 2
+
+
+def test_turned_away_records_still_count() -> None:
+    """A peer that never agrees to the end of its rooms gets no place for more of them."""
+    world = World(max_parked=4, open_wait_s=1.0)
+    prefill, link = greeted(world)
+    world.drop(lambda item: item.src is world.prefill[0] and item.kind == "frame")
+    for epoch in range(10, 40):
+        prefill.receive(link.route, m.encode(link.session, epoch, m.Open(**(OPEN | {"epoch": epoch}))), world.now)
+        world.now += 1.5
+        prefill.tick(world.now)
+        prefill.take_effects()
+    assert len(prefill.records) == len(prefill._parked) == 4
+
+
+def test_asking_again_and_again_is_noted_once() -> None:
+    world = World()
+    prefill, link = greeted(world)
+    for epoch in range(10, 40):
+        prefill.receive(link.route, m.encode(link.session, epoch, m.Ask(epoch, b"i7")), world.now)
+    assert prefill._forget_askers(b"i7") == [(link, 39)]
+    assert prefill._askers._n == 0
+
+
+def greeted(world: World):
+    """The prefill core and its link to D0, with no room left."""
+    handle = world.announce(0)
+    world.run()
+    world.decode[0].core.abort(handle, "only to greet", world.now)
+    world.carry(world.decode[0])
+    world.run()
+    prefill = world.prefill[0].core
+    return prefill, next(iter(prefill.links.values()))
