@@ -12,7 +12,8 @@ ARGS ?=
 CPU_BENCHES := plan wire host-kernels rooms keys transfer
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types format bench gpu sanitize asan tsan micro plots docs native sdist wheel clean distclean
+.PHONY: help setup demo test fuzz lint types format bench gpu sanitize asan tsan micro plots docs native sdist wheel \
+    clean distclean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -45,6 +46,9 @@ demo: $(STAMP)  ## Move a real model's KV cache from TP 4 to TP 2 and go on deco
 
 test: $(STAMP)  ## Run the tests (TESTS=tests/control ARGS=-x).
 	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+fuzz: $(STAMP)  ## Feed one target hostile input for long (ARGS="--target messages --runs 1000000").
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 lint: $(STAMP)  ## Check style: ruff and clang-format.
 	$(BIN)/ruff check .

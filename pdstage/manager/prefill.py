@@ -238,9 +238,11 @@ class PrefillNode(Node[PrefillCore]):
             for record in room.destinations.values():
                 largest = max(lane.nbytes for lane in record.link.lanes)
                 limit = min(self.parts[0].nbytes, largest, self.config.chunk_nbytes)
-                rects = rects_of(self.pool.layout, {n: _whole(n, *span) for n, span in record.asked.items()}, None)
+                ours = {component.name for component in self.pool.layout.components}
+                asked = {n: _whole(n, *span) for n, span in record.asked.items() if n in ours}
+                rects = rects_of(self.pool.layout, asked, None)
                 staging = self._stagings.of(record.shares, rects)
-                most += [t for name in record.asked if (t := staging.tokens_within(name, limit))]
+                most += [t for name in asked if (t := staging.tokens_within(name, limit))]
             return min(most, default=None)
 
     def backlog_nbytes(self, room: OutRoom) -> int:
