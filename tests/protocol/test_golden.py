@@ -37,7 +37,7 @@ HEADER_NBYTES = 28
 
 def held(version: int) -> dict[str, Any]:
     path = golden.path(version)
-    assert path.exists(), f"version {version} has no golden files: python -m tests.golden, then tests.replay, and pin them"
+    assert path.exists(), f"version {version} has no golden files: run tests.golden, tests.replay; pin them"
     return json.loads(path.read_text())
 
 
