@@ -385,3 +385,46 @@ def test_a_direct_post_whose_outcome_is_unknown_after_decodes_success() -> None:
     assert handle.state is State.SUCCESS, "terminal: what failed was a word, not the bytes"
     assert handle.released
     assert_flat(world)
+
+
+def test_bytes_of_a_failed_post_that_land_later() -> None:
+    """Drained and NoSession would be lies: what was lent stays carved out until the session is fenced (I2)."""
+    world = World(fences=False)
+    world.hold(is_kind("write"))
+    handle = world.receive(1, 8, [0, 1])
+    sent = world.send(1, 8, [0, 1])
+    world.run()
+    (link,) = world.decode[0].core.links.values()
+    core = world.prefill[0].core
+    (ticket,) = core._flights
+    core.completed(ticket, world.now, TransportError("the fabric gave up"), settled=False)
+    world.carry(world.prefill[0])
+    world.run(until=60.0)
+    assert handle.state is sent.state is State.FAILED
+    assert sent.released, "a failed post reads no more"
+    assert [grant.state for grant in world.decode[0].core.holdings.of_session(link)] == ["quarantined"]
+    world.decode[0].core.fenced(link, world.now)
+    world.carry(world.decode[0])
+    world.held.clear()
+    world.run(until=120.0)
+    assert handle.released
+    assert_flat(world)
+
+
+def test_a_disconnected_writer_is_not_quiet_before_its_posts_ended() -> None:
+    """Its memory is read no more, and is given back; what it wrote may still be on its way to decode (I2, I8)."""
+    world = World(write_s=2.0)
+    world.hold(is_kind("write", "done"))
+    world.hold(lambda item: item.kind == "fence" and item.src is world.decode[0])
+    handle = world.receive(1, 8, [0, 1])
+    sent = world.send(1, 8, [0, 1])
+    world.run()
+    (link,) = world.decode[0].core.links.values()
+    world.run(until=30.0)
+    assert handle.state is sent.state is State.FAILED
+    assert sent.released
+    assert [grant.state for grant in world.decode[0].core.holdings.of_session(link)] == ["quarantined"]
+    world.free()
+    world.run(until=60.0)
+    assert handle.released
+    assert_flat(world)
