@@ -145,6 +145,25 @@ class Holdings:
             elif limited:
                 over.add(request.link)
             else:
+                yield from self._grant_beside(request, now)
+                return
+
+    def _grant_beside(self, first: Request, now: float) -> Iterator[Grant]:
+        """A lane of which too much is carved out for those in front serves whoever fits it behind them (I13).
+
+        Without quarantine every lane is one that the first in line waits for, and nobody overtakes.
+        """
+        spare = {number for number, lane in enumerate(self.lanes) if first.nbytes > lane.largest()}
+        if not spare:
+            return
+        waiting = sorted(entry for queue in self._queues.values() for entry in queue if entry[2].waiting)
+        for _, _, request in waiting:
+            number, limited = self._lane_for(request, spare)
+            if number is not None:
+                yield self._grant(request, number, now)
+            elif not limited:
+                spare = {number for number in spare if request.nbytes > self.lanes[number].largest()}
+            if not spare:
                 return
 
     def _next(self, over: set[Link]) -> Request | None:
@@ -258,13 +277,13 @@ class Holdings:
             for number, lane in enumerate(self.lanes)
         )
 
-    def _lane_for(self, request: Request) -> tuple[int | None, bool]:
+    def _lane_for(self, request: Request, among: set[int] | None = None) -> tuple[int | None, bool]:
         """The lane to grant in, open ones first, then the least loaded; or whether only the session's share forbids."""
         others = len(self._waiting) > 1
         best: tuple[bool, int, int] | None = None
         limited = False
         for number, lane in enumerate(self.lanes):
-            if request.nbytes > lane.largest():
+            if request.nbytes > lane.largest() or (among is not None and number not in among):
                 continue
             cursor = lane.cursor_of_next(request.nbytes)
             if cursor is None:
