@@ -12,7 +12,7 @@ from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol.outbox import Phase
 from pdstage.protocol.room import State
-from tests.pair import Item, World, assert_flat, is_kind, is_message
+from tests.pair import Item, World, assert_flat, is_kind, is_message, nth
 
 LEASE = 512
 """Staged bytes of 8 tokens of one rank's pool in these worlds: 4 views of 128 bytes."""
@@ -427,4 +427,34 @@ def test_a_disconnected_writer_is_not_quiet_before_its_posts_ended() -> None:
     world.free()
     world.run(until=60.0)
     assert handle.released
+    assert_flat(world)
+
+
+def test_a_session_that_was_denied_is_not_begun_by_a_late_hello() -> None:
+    """Else the NoSession that is still on its way would prove quiet what has begun to write meanwhile (I2, I6)."""
+    world = World(max_silence_s=1.0, open_wait_s=5.0)
+    world.hold(is_message(m.Welcome, m.NoSession))
+    world.hold(nth(1, is_message(m.Hello)))
+    world.hold(lambda item: item.kind == "frame" and item.src is world.decode[0] and not is_message(m.Hello)(item))
+    handle = world.receive(1, 8, [0, 1])
+    world.run(until=0.3)
+    world.release_held(nth(0, is_message(m.Welcome)))
+    world.run(until=1.1)
+    assert not world.prefill[0].core.links, "the half-open session expired"
+    sent = world.send(1, 8, [0, 1])
+    world.release_held(is_message(m.Heartbeat))
+    world.run()
+    world.release_held(is_message(m.Hello))
+    world.run()
+    assert any(is_message(m.NoSession)(item) for item in world.held)
+    world.rules.clear()
+    world.hold(is_kind("write"))
+    world.release_held(lambda item: item.src is world.decode[0])
+    world.run()
+    world.release_held(is_message(m.NoSession))
+    world.run()
+    world.free()
+    world.run(until=30.0)
+    assert handle.released
+    assert sent.released
     assert_flat(world)
