@@ -72,6 +72,8 @@ class Scenario:
     in_order: float
     patience: float
     """How many things are under way before no time passes."""
+    eager: float
+    """How soon a chunk's data is computed: the chance each time that an engine might say so."""
     calm: bool
     faults: Faults = field(default_factory=Faults)
 
@@ -115,6 +117,7 @@ def draw(seed: int) -> Scenario:
         n_pieces=rng.choice([1, 2, 2, 3]),
         in_order=rng.choice([0.3, 0.6, 0.8, 0.9]),
         patience=rng.choice([2, 6, 12]),
+        eager=rng.choice([0.02, 0.1, 1.0]),
         calm=calm,
         faults=Faults() if calm else _draw_faults(rng),
     )

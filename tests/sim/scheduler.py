@@ -35,7 +35,7 @@ class Scheduler:
         event = self._mishap()
         if event is not None:
             return event
-        steps = self.world.engines.pending()
+        steps = [at for at in self.world.engines.pending() if self._computed(at)]
         n_live = sum(len(side.live) for side in self.world.sides.values())
         if not steps and n_live < MAX_LIVE_JOBS and rng.random() < 0.3:
             return self._start()
@@ -47,6 +47,11 @@ class Scheduler:
         if steps:
             return ("engine", *rng.choice(steps))
         return ("wait", rng.choice(WAITS_S))
+
+    def _computed(self, at: tuple[int, str]) -> bool:
+        """Whether the engine has come so far; it takes its time with data alone."""
+        part = self.world.engines.todo[at]
+        return part.steps[part.at][0] != "ready" or self.rng.random() < self.world.scenario.eager
 
     def _start(self) -> Event:
         self.n_jobs += 1
