@@ -12,7 +12,7 @@ ARGS ?=
 CPU_BENCHES := plan wire host-kernels rooms keys transfer
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz lint types format bench gpu sanitize asan tsan micro plots docs native sdist wheel \
+.PHONY: help setup demo test sim fuzz lint types format bench gpu sanitize asan tsan micro plots docs native sdist wheel \
     clean distclean
 
 help:  ## Show this list.
@@ -49,6 +49,9 @@ test: $(STAMP)  ## Run the tests (TESTS=tests/control ARGS=-x).
 
 fuzz: $(STAMP)  ## Feed one target hostile input for long (ARGS="--target messages --runs 1000000").
 	$(BIN)/python -m tests.fuzz $(ARGS)
+
+sim: $(STAMP)  ## Simulate 2,000 seeds of faults, at least a million steps (ARGS="--seed 7 --replay").
+	$(BIN)/pdstage sim $(ARGS)
 
 lint: $(STAMP)  ## Check style: ruff and clang-format.
 	$(BIN)/ruff check .

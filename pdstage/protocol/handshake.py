@@ -239,10 +239,14 @@ class Host(Core):
             self._n_half_open -= 1
         else:
             self.counters.sessions_lost += 1
-            self._lost[link.session] = None
-            if len(self._lost) > _MOST_LOST:
-                self._lost.popitem(last=False)
+            self._never_again(link.session)
         return True
+
+    def _never_again(self, session: m.Session) -> None:
+        """No late Hello may begin this session: it was lost, or this process has said that it knows nothing of it."""
+        self._lost[session] = None
+        if len(self._lost) > _MOST_LOST:
+            self._lost.popitem(last=False)
 
     def _check_open(self, link: Link, opened: m.Open) -> None:
         """Every number of an Open in its range, every share ours and the destination's, every item in its pool."""

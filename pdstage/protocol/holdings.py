@@ -112,6 +112,24 @@ class Holdings:
             elif limited:
                 over.add(request.link)
             else:
+                yield from self._grant_beside(request, now)
+                return
+
+    def _grant_beside(self, first: Request, now: float) -> Iterator[Grant]:
+        """A lane of which too much is carved out for those in front serves whoever fits it behind them (I13).
+
+        Without quarantine every lane is one that the first in line waits for, and nobody overtakes.
+        """
+        spare = {number for number, lane in enumerate(self.lanes) if first.nbytes > lane.largest()}
+        if not spare:
+            return
+        for _, _, request in sorted(self._queue.entries()):
+            number, limited = self._lane_for(request, spare)
+            if number is not None:
+                yield self._grant(request, number, now)
+            elif not limited:
+                spare = {number for number in spare if request.nbytes > self.lanes[number].largest()}
+            if not spare:
                 return
 
     def land(self, grant: Grant) -> None:
@@ -214,13 +232,13 @@ class Holdings:
             for number, lane in enumerate(self.lanes)
         )
 
-    def _lane_for(self, request: Request) -> tuple[int | None, bool]:
+    def _lane_for(self, request: Request, among: set[int] | None = None) -> tuple[int | None, bool]:
         """The lane to grant in, open ones first, then the least loaded; or whether only the session's share forbids."""
         others = self._queue.n_sessions > 1
         best: tuple[bool, int, int] | None = None
         limited = False
         for number, lane in enumerate(self.lanes):
-            if request.nbytes > lane.largest():
+            if request.nbytes > lane.largest() or (among is not None and number not in among):
                 continue
             cursor = lane.cursor_of_next(request.nbytes)
             if cursor is None:

@@ -112,9 +112,8 @@ def serve_a_fleet(scale: Scale) -> None:
     print(
         f"  memory with no room open: {before.n_objects:,} objects, {before.n_blocks:,} blocks after {n_before:,} rooms"
     )
-    print(
-        f"    in the next {n_more:,}: {grown.n_objects / n_more:+.4f} objects, {grown.n_blocks / n_more:+.3f} blocks a room"
-    )
+    objects, blocks = grown.n_objects / n_more, grown.n_blocks / n_more
+    print(f"    in the next {n_more:,}: {objects:+.4f} objects, {blocks:+.3f} blocks a room")
     # An integer takes a block once it is above 256: each counter of a core and of a session does so once.
     assert grown.n_objects <= 0.01 * n_more + 16, "objects pile up with the rooms served (I14)"
     assert grown.n_blocks <= 0.75 * n_more + before.n_blocks // 100, "memory grows with the rooms served (I14)"
@@ -151,7 +150,8 @@ def _restart_and_serve(scale: Scale, router: Router, per_s: float, before: Memor
     grown = fleet.memory() - before
     print(f"  restarts: {scale.n_restarts} of each role, {failed} of {n_rooms:,} rooms failed with them")
     print(
-        f"    {grown.n_objects:+,} objects, {grown.n_blocks:+,} blocks; prefill remembers {kept:,} lost sessions and failed"
+        f"    {grown.n_objects:+,} objects, {grown.n_blocks:+,} blocks; "
+        f"prefill remembers {kept:,} lost sessions and failed"
     )
     print(f"    rooms, each of a capped number: {grown.n_blocks / max(1, kept):.1f} blocks")
     assert grown.n_objects <= 8 * kept + 0.01 * n_rooms + 16, "objects pile up with restarts survived (I14)"
@@ -170,7 +170,7 @@ def check_flat(fleet: Fleet) -> None:
             assert core.holdings.snapshot()[:2] == ((), ()), (node.route, core.holdings.snapshot())
             assert all(lane.head == lane.watermark for lane in core.holdings.lanes)
         else:
-            assert core.buffers.idle and not core._n_parked and not core._askers, node.route
+            assert core.buffers.idle and not core._parked and not core._askers, node.route
 
 
 def main(args: list[str] | None = None) -> int:
