@@ -183,6 +183,7 @@ class Receiving(Lender):
             return
         if all(part.phase is PartPhase.QUIET for part in room.parts.values()):
             self.epochs.pop(room.epoch, None)
+            room.parts = {}  # parts name their room: without this only the collector could free either
             room.release()
             self.emit(Changed(room))
 

@@ -117,6 +117,8 @@ class Sending(Borrower):
         self._forget_askers(room.key)
         if self.rooms.get(room.key) is room:
             del self.rooms[room.key]
+        for source in room.sources:
+            source.chunks.clear()
         room.sources.clear()
         self.emit(Changed(room))
         self._maybe_release(room)
@@ -160,6 +162,9 @@ class Sending(Borrower):
         self._unpark(record)
         self.timers.cancel(("close", record))
         self.records.pop((record.link.session, record.epoch), None)
+        # Chunks name their record and records their room: without this only the collector could free any of them.
+        record.chunks.clear()
+        record.room = None
 
     def _turn_away(self, record: Record, reason: str, now: float) -> None:
         """A parked record's room will not be sent."""

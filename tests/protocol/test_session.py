@@ -105,7 +105,7 @@ def test_a_late_turn_pushes_its_deadlines_by_the_excess() -> None:
 
 
 def core_deadline(node: Decode, kind: str) -> float:
-    return next(at for key, (at, _) in node.core.timers._at.items() if key[0] == kind)
+    return next(at for key, (at, *_) in node.core.timers._at.items() if key[0] == kind)
 
 
 def test_lateness_counts_from_what_was_due() -> None:

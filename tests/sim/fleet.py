@@ -56,9 +56,11 @@ class Memory(NamedTuple):
 
     n_objects: int
     n_blocks: int
+    n_garbage: int
+    """What only the collector could free, since the last look."""
 
     def __sub__(self, before: Memory) -> Memory:
-        return Memory(self.n_objects - before.n_objects, self.n_blocks - before.n_blocks)
+        return Memory(self.n_objects - before.n_objects, self.n_blocks - before.n_blocks, self.n_garbage)
 
 
 @cache
@@ -254,8 +256,9 @@ class Fleet:
         heapq.heapify(self._events)
         for node in self.nodes.values():
             node.core.timers.delay(0.0)
-        gc.collect()
-        return Memory(sum(type(held) is not tuple for held in gc.get_objects()), sys.getallocatedblocks())
+        n_garbage = gc.collect()
+        n_objects = sum(type(held) is not tuple for held in gc.get_objects())
+        return Memory(n_objects, sys.getallocatedblocks(), n_garbage)
 
     def _tick(self, node: Node, at: float) -> None:
         if not node.alive or node.wake_at != at:
