@@ -228,7 +228,7 @@ class PrefillCore(Sending):
         elif room is None and self._n_parked >= self.config.max_parked:
             self.send(link, m.Opened(opened.epoch, "refused", "too many rooms wait for prefill"), now)
         else:
-            self.records[link.session, opened.epoch] = record
+            self.records[link.session, opened.epoch] = link.records[opened.epoch] = record
             if room is None:
                 self._parked.setdefault(opened.room, []).append(record)
                 self._n_parked += 1

@@ -162,6 +162,7 @@ class Sending(Borrower):
         self._unpark(record)
         self.timers.cancel(("close", record))
         self.records.pop((record.link.session, record.epoch), None)
+        record.link.records.pop(record.epoch, None)
         # Chunks name their record and records their room: without this only the collector could free any of them.
         record.chunks.clear()
         record.room = None
@@ -189,7 +190,7 @@ class Sending(Borrower):
         """The session is over: its rooms fail, nothing further is sent under it."""
         if not self._unlink(link):
             return
-        for record in [r for r in self.records.values() if r.link is link]:
+        for record in list(link.records.values()):
             if record.phase in (RecordPhase.LIVE, RecordPhase.FAILING):
                 record.phase = RecordPhase.DRAINING
                 self._drop(record)
