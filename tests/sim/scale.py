@@ -179,7 +179,7 @@ def check_flat(fleet: Fleet) -> None:
             assert core.holdings.snapshot()[:2] == ((), ()), (node.route, core.holdings.snapshot())
             assert all(lane.head == lane.watermark for lane in core.holdings.lanes)
         else:
-            assert core.buffers.idle and not core._n_parked and not core._askers, node.route
+            assert core.buffers.idle and not core._parked and not core._askers, node.route
 
 
 def main(args: list[str] | None = None) -> int:
