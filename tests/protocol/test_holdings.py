@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstage.protocol.holdings import Grant, Holdings, Request
+from pdstage.protocol.holdings import Grant, Holdings
 from pdstage.protocol.messages import LaneSpan, Session
+from pdstage.protocol.queue import Request
 
 LANE = 2048
 
