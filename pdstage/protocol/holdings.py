@@ -101,6 +101,8 @@ class Holdings:
         while (request := self._queue.first(over)) is not None:
             if request.nbytes > self.largest():
                 self.forget(request)
+                if request.link not in self._queue:  # one fewer to share with
+                    over.clear()
                 yield request
                 continue
             lane, limited = self._lane_for(request)
