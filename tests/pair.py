@@ -7,6 +7,7 @@ memory or pages that were given back (I2).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import zlib
@@ -88,6 +89,7 @@ def cell(view: View, memory: Memory, pages: list[int], token: int, shard: int) -
     return memory.bytes[address : address + view.width]
 
 
+@functools.lru_cache(8192)
 def truth(layer: int, role: str, token: int, head: int, room: int) -> np.ndarray:
     """What every cell of a room must hold, from a generator no implementation shares."""
     seed = f"{room}/{layer}/{role}/{token}/{head}"
@@ -648,6 +650,5 @@ def assert_flat(world: World) -> None:
         else:
             assert core.idle and not core.rooms and not core.records, (node.name, core.rooms, core.records)
             assert sorted(core.buffers.free) == list(range(world.n_buffers))
-            assert not core._parked and not core._askers and not core._n_parked
-            assert not core._flights and not core._orphans
-            assert not core.buffers._busy and not core.buffers._direct
+            assert not core._parked and not core._askers and not core._flights and not core._orphans
+            assert core.buffers.idle

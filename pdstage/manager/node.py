@@ -17,8 +17,10 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar
 
+from pdstage.control.keys import keys_of
 from pdstage.control.zmq import MAX_FRAMES, ControlSocket
 from pdstage.cost import CostModel
 from pdstage.errors import PdstageError, UsageError
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.layout import Region
     from pdstage.manager.handle import Handle
@@ -54,6 +57,9 @@ _LOOK_S = 0.1
 _LARGE_NBYTES = 128 << 10
 _SWITCH_S = 1e-4
 
+
+_kept_for_ever: list[object] = []
+"""Memory of closed nodes that a peer may still write: given to nobody else in this process's life (I2)."""
 
 _n_forks = 0
 """In this process's line of descent since this module was loaded. Counted, as asking for the pid is a system call."""
@@ -100,11 +106,13 @@ class Node(ABC, Generic[AnyCore]):
         switch_interval_s: float | None,
         copy_thread: bool | None,
         insecure: bool,
+        keys: Keys | str | os.PathLike[str] | None,
     ) -> None:
         if path not in PATHS:
             raise UsageError(f"path {path!r}", remedy=f"choose one of {', '.join(PATHS)}")
         if progress not in ("inline", "thread"):
             raise UsageError(f"progress {progress!r}", remedy='choose "inline" or "thread"')
+        self.keys = keys_of(keys)
         self.pool, self.topology, self.path = pool, topology, path
         self.config = config or Config()
         self.incarnation = secrets.randbits(63) | 1
@@ -120,6 +128,7 @@ class Node(ABC, Generic[AnyCore]):
         self._early: list[Done | PostFailed | Inbound] = []
         self._dead_check_at = 0.0
         self._closed = False
+        self._gave_back = True
         self._failure: BaseException | None = None
         self.memory = Memory(staging_nbytes, staging, pool.device)
         self.parts = self.memory.parts(n_parts)
@@ -127,11 +136,12 @@ class Node(ABC, Generic[AnyCore]):
         copies_aside = has_core_to_spare() if copy_thread is None else copy_thread
         self.stager = Stager(pool, self._copier.submit if copies_aside else None, pool.runtime())
         self.transport = open_transport(transport) if isinstance(transport, str) else transport
-        self.directory = Directory()
+        self.directory = Directory(self.keys)
         exposed = [self.memory.region, *(self._pool_regions() if path != "staged" else ())]
         try:
             self.transport.register(exposed)
-            self.socket = ControlSocket(bind, identity=self.incarnation.to_bytes(8, "little"), insecure=insecure)
+            identity = self.incarnation.to_bytes(8, "little")
+            self.socket = ControlSocket(bind, identity=identity, insecure=insecure, keys=self.keys)
         except BaseException:
             self.transport.close()
             raise
@@ -189,8 +199,12 @@ class Node(ABC, Generic[AnyCore]):
         if heard.transport:
             events += self.transport.poll()
         staged = self.stager.poll()
+        refusals = self.socket.take_refusals()
         with self._lock:
             now = time.monotonic()
+            for route, error in refusals:
+                self.core.counters.peers_refused += 1
+                self._on_refused(route, error, now)
             for route, frames in messages:
                 for frame in frames:
                     self.core.receive(route, frame, now)
@@ -310,9 +324,16 @@ class Node(ABC, Generic[AnyCore]):
 
     # Sessions and the transport.
 
+    @abstractmethod
+    def _meet(self, link: Link, description: bytes) -> None:
+        """Tells the transport who a session's peer is; raises `PdstageError` if that cannot be."""
+
+    def _on_refused(self, route: bytes, error: PdstageError, now: float) -> None:
+        """A connection came to nothing for want of keys; `route` is empty where the other side tried it."""
+
     def _attach(self, link: Link, description: bytes) -> None:
         try:
-            self.transport.connect(label(link), description)
+            self._meet(link, description)
         except PdstageError as error:
             log.warning("peer %s: %s", link.route.hex(), error)
             with self._lock:
@@ -331,11 +352,12 @@ class Node(ABC, Generic[AnyCore]):
         self._dead_check_at = now + _DEAD_CHECK_S
         for link in list(self._lost):
             if self._is_fenced() or self.transport.proved_dead(label(link)):
-                self._lost.remove(link)
                 with self._lock:
                     self.core.fenced(link, now)
-            elif self._holds_nothing(link):
-                self._lost.remove(link)
+            elif not self._holds_nothing(link):
+                continue
+            self._lost.remove(link)
+            self.transport.forget(label(link))
 
     @abstractmethod
     def _is_fenced(self) -> bool:
@@ -424,6 +446,31 @@ class Node(ABC, Generic[AnyCore]):
             else:
                 self.roster.wait(done, min(left_s, _LOOK_S))
 
+    def unfenced(self) -> dict[str, int]:
+        """Peers whose lost sessions still keep memory of this node out of use, and how many such sessions each has.
+
+        By control endpoint. A peer leaves this list when it comes back, when its death is proved, or by `fence`.
+        """
+        with self._lock:
+            return dict(Counter(self.socket.endpoint_of(link.route) for link in self._lost))
+
+    def fence(self, endpoint: str) -> int:
+        """The operator's word that the process behind each lost session of `endpoint` has ended; returns their number.
+
+        `endpoint` as `unfenced` names it.
+        For peers whose death cannot be seen from here, on other hosts: fence a node before you trust it is gone, as
+        in any cluster (its host is down, or its process was ended and waited for). A wrong word lets it write into
+        memory that has a new owner.
+        """
+        with self.use():
+            lost = [link for link in self._lost if self.socket.endpoint_of(link.route) == endpoint]
+            for link in lost:
+                self._lost.remove(link)
+                self.core.fenced(link, time.monotonic())
+                self.transport.forget(label(link))
+        self.kick()
+        return len(lost)
+
     def stats(self) -> dict[str, int]:
         """Totals since the start, by name; see `pdstage.metrics.Counters`."""
         with self._lock:
@@ -438,12 +485,15 @@ class Node(ABC, Generic[AnyCore]):
 
     # The end.
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Fails the rooms still open, waits up to `timeout_s` for their writers to be quiet, and gives everything
-        back.
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Fails the rooms still open, waits up to `timeout_s` for their peers to be quiet, and gives everything back.
+
+        True: the memory is free for anything else, another node in the other role included. False: a peer, named in
+        the log, may still write to it or read it. Then the staging memory and the pool's tensors are kept until this
+        process ends, and the pool must not be used before those peers' processes have ended. May be repeated.
         """
         if self._closed:
-            return
+            return self._gave_back
         self.directory.close()
         if self._failure is None and _n_forks == self._n_forks:
             self._close_rooms(timeout_s)
@@ -452,8 +502,14 @@ class Node(ABC, Generic[AnyCore]):
         if self._thread is not None:
             self._thread.join()
         self._copier.close()
+        self._gave_back = self.core.memory_is_free or _n_forks != self._n_forks
+        if not self._gave_back:
+            _kept_for_ever.append((self.memory, self.pool))
+            peers = sorted({self.socket.endpoint_of(link.route) for link in (*self.core.links.values(), *self._lost)})
+            log.error("closed while %s may still use this node's memory: it is kept", ", ".join(peers))
         self.transport.close()
         self.socket.close()
+        return self._gave_back
 
     def _close_rooms(self, timeout_s: float) -> None:
         deadline_at = time.monotonic() + timeout_s

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 
+from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapServer
 from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
@@ -30,16 +31,19 @@ from pdstage.protocol.effects import (
     Write,
     WriteDirect,
 )
-from pdstage.protocol.messages import VERSION, RoomId, room_key
+from pdstage.protocol.messages import RoomId, room_key
 from pdstage.protocol.outbox import Phase
 from pdstage.protocol.prefill import PrefillCore
+from pdstage.protocol.versions import VERSION
 from pdstage.spans import DirectPlan, Index
 from pdstage.transport import Done, Inbound, PostFailed, Spans, Transport
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
     from typing import Protocol
 
+    from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.protocol.config import Config
     from pdstage.protocol.outbox import OutChunk, OutRoom, Source
@@ -109,9 +113,10 @@ class PrefillNode(Node[PrefillCore]):
     """One prefill rank.
 
     `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name or an open transport.
-    `bootstrap` is the directory (`host:port`) to publish to; None embeds one, whose address is `bootstrap_address`.
+    `bootstrap` is the directory to publish to; None embeds one on the host of `bind`, at `bootstrap_address`.
     `staging_nbytes` are split into `n_buffers` send buffers. `path` is "auto" (by cost), "staged" or "direct". `bind`
-    is the control socket's address. `progress` is "inline" (polls do the work) or "thread". `copy_thread` makes large
+    is the control socket's address; beyond loopback it takes `keys`, a key file's path or `Keys`, or `insecure=True`,
+    and so does the directory. `progress` is "inline" (polls do the work) or "thread". `copy_thread` makes large
     host copies in a thread of their own; None does so where there are cores for it. Raises `UsageError` or
     `TransportError`.
     """
@@ -134,13 +139,14 @@ class PrefillNode(Node[PrefillCore]):
         switch_interval_s: float | None = DEFAULT_SWITCH_S,
         copy_thread: bool | None = None,
         insecure: bool = False,
+        keys: Keys | str | os.PathLike[str] | None = None,
     ) -> None:
         if n_buffers < 2:
             raise UsageError(f"{n_buffers} send buffers", remedy="give at least 2, so that no destination holds all")
         super().__init__(
             pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_buffers,
             staging=staging, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
-            copy_thread=copy_thread, insecure=insecure,
+            copy_thread=copy_thread, insecure=insecure, keys=keys,
         )  # fmt: skip
         self._stagings = Stagings(pool.layout)
         self._wires: dict[Link, str] = {}
@@ -150,19 +156,20 @@ class PrefillNode(Node[PrefillCore]):
         self.core = PrefillCore(
             self.incarnation, layout=pool.layout, topology=topology, transport=self.transport.traits.name,
             description=self.transport.describe(), n_buffers=n_buffers, buffer_nbytes=self.parts[0].nbytes,
-            config=self.config, choose=self._choose,
+            config=self.config, choose=self._choose, direct=path != "staged",
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         try:
-            self.bootstrap_address = bootstrap or self._embed_bootstrap()
+            self.bootstrap_address = bootstrap or self._embed_bootstrap(bind, insecure)
             self._publish(instance)
         except PdstageError:
             self.close()
             raise
         self._start()
 
-    def _embed_bootstrap(self) -> str:
-        self._bootstrap = BootstrapServer().start()
+    def _embed_bootstrap(self, bind: str, insecure: bool) -> str:
+        host = Address.parse(bind, "tcp", listening=True)._replace(port=0)
+        self._bootstrap = BootstrapServer(str(host), keys=self.keys, insecure=insecure).start()
         return self._bootstrap.address
 
     def _publish(self, instance: str) -> None:
@@ -231,9 +238,11 @@ class PrefillNode(Node[PrefillCore]):
             for record in room.destinations.values():
                 largest = max(lane.nbytes for lane in record.link.lanes)
                 limit = min(self.parts[0].nbytes, largest, self.config.chunk_nbytes)
-                rects = rects_of(self.pool.layout, {n: _whole(n, *span) for n, span in record.asked.items()}, None)
+                ours = {component.name for component in self.pool.layout.components}
+                asked = {n: _whole(n, *span) for n, span in record.asked.items() if n in ours}
+                rects = rects_of(self.pool.layout, asked, None)
                 staging = self._stagings.of(record.shares, rects)
-                most += [t for name in record.asked if (t := staging.tokens_within(name, limit))]
+                most += [t for name in asked if (t := staging.tokens_within(name, limit))]
             return min(most, default=None)
 
     def backlog_nbytes(self, room: OutRoom) -> int:
@@ -322,16 +331,11 @@ class PrefillNode(Node[PrefillCore]):
             self._direct_plans[key] = plan
         return plan
 
-    def _attach(self, link: Link, description: bytes) -> None:
+    def _meet(self, link: Link, description: bytes) -> None:
         self._wires[link] = wire_order(self.pool.layout, link.layout)
-        super()._attach(link, description)
         lanes = [Region(lane.base, lane.nbytes, lane.kind, lane.device) for lane in link.lanes]
-        exposed = link.layout.regions if link.exposes_pool else ()
-        try:
-            self.transport.prepare(label(link), [*lanes, *exposed])
-        except PdstageError as error:
-            with self._lock:
-                self.core.lose(link, error, time.monotonic())
+        self.transport.connect(label(link), description)
+        self.transport.prepare(label(link), [*lanes, *(link.layout.regions if link.exposes_pool else ())])
 
     def _detach(self, link: Link) -> None:
         self._wires.pop(link, None)
@@ -370,10 +374,11 @@ class PrefillNode(Node[PrefillCore]):
                 else:
                     self._waiting.append((sender, source, ready))
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        super().close(timeout_s)
+    def close(self, timeout_s: float = 5.0) -> bool:
+        safe = super().close(timeout_s)
         if self._bootstrap is not None:
             self._bootstrap.close()
+        return safe
 
 
 def _indexes(chunk: OutChunk) -> Mapping[str, Index]:

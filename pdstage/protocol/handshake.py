@@ -15,24 +15,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, UsageError
-from pdstage.layout import Key, check_inside, mismatch
+from pdstage.errors import DeadlineExceeded, PdstageError, PeerError
+from pdstage.layout import Key, mismatch
 from pdstage.protocol import messages as m
 from pdstage.protocol.effects import Attach, Complaint
 from pdstage.protocol.session import Core, Link
+from pdstage.protocol.told import layout_problem
 
 if TYPE_CHECKING:
     from pdstage.layout import Layout
     from pdstage.plan import Share
     from pdstage.protocol.config import Config
     from pdstage.protocol.inbox import InRoom
+    from pdstage.protocol.versions import OtherVersion
 
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _MOST_LOST = 4096
 _FEW = 256
 _ITEM = np.dtype("<i4")
 _MOST_SHARES = 64
-_MOST_TOKENS_PER_ITEM = 1 << 20
 
 
 def incompatible(src: Layout, dst: Layout) -> str:
@@ -79,6 +80,9 @@ class Greeter(Core):
     @abstractmethod
     def _fail(self, room: InRoom, error: PdstageError, now: float) -> None: ...
 
+    def _on_other_version(self, route: bytes, error: OtherVersion) -> None:
+        """The complaint is enough: nobody greets a decode node."""
+
     def _peer(self, route: bytes, now: float) -> Peer:
         """The peer at `route`, greeted if it is new."""
         peer = self.peers.get(route)
@@ -113,6 +117,7 @@ class Greeter(Core):
         self.counters.sessions_opened += 1
         self._stop_greeting(peer)
         self.watch(link, now)
+        self.emit(Attach(link, welcome.description))
         self.send(link, m.Heartbeat(), now)
         self._met(peer, now)
 
@@ -121,7 +126,7 @@ class Greeter(Core):
             return f"transport {welcome.transport!r} at prefill, {self._hello.transport!r} at decode"
         if not 0 < welcome.max_silence_s < float("inf"):
             return "no finite max_silence_s"
-        return incompatible(welcome.layout, self._hello.layout)
+        return layout_problem(welcome.layout) or incompatible(welcome.layout, self._hello.layout)
 
     def _on_hello_refused(self, route: bytes, frame: m.Frame, refused: m.HelloRefused, now: float) -> None:
         peer = self.peers.get(route)
@@ -136,6 +141,16 @@ class Greeter(Core):
         self.emit(Complaint(peer.route, error))
         for room in list(peer.rooms):
             self._fail(room, error, now)
+
+    def unreachable(self, route: bytes, error: PdstageError, now: float) -> None:
+        """No connection to `route` can be made: the rooms that wait for its answer to Hello fail with `error`.
+
+        A session that lives is left alone: if its peer is gone, its silence will tell.
+        """
+        peer = self.peers.get(route)
+        if peer is not None and peer.link is None:
+            self._refused(peer, error, now)
+        self._settle(now)
 
     def _stop_greeting(self, peer: Peer) -> None:
         self.timers.cancel(("hello", peer))
@@ -158,6 +173,7 @@ class Host(Core):
         super().__init__(incarnation, config)
         self._welcome = welcome
         self._at: dict[bytes, Link] = {}
+        self._n_half_open = 0
         self._lost: OrderedDict[m.Session, None] = OrderedDict()
 
     def _on_hello(self, route: bytes, frame: m.Frame, hello: m.Hello, now: float) -> None:
@@ -170,17 +186,22 @@ class Host(Core):
             problem = self._hello_problem(hello)
             if problem:
                 self.counters.sessions_refused += 1
-                self.send_loose(route, frame.session, m.HelloRefused(problem))
+                self.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
                 self.emit(Complaint(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides")))
                 return
             link = Link(session, route, hello.layout, hello.topology, hello.lanes, hello.max_silence_s, now)
             link.exposes_pool = m.DIRECT_FEATURE in hello.features
             link.checksums = m.CHECKSUM_FEATURE in hello.features and m.CHECKSUM_FEATURE in self._welcome.features
             self.links[session] = link
+            self._n_half_open += 1
             self.counters.sessions_opened += 1
             self.watch(link, now)
             self.emit(Attach(link, hello.description))
         self.send(link, self._welcome, now)
+
+    def _on_other_version(self, route: bytes, error: OtherVersion) -> None:
+        self.counters.sessions_refused += 1
+        self.send_loose(route, m.Session(*error.session), m.HelloRefused(error.what))
 
     def _hello_problem(self, hello: m.Hello) -> str:
         if hello.transport != self._welcome.transport:
@@ -189,28 +210,19 @@ class Host(Core):
             return f"{len(hello.lanes)} lanes, or an empty one"
         if not 0 < hello.max_silence_s < float("inf"):
             return "no finite max_silence_s"
-        return self._crowded() or self._layout_problem(hello.layout)
+        return self._crowded() or layout_problem(hello.layout) or incompatible(self._welcome.layout, hello.layout)
 
     def _crowded(self) -> str:
-        if sum(link.half_open for link in self.links.values()) >= self.config.max_half_open:
+        if self._n_half_open >= self.config.max_half_open:
             return "too many half-open sessions"
         if len(self.links) >= self.config.max_peers:
             return f"already {len(self.links)} peers"
         return ""
 
-    def _layout_problem(self, theirs: Layout) -> str:
-        try:
-            for view in theirs.views():
-                if view.tokens_per_item > _MOST_TOKENS_PER_ITEM:  # its extent is computed row by row
-                    return f"view {view.key} has items of {view.tokens_per_item} tokens"
-                check_inside(view, theirs.regions)
-        except UsageError as error:
-            return str(error)
-        return incompatible(self._welcome.layout, theirs)
-
     def _confirm(self, link: Link, now: float) -> None:
         """The first frame under a session: it replaces the one that its peer had before."""
         link.half_open = False
+        self._n_half_open -= 1
         older = self._at.get(link.route)
         self._at[link.route] = link
         if older is not None:
@@ -223,7 +235,9 @@ class Host(Core):
         self.unwatch(link)
         if self._at.get(link.route) is link:
             del self._at[link.route]
-        if not link.half_open:
+        if link.half_open:
+            self._n_half_open -= 1
+        else:
             self.counters.sessions_lost += 1
             self._never_again(link.session)
         return True
@@ -236,32 +250,49 @@ class Host(Core):
 
     def _check_open(self, link: Link, opened: m.Open) -> None:
         """Every number of an Open in its range, every share ours and the destination's, every item in its pool."""
-        if opened.epoch < 0 or not 0 <= opened.rank < opened.destinations:
-            raise PeerError(f"Open from rank {opened.rank} of {opened.destinations}", remedy="check the peer")
+        place = link.topology
+        if (opened.rank, opened.destinations) != (place.group_rank, place.group_size):
+            what = f"Open from rank {opened.rank} of {opened.destinations}"
+            raise PeerError(f"{what}, Hello said {place.group_rank} of {place.group_size}", remedy="check the peer")
         if not 0 < opened.deadline_s < float("inf"):
             raise PeerError("Open with an endless deadline", remedy="check the peer")
         if opened.items and not link.exposes_pool:
             raise PeerError("Open gives items, but Hello did not expose the pool", remedy="check the peer")
         if opened.shares not in link.shares:
-            self._check_shares(link, opened.shares)
+            check_shares((self._welcome.layout, link.layout), opened.shares)
             if len(link.shares) >= _MOST_SHARES:
                 link.shares.clear()
             link.shares.add(opened.shares)
         asked = {ask.component: ask for ask in opened.asked}
+        known = {component.name for component in link.layout.components}
+        for ask in opened.asked:
+            if ask.component not in known or ask.start > ask.stop or asked[ask.component] is not ask:
+                what = f"Open asks for {ask.component!r} {ask.start}..{ask.stop}"
+                raise PeerError(what, remedy="ask for ascending tokens of each own component once")
         for items in opened.items:
             check_items(link.layout, items, asked.get(items.component))
 
-    def _check_shares(self, link: Link, owned: tuple[Share, ...]) -> None:
-        held_by_each = (self._welcome.layout.by_key(), link.layout.by_key())
-        for share in owned:
-            if share.layers[2] < 1 or share.count < 1:
-                raise PeerError(f"Open asks for {share}", remedy="no such shards here")
-            for layer in range(*share.layers):
-                for held in held_by_each:
-                    view = held.get(Key(share.component, share.role, layer))
-                    axis = view.axis if view is not None else None
-                    if axis is None or share.first < axis.first or share.first + share.count > axis.first + axis.count:
-                        raise PeerError(f"Open asks for {share} of layer {layer}", remedy="no such shards here")
+
+def check_shares(layouts: tuple[Layout, ...], owned: tuple[Share, ...]) -> None:
+    """Raises `PeerError` unless each of `layouts` holds the shards of every share, and no two shares are of one."""
+    held_by_each = [layout.by_key() for layout in layouts]
+    taken: dict[Key, list[range]] = {}
+    for share in owned:
+        start, stop, step = share.layers
+        if step < 1 or start >= stop or share.count < 1:
+            raise PeerError(f"Open asks for {share}", remedy="no such shards here")
+        shards = range(share.first, share.first + share.count)
+        for layer in range(start, stop, step):
+            key = Key(share.component, share.role, layer)
+            for held in held_by_each:
+                view = held.get(key)
+                axis = view.axis if view is not None else None
+                if axis is None or shards.start < axis.first or shards.stop > axis.first + axis.count:
+                    raise PeerError(f"Open asks for {share} of layer {layer}", remedy="no such shards here")
+            others = taken.setdefault(key, [])
+            if any(shards.start < other.stop and other.start < shards.stop for other in others):
+                raise PeerError(f"Open asks for {share} of layer {layer} twice", remedy="check the peer")
+            others.append(shards)
 
 
 def check_items(layout: Layout, items: m.Items, asked: m.Asked | None) -> None:

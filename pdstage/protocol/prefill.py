@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class PrefillCore(Sending):
-    """The protocol's prefill half. `choose` says whether a chunk that may go direct should."""
+    """The protocol's prefill half. `choose` says whether a chunk that may go direct should; not `direct`: none may."""
 
     def __init__(
         self,
@@ -40,12 +40,14 @@ class PrefillCore(Sending):
         buffer_nbytes: int,
         config: Config,
         choose: Callable[[OutChunk], bool],
+        direct: bool = True,
     ) -> None:
         features = (m.CHECKSUM_FEATURE,) if config.checksums else ()
         welcome = m.Welcome(topology, layout, transport, description, config.max_silence_s, features)
         super().__init__(
             incarnation, config, welcome, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose
         )  # fmt: skip
+        self._direct = direct
         self._components = tuple(component.name for component in layout.components)
         self._handlers: dict[type, Callable[..., None]] = {
             m.Ask: self._on_ask,
@@ -70,8 +72,7 @@ class PrefillCore(Sending):
         self._ended.pop(key, None)
         self.counters.rooms_opened += 1
         self.timers.set(("open_wait", room), now + self.config.open_wait_s)
-        for record in self._parked.pop(key, ()):
-            self._n_parked -= 1
+        for record in self._parked.take(key):
             self.timers.cancel(("parked", record))
             self._attach(room, record, now)
         self._settle(now)
@@ -121,6 +122,7 @@ class PrefillCore(Sending):
         """The data of a chunk given with `ready=False` exists now."""
         source.ready = True
         for chunk in source.chunks:
+            chunk.waits_since = now
             if chunk.phase is Phase.PARKED:
                 self._ask(chunk, now)
             elif chunk.phase is Phase.HELD:
@@ -177,7 +179,7 @@ class PrefillCore(Sending):
         """Fails every room still open; `idle` tells when every destination has agreed that its room is over."""
         for room in list(self.rooms.values()):
             self.abort(room, "the node closes", now)
-        for record in [record for parked in self._parked.values() for record in parked]:
+        for record in self._parked.waiting():
             self._turn_away(record, "the prefill node closes", now)
 
     @property
@@ -188,6 +190,10 @@ class PrefillCore(Sending):
     @property
     def idle(self) -> bool:
         return not self._flights and not self.records
+
+    @property
+    def memory_is_free(self) -> bool:
+        return not self._flights
 
     def snapshot(self) -> tuple[object, ...]:
         """Everything that may differ between two states of this core, comparable and hashable."""
@@ -212,8 +218,7 @@ class PrefillCore(Sending):
         """Answered at once and, if not `finished`, again at finish(); decode repeats it slowly for a lost answer."""
         room = self.rooms.get(ask.room)
         finished = room is not None and room.finished
-        if not finished and (ask.room in self._askers or len(self._askers) < self.config.max_parked):
-            self._askers.setdefault(ask.room, {})[link, ask.epoch] = None
+        if not finished and self._askers.note(ask.room, link, ask.epoch):
             self.timers.set(("asked", ask.room), now + 4 * self.config.ask_s)
         self.send(link, m.Asking(ask.epoch, finished), now)
 
@@ -223,27 +228,23 @@ class PrefillCore(Sending):
             self.send(link, m.Opened(opened.epoch, *self._opened_state(record)), now)
             return
         self._check_open(link, opened)
-        record = Record(link, opened)
+        record = Record(link, opened, self._direct)
         room = self.rooms.get(opened.room)
         ended = self._ended.get(opened.room)
         if room is None and ended is not None and ended.refuses(record):
-            self.send(link, m.Opened(opened.epoch, "refused", ended.reason), now)
-        elif room is None and self._n_parked >= self.config.max_parked:
+            self.send(link, m.Opened(opened.epoch, "refused", m.brief(ended.reason)), now)
+        elif room is None and not self._park(record, now):
             self.send(link, m.Opened(opened.epoch, "refused", "too many rooms wait for prefill"), now)
         else:
-            self.records[link.session, opened.epoch] = record
-            if room is None:
-                self._parked.setdefault(opened.room, []).append(record)
-                self._n_parked += 1
-                self.timers.set(("parked", record), now + min(opened.deadline_s, self.config.open_wait_s))
-            else:
+            if room is not None:
+                self.records[link.session, opened.epoch] = record
                 self._attach(room, record, now)
             self.send(link, m.Opened(opened.epoch, *self._opened_state(record)), now)
 
     def _opened_state(self, record: Record) -> tuple[str, str]:
         if record.phase is RecordPhase.WAITING:
             return "waiting", ""
-        return ("refused", record.reason) if record.phase is RecordPhase.FAILING else ("accepted", "")
+        return ("refused", m.brief(record.reason)) if record.phase is RecordPhase.FAILING else ("accepted", "")
 
     def _on_closed(self, link: Link, closed: m.Closed, now: float) -> None:
         record = self.records.get((link.session, closed.epoch))
@@ -277,8 +278,7 @@ class PrefillCore(Sending):
     def _on_timer(self, key: tuple[str, object], now: float) -> None:
         match key:
             case ("ask", OutChunk() as chunk):
-                if chunk.phase is Phase.ASKING or (chunk.phase is Phase.HELD and not self._window_open(chunk)):
-                    self._reserve(chunk, now)
+                self._ask_again(chunk, now)
             case ("close", Record() as record):
                 if record.phase is RecordPhase.CLOSING:
                     self._close(record, now)

@@ -28,11 +28,11 @@ EPSILON_S = 1e-6
 
 
 def requests_waiting(holdings: Holdings) -> list[Request]:
-    return [entry[2] for queue in holdings._queues.values() for entry in queue if entry[2].waiting]
+    return [request for _, _, request in holdings._queue.entries()]
 
 
 def n_busy(buffers: SendBuffers) -> int:
-    return sum(buffers._busy.values())
+    return sum(buffers._staged._busy.values())
 
 
 class Checks:
@@ -180,8 +180,8 @@ class Checks:
     @contextmanager
     def stale_frame_changes_nothing(self, node: Prefill | Decode, frame: bytes, message: object) -> Iterator[None]:
         """A frame of another session, or not above the last accepted one, changes nothing and is counted (I6, I7)."""
-        _, _, *session, seq = m._FRAME.unpack_from(frame)
-        link = node.core.links.get(m.Session(*session))
+        session, seq = m.decode_head(frame)
+        link = node.core.links.get(session)
         old = seq <= link.heard if link is not None else not isinstance(message, GREETINGS)
         if not old or isinstance(message, ENDINGS) or not node.alive:
             yield

@@ -6,7 +6,7 @@ mistake does it alone, the state itself is broken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +19,11 @@ from pdstage.protocol.borrower import Borrower
 from pdstage.protocol.coverage import Coverage
 from pdstage.protocol.decode import DecodeCore, InRoom
 from pdstage.protocol.holdings import Grant, Holdings, Request
-from pdstage.protocol.outbox import OutRoom, RecordPhase, SendBuffers
+from pdstage.protocol.outbox import OutChunk, OutRoom, RecordPhase, SendBuffers
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.room import Event, Room, State
 from pdstage.protocol.sending import Sending
-from pdstage.protocol.session import Core
+from pdstage.protocol.session import Core, Link
 from pdstage.ring import Lane
 from tests.sim.run import Failed, load, main, run
 from tests.sim.scenario import Scenario, draw
@@ -80,16 +80,14 @@ def says_success_early(patch: Patch) -> None:
 
 
 def drops_the_session_check(patch: Patch) -> None:
-    def accept(self: Core, data: bytes, now: float) -> object:
-        frame = m.decode(data)
-        link = self.links.get(frame.session)
+    def hear(self: Core, link: Link | None, frame: m.Frame, now: float) -> bool:
         if link is not None:
             link.heard_at, link.heard = now, max(link.heard, frame.seq)
         else:
             self.counters.frames_stale += not isinstance(frame.message, m.Hello | m.Welcome | m.HelloRefused)
-        return link, frame
+        return False
 
-    patch.setattr(Core, "accept", accept)
+    patch.setattr(Core, "_is_stale", hear)
 
 
 def gives_source_back_early(patch: Patch) -> None:
@@ -97,13 +95,13 @@ def gives_source_back_early(patch: Patch) -> None:
 
 
 def shares_send_buffers(patch: Patch) -> None:
-    def take(self: SendBuffers, link: object, chunk: object) -> int:
-        held = self._direct if chunk.direct else self._busy  # type: ignore[attr-defined]
-        held[link] = held.get(link, 0) + 1  # type: ignore[index, call-overload]
-        return -1 if chunk.direct else 0  # type: ignore[attr-defined]
+    def pop(self: SendBuffers) -> Iterator[tuple[OutChunk, int]]:
+        while (chunk := self._direct.begin()) is not None:
+            yield chunk, -1
+        while (chunk := self._staged.begin()) is not None:
+            yield chunk, 0
 
-    patch.setattr(SendBuffers, "_take", take)
-    patch.setattr(SendBuffers, "_may_begin", lambda self, link, chunk: True)
+    patch.setattr(SendBuffers, "pop", pop)
 
 
 def changes_the_callers_pages(patch: Patch) -> None:

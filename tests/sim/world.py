@@ -371,4 +371,4 @@ def _brief(message: object) -> str:
 
 
 def frame_session(frame: bytes) -> m.Session:
-    return m.Session(*m._FRAME.unpack_from(frame)[2:4])
+    return m.decode_head(frame)[0]
