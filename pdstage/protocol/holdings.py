@@ -246,7 +246,8 @@ class Holdings:
             if cursor is None:
                 continue
             held = self._held.get((request.link, number), 0)
-            if others and held and held + request.nbytes > lane.capacity // 2:
+            idle = lane.head == lane.watermark  # then all it holds there is carved out, and keeps nobody waiting
+            if others and held and not idle and held + request.nbytes > lane.capacity // 2:
                 limited = True
                 continue
             rank = (not lane.is_open(cursor, request.nbytes), lane.head - lane.watermark, number)

@@ -139,6 +139,16 @@ def test_a_lane_too_small_for_the_first_in_line_serves_those_behind() -> None:
     assert [g.lane for g in grant(held, last)] == [stuck.lane]
 
 
+def test_what_is_carved_out_of_an_idle_lane_is_no_share_of_it() -> None:
+    """It grants what fits what is left of it, though its session holds half of it in quarantine (I13)."""
+    held = holdings(1024, 1024)
+    (stuck,) = grant(held, ask(A, 0, 768))
+    held.quarantine(stuck, 0.0)
+    assert len(grant(held, ask(B, 0, 1024), ask(B, 1, 1024))) == 2, "two laps of the other lane"
+    waits, fits = ask(B, 2, 1024), ask(A, 1, 256)
+    assert [g.request for g in grant(held, waits, fits)] == [fits]
+
+
 def test_recall_a_open_without_a_tag_while_something_waits() -> None:
     held = holdings()
     (idle,) = grant(held, ask(A, 0, 1024))

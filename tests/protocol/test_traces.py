@@ -537,7 +537,7 @@ def test_a_disconnected_writer_is_not_quiet_before_its_posts_ended() -> None:
 
 def test_a_session_that_was_denied_is_not_begun_by_a_late_hello() -> None:
     """Else the NoSession that is still on its way would prove quiet what has begun to write meanwhile (I2, I6)."""
-    world = World(max_silence_s=1.0, open_wait_s=5.0)
+    world = World(fences=False, max_silence_s=1.0, open_wait_s=5.0)
     world.hold(is_message(m.Welcome, m.NoSession))
     world.hold(nth(1, is_message(m.Hello)))
     world.drop(lambda item: is_message(m.Heartbeat)(item) and item.src is world.prefill[0])
