@@ -1,0 +1,411 @@
+"""The processes of an exploration: states of one core by number, and what one input makes of one of them.
+
+For `explore`. Each state of a core is thawed, given one input, checked and named by its digest; the outcome is
+remembered by (state, input), because the same input meets the same state of a core in very many states of the whole.
+What concerns one process alone is checked here: I1, I3, I4, I6, I7, I8, I13, I15, I16.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from pdstage.errors import TransportError
+from pdstage.plan import Rect
+from pdstage.protocol import messages as m
+from pdstage.protocol.decode import DecodeCore, InRoom, PartPhase
+from pdstage.protocol.effects import Changed, Complaint, Detach, Gather, Scatter, Send, Write, WriteDirect
+from pdstage.protocol.messages import room_key
+from pdstage.protocol.outbox import OutRoom, Phase
+from pdstage.protocol.prefill import PrefillCore
+from pdstage.protocol.room import State
+from tests.pair import World, assert_core_flat
+from tests.sim.frozen import LATER, Armed, Core, Node, canonical, digest, flight_name, freeze, key_name, thaw
+
+Input = tuple[object, ...]
+Name = tuple[object, ...]
+
+
+class Violation(AssertionError):
+    """An invariant does not hold; `path` is the shortest way there, in words."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.path: list[str] = []
+
+    def __str__(self) -> str:
+        return "\n".join([self.what, *(f"  {n}. {step}" for n, step in enumerate(self.path, 1))])
+
+
+def must(holds: bool, what: str) -> None:
+    if not holds:
+        raise Violation(what)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Who is there and what they do: rooms 1..`rooms`, each of `chunks` chunks a writer."""
+
+    writers: int = 1
+    instances: bool = True
+    """Each writer sends rooms of its own (room r is writer r % writers'); else every room has all of them, by TP."""
+    rooms: int = 1
+    chunks: int = 2
+    tokens: int = 4
+    """Tokens of a chunk; 16 and fewer make leases of 256 bytes, 32 of 512."""
+    late: int = 0
+    """The last so many chunks of a room are computed at any moment after they were announced."""
+    lane_nbytes: int = 512
+    n_lanes: int = 1
+    n_buffers: int = 2
+    path: str = "staged"
+    deadlines: dict[str, float] = field(default_factory=dict)
+
+    def writers_of(self, room: int) -> list[int]:
+        return [room % self.writers] if self.instances else list(range(self.writers))
+
+
+class Post(NamedTuple):
+    """A write that began: whose, into what, and the tag that tells of it."""
+
+    node: int
+    flight: Name
+    session: m.Session
+    room: tuple[int, int]
+    tag: int
+    where: tuple[int, int]
+    """(lane, cursor), or (DIRECT, epoch)."""
+
+
+class Did(NamedTuple):
+    """What an input made of a node."""
+
+    after: int
+    sends: tuple[tuple[int, int], ...]
+    """(to which node, which frame)"""
+    posts: tuple[Post, ...]
+    lost: tuple[m.Session, ...]
+    """Sessions to be fenced."""
+
+
+class Facts(NamedTuple):
+    """What the rest of the world needs to know of one state of one core."""
+
+    sessions: frozenset[m.Session]
+    timers: tuple[Name, ...]
+    rooms: tuple[tuple[tuple[int, int], int], ...]
+    """(room, how many before) and status of each handle."""
+    flights: tuple[Name, ...]
+    """Gathers or scatters under way."""
+    late: tuple[tuple[tuple[int, int], int], ...] = ()
+    released: frozenset[tuple[int, int]] = frozenset()
+    marks: tuple[tuple[Name, int], ...] = ()
+    leases: dict[tuple[int, int], tuple[m.Session, str]] = {}  # noqa: RUF012
+    writable: frozenset[tuple[m.Session, int, int]] = frozenset()
+    """What a write may be under way into: (session, lane, cursor) or (session, DIRECT, epoch)."""
+    landed: dict[Name, tuple[tuple[int, int], m.Session, int, int]] = {}  # noqa: RUF012
+    """Of each scatter under way: the room, whose chunk, and its tokens."""
+    epochs: dict[int, tuple[int, int]] = {}  # noqa: RUF012
+    flat: str = ""
+    """What is left of any room; empty if nothing."""
+
+
+class Nodes:
+    """Every state met of every process. Node 0 is the decode rank, 1 and up are the writers."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        heads = 1 if shape.instances else shape.writers
+        self.world = World(
+            prefill=shape.writers, heads=heads, layers=1, lane_nbytes=shape.lane_nbytes, n_lanes=shape.n_lanes,
+            n_buffers=shape.n_buffers, path=shape.path, instances=shape.instances, **shape.deadlines,
+        )  # fmt: skip
+        self.names = [b"D0", *(b"P%d" % n for n in range(shape.writers))]
+        self.templates: dict[tuple[int, int], Core] = {}
+        self.frames: list[bytes] = []
+        self.tags: list[bytes] = []
+        self._numbers: dict[bytes, int] = {}
+        self.facts: list[Facts] = []
+        self.frozen: list[bytes] = []
+        self.home: list[tuple[int, int]] = []
+        """Which process each state is of: (node, life)."""
+        self.ids: dict[bytes, int] = {}
+        self.memo: dict[tuple[int, Input], Did] = {}
+
+    def born(self, node: int, life: int = 0) -> int:
+        """The first state of a process."""
+        return self.name(node, life, Node(self.template(node, life)))
+
+    def template(self, node: int, life: int) -> Core:
+        core = self.templates.get((node, life))
+        if core is None:
+            made = self.world.make_decode(0, life) if node == 0 else self.world.make_prefill(node - 1, life)
+            core = self.templates[node, life] = made.core
+            core.timers = Armed()
+        return core
+
+    def thawed(self, state: int) -> Node:
+        return thaw(zlib.decompress(self.frozen[state]), self.template(*self.home[state]))
+
+    def step(self, state: int, given: Input) -> Did:
+        did = self.memo.get((state, given))
+        if did is None:
+            node = self.thawed(state)
+            did = self.memo[state, given] = self.apply(state, node, given)
+        return did
+
+    def apply(self, state: int, node: Node, given: Input) -> Did:
+        """Gives a live node one input, checks what it did and brings it into canonical form."""
+        before = self.facts[state]
+        at, life = self.home[state]
+        try:
+            self._give(node, given)
+        except (AssertionError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise Violation(f"{self.names[at].decode()} raised {error!r}") from error
+        sends, posts, lost = self._effects(at, node)
+        for handle, status in before.rooms:
+            room = node.handles[handle]
+            ended = status & 0x7F in (State.SUCCESS, State.FAILED)
+            must(not ended or room.state == status & 0x7F, f"I1: {handle} left its end for {room.state.name}")
+            must(status < 0x80 or room.released, f"I1: {handle} is no longer released")
+            must((room.error is not None) == (room.state is State.FAILED), f"I1: {handle} has error {room.error}")
+        after = self.name(at, life, node)
+        self._unchanged(state, after, given)
+        marks = dict(before.marks)
+        for key, mark in self.facts[after].marks:
+            must(mark >= marks.get(key, mark), f"I4: watermark {key} fell from {marks.get(key)} to {mark}")
+        return Did(after, sends, posts, lost)
+
+    def _give(self, node: Node, given: Input) -> None:
+        core = node.core
+        match given:
+            case ("hear", int() as src, int() as frame):
+                core.receive(self.names[src], self.frames[frame], 0.0)
+            case ("gathered", flight):
+                core.gathered(self._ticket(core, flight), 0.0)
+            case ("written", flight, ok):
+                core.completed(self._ticket(core, flight), 0.0, None if ok else TransportError("unknown outcome"))
+            case ("told", int() as tag):
+                core.tag(self.tags[tag], 0.0)
+            case ("scattered", flight):
+                core.scattered(self._ticket(core, flight), 0.0)
+            case ("fenced", session):
+                core.fenced(node.fencing.pop(session), 0.0)  # type: ignore[arg-type]
+            case ("timer", name):
+                core.timers.chosen = next(key for key in core.timers.keys if key_name(core, key) == name)
+                core.tick(LATER)
+            case ("abort", handle):
+                core.abort(node.handles[handle], "the test says so", 0.0)
+            case ("greet", int() as writer):
+                core._peer(self.names[writer], 0.0)
+            case ("receive", int() as room):
+                self._receive(node, room)
+            case ("send", int() as room):
+                self._send(node, room)
+            case ("ready", handle, int() as n):
+                room = node.handles[handle]
+                core.data_ready(room, room.sources[n], 0.0)
+            case _:
+                raise NotImplementedError(given)
+
+    def _receive(self, node: Node, room: int) -> None:
+        shape, core = self.shape, node.core
+        writers = {n: b"P%d" % n for n in shape.writers_of(room)}
+        handle = core.announce(room_key(room), writers, 0.0, deadline_s=1000.0)
+        n_tokens = shape.tokens * shape.chunks
+        pages = list(range(-(-n_tokens // 4)))
+        items = (m.Items("kv", 0, memoryview(np.array(pages, np.int32).tobytes())),) if shape.path != "staged" else ()
+        node.handles[room, sum(known == room for known, _ in node.handles)] = handle
+        core.bind(handle, (m.Asked("kv", 0, n_tokens),), {"kv": pages}, 0.0, wire_items=items)
+
+    def _send(self, node: Node, room: int) -> None:
+        shape, core = self.shape, node.core
+        handle = core.submit(room_key(room), 0.0)
+        node.handles[room, sum(known == room for known, _ in node.handles)] = handle
+        for n in range(shape.chunks):
+            rects = (Rect("kv", n * shape.tokens, (n + 1) * shape.tokens, 0, 1),)
+            core.chunk(handle, rects, {"kv": []}, 0.0, ready=n < shape.chunks - shape.late)
+        core.finish(handle, b"aux", 0.0)
+
+    @staticmethod
+    def _ticket(core: Core, flight: object) -> int:
+        return next(ticket for ticket in core._flights if flight_name(core, ticket) == flight)
+
+    def _effects(self, at: int, node: Node) -> tuple[tuple, tuple, tuple]:
+        sends, posts, lost = [], [], []
+        for effect in node.core.take_effects():
+            match effect:
+                case Send(route, frame):
+                    sends.append((self.names.index(route), self.frame(frame)))
+                case Write() | WriteDirect():
+                    posts.append(self._post(at, node, effect))
+                case Detach(link):
+                    node.fencing[link.session] = link
+                    lost.append(link.session)
+                case Gather() | Scatter() | Changed() | Complaint() | _:
+                    pass
+        return tuple(sends), tuple(posts), tuple(lost)
+
+    def _post(self, at: int, node: Node, effect: Write | WriteDirect) -> Post:
+        chunk = effect.chunk
+        session = chunk.record.link.session
+        room = next((name for name, room in node.handles.items() if room is chunk.record.room), None)
+        assert room is not None
+        flight = flight_name(node.core, effect.ticket)
+        if isinstance(effect, WriteDirect):
+            return Post(at, flight, session, room, self.tag(effect.tag), (m.DIRECT, chunk.record.epoch))
+        return Post(at, flight, session, room, self.tag(effect.tag), (chunk.lane, chunk.cursor))
+
+    def frame(self, data: bytes) -> int:
+        """The number of a frame, its seq made 1 (0 where it has none) and its words left out."""
+        frame = m.decode(data)
+        message = frame.message
+        if getattr(message, "reason", ""):
+            fields = {name: getattr(message, name) for name in message.__struct_fields__}
+            message = type(message)(**(fields | {"reason": "-"}))
+        return self._number(m.encode(frame.session, min(frame.seq, 1), message), self.frames)
+
+    def tag(self, data: bytes) -> int:
+        return self._number(data, self.tags)
+
+    def _number(self, data: bytes, table: list[bytes]) -> int:
+        number = self._numbers.setdefault(data, len(table))
+        if number == len(table):
+            table.append(data)
+        return number
+
+    def name(self, at: int, life: int, node: Node) -> int:
+        """The number of a node's state; a new one is checked and kept."""
+        canonical(node)
+        key = digest(node)
+        number = self.ids.get(key)
+        if number is None:
+            facts = decode_facts(node, self.shape) if at == 0 else prefill_facts(node, self.shape)
+            number = self.ids[key] = len(self.frozen)
+            self.frozen.append(zlib.compress(freeze(node), 1))
+            self.home.append((at, life))
+            self.facts.append(facts)
+        return number
+
+    def _unchanged(self, before: int, after: int, given: Input) -> None:
+        """I6, I7: what is stale or was had already changes nothing."""
+        facts = self.facts[before]
+        if given[0] == "told":
+            tag = m.decode_tag(self.tags[given[1]], ("kv",))  # type: ignore[index]
+            held = facts.leases.get((tag.lane, tag.cursor)) if tag.lane != m.DIRECT else None
+            stale = tag.session not in facts.sessions
+            had = tag.lane != m.DIRECT and held != (tag.session, "granted")
+            must(not (stale or had) or before == after, f"I6, I7: a tag that is stale or had already counts: {tag}")
+        elif given[0] == "hear":
+            frame = m.decode(self.frames[given[2]])  # type: ignore[index]
+            greeting = isinstance(frame.message, m.Hello | m.Welcome | m.HelloRefused)
+            stale = frame.session not in facts.sessions and not greeting
+            must(not stale or before == after, f"I6: a frame of no live session counts: {frame.message}")
+
+
+def decode_facts(node: Node, shape: Shape) -> Facts:
+    core = node.core
+    assert isinstance(core, DecodeCore)
+    held, leases, writable = core.holdings, {}, set()
+    for number, lane in enumerate(held.lanes):
+        live = list(lane.leases())
+        mine = {(g.cursor, g.state) for (at, _), g in held._at.items() if at == number}
+        must(mine == {(cursor, state) for cursor, _, state in live}, f"I15: ledger {mine} is not the ring's {live}")
+        end = 0
+        for cursor, nbytes, state in live:
+            must(cursor >= end and cursor % 256 == 0, f"I3: leases overlap: {live}")
+            must(cursor % lane.capacity + nbytes <= lane.capacity, f"I3: the lease at {cursor} leaves its lane")
+            end = cursor + nbytes
+            session = held._at[number, cursor].request.link.session
+            leases[number, cursor] = (session, state)
+            under = any(
+                other < cursor and _share_bytes(other, theirs, cursor, nbytes, lane.capacity)
+                for other, theirs, _ in live
+            )
+            if state != "landed" and not under:
+                writable.add((session, number, cursor))
+        idle = lane.head == lane.watermark and lane.largest() == lane.capacity
+        must(bool(live) or idle, f"I13: an idle lane has head {lane.head}, watermark {lane.watermark}")
+    for room in core.epochs.values():
+        for part in room.parts.values():
+            if part.direct and part.phase is not PartPhase.QUIET:
+                writable.add((part.link.session, m.DIRECT, room.epoch))
+    for landing in core._flights.values():
+        must(not landing.part.room.released, "I2: a scatter runs into released pages")
+        must(held._at.get((landing.grant.lane, landing.grant.cursor)) is landing.grant, "I2: it reads a freed lease")
+    epochs = {room.epoch: name for name, room in node.handles.items() if isinstance(room, InRoom)}
+    return Facts(
+        sessions=frozenset(core.links),
+        timers=_timers(core),
+        rooms=_rooms(node),
+        flights=tuple(flight_name(core, ticket) for ticket in core._flights),
+        marks=tuple((("lane", n), lane.watermark) for n, lane in enumerate(held.lanes)),
+        leases=leases,
+        writable=frozenset(writable),
+        landed={
+            flight_name(core, ticket): (
+                epochs[landing.part.room.epoch], landing.part.link.session, landing.rects[0].start,
+                landing.rects[0].stop,
+            )
+            for ticket, landing in core._flights.items()
+        },
+        epochs=epochs,
+        flat=_left(node, shape),
+    )
+
+
+def _share_bytes(a: int, a_nbytes: int, b: int, b_nbytes: int, capacity: int) -> bool:
+    a, b = a % capacity, b % capacity
+    return a < b + b_nbytes and b < a + a_nbytes
+
+
+def prefill_facts(node: Node, shape: Shape) -> Facts:
+    core = node.core
+    assert isinstance(core, PrefillCore)
+    for chunk, _ in core._flights.values():
+        assert chunk.record.room is not None
+        must(not chunk.record.room.released, "I8: source memory given back with a gather or write under way")
+    for record in core.records.values():
+        for chunk in record.chunks.values():
+            must(chunk.source.ready or chunk.attempt <= 1, "I16: recalled twice before its data exists")
+    buffers = [buffer for _, buffer in core._flights.values() if buffer >= 0] + core.buffers.free
+    must(sorted(buffers) == list(range(shape.n_buffers)), f"send buffers {buffers}")
+    rooms = {name: room for name, room in node.handles.items() if isinstance(room, OutRoom)}
+    return Facts(
+        sessions=frozenset(core.links),
+        timers=_timers(core),
+        rooms=_rooms(node),
+        flights=tuple(
+            flight_name(core, ticket)
+            for ticket, (chunk, _) in core._flights.items()
+            if chunk.phase is not Phase.WRITING
+        ),
+        late=tuple(
+            (name, n) for name, room in rooms.items() for n, source in enumerate(room.sources) if not source.ready
+        ),
+        released=frozenset(name for name, room in rooms.items() if room.released),
+        marks=tuple(((*link.session, lane), mark) for (link, lane), mark in core._marks.items()),
+        flat=_left(node, shape),
+    )
+
+
+def _timers(core: Core) -> tuple[Name, ...]:
+    return tuple(sorted(key_name(core, key) for key in core.timers.keys))
+
+
+def _rooms(node: Node) -> tuple[tuple[tuple[int, int], int], ...]:
+    return tuple((name, room.status) for name, room in node.handles.items())
+
+
+def _left(node: Node, shape: Shape) -> str:
+    """What is left of any room (I13, I14), or why a room is not over; empty if nothing is."""
+    try:
+        assert_core_flat(node.core, shape.n_buffers)
+    except AssertionError as error:
+        return f"left over: {error}"
+    open_rooms = [name for name, room in node.handles.items() if not room.ended or not room.released]
+    return f"rooms {open_rooms} have not ended or are not released" if open_rooms else ""
