@@ -16,7 +16,7 @@ import types
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, TransportError, UsageError
 from pdstage.layout import Layout
@@ -37,9 +37,11 @@ Core = PrefillCore | DecodeCore
 Handle = InRoom | OutRoom
 
 _CONSTANT = frozenset(
-    "config counters layout topology stagings _buffer_nbytes _choose _components _dealt _effects _handlers _hello "
-    "_lateness _tickets _welcome".split()
-)
+    {
+        "config", "counters", "layout", "topology", "stagings", "_buffer_nbytes", "_choose", "_components", "_dealt",
+        "_effects", "_handlers", "_hello", "_lateness", "_tickets", "_welcome",
+    }
+)  # fmt: skip
 _SILENT = {
     "Link": {"heard_at", "sent_at", "n_sent", "heard", "layout", "topology", "lanes", "silence_s", "shares"},
     "Grant": {"granted_at"},
@@ -217,7 +219,7 @@ def freeze(node: Node) -> bytes:
 
 def thaw(frozen: bytes, template: Core) -> Node:
     """`template` is any core of the same process life: what never changes is its."""
-    state, handles, fencing = pickle.loads(frozen)  # noqa: S301  (our own bytes)
+    state, handles, fencing = pickle.loads(frozen)
     core = object.__new__(type(template))
     held = vars(core)
     held.update((name, value) for name, value in vars(template).items() if name in _CONSTANT)
@@ -233,7 +235,7 @@ def thaw(frozen: bytes, template: Core) -> Node:
 class _Digest:
     """All that can be reached, flat and in a fixed order; an object met again is a number."""
 
-    _fields: dict[type, tuple[str, ...]] = {}
+    _fields: ClassVar[dict[type, tuple[str, ...]]] = {}
 
     def __init__(self, core: Core) -> None:
         self.core = core

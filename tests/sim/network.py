@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from pdstage.protocol import messages as m
 from pdstage.protocol.room import State
-from tests.sim.nodes import Did, Input, Name, Nodes, Post, Shape, must
+from tests.sim.facts import Name, Shape, must
+from tests.sim.nodes import Did, Input, Nodes, Post
 
 TAG, DONE, UNDER, OK, BAD, MAYBE, DEAD = 1, 2, 4, 8, 16, 32, 64
 """Of a write: its tag is to be told; its completion is; it may not have landed yet; it may have succeeded; it may have
@@ -48,11 +49,14 @@ class Faults(NamedTuple):
     """A post's outcome is unknown."""
 
 
+NO_FAULTS = Faults()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
     name: str
     shape: Shape
-    faults: Faults = Faults()
+    faults: Faults = NO_FAULTS
     connected: bool = True
     """The sessions are there at the start; else greetings are part of it."""
     begun: bool = True
@@ -257,7 +261,7 @@ class Network:
         self.trying = (node, given)
         before = state.nodes[node]
         did = self.nodes.step(before, given)
-        if did.after == before and not did.sends and not did.posts and not did.lost:
+        if did.after == before and not did.sends and not did.posts and not (did.lost or did.met):
             return state
         nodes = list(state.nodes)
         nodes[node] = did.after
@@ -273,6 +277,10 @@ class Network:
         if did.lost:
             lost = tuple((node, session) for session in did.lost)
             after = after._replace(fences=tuple(sorted(after.fences + lost)))
+        for session in did.met:  # a half-open session that expired, greeted again: connected anew
+            if (node, session) in after.fences:
+                after = self._fence(after, after.fences.index((node, session)))
+            after = after._replace(fenced=tuple(s for s in after.fenced if s != session))
         return self._judged(state, after)
 
     def _posted(self, state: Global, did: Did) -> Global:
@@ -343,13 +351,16 @@ class Network:
                 new = flags & ~DONE | DEAD
             if new & (TAG | DONE | UNDER):
                 writes.append((post, new))
+        delivered = state.delivered
         if node == 0:
+            delivered = ()
             fenced |= self.nodes.facts[number].sessions | {s for n, s in state.fences if n == 0}
         after = state._replace(
             nodes=tuple(nodes),
             writes=tuple(writes),
             fences=tuple(fence for fence in state.fences if fence[0] != node),
             fenced=tuple(sorted(fenced)),
+            delivered=delivered,
         )
         return self._judged(state, after)
 
