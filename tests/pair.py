@@ -584,21 +584,18 @@ def first(n: int, want: Callable[[Item], bool]) -> Callable[[Item], bool]:
 def assert_flat(world: World) -> None:
     """Nothing is left of any room: no lease, request, record or timer beyond the live sessions' own (I13, I14)."""
     for node in world.nodes():
-        assert_core_flat(node.core, world.n_buffers)
-
-
-def assert_core_flat(core: PrefillCore | DecodeCore, n_buffers: int) -> None:
-    own = {(kind, link) for kind in ("beat", "silence") for link in core.links.values()}
-    left = {key for key in core.timers._at if key not in own and key != ("recalls",)}
-    assert not left, (core.incarnation, left)
-    if isinstance(core, DecodeCore):
-        assert core.idle and not core.rooms, (core.incarnation, core.epochs)
-        holdings = core.holdings.snapshot()
-        assert holdings[:2] == ((), ()), (core.incarnation, holdings)
-        assert all(lane.head == lane.watermark and not lane.quarantined_nbytes for lane in core.holdings.lanes)
-        assert all(peer.link is not None and not peer.rooms for peer in core.peers.values())
-    else:
-        assert core.idle and not core.rooms and not core.records, (core.incarnation, core.rooms, core.records)
-        assert sorted(core.buffers.free) == list(range(n_buffers))
-        assert not core._parked and not core._askers and not core._n_parked and not core._flights
-        assert not core.buffers._busy and not core.buffers._direct
+        core = node.core
+        own = {(kind, link) for kind in ("beat", "silence") for link in core.links.values()}
+        left = {key for key in core.timers._at if key not in own and key != ("recalls",)}
+        assert not left, (node.name, left)
+        if isinstance(core, DecodeCore):
+            assert core.idle and not core.rooms, (node.name, core.epochs)
+            holdings = core.holdings.snapshot()
+            assert holdings[:2] == ((), ()), (node.name, holdings)
+            assert all(lane.head == lane.watermark and not lane.quarantined_nbytes for lane in core.holdings.lanes)
+            assert all(peer.link is not None and not peer.rooms for peer in core.peers.values())
+        else:
+            assert core.idle and not core.rooms and not core.records, (node.name, core.rooms, core.records)
+            assert sorted(core.buffers.free) == list(range(world.n_buffers))
+            assert not core._parked and not core._askers and not core._n_parked and not core._flights
+            assert not core.buffers._busy and not core.buffers._direct

@@ -12,7 +12,7 @@ from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore, InRoom, PartPhase
 from pdstage.protocol.outbox import OutRoom, Phase
 from pdstage.protocol.prefill import PrefillCore
-from tests.pair import assert_core_flat
+from tests.pair import assert_flat
 from tests.sim.frozen import Core, Node, flight_name, key_name
 
 Name = tuple[object, ...]
@@ -176,10 +176,21 @@ def _rooms(node: Node) -> tuple[tuple[tuple[int, int], int], ...]:
     return tuple((name, room.status) for name, room in node.handles.items())
 
 
+@dataclass
+class _Alone:
+    """A world of one node, as `assert_flat` takes it."""
+
+    node: Node
+    n_buffers: int
+
+    def nodes(self) -> list[Node]:
+        return [self.node]
+
+
 def _left(node: Node, shape: Shape) -> str:
     """What is left of any room (I13, I14), or why a room is not over; empty if nothing is."""
     try:
-        assert_core_flat(node.core, shape.n_buffers)
+        assert_flat(_Alone(node, shape.n_buffers))  # type: ignore[arg-type]
     except AssertionError as error:
         return f"left over: {error}"
     open_rooms = [name for name, room in node.handles.items() if not room.ended or not room.released]

@@ -33,6 +33,8 @@ from pdstage.topology import Topology
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
 
+    from pdstage.protocol.holdings import Holdings
+
 Core = PrefillCore | DecodeCore
 Handle = InRoom | OutRoom
 
@@ -45,6 +47,7 @@ _CONSTANT = frozenset(
 _SILENT = {
     "Link": {"heard_at", "sent_at", "n_sent", "heard", "layout", "topology", "lanes", "silence_s", "shares"},
     "Grant": {"granted_at"},
+    "OutChunk": {"waits_since"},
     "Part": {"reason"},
     "Record": {"reason", "asked", "_exposed", "open"},  # session and epoch name the Open
     "Ended": {"reason"},
@@ -88,6 +91,7 @@ class Node:
     """A process: its core, the handles its engine got, by (room, how many before), and the sessions to be fenced."""
 
     core: Core
+    name: bytes = b""
     handles: dict[tuple[int, int], Handle] = field(default_factory=dict)
     fencing: dict[m.Session, Link] = field(default_factory=dict)
 
@@ -168,10 +172,21 @@ def _canonical_holdings(core: DecodeCore) -> None:
         held._contended_at = 0.0
     for grant in held._at.values():
         grant.granted_at = 0.0
+    _renumber(held)
+
+
+def _renumber(held: Holdings) -> None:
+    """Who waits stays in its order, numbered from 1."""
+    queue = getattr(held, "_queue", None)
+    if queue is not None:
+        fresh = held._queue = type(queue)()
+        for _, _, request in sorted(queue.entries(), key=lambda entry: entry[1]):
+            fresh.add(request)
+        return
     queued = sorted((e for queue in held._queues.values() for e in queue if e[2].waiting), key=lambda e: e[1])
     held._n = len(queued)
     for queue in held._queues.values():
-        mine = [(p, n, r) for n, (p, _, r) in enumerate(queued) if any(r is e[2] for e in queue)]
+        mine = [(p, n, r) for n, (p, _, r) in enumerate(queued, 1) if any(r is e[2] for e in queue)]
         queue[:] = sorted(mine, key=lambda e: e[:2])
 
 
@@ -229,7 +244,7 @@ def thaw(frozen: bytes, template: Core) -> Node:
         kind: types.MethodType(handler.__func__, core) if isinstance(handler, types.MethodType) else handler
         for kind, handler in template._handlers.items()
     }
-    return Node(core, handles, fencing)
+    return Node(core, b"", handles, fencing)
 
 
 class _Digest:
