@@ -64,6 +64,7 @@ class Lane:
         self._window: OrderedDict[int, _Lease] = OrderedDict()  # unreleased, not passed by the watermark; cursors rise
         self._passed: dict[int, _Lease] = {}  # quarantined and passed by the watermark
         self._gaps = [(0, capacity)]  # physical spans not carved out, ascending
+        self._largest = capacity
 
     @property
     def head(self) -> int:
@@ -82,7 +83,7 @@ class Lane:
 
     def largest(self) -> int:
         """The largest lease the lane can ever grant as things stand: its largest span not carved out."""
-        return max((stop - start for start, stop in self._gaps), default=0)
+        return self._largest
 
     def cursor_of_next(self, nbytes: int) -> int | None:
         """What `grant` would return now. Changes nothing."""
@@ -200,6 +201,7 @@ class Lane:
             at = max(at, start + nbytes)
         if at < self.capacity:
             self._gaps.append((at, self.capacity))
+        self._largest = max((stop - start for start, stop in self._gaps), default=0)
 
     def _advance(self) -> bool:
         """Moves the watermark as far as it may go; True if it moved."""

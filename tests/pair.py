@@ -598,4 +598,4 @@ def assert_flat(world: World) -> None:
             assert core.idle and not core.rooms and not core.records, (node.name, core.rooms, core.records)
             assert sorted(core.buffers.free) == list(range(world.n_buffers))
             assert not core._parked and not core._askers and not core._n_parked and not core._flights
-            assert not core.buffers._busy and not core.buffers._direct
+            assert core.buffers.idle

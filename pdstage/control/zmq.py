@@ -179,6 +179,11 @@ class ControlSocket:
         self._routes[target] = route
         return route
 
+    def endpoint_of(self, route: bytes) -> str:
+        """What `route` was connected to; of a peer that connected to us, its route in hexadecimal."""
+        with self._using:
+            return next((target for target, known in self._routes.items() if known == route), route.hex())
+
     def disconnect(self, route: bytes) -> None:
         """Drops a connection made by `connect` and what is queued for it. Unknown routes are ignored.
 

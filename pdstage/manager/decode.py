@@ -13,7 +13,7 @@ from pdstage.errors import Aborted, PdstageError, PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.handle import Handle
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check
-from pdstage.manager.node import DEFAULT_SWITCH_S, Heard, Node
+from pdstage.manager.node import DEFAULT_SWITCH_S, Heard, Node, label
 from pdstage.plan import wire_order
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore, InRoom
@@ -30,6 +30,7 @@ from pdstage.protocol.effects import (
     WriteDirect,
 )
 from pdstage.protocol.room import State
+from pdstage.protocol.versions import OLDEST
 from pdstage.transport import Done, Inbound, PostFailed, Transport
 
 if TYPE_CHECKING:
@@ -278,10 +279,11 @@ class DecodeNode(Node[DecodeCore]):
                 self._announce(receiver, adverts, deadline_s)
 
     def _announce(self, receiver: Receiver, adverts: list[Advert], deadline_s: float) -> None:
-        problem = next((a for a in adverts if a.version != m.VERSION), None)
+        # A later version than ours may talk with us: it says so when greeted.
+        problem = next((a for a in adverts if a.version < OLDEST), None)
         if problem is not None:
-            what = f"{problem.where} speaks wire version {problem.version}, this node {m.VERSION}"
-            self._end(receiver, PeerError(what, remedy="run one version on both sides"))
+            what = f"{problem.where} speaks wire version {problem.version}, this node talks with {OLDEST} and later"
+            self._end(receiver, PeerError(what, remedy="run a later release at prefill"))
             return
         try:
             writers = {a.topology.unique_rank: self.socket.connect(a.endpoint) for a in adverts}
@@ -327,6 +329,9 @@ class DecodeNode(Node[DecodeCore]):
             held = self._receivers.get(room.key)
             if held is not None and held.room is room:
                 del self._receivers[room.key]
+
+    def _meet(self, link: Link, description: bytes) -> None:
+        self.transport.meet(label(link), description)
 
     def _detach(self, link: Link) -> None:
         self._wires.pop(link, None)

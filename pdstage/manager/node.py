@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar
 
 from pdstage.control.zmq import MAX_FRAMES, ControlSocket
@@ -54,6 +55,9 @@ _LOOK_S = 0.1
 _LARGE_NBYTES = 128 << 10
 _SWITCH_S = 1e-4
 
+
+_kept_for_ever: list[object] = []
+"""Memory of closed nodes that a peer may still write: given to nobody else in this process's life (I2)."""
 
 _n_forks = 0
 """In this process's line of descent since this module was loaded. Counted, as asking for the pid is a system call."""
@@ -120,6 +124,7 @@ class Node(ABC, Generic[AnyCore]):
         self._early: list[Done | PostFailed | Inbound] = []
         self._dead_check_at = 0.0
         self._closed = False
+        self._gave_back = True
         self._failure: BaseException | None = None
         self.memory = Memory(staging_nbytes, staging, pool.device)
         self.parts = self.memory.parts(n_parts)
@@ -310,9 +315,13 @@ class Node(ABC, Generic[AnyCore]):
 
     # Sessions and the transport.
 
+    @abstractmethod
+    def _meet(self, link: Link, description: bytes) -> None:
+        """Tells the transport who a session's peer is; raises `PdstageError` if that cannot be."""
+
     def _attach(self, link: Link, description: bytes) -> None:
         try:
-            self.transport.connect(label(link), description)
+            self._meet(link, description)
         except PdstageError as error:
             log.warning("peer %s: %s", link.route.hex(), error)
             with self._lock:
@@ -331,11 +340,12 @@ class Node(ABC, Generic[AnyCore]):
         self._dead_check_at = now + _DEAD_CHECK_S
         for link in list(self._lost):
             if self._is_fenced() or self.transport.proved_dead(label(link)):
-                self._lost.remove(link)
                 with self._lock:
                     self.core.fenced(link, now)
-            elif self._holds_nothing(link):
-                self._lost.remove(link)
+            elif not self._holds_nothing(link):
+                continue
+            self._lost.remove(link)
+            self.transport.forget(label(link))
 
     @abstractmethod
     def _is_fenced(self) -> bool:
@@ -424,6 +434,31 @@ class Node(ABC, Generic[AnyCore]):
             else:
                 self.roster.wait(done, min(left_s, _LOOK_S))
 
+    def unfenced(self) -> dict[str, int]:
+        """Peers whose lost sessions still keep memory of this node out of use, and how many such sessions each has.
+
+        By control endpoint. A peer leaves this list when it comes back, when its death is proved, or by `fence`.
+        """
+        with self._lock:
+            return dict(Counter(self.socket.endpoint_of(link.route) for link in self._lost))
+
+    def fence(self, endpoint: str) -> int:
+        """The operator's word that the process behind each lost session of `endpoint` has ended; returns their number.
+
+        `endpoint` as `unfenced` names it.
+        For peers whose death cannot be seen from here, on other hosts: fence a node before you trust it is gone, as
+        in any cluster (its host is down, or its process was ended and waited for). A wrong word lets it write into
+        memory that has a new owner.
+        """
+        with self.use():
+            lost = [link for link in self._lost if self.socket.endpoint_of(link.route) == endpoint]
+            for link in lost:
+                self._lost.remove(link)
+                self.core.fenced(link, time.monotonic())
+                self.transport.forget(label(link))
+        self.kick()
+        return len(lost)
+
     def stats(self) -> dict[str, int]:
         """Totals since the start, by name; see `pdstage.metrics.Counters`."""
         with self._lock:
@@ -438,12 +473,15 @@ class Node(ABC, Generic[AnyCore]):
 
     # The end.
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Fails the rooms still open, waits up to `timeout_s` for their writers to be quiet, and gives everything
-        back.
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Fails the rooms still open, waits up to `timeout_s` for their peers to be quiet, and gives everything back.
+
+        True: the memory is free for anything else, another node in the other role included. False: a peer, named in
+        the log, may still write to it or read it. Then the staging memory and the pool's tensors are kept until this
+        process ends, and the pool must not be used before those peers' processes have ended. May be repeated.
         """
         if self._closed:
-            return
+            return self._gave_back
         self.directory.close()
         if self._failure is None and _n_forks == self._n_forks:
             self._close_rooms(timeout_s)
@@ -452,8 +490,14 @@ class Node(ABC, Generic[AnyCore]):
         if self._thread is not None:
             self._thread.join()
         self._copier.close()
+        self._gave_back = self.core.memory_is_free or _n_forks != self._n_forks
+        if not self._gave_back:
+            _kept_for_ever.append((self.memory, self.pool))
+            peers = sorted({self.socket.endpoint_of(link.route) for link in (*self.core.links.values(), *self._lost)})
+            log.error("closed while %s may still use this node's memory: it is kept", ", ".join(peers))
         self.transport.close()
         self.socket.close()
+        return self._gave_back
 
     def _close_rooms(self, timeout_s: float) -> None:
         deadline_at = time.monotonic() + timeout_s

@@ -30,9 +30,10 @@ from pdstage.protocol.effects import (
     Write,
     WriteDirect,
 )
-from pdstage.protocol.messages import VERSION, RoomId, room_key
+from pdstage.protocol.messages import RoomId, room_key
 from pdstage.protocol.outbox import Phase
 from pdstage.protocol.prefill import PrefillCore
+from pdstage.protocol.versions import VERSION
 from pdstage.spans import DirectPlan, Index
 from pdstage.transport import Done, Inbound, PostFailed, Spans, Transport
 
@@ -150,7 +151,7 @@ class PrefillNode(Node[PrefillCore]):
         self.core = PrefillCore(
             self.incarnation, layout=pool.layout, topology=topology, transport=self.transport.traits.name,
             description=self.transport.describe(), n_buffers=n_buffers, buffer_nbytes=self.parts[0].nbytes,
-            config=self.config, choose=self._choose,
+            config=self.config, choose=self._choose, direct=path != "staged",
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         try:
@@ -322,16 +323,11 @@ class PrefillNode(Node[PrefillCore]):
             self._direct_plans[key] = plan
         return plan
 
-    def _attach(self, link: Link, description: bytes) -> None:
+    def _meet(self, link: Link, description: bytes) -> None:
         self._wires[link] = wire_order(self.pool.layout, link.layout)
-        super()._attach(link, description)
         lanes = [Region(lane.base, lane.nbytes, lane.kind, lane.device) for lane in link.lanes]
-        exposed = link.layout.regions if link.exposes_pool else ()
-        try:
-            self.transport.prepare(label(link), [*lanes, *exposed])
-        except PdstageError as error:
-            with self._lock:
-                self.core.lose(link, error, time.monotonic())
+        self.transport.connect(label(link), description)
+        self.transport.prepare(label(link), [*lanes, *(link.layout.regions if link.exposes_pool else ())])
 
     def _detach(self, link: Link) -> None:
         self._wires.pop(link, None)
@@ -370,10 +366,11 @@ class PrefillNode(Node[PrefillCore]):
                 else:
                     self._waiting.append((sender, source, ready))
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        super().close(timeout_s)
+    def close(self, timeout_s: float = 5.0) -> bool:
+        safe = super().close(timeout_s)
         if self._bootstrap is not None:
             self._bootstrap.close()
+        return safe
 
 
 def _indexes(chunk: OutChunk) -> Mapping[str, Index]:

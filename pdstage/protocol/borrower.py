@@ -110,7 +110,7 @@ class Borrower(Host):
             for rects in pieces:
                 self._add_piece(record, chunk.source, rects, now)
         elif record.may_direct(chunk.rects):
-            self._go_direct(chunk)
+            self._go_direct(chunk, now)
         elif chunk.nbytes <= max(lane.nbytes for lane in link.lanes):
             # Carved out for now: the span comes back, or a deadline comes.
             self.repeat(("ask", chunk), now)
@@ -173,16 +173,31 @@ class Borrower(Host):
         return record.chunks.get(number) if record is not None else None
 
     def _ask(self, chunk: OutChunk, now: float) -> None:
-        chunk.phase = Phase.ASKING
+        chunk.phase, chunk.waits_since = Phase.ASKING, now
         self._reserve(chunk, now)
+
+    def _ask_again(self, chunk: OutChunk, now: float) -> None:
+        if chunk.phase is not Phase.ASKING and (chunk.phase is not Phase.HELD or self._window_open(chunk)):
+            return
+        waited_s = now - chunk.waits_since
+        if chunk.source.ready and waited_s >= self.config.fall_back_after_s and chunk.record.may_direct(chunk.rects):
+            self._go_direct(chunk, now)
+        else:
+            self._reserve(chunk, now)
 
     def _reserve(self, chunk: OutChunk, now: float) -> None:
         record = chunk.record
         self.send(record.link, m.Reserve(record.epoch, chunk.number, chunk.attempt, chunk.nbytes, chunk.rects), now)
         self.repeat(("ask", chunk), now)
 
-    def _go_direct(self, chunk: OutChunk) -> None:
-        """Falls back staged -> direct; a lease on its way is given back by its attempt."""
+    def _go_direct(self, chunk: OutChunk, now: float) -> None:
+        """Falls back staged -> direct: gives its lease back, and one on its way is given back by its attempt."""
+        if chunk.phase is not Phase.ASKING:
+            record = chunk.record
+            told = m.Returned(record.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor)
+            self.counters.leases_returned += 1
+            self.send(record.link, told, now)
+        self.timers.cancel(("ask", chunk))
         chunk.attempt += 1
         chunk.direct, chunk.phase = True, Phase.HELD
         self.counters.chunks_fallen_back += 1
@@ -282,6 +297,8 @@ class Borrower(Host):
         record.in_flight -= 1
         if chunk.phase is Phase.WRITING:
             self._written(chunk, now, error)
+        elif error is not None and chunk.phase is Phase.GATHERING and record.may_direct(chunk.rects):
+            self._go_direct(chunk, now)
         elif error is not None:
             chunk.phase = Phase.DROPPED
             self._fail_record(record, error, now)

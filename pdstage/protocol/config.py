@@ -16,7 +16,8 @@ class Config:
 
     `retry_s`: every repeated question. Decode: `open_s` until Opened, `wait_s` until the first chunk, `transfer_s`
     without new coverage, `recall_after_s`, `stuck_after_s`, `drain_s`. Prefill: `open_wait_s` from send to the last
-    Open, `write_s` for one post. Both: `max_silence_s` is what this node promises its peers: it never stays silent
+    Open, `write_s` for one post, `fall_back_after_s` until a chunk that gets no staging memory
+    goes direct, where it may. Both: `max_silence_s` is what this node promises its peers: it never stays silent
     longer.
     """
 
@@ -32,6 +33,7 @@ class Config:
     drain_s: float = 30.0
     open_wait_s: float = 300.0
     write_s: float = 60.0
+    fall_back_after_s: float = 5.0
     max_silence_s: float = 10.0
     max_parked: int = 65_536
     max_half_open: int = 1_024

@@ -148,7 +148,11 @@ class DecodeCore(Receiving):
 
     @property
     def idle(self) -> bool:
-        return not self.epochs and not self._flights
+        return not self.epochs and not self._flights and not self.holdings.lent
+
+    @property
+    def memory_is_free(self) -> bool:
+        return self.idle
 
     def snapshot(self) -> tuple[object, ...]:
         """Everything that may differ between two states of this core, comparable and hashable."""
@@ -202,13 +206,14 @@ class DecodeCore(Receiving):
                     self._on_welcome(route, frame, message, now)
             case m.HelloRefused():
                 self._on_hello_refused(route, frame, message, now)
-            case m.NoSession():
-                if link is not None:
-                    self.lose(link, PeerError("prefill does not know this session", remedy="it restarted"), now)
-                    if message.incarnation == link.session.writer:
-                        self.fenced(link, now)
-            case m.Bye() if link is None:
-                pass
+            case m.NoSession() if link is not None:
+                self.lose(link, PeerError("prefill does not know this session", remedy="it restarted"), now)
+                if message.incarnation == link.session.writer:
+                    self.fenced(link, now)
+            case m.NoSession() | m.Bye() if link is None:
+                stranded = self._stranded.get(frame.session)
+                if stranded is not None and stranded.route == route:
+                    self._on_stranded(stranded, message.incarnation if isinstance(message, m.NoSession) else None, now)
             case _ if link is None:
                 self.send_loose(route, frame.session, m.NoSession(self.incarnation))
             case _:
@@ -378,6 +383,8 @@ class DecodeCore(Receiving):
                 self.lose(part.link, late, now)
             case ("linger", Part() as part):
                 self._abort_part(part, "finished", now)
+            case ("stranded", Link() as link):
+                self._ask_stranded(link, now)
             case (("beat" | "silence") as kind, Link() as link):
                 if self.on_link_timer(kind, link, now):
                     silent = f"prefill was silent for {link.silence_s} s"

@@ -23,7 +23,9 @@ class Send(NamedTuple):
 
 
 class Attach(NamedTuple):
-    """Make the session's peer reachable for writes: connect the transport with the peer's `description`."""
+    """A session began: tell the transport who its peer is. Prefill connects for its writes; decode only meets it, so
+    that its death can be proved.
+    """
 
     link: Link
     description: bytes

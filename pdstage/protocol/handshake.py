@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pdstage.plan import Share
     from pdstage.protocol.config import Config
     from pdstage.protocol.inbox import InRoom
+    from pdstage.protocol.versions import OtherVersion
 
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _MOST_LOST = 4096
@@ -79,6 +80,9 @@ class Greeter(Core):
     @abstractmethod
     def _fail(self, room: InRoom, error: PdstageError, now: float) -> None: ...
 
+    def _on_other_version(self, route: bytes, error: OtherVersion) -> None:
+        """The complaint is enough: nobody greets a decode node."""
+
     def _peer(self, route: bytes, now: float) -> Peer:
         """The peer at `route`, greeted if it is new."""
         peer = self.peers.get(route)
@@ -113,6 +117,7 @@ class Greeter(Core):
         self.counters.sessions_opened += 1
         self._stop_greeting(peer)
         self.watch(link, now)
+        self.emit(Attach(link, welcome.description))
         self.send(link, m.Heartbeat(), now)
         self._met(peer, now)
 
@@ -158,6 +163,7 @@ class Host(Core):
         super().__init__(incarnation, config)
         self._welcome = welcome
         self._at: dict[bytes, Link] = {}
+        self._n_half_open = 0
         self._lost: OrderedDict[m.Session, None] = OrderedDict()
 
     def _on_hello(self, route: bytes, frame: m.Frame, hello: m.Hello, now: float) -> None:
@@ -177,10 +183,15 @@ class Host(Core):
             link.exposes_pool = m.DIRECT_FEATURE in hello.features
             link.checksums = m.CHECKSUM_FEATURE in hello.features and m.CHECKSUM_FEATURE in self._welcome.features
             self.links[session] = link
+            self._n_half_open += 1
             self.counters.sessions_opened += 1
             self.watch(link, now)
             self.emit(Attach(link, hello.description))
         self.send(link, self._welcome, now)
+
+    def _on_other_version(self, route: bytes, error: OtherVersion) -> None:
+        self.counters.sessions_refused += 1
+        self.send_loose(route, m.Session(*error.session), m.HelloRefused(error.what))
 
     def _hello_problem(self, hello: m.Hello) -> str:
         if hello.transport != self._welcome.transport:
@@ -192,7 +203,7 @@ class Host(Core):
         return self._crowded() or self._layout_problem(hello.layout)
 
     def _crowded(self) -> str:
-        if sum(link.half_open for link in self.links.values()) >= self.config.max_half_open:
+        if self._n_half_open >= self.config.max_half_open:
             return "too many half-open sessions"
         if len(self.links) >= self.config.max_peers:
             return f"already {len(self.links)} peers"
@@ -211,6 +222,7 @@ class Host(Core):
     def _confirm(self, link: Link, now: float) -> None:
         """The first frame under a session: it replaces the one that its peer had before."""
         link.half_open = False
+        self._n_half_open -= 1
         older = self._at.get(link.route)
         self._at[link.route] = link
         if older is not None:
@@ -223,7 +235,9 @@ class Host(Core):
         self.unwatch(link)
         if self._at.get(link.route) is link:
             del self._at[link.route]
-        if not link.half_open:
+        if link.half_open:
+            self._n_half_open -= 1
+        else:
             self.counters.sessions_lost += 1
             self._lost[link.session] = None
             if len(self._lost) > _MOST_LOST:

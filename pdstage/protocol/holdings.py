@@ -7,37 +7,18 @@ Layer 2, pure. Must not know messages or the room table: a lease's life goes on 
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pdstage.protocol.queue import Request, RequestQueue
 from pdstage.ring import Lane
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from pdstage.plan import Rect
     from pdstage.protocol.messages import LaneSpan, Session
     from pdstage.protocol.session import Link
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One attempt of one chunk, waiting for a lease."""
-
-    link: Link
-    epoch: int
-    chunk: int
-    attempt: int
-    nbytes: int
-    rects: tuple[Rect, ...]
-    priority: int
-    waiting: bool = True
-
-    @property
-    def claim(self) -> tuple[Session, int]:
-        return (self.link.session, self.epoch)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,15 +47,12 @@ class Holdings:
         self.spans = tuple(spans)
         self.lanes = [Lane(span.nbytes) for span in self.spans]
         self._claims: dict[tuple[Session, int], dict[int, Grant | Request]] = {}
-        self._n_requests = 0
+        self._queue = RequestQueue()
         self._at: dict[tuple[int, int], Grant] = {}
-        self._queues: dict[Link, list[tuple[int, int, Request]]] = {}
-        self._n = 0
         self._closed: list[deque[Grant]] = [deque() for _ in self.lanes]
         self._moved_at = [0.0 for _ in self.lanes]
         self._contended_at: float | None = None
         self._held: dict[tuple[Link, int], int] = {}
-        self._waiting: dict[Link, int] = {}
 
     def at(self, lane: int, cursor: int) -> Grant | None:
         return self._at.get((lane, cursor))
@@ -94,7 +72,7 @@ class Holdings:
     @property
     def contended(self) -> bool:
         """Something waits: a request without a lease or a lease without its bytes."""
-        return bool(self._n_requests) or any(self._closed)
+        return bool(self._queue) or any(self._closed)
 
     def find(self, link: Link, epoch: int, chunk: int) -> Grant | Request | None:
         """What a chunk has here: a lease, a place in the queue, or nothing."""
@@ -109,29 +87,18 @@ class Holdings:
             older.attempt, older.nbytes, older.rects = request.attempt, request.nbytes, request.rects
             return
         claim[request.chunk] = request
-        self._n_requests += 1
-        self._waiting[request.link] = self._waiting.get(request.link, 0) + 1
-        self._n += 1
-        queue = self._queues.setdefault(request.link, [])
-        heapq.heappush(queue, (request.priority, self._n, request))
-        if len(queue) > 64 + 4 * self._waiting[request.link]:  # those forgotten while they waited
-            queue[:] = [entry for entry in queue if entry[2].waiting]
-            heapq.heapify(queue)
+        self._queue.add(request)
 
     def forget(self, request: Request) -> None:
         if not request.waiting:
             return
-        request.waiting = False
-        self._n_requests -= 1
+        self._queue.remove(request)
         self._unclaim(request, request)
-        self._waiting[request.link] -= 1
-        if not self._waiting[request.link]:
-            del self._waiting[request.link], self._queues[request.link]
 
     def grant_waiting(self, now: float) -> Iterator[Grant | Request]:
         """Grants what can be granted, in order; yields a bare `Request` that no lane can ever serve."""
         over: set[Link] = set()
-        while (request := self._next(over)) is not None:
+        while (request := self._queue.first(over)) is not None:
             if request.nbytes > self.largest():
                 self.forget(request)
                 yield request
@@ -139,23 +106,13 @@ class Holdings:
             lane, limited = self._lane_for(request)
             if lane is not None:
                 granted = self._grant(request, lane, now)
-                if request.link not in self._waiting:  # one fewer to share with
+                if request.link not in self._queue:  # one fewer to share with
                     over.clear()
                 yield granted
             elif limited:
                 over.add(request.link)
             else:
                 return
-
-    def _next(self, over: set[Link]) -> Request | None:
-        """The first in line of the sessions not `over` their share."""
-        best: tuple[int, int, Request] | None = None
-        for link, queue in self._queues.items():
-            while not queue[0][2].waiting:
-                heapq.heappop(queue)
-            if link not in over and (best is None or queue[0][:2] < best[:2]):
-                best = queue[0]
-        return best[2] if best is not None else None
 
     def land(self, grant: Grant) -> None:
         self.lanes[grant.lane].land(grant.cursor)
@@ -205,8 +162,7 @@ class Holdings:
         grants = sorted(
             (*g.request.claim, g.request.chunk, g.request.attempt, *at, g.state) for at, g in self._at.items()
         )
-        queued = (entry for queue in self._queues.values() for entry in queue)
-        waiting = sorted((priority, n, *r.claim, r.chunk, r.attempt) for priority, n, r in queued if r.waiting)
+        waiting = sorted((priority, n, *r.claim, r.chunk, r.attempt) for priority, n, r in self._queue.entries())
         return (tuple(grants), tuple(waiting), tuple((lane.head, lane.watermark) for lane in self.lanes))
 
     def opened(self) -> Iterator[Grant]:
@@ -260,7 +216,7 @@ class Holdings:
 
     def _lane_for(self, request: Request) -> tuple[int | None, bool]:
         """The lane to grant in, open ones first, then the least loaded; or whether only the session's share forbids."""
-        others = len(self._waiting) > 1
+        others = self._queue.n_sessions > 1
         best: tuple[bool, int, int] | None = None
         limited = False
         for number, lane in enumerate(self.lanes):

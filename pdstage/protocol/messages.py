@@ -2,27 +2,27 @@
 
 Layer 2, pure. Must not know who sends what when: `prefill` and `decode` do.
 
-A frame is a fixed header (magic, version, the session's two incarnations, seq) and one msgpack body. A tag is a fixed
-header and its rectangles; it travels with the data, outside the frames' order. Sources: DESIGN's message table; msgspec
-for the bodies.
+A frame is a fixed header (magic, version, oldest version talked with, the session's two incarnations, seq) and one
+msgpack body. A tag is a fixed header and its rectangles; it travels with the data, outside the frames' order. What may
+change in them is said in docs/wire.md. Sources: DESIGN's message table; msgspec for the bodies.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, get_args
 
 import msgspec
 
 from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Layout  # noqa: TC001  (msgspec resolves these at run time)
 from pdstage.plan import Rect, Share
+from pdstage.protocol.versions import OLDEST, VERSION, OtherVersion, talks_with
 from pdstage.topology import Topology  # noqa: TC001
 
-VERSION = 1
 MAX_FRAME_NBYTES = 16 << 20
-_FRAME = struct.Struct("<2sHQQQ")
-_TAG = struct.Struct("<2sHQQQQQQHH")
+_FRAME = struct.Struct("<2sBBQQQ")
+_TAG = struct.Struct("<2sBBQQQQQQHH")
 _RECT = struct.Struct("<HQQII")
 _FRAME_MAGIC, _TAG_MAGIC = b"Pd", b"Pt"
 MAX_RECTS = 64
@@ -121,7 +121,9 @@ class Welcome(Message, frozen=True, tag=2):
 
 
 class HelloRefused(Message, frozen=True, tag=3):
-    """P>D, answer to Hello: the reason in words."""
+    """P>D, answer to Hello: the reason in words. Read whatever the version; so neither its tag, nor Hello's, nor the
+    frame's header ever change.
+    """
 
     reason: str
 
@@ -289,29 +291,12 @@ class NoSession(Message, frozen=True, tag=21):
     incarnation: int
 
 
+# fmt: off
 AnyMessage: TypeAlias = (
-    Hello
-    | Welcome
-    | HelloRefused
-    | Ask
-    | Asking
-    | Open
-    | Opened
-    | Reserve
-    | Lease
-    | Refused
-    | Watermark
-    | Recall
-    | Returned
-    | CloseOk
-    | CloseFailed
-    | Closed
-    | Abort
-    | Drained
-    | Heartbeat
-    | Bye
-    | NoSession
+    Hello | Welcome | HelloRefused | Ask | Asking | Open | Opened | Reserve | Lease | Refused | Watermark | Recall
+    | Returned | CloseOk | CloseFailed | Closed | Abort | Drained | Heartbeat | Bye | NoSession
 )
+# fmt: on
 
 
 class Frame(NamedTuple):
@@ -337,56 +322,69 @@ class Tag(NamedTuple):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_KINDS = {kind.__struct_config__.tag for kind in get_args(AnyMessage)}
+_HELLO, _HELLO_REFUSED = 1, 3
+
+
+def _kind(body: memoryview) -> int:
+    """The tag of a message that may be of any version, or not one at all (-1): an array's first element."""
+    return body[1] if len(body) > 1 and 0x91 <= body[0] <= 0x9F and body[1] < 0x80 else -1
 
 
 def encode(session: Session, seq: int, message: AnyMessage) -> bytes:
     buffer = bytearray(_FRAME.size)
-    _FRAME.pack_into(buffer, 0, _FRAME_MAGIC, VERSION, session.decode, session.writer, seq)
+    _FRAME.pack_into(buffer, 0, _FRAME_MAGIC, VERSION, OLDEST, *session, seq)
     _encoder.encode_into(message, buffer, _FRAME.size)
     return bytes(buffer)
 
 
 def decode(frame: bytes | memoryview) -> Frame:
-    """Raises `PeerError` for anything that is not a frame of this version."""
+    """Raises `PeerError` for anything that is not a frame, `OtherVersion` for one of a version not talked with."""
     if not _FRAME.size < len(frame) <= MAX_FRAME_NBYTES:
         raise PeerError(f"a control frame of {len(frame)} bytes", remedy=f"frames have {_FRAME.size} to 16 MiB")
-    magic, version, session_decode, session_writer, seq = _FRAME.unpack_from(frame)
+    magic, version, oldest, session_decode, session_writer, seq = _FRAME.unpack_from(frame)
+    session, body = Session(session_decode, session_writer), memoryview(frame)[_FRAME.size :]
     if magic != _FRAME_MAGIC:
         raise PeerError(
             f"a control frame that starts with {bytes(magic)!r}", remedy="only pdstage nodes may connect here"
         )
-    if version != VERSION:
-        raise PeerError(f"wire version {version} from the peer, {VERSION} here", remedy="run one version on both sides")
+    if not talks_with(version, oldest) and _kind(body) != _HELLO_REFUSED:
+        raise OtherVersion(version, oldest, session, greets=_kind(body) == _HELLO)
     try:
-        message = _decoder.decode(memoryview(frame)[_FRAME.size :])
+        message = _decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError) as error:
+        kind = _kind(body)
+        if kind >= 0 and kind not in _KINDS:
+            what = f"control message number {kind} of wire version {version}, which this node ({VERSION}) does not know"
+            raise PeerError(what, remedy="the greeting did not offer it: check the peer's version") from error
         raise PeerError(
             f"a control message that does not decode: {error}", remedy="check the peer's version"
         ) from error
     except ValueError as error:  # UsageError of a layout that contradicts itself
         raise PeerError(f"a control message that contradicts itself: {error}", remedy="check the peer") from error
-    return Frame(Session(session_decode, session_writer), seq, message)
+    return Frame(session, seq, message)
 
 
 def encode_tag(tag: Tag, components: tuple[str, ...]) -> bytes:
     """`components` are the destination's component names in layout order; a tag names them by number."""
     head = _TAG.pack(
-        _TAG_MAGIC, VERSION, *tag.session, tag.epoch, tag.chunk, tag.cursor, tag.checksum, tag.lane, len(tag.rects)
-    )
+        _TAG_MAGIC, VERSION, OLDEST, *tag.session, tag.epoch, tag.chunk, tag.cursor, tag.checksum, tag.lane,
+        len(tag.rects),
+    )  # fmt: skip
     return head + b"".join(_RECT.pack(components.index(rect.component), *rect[1:]) for rect in tag.rects)
 
 
 def tag_session(data: bytes) -> Session:
-    """The session a tag belongs to. Raises `PeerError` for what is not a tag of this version."""
-    if len(data) < _TAG.size or data[:2] != _TAG_MAGIC or data[2:4] != VERSION.to_bytes(2, "little"):
+    """The session a tag belongs to. Raises `PeerError` for what is not a tag of a version talked with."""
+    if len(data) < _TAG.size or data[:2] != _TAG_MAGIC or not talks_with(data[2], data[3]):
         raise PeerError(f"a tag of {len(data)} bytes that is not ours", remedy="only pdstage nodes may write here")
-    return Session(*_TAG.unpack_from(data)[2:4])
+    return Session(*_TAG.unpack_from(data)[3:5])
 
 
 def decode_tag(data: bytes, components: tuple[str, ...]) -> Tag:
     """Raises `PeerError` for anything but a well-formed tag about `components`."""
     session = tag_session(data)
-    _, _, _, _, epoch, chunk, cursor, checksum, lane, n_rects = _TAG.unpack_from(data)
+    _, _, _, _, _, epoch, chunk, cursor, checksum, lane, n_rects = _TAG.unpack_from(data)
     if n_rects > MAX_RECTS or len(data) != _TAG.size + n_rects * _RECT.size:
         raise PeerError(f"a tag of {len(data)} bytes that announces {n_rects} rectangles", remedy="check the peer")
     rects = []

@@ -5,7 +5,7 @@ Layer 2, pure. Must not know messages; `prefill` says when things move.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
@@ -65,6 +65,8 @@ class OutChunk:
     attempt: int = 0
     lane: int = 0
     cursor: int = 0
+    waits_since: float = 0.0
+    """Since when its data exists and it has no staging memory that it may write."""
 
     @property
     def tokens(self) -> dict[str, tuple[int, int]]:
@@ -96,6 +98,8 @@ class Record:
 
     link: Link
     open: Open
+    may_go_direct: bool = True
+    """Whether this node lets its pool be read in place."""
     phase: RecordPhase = RecordPhase.WAITING
     room: OutRoom | None = None
     chunks: dict[int, OutChunk] = field(default_factory=dict)
@@ -108,10 +112,10 @@ class Record:
 
     def __post_init__(self) -> None:
         self.asked = {ask.component: (ask.start, ask.stop) for ask in self.open.asked}
-        self._exposed = frozenset(items.component for items in self.open.items)
+        self._exposed = frozenset(items.component for items in self.open.items if self.may_go_direct)
 
     def may_direct(self, rects: Iterable[Rect]) -> bool:
-        """Whether the destination told where each of `rects` lies, and lets it be written there."""
+        """Whether this node may, and the destination told where each of `rects` lies and lets it be written there."""
         return bool(self._exposed) and all(rect.component in self._exposed for rect in rects)
 
     @property
@@ -163,60 +167,85 @@ class Ended(NamedTuple):
         return self.known.setdefault(record.open.rank, claim) == claim
 
 
+class _Turns:
+    """Chunks that wait, by session: sessions in turn, none with more than `most` under way.
+
+    Only sessions whose turn may come are in line, so that the others cost nothing however many they are.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._queues: dict[Link, deque[OutChunk]] = {}
+        self._busy: dict[Link, int] = {}
+        self._line: OrderedDict[Link, None] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._queues or self._busy)
+
+    def queue(self, chunk: OutChunk) -> None:
+        link = chunk.record.link
+        self._queues.setdefault(link, deque()).append(chunk)
+        self._line_up(link)
+
+    def begin(self) -> OutChunk | None:
+        """The chunk whose turn it is; `done` must follow."""
+        while self._line:
+            link, _ = self._line.popitem(last=False)
+            queue = self._queues[link]
+            chunk = queue.popleft()
+            while chunk.phase is not Phase.READY and queue:
+                chunk = queue.popleft()
+            if not queue:
+                del self._queues[link]
+            if chunk.phase is Phase.READY:
+                self._busy[link] = self._busy.get(link, 0) + 1
+                self._line_up(link)
+                return chunk
+        return None
+
+    def done(self, link: Link) -> None:
+        self._busy[link] -= 1
+        if not self._busy[link]:
+            del self._busy[link]
+        self._line_up(link)
+
+    def _line_up(self, link: Link) -> None:
+        if link in self._queues and self._busy.get(link, 0) < self._most:
+            self._line.setdefault(link)
+
+
 class SendBuffers:
     """The gather targets, and whose turn it is: sessions in turn, none holding all of them.
 
-    A chunk queues only while its window is open, so no buffer waits for a destination.
+    A chunk queues only while its window is open, so no buffer waits for a destination. Direct chunks need no buffer and
+    take turns of their own.
     """
 
     def __init__(self, n_buffers: int, max_direct: int = 4) -> None:
         self.free = list(range(n_buffers))
-        self._most = max(1, n_buffers - 1)
-        self._max_direct = max_direct
-        self._queues: dict[Link, deque[OutChunk]] = {}
-        self._busy: dict[Link, int] = {}
-        self._direct: dict[Link, int] = {}
+        self._staged = _Turns(max(1, n_buffers - 1))
+        self._direct = _Turns(max_direct)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits and nothing is under way."""
+        return not self._staged and not self._direct
 
     def queue(self, chunk: OutChunk) -> None:
-        self._queues.setdefault(chunk.record.link, deque()).append(chunk)
+        (self._direct if chunk.direct else self._staged).queue(chunk)
 
     def pop(self) -> Iterator[tuple[OutChunk, int]]:
         """(chunk, buffer) pairs that may begin now; the buffer is -1 for direct ones. Sessions take turns."""
-        progress = True
-        while progress:
-            progress = False
-            for link in list(self._queues):
-                queue = self._queues[link]
-                while queue and queue[0].phase is not Phase.READY:
-                    queue.popleft()
-                if not queue:
-                    del self._queues[link]
-                elif self._may_begin(link, queue[0]):
-                    chunk = queue.popleft()
-                    if queue:  # to the end of the turn order
-                        self._queues[link] = self._queues.pop(link)
-                    yield chunk, self._take(link, chunk)
-                    progress = True
+        while (chunk := self._direct.begin()) is not None:
+            yield chunk, -1
+        while self.free and (chunk := self._staged.begin()) is not None:
+            yield chunk, self.free.pop()
 
     def done(self, chunk: OutChunk, buffer: int) -> None:
         """Gives back what `pop` gave."""
-        link = chunk.record.link
-        held = self._direct if buffer < 0 else self._busy
-        held[link] -= 1
-        if not held[link]:
-            del held[link]
+        (self._direct if buffer < 0 else self._staged).done(chunk.record.link)
         if buffer >= 0:
             self.free.append(buffer)
-
-    def _may_begin(self, link: Link, chunk: OutChunk) -> bool:
-        if chunk.direct:
-            return self._direct.get(link, 0) < self._max_direct
-        return bool(self.free) and self._busy.get(link, 0) < self._most
-
-    def _take(self, link: Link, chunk: OutChunk) -> int:
-        held = self._direct if chunk.direct else self._busy
-        held[link] = held.get(link, 0) + 1
-        return -1 if chunk.direct else self.free.pop()
 
 
 def clip(rects: tuple[Rect, ...], record: Record, stagings: Stagings) -> tuple[Rect, ...]:

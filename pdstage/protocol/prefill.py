@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class PrefillCore(Sending):
-    """The protocol's prefill half. `choose` says whether a chunk that may go direct should."""
+    """The protocol's prefill half. `choose` says whether a chunk that may go direct should; not `direct`: none may."""
 
     def __init__(
         self,
@@ -40,12 +40,14 @@ class PrefillCore(Sending):
         buffer_nbytes: int,
         config: Config,
         choose: Callable[[OutChunk], bool],
+        direct: bool = True,
     ) -> None:
         features = (m.CHECKSUM_FEATURE,) if config.checksums else ()
         welcome = m.Welcome(topology, layout, transport, description, config.max_silence_s, features)
         super().__init__(
             incarnation, config, welcome, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose
         )  # fmt: skip
+        self._direct = direct
         self._components = tuple(component.name for component in layout.components)
         self._handlers: dict[type, Callable[..., None]] = {
             m.Ask: self._on_ask,
@@ -121,6 +123,7 @@ class PrefillCore(Sending):
         """The data of a chunk given with `ready=False` exists now."""
         source.ready = True
         for chunk in source.chunks:
+            chunk.waits_since = now
             if chunk.phase is Phase.PARKED:
                 self._ask(chunk, now)
             elif chunk.phase is Phase.HELD:
@@ -186,6 +189,10 @@ class PrefillCore(Sending):
     def idle(self) -> bool:
         return not self._flights and not self.records
 
+    @property
+    def memory_is_free(self) -> bool:
+        return not self._flights
+
     def snapshot(self) -> tuple[object, ...]:
         """Everything that may differ between two states of this core, comparable and hashable."""
         return (
@@ -220,7 +227,7 @@ class PrefillCore(Sending):
             self.send(link, m.Opened(opened.epoch, *self._opened_state(record)), now)
             return
         self._check_open(link, opened)
-        record = Record(link, opened)
+        record = Record(link, opened, self._direct)
         room = self.rooms.get(opened.room)
         ended = self._ended.get(opened.room)
         if room is None and ended is not None and ended.refuses(record):
@@ -274,8 +281,7 @@ class PrefillCore(Sending):
     def _on_timer(self, key: tuple[str, object], now: float) -> None:
         match key:
             case ("ask", OutChunk() as chunk):
-                if chunk.phase is Phase.ASKING or (chunk.phase is Phase.HELD and not self._window_open(chunk)):
-                    self._reserve(chunk, now)
+                self._ask_again(chunk, now)
             case ("close", Record() as record):
                 if record.phase is RecordPhase.CLOSING:
                     self._close(record, now)

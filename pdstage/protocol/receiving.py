@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from pdstage.protocol.handshake import Peer
     from pdstage.protocol.session import Link
 
+_MOST_DEALT = 4096
+
 
 class Receiving(Lender):
     """The decode core's room table. A room is in `rooms` until it ends, in `epochs` until it is released."""
@@ -35,6 +37,7 @@ class Receiving(Lender):
         self.layout = hello.layout
         self.topology = hello.topology
         self._dealt: dict[tuple[tuple[int, m.Session], ...], dict[int, tuple[Share, ...]]] = {}
+        self._stranded: dict[m.Session, Link] = {}
 
     # Before the data.
 
@@ -74,8 +77,8 @@ class Receiving(Lender):
         if dealt is None:
             layouts = {number: link.layout for number, link in links.items()}
             dealt = shares(layouts, self.layout, (self.topology.tp_size, self.topology.tp_rank))
-            live = set(self.links)
-            self._dealt = {k: v for k, v in self._dealt.items() if {session for _, session in k} <= live}
+            if len(self._dealt) >= _MOST_DEALT:
+                self._dealt.clear()
             self._dealt[key] = dealt
         return dealt
 
@@ -223,10 +226,37 @@ class Receiving(Lender):
         if not link.said_bye:
             self.emit(Complaint(link.route, error))
         self.emit(Detach(link))
+        if self.holds(link):
+            self._stranded[link.session] = link
+            self._ask_stranded(link, now)
+
+    def _ask_stranded(self, link: Link, now: float) -> None:
+        """Asks a lost session's writer whether it still knows the session, at the pace of a heartbeat.
+
+        A writer that was stopped or cut off comes back as the same process: its NoSession then proves it quiet, on
+        transports too that fence nothing. The question is outside the session's order, so it keeps nothing alive.
+        """
+        if not self.holds(link):
+            del self._stranded[link.session]
+            return
+        self.send_loose(link.route, link.session, m.Heartbeat())
+        self.timers.set(("stranded", link), now + self.config.max_silence_s / 3)
+
+    def _on_stranded(self, link: Link, incarnation: int | None, now: float) -> None:
+        """A lost session's route answers NoSession, or Bye: its writer itself is quiet, another proves nothing."""
+        if incarnation in (None, link.session.writer):
+            self.fenced(link, now)
+        else:  # whoever may still write is not at this route any more
+            self._leave_stranded(link)
+
+    def _leave_stranded(self, link: Link) -> None:
+        self._stranded.pop(link.session, None)
+        self.timers.cancel(("stranded", link))
 
     def fenced(self, link: Link, now: float) -> None:
         """After `Detach`: nothing of that session lands any more, so all it held is free."""
         link.quiet = True
+        self._leave_stranded(link)
         self._unstrand(link, now)
         for room in list(self.epochs.values()):
             part = room.parts.get(link.session)

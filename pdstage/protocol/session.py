@@ -30,6 +30,7 @@ from pdstage.protocol.messages import (
     encode,
 )
 from pdstage.protocol.timers import Timers
+from pdstage.protocol.versions import OtherVersion
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -117,6 +118,11 @@ class Core(ABC):
     def idle(self) -> bool:
         """Quiet, and every peer has agreed that its rooms are over."""
 
+    @property
+    @abstractmethod
+    def memory_is_free(self) -> bool:
+        """Nothing of ours is in flight, and nothing of a peer can land in what this node exposed."""
+
     def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
         """One control frame. Never raises for what a peer sent: that is a `Complaint`."""
         link = None
@@ -129,6 +135,8 @@ class Core(ABC):
         except PeerError as error:
             self.counters.frames_malformed += 1
             self.emit(Complaint(route, error))
+            if isinstance(error, OtherVersion) and error.greets:
+                self._on_other_version(route, error)
             if link is not None:
                 self.lose(link, error, now)
         self._settle(now)
@@ -136,6 +144,10 @@ class Core(ABC):
     @abstractmethod
     def _dispatch(self, route: bytes, link: Link | None, frame: Frame, now: float) -> None:
         """Does what the message table says; `link` is None for a frame of no live session."""
+
+    @abstractmethod
+    def _on_other_version(self, route: bytes, error: OtherVersion) -> None:
+        """A greeting that this node cannot read."""
 
     @abstractmethod
     def close(self, now: float) -> None:

@@ -6,20 +6,27 @@ Layer 2, pure. Must not know what the moments mean.
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
+_GONE = object()
+
 
 class Timers:
-    """Moments by key; setting one again moves it. Cancelled ones are forgotten lazily, within a constant factor."""
+    """Moments by key; setting one again moves it.
+
+    A cancelled moment lets go of its key at once, and so of all the key holds; its place in the heap is forgotten
+    lazily, within a constant factor.
+    """
 
     __slots__ = ("_at", "_heap", "_n")
 
     def __init__(self) -> None:
-        self._at: dict[Hashable, tuple[float, int]] = {}
-        self._heap: list[tuple[float, int, Hashable]] = []
+        self._at: dict[Hashable, list[Any]] = {}
+        self._heap: list[list[Any]] = []
+        """[moment, number, key]; the key is `_GONE` once it was cancelled or moved."""
         self._n = 0
 
     def __len__(self) -> int:
@@ -29,11 +36,12 @@ class Timers:
         return key in self._at
 
     def set(self, key: Hashable, at: float) -> None:
+        self.cancel(key)
         self._n += 1
-        self._at[key] = (at, self._n)
-        heapq.heappush(self._heap, (at, self._n, key))
+        entry = self._at[key] = [at, self._n, key]
+        heapq.heappush(self._heap, entry)
         if len(self._heap) > 64 + 4 * len(self._at):
-            self._heap = [(at, n, key) for key, (at, n) in self._at.items()]
+            self._heap = list(self._at.values())
             heapq.heapify(self._heap)
 
     def set_default(self, key: Hashable, at: float) -> None:
@@ -41,11 +49,13 @@ class Timers:
             self.set(key, at)
 
     def cancel(self, key: Hashable) -> None:
-        self._at.pop(key, None)
+        entry = self._at.pop(key, None)
+        if entry is not None:
+            entry[2] = _GONE
 
     def next_at(self) -> float | None:
-        heap, at = self._heap, self._at
-        while heap and at.get(heap[0][2], (0.0, 0))[1] != heap[0][1]:
+        heap = self._heap
+        while heap and heap[0][2] is _GONE:
             heapq.heappop(heap)
         return heap[0][0] if heap else None
 
@@ -58,6 +68,7 @@ class Timers:
 
     def delay(self, by_s: float) -> None:
         """Moves every moment `by_s` later: for a driver that itself came late."""
-        self._at = {key: (at + by_s, n) for key, (at, n) in self._at.items()}
-        self._heap = [(at, n, key) for key, (at, n) in self._at.items()]
+        for entry in self._at.values():
+            entry[0] += by_s
+        self._heap = list(self._at.values())
         heapq.heapify(self._heap)

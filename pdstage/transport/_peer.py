@@ -1,6 +1,6 @@
 """Another process of this host: who exactly it is, whether it lives, and writing into its memory.
 
-Layer 4, beneath local.py. Must not know tags, tickets or registered regions.
+Layer 4, beneath local.py and nixl.py. Must not know tags, tickets or registered regions.
 
 A pid alone names nobody, since the kernel gives it to the next process. A process is a pid with its start time, and
 once met it is held by a pidfd, which turns readable when that very process ends (pidfd_open(2)).
@@ -14,7 +14,7 @@ import os
 import select
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
@@ -39,6 +39,10 @@ class Identity(msgspec.Struct, frozen=True):
     namespaces: dict[str, str]
     pid: int
     started: int  # clock ticks after boot
+
+    def is_visible_from(self, here: Identity) -> bool:
+        """Whether its pid and its sockets mean the same thing to `here`."""
+        return self.boot_id == here.boot_id and self.namespaces == here.namespaces
 
     def check_reachable_from(self, here: Identity, peer: str) -> None:
         """Raises `PeerError` if this process lives where `here` cannot write to it."""
@@ -132,6 +136,46 @@ class Process:
         else:
             remedy = "the peer freed memory before its sessions were quiet; fail its rooms"
         return TransportError(what, remedy=remedy, pid=self.pid, errno=code)
+
+
+class Target(Protocol):
+    """One process, or what stands for one."""
+
+    def gone(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class Elsewhere:
+    """A process that cannot be seen from here: its end is never known."""
+
+    def gone(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+class Met:
+    """The processes met as each peer, to tell when every one of them has ended."""
+
+    def __init__(self) -> None:
+        self._met: dict[str, list[Target]] = {}
+
+    def add(self, peer: str, target: Target) -> None:
+        self._met[peer] = [*(other for other in self._met.pop(peer, ()) if not other.gone()), target]
+
+    def all_gone(self, peer: str) -> bool:
+        """False if none was ever met."""
+        return peer in self._met and all(target.gone() for target in self._met[peer])
+
+    def forget(self, peer: str) -> None:
+        for target in self._met.pop(peer, ()):
+            target.close()
+
+    def close(self) -> None:
+        for peer in list(self._met):
+            self.forget(peer)
 
 
 def allow_writers() -> None:

@@ -124,6 +124,12 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    def meet(self, peer: str, description: bytes) -> None:
+        """Learns which process `peer` is, without a connection: what one who is only written to needs for
+        `proved_dead`. Raises as `connect` does; a peer that is connected has been met.
+        """
+
+    @abstractmethod
     def post(self, peer: str, spans: Spans, tag: bytes) -> int:
         """Starts one write, from addresses `src` here to `dst` at the peer, and returns its ticket.
 
@@ -145,12 +151,16 @@ class Transport(ABC):
         """Forgets `peer`; unknown names are ignored. `traits.fences` and `stops_reads` say what may still move then."""
 
     def proved_dead(self, peer: str) -> bool:
-        """Whether each process ever connected as `peer` is known to have ended, so that nothing of it can land here.
+        """Whether each process ever met as `peer` has ended, and all it wrote has landed: nothing more of it can.
 
-        May be asked after `disconnect` too; of the dead only the latest 1,024 are remembered. False says nothing.
+        May be asked after `disconnect` too, until `forget`. False says nothing.
         """
         del peer
         return False
+
+    @abstractmethod
+    def forget(self, peer: str) -> None:
+        """Nobody will ask any more whether `peer`, which is not connected, is dead; unknown names are ignored."""
 
     @abstractmethod
     def close(self) -> None:

@@ -22,7 +22,7 @@ from pdstage import native
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
 from pdstage.transport._datagrams import MAX_NBYTES, Inbox, Outbox
-from pdstage.transport._peer import Identity, Process, allow_writers, own_identity
+from pdstage.transport._peer import Identity, Met, Process, allow_writers, own_identity
 from pdstage.transport.base import (
     Done,
     Event,
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdstage.spans import Spans
-
-_DEAD_REMEMBERED = 1024
 
 _here: weakref.WeakValueDictionary[str, LocalTransport] = weakref.WeakValueDictionary()
 
@@ -122,7 +120,7 @@ class LocalTransport(Transport):
         self.own = Ranges("this process's registered memory")
         self._identity = own_identity()
         self._links: dict[str, _Link] = {}
-        self._met: dict[str, list[Process | _Here]] = {}
+        self._met = Met()
         self._blocked: set[_Link] = set()
         self._events: deque[Event] = deque()
         self._tickets = count(1)
@@ -156,8 +154,7 @@ class LocalTransport(Transport):
         if link is not None and link.description.inbox == told.inbox:
             link.description = told
             return
-        told.identity.check_reachable_from(self._identity, peer)
-        target = _Here(told.inbox) if told.identity == self._identity else Process(told.identity, peer)
+        target = self._target(peer, told)
         fresh = _Link(peer, told, target)
         try:
             fresh.check_alive()
@@ -167,8 +164,15 @@ class LocalTransport(Transport):
             raise
         self.disconnect(peer)
         self._links[peer] = fresh
-        self._met[peer] = [*(other for other in self._met.pop(peer, ()) if not other.gone()), target]
-        self._forget_dead()
+        self._met.add(peer, target)
+
+    def meet(self, peer: str, description: bytes) -> None:
+        self._check_open()
+        self._met.add(peer, self._target(peer, read_description(peer, description, _Description, self.traits)))
+
+    def _target(self, peer: str, told: _Description) -> Process | _Here:
+        told.identity.check_reachable_from(self._identity, peer)
+        return _Here(told.inbox) if told.identity == self._identity else Process(told.identity, peer)
 
     def prepare(self, peer: str, regions: Sequence[Region]) -> None:
         link = self._link(peer)
@@ -226,7 +230,10 @@ class LocalTransport(Transport):
             link.outbox.close()
 
     def proved_dead(self, peer: str) -> bool:
-        return peer in self._met and all(target.gone() for target in self._met[peer])
+        return self._met.all_gone(peer)
+
+    def forget(self, peer: str) -> None:
+        self._met.forget(peer)
 
     def close(self) -> None:
         if self._closed:
@@ -235,10 +242,7 @@ class LocalTransport(Transport):
             self.disconnect(peer)
         self._closed = True
         _here.pop(self._inbox.name, None)
-        for targets in self._met.values():
-            for target in targets:
-                target.close()
-        self._met.clear()
+        self._met.close()
         self._events.clear()
         self._epoll.close()
         self._inbox.close()
@@ -277,12 +281,6 @@ class LocalTransport(Transport):
     def _give_up(self, link: _Link, error: TransportError) -> None:
         for ticket in link.outbox.drop():
             self._tell(PostFailed(ticket, error))
-
-    def _forget_dead(self) -> None:
-        """Closes what the dead still hold, and forgets the longest dead beyond the number promised."""
-        dead = [peer for peer in self._met if peer not in self._links and self.proved_dead(peer)]
-        for peer in dead[: max(0, len(dead) - _DEAD_REMEMBERED)]:
-            del self._met[peer]
 
 
 def _raise(bell: int) -> None:

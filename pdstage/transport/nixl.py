@@ -7,8 +7,9 @@ What was seen of NIXL 1.5.1 (UCX over tcp and over shared memory, 256 MiB in fli
 * Removing the remote agent, like releasing a handle, cancels nothing: all the bytes still landed, read from the source
   as it then was; no notification came; and from that moment the transfer's state was an error that says nothing. So an
   agent with posts in flight is kept until the last has ended, `stops_reads` is false, and `disconnect` ends no ticket.
-* Nothing here stops a peer's writes, deregistering included, and what a dead peer sent may still be in our sockets: so
-  `fences` is false, and no death is proved.
+* Nothing here stops a peer's writes, deregistering included: so `fences` is false. What a dead peer sent may still be
+  in our sockets and lands while we poll (`_sockets`): a death is proved once they are empty, and only of a process of
+  this host and these namespaces.
 * Adding an agent's newer metadata while posts to it are in flight does them no harm.
 * Agents' names are never reused: an old name is refused until it is removed.
 """
@@ -27,6 +28,8 @@ import msgspec
 import numpy as np
 
 from pdstage.errors import PeerError, TransportError, UsageError
+from pdstage.transport._peer import Elsewhere, Identity, Met, Process, Target, own_identity
+from pdstage.transport._sockets import hold_bytes_of_the_dead
 from pdstage.transport.base import (
     Done,
     Event,
@@ -58,11 +61,26 @@ _Errors: tuple[type[Exception], ...] = tuple(
 _StartErrors: tuple[type[Exception], ...] = (*_Errors, RuntimeError)
 _MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 MAX_TAG_NBYTES = 16 << 20
+_open_here: set[str] = set()
 
 
 class _Description(msgspec.Struct, frozen=True, tag="pdstage.nixl.1", array_like=True):
     agent: str
     metadata: bytes
+    identity: Identity
+
+
+class _Here:
+    """A transport of this same process: it ends with its `close`."""
+
+    def __init__(self, agent: str) -> None:
+        self._agent = agent
+
+    def gone(self) -> bool:
+        return self._agent not in _open_here
+
+    def close(self) -> None:
+        pass
 
 
 class _Link(NamedTuple):
@@ -114,6 +132,9 @@ class NixlTransport(Transport):
             raise _failed("NIXL does not start", error) from error
         if "UCX" not in self._agent.backends:
             raise TransportError("NIXL has no UCX plugin here", remedy="install a NIXL with it, or set NIXL_PLUGIN_DIR")
+        self._identity = own_identity()
+        self._met = Met()
+        _open_here.add(self._name)
         self._memory = _Memory(self._agent)
         self._links: dict[str, _Link] = {}
         self._flights: dict[int, _InFlight] = {}
@@ -132,7 +153,7 @@ class NixlTransport(Transport):
 
     def describe(self) -> bytes:
         self._check_open()
-        return write_description(_Description(self._name, self._agent.get_agent_metadata()))
+        return write_description(_Description(self._name, self._agent.get_agent_metadata(), self._identity))
 
     def connect(self, peer: str, description: bytes) -> None:
         self._check_open()
@@ -142,13 +163,29 @@ class NixlTransport(Transport):
         link = self._links.get(peer)
         if link is not None and link.description == told:
             return
-        self._add_agent(peer, told)
         if link is not None and link.description.agent == told.agent:
+            self._add_agent(peer, told)
             self._links[peer] = link._replace(description=told)
             return
+        target = self._target(peer, told)
+        try:
+            self._add_agent(peer, told)
+        except PeerError:
+            target.close()
+            raise
+        self._met.add(peer, target)
         self._users[told.agent] += 1
         self.disconnect(peer)
         self._links[peer] = _Link(told, Ranges(f"what was prepared for peer {peer!r}"))
+
+    def meet(self, peer: str, description: bytes) -> None:
+        self._check_open()
+        self._met.add(peer, self._target(peer, read_description(peer, description, _Description, self.traits)))
+
+    def _target(self, peer: str, told: _Description) -> Target:
+        if told.identity == self._identity:
+            return _Here(told.agent)
+        return Process(told.identity, peer) if told.identity.is_visible_from(self._identity) else Elsewhere()
 
     def prepare(self, peer: str, regions: Sequence[Region]) -> None:
         link = self._link(peer)
@@ -213,10 +250,20 @@ class NixlTransport(Transport):
         if link is not None:
             self._let_go(link.description.agent)
 
+    def proved_dead(self, peer: str) -> bool:
+        if self._agent is None or not self._met.all_gone(peer):
+            return False
+        self._events.extend(self.poll())  # reads what its sockets still hold
+        return not hold_bytes_of_the_dead()
+
+    def forget(self, peer: str) -> None:
+        self._met.forget(peer)
+
     def close(self) -> None:
         agent, self._agent = self._agent, None
         if agent is None:
             return
+        self._met.close()
         self._links.clear()
         for flight in self._flights.values():
             _try(flight.handle.release)
@@ -226,6 +273,8 @@ class NixlTransport(Transport):
         self._flights.clear()
         self._users.clear()
         self._events.clear()
+        del agent
+        _open_here.discard(self._name)
 
     def _check_open(self) -> None:
         if self._agent is None:

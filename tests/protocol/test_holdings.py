@@ -179,10 +179,10 @@ def test_forgotten_requests_do_not_pile_up_behind_a_blocked_head() -> None:
     for epoch in range(2, 2000):
         held.wait(ask(A, 0, 256, epoch=epoch))
         held.forget_requests(A, epoch)
-    assert len(held._queues[A]) <= 64 + 4 * 2
+    assert len(held._queue._queues[A]) <= 64 + 4 * 2
     held.forget_requests(A)
-    assert not held._queues
-    assert not held._waiting
+    assert not held._queue._queues
+    assert not held._queue
 
 
 REQUEST = st.tuples(
@@ -231,6 +231,6 @@ def test_any_order_of_events_keeps_the_ledger(steps: list, sizes: tuple[int, ...
     assert held.snapshot()[:2] == ((), ())
     assert not held._claims
     assert not held._held
-    assert not held._queues
-    assert not held._waiting
+    assert not held._queue._queues
+    assert not held._queue
     assert all(lane.head == lane.watermark for lane in held.lanes)

@@ -372,7 +372,7 @@ def test_garbage_is_a_complaint_and_nothing_else(side: str) -> None:
     world = World()
     prefill, decode, *_ = met(world)
     node = prefill if side == "prefill" else decode
-    for data in (b"", b"GET / HTTP/1.1", bytes(100), b"Pd\1\0" + bytes(24) + b"\xc1"):
+    for data in (b"", b"GET / HTTP/1.1", bytes(100), b"Pd\1\1" + bytes(24) + b"\xc1"):
         node.core.receive(b"??", data, world.now)
     effects = node.core.take_effects()
     assert len(effects) == 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,3 +79,23 @@ def test_memory_is_of_live_moments_only() -> None:
     for n in range(100_000):
         timers.set("retry", float(n))
     assert len(timers._heap) <= 64 + 4 * len(timers) + 1
+
+
+def test_a_cancelled_moment_holds_nothing_of_its_key() -> None:
+    """A key names a room, and a room holds the engine's index arrays: far deadlines must not keep ended rooms (I14)."""
+
+    class Room:
+        pass
+
+    timers, rooms = Timers(), [Room() for _ in range(50)]
+    for room in rooms:
+        timers.set(("deadline", room), 1e9)
+    gone = [weakref.ref(room) for room in rooms]
+    for room in rooms[:25]:
+        timers.cancel(("deadline", room))
+    for room in rooms[25:]:
+        timers.set(("deadline", room), 2e9)
+        timers.cancel(("deadline", room))
+    rooms.clear()
+    del room
+    assert [ref() for ref in gone] == [None] * 50

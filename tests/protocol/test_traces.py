@@ -295,6 +295,60 @@ def test_auto_falls_back_from_staged_to_direct() -> None:
     assert_flat(world)
 
 
+@pytest.mark.parametrize("held", [False, True], ids=["no lease", "a closed one"])
+def test_a_chunk_that_gets_no_staging_memory_goes_direct(held: bool) -> None:
+    """After fall_back_after_s, and its lease or its place in the queue leaves nothing behind (I12, I13, I14)."""
+    world = World(
+        prefill=2, instances=True, path="auto", lane_nbytes=LEASE, choose=lambda _: False,
+        fall_back_after_s=1.0, recall_after_s=50.0, stuck_after_s=50.0,
+    )  # fmt: skip
+    world.hold(of_epoch(1, "tag"))
+    first = world.receive(1, 8, [0, 1], prefill=0)
+    world.send(1, 8, [0, 1], 0)
+    world.run()
+    if not held:  # one lap ahead is the most that is lent
+        world.receive(3, 8, [6, 7], prefill=0)
+        world.send(3, 8, [6, 7], 0)
+    handle = world.receive(2, 8, [2, 3], prefill=1)
+    sent = world.send(2, 8, [2, 3], 1)
+    world.run()
+    chunk = next(iter(world.prefill[1].core.records.values())).chunks[0]
+    assert chunk.phase is (Phase.HELD if held else Phase.ASKING)
+    world.run(until=0.9)
+    assert not handle.ended
+    world.run(until=2.0)
+    world.check(handle, 2, 8)
+    assert sent.state is State.SUCCESS
+    assert world.prefill[1].core.counters.chunks_fallen_back == 1
+    world.free()
+    world.run(until=9.0)
+    world.check(first, 1, 8)
+    assert_flat(world)
+
+
+@pytest.mark.parametrize("path", ["auto", "staged"])
+def test_a_gather_that_fails_gives_its_lease_back(path: str) -> None:
+    """Nothing was written, so the chunk may go direct; where it may not, the room fails, the lease is free (I13)."""
+    world = World(path=path, choose=lambda _: False)
+    world.hold(is_kind("gather"))
+    handle = world.receive(1, 8, [0, 1])
+    sent = world.send(1, 8, [0, 1])
+    world.run()
+    world.held.clear()
+    world.free()
+    (ticket,) = world.prefill[0].core._flights
+    world.prefill[0].core.gathered(ticket, world.now, TransportError("the kernel failed"))
+    world.carry(world.prefill[0])
+    world.run(until=2.0)
+    if path == "auto":
+        world.check(handle, 1, 8)
+        assert world.prefill[0].core.counters.chunks_fallen_back == 1
+    else:
+        assert handle.state is sent.state is State.FAILED
+        assert "the kernel failed" in str(handle.error)
+    assert_flat(world)
+
+
 @pytest.mark.parametrize("fences", [True, False])
 def test_a_stopped_writer_at_the_head_of_the_only_lane(fences: bool) -> None:
     """The other room still gets a lease, by the stuck one's deadline at the latest: carve-out (I12, I13)."""
@@ -385,3 +439,54 @@ def test_a_direct_post_whose_outcome_is_unknown_after_decodes_success() -> None:
     assert handle.state is State.SUCCESS, "terminal: what failed was a word, not the bytes"
     assert handle.released
     assert_flat(world)
+
+
+@pytest.mark.parametrize("path", ["staged", "direct"])
+def test_a_writer_that_was_only_stopped_proves_itself_quiet(path: str) -> None:
+    """On a transport that fences nothing: the process comes back, its writes end, and its NoSession frees all (I2).
+
+    Until then the memory stays out of use, whatever else is asked of it.
+    """
+    world = World(path=path, fences=False, drain_s=2.0, max_silence_s=3.0, wait_s=4.0, transfer_s=4.0)
+    world.hold(is_kind("write"))
+    handle = world.receive(1, 8, [0, 1])
+    world.send(1, 8, [0, 1])
+    world.run()
+    assert len(world.held) == 1
+    stopped, decode = world.prefill[0], world.decode[0]
+    (link,) = decode.core.links.values()
+    stopped.alive = False
+    world.run(until=10.0)
+    assert handle.state is State.FAILED
+    assert decode.core.holds(link)
+    assert handle.released == (path == "staged"), "staged writers touch staging memory only"
+    stopped.alive = True
+    world.run(until=20.0)
+    assert link.session not in stopped.core.links, "it lost the session too, by silence"
+    assert decode.core.holds(link), "its write is under way still: it may not say NoSession"
+    world.rules.clear()
+    world.release_held()
+    world.run(until=30.0)
+    assert not decode.core.holds(link)
+    assert handle.released
+    assert_flat(world)
+
+
+def test_another_process_at_the_route_proves_nothing_for_a_lost_session() -> None:
+    """It is asked no more; only the transport, or an operator, can tell that its predecessor is dead (I2, I6, I14)."""
+    world = World(fences=False, path="direct", drain_s=2.0, max_silence_s=3.0)
+    world.hold(is_kind("write"))
+    handle = world.receive(1, 8, [0, 1])
+    world.send(1, 8, [0, 1])
+    world.run()
+    decode = world.decode[0]
+    (link,) = decode.core.links.values()
+    world.restart(world.prefill[0])
+    world.run(until=30.0)
+    assert handle.state is State.FAILED
+    assert not handle.released
+    said = [line for line in world.log if "NoSession" in line]
+    world.run(until=60.0)
+    assert said == [line for line in world.log if "NoSession" in line], "asked for ever"
+    decode.core.fenced(link, world.now)
+    assert handle.released

@@ -95,6 +95,12 @@ class Endpoint:
     def disconnect(self, peer: str) -> None:
         self.transport.disconnect(peer)
 
+    def meet(self, peer: str, description: bytes) -> None:
+        self.transport.meet(peer, description)
+
+    def forget(self, peer: str) -> None:
+        self.transport.forget(peer)
+
     def proved_dead(self, peer: str) -> bool:
         return self.transport.proved_dead(peer)
 

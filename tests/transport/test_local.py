@@ -74,21 +74,20 @@ def test_death_is_proved_after_disconnect_and_not_before_it_happens(ends):
     assert not a.proved_dead("never met")
 
 
-def test_the_dead_hold_no_descriptors_and_are_forgotten_beyond_the_promise(monkeypatch):
-    monkeypatch.setattr("pdstage.transport.local._DEAD_REMEMBERED", 3)
-    a = Endpoint("local")
+def test_peers_forgotten_hold_no_descriptors(ends):
+    """I14: each session with one process that lives on is met under a name of its own."""
+    a, b = ends
     before = n_fds()
     for i in range(10):
-        b = Endpoint("local")
         a.connect(str(i), b.describe())
         a.disconnect(str(i))
-        b.close()
-    c = Endpoint("local")
-    a.connect("c", c.describe())
-    assert [a.proved_dead(str(i)) for i in range(10)] == [False] * 7 + [True] * 3
-    c.close()
-    a.close()
-    assert n_fds() < before
+        a.meet(f"met {i}", b.describe())
+    assert n_fds() == before + 20
+    for i in range(10):
+        a.forget(str(i))
+        a.forget(f"met {i}")
+    assert n_fds() == before
+    a.forget("never met")
 
 
 def test_tags_to_one_peer_keep_their_order_though_its_queue_was_full(ends):

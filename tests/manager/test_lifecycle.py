@@ -1,0 +1,135 @@
+"""The end of a node: what it gives back, and what another may begin on the same memory."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdstage import State
+from pdstage.manager import node as node_module
+from pdstage.transport import available
+from tests.manager.engine import Rank, decode_node, drive, prefill_node
+from tests.manager.test_processes import Remote
+from tests.manager.workers import TOKENS
+
+TRANSPORTS = [name for name in ("local", "nixl") if not available().get(name, "unknown")]
+
+
+def n_fds() -> int:
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def move(site, src: Rank, p, dst: Rank, d, room: int) -> None:
+    """One room from `p` to `d`, checked byte for byte."""
+    pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
+    src.write(room, TOKENS, pages)
+    receiver = d.receive(room, site.address)
+    receiver.bind(into, TOKENS)
+    sender = p.send(room)
+    sender.chunk(pages, (0, TOKENS))
+    sender.finish(aux=b"aux")
+    receiver.wait_released(20)
+    sender.wait_released(20)
+    assert receiver.state is State.SUCCESS
+    assert dst.holds(room, TOKENS, into)
+    src.free(pages)
+    dst.free(into)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("path", ["staged", "direct"])
+def test_a_rank_changes_its_role_on_the_same_memory(site, transport, path):
+    """Each role gives back all it had, so that the other may begin at once, time after time (I2, I8, I14)."""
+    one, other = Rank(page=4), Rank(page=8, hnd=True)
+    staging = [np.zeros(1 << 20, np.uint8) for _ in range(2)]
+    options = {"transport": transport, "path": path, "progress": "thread"}
+    held = []
+    for turn in range(6):
+        src, dst = (one, other) if turn % 2 == 0 else (other, one)
+        p = prefill_node(src, site.address, staging=staging[0], **options)
+        d = decode_node(dst, staging=staging[1], **options)
+        move(site, src, p, dst, d, turn)
+        late = d.receive(100 + turn, site.address)
+        late.bind(dst.allocate(4), 4)
+        if turn % 2:
+            assert d.close()
+            assert p.close()
+        else:
+            assert p.close()
+            assert d.close()
+        assert d.close(), "repeated"
+        assert late.state is State.FAILED
+        assert late.released
+        assert not d.unfenced()
+        dst._free = list(range(dst.n_pages))
+        held.append((n_fds(), threading.active_count()))
+    assert held[-1] == held[1], "descriptors or threads were left behind"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_node_that_must_close_beside_a_stopped_writer_keeps_its_memory(site, transport, caplog):
+    """The writer may go on at any time, so nobody else may get what it was lent (I2); and it says who it is."""
+    dst = Rank(n_pages=128)
+    d = decode_node(dst, transport=transport, path="direct")
+    kept = len(node_module._kept_for_ever)
+    with Remote(site.address, 1, transport, "direct", rooms=1, stop=0) as remote:
+        receiver = d.receive(0, site.address)
+        receiver.bind(dst.allocate(TOKENS), TOKENS)
+        drive([d], lambda: receiver.state is State.TRANSFERRING, 60)
+        os.kill(remote.processes[0].pid, signal.SIGSTOP)
+        with caplog.at_level(logging.ERROR, "pdstage"):
+            assert not d.close(0.2)
+        assert not d.close()
+        assert receiver.state is State.FAILED
+        assert not receiver.released
+        assert "tcp://127.0.0.1:" in caplog.text
+        assert len(node_module._kept_for_ever) == kept + 1
+        assert node_module._kept_for_ever[-1][1] is dst.pool
+        os.kill(remote.processes[0].pid, signal.SIGCONT)
+    node_module._kept_for_ever.pop()
+
+
+def test_an_operator_fences_a_peer_whose_death_cannot_be_seen(site, monkeypatch):
+    """I14: its leases and pages come back by the operator's word, and not before."""
+    dst = Rank(n_pages=128)
+    d = site.decode(dst, transport="local", path="direct")
+    with Remote(site.address, 1, "local", "direct", rooms=1, stop=0) as remote:
+        receiver = d.receive(0, site.address)
+        receiver.bind(dst.allocate(TOKENS), TOKENS)
+        drive([d], lambda: receiver.state is State.TRANSFERRING, 60)
+        monkeypatch.setattr(type(d.transport), "proved_dead", lambda *_: False)  # as of a peer on another host
+        remote.processes[0].kill()
+        remote.processes[0].join()
+        drive([d], lambda: receiver.state is State.FAILED and d.unfenced(), 60)
+        ((endpoint, n_sessions),) = d.unfenced().items()
+        assert (endpoint.startswith("tcp://127.0.0.1:"), n_sessions) == (True, 1)
+        for _ in range(100):
+            d.turn()
+        assert not receiver.released
+        assert d.fence("tcp://127.0.0.1:1") == 0
+        assert d.fence(endpoint) == 1
+        assert receiver.released
+        assert not d.unfenced()
+        assert d.core.idle
+
+
+def test_memory_of_a_forked_child_is_a_copy(site):
+    """A child may close what it inherited; that says nothing of the parent's."""
+    node = site.decode(Rank())
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=lambda: theirs.send(node.close()))
+    child.start()
+    assert ours.poll(20)
+    assert ours.recv() is True
+    child.join()
+    node.turn()

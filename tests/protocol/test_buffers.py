@@ -1,0 +1,90 @@
+"""Send buffers: sessions take turns, none holds all of them, and nothing that was dropped keeps a place (I14)."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdstage.protocol.outbox import Phase, SendBuffers
+
+
+class Named(SimpleNamespace):
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+LINKS = [Named(n=n) for n in range(6)]
+
+
+def chunk(link: SimpleNamespace, number: int, *, direct: bool = False) -> SimpleNamespace:
+    return Named(record=SimpleNamespace(link=link), number=number, direct=direct, phase=Phase.READY)
+
+
+def begin(buffers: SendBuffers) -> list[tuple[SimpleNamespace, int]]:
+    begun = list(buffers.pop())
+    for one, _ in begun:
+        one.phase = Phase.WRITING
+    return begun
+
+
+def test_sessions_take_turns_however_much_one_has_queued() -> None:
+    buffers = SendBuffers(2)
+    greedy, modest = LINKS[:2]
+    for number in range(100):
+        buffers.queue(chunk(greedy, number))
+    under_way = deque(begin(buffers))
+    assert len(under_way) == 1, "the other buffer is for whoever else comes"
+    for number in range(10):
+        buffers.queue(chunk(modest, number))
+    served = Counter()
+    for _ in range(21):
+        under_way.extend(begin(buffers))
+        one, buffer = under_way.popleft()
+        served[one.record.link] += 1
+        buffers.done(one, buffer)
+    assert served == {modest: 10, greedy: 11}
+
+
+def test_direct_chunks_do_not_wait_for_buffers() -> None:
+    buffers = SendBuffers(2, max_direct=2)
+    for number in range(3):
+        buffers.queue(chunk(LINKS[0], number))
+    for number in range(3, 7):
+        buffers.queue(chunk(LINKS[0], number, direct=True))
+    assert [one.number for one, _ in begin(buffers)] == [3, 4, 0]
+
+
+STEP = st.tuples(st.sampled_from(["queue", "direct", "drop", "done"]), st.integers(0, 59))
+
+
+@given(st.lists(STEP, max_size=120), st.integers(2, 4))
+def test_any_order_of_events_serves_what_may_be_served(steps: list[tuple[str, int]], n_buffers: int) -> None:
+    buffers = SendBuffers(n_buffers, max_direct=2)
+    waiting, under_way = [], []
+    for n, (what, number) in enumerate(steps):
+        if what in ("queue", "direct"):
+            waiting.append(chunk(LINKS[number % 6], n, direct=what == "direct"))
+            buffers.queue(waiting[-1])
+        elif what == "drop" and waiting:
+            waiting.pop(number % len(waiting)).phase = Phase.DROPPED
+        elif what == "done" and under_way:
+            buffers.done(*under_way.pop(number % len(under_way)))
+        for one, buffer in begin(buffers):
+            first = next(w for w in waiting if (w.record.link, w.direct) == (one.record.link, one.direct))
+            assert one is first, "in order within a session"
+            waiting.remove(one)
+            under_way.append((one, buffer))
+        busy = Counter((one.record.link, one.direct) for one, _ in under_way)
+        taken = [buffer for _, buffer in under_way if buffer >= 0]
+        assert sorted(taken + buffers.free) == list(range(n_buffers))
+        assert all(held <= (2 if direct else n_buffers - 1) for (_, direct), held in busy.items())
+        for one in waiting:
+            held = busy[one.record.link, one.direct]
+            assert held == 2 if one.direct else not buffers.free or held == n_buffers - 1, "could have begun"
+    while under_way:
+        buffers.done(*under_way.pop())
+        under_way += begin(buffers)
+    assert buffers.idle

@@ -1,0 +1,280 @@
+"""Compatibility: golden bytes kept for ever, sessions held with recorded peers, and what is refused in which words.
+
+docs/wire.md has the rules that these hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from pdstage.errors import PeerError
+from pdstage.protocol import messages as m
+from pdstage.protocol.effects import Complaint, Send
+from pdstage.protocol.room import State
+from pdstage.protocol.versions import OLDEST, VERSION, talks_with
+from tests import golden, replay
+from tests.pair import World
+
+PINNED = {
+    1: {
+        "v1.json": "28af75dab026ef99a709a9c31c3012b764d502aa9c840599207e8f1ba2f98e9f",
+        "v1-session.json": "6c5ccb7bf06c81aaf761288ba3fe57359f905a33f98c5a09d88248f4ae37af80",
+    },
+}
+"""SHA-256 of every golden file. From a version's first release on its line never changes: what is on disk or on the
+other side of a rolling upgrade does not change either.
+"""
+VERSIONS = range(1, VERSION + 1)
+TALKED_WITH = range(OLDEST, VERSION + 1)
+HEADER_NBYTES = 28
+
+
+def held(version: int) -> dict[str, Any]:
+    return json.loads(golden.path(version).read_text())
+
+
+def entries(part: str) -> list[Any]:
+    return [
+        pytest.param(version, entry, id=f"v{version} {name}")
+        for version in TALKED_WITH
+        for name, entry in held(version)[part].items()
+    ]
+
+
+def test_golden_files_never_change() -> None:
+    assert list(PINNED) == list(VERSIONS), "a new wire version has files of its own: python -m tests.golden, .replay"
+    for version, files in PINNED.items():
+        for name, digest in files.items():
+            found = hashlib.sha256((golden.FOLDER / name).read_bytes()).hexdigest()
+            assert found == digest, f"{name} changed: raise versions.VERSION, and keep the files of {version}"
+    assert {path.name for path in golden.FOLDER.iterdir()} == {name for files in PINNED.values() for name in files}
+
+
+def test_todays_bytes_are_this_versions() -> None:
+    found = golden.path(VERSION).read_text()
+    assert golden.lines() == found, "the wire changed: raise versions.VERSION, then python -m tests.golden"
+
+
+def test_every_message_has_a_golden_frame() -> None:
+    kinds = {entry["kind"] for entry in held(VERSION)["frames"].values()}
+    assert kinds == {kind.__name__ for kind in get_args(m.AnyMessage)}
+
+
+def test_every_optional_field_is_used_in_some_golden() -> None:
+    """A field that has a default, or may be empty or None, is something else at least once."""
+    used: dict[tuple[str, str], set[bool]] = {}
+
+    def look(value: object) -> None:
+        if isinstance(value, msgspec.Struct):
+            for name in value.__struct_fields__:
+                note(value, name, getattr(value, name), MISSING)
+        elif hasattr(value, "_asdict"):
+            for name, field in value._asdict().items():
+                note(value, name, field, value._field_defaults.get(name, MISSING))
+        elif is_dataclass(value):
+            for field in fields(value):
+                note(value, field.name, getattr(value, field.name), field.default)
+        elif isinstance(value, tuple):
+            for one in value:
+                look(one)
+
+    def note(owner: object, name: str, field: object, default: object) -> None:
+        used.setdefault((type(owner).__name__, name), set()).add(
+            field not in (None, (), "", b"") and (default is MISSING or field != default)
+        )
+        look(field)
+
+    for value in (*golden.FRAMES.values(), *golden.TAGS.values()):
+        look(value)
+    assert len(used) > 80
+    assert not [where for where, how in used.items() if True not in how]
+
+
+@pytest.mark.parametrize(("version", "entry"), entries("frames"))
+def test_todays_decoder_reads_every_frame_it_talks_with(version: int, entry: dict[str, Any]) -> None:
+    file, data = held(version), bytes.fromhex(entry["hex"])
+    frame = m.decode(data)
+    assert type(frame.message).__name__ == entry["kind"]
+    assert frame[:2] == (tuple(file["session"]), file["seq"])
+    found = golden.readable(frame.message)
+    assert {name: found[name] for name in entry["fields"]} == entry["fields"]
+    assert data[2:4] == bytes([version, file["oldest"]])
+
+
+@pytest.mark.parametrize(("version", "entry"), entries("tags"))
+def test_todays_decoder_reads_every_tag_it_talks_with(version: int, entry: dict[str, Any]) -> None:
+    tag = m.decode_tag(bytes.fromhex(entry["hex"]), tuple(held(version)["components"]))
+    assert golden.readable(tag) == entry["fields"]
+
+
+# Whole sessions with an older peer, which is its recorded bytes.
+
+
+@pytest.mark.parametrize("version", TALKED_WITH)
+@pytest.mark.parametrize("real", ["decode", "prefill"])
+def test_a_session_with_a_peer_on_record(real: str, version: int) -> None:
+    """Late bind, staged, direct, aborted, given up, Bye: each ends as it did then (I1, I10)."""
+    end = replay.decode_end() if real == "decode" else replay.prefill_end()
+    said = replay.play(real, end, replay.load(version))
+    states = {number: room.state for number, room in end.rooms.items()}
+    ended = {1: State.SUCCESS, 2: State.SUCCESS, 3: State.FAILED, 4: State.FAILED}
+    assert states == {number: state for number, state in ended.items() if number in states}
+    assert all(room.released for room in end.rooms.values())
+    assert end.core.idle
+    if real == "decode":
+        assert [end.rooms[n].aux for n in (1, 2)] == [replay.AUX] * 2
+        assert "out of memory" in str(end.rooms[4].error)
+    counters = end.core.counters
+    assert (counters.frames_malformed, counters.frames_stale) == (0, 0)
+    assert {line.about()[0] for line in said} >= (
+        {"Hello", "Ask", "Open", "Lease", "Closed", "Abort", "Bye"}
+        if real == "decode"
+        else {"Welcome", "Asking", "Opened", "Reserve", "Tag", "CloseOk", "CloseFailed", "Drained"}
+    )
+
+
+def test_a_peer_on_record_that_says_nothing_of_a_room_is_seen() -> None:
+    """The replay can fail: without its recorded Opened the room never gets past Open."""
+    phases = replay.load(VERSION)
+    phases[3] = [line for line in phases[3] if line.about()[0] != "Lease"]
+    with pytest.raises(AssertionError, match="prefill core never said"):
+        replay.play("prefill", replay.prefill_end(), phases)
+
+
+def test_todays_session_is_this_versions() -> None:
+    """Not byte for byte: a core may say more, or later. But who says what about which room is what was recorded."""
+    now = [[line.about() for line in lines] for lines in replay.record()]
+    assert now == [[line.about() for line in lines] for lines in replay.load(VERSION)]
+
+
+# What may be added without harm.
+
+
+def later(data: bytes, *, version: int = VERSION + 1, oldest: int = OLDEST) -> bytes:
+    """The frame as a node of another version would have sent it."""
+    return data[:2] + bytes([version, oldest]) + data[4:]
+
+
+def test_which_versions_talk() -> None:
+    assert talks_with(VERSION, OLDEST)
+    assert talks_with(VERSION + 1, VERSION), "it is later, and knows how to talk with us"
+    assert talks_with(200, 1)
+    assert not talks_with(VERSION + 1, VERSION + 1)
+    assert not talks_with(OLDEST - 1, OLDEST - 1)
+    assert not talks_with(VERSION, 0)
+
+
+@pytest.mark.parametrize("message", golden.FRAMES.values(), ids=golden.FRAMES)
+def test_a_later_versions_new_field_is_ignored(message: m.AnyMessage) -> None:
+    """Fields are added at the end of a message and have a default: either side may be the later one."""
+    body = msgspec.msgpack.decode(m.encode(golden.SESSION, 3, message)[HEADER_NBYTES:])
+    frame = later(m.encode(golden.SESSION, 3, message)[:HEADER_NBYTES] + msgspec.msgpack.encode([*body, {"new": 1}]))
+    assert m.decode(frame).message == message
+
+
+@pytest.mark.parametrize("path", [("topology",), ("layout",), ("layout", "regions", 0), ("layout", "components", 0)])
+def test_a_new_field_of_topology_or_layout_is_ignored(path: tuple[Any, ...]) -> None:
+    """They travel as maps."""
+    frame = m.encode(golden.SESSION, 3, golden.HELLO)
+    body = msgspec.msgpack.decode(frame[HEADER_NBYTES:])
+    inner = body[{"topology": 1, "layout": 2}[path[0]]]
+    for step in path[1:]:
+        inner = inner[step]
+    inner["new"] = [1, 2]
+    assert m.decode(frame[:HEADER_NBYTES] + msgspec.msgpack.encode(body)).message == golden.HELLO
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [("Hello", 5), ("Open", 3), ("Open", 4), ("Open, direct", 5), ("Reserve", 5), ("CloseOk", 2)],
+    ids=["LaneSpan", "Share", "Asked", "Items", "Rect", "Written"],
+)
+def test_the_tuples_inside_messages_are_closed(message: str, field: int) -> None:
+    """What would break: one number more in a Share, a Rect... So such news is a field of the message."""
+    frame = m.encode(golden.SESSION, 3, golden.FRAMES[message])
+    body = msgspec.msgpack.decode(frame[HEADER_NBYTES:])
+    body[field][0].append(1)
+    with pytest.raises(PeerError, match="does not decode"):
+        m.decode(frame[:HEADER_NBYTES] + msgspec.msgpack.encode(body))
+
+
+def test_features_that_only_the_peer_knows_are_ignored() -> None:
+    """On both sides; what both know still counts."""
+    world = World(checksums=True)
+    prefill, decode = world.prefill[0].core, world.decode[0].core
+    new = ("teleport", "")
+    decode._hello = msgspec.structs.replace(decode._hello, features=(*new, *decode._hello.features))
+    prefill._welcome = msgspec.structs.replace(prefill._welcome, features=(*prefill._welcome.features, *new))
+    handle = world.receive(1, 8, [0, 1])
+    world.send(1, 8, [2, 3])
+    world.run()
+    world.check(handle, 1, 8)
+    assert all(link.checksums for core in (prefill, decode) for link in core.links.values())
+    assert not world.prefill[0].complaints + world.decode[0].complaints
+
+
+# What cannot be talked with.
+
+
+def test_versions_that_do_not_talk_refuse_each_other_in_words_on_both_sides() -> None:
+    """Neither waits for a deadline: prefill answers a Hello that it cannot read, in a form that never changes."""
+    world = World()
+    prefill, decode = world.prefill[0].core, world.decode[0].core
+    handle = world.announce(0)
+    (hello,) = [item for item in world.queue if isinstance(item.message, m.Hello)]
+    world.queue.clear()
+    greeting = m.encode(m.Session(next(iter(decode.peers.values())).nonce, 0), 0, hello.message)
+    unread = greeting[:HEADER_NBYTES] + b"\x93\x01" + b"\xc1what a later version says"
+    prefill.receive(b"D0", later(unread, version=VERSION + 2, oldest=VERSION + 1), 0.0)
+    complaint, answer = prefill.take_effects()
+    words = f"wire version {VERSION + 2} from the peer, {VERSION} here"
+    assert isinstance(complaint, Complaint)
+    assert words in str(complaint.error)
+    assert not prefill.links
+    assert isinstance(answer, Send)
+    decode.receive(b"P0", later(answer.frame, version=VERSION + 2, oldest=VERSION + 1), 0.0)
+    assert handle.state is State.FAILED
+    assert words in str(handle.error)
+    assert "prefill refused this node" in str(handle.error)
+    assert (prefill.counters.sessions_refused, decode.counters.sessions_refused) == (1, 1)
+
+
+@pytest.mark.parametrize("name", ["Welcome", "Open", "Heartbeat", "Bye", "NoSession"])
+def test_only_a_hello_is_answered_across_versions(name: str) -> None:
+    """Two strangers that answered everything would never end."""
+    world = World()
+    for core in (world.prefill[0].core, world.decode[0].core):
+        frame = m.encode(m.Session(5, 0), 0, golden.FRAMES[name])
+        core.receive(b"??", later(frame, oldest=VERSION + 1), 0.0)
+        (effect,) = core.take_effects()
+        assert isinstance(effect, Complaint)
+
+
+def test_a_message_that_nobody_offered_is_named_and_changes_nothing() -> None:
+    """Its sender repeats it until its own deadline; the session goes on (I6)."""
+    world = World()
+    world.announce(0)
+    world.run()
+    for node in world.nodes():
+        (link,) = node.core.links.values()
+        frame = m.encode(link.session, link.heard + 1, m.Heartbeat())[:HEADER_NBYTES] + b"\x92\x63\x01"
+        node.core.receive(link.route, frame, 0.0)
+        (complaint,) = node.core.take_effects()
+        assert isinstance(complaint, Complaint)
+        assert f"control message number 99 of wire version {VERSION}" in str(complaint.error)
+        assert "did not offer it" in str(complaint.error)
+        assert node.core.links
+        assert node.core.counters.frames_malformed == 1
+
+
+def test_a_tag_of_another_version_is_refused() -> None:
+    data = m.encode_tag(golden.TAGS["staged"], golden.COMPONENTS)
+    assert m.tag_session(later(data)) == golden.SESSION
+    with pytest.raises(PeerError, match="is not ours"):
+        m.tag_session(later(data, oldest=VERSION + 1))

@@ -1,0 +1,59 @@
+"""What the kernel says of sockets whose other end died, with real processes and real sockets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+
+import pytest
+
+from pdstage.transport import _sockets
+
+NBYTES = 64 << 20
+
+
+@pytest.fixture
+def dead_writer() -> object:
+    """A connection to a process that was killed in the middle of a long send."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    child = os.fork()
+    if not child:
+        with socket.create_connection(listener.getsockname()) as out:
+            out.sendall(bytes(NBYTES))
+        os._exit(0)
+    end, _ = listener.accept()
+    listener.close()
+    assert end.recv(1) == b"\0"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    yield end
+    end.close()
+
+
+def test_bytes_of_the_dead_are_held_until_the_end_was_read(dead_writer):
+    """I2: an orphan's buffer goes on emptying into ours; only the end proves that nothing more will come."""
+    assert _sockets.hold_bytes_of_the_dead()
+    n_read = 1
+    while chunk := dead_writer.recv(1 << 20):
+        n_read += len(chunk)
+    assert 1 < n_read < NBYTES, "it was killed in the middle"
+    assert not _sockets.hold_bytes_of_the_dead()
+
+
+def test_a_dead_writer_is_of_no_interest_once_its_socket_is_closed(dead_writer):
+    dead_writer.close()
+    assert not _sockets.hold_bytes_of_the_dead()
+
+
+def test_the_living_prove_nothing_and_hinder_nothing():
+    listener = socket.create_server(("127.0.0.1", 0))
+    with socket.create_connection(listener.getsockname()) as one, listener.accept()[0]:
+        one.sendall(b"unread")
+        assert not _sockets.hold_bytes_of_the_dead()
+    listener.close()
+
+
+def test_where_nothing_can_be_read_nothing_is_proved(monkeypatch, tmp_path):
+    monkeypatch.setattr(_sockets, "_TABLES", (tmp_path,))
+    assert _sockets.hold_bytes_of_the_dead()
