@@ -52,6 +52,7 @@ class Shape:
     n_lanes: int = 1
     n_buffers: int = 2
     path: str = "staged"
+    """"staged"; "direct"; or "auto": staged, and direct where that comes to nothing."""
     deadlines: dict[str, float] = field(default_factory=dict)
 
     def writers_of(self, room: int) -> list[int]:

@@ -26,6 +26,7 @@ from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.inbox import InRoom, Part
 from pdstage.protocol.outbox import OutChunk, OutRoom, Record
 from pdstage.protocol.prefill import PrefillCore
+from pdstage.protocol.queue import RequestQueue
 from pdstage.protocol.session import Link
 from pdstage.protocol.timers import Timers
 from pdstage.topology import Topology
@@ -41,7 +42,7 @@ Handle = InRoom | OutRoom
 _CONSTANT = frozenset(
     {
         "config", "counters", "layout", "topology", "stagings", "_buffer_nbytes", "_choose", "_components", "_dealt",
-        "_effects", "_handlers", "_hello", "_lateness", "_tickets", "_welcome",
+        "_direct", "_effects", "_handlers", "_hello", "_lateness", "_tickets", "_welcome",
     }
 )  # fmt: skip
 _SILENT = {
@@ -57,8 +58,8 @@ GIVEN_UP = Aborted("what was said is left out")
 _ERRORS = (Aborted, DeadlineExceeded, PeerError, TransportError, UsageError)
 _ATOMS = frozenset({int, str, bytes, bool, float, type(None)})
 _FLAT = frozenset({m.Session, m.Asked, m.Written, m.LaneSpan, Rect, Share})
-LATER = 1e6
-"""When timers fire; everything else happens at 0."""
+SOON, LATER = 0.3, 1e6
+"""When a timer fires, before any other waiting time has passed or after all have; everything else happens at 0."""
 
 
 class Armed(Timers):
@@ -76,6 +77,9 @@ class Armed(Timers):
 
     def set(self, key: Hashable, at: float) -> None:
         self._at[key] = (0.0, 0)
+
+    def cancel(self, key: Hashable) -> None:
+        self._at.pop(key, None)
 
     def next_at(self) -> float | None:
         return None
@@ -143,6 +147,9 @@ def canonical(node: Node) -> None:
         if handle.error is not None:
             handle.error = GIVEN_UP
     names = sorted((flight_name(core, ticket), ticket) for ticket in core._flights)
+    for record in getattr(core, "records", {}).values():
+        for chunk in record.chunks.values():
+            chunk.waits_since = 0.0
     fresh = {ticket: n for n, (_, ticket) in enumerate(names)}
     core._tickets = 1000
     core._flights = {fresh[ticket]: core._flights[ticket] for _, ticket in names}
@@ -177,17 +184,10 @@ def _canonical_holdings(core: DecodeCore) -> None:
 
 def _renumber(held: Holdings) -> None:
     """Who waits stays in its order, numbered from 1."""
-    queue = getattr(held, "_queue", None)
-    if queue is not None:
-        fresh = held._queue = type(queue)()
-        for _, _, request in sorted(queue.entries(), key=lambda entry: entry[1]):
-            fresh.add(request)
-        return
-    queued = sorted((e for queue in held._queues.values() for e in queue if e[2].waiting), key=lambda e: e[1])
-    held._n = len(queued)
-    for queue in held._queues.values():
-        mine = [(p, n, r) for n, (p, _, r) in enumerate(queued, 1) if any(r is e[2] for e in queue)]
-        queue[:] = sorted(mine, key=lambda e: e[:2])
+    waiting = sorted(held._queue.entries(), key=lambda entry: entry[1])
+    held._queue = RequestQueue()
+    for _, _, request in waiting:
+        held._queue.add(request)
 
 
 class _Shared:

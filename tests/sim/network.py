@@ -17,6 +17,7 @@ from typing import NamedTuple
 from pdstage.protocol import messages as m
 from pdstage.protocol.room import State
 from tests.sim.facts import Name, Shape, must
+from tests.sim.frozen import LATER, SOON
 from tests.sim.nodes import Did, Input, Nodes, Post
 
 TAG, DONE, UNDER, OK, BAD, MAYBE, DEAD = 1, 2, 4, 8, 16, 32, 64
@@ -24,7 +25,7 @@ TAG, DONE, UNDER, OK, BAD, MAYBE, DEAD = 1, 2, 4, 8, 16, 32, 64
 failed; its tag may never come; its writer's process is gone."""
 
 LATE_TAG = "tag of a writer that is gone"
-QUESTIONS = frozenset({"hello", "asking", "open", "ask", "close", "abort", "recalls"})
+QUESTIONS = frozenset({"hello", "asking", "open", "ask", "close", "abort", "recalls", "stranded"})
 """Timers of `retry_s`: questions that are asked again."""
 ALIVE = frozenset({"beat", "silence"})
 PEER_DEADLINES = frozenset({"drain", "hello_until"})
@@ -61,6 +62,8 @@ class Configuration:
     """The sessions are there at the start; else greetings are part of it."""
     begun: bool = True
     """All rooms were asked for on both sides at the start; else each may come at any moment."""
+    fences: bool = True
+    """A disconnect ends what is under way; else only the end of the other process does."""
     again: int = 0
     """How often a room that failed is asked for again, on both sides."""
 
@@ -157,7 +160,7 @@ class Network:
             came = state if node else self._delivered(state, facts.landed[flight])
             yield move("copied", given, self._give(came, node, given))
         for at, (node_at, session) in enumerate(state.fences):
-            if node_at == node:
+            if node_at == node and (self.configuration.fences or self._is_gone(state, node, session)):
                 yield move("fence", ("fenced", session), self._fence(state, at))
         for given in self._asked_for(state, node):
             yield move("engine", given, self._give(state, node, given))
@@ -199,9 +202,11 @@ class Network:
         for timer in facts.timers:
             kind = timer[0]
             if left.early and kind in QUESTIONS:
-                yield move("early", ("timer", timer), self._give(state, node, ("timer", timer)), "early")
+                for given in self._fired(timer):
+                    yield move("early", given, self._give(state, node, given), "early")
             elif left.late and kind not in QUESTIONS and kind != "beat":
-                yield move("late", ("timer", timer), self._give(state, node, ("timer", timer)), "late")
+                for given in self._fired(timer):
+                    yield move("late", given, self._give(state, node, given), "late")
 
     def _time_passes(self, state: Global) -> Iterator[Move]:
         """Nothing is under way: any question may be repeated and, once something failed, a deadline may pass."""
@@ -215,9 +220,13 @@ class Network:
                     due = not sure
                 else:
                     due = kind in QUESTIONS or not sure or (state.aborted and timer[1] == b"i%d" % state.aborted)
-                if due:
-                    given = ("timer", timer)
+                for given in self._fired(timer) if due else ():
                     yield Move("timer", node, given, False, self._give(state, node, given))
+
+    def _fired(self, timer: Name) -> list[Input]:
+        """A timer comes. Two look at how long something has waited: not long enough, or long enough."""
+        unsure = timer[0] == "recalls" or (timer[0] == "ask" and self.shape.path == "auto")
+        return [("timer", timer, at) for at in ((SOON, LATER) if unsure else (LATER,))]
 
     def _sure(self, state: Global) -> bool:
         """Nothing went wrong but losses, and at most an abort: every other room must succeed (I11)."""
@@ -228,6 +237,13 @@ class Network:
         session = m.Session(*timer[2:4])  # type: ignore[arg-type]
         others = range(1, len(state.nodes)) if node == 0 else (0,)
         return any(session in self.nodes.facts[state.nodes[other]].sessions for other in others)
+
+    def _is_gone(self, state: Global, node: int, session: m.Session) -> bool:
+        """Whether the process at the other end of a session has ended."""
+        lives = [self.nodes.template(n, self.nodes.home[number][1]) for n, number in enumerate(state.nodes)]
+        if node == 0:
+            return session.writer not in {core.incarnation for core in lives[1:]}
+        return session.decode not in self.nodes.nonces(lives[0].incarnation)
 
     def _asked_for(self, state: Global, node: int) -> list[Input]:
         """What the engine does of itself, each in its own time."""
