@@ -64,13 +64,21 @@ class Report:
 class Explorer:
     """One configuration, explored once."""
 
-    def __init__(self, configuration: Configuration, *, most_states: int = 1 << 40, most_s: float = 1e9) -> None:
+    def __init__(
+        self,
+        configuration: Configuration,
+        *,
+        most_states: int = 1 << 40,
+        most_s: float = 1e9,
+        every_order: bool = False,
+    ) -> None:
         self.configuration = configuration
-        self.network = Network(configuration)
+        self.network = Network(configuration, every_order=every_order)
         self.most_states, self.most_s = most_states, most_s
         self.parent, self.step = array("q"), array("H")
         self.edges_from, self.edges_to = array("I"), array("I")
         self.good: list[int] = []
+        self.ends: set[Global] = set()
         self.report = Report(configuration.name)
 
     def run(self) -> Report:
@@ -100,8 +108,9 @@ class Explorer:
             for state in level:
                 if time.perf_counter() - began > self.most_s or len(self.parent) > self.most_states:
                     return
-                for n, move in enumerate(self._moves(state, at)):
+                for n, move in self._moves(state, at):
                     report.n_steps += 1
+                    report.kinds[move.what] += 1
                     key = hash(move.after)
                     number = seen.get(key)
                     if number is None:
@@ -117,23 +126,22 @@ class Explorer:
             report.depth += bool(level)
         report.complete = True
 
-    def _moves(self, state: Global, at: int) -> list[Move]:
+    def _moves(self, state: Global, at: int) -> list[tuple[int, Move]]:
         network = self.network
         try:
-            if not network.left_over(state):
+            left = network.left_over(state)
+            moves = network.moves(state)
+            if not left:
                 network.end(state)
                 self.good.append(at)
+                self.ends.add(state)
                 self.report.n_ends += 1
-                return []
-            moves = network.moves(state)
         except Violation as violation:
             violation.path = [*self.path(at), network.words_of(*network.trying)]
             raise
-        for move in moves:
-            self.report.kinds[move.what] += 1
-        if not moves or all(move.fault for move in moves):
-            raise self._violation(f"deadlock: {network.left_over(state)}", at)
-        return moves
+        if left and all(move.fault for move in moves):
+            raise self._violation(f"deadlock: {left}", at)
+        return [(n, move) for n, move in enumerate(moves) if left or move.fault]
 
     def _all_end(self) -> None:
         """From every state a good end can be reached without another fault; else the way is lost for ever."""
@@ -199,35 +207,64 @@ QUICK = [
 ]
 """Complete within seconds."""
 
-CONFIGURATIONS = [
-    *QUICK,
+PAIR = {"writers": 2, "instances": False, "chunks": 1}
+"""Two writers that each hold half of the heads of every room."""
+
+LARGE = [
     Configuration(name="two rooms", shape=Shape(rooms=2, late=1), faults=Faults(loss=1, abort=1)),
     Configuration(name="two writers, two rooms", shape=Shape(writers=2, rooms=2), faults=Faults(abort=1)),
     Configuration(
-        name="two rooms of two writers",
-        shape=Shape(writers=2, instances=False, rooms=2, chunks=1),
-        faults=Faults(abort=1),
+        name="two writers, a crash", shape=Shape(writers=2, rooms=2, chunks=1), faults=Faults(abort=1, crash=1)
     ),
+    Configuration(name="two writers of a room, lossy", shape=Shape(**PAIR), faults=Faults(loss=2, abort=1)),
+    Configuration(name="two writers of a room, alarmed", shape=Shape(**PAIR), faults=Faults(late=1)),
+    Configuration(name="impatient", shape=Shape(rooms=2, late=1), faults=Faults(early=2)),
+    Configuration(
+        name="two lanes",
+        shape=Shape(writers=2, rooms=2, chunks=1, late=1, lane_nbytes=256, n_lanes=2),
+        faults=Faults(abort=1, early=1),
+    ),
+    Configuration(
+        name="staged or direct",
+        shape=Shape(rooms=2, chunks=1, late=1, lane_nbytes=256, path="auto"),
+        faults=Faults(abort=1, early=1),
+    ),
+    Configuration(name="nothing fences", shape=Shape(chunks=1), faults=Faults(crash=1, late=1), fences=False, again=1),
 ]
+"""Complete within minutes, together."""
+
+HUGE = [
+    Configuration(
+        name="all at once", shape=Shape(writers=2, rooms=2, late=1), faults=Faults(loss=2, abort=1, crash=1), again=1
+    ),
+    Configuration(
+        name="two rooms of two writers",
+        shape=Shape(**PAIR, rooms=2),
+        faults=Faults(loss=2, abort=1, crash=1),
+    ),
+    Configuration(name="two rooms, two lost", shape=Shape(rooms=2, late=1), faults=Faults(loss=2, abort=1, twice=1)),
+    Configuration(name="two writers of a room, again", shape=Shape(**PAIR), faults=Faults(crash=1, abort=1), again=1),
+]
+"""For those with hours and memory, each cut off by --most-s or --most-states; by name only."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="configurations; all if none is named")
+    parser.add_argument("names", nargs="*", help="configurations; those that end within minutes if none is named")
     parser.add_argument("--most-s", type=float, default=1e9)
     parser.add_argument("--most-states", type=int, default=1 << 40)
     options = parser.parse_args(arguments)
     failed = 0
-    for configuration in CONFIGURATIONS:
-        if options.names and configuration.name not in options.names:
-            continue
+    by_name = {configuration.name: configuration for configuration in [*QUICK, *LARGE, *HUGE]}
+    chosen = [by_name[name] for name in options.names] if options.names else [*QUICK, *LARGE]
+    for configuration in chosen:
         explorer = Explorer(configuration, most_s=options.most_s, most_states=options.most_states)
         try:
             explorer.run()
         except Violation as violation:
             failed = 1
             print(violation)
-        print(explorer.report, dict(explorer.report.kinds), flush=True)
+        print(explorer.report, flush=True)
     return failed
 
 

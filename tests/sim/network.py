@@ -97,8 +97,9 @@ class Move(NamedTuple):
 class Network:
     """The transition relation of one configuration."""
 
-    def __init__(self, configuration: Configuration) -> None:
+    def __init__(self, configuration: Configuration, *, every_order: bool = False) -> None:
         self.configuration = configuration
+        self.every_order = every_order
         self.shape = configuration.shape
         self.nodes = Nodes(self.shape)
         self.posts: list[Post] = []
@@ -128,7 +129,7 @@ class Network:
 
     def moves(self, state: Global) -> list[Move]:
         """Every step of interest: where one writer's steps commute with all else, its steps alone."""
-        for writer in range(1, 1 + self.shape.writers):
+        for writer in range(1, 1 + self.shape.writers if not self.every_order else 1):
             if self._apart(state, writer):
                 return list(self._of(state, writer))
         found = [move for node in range(len(state.nodes)) for move in self._of(state, node)]
@@ -160,7 +161,7 @@ class Network:
             came = state if node else self._delivered(state, facts.landed[flight])
             yield move("copied", given, self._give(came, node, given))
         for at, (node_at, session) in enumerate(state.fences):
-            if node_at == node and (self.configuration.fences or self._is_gone(state, node, session)):
+            if node_at == node and self._may_end(state, node, session):
                 yield move("fence", ("fenced", session), self._fence(state, at))
         for given in self._asked_for(state, node):
             yield move("engine", given, self._give(state, node, given))
@@ -197,7 +198,7 @@ class Network:
                 if status & 0x7F not in (State.SUCCESS, State.FAILED):
                     after = self._give(state, node, ("abort", handle))._replace(aborted=handle[0])
                     yield move("abort", ("abort", handle), after, "abort")
-        if left.crash and self.left_over(state):
+        if left.crash:
             yield move("crash", (), self._crash(state, node), "crash")
         for timer in facts.timers:
             kind = timer[0]
@@ -238,8 +239,10 @@ class Network:
         others = range(1, len(state.nodes)) if node == 0 else (0,)
         return any(session in self.nodes.facts[state.nodes[other]].sessions for other in others)
 
-    def _is_gone(self, state: Global, node: int, session: m.Session) -> bool:
-        """Whether the process at the other end of a session has ended."""
+    def _may_end(self, state: Global, node: int, session: m.Session) -> bool:
+        """Whether a disconnect is a fence: the transport says so, or the process at the other end is gone."""
+        if self.configuration.fences:
+            return True
         lives = [self.nodes.template(n, self.nodes.home[number][1]) for n, number in enumerate(state.nodes)]
         if node == 0:
             return session.writer not in {core.incarnation for core in lives[1:]}
@@ -421,7 +424,7 @@ class Network:
 
     def left_over(self, state: Global) -> str:
         """What keeps the world from being at its end; empty at a good end."""
-        if any(state.links) or state.writes or state.fences:
+        if any(state.links) or state.writes or any(self._may_end(state, *fence) for fence in state.fences):
             return "something is on its way"
         for node, number in enumerate(state.nodes):
             if self._asked_for(state, node):
