@@ -119,10 +119,17 @@ class View:
             t %= tokens
         return offset
 
+    def _corners(self) -> set[int]:
+        """Tokens of an item between whose rows all others lie: offsets are linear in each level."""
+        outer, row, tokens = self.rows[0].tokens, self.tokens_per_row, self.tokens_per_item
+        whole = tokens - tokens % outer
+        last = {min(outer, tokens) - row, tokens - row}
+        return last | ({0, whole - outer, whole - row} if whole else {0}) | ({whole} if whole < tokens else set())
+
     def extent(self) -> tuple[int, int]:
         """Lowest and one past the highest byte the view can touch, from the region's base."""
         low = high = self.offset
-        rows = [self.row_offset(t) for t in range(0, self.tokens_per_item, self.tokens_per_row)]
+        rows = [self.row_offset(t) for t in self._corners()]
         steps = (
             ((self.n_items - 1) * self.item_stride,),
             ((self.shards - 1) * self.shard_stride,),

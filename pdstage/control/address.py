@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from pdstage.errors import UsageError
 
+_MOST_CHARACTERS = 512
 _WILDCARDS = {"", "*", "0.0.0.0", "::"}
 
 
@@ -27,6 +28,8 @@ class Address(NamedTuple):
         Raises `UsageError` that quotes `text`.
         """
         remedy = f"write it as {scheme}://host:port, an IPv6 host in brackets"
+        if len(text) > _MOST_CHARACTERS:
+            raise UsageError(f"address {text[:64]!r}... of {len(text)} characters", remedy=remedy)
         found, separator, rest = text.partition("://")
         if separator and found != scheme:
             raise UsageError(f"address {text!r} is of scheme {found!r}", remedy=remedy, address=text)
@@ -35,7 +38,7 @@ class Address(NamedTuple):
             host = host[1:-1]
         elif ":" in host or "/" in host:
             raise UsageError(f"address {text!r} has no clear host", remedy=remedy, address=text)
-        number = int(port) if port.isascii() and port.isdigit() else -1
+        number = int(port) if port.isascii() and port.isdigit() and len(port) <= 5 else -1
         if port == "*" and listening:
             number = 0
         if not colon or not (0 if listening else 1) <= number <= 65535:

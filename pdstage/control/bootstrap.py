@@ -15,7 +15,7 @@ import msgspec
 
 from pdstage.control.address import Address
 from pdstage.control.directory import Advert, Conflict, Directory, Incomplete
-from pdstage.control.directory_http import KINDS, Adverts, Put, Refusal, Server
+from pdstage.control.directory_http import KINDS, UNREADABLE, Adverts, Put, Refusal, Server
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 
 if TYPE_CHECKING:
@@ -124,10 +124,13 @@ class BootstrapClient:
         """All ranks of one dp replica, by group rank. Raises as `Directory.lookup`: `Incomplete` means ask again."""
         asked = {"dp_rank": dp_rank, "instance": instance}
         query = urlencode({name: value for name, value in asked.items() if value is not None})
-        answer = self._ask("GET", f"/v1/lookup?{query}")
+        return self.read_adverts(self._ask("GET", f"/v1/lookup?{query}"))
+
+    def read_adverts(self, answer: bytes) -> list[Advert]:
+        """The adverts in an answer; raises `PeerError` for one that is none."""
         try:
             return msgspec.json.decode(answer, type=Adverts).adverts
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise self._not_ours(f"its adverts do not decode: {error}") from error
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
@@ -147,13 +150,14 @@ class BootstrapClient:
         finally:
             connection.close()
         if response.status != http.client.OK:
-            raise self._refused(response.status, answer)
+            raise self.read_refusal(response.status, answer)
         return answer
 
-    def _refused(self, status: int, answer: bytes) -> PdstageError:
+    def read_refusal(self, status: int, answer: bytes) -> PdstageError:
+        """The error that an answer stands for."""
         try:
             refusal = msgspec.json.decode(answer, type=Refusal)
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             return self._not_ours(f"HTTP status {status}")
         if refusal.error == "incomplete":
             return Incomplete(refusal.what, refusal.missing, address=str(self.address))

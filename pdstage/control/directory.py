@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from msgspec import Meta
 
 from pdstage.errors import PeerError, UsageError
 from pdstage.topology import Topology  # noqa: TC001  (msgspec resolves the annotation at run time)
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 MAX_TTL_S = 3600.0
 _MAX_NAME = 256
+_Word = Annotated[str, Meta(max_length=_MAX_NAME)]
 
 
 class Advert(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,12 +30,12 @@ class Advert(msgspec.Struct, frozen=True, kw_only=True):
     life; `layout` its `Layout.digest()`; `transports` the data transports it speaks, best first; `version` the wire's.
     """
 
-    instance: str
+    instance: _Word
     topology: Topology
-    endpoint: str
+    endpoint: _Word
     incarnation: int
-    layout: str
-    transports: tuple[str, ...] = ()
+    layout: _Word
+    transports: Annotated[tuple[_Word, ...], Meta(max_length=64)] = ()
     version: int = 1
 
     @property
@@ -101,6 +103,11 @@ class Directory:
         if not 0 < ttl_s <= MAX_TTL_S:
             raise UsageError(
                 f"a lease of {ttl_s} s for {advert.where}", remedy=f"give more than 0, at most {MAX_TTL_S:g} s"
+            )
+        if math.prod(advert.shape) > self._max_adverts:  # a lookup goes through them all
+            raise UsageError(
+                f"{advert.where} is one of {math.prod(advert.shape)} ranks",
+                remedy=f"this directory takes {self._max_adverts}; start it with a larger max_adverts",
             )
         with self._lock:
             self._expire()

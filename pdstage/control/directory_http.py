@@ -16,11 +16,13 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 import msgspec
+from msgspec import Meta
 
 from pdstage.control.directory import Advert, Conflict, Directory, Incomplete
 from pdstage.errors import PdstageError, PeerError, UsageError
@@ -38,6 +40,10 @@ _REQUEST_S = 5.0
 """A connection that sends no complete request in this time is dropped."""
 
 
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding JSON from a stranger may raise: of text that is no UTF-8, of a value without end, of all else."""
+
+
 class Put(msgspec.Struct, frozen=True):
     advert: Advert
     ttl_s: float
@@ -49,9 +55,9 @@ class Adverts(msgspec.Struct, frozen=True):
 
 class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str
-    what: str
-    remedy: str = ""
-    missing: tuple[int, ...] = ()
+    what: Annotated[str, Meta(max_length=4096)]
+    remedy: Annotated[str, Meta(max_length=4096)] = ""
+    missing: Annotated[tuple[int, ...], Meta(max_length=1 << 20)] = ()
 
 
 # Kind on the wire, HTTP status and class; the first that an error is an instance of.
@@ -104,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
             raise UsageError(f"an advert of {nbytes} bytes", remedy=f"send at most {MAX_BODY_NBYTES}")
         try:
             put = msgspec.json.decode(self.rfile.read(nbytes), type=Put)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise UsageError(f"the advert does not decode ({error})", remedy="check the peer's version") from error
         self.server.directory.publish(put.advert, put.ttl_s)
         return {"ttl_s": put.ttl_s}
@@ -118,8 +124,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, call: Callable[[str, dict[str, list[str]]], object]) -> None:
         self.close_connection = True  # one request a connection, so that no idle thread is kept for a peer
-        url = urlsplit(self.path)
         try:
+            url = _url(self.path)
             status, body = 200, msgspec.json.encode(call(url.path, parse_qs(url.query)))
         except PdstageError as error:
             kind, status = next((k, s) for k, s, cls in KINDS if isinstance(error, cls))
@@ -144,7 +150,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, address: Address, directory: Directory) -> None:
         self.directory = directory
-        self._open: set[socket.socket] = set()
+        self._open: dict[socket.socket, float] = {}
         self._open_lock = threading.Lock()
         self.address_family = socket.AF_INET6 if address.is_ipv6 else socket.AF_INET
         super().__init__(("" if address.is_wildcard and not address.is_ipv6 else address.host, address.port), Handler)
@@ -157,16 +163,24 @@ class Server(ThreadingHTTPServer):
         self.server_address = self.server_name, self.server_port = str(host), int(port)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ANN401  (the base's signature)
+        """Takes every connection; where there are too many, the one that has waited longest makes room."""
         with self._open_lock:
             if len(self._open) >= _MAX_CONNECTIONS:
-                log.warning("bootstrap: %d connections are open, dropped one from %s", len(self._open), client_address)
-                return False
-            self._open.add(request)
-            return True
+                log.warning("bootstrap: %d connections are open, dropped the oldest", len(self._open))
+                self._drop(next(iter(self._open)))
+            self._open[request] = time.monotonic()
+        return True
+
+    def service_actions(self) -> None:
+        """Drops who has sent no request in its time: the handler's own timeout begins anew with each byte."""
+        overdue_at = time.monotonic() - _REQUEST_S
+        with self._open_lock:
+            for request in [request for request, opened_at in self._open.items() if opened_at < overdue_at]:
+                self._drop(request)
 
     def shutdown_request(self, request: Any) -> None:  # noqa: ANN401
         with self._open_lock:
-            self._open.discard(request)
+            self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
@@ -174,17 +188,29 @@ class Server(ThreadingHTTPServer):
 
     def drop_connections(self) -> None:
         with self._open_lock:
-            for request in self._open:
-                try:
-                    request.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    log.debug("bootstrap: a connection was gone already")
+            for request in list(self._open):
+                self._drop(request)
+
+    def _drop(self, request: socket.socket) -> None:
+        """Ends a connection under its handler, which then closes it."""
+        del self._open[request]
+        try:
+            request.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            log.debug("bootstrap: a connection was gone already")
 
 
 def _number(text: str, name: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 20):
         raise UsageError(f"{name} is {text[:32]!r}, not a number", remedy="send digits")
     return int(text)
+
+
+def _url(path: str) -> SplitResult:
+    try:
+        return urlsplit(path)
+    except ValueError as error:
+        raise UsageError(f"{path[:64]!r} is no path ({error})", remedy="check the request") from error
 
 
 def _nothing_at(path: str) -> UsageError:

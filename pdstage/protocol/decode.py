@@ -15,8 +15,9 @@ from pdstage.plan import Stagings, tokens_of
 from pdstage.protocol import messages as m
 from pdstage.protocol.effects import Changed, Complaint, Scatter
 from pdstage.protocol.handshake import Peer
-from pdstage.protocol.holdings import Grant, Request
+from pdstage.protocol.holdings import Grant
 from pdstage.protocol.inbox import InRoom, Landing, Part, PartPhase
+from pdstage.protocol.queue import Request
 from pdstage.protocol.receiving import Receiving, too_late
 from pdstage.protocol.room import Event, State
 from pdstage.protocol.session import Link

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, UsageError
-from pdstage.layout import Key, check_inside, mismatch
+from pdstage.errors import DeadlineExceeded, PdstageError, PeerError
+from pdstage.layout import Key, mismatch
 from pdstage.protocol import messages as m
 from pdstage.protocol.effects import Attach, Complaint
 from pdstage.protocol.session import Core, Link
+from pdstage.protocol.told import layout_problem
 
 if TYPE_CHECKING:
     from pdstage.layout import Layout
@@ -33,7 +34,6 @@ _MOST_LOST = 4096
 _FEW = 256
 _ITEM = np.dtype("<i4")
 _MOST_SHARES = 64
-_MOST_TOKENS_PER_ITEM = 1 << 20
 
 
 def incompatible(src: Layout, dst: Layout) -> str:
@@ -126,7 +126,7 @@ class Greeter(Core):
             return f"transport {welcome.transport!r} at prefill, {self._hello.transport!r} at decode"
         if not 0 < welcome.max_silence_s < float("inf"):
             return "no finite max_silence_s"
-        return incompatible(welcome.layout, self._hello.layout)
+        return layout_problem(welcome.layout) or incompatible(welcome.layout, self._hello.layout)
 
     def _on_hello_refused(self, route: bytes, frame: m.Frame, refused: m.HelloRefused, now: float) -> None:
         peer = self.peers.get(route)
@@ -176,7 +176,7 @@ class Host(Core):
             problem = self._hello_problem(hello)
             if problem:
                 self.counters.sessions_refused += 1
-                self.send_loose(route, frame.session, m.HelloRefused(problem))
+                self.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
                 self.emit(Complaint(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides")))
                 return
             link = Link(session, route, hello.layout, hello.topology, hello.lanes, hello.max_silence_s, now)
@@ -200,7 +200,7 @@ class Host(Core):
             return f"{len(hello.lanes)} lanes, or an empty one"
         if not 0 < hello.max_silence_s < float("inf"):
             return "no finite max_silence_s"
-        return self._crowded() or self._layout_problem(hello.layout)
+        return self._crowded() or layout_problem(hello.layout) or incompatible(self._welcome.layout, hello.layout)
 
     def _crowded(self) -> str:
         if self._n_half_open >= self.config.max_half_open:
@@ -208,16 +208,6 @@ class Host(Core):
         if len(self.links) >= self.config.max_peers:
             return f"already {len(self.links)} peers"
         return ""
-
-    def _layout_problem(self, theirs: Layout) -> str:
-        try:
-            for view in theirs.views():
-                if view.tokens_per_item > _MOST_TOKENS_PER_ITEM:  # its extent is computed row by row
-                    return f"view {view.key} has items of {view.tokens_per_item} tokens"
-                check_inside(view, theirs.regions)
-        except UsageError as error:
-            return str(error)
-        return incompatible(self._welcome.layout, theirs)
 
     def _confirm(self, link: Link, now: float) -> None:
         """The first frame under a session: it replaces the one that its peer had before."""

@@ -10,9 +10,10 @@ change in them is said in docs/wire.md. Sources: DESIGN's message table; msgspec
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple, TypeAlias, get_args
+from typing import Annotated, NamedTuple, TypeAlias, get_args
 
 import msgspec
+from msgspec import Meta
 
 from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Layout  # noqa: TC001  (msgspec resolves these at run time)
@@ -27,12 +28,30 @@ _RECT = struct.Struct("<HQQII")
 _FRAME_MAGIC, _TAG_MAGIC = b"Pd", b"Pt"
 MAX_RECTS = 64
 MAX_ROOM_NBYTES = 256
+MAX_REASON = 4096
 DIRECT_FEATURE, CHECKSUM_FEATURE = "direct", "checksum"
 """What Hello and Welcome offer: decode's pages may be written in place; staged chunks may carry a checksum."""
 DIRECT = 0xFFFF
 """The lane number of a chunk written straight into the destination's pages."""
 
 RoomId: TypeAlias = int | str | bytes
+
+# What a peer may say, by the schema: a number is a count, a cursor or an address of 63 bits; no list, name or text is
+# longer than any honest peer's.
+Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Device: TypeAlias = Annotated[int, Meta(ge=0, le=0xFFFF)]
+Word: TypeAlias = Annotated[str, Meta(max_length=256)]
+Reason: TypeAlias = Annotated[str, Meta(max_length=MAX_REASON)]
+RoomKey: TypeAlias = Annotated[bytes, Meta(max_length=MAX_ROOM_NBYTES)]
+Described: TypeAlias = Annotated[bytes, Meta(max_length=4 << 20)]
+Features: TypeAlias = Annotated[tuple[Word, ...], Meta(max_length=64)]
+Rects: TypeAlias = Annotated[tuple[Rect, ...], Meta(max_length=MAX_RECTS)]
+Shares: TypeAlias = Annotated[tuple[Share, ...], Meta(max_length=4096)]
+
+
+def brief(reason: str) -> str:
+    """`reason` as a message may carry it: a peer's own words may be part of it, so it can be of any length."""
+    return reason if len(reason) <= MAX_REASON else f"{reason[: MAX_REASON - 3]}..."
 
 
 def room_key(room: RoomId) -> bytes:
@@ -71,25 +90,25 @@ class Session(NamedTuple):
 class LaneSpan(NamedTuple):
     """Where one lane lies in decode's staging memory: absolute address, bytes, and the memory's kind and device."""
 
-    base: int
-    nbytes: int
-    kind: str = "cpu"
-    device: int = 0
+    base: Number
+    nbytes: Number
+    kind: Word = "cpu"
+    device: Device = 0
 
 
 class Asked(NamedTuple):
     """What a room asks of one component: tokens (or slots) `[start, stop)`."""
 
-    component: str
-    start: int
-    stop: int
+    component: Word
+    start: Number
+    stop: Number
 
 
 class Items(NamedTuple):
     """Destination pages or slots of one component, little-endian int32; item i starts at token `first_token + i*T`."""
 
-    component: str
-    first_token: int
+    component: Word
+    first_token: Number
     data: memoryview
 
 
@@ -102,11 +121,11 @@ class Hello(Message, frozen=True, tag=1):
 
     topology: Topology
     layout: Layout
-    transport: str
-    description: bytes
-    lanes: tuple[LaneSpan, ...]
+    transport: Word
+    description: Described
+    lanes: Annotated[tuple[LaneSpan, ...], Meta(max_length=1 << 17)]
     max_silence_s: float
-    features: tuple[str, ...]
+    features: Features
 
 
 class Welcome(Message, frozen=True, tag=2):
@@ -114,10 +133,10 @@ class Welcome(Message, frozen=True, tag=2):
 
     topology: Topology
     layout: Layout
-    transport: str
-    description: bytes
+    transport: Word
+    description: Described
     max_silence_s: float
-    features: tuple[str, ...]
+    features: Features
 
 
 class HelloRefused(Message, frozen=True, tag=3):
@@ -125,20 +144,20 @@ class HelloRefused(Message, frozen=True, tag=3):
     frame's header ever change.
     """
 
-    reason: str
+    reason: Reason
 
 
 class Ask(Message, frozen=True, tag=4):
     """D>P until Open. Is this room there yet? Lets decode allocate late; changes nothing at prefill."""
 
-    epoch: int
-    room: bytes
+    epoch: Number
+    room: RoomKey
 
 
 class Asking(Message, frozen=True, tag=5):
     """P>D, answer to Ask. `finished`: every chunk is computed and held for an Open."""
 
-    epoch: int
+    epoch: Number
     finished: bool
 
 
@@ -150,13 +169,13 @@ class Open(Message, frozen=True, tag=6):
     request's aux bytes.
     """
 
-    epoch: int
-    room: bytes
-    shares: tuple[Share, ...]
-    asked: tuple[Asked, ...]
-    items: tuple[Items, ...]
-    rank: int
-    destinations: int
+    epoch: Number
+    room: RoomKey
+    shares: Shares
+    asked: Annotated[tuple[Asked, ...], Meta(max_length=MAX_RECTS)]
+    items: Annotated[tuple[Items, ...], Meta(max_length=MAX_RECTS)]
+    rank: Number
+    destinations: Number
     aux: bool
     priority: int
     deadline_s: float
@@ -165,31 +184,31 @@ class Open(Message, frozen=True, tag=6):
 class Opened(Message, frozen=True, tag=7):
     """P>D, answer to Open. `state` is "waiting" (not submitted yet), "accepted" or "refused" with the `reason`."""
 
-    epoch: int
-    state: str
-    reason: str
+    epoch: Number
+    state: Word
+    reason: Reason
 
 
 class Reserve(Message, frozen=True, tag=8):
     """P>D while the chunk has no lease or its window is closed."""
 
-    epoch: int
-    chunk: int
-    attempt: int
-    nbytes: int
-    rects: tuple[Rect, ...]
+    epoch: Number
+    chunk: Number
+    attempt: Number
+    nbytes: Number
+    rects: Rects
 
 
 class Lease(Message, frozen=True, tag=9):
     """D>P, answer to Reserve: staging bytes `[cursor, cursor + nbytes)` of `lane`, for this attempt of this chunk."""
 
-    epoch: int
-    chunk: int
-    attempt: int
-    lane: int
-    cursor: int
-    nbytes: int
-    watermark: int
+    epoch: Number
+    chunk: Number
+    attempt: Number
+    lane: Number
+    cursor: Number
+    nbytes: Number
+    watermark: Number
 
 
 class Refused(Message, frozen=True, tag=10):
@@ -197,68 +216,68 @@ class Refused(Message, frozen=True, tag=10):
     granted).
     """
 
-    epoch: int
-    chunk: int
-    attempt: int
-    why: str
-    max_nbytes: int
+    epoch: Number
+    chunk: Number
+    attempt: Number
+    why: Word
+    max_nbytes: Number
 
 
 class Watermark(Message, frozen=True, tag=11):
     """D>P, a hint, not repeated."""
 
-    lane: int
-    watermark: int
+    lane: Number
+    watermark: Number
 
 
 class Recall(Message, frozen=True, tag=12):
     """D>P until tag, Returned, Close or Drained: give this lease back unless you use it."""
 
-    epoch: int
-    chunk: int
-    attempt: int
-    lane: int
-    cursor: int
-    watermark: int
+    epoch: Number
+    chunk: Number
+    attempt: Number
+    lane: Number
+    cursor: Number
+    watermark: Number
 
 
 class Returned(Message, frozen=True, tag=13):
     """P>D: this lease was never written and never will be."""
 
-    epoch: int
-    chunk: int
-    attempt: int
-    lane: int
-    cursor: int
+    epoch: Number
+    chunk: Number
+    attempt: Number
+    lane: Number
+    cursor: Number
 
 
 class Written(NamedTuple):
     """One chunk that a writer wrote: its lease, or `lane == DIRECT`."""
 
-    chunk: int
-    lane: int
-    cursor: int
+    chunk: Number
+    lane: Number
+    cursor: Number
 
 
 class CloseOk(Message, frozen=True, tag=14):
     """P>D until Closed or Abort: all this writer owes is written; here is what, and the aux bytes if asked for."""
 
-    epoch: int
-    written: tuple[Written, ...]
+    epoch: Number
+    written: Annotated[tuple[Written, ...], Meta(max_length=1 << 20)]
     aux: bytes | None
 
 
 class CloseFailed(Message, frozen=True, tag=15):
     """P>D until Abort: the writer gives the room up. Proves nothing about writes in flight."""
 
-    epoch: int
-    reason: str
+    epoch: Number
+    reason: Reason
 
 
 class Closed(Message, frozen=True, tag=16):
     """D>P, answer to CloseOk."""
 
-    epoch: int
+    epoch: Number
 
 
 class Abort(Message, frozen=True, tag=17):
@@ -266,15 +285,15 @@ class Abort(Message, frozen=True, tag=17):
     missing.
     """
 
-    epoch: int
-    reason: str
+    epoch: Number
+    reason: Reason
     finished: bool
 
 
 class Drained(Message, frozen=True, tag=18):
     """P>D, answer to Abort: nothing of this epoch is in flight, nothing will begin."""
 
-    epoch: int
+    epoch: Number
 
 
 class Heartbeat(Message, frozen=True, tag=19):
@@ -338,31 +357,48 @@ def encode(session: Session, seq: int, message: AnyMessage) -> bytes:
     return bytes(buffer)
 
 
+class UnknownMessage(PeerError):
+    """A message of a kind that this version does not know: not heard, but no reason to end its session."""
+
+
 def decode(frame: bytes | memoryview) -> Frame:
     """Raises `PeerError` for anything that is not a frame, `OtherVersion` for one of a version not talked with."""
+    session, seq = decode_head(frame)
+    return Frame(session, seq, decode_body(frame))
+
+
+def decode_head(frame: bytes | memoryview) -> tuple[Session, int]:
+    """Whose frame it is, and its seq. Raises as `decode` does, for what the header tells."""
     if not _FRAME.size < len(frame) <= MAX_FRAME_NBYTES:
         raise PeerError(f"a control frame of {len(frame)} bytes", remedy=f"frames have {_FRAME.size} to 16 MiB")
     magic, version, oldest, session_decode, session_writer, seq = _FRAME.unpack_from(frame)
-    session, body = Session(session_decode, session_writer), memoryview(frame)[_FRAME.size :]
     if magic != _FRAME_MAGIC:
         raise PeerError(
             f"a control frame that starts with {bytes(magic)!r}", remedy="only pdstage nodes may connect here"
         )
-    if not talks_with(version, oldest) and _kind(body) != _HELLO_REFUSED:
-        raise OtherVersion(version, oldest, session, greets=_kind(body) == _HELLO)
+    session = Session(session_decode, session_writer)
+    if not talks_with(version, oldest):
+        kind = _kind(memoryview(frame)[_FRAME.size :])
+        if kind != _HELLO_REFUSED:
+            raise OtherVersion(version, oldest, session, greets=kind == _HELLO)
+    return session, seq
+
+
+def decode_body(frame: bytes | memoryview) -> AnyMessage:
+    """The message of a frame whose head is good. Raises `PeerError` for one that does not decode."""
+    body = memoryview(frame)[_FRAME.size :]
     try:
-        message = _decoder.decode(body)
+        return _decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError) as error:
         kind = _kind(body)
         if kind >= 0 and kind not in _KINDS:
-            what = f"control message number {kind} of wire version {version}, which this node ({VERSION}) does not know"
-            raise PeerError(what, remedy="the greeting did not offer it: check the peer's version") from error
+            what = f"control message number {kind} of wire version {VERSION}, which this node does not know"
+            raise UnknownMessage(what, remedy="the greeting did not offer it: check the peer's version") from error
         raise PeerError(
             f"a control message that does not decode: {error}", remedy="check the peer's version"
         ) from error
     except ValueError as error:  # UsageError of a layout that contradicts itself
         raise PeerError(f"a control message that contradicts itself: {error}", remedy="check the peer") from error
-    return Frame(session, seq, message)
 
 
 def encode_tag(tag: Tag, components: tuple[str, ...]) -> bytes:

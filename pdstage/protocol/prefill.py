@@ -231,7 +231,7 @@ class PrefillCore(Sending):
         room = self.rooms.get(opened.room)
         ended = self._ended.get(opened.room)
         if room is None and ended is not None and ended.refuses(record):
-            self.send(link, m.Opened(opened.epoch, "refused", ended.reason), now)
+            self.send(link, m.Opened(opened.epoch, "refused", m.brief(ended.reason)), now)
         elif room is None and self._n_parked >= self.config.max_parked:
             self.send(link, m.Opened(opened.epoch, "refused", "too many rooms wait for prefill"), now)
         else:
@@ -247,7 +247,7 @@ class PrefillCore(Sending):
     def _opened_state(self, record: Record) -> tuple[str, str]:
         if record.phase is RecordPhase.WAITING:
             return "waiting", ""
-        return ("refused", record.reason) if record.phase is RecordPhase.FAILING else ("accepted", "")
+        return ("refused", m.brief(record.reason)) if record.phase is RecordPhase.FAILING else ("accepted", "")
 
     def _on_closed(self, link: Link, closed: m.Closed, now: float) -> None:
         record = self.records.get((link.session, closed.epoch))

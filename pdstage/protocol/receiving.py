@@ -149,7 +149,7 @@ class Receiving(Lender):
 
     def _send_abort(self, part: Part, now: float) -> None:
         finished = part.room.state is State.SUCCESS
-        self.send(part.link, m.Abort(part.room.epoch, part.reason, finished), now)
+        self.send(part.link, m.Abort(part.room.epoch, m.brief(part.reason), finished), now)
         self.repeat(("abort", part), now)
 
     def _stop_asking(self, part: Part) -> None:
@@ -210,6 +210,7 @@ class Receiving(Lender):
             return
         self.counters.sessions_lost += 1
         self.unwatch(link)
+        self._dealt.clear()
         peer = self.peers.pop(link.route, None)
         for room in list(self.epochs.values()):
             part = room.parts.get(link.session)

@@ -108,7 +108,7 @@ class Sending(Borrower):
         self._end(room)
 
     def _close_failed(self, record: Record, now: float) -> None:
-        self.send(record.link, m.CloseFailed(record.epoch, record.reason), now)
+        self.send(record.link, m.CloseFailed(record.epoch, m.brief(record.reason)), now)
         self.repeat(("close", record), now)
 
     def _end(self, room: OutRoom) -> None:

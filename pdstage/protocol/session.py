@@ -25,8 +25,10 @@ from pdstage.protocol.messages import (
     LaneSpan,
     NoSession,
     Session,
+    UnknownMessage,
     Welcome,
-    decode,
+    decode_body,
+    decode_head,
     encode,
 )
 from pdstage.protocol.timers import Timers
@@ -127,17 +129,18 @@ class Core(ABC):
         """One control frame. Never raises for what a peer sent: that is a `Complaint`."""
         link = None
         try:
-            accepted = self.accept(data, now)
-            if accepted is None:
-                return
-            link, frame = accepted
-            self._dispatch(route, link, frame, now)
+            session, seq = decode_head(data)
+            link = self._link(session, route)
+            frame = Frame(session, seq, decode_body(data))
+            self.counters.frames_received += 1
+            if not self._is_stale(link, frame, now):
+                self._dispatch(route, link, frame, now)
         except PeerError as error:
             self.counters.frames_malformed += 1
             self.emit(Complaint(route, error))
             if isinstance(error, OtherVersion) and error.greets:
                 self._on_other_version(route, error)
-            if link is not None:
+            if link is not None and not isinstance(error, UnknownMessage):
                 self.lose(link, error, now)
         self._settle(now)
 
@@ -186,20 +189,25 @@ class Core(ABC):
         self.counters.frames_sent += 1
         self._effects.append(Send(route, encode(session, 0, message)))
 
-    def accept(self, data: bytes | memoryview, now: float) -> tuple[Link | None, Frame] | None:
-        """Decodes a frame and finds its session; None if it was stale. Raises `PeerError` if it is no frame."""
-        frame = decode(data)
-        self.counters.frames_received += 1
-        link = self.links.get(frame.session)
+    def _link(self, session: Session, route: bytes) -> Link | None:
+        """A session's frames come by its own route: nobody else speaks for a peer, whatever numbers it knows."""
+        link = self.links.get(session)
+        if link is not None and link.route != route:
+            self.counters.frames_stale += 1
+            raise PeerError("a frame of a session that another peer has", remedy="distrust this one")
+        return link
+
+    def _is_stale(self, link: Link | None, frame: Frame, now: float) -> bool:
+        """Whether the frame is to be dropped; one that is not moves its session on."""
         if link is None:
             self.counters.frames_stale += not isinstance(frame.message, Hello | Welcome | HelloRefused)
         elif not isinstance(frame.message, NoSession):
             if frame.seq <= link.heard:
                 self.counters.frames_stale += 1
-                return None
+                return True
             link.heard = frame.seq
             link.heard_at = now
-        return link, frame
+        return False
 
     def watch(self, link: Link, now: float) -> None:
         """Starts the two timers of a live session: our heartbeat and the peer's silence."""

@@ -8,21 +8,25 @@ once met it is held by a pidfd, which turns readable when that very process ends
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import select
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from pdstage import native
 from pdstage.errors import PeerError, TransportError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pdstage.spans import Spans
     from pdstage.transport.base import Ints
 
@@ -35,10 +39,10 @@ _NAMESPACES = ("pid", "user", "net")  # in which a pid, a uid and an abstract so
 class Identity(msgspec.Struct, frozen=True):
     """One process in the life of one host: equal only if it is the very same process."""
 
-    boot_id: str
-    namespaces: dict[str, str]
-    pid: int
-    started: int  # clock ticks after boot
+    boot_id: Annotated[str, Meta(max_length=64)]
+    namespaces: Annotated[dict[str, Annotated[str, Meta(max_length=64)]], Meta(max_length=8)]
+    pid: Annotated[int, Meta(gt=0, lt=1 << 31)]
+    started: Annotated[int, Meta(ge=0)]  # clock ticks after boot
 
     def is_visible_from(self, here: Identity) -> bool:
         """Whether its pid and its sockets mean the same thing to `here`."""
@@ -91,6 +95,20 @@ class Process:
         if not same:
             self.close()
             raise self._gone()
+
+    def check_holds(self, inbox: str) -> None:
+        """Raises `PeerError` unless this process holds the abstract socket `inbox`: who knows its name speaks for it.
+
+        Anybody may name a process that never offered its memory; only the kernel says whose a socket is.
+        """
+        lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
+        sockets = {f"socket:[{line.split()[6]}]" for line in lines if line.endswith(f" @{inbox}")}
+        if not any(held in sockets for held in _open_files(self.pid)):
+            raise PeerError(
+                f"process {self.pid} of peer {self._peer!r} does not hold the socket its description names",
+                remedy="run both processes as one user; else trust that peer no more",
+                pid=self.pid,
+            )
 
     def gone(self) -> bool:
         """Whether the process has ended, which is final."""
@@ -181,6 +199,14 @@ class Met:
 def allow_writers() -> None:
     """Lets other processes of this user write here where Yama's ptrace_scope is 1; elsewhere it does nothing."""
     _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
+
+
+def _open_files(pid: int) -> Iterator[str]:
+    """What the descriptors of a process name; of one that may not be looked at, none."""
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                yield str(entry.readlink())
 
 
 def _started(pid: int) -> int:

@@ -288,7 +288,7 @@ def read_description(peer: str, description: bytes, kind: type[Told], traits: Tr
     whole = zlib.crc32(body).to_bytes(4, "little") == description[:4]
     try:
         return msgspec.msgpack.decode(body if whole else b"", type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         fault = "not one" if whole else "damaged, or not one"
         raise PeerError(
             f"the description of peer {peer!r} is {fault} of transport {traits.name}",

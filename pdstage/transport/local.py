@@ -14,12 +14,13 @@ import select
 import weakref
 from collections import deque
 from itertools import count
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
+from msgspec import Meta
 
 from pdstage import native
-from pdstage.errors import PeerError, TransportError, UsageError
+from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 from pdstage.layout import Region
 from pdstage.transport._datagrams import MAX_NBYTES, Inbox, Outbox
 from pdstage.transport._peer import Identity, Met, Process, allow_writers, own_identity
@@ -47,7 +48,7 @@ _here: weakref.WeakValueDictionary[str, LocalTransport] = weakref.WeakValueDicti
 
 class _Description(msgspec.Struct, frozen=True, tag="pdstage.local.1", array_like=True):
     identity: Identity
-    inbox: str
+    inbox: Annotated[str, Meta(max_length=100)]
     regions: list[tuple[int, int]]
 
 
@@ -154,11 +155,13 @@ class LocalTransport(Transport):
         if link is not None and link.description.inbox == told.inbox:
             link.description = told
             return
+        if told.inbox == self._inbox.name:
+            raise UsageError(f"peer {peer!r} is this transport itself", remedy="connect two transports", peer=peer)
         target = self._target(peer, told)
         fresh = _Link(peer, told, target)
         try:
             fresh.check_alive()
-        except TransportError:
+        except PdstageError:
             target.close()
             fresh.outbox.close()
             raise
@@ -172,7 +175,15 @@ class LocalTransport(Transport):
 
     def _target(self, peer: str, told: _Description) -> Process | _Here:
         told.identity.check_reachable_from(self._identity, peer)
-        return _Here(told.inbox) if told.identity == self._identity else Process(told.identity, peer)
+        if told.identity == self._identity:
+            return _Here(told.inbox)
+        target = Process(told.identity, peer)
+        try:
+            target.check_holds(told.inbox)
+        except PdstageError:
+            target.close()
+            raise
+        return target
 
     def prepare(self, peer: str, regions: Sequence[Region]) -> None:
         link = self._link(peer)

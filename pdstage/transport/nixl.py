@@ -22,10 +22,11 @@ import secrets
 from collections import Counter, deque
 from importlib import import_module
 from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.transport._peer import Elsewhere, Identity, Met, Process, Target, own_identity
@@ -65,7 +66,7 @@ _open_here: set[str] = set()
 
 
 class _Description(msgspec.Struct, frozen=True, tag="pdstage.nixl.1", array_like=True):
-    agent: str
+    agent: Annotated[str, Meta(max_length=64)]
     metadata: bytes
     identity: Identity
 

@@ -155,6 +155,8 @@ def test_a_server_that_says_nothing_is_given_up() -> None:
         b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 5\r\n\r\noops!",
         b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
         b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n{",
+        b'HTTP/1.1 200 OK\r\nContent-Length: 34\r\n\r\n{"adverts":[{"instance":"\xff\xff\xff\xff"}]}',
+        b'HTTP/1.1 400 Bad Request\r\nContent-Length: 27\r\n\r\n{"error":"\xff","what":"what"}',
         b"HTTP/1.1 404 Not Found\r\nContent-Length: 20\r\n\r\n<html>nothing</html>",
     ],
 )
@@ -182,6 +184,7 @@ HEAD = b"PUT /v1/adverts HTTP/1.1\r\nHost: x\r\n"
     [
         (HEAD + b"Content-Length: 2\r\n\r\n{}", b"does not decode"),
         (HEAD + b"Content-Length: 3\r\n\r\n\xff\xfe\x00", b"does not decode"),
+        (HEAD + b'Content-Length: 9\r\n\r\n{"\xff":1}  ', b"does not decode"),
         (HEAD + b"\r\n", b"Content-Length is ''"),
         (HEAD + b"Content-Length: -1\r\n\r\n", b"Content-Length is '-1'"),
         (HEAD + b"Content-Length: 99999999999\r\n\r\n", b"an advert of 99999999999 bytes"),
@@ -190,6 +193,7 @@ HEAD = b"PUT /v1/adverts HTTP/1.1\r\nHost: x\r\n"
         (b"DELETE /v1/adverts/p0/0 HTTP/1.1\r\n\r\n", b"there is nothing at"),
         (b"DELETE /v1/adverts/p0/x/1 HTTP/1.1\r\n\r\n", b"unique_rank is 'x'"),
         (b"POST /v1/adverts HTTP/1.1\r\n\r\n", b"501"),
+        (b"GET http://[ HTTP/1.1\r\n\r\n", b"is no path"),
         (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"400"),
     ],
 )
@@ -215,23 +219,30 @@ def test_half_a_request_harms_nobody(server: BootstrapServer, client: BootstrapC
     client.publish(advert(tp=1))
 
 
-def test_connections_are_capped_and_the_cap_recovers(
+def test_strangers_that_say_nothing_keep_nobody_out(
     server: BootstrapServer, client: BootstrapClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of too many connections the one that has waited longest is dropped, not the one that has something to say."""
     monkeypatch.setattr(directory_http, "_MAX_CONNECTIONS", 3)
     host, port = server.address.split(":")
-    idle = [socket.create_connection((host, int(port)), timeout=DEADLINE_S) for _ in range(3)]
-    with pytest.raises(TransportError, match="no bootstrap server answers"):
+    with contextlib.ExitStack() as held:
+        idle = [held.enter_context(socket.create_connection((host, int(port)), timeout=DEADLINE_S)) for _ in range(9)]
         client.publish(advert(tp=1))
-    for stranger in idle:
-        stranger.close()
-    until = time.monotonic() + DEADLINE_S
-    while True:
-        try:
-            client.publish(advert(tp=1))
-            return
-        except TransportError:
-            assert time.monotonic() < until, "the idle connections still count"
+        assert client.lookup()
+        assert [stranger.recv(1) for stranger in idle[:6]] == [b""] * 6, "dropped"
+
+
+def test_a_request_that_comes_byte_by_byte_has_an_end(server: BootstrapServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte begins the handler's own timeout anew."""
+    monkeypatch.setattr(directory_http, "_REQUEST_S", 0.0)
+    monkeypatch.setattr(directory_http.Handler, "timeout", None)
+    host, port = server.address.split(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=DEADLINE_S) as stranger,
+        contextlib.suppress(ConnectionResetError, BrokenPipeError),
+    ):
+        stranger.sendall(b"GET /heal")
+        assert stranger.recv(1) == b"", "dropped"
 
 
 def test_close_leaves_nothing_and_waits_for_no_stranger(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +268,13 @@ def test_an_unused_server_closes(no_leaks: None) -> None:
     BootstrapServer().close()
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "tcp://127.0.0.1:80", "127.0.0.1:http", "http://127.0.0.1:1/path"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1", "tcp://127.0.0.1:80", "127.0.0.1:http", "http://127.0.0.1:1/path",
+        "127.0.0.1:" + "9" * 450, "127.0.0.1:" + "9" * 5000,
+    ],
+)  # fmt: skip
 def test_bad_addresses_are_named(address: str) -> None:
     with pytest.raises(UsageError, match="address"):
         BootstrapClient(address)

@@ -43,6 +43,14 @@ def test_lookup_answers_by_group_rank(directory: Directory) -> None:
     assert directory.lookup("p0", 0) == directory.lookup()
 
 
+def test_an_engine_of_more_ranks_than_the_directory_takes_is_refused(directory: Directory) -> None:
+    """A lookup names those that are missing: of 2^40 ranks it would never end."""
+    with pytest.raises(UsageError, match="one of 1099511627776 ranks"):
+        directory.publish(advert(tp=1 << 40), 10)
+    with pytest.raises(Incomplete, match="no rank"):
+        directory.lookup()
+
+
 def test_every_kind_of_rank_is_wanted(directory: Directory) -> None:
     shape = {"tp_size": 2, "pp_size": 2, "cp_size": 2, "dp_size": 2}
     places = [

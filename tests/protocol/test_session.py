@@ -16,6 +16,8 @@ from pdstage.protocol import messages as m
 from pdstage.protocol.effects import Complaint, Detach, Send
 from pdstage.protocol.room import State
 from pdstage.protocol.session import Lateness, Link
+from pdstage.protocol.told import layout_problem
+from pdstage.topology import Axis
 from tests.pair import Decode, Memory, Prefill, World, assert_flat, is_kind, is_message, make_layout
 
 
@@ -105,7 +107,7 @@ def test_a_late_turn_pushes_its_deadlines_by_the_excess() -> None:
 
 
 def core_deadline(node: Decode, kind: str) -> float:
-    return next(at for key, (at, _) in node.core.timers._at.items() if key[0] == kind)
+    return next(at for key, (at, *_) in node.core.timers._at.items() if key[0] == kind)
 
 
 def test_lateness_counts_from_what_was_due() -> None:
@@ -402,6 +404,61 @@ def test_a_message_of_the_other_role_ends_the_session(side: str, message: m.AnyM
     assert "check the peer's role" in str(next(e for e in effects if isinstance(e, Complaint)).error)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Lease(1, 0, 0, -1, 0, 512, 0),
+        m.Lease(1, 0, 0, 0, -256, 512, 0),
+        m.Watermark(0, 1 << 63),
+        m.Ask(-1, b"i1"),
+        m.Ask(1, b"i" * 257),
+        m.Abort(1, "x" * 4097, False),
+        m.Refused(1, 0, 0, "w" * 257, 0),
+    ],
+    ids=["lane", "cursor", "watermark", "epoch", "room", "reason", "why"],
+)
+def test_what_no_honest_peer_says_ends_its_session(message: m.AnyMessage) -> None:
+    """Numbers have 63 bits and texts an end, by the schema; only the session they came in is over."""
+    world = World(decode=2)
+    prefill, *_ = met(world)
+    world.announce(1, 1)
+    world.run()
+    link, other = prefill.core.links.values()
+    prefill.core.receive(link.route, m.encode(link.session, link.heard + 1, message), world.now)
+    assert list(prefill.core.links.values()) == [other]
+    assert prefill.core.counters.frames_malformed == 1
+    assert any(isinstance(e, Complaint) and "does not decode" in str(e.error) for e in prefill.core.take_effects())
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("message", [m.Bye(), m.NoSession(1000), m.Heartbeat(), m.Ask(-1, b"i1")])
+def test_nobody_else_speaks_for_a_peer(side: str, message: m.AnyMessage) -> None:
+    """Who knows a session's numbers, which a directory tells in part, still has another route."""
+    prefill, decode, *_ = met(World())
+    core = (prefill if side == "prefill" else decode).core
+    (link,) = core.links.values()
+    heard = link.heard
+    core.receive(b"a stranger", m.encode(link.session, 1 << 40, message), 0.0)
+    assert core.links == {link.session: link}
+    assert link.heard == heard, "its own frames are still accepted"
+    (complaint,) = core.take_effects()
+    assert isinstance(complaint, Complaint)
+    assert complaint.route == b"a stranger"
+
+
+def test_a_refusal_that_quotes_the_peer_fits_a_frame() -> None:
+    """Every reason travels on: to the other writers of a room, or back."""
+    prefill, *_ = met(World())
+    word = "\0" * 256
+    hello = m.Hello(HELLO.topology, HELLO.layout, word, b"", HELLO.lanes, 1.0, ())
+    prefill.core.receive(b"X", m.encode(m.Session(5, 0), 0, hello), 0.0)
+    (refusal,) = [m.decode(e.frame).message for e in prefill.core.take_effects() if isinstance(e, Send)]
+    assert isinstance(refusal, m.HelloRefused)
+    assert len(refusal.reason) <= m.MAX_REASON
+    assert len(m.brief("x" * 10_000)) == m.MAX_REASON
+    assert m.brief("x" * m.MAX_REASON) == "x" * m.MAX_REASON
+
+
 def test_bye_ends_a_session_at_once_and_in_peace() -> None:
     world = World()
     prefill, decode, *_ = met(world)
@@ -425,4 +482,32 @@ def test_a_layout_that_takes_for_ever_to_check_is_refused_unread() -> None:
     prefill.receive(b"D0", m.encode(m.Session(5, 0), 0, hello), 0.0)
     assert not prefill.links
     complaint = next(effect for effect in prefill.take_effects() if isinstance(effect, Complaint))
-    assert "4611686018427387904 tokens" in str(complaint.error)
+    assert "beyond 2^62" in str(complaint.error)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"item_stride": (1 << 64) - 1, "n_items": 1}, "beyond 2^62"),
+        ({"shard_stride": -(1 << 63), "shards": 1, "axis": Axis("kv_head", 2, 0, 1)}, "beyond 2^62"),
+        ({"seg_stride": 1 << 63}, "beyond 2^62"),
+        ({"tokens_per_item": 1 << 21}, "2097152 tokens"),
+        ({"format": "f" * 257}, "more than 256"),
+        ({"region": 1}, "of region 1"),
+        ({"offset": -1}, "covers bytes -1"),
+    ],
+)
+def test_a_layout_whose_numbers_fit_no_table_is_refused(change: dict[str, object], words: str) -> None:
+    """Strides of an axis of one go into the tables of the direct path all the same."""
+    view = replace(next(HELLO.layout.views()), **change)
+    assert words in layout_problem(Layout(HELLO.layout.regions, (Component("kv", (view,)),)))
+
+
+def test_a_layout_of_too_much_is_refused() -> None:
+    view = next(HELLO.layout.views())
+    assert not layout_problem(HELLO.layout)
+    assert "twice" in layout_problem(Layout(HELLO.layout.regions, (Component("kv", (view, view)),)))
+    assert "0 views" in layout_problem(Layout(HELLO.layout.regions, ()))
+    assert "at 18446744073709551615" in layout_problem(Layout((Region(2**64 - 1, 1 << 20),), HELLO.layout.components))
+    many = tuple(replace(view, key=view.key._replace(layer=n)) for n in range((1 << 14) + 1))
+    assert "16385 views" in layout_problem(Layout(HELLO.layout.regions, (Component("kv", many),)))

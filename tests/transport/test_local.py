@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import socket
+import zlib
 from pathlib import Path
 
 import msgspec
@@ -61,6 +62,38 @@ def test_another_host_and_another_container_are_refused_in_words(ends):
     spaces = a.transport._identity.namespaces
     with pytest.raises(PeerError, match="another pid namespace"):
         a.connect("b", altered(b.describe(), namespaces=spaces | {"pid": "pid:[1]"}))
+
+
+def test_a_process_that_never_offered_its_memory_is_not_written(ends):
+    """A peer may name any process of this host; it is believed only of one that holds the inbox it names."""
+    a, b = ends
+    c = Remote("local")
+    try:
+        told = read_description("c", c.describe(), _Description, LocalTransport.traits)
+        forged = altered(b.describe(), pid=told.identity.pid, started=told.identity.started)
+        with pytest.raises(PeerError, match="does not hold the socket"):
+            a.connect("b", forged)
+        a.connect("c", c.describe())
+        with pytest.raises(PeerError, match="does not hold the socket"):
+            a.connect("c", forged)
+        a.prepare("c", [c.region()])  # the old connection stands
+    finally:
+        c.shut()
+
+
+@pytest.mark.parametrize("pid", [0, -1, 1 << 31, (1 << 64) - 1])
+def test_a_process_number_that_is_none_is_refused(ends, pid):
+    a, b = ends
+    with pytest.raises(PeerError, match="not one"):
+        a.connect("b", altered(b.describe(), pid=pid))
+
+
+def test_a_description_that_is_no_text_is_refused(ends):
+    a, b = ends
+    body = b.describe()[4:].replace(b"pdstage.", b"pdstage\xff", 2)
+    told = zlib.crc32(body).to_bytes(4, "little") + body
+    with pytest.raises(PeerError, match="not one"):
+        a.connect("b", told)
 
 
 def test_death_is_proved_after_disconnect_and_not_before_it_happens(ends):
