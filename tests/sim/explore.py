@@ -36,7 +36,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.sim.facts import Shape, Violation
-from tests.sim.network import Configuration, Faults, Global, Move, Network
+from tests.sim.network import Move, Network
+from tests.sim.steps import Configuration, Faults, Global
 
 
 @dataclass
@@ -193,7 +194,7 @@ QUICK = [
     Configuration(
         name="a lane for one",
         shape=Shape(rooms=2, chunks=1, late=1, lane_nbytes=256),
-        faults=Faults(early=3),
+        faults=Faults(early=2),
     ),
     Configuration(
         name="padding", shape=Shape(rooms=2, chunks=1, tokens=32, lane_nbytes=768), faults=Faults(loss=1, abort=1)
