@@ -2,22 +2,24 @@
 
 What is covered. The real `PrefillCore` and `DecodeCore`, frames and tags in their binary forms, in worlds of one or
 two writers, one or two rooms of one or two chunks a writer, and a lane for about two leases. All orders of: frames
-(those of one link keep theirs), ends of gathers, scatters and disconnects, tags, completions, the engines' steps, and
-data that comes late. At any moment, as often as a configuration's `Faults` say: a frame is lost, a room is aborted on
-either side, a process crashes and another takes its address, a tag is told twice, a question is repeated early, a
-deadline passes early (a peer is called silent that is not), a post's outcome is unknown. A write may land at any
-moment until its tag or completion is told, also after its room's abort and its writer's end. Once nothing is under
-way time passes: any question may be repeated, in any order; deadlines pass only for what something failed for, so
-that whatever waits for a deadline though nothing failed is found.
+(those of one process to another keep theirs), ends of gathers, scatters and disconnects, tags, completions, the
+engines' steps, and data that comes late. At any moment, as often as a configuration's `Faults` say: a frame is lost,
+a room is aborted on either side, a process crashes and another takes its address, a tag is told twice, a question is
+repeated early, a deadline passes early (a peer is called silent that is not), a post's outcome is unknown. A
+disconnect is a fence, or (`fences`) only the end of the other process is. A write may land at any moment until its
+tag or completion is told, also after its room's abort and its writer's end. Once nothing is under way time passes:
+any question may be repeated, in any order; deadlines pass only for what something failed for, so that whatever waits
+for a deadline though nothing failed is found.
 
-What is checked. I1 to I8 and I13 to I16 as `nodes` and `network` say. A state without a next step must be a good end:
-every room ended and released, nothing left of any. From every state some way without a further fault leads to a good
-end; and rooms to which nothing happened but loss, or the abort of another, succeed.
+What is checked. I1, I4, I6 and I7 of every input to a process (`nodes`), I3, I8, I13, I15 and I16 of every state of
+one (`facts`), I2, I5, I8 and I11 of the whole (`steps`, `network`), and I14 at the ends. A state without a next step
+must be a good end: every room ended and released, nothing left of any. From every state some way without a further
+fault leads to a good end; and rooms to which nothing happened but loss, or the abort of another, succeed.
 
-What is not. Bytes do not move: what may be written is judged by the ledgers instead. Frames never overtake one
-another or come twice on one link, as seq is for that. A transport's disconnect always ends. Time has no lengths: any
-early timer stands for any slow network, but a recall's waiting times have always passed when its timer fires.
-Heartbeats are not sent except to a peer that forgot the session. Worlds are small.
+What is not. Bytes do not move: what may be written is judged by the ledgers instead. Frames never come twice or out
+of order within one link, as seq is for that, and the cores judge it elsewhere. Time has no lengths: any early timer
+stands for any slow network, and where a timer's handler looks at how long something waited, either none has waited
+long enough or all have. Heartbeats are not sent except to a peer that forgot the session. Worlds are small.
 
 How states are cut down. Two states are one when all that may ever differ in their futures is equal (`frozen`). Steps
 of a writer that has a frame to hear are not interleaved with the other processes' where they commute with all of

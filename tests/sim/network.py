@@ -38,7 +38,7 @@ class Network(Steps):
         nodes, shape, configuration = self.nodes, self.shape, self.configuration
         n_nodes = 1 + shape.writers
         ids = tuple(nodes.born(node) for node in range(n_nodes))
-        state = Global(ids, ((),) * (2 * shape.writers), (), (), (), configuration.faults, 0, (), ())
+        state = Global(ids, ((),) * (4 * shape.writers), (), (), (), configuration.faults, 0, (), ())
         if configuration.connected:
             for writer in range(1, n_nodes):
                 state = self._give(state, 0, ("greet", writer))
@@ -66,7 +66,7 @@ class Network(Steps):
 
     def _apart(self, state: Global, writer: int) -> bool:
         """A writer with a frame to hear: nobody else's step can give it another step to take first."""
-        if not state.links[2 * writer - 2]:
+        if not state.links[2 * writer - 2] or state.left.crash:  # another process might send it a frame of its own
             return False
         return not self.unsure or not any(
             flags & (UNDER | DONE) and self.posts[post].node == writer for post, flags in state.writes

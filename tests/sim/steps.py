@@ -61,7 +61,9 @@ class Configuration:
 class Global(NamedTuple):
     nodes: tuple[int, ...]
     links: tuple[tuple[int, ...], ...]
-    """Frames on their way: decode to writer 1, writer 1 to decode, decode to writer 2, ..."""
+    """Frames on their way: decode to writer 1, writer 1 to decode, decode to writer 2, ...; then in the same order
+    those that an earlier process at the same address sent: nothing keeps them in order with its successor's.
+    """
     writes: tuple[tuple[int, int], ...]
     """(post, flags), ascending."""
     fences: tuple[tuple[int, m.Session], ...]
@@ -96,6 +98,7 @@ class Steps:
     def _heads(self, state: Global, node: int) -> list[tuple[int, int]]:
         """(from whom, over which link) a frame may come next."""
         links = [(0, 2 * node - 2)] if node else [(w, 2 * w - 1) for w in range(1, len(state.nodes))]
+        links += [(src, link + len(state.links) // 2) for src, link in links]
         return [(src, link) for src, link in links if state.links[link]]
 
     def _without_head(self, state: Global, link: int) -> Global:
@@ -190,7 +193,10 @@ class Steps:
         number = state.nodes[node]
         nodes = list(state.nodes)
         nodes[node] = self.nodes.born(node, self.nodes.home[number][1] + 1)
-        writes, fenced = [], set(state.fenced)
+        writes, fenced, links = [], set(state.fenced), list(state.links)
+        for link in [2 * node - 1] if node else [2 * w - 2 for w in range(1, len(nodes))]:
+            links[link + len(links) // 2] += links[link]
+            links[link] = ()
         for post, flags in state.writes:
             new = flags
             if node == 0:
@@ -205,6 +211,7 @@ class Steps:
             fenced |= self.nodes.facts[number].sessions | {s for n, s in state.fences if n == 0}
         after = state._replace(
             nodes=tuple(nodes),
+            links=tuple(links),
             writes=tuple(writes),
             fences=tuple(fence for fence in state.fences if fence[0] != node),
             fenced=tuple(sorted(fenced)),
