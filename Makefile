@@ -9,10 +9,11 @@ STAMP := $(VENV)/.pdstage-setup
 CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 TESTS ?=
 ARGS ?=
-CPU_BENCHES := plan wire host-kernels rooms transfer
+CPU_BENCHES := plan wire host-kernels rooms keys transfer
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types format bench gpu sanitize micro plots native sdist wheel clean distclean
+.PHONY: help setup demo test fuzz lint types format bench gpu sanitize asan tsan micro plots docs native sdist wheel \
+    clean distclean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -46,6 +47,9 @@ demo: $(STAMP)  ## Move a real model's KV cache from TP 4 to TP 2 and go on deco
 test: $(STAMP)  ## Run the tests (TESTS=tests/control ARGS=-x).
 	$(BIN)/python -m pytest $(TESTS) $(ARGS)
 
+fuzz: $(STAMP)  ## Feed one target hostile input for long (ARGS="--target messages --runs 1000000").
+	$(BIN)/python -m tests.fuzz $(ARGS)
+
 lint: $(STAMP)  ## Check style: ruff and clang-format.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -71,11 +75,20 @@ gpu:  ## Run the GPU tests and the GPU benchmark in under 9 minutes, with the Py
 sanitize:  ## Run the kernel tests on the GPU under compute-sanitizer, or say why not.
 	$(GPU_PYTHON) -m pdstage.bench.prove --sanitize
 
+asan: $(STAMP)  ## Run the C++ code under AddressSanitizer and UBSan: a threaded driver, then the native tests.
+	$(BIN)/python -m tests.native.sanitize asan
+
+tsan: $(STAMP)  ## Run what threads share in the C++ code under ThreadSanitizer.
+	$(BIN)/python -m tests.native.sanitize tsan
+
 micro:  ## Run the microbenchmarks with pytest-benchmark, those of the GPU where there is one.
 	$(GPU_PYTHON) -m pytest bench/micro --benchmark-only $(ARGS)
 
 plots:  ## Make the plots of docs/kernels.md again from bench/results.
 	$(GPU_PYTHON) -m pdstage.bench.plot
+
+docs: $(STAMP)  ## Make the generated parts of docs/reliability.md again, from the code and the tests.
+	$(BIN)/python docs/generate.py
 
 native: | $(BIN)/python  ## Build the C++ extension again, and fail if it cannot be built.
 	PDSTAGE_NATIVE=yes $(PIP) install -q --no-deps --no-build-isolation -e .

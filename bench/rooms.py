@@ -55,12 +55,12 @@ def run(quick: bool) -> list[Row]:
 
 
 class Pair:
-    """A prefill and a decode process, and the room numbers they have used."""
+    """A prefill and a decode process, and the room numbers they have used; with `keys`, a key file, encrypted."""
 
-    def __init__(self, transport: str, progress: str) -> None:
+    def __init__(self, transport: str, progress: str, keys: str | None = None) -> None:
         self.transport, self.progress = transport, progress
-        self._bootstrap = BootstrapServer().start()
-        options = {"transport": transport, "progress": progress, "staging_nbytes": 4 << 20}
+        self._bootstrap = BootstrapServer(keys=keys).start()
+        options = {"transport": transport, "progress": progress, "staging_nbytes": 4 << 20, "keys": keys}
         self.prefill = Rank(PrefillRank, self._bootstrap.address, options)
         self.decode = Rank(DecodeRank, self._bootstrap.address, options)
         self._next = 0

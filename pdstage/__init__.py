@@ -27,6 +27,7 @@ from pdstage.layout import Component, Key, Layout, Region, Row, View
 from pdstage.topology import Axis, Topology
 
 if TYPE_CHECKING:
+    from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.manager import DecodeNode, Items, PrefillNode, Receiver, Sender
     from pdstage.protocol.config import Config
@@ -43,6 +44,7 @@ __all__ = [
     "DecodeNode",
     "Items",
     "Key",
+    "Keys",
     "Layout",
     "PdstageError",
     "PeerError",
@@ -63,6 +65,7 @@ _LAZY = {
     "Config": "pdstage.protocol.config",
     "DecodeNode": "pdstage.manager",
     "Items": "pdstage.manager",
+    "Keys": "pdstage.control.keys",
     "Pool": "pdstage.kernels",
     "PrefillNode": "pdstage.manager",
     "Receiver": "pdstage.manager",

@@ -1,4 +1,4 @@
-"""The `pdstage` command: demo, bench, bootstrap.
+"""The `pdstage` command: demo, bench, bootstrap, instances, keys.
 
 Layer 6. Reads arguments and prints; each command's module is imported when that command is given, so that `--help`
 needs nothing installed.
@@ -18,7 +18,9 @@ from pdstage.errors import PdstageError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-BENCHES = ("plan", "wire", "host-kernels", "rooms", "transfer", "gpu")
+    from pdstage.control.keys import Keys
+
+BENCHES = ("plan", "wire", "host-kernels", "rooms", "keys", "transfer", "gpu")
 DEFAULT_BIND = "127.0.0.1:8998"
 
 
@@ -45,8 +47,22 @@ def parser() -> Parser:
     )
     bootstrap.add_argument("--advertise", metavar="HOST", help="the host peers are told, where --bind names a wildcard")
     bootstrap.add_argument("--insecure", action="store_true", help="allow a bind that other machines can reach")
+    _add_keys_options(bootstrap)
     bootstrap.set_defaults(run=_bootstrap)
+    instances = commands.add_parser("instances", help="print what a bootstrap directory holds, as JSON")
+    instances.add_argument("address", metavar="ADDRESS", help="as the directory or the prefill node printed it")
+    _add_keys_options(instances)
+    instances.set_defaults(run=_instances)
+    keys = commands.add_parser("keys", help="make the key file of a cluster or of a node")
+    keys.add_argument("file", type=Path, metavar="FILE", help="a new file; with --public one that exists")
+    keys.add_argument("--public", action="store_true", help="print the public key of FILE instead")
+    keys.set_defaults(run=_keys)
     return top
+
+
+def _add_keys_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--keys", type=Path, metavar="FILE", help="encrypt, and trust who holds this key file's key")
+    command.add_argument("--allow", type=Path, metavar="FILE", help="with --keys: public keys of others to trust")
 
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:
@@ -93,13 +109,36 @@ def _bench(given: argparse.Namespace) -> int:
 def _bootstrap(given: argparse.Namespace) -> int:
     from pdstage.control.bootstrap import BootstrapServer  # noqa: PLC0415
 
-    server = BootstrapServer(given.bind, advertise=given.advertise, insecure=given.insecure)
+    server = BootstrapServer(given.bind, advertise=given.advertise, insecure=given.insecure, keys=_keys_given(given))
     print(f"directory at {server.address}", flush=True)
     try:
         server.serve_forever()
     finally:
         server.close()
     return 0
+
+
+def _instances(given: argparse.Namespace) -> int:
+    from pdstage.control.bootstrap import BootstrapClient  # noqa: PLC0415
+
+    print(BootstrapClient(given.address, keys=_keys_given(given)).instances().decode())
+    return 0
+
+
+def _keys(given: argparse.Namespace) -> int:
+    from pdstage.control.keys import Keys  # noqa: PLC0415
+
+    keys = Keys.load(given.file) if given.public else Keys.make(given.file)
+    print(keys.public.hex())
+    return 0
+
+
+def _keys_given(given: argparse.Namespace) -> Keys | None:
+    from pdstage.control.keys import Keys  # noqa: PLC0415
+
+    if given.keys is None and given.allow is not None:
+        raise UsageError("--allow without --keys", remedy="pass this side's own key file too", field="allow")
+    return Keys.load(given.keys, given.allow) if given.keys is not None else None
 
 
 def _version() -> str:

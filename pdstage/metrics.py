@@ -36,6 +36,8 @@ class Counters:
     sessions_opened: int = 0
     sessions_lost: int = 0
     sessions_refused: int = 0
+    peers_refused: int = 0
+    """Connections, made from here or from elsewhere, that came to nothing for want of the right keys."""
     bytes_written: int = 0
     descriptors: int = 0
 

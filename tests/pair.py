@@ -7,6 +7,7 @@ memory or pages that were given back (I2).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import zlib
@@ -87,6 +88,7 @@ def cell(view: View, memory: Memory, pages: list[int], token: int, shard: int) -
     return memory.bytes[address : address + view.width]
 
 
+@functools.lru_cache(8192)
 def truth(layer: int, role: str, token: int, head: int, room: int) -> np.ndarray:
     """What every cell of a room must hold, from a generator no implementation shares."""
     seed = f"{room}/{layer}/{role}/{token}/{head}"
@@ -597,5 +599,5 @@ def assert_flat(world: World) -> None:
         else:
             assert core.idle and not core.rooms and not core.records, (node.name, core.rooms, core.records)
             assert sorted(core.buffers.free) == list(range(world.n_buffers))
-            assert not core._parked and not core._askers and not core._n_parked and not core._flights
+            assert not core._parked and not core._askers and not core._flights
             assert core.buffers.idle

@@ -1,4 +1,4 @@
-"""Addresses of the control plane: `[scheme://]host:port`, how far they reach, and how a peer reaches them.
+"""Addresses of the control plane: `[scheme://][key@]host:port`, how far they reach, and how a peer reaches them.
 
 Layer 4. Must not know what listens there.
 """
@@ -7,23 +7,33 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from pdstage.control.keys import parse_key
 from pdstage.errors import UsageError
+
+if TYPE_CHECKING:
+    from pdstage.control.keys import Keys
 
 _MOST_CHARACTERS = 512
 _WILDCARDS = {"", "*", "0.0.0.0", "::"}
 
 
 class Address(NamedTuple):
-    """A host (IPv6 without brackets, "" and "*" for any) and a port (0: the system's choice)."""
+    """A host (IPv6 without brackets, "" and "*" for any), a port (0: the system's choice), and whom to find there.
+
+    `key` is the public key of who listens, by which alone it is trusted; empty where the address does not tell.
+    """
 
     host: str
     port: int
+    key: bytes = b""
 
     @classmethod
     def parse(cls, text: str, scheme: str, *, listening: bool = False) -> Address:
-        """Reads `scheme://host:port` or `host:port`; `listening` allows wildcards and port 0.
+        """Reads `scheme://key@host:port`, of which scheme and key may be missing.
+
+        `listening` allows wildcards and port 0, and no key.
 
         Raises `UsageError` that quotes `text`.
         """
@@ -33,7 +43,15 @@ class Address(NamedTuple):
         found, separator, rest = text.partition("://")
         if separator and found != scheme:
             raise UsageError(f"address {text!r} is of scheme {found!r}", remedy=remedy, address=text)
-        host, colon, port = (rest if separator else text).rstrip("/").rpartition(":")
+        written, at, rest = (rest if separator else text).rstrip("/").rpartition("@")
+        key = parse_key(written) if at and not listening else b""
+        if key is None or (at and listening):
+            raise UsageError(
+                f"address {text!r} has no public key before its @",
+                remedy="give it as its node printed it",
+                address=text,
+            )
+        host, colon, port = rest.rpartition(":")
         if host.startswith("[") and host.endswith("]"):
             host = host[1:-1]
         elif ":" in host or "/" in host:
@@ -45,7 +63,7 @@ class Address(NamedTuple):
             raise UsageError(f"address {text!r} has no valid port", remedy=remedy, address=text)
         if host in _WILDCARDS and not listening:
             raise UsageError(f"address {text!r} names no host to connect to", remedy=remedy, address=text)
-        return cls(host, number)
+        return cls(host, number, key)
 
     @property
     def is_ipv6(self) -> bool:
@@ -68,20 +86,52 @@ class Address(NamedTuple):
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if self.is_ipv6 else f"{self.host}:{self.port}"
 
-    def reachable(self, advertise: str | None = None) -> Address:
-        """What a peer connects to: `advertise` if given, else this machine's own address in place of a wildcard."""
-        if advertise is not None:
-            return Address(advertise.strip("[]"), self.port)
-        return Address(_own_host(ipv6=self.is_ipv6), self.port) if self.is_wildcard else self
+    @property
+    def keyed(self) -> str:
+        """With the key, as peers are told."""
+        return f"{self.key.hex()}@{self}" if self.key else str(self)
 
-    def check_exposure(self, insecure: bool) -> None:
+    def reachable(self, advertise: str | None = None, keys: Keys | None = None) -> Address:
+        """What a peer connects to: `advertise` if given, else this machine's own address in place of a wildcard."""
+        key = keys.public if keys is not None else b""
+        if advertise is not None:
+            return Address(advertise.strip("[]"), self.port, key)
+        return Address(_own_host(ipv6=self.is_ipv6) if self.is_wildcard else self.host, self.port, key)
+
+    def check_exposure(self, insecure: bool, keys: Keys | None) -> None:
         """Raises `UsageError` for an unencrypted listener that others than this machine can reach, unless asked for."""
-        if not (insecure or self.is_loopback):
+        if not (insecure or self.is_loopback or keys is not None):
             raise UsageError(
-                f"{self} can be reached from other machines, and this channel is neither encrypted nor authenticated",
-                remedy="bind to loopback, or say insecure=True where the network itself is trusted",
+                f"{self} can be reached from other machines, and without keys this channel is neither encrypted nor "
+                "authenticated",
+                remedy="make keys with `pdstage keys FILE` and pass keys=FILE, bind to loopback, or say insecure=True "
+                "where the network itself is trusted",
                 address=str(self),
             )
+
+    def key_of_peer(self, keys: Keys | None) -> bytes:
+        """The public key that who listens here must prove to hold; empty without `keys`.
+
+        An address that tells none means our own key: one key file for the whole cluster. Raises `UsageError` if only
+        one side has keys, or if that key is not let in.
+        """
+        if keys is None:
+            if self.key:
+                raise UsageError(
+                    f"what listens at {self} is encrypted, and this node has no keys",
+                    remedy="pass keys= (--keys) with a key file of its cluster",
+                    address=str(self),
+                )
+            return b""
+        key = self.key or keys.public
+        if not keys.allows(key):
+            raise UsageError(
+                f"the key {key.hex()} of {self} is not let in here",
+                remedy="add it to this node's allow list, or give both sides the same key file",
+                address=str(self),
+                key=key.hex(),
+            )
+        return key
 
 
 def _own_host(*, ipv6: bool) -> str:

@@ -1,6 +1,6 @@
 """Who is there: the directory's server, to embed in a prefill node or to run alone, and its client.
 
-Layer 4. Must not know rooms, sessions or what a layout digest means. `directory_http.py` lists the requests.
+Layer 4. Must not know rooms, sessions or what a layout digest means. `directory_api.py` lists the requests.
 """
 
 from __future__ import annotations
@@ -13,25 +13,28 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
+from pdstage.control import directory_curve, directory_http
 from pdstage.control.address import Address
 from pdstage.control.directory import Advert, Conflict, Directory, Incomplete
-from pdstage.control.directory_http import KINDS, UNREADABLE, Adverts, Put, Refusal, Server
+from pdstage.control.directory_api import KINDS, MAX_ANSWER_NBYTES, UNREADABLE, Adverts, Put, Refusal
+from pdstage.control.keys import Keys, keys_of
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable
 
 __all__ = ["Advert", "BootstrapClient", "BootstrapServer", "Conflict", "Incomplete"]
-
-MAX_ANSWER_NBYTES = 64 << 20
 
 
 class BootstrapServer:
     """The directory's server. `bind` is `host:port` or `http://host:port`; port 0 is the system's choice.
 
     It listens from construction on. `start()` answers in a thread of its own, until `close()`; `serve_forever()`
-    answers in the caller's. `address` is `host:port` as peers reach it; with a wildcard host `advertise` names it.
-    `clock` is monotonic seconds. Raises `UsageError` for a bad address, `TransportError` if it cannot be bound.
+    answers in the caller's. `address` is as peers reach it; with a wildcard host `advertise` names the host. With
+    `keys`, a key file's path or `Keys`, it is encrypted and answers only nodes that it lets in; `address` then is
+    `key@host:port`. Without, it speaks plain HTTP. `clock` is monotonic seconds. Raises `UsageError` for a bad address
+    or key file, `TransportError` if it cannot be bound.
     """
 
     def __init__(
@@ -40,21 +43,20 @@ class BootstrapServer:
         *,
         advertise: str | None = None,
         insecure: bool = False,
+        keys: Keys | str | os.PathLike[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         max_adverts: int = 65536,
     ) -> None:
-        address = Address.parse(bind, "http", listening=True)
-        address.check_exposure(insecure)
+        address, held = Address.parse(bind, "http", listening=True), keys_of(keys)
+        address.check_exposure(insecure, held)
         self.directory = Directory(clock, max_adverts=max_adverts)
-        try:
-            self._server = Server(address, self.directory)
-        except OSError as error:
-            raise TransportError(
-                f"the bootstrap server cannot listen on {address} ({error.strerror})",
-                remedy="name an address of this machine and a free port, or port 0",
-                address=str(address),
-            ) from error
-        self.address = str(Address(address.host, self._server.server_port).reachable(advertise))
+        self._server: directory_curve.Server | directory_http.Server
+        if held is not None:
+            self._server = directory_curve.Server(address, self.directory, held, advertise)
+            self.address = self._server.address
+        else:
+            self._server = _http_server(address, self.directory)
+            self.address = str(Address(address.host, self._server.server_port).reachable(advertise))
         self._thread: threading.Thread | None = None
         self._serving = False
         self._closed = False
@@ -82,7 +84,7 @@ class BootstrapServer:
         self._run()
 
     def _run(self) -> None:
-        self._server.serve_forever(poll_interval=0.1)
+        self._server.serve_forever()
 
     def close(self) -> None:
         """Stops answering and drops every connection. Idempotent."""
@@ -93,22 +95,27 @@ class BootstrapServer:
             self._server.shutdown()
         if self._thread is not None:
             self._thread.join()
-        self._server.drop_connections()
-        self._server.server_close()
+        self._server.close()
 
 
 class BootstrapClient:
-    """Talks to the directory at `address` (`host:port` or `http://host:port`).
+    """Talks to the directory at `address` (`host:port` or `http://host:port`; with `keys` also `key@host:port`).
 
     Every call is one request and waits for its answer, up to `timeout_s` a step: call it from a worker thread, never
     from a driver's loop. It holds no connection and may be used by several threads. A lease is renewed by publishing
     again, best every third of its `ttl_s`.
 
-    Every call raises `TransportError` when nothing answers at the address and `PeerError` for an answer that is none.
+    Every call raises `TransportError` when nothing answers at the address and `PeerError` for an answer that is none,
+    or where the two sides' keys do not fit. Raises `UsageError` for a bad address or key file, and for an address whose
+    key is not let in here.
     """
 
-    def __init__(self, address: str, timeout_s: float = 2.0) -> None:
+    def __init__(
+        self, address: str, timeout_s: float = 2.0, *, keys: Keys | str | os.PathLike[str] | None = None
+    ) -> None:
         self.address = Address.parse(address, "http")
+        self._keys = keys_of(keys)
+        self.address.key_of_peer(self._keys)
         self._timeout_s = timeout_s
 
     def publish(self, advert: Advert, ttl_s: float = 15.0) -> None:
@@ -133,25 +140,47 @@ class BootstrapClient:
         except UNREADABLE as error:
             raise self._not_ours(f"its adverts do not decode: {error}") from error
 
-    def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
+    def instances(self) -> bytes:
+        """Everything live as JSON, for people: by instance, each advert and the seconds its lease has left."""
+        return self._ask("GET", "/v1/instances")
+
+    def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+        if self._keys is not None:
+            status, answer = self._ask_curve(self._keys, (method, path, body))
+        else:
+            status, answer = self._ask_http(method, path, body)
+        if status != http.client.OK:
+            raise self.read_refusal(status, answer)
+        return answer
+
+    def _ask_curve(self, keys: Keys, request: tuple[str, str, bytes]) -> tuple[int, bytes]:
+        refused = None
+        for key in keys.candidates(self.address.key):
+            try:
+                return directory_curve.ask(self.address._replace(key=key), keys, request, self._timeout_s)
+            except PeerError as error:
+                refused = refused or error
+        assert refused is not None
+        raise refused
+
+    def _ask_http(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(self.address.host, self.address.port, timeout=self._timeout_s)
         try:
             connection.request(method, path, body, {"Connection": "close"})
             response = connection.getresponse()
-            answer = response.read(MAX_ANSWER_NBYTES)
+            return response.status, response.read(MAX_ANSWER_NBYTES)
         except OSError as error:
+            hung_up = "; if it has keys, pass keys= (--keys)" if isinstance(error, ConnectionResetError) else ""
             raise TransportError(
                 f"no bootstrap server answers at {self.address} ({error})",
-                remedy="start one with `pdstage bootstrap`, or check the prefill node's address and the network",
+                remedy="start one with `pdstage bootstrap`, or check the prefill node's address and the network"
+                + hung_up,
                 address=str(self.address),
             ) from error
         except http.client.HTTPException as error:
-            raise self._not_ours(repr(error)) from error
+            raise self._not_ours(_encrypted(error) or repr(error)) from error
         finally:
             connection.close()
-        if response.status != http.client.OK:
-            raise self.read_refusal(response.status, answer)
-        return answer
 
     def read_refusal(self, status: int, answer: bytes) -> PdstageError:
         """The error that an answer stands for."""
@@ -170,3 +199,20 @@ class BootstrapClient:
             remedy="check the address, and that no proxy stands in between",
             address=str(self.address),
         )
+
+
+def _http_server(address: Address, directory: Directory) -> directory_http.Server:
+    try:
+        return directory_http.Server(address, directory)
+    except OSError as error:
+        raise TransportError(
+            f"the bootstrap server cannot listen on {address} ({error.strerror})",
+            remedy="name an address of this machine and a free port, or port 0",
+            address=str(address),
+        ) from error
+
+
+def _encrypted(error: http.client.HTTPException) -> str:
+    """What to say of an answer that begins as ZMTP does; empty for another."""
+    begins = isinstance(error, http.client.BadStatusLine) and str(error.args[0]).startswith(("\xff", "\ufffd"))
+    return "it is encrypted: pass keys= (--keys)" if begins else ""

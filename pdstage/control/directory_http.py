@@ -1,14 +1,6 @@
-"""The directory's requests and answers: HTTP/1.1 and JSON, so that an operator can ask with curl.
+"""The directory over HTTP/1.1, so that an operator can ask with curl: neither encrypted nor authenticated.
 
-Layer 4. Must not know rooms, sessions or what a layout digest means.
-
-    PUT    /v1/adverts                                      {"advert": {...}, "ttl_s": 15}
-    DELETE /v1/adverts/{instance}/{unique_rank}/{incarnation}
-    GET    /v1/lookup?instance=NAME&dp_rank=N               both optional where there is one choice
-    GET    /v1/instances                                    everything live, for people
-    GET    /health
-
-Refusals carry {"error": kind, "what": ..., "remedy": ..., "missing": [...]}; the client raises the same typed error.
+Layer 4. Must not know rooms, sessions or what a layout digest means. `directory_api.py` lists the requests.
 """
 
 from __future__ import annotations
@@ -18,55 +10,20 @@ import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-from msgspec import Meta
-
-from pdstage.control.directory import Advert, Conflict, Directory, Incomplete
-from pdstage.errors import PdstageError, PeerError, UsageError
+from pdstage.control import directory_api as api
+from pdstage.errors import PdstageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pdstage.control.address import Address
+    from pdstage.control.directory import Directory
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_NBYTES = 64 << 10
 _MAX_CONNECTIONS = 64
 _REQUEST_S = 5.0
 """A connection that sends no complete request in this time is dropped."""
-
-
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding JSON from a stranger may raise: of text that is no UTF-8, of a value without end, of all else."""
-
-
-class Put(msgspec.Struct, frozen=True):
-    advert: Advert
-    ttl_s: float
-
-
-class Adverts(msgspec.Struct, frozen=True):
-    adverts: list[Advert]
-
-
-class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
-    error: str
-    what: Annotated[str, Meta(max_length=4096)]
-    remedy: Annotated[str, Meta(max_length=4096)] = ""
-    missing: Annotated[tuple[int, ...], Meta(max_length=1 << 20)] = ()
-
-
-# Kind on the wire, HTTP status and class; the first that an error is an instance of.
-KINDS: tuple[tuple[str, int, type[PdstageError]], ...] = (
-    ("incomplete", 404, Incomplete),
-    ("conflict", 409, Conflict),
-    ("usage", 400, UsageError),
-    ("peer", 503, PeerError),
-)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -77,60 +34,25 @@ class Handler(BaseHTTPRequestHandler):
     timeout = _REQUEST_S
 
     def do_GET(self) -> None:
-        self._answer(self._get)
-
-    def do_PUT(self) -> None:
-        self._answer(self._put)
+        self._answer(b"")
 
     def do_DELETE(self) -> None:
-        self._answer(self._delete)
+        self._answer(b"")
 
-    def _get(self, path: str, query: dict[str, list[str]]) -> object:
-        if path == "/health":
-            return {"status": "ok"}
-        if path == "/v1/instances":
-            return {
-                name: [{"expires_in_s": round(left_s, 3), "advert": advert} for advert, left_s in held]
-                for name, held in self.server.directory.instances().items()
-            }
-        if path == "/v1/lookup":
-            dp_rank = query.get("dp_rank", [None])[0]
-            return Adverts(
-                self.server.directory.lookup(
-                    query.get("instance", [None])[0], None if dp_rank is None else _number(dp_rank, "dp_rank")
-                )
-            )
-        raise _nothing_at(path)
-
-    def _put(self, path: str, _: dict[str, list[str]]) -> object:
-        if path != "/v1/adverts":
-            raise _nothing_at(path)
-        nbytes = _number(self.headers.get("Content-Length", ""), "Content-Length")
-        if not 0 <= nbytes <= MAX_BODY_NBYTES:
-            raise UsageError(f"an advert of {nbytes} bytes", remedy=f"send at most {MAX_BODY_NBYTES}")
+    def do_PUT(self) -> None:
         try:
-            put = msgspec.json.decode(self.rfile.read(nbytes), type=Put)
-        except UNREADABLE as error:
-            raise UsageError(f"the advert does not decode ({error})", remedy="check the peer's version") from error
-        self.server.directory.publish(put.advert, put.ttl_s)
-        return {"ttl_s": put.ttl_s}
-
-    def _delete(self, path: str, _: dict[str, list[str]]) -> object:
-        parts = path.split("/")
-        if path.startswith("/v1/adverts/") and len(parts) == 6:
-            rank, incarnation = _number(parts[4], "unique_rank"), _number(parts[5], "incarnation")
-            return {"withdrawn": self.server.directory.withdraw(unquote(parts[3]), rank, incarnation)}
-        raise _nothing_at(path)
-
-    def _answer(self, call: Callable[[str, dict[str, list[str]]], object]) -> None:
-        self.close_connection = True  # one request a connection, so that no idle thread is kept for a peer
-        try:
-            url = _url(self.path)
-            status, body = 200, msgspec.json.encode(call(url.path, parse_qs(url.query)))
+            nbytes = api.parse_number(self.headers.get("Content-Length", ""), "Content-Length")
+            api.check_body(nbytes)
         except PdstageError as error:
-            kind, status = next((k, s) for k, s, cls in KINDS if isinstance(error, cls))
-            missing = error.missing if isinstance(error, Incomplete) else ()
-            body = msgspec.json.encode(Refusal(kind, error.what, error.remedy, missing))
+            self._send(*api.refusal(error))
+        else:
+            self._answer(self.rfile.read(nbytes))
+
+    def _answer(self, body: bytes) -> None:
+        self._send(*api.answer(self.server.directory, self.command, self.path, body))
+
+    def _send(self, status: int, body: bytes) -> None:
+        self.close_connection = True  # one request a connection, so that no idle thread is kept for a peer
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -154,6 +76,10 @@ class Server(ThreadingHTTPServer):
         self._open_lock = threading.Lock()
         self.address_family = socket.AF_INET6 if address.is_ipv6 else socket.AF_INET
         super().__init__(("" if address.is_wildcard and not address.is_ipv6 else address.host, address.port), Handler)
+
+    def serve_forever(self, poll_interval: float = 0.1) -> None:
+        """As the base, with a shorter way to its end."""
+        super().serve_forever(poll_interval)
 
     def server_bind(self) -> None:
         """As the base, without its name look-up, which can take seconds."""
@@ -186,6 +112,10 @@ class Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         log.debug("bootstrap: the connection from %s broke", client_address, exc_info=True)
 
+    def close(self) -> None:
+        self.drop_connections()
+        self.server_close()
+
     def drop_connections(self) -> None:
         with self._open_lock:
             for request in list(self._open):
@@ -198,20 +128,3 @@ class Server(ThreadingHTTPServer):
             request.shutdown(socket.SHUT_RDWR)
         except OSError:
             log.debug("bootstrap: a connection was gone already")
-
-
-def _number(text: str, name: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 20):
-        raise UsageError(f"{name} is {text[:32]!r}, not a number", remedy="send digits")
-    return int(text)
-
-
-def _url(path: str) -> SplitResult:
-    try:
-        return urlsplit(path)
-    except ValueError as error:
-        raise UsageError(f"{path[:64]!r} is no path ({error})", remedy="check the request") from error
-
-
-def _nothing_at(path: str) -> UsageError:
-    return UsageError(f"there is nothing at {path[:64]!r}", remedy="see the paths in pdstage.control.directory_http")

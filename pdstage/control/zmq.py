@@ -16,6 +16,7 @@ import math
 import os
 import secrets
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -23,11 +24,15 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import zmq
 
 from pdstage.control.address import Address
+from pdstage.control.guard import Guard
 from pdstage.control.port import ControlPort, open_port
 from pdstage.errors import TransportError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pdstage.control.keys import Keys
+    from pdstage.errors import PeerError
 
 MAX_FRAME_NBYTES = 16 << 20
 MAX_FRAMES = 4096
@@ -46,6 +51,8 @@ class ControlCounters:
     """Not sent: no connection of that route. Loss, as on any wire."""
     full: int = 0
     """Not sent: the peer has stopped reading and its queue is full."""
+    refused: int = 0
+    """Connections, here or at the peer, that came to nothing for want of the right keys."""
     malformed: int = 0
     """Received and dropped: no frame at all, or more than `MAX_FRAMES`."""
 
@@ -87,39 +94,48 @@ class ControlSocket:
     """A node's control socket. One thread at a time may wait and receive; any may send, connect and `wake` meanwhile.
 
     `bind` is `tcp://host:port`, port 0 for the system's choice, host "*" for every interface; then `advertise` names
-    the host that peers connect to. `identity` is this process life's own name, 1 to 254 bytes: the node's incarnation.
+    the host that peers connect to. With None nothing listens: the socket only connects. `identity` is this process
+    life's own name, 1 to 240 bytes: the node's incarnation. With `keys` everything is encrypted, both ends prove who
+    they are, and `endpoint` carries this node's public key; connections that fail on it become `take_refusals`.
 
     Raises `UsageError` for a bad address or identity, `TransportError` when the address cannot be bound.
     """
 
     def __init__(
         self,
-        bind: str = "tcp://127.0.0.1:0",
+        bind: str | None = "tcp://127.0.0.1:0",
         *,
         identity: bytes,
         max_frame_nbytes: int = MAX_FRAME_NBYTES,
         advertise: str | None = None,
         insecure: bool = False,
+        keys: Keys | None = None,
     ) -> None:
-        if not 1 <= len(identity) <= 254:
+        if not 1 <= len(identity) <= 240:
             raise UsageError(
                 f"identity {identity!r} cannot name a control socket",
-                remedy="give 1 to 254 bytes, different in every process life",
+                remedy="give 1 to 240 bytes, different in every process life",
                 identity=identity,
             )
-        address = Address.parse(bind, "tcp", listening=True)
-        address.check_exposure(insecure)
+        address = Address.parse(bind, "tcp", listening=True) if bind is not None else None
+        if address is not None:
+            address.check_exposure(insecure, keys)
+        self._identity = identity
+        self._keys = keys
         self.counters = ControlCounters()
         self._max_frame_nbytes = max_frame_nbytes
         self._salt = secrets.token_bytes(16)
         self._generation = itertools.count()
         self._routes: dict[str, bytes] = {}
+        self._targets: dict[str, bytes] = {}  # what is connected to, with the key found there
+        self._n_disconnects = 0
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         try:
             for option, value in _options(identity, max_frame_nbytes).items():
                 self._socket.setsockopt(option, value)
-            self.endpoint = self._bind(address, advertise)
+            self._guard = Guard(self._context, self._socket, keys, self._targets) if keys is not None else None
+            self.endpoint = self._bind(address, advertise) if address is not None else ""
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -141,7 +157,9 @@ class ControlSocket:
                 address=str(address),
             ) from error
         bound = Address.parse(self._socket.getsockopt_string(zmq.LAST_ENDPOINT), "tcp", listening=True)
-        return f"tcp://{bound.reachable(advertise)}"
+        if self._guard is not None:
+            self._guard.port = bound.port
+        return f"tcp://{bound.reachable(advertise, self._keys).keyed}"
 
     def __enter__(self) -> Self:
         return self
@@ -152,22 +170,34 @@ class ControlSocket:
     def connect(self, endpoint: str) -> bytes:
         """The route to `endpoint`, connecting if there is none yet; never blocks, whoever listens there or not.
 
-        Messages sent before the peer listens wait in its queue. Raises `UsageError` for an endpoint that is no address.
+        Messages sent before the peer listens wait in its queue. Raises `UsageError` for an endpoint that is no address,
+        and where only one of the two has keys, or the peer's is not let in here.
         """
         address = Address.parse(endpoint, "tcp")
         target = f"tcp://{address}"
+        key = address.key_of_peer(self._keys)
         with self._using:
-            route = self._routes.get(target) or self._connect(target, address)
+            if target in self._routes and self._targets[target] != key:  # another process listens there now
+                self._disconnect(target)
+            route = self._routes.get(target) or self._connect(target, address, key)
         self._port.look_again()
         return route
 
-    def _connect(self, target: str, address: Address) -> bytes:
+    def _connect(self, target: str, address: Address, key: bytes) -> bytes:
         # libzmq aborts the process over a routing id in use, also by a connection still closing: so no id is used
         # twice, and none can be guessed and claimed by a peer.
         name = f"{next(self._generation)} {target}".encode()
         route = b"@" + hashlib.blake2b(name, digest_size=15, key=self._salt).digest()
+        # Nor is the name used twice under which the peer knows us: of two connections under one name its handover
+        # keeps the one whose greeting it serves last, and that may be the older one, which is closing.
+        again = b"#%d" % self._n_disconnects if self._n_disconnects else b""
+        self._socket.setsockopt(zmq.IDENTITY, route_of(self._identity) + again)
         self._socket.setsockopt(zmq.IPV6, address.is_ipv6)
         self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, route)
+        if self._keys is not None:  # from here on a client: the options of what listens were copied when it was bound
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, key)
         try:
             self._socket.connect(target)
         except zmq.ZMQError as error:
@@ -176,7 +206,7 @@ class ControlSocket:
                 remedy="give the endpoint a node published",
                 address=target,
             ) from error
-        self._routes[target] = route
+        self._routes[target], self._targets[target] = route, key
         return route
 
     def endpoint_of(self, route: bytes) -> str:
@@ -187,17 +217,18 @@ class ControlSocket:
     def disconnect(self, route: bytes) -> None:
         """Drops a connection made by `connect` and what is queued for it. Unknown routes are ignored.
 
-        A connection to the same endpoint made at once may stay unheard there: if the old one's greeting is served last,
-        libzmq's handover gives the name to it and leaves the new one open but deaf (about once in 5,000 on a busy
-        machine). So a node keeps its connections, and peers are told apart by sessions.
+        The next connection to the same endpoint is known there under another route than this one was.
         """
         with self._using:
-            for target, known in self._routes.items():
-                if known == route:
-                    del self._routes[target]
-                    self._socket.disconnect(target)
-                    break
+            target = next((target for target, known in self._routes.items() if known == route), None)
+            if target is not None:
+                self._disconnect(target)
         self._port.look_again()
+
+    def _disconnect(self, target: str) -> None:
+        del self._routes[target], self._targets[target]
+        self._n_disconnects += 1
+        self._socket.disconnect(target)
 
     def send(self, route: bytes, frames: Sequence[bytes]) -> bool:
         """Sends `frames` to `route` as one message, without waiting. False: it was lost, and counted.
@@ -223,6 +254,8 @@ class ControlSocket:
 
     def recv(self) -> list[tuple[bytes, list[bytes]]]:
         """What has arrived, as (route, frames), oldest first; empty if nothing. At most 1024 messages a call."""
+        if self._guard is not None:
+            self._guard.serve_sometimes()
         messages, n_malformed = self._port.recv(_MAX_MESSAGES_A_RECV, MAX_FRAMES)
         self.counters.malformed += n_malformed
         self.counters.received += len(messages)
@@ -232,10 +265,42 @@ class ControlSocket:
         """Waits until a message is there, `wake` was called, one of `extra_fds` is readable, or `timeout_s` is over.
 
         `timeout_s` is rounded up to a millisecond; None waits without limit, 0 only looks. `messages` stays true while
-        any is left; a wake-up is reported once, however many calls of `wake` it stands for.
+        any is left; a wake-up is reported once, however many calls of `wake` it stands for. A refusal counts as one.
         """
         timeout_ms = -1 if timeout_s is None else math.ceil(max(0.0, timeout_s) * 1000)
-        return Ready(*self._port.wait(timeout_ms, extra_fds))
+        if self._guard is None:
+            return Ready(*self._port.wait(timeout_ms, extra_fds))
+        return self._guarded_wait(self._guard, timeout_ms, extra_fds)
+
+    def _guarded_wait(self, guard: Guard, timeout_ms: int, extra_fds: Sequence[int]) -> Ready:
+        """Waits, and answers for the socket meanwhile."""
+        until = time.monotonic() + timeout_ms / 1000
+        while True:
+            left_ms = max(0, math.ceil((until - time.monotonic()) * 1000)) if timeout_ms >= 0 else -1
+            messages, woken, fds = self._port.wait(0 if guard.refusals else left_ms, (*extra_fds, *guard.fds))
+            if any(fd in guard.fds for fd in fds):
+                guard.serve()
+                fds = tuple(fd for fd in fds if fd not in guard.fds)
+            woken = woken or bool(guard.refusals)
+            if messages or woken or fds or left_ms == 0:
+                return Ready(messages, woken, fds)
+
+    def take_refusals(self) -> list[tuple[bytes, PeerError]]:
+        """The connections that failed for want of keys since the last call: the route, if this node made it, and why.
+
+        Such a route is gone: what is sent on it is lost, and `connect` makes a new one.
+        """
+        if self._guard is None or not self._guard.refusals:
+            return []
+        refusals, self._guard.refusals = self._guard.refusals, []
+        self.counters.refused += len(refusals)
+        taken = []
+        with self._using:
+            for target, error in refusals:
+                taken.append((self._routes.get(target, b""), error))
+                if target in self._routes:
+                    self._disconnect(target)
+        return taken
 
     def wake(self) -> None:
         """Ends the current or the next `wait`; nothing once closed. From any thread, and cheap while one is pending."""

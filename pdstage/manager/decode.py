@@ -34,7 +34,10 @@ from pdstage.protocol.versions import OLDEST
 from pdstage.transport import Done, Inbound, PostFailed, Transport
 
 if TYPE_CHECKING:
+    import os
+
     from pdstage.control.bootstrap import Advert
+    from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.manager.prefill import CudaEvent
     from pdstage.protocol.config import Config
@@ -125,11 +128,12 @@ class DecodeNode(Node[DecodeCore]):
         switch_interval_s: float | None = DEFAULT_SWITCH_S,
         copy_thread: bool | None = None,
         insecure: bool = False,
+        keys: Keys | str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(
             pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_lanes,
             staging=staging, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
-            copy_thread=copy_thread, insecure=insecure,
+            copy_thread=copy_thread, insecure=insecure, keys=keys,
         )  # fmt: skip
         lanes = tuple(m.LaneSpan(part.base, part.nbytes, part.kind, part.device) for part in self.parts)
         self.core = DecodeCore(
@@ -332,6 +336,11 @@ class DecodeNode(Node[DecodeCore]):
 
     def _meet(self, link: Link, description: bytes) -> None:
         self.transport.meet(label(link), description)
+
+    def _on_refused(self, route: bytes, error: PdstageError, now: float) -> None:
+        if route:
+            self.directory.forget()  # the peer may be at the same address under another key
+            self.core.unreachable(route, error, now)
 
     def _detach(self, link: Link) -> None:
         self._wires.pop(link, None)

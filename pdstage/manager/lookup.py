@@ -17,6 +17,8 @@ from pdstage.errors import DeadlineExceeded, PdstageError, TransportError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdstage.control.keys import Keys
+
     Answer = Callable[[list[Advert] | None, PdstageError | None], None]
 
 _RETRY_S = 0.1
@@ -26,7 +28,8 @@ _TTL_S = 15.0
 class Directory:
     """Lookups and publications, in a daemon thread that starts with the first of them. Answers come on that thread."""
 
-    def __init__(self, *, cache_s: float = 2.0) -> None:
+    def __init__(self, keys: Keys | None = None, *, cache_s: float = 2.0) -> None:
+        self._keys = keys
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._cache_s = cache_s
@@ -47,12 +50,12 @@ class Directory:
         self, address: str, dp_rank: int | None, instance: str | None, deadline_at: float, answer: Answer
     ) -> None:
         """Asks until every rank is registered or `deadline_at` (monotonic) has passed, then calls `answer` once."""
-        client = BootstrapClient(address)
+        client = BootstrapClient(address, keys=self._keys)
         self._run(lambda: self._look(client, (address, dp_rank, instance), deadline_at, answer))
 
     def publish(self, address: str, advert: Callable[[], Advert]) -> None:
         """Publishes now, raising what the directory raises, and keeps the lease renewed until `close`."""
-        client = BootstrapClient(address)
+        client = BootstrapClient(address, keys=self._keys)
         client.publish(advert(), _TTL_S)
         self._published = (client, advert)
         self._renew_at = time.monotonic() + _TTL_S / 3

@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar
 
+from pdstage.control.keys import keys_of
 from pdstage.control.zmq import MAX_FRAMES, ControlSocket
 from pdstage.cost import CostModel
 from pdstage.errors import PdstageError, UsageError
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.layout import Region
     from pdstage.manager.handle import Handle
@@ -104,11 +106,13 @@ class Node(ABC, Generic[AnyCore]):
         switch_interval_s: float | None,
         copy_thread: bool | None,
         insecure: bool,
+        keys: Keys | str | os.PathLike[str] | None,
     ) -> None:
         if path not in PATHS:
             raise UsageError(f"path {path!r}", remedy=f"choose one of {', '.join(PATHS)}")
         if progress not in ("inline", "thread"):
             raise UsageError(f"progress {progress!r}", remedy='choose "inline" or "thread"')
+        self.keys = keys_of(keys)
         self.pool, self.topology, self.path = pool, topology, path
         self.config = config or Config()
         self.incarnation = secrets.randbits(63) | 1
@@ -132,11 +136,12 @@ class Node(ABC, Generic[AnyCore]):
         copies_aside = has_core_to_spare() if copy_thread is None else copy_thread
         self.stager = Stager(pool, self._copier.submit if copies_aside else None, pool.runtime())
         self.transport = open_transport(transport) if isinstance(transport, str) else transport
-        self.directory = Directory()
+        self.directory = Directory(self.keys)
         exposed = [self.memory.region, *(self._pool_regions() if path != "staged" else ())]
         try:
             self.transport.register(exposed)
-            self.socket = ControlSocket(bind, identity=self.incarnation.to_bytes(8, "little"), insecure=insecure)
+            identity = self.incarnation.to_bytes(8, "little")
+            self.socket = ControlSocket(bind, identity=identity, insecure=insecure, keys=self.keys)
         except BaseException:
             self.transport.close()
             raise
@@ -194,8 +199,12 @@ class Node(ABC, Generic[AnyCore]):
         if heard.transport:
             events += self.transport.poll()
         staged = self.stager.poll()
+        refusals = self.socket.take_refusals()
         with self._lock:
             now = time.monotonic()
+            for route, error in refusals:
+                self.core.counters.peers_refused += 1
+                self._on_refused(route, error, now)
             for route, frames in messages:
                 for frame in frames:
                     self.core.receive(route, frame, now)
@@ -318,6 +327,9 @@ class Node(ABC, Generic[AnyCore]):
     @abstractmethod
     def _meet(self, link: Link, description: bytes) -> None:
         """Tells the transport who a session's peer is; raises `PdstageError` if that cannot be."""
+
+    def _on_refused(self, route: bytes, error: PdstageError, now: float) -> None:
+        """A connection came to nothing for want of keys; `route` is empty where the other side tried it."""
 
     def _attach(self, link: Link, description: bytes) -> None:
         try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 
+from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapServer
 from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
@@ -38,9 +39,11 @@ from pdstage.spans import DirectPlan, Index
 from pdstage.transport import Done, Inbound, PostFailed, Spans, Transport
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
     from typing import Protocol
 
+    from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.protocol.config import Config
     from pdstage.protocol.outbox import OutChunk, OutRoom, Source
@@ -110,9 +113,10 @@ class PrefillNode(Node[PrefillCore]):
     """One prefill rank.
 
     `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name or an open transport.
-    `bootstrap` is the directory (`host:port`) to publish to; None embeds one, whose address is `bootstrap_address`.
+    `bootstrap` is the directory to publish to; None embeds one on the host of `bind`, at `bootstrap_address`.
     `staging_nbytes` are split into `n_buffers` send buffers. `path` is "auto" (by cost), "staged" or "direct". `bind`
-    is the control socket's address. `progress` is "inline" (polls do the work) or "thread". `copy_thread` makes large
+    is the control socket's address; beyond loopback it takes `keys`, a key file's path or `Keys`, or `insecure=True`,
+    and so does the directory. `progress` is "inline" (polls do the work) or "thread". `copy_thread` makes large
     host copies in a thread of their own; None does so where there are cores for it. Raises `UsageError` or
     `TransportError`.
     """
@@ -135,13 +139,14 @@ class PrefillNode(Node[PrefillCore]):
         switch_interval_s: float | None = DEFAULT_SWITCH_S,
         copy_thread: bool | None = None,
         insecure: bool = False,
+        keys: Keys | str | os.PathLike[str] | None = None,
     ) -> None:
         if n_buffers < 2:
             raise UsageError(f"{n_buffers} send buffers", remedy="give at least 2, so that no destination holds all")
         super().__init__(
             pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_buffers,
             staging=staging, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
-            copy_thread=copy_thread, insecure=insecure,
+            copy_thread=copy_thread, insecure=insecure, keys=keys,
         )  # fmt: skip
         self._stagings = Stagings(pool.layout)
         self._wires: dict[Link, str] = {}
@@ -155,15 +160,16 @@ class PrefillNode(Node[PrefillCore]):
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         try:
-            self.bootstrap_address = bootstrap or self._embed_bootstrap()
+            self.bootstrap_address = bootstrap or self._embed_bootstrap(bind, insecure)
             self._publish(instance)
         except PdstageError:
             self.close()
             raise
         self._start()
 
-    def _embed_bootstrap(self) -> str:
-        self._bootstrap = BootstrapServer().start()
+    def _embed_bootstrap(self, bind: str, insecure: bool) -> str:
+        host = Address.parse(bind, "tcp", listening=True)._replace(port=0)
+        self._bootstrap = BootstrapServer(str(host), keys=self.keys, insecure=insecure).start()
         return self._bootstrap.address
 
     def _publish(self, instance: str) -> None:
@@ -232,9 +238,11 @@ class PrefillNode(Node[PrefillCore]):
             for record in room.destinations.values():
                 largest = max(lane.nbytes for lane in record.link.lanes)
                 limit = min(self.parts[0].nbytes, largest, self.config.chunk_nbytes)
-                rects = rects_of(self.pool.layout, {n: _whole(n, *span) for n, span in record.asked.items()}, None)
+                ours = {component.name for component in self.pool.layout.components}
+                asked = {n: _whole(n, *span) for n, span in record.asked.items() if n in ours}
+                rects = rects_of(self.pool.layout, asked, None)
                 staging = self._stagings.of(record.shares, rects)
-                most += [t for name in record.asked if (t := staging.tokens_within(name, limit))]
+                most += [t for name in asked if (t := staging.tokens_within(name, limit))]
             return min(most, default=None)
 
     def backlog_nbytes(self, room: OutRoom) -> int:

@@ -35,7 +35,10 @@ class Config:
     write_s: float = 60.0
     fall_back_after_s: float = 5.0
     max_silence_s: float = 10.0
+    max_deadline_s: float = 3600.0
+    """Prefill ends a room after this long, however long its destination wants to wait."""
     max_parked: int = 65_536
+    max_parked_nbytes: int = 1 << 30
     max_half_open: int = 1_024
     max_peers: int = 4_096
     max_aux_nbytes: int = 4 << 20

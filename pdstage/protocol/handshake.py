@@ -142,6 +142,16 @@ class Greeter(Core):
         for room in list(peer.rooms):
             self._fail(room, error, now)
 
+    def unreachable(self, route: bytes, error: PdstageError, now: float) -> None:
+        """No connection to `route` can be made: the rooms that wait for its answer to Hello fail with `error`.
+
+        A session that lives is left alone: if its peer is gone, its silence will tell.
+        """
+        peer = self.peers.get(route)
+        if peer is not None and peer.link is None:
+            self._refused(peer, error, now)
+        self._settle(now)
+
     def _stop_greeting(self, peer: Peer) -> None:
         self.timers.cancel(("hello", peer))
         self.timers.cancel(("hello_until", peer))
@@ -236,32 +246,49 @@ class Host(Core):
 
     def _check_open(self, link: Link, opened: m.Open) -> None:
         """Every number of an Open in its range, every share ours and the destination's, every item in its pool."""
-        if opened.epoch < 0 or not 0 <= opened.rank < opened.destinations:
-            raise PeerError(f"Open from rank {opened.rank} of {opened.destinations}", remedy="check the peer")
+        place = link.topology
+        if (opened.rank, opened.destinations) != (place.group_rank, place.group_size):
+            what = f"Open from rank {opened.rank} of {opened.destinations}"
+            raise PeerError(f"{what}, Hello said {place.group_rank} of {place.group_size}", remedy="check the peer")
         if not 0 < opened.deadline_s < float("inf"):
             raise PeerError("Open with an endless deadline", remedy="check the peer")
         if opened.items and not link.exposes_pool:
             raise PeerError("Open gives items, but Hello did not expose the pool", remedy="check the peer")
         if opened.shares not in link.shares:
-            self._check_shares(link, opened.shares)
+            check_shares((self._welcome.layout, link.layout), opened.shares)
             if len(link.shares) >= _MOST_SHARES:
                 link.shares.clear()
             link.shares.add(opened.shares)
         asked = {ask.component: ask for ask in opened.asked}
+        known = {component.name for component in link.layout.components}
+        for ask in opened.asked:
+            if ask.component not in known or ask.start > ask.stop or asked[ask.component] is not ask:
+                what = f"Open asks for {ask.component!r} {ask.start}..{ask.stop}"
+                raise PeerError(what, remedy="ask for ascending tokens of each own component once")
         for items in opened.items:
             check_items(link.layout, items, asked.get(items.component))
 
-    def _check_shares(self, link: Link, owned: tuple[Share, ...]) -> None:
-        held_by_each = (self._welcome.layout.by_key(), link.layout.by_key())
-        for share in owned:
-            if share.layers[2] < 1 or share.count < 1:
-                raise PeerError(f"Open asks for {share}", remedy="no such shards here")
-            for layer in range(*share.layers):
-                for held in held_by_each:
-                    view = held.get(Key(share.component, share.role, layer))
-                    axis = view.axis if view is not None else None
-                    if axis is None or share.first < axis.first or share.first + share.count > axis.first + axis.count:
-                        raise PeerError(f"Open asks for {share} of layer {layer}", remedy="no such shards here")
+
+def check_shares(layouts: tuple[Layout, ...], owned: tuple[Share, ...]) -> None:
+    """Raises `PeerError` unless each of `layouts` holds the shards of every share, and no two shares are of one."""
+    held_by_each = [layout.by_key() for layout in layouts]
+    taken: dict[Key, list[range]] = {}
+    for share in owned:
+        start, stop, step = share.layers
+        if step < 1 or start >= stop or share.count < 1:
+            raise PeerError(f"Open asks for {share}", remedy="no such shards here")
+        shards = range(share.first, share.first + share.count)
+        for layer in range(start, stop, step):
+            key = Key(share.component, share.role, layer)
+            for held in held_by_each:
+                view = held.get(key)
+                axis = view.axis if view is not None else None
+                if axis is None or shards.start < axis.first or shards.stop > axis.first + axis.count:
+                    raise PeerError(f"Open asks for {share} of layer {layer}", remedy="no such shards here")
+            others = taken.setdefault(key, [])
+            if any(shards.start < other.stop and other.start < shards.stop for other in others):
+                raise PeerError(f"Open asks for {share} of layer {layer} twice", remedy="check the peer")
+            others.append(shards)
 
 
 def check_items(layout: Layout, items: m.Items, asked: m.Asked | None) -> None:

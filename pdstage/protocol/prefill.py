@@ -72,8 +72,7 @@ class PrefillCore(Sending):
         self._ended.pop(key, None)
         self.counters.rooms_opened += 1
         self.timers.set(("open_wait", room), now + self.config.open_wait_s)
-        for record in self._parked.pop(key, ()):
-            self._n_parked -= 1
+        for record in self._parked.take(key):
             self.timers.cancel(("parked", record))
             self._attach(room, record, now)
         self._settle(now)
@@ -177,7 +176,7 @@ class PrefillCore(Sending):
         """Fails every room still open; `idle` tells when every destination has agreed that its room is over."""
         for room in list(self.rooms.values()):
             self.abort(room, "the node closes", now)
-        for record in [record for parked in self._parked.values() for record in parked]:
+        for record in self._parked.waiting():
             self._turn_away(record, "the prefill node closes", now)
 
     @property
@@ -216,8 +215,7 @@ class PrefillCore(Sending):
         """Answered at once and, if not `finished`, again at finish(); decode repeats it slowly for a lost answer."""
         room = self.rooms.get(ask.room)
         finished = room is not None and room.finished
-        if not finished and (ask.room in self._askers or len(self._askers) < self.config.max_parked):
-            self._askers.setdefault(ask.room, {})[link, ask.epoch] = None
+        if not finished and self._askers.note(ask.room, link, ask.epoch):
             self.timers.set(("asked", ask.room), now + 4 * self.config.ask_s)
         self.send(link, m.Asking(ask.epoch, finished), now)
 
@@ -232,15 +230,11 @@ class PrefillCore(Sending):
         ended = self._ended.get(opened.room)
         if room is None and ended is not None and ended.refuses(record):
             self.send(link, m.Opened(opened.epoch, "refused", m.brief(ended.reason)), now)
-        elif room is None and self._n_parked >= self.config.max_parked:
+        elif room is None and not self._park(record, now):
             self.send(link, m.Opened(opened.epoch, "refused", "too many rooms wait for prefill"), now)
         else:
-            self.records[link.session, opened.epoch] = record
-            if room is None:
-                self._parked.setdefault(opened.room, []).append(record)
-                self._n_parked += 1
-                self.timers.set(("parked", record), now + min(opened.deadline_s, self.config.open_wait_s))
-            else:
+            if room is not None:
+                self.records[link.session, opened.epoch] = record
                 self._attach(room, record, now)
             self.send(link, m.Opened(opened.epoch, *self._opened_state(record)), now)
 

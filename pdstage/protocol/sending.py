@@ -16,6 +16,7 @@ from pdstage.protocol import messages as m
 from pdstage.protocol.borrower import Borrower
 from pdstage.protocol.effects import Changed, Complaint, Detach
 from pdstage.protocol.outbox import Ended, OutChunk, OutRoom, Phase, Record, RecordPhase
+from pdstage.protocol.parked import Askers, Parked
 from pdstage.protocol.room import Event
 
 if TYPE_CHECKING:
@@ -45,10 +46,9 @@ class Sending(Borrower):
             incarnation, config, welcome, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose
         )  # fmt: skip
         self.rooms: dict[bytes, OutRoom] = {}
-        self._parked: dict[bytes, list[Record]] = {}
-        self._n_parked = 0
+        self._parked = Parked(config.max_parked, config.max_parked_nbytes)
         self._ended: OrderedDict[bytes, Ended] = OrderedDict()
-        self._askers: dict[bytes, dict[tuple[Link, int], None]] = {}
+        self._askers = Askers(config.max_parked)
 
     def _attach(self, room: OutRoom, record: Record, now: float) -> None:
         record.room, record.phase = room, RecordPhase.LIVE
@@ -57,7 +57,7 @@ class Sending(Borrower):
         room.n_destinations = record.open.destinations
         if older is not None:
             self._drain(older, now)
-        room.deadline_s = record.open.deadline_s
+        room.deadline_s = min(record.open.deadline_s, self.config.max_deadline_s)
         self.timers.set(("room", room), now + room.deadline_s)
         if len(room.destinations) >= room.n_destinations:
             self.timers.cancel(("open_wait", room))
@@ -161,24 +161,32 @@ class Sending(Borrower):
         self.timers.cancel(("close", record))
         self.records.pop((record.link.session, record.epoch), None)
 
+    def _park(self, record: Record, now: float) -> bool:
+        """Holds a record of a room that is not here yet; False if there is no place for it."""
+        others = self._parked.add(record)
+        if others is None:
+            return False
+        self.records[record.link.session, record.epoch] = record
+        self.timers.set(("parked", record), now + min(record.open.deadline_s, self.config.open_wait_s))
+        for other in others:
+            self.send(other.link, m.CloseFailed(other.epoch, "too many of its rooms wait for prefill"), now)
+            self._forget(other)
+        return True
+
     def _turn_away(self, record: Record, reason: str, now: float) -> None:
         """A parked record's room will not be sent."""
-        self._unpark(record)
+        self._parked.turn_away(record)
+        self.timers.cancel(("parked", record))
         record.phase, record.reason = RecordPhase.FAILING, reason
         self._close_failed(record, now)
 
     def _unpark(self, record: Record) -> None:
-        parked = self._parked.get(record.open.room, [])
-        if record in parked:
-            parked.remove(record)
-            self._n_parked -= 1
-            self.timers.cancel(("parked", record))
-            if not parked:
-                del self._parked[record.open.room]
+        self._parked.remove(record)
+        self.timers.cancel(("parked", record))
 
     def _forget_askers(self, key: bytes) -> Iterable[tuple[Link, int]]:
         self.timers.cancel(("asked", key))
-        return self._askers.pop(key, ())
+        return self._askers.take(key)
 
     def lose(self, link: Link, error: PdstageError, now: float) -> None:
         """The session is over: its rooms fail, nothing further is sent under it."""
@@ -191,11 +199,8 @@ class Sending(Borrower):
                 self._fail_record(record, error, now)
             if record.in_flight == 0:
                 self._forget(record)
-        for key, askers in list(self._askers.items()):
-            for asker in [asker for asker in askers if asker[0] is link]:
-                del askers[asker]
-            if not askers:
-                self._forget_askers(key)
+        for key in self._askers.drop(link):
+            self.timers.cancel(("asked", key))
         self._forget_marks(link)
         if not link.said_bye:
             self.emit(Complaint(link.route, error))

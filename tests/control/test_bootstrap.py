@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 from urllib.request import urlopen
 
+import msgspec
 import pytest
 
 from pdstage.control import directory_http
@@ -206,7 +207,7 @@ def test_garbage_is_refused_in_words(
 
 
 def test_a_topology_that_cannot_be_is_refused(server: BootstrapServer) -> None:
-    good = json.dumps({"ttl_s": 1, "advert": json.loads(directory_http.msgspec.json.encode(advert()))})
+    good = json.dumps({"ttl_s": 1, "advert": json.loads(msgspec.json.encode(advert()))})
     body = good.replace('"tp_rank": 0', '"tp_rank": 9').encode()
     answer = raw(server, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     assert b"400" in answer.split(b"\r\n")[0]

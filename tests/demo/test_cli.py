@@ -40,6 +40,11 @@ def failed(capsys, *argv: str) -> tuple[int, str]:
         (("bench", "everything"), "'everything'"),
         (("bootstrap", "--bind", "nowhere"), "'nowhere'"),
         (("bootstrap", "--bind", "0.0.0.0:0"), "insecure"),
+        (("bootstrap", "--keys", "/no/such/file"), "/no/such/file"),
+        (("bootstrap", "--allow", "/no/such/file"), "--allow without --keys"),
+        (("keys",), "FILE"),
+        (("keys", "--public", "/no/such/file"), "/no/such/file"),
+        (("instances", "nowhere"), "'nowhere'"),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(capsys, argv, names):
@@ -85,3 +90,25 @@ def test_bootstrap_serves_until_it_is_ended():
         finally:
             process.terminate()
     assert process.returncode != 0
+
+
+def test_keys_are_made_shown_and_used(tmp_path, capsys):
+    """The operator's way: make a key file, start the directory with it, look into it."""
+    path = str(tmp_path / "cluster.key")
+    assert cli.main(["keys", path]) == 0
+    public = capsys.readouterr().out.strip()
+    assert cli.main(["keys", "--public", path]) == 0
+    assert capsys.readouterr().out.strip() == public
+    assert cli.main(["keys", path]) == 2
+    assert "exists already" in capsys.readouterr().err
+    command = [sys.executable, "-m", "pdstage.cli", "bootstrap", "--bind", "127.0.0.1:0", "--keys", path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            address = process.stdout.readline().removeprefix("directory at ").strip()
+            assert address.startswith(f"{public}@127.0.0.1:")
+            assert cli.main(["instances", address, "--keys", path]) == 0
+            assert capsys.readouterr().out == "{}\n"
+            assert cli.main(["instances", address]) == 2
+            assert "pass keys= (--keys)" in capsys.readouterr().err
+        finally:
+            process.terminate()

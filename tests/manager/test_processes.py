@@ -20,11 +20,20 @@ spawn = multiprocessing.get_context("spawn")
 class Remote:
     """Prefill ranks in processes; all that are left are killed at the end."""
 
-    def __init__(self, address: str, tp: int, transport: str, path: str, rooms: int, stop: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        address: str,
+        tp: int,
+        transport: str,
+        path: str,
+        rooms: int,
+        stop: int = 1 << 30,
+        keys: str | None = None,
+    ) -> None:
         self.pipes, self.processes = [], []
         for rank in range(tp):
             ours, theirs = spawn.Pipe()
-            args = (theirs, address, tp, rank, transport, path, rooms, stop)
+            args = (theirs, address, tp, rank, transport, path, rooms, stop, keys)
             process = spawn.Process(target=serve_prefill, args=args, daemon=True)
             process.start()
             self.pipes.append(ours)

@@ -227,6 +227,7 @@ def test_large_copies_in_either_thread(site, copy_thread):
 
 
 def test_the_callers_arrays_stay_as_they_are(site):
+    """And what the engine does with them afterwards is no matter (I9)."""
     src, dst = Rank(), Rank()
     p, d = site.prefill(src), site.decode(dst)
     pages, into = src.allocate(TOKENS), dst.allocate(TOKENS).astype(np.int32)

@@ -10,11 +10,19 @@ TOKENS = 50
 
 
 def serve_prefill(
-    pipe: Connection, address: str, tp: int, rank: int, transport: str, path: str, rooms: int, stop: int
+    pipe: Connection,
+    address: str,
+    tp: int,
+    rank: int,
+    transport: str,
+    path: str,
+    rooms: int,
+    stop: int,
+    keys: str | None,
 ) -> None:
     """Sends `rooms` rooms; of room `stop` only the first half, and then waits to be killed."""
     pool = Rank(tp, rank, n_pages=256)
-    with prefill_node(pool, address, transport=transport, path=path) as node:
+    with prefill_node(pool, address, transport=transport, path=path, keys=keys) as node:
         pipe.send("ready")
         senders = []
         for room in range(rooms):

@@ -36,7 +36,9 @@ HEADER_NBYTES = 28
 
 
 def held(version: int) -> dict[str, Any]:
-    return json.loads(golden.path(version).read_text())
+    path = golden.path(version)
+    assert path.exists(), f"version {version} has no golden files: run tests.golden, tests.replay; pin them"
+    return json.loads(path.read_text())
 
 
 def entries(part: str) -> list[Any]:

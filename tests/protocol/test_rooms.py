@@ -134,6 +134,7 @@ DEADLINES: list[tuple[dict[str, float], Callable[[World], None], Callable[[World
 def test_each_deadline_ends_the_room_with_its_reason(
     config: dict[str, float], silence: Callable[[World], object], begin: Callable[[World], object], words: str
 ) -> None:
+    """I10."""
     world = World(**config)
     silence(world)
     room = begin(world)
@@ -168,6 +169,7 @@ def test_transfer_deadline_counts_from_the_last_new_chunk() -> None:
 
 
 def test_a_write_older_than_write_s_tears_its_session_down() -> None:
+    """I8, I10."""
     world = World(write_s=2.0)
     world.hold(is_kind("write", "fence"))
     handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1])
@@ -329,6 +331,12 @@ OPEN: dict[str, object] = {
     [
         ({"rank": 1}, "rank 1 of 1"),
         ({"destinations": 0}, "rank 0 of 0"),
+        ({"destinations": 2}, "rank 0 of 2, Hello said 0 of 1"),
+        ({"asked": (("swa", 0, 8),)}, "asks for 'swa' 0..8"),
+        ({"asked": (("kv", 8, 4),)}, "asks for 'kv' 8..4"),
+        ({"asked": (("kv", 0, 4), ("kv", 4, 8))}, "asks for 'kv' 0..4"),
+        ({"shares": (("kv", "k", (5, 5, 1), 0, 2),)}, "no such shards"),
+        ({"shares": (("kv", "k", (0, 2, 1), 0, 2), ("kv", "k", (1, 2, 1), 1, 1))}, "of layer 1 twice"),
         ({"deadline_s": float("inf")}, "endless deadline"),
         ({"deadline_s": float("nan")}, "endless deadline"),
         ({"shares": (("swa", "k", (0, 2, 1), 0, 2),)}, "of layer 0"),
@@ -358,6 +366,19 @@ def test_an_open_out_of_range_ends_the_session(change: dict[str, object], words:
     world.run()
     assert any(words in complaint for complaint in world.prefill[0].complaints), world.prefill[0].complaints
     assert not world.prefill[0].core.links
+
+
+def test_a_room_ends_at_prefill_however_long_its_destination_would_wait() -> None:
+    """A destination that stays, and takes nothing, must not hold prefill's pages for as long as it likes (I10)."""
+    world = World(deadline_s=1e300, max_deadline_s=20.0, wait_s=1e9, transfer_s=1e9)
+    world.receive(1, 8, [0, 1])
+    sent = world.submit(1)
+    world.run(until=19.0)
+    assert not sent.ended, sent.error
+    world.run(until=30.0)
+    assert sent.state is State.FAILED
+    assert "not sent in its 20.0 s" in str(sent.error)
+    assert sent.released
 
 
 @pytest.mark.parametrize(
@@ -424,6 +445,7 @@ def test_a_room_that_failed_before_it_was_opened_refuses_with_the_reason() -> No
 
 
 def test_too_many_parked_rooms_are_refused() -> None:
+    """I14."""
     world = World(max_parked=3)
     handles = [world.receive(room, 4, [room]) for room in range(5)]
     world.run()
@@ -584,6 +606,7 @@ def test_chunks_split_to_what_fits(lane: int, buffer: int) -> None:
 
 
 def test_priorities_are_first_come_first_served_within() -> None:
+    """I11."""
     world = World(lane_nbytes=LEASE, n_pages=32)
     world.hold(is_kind("scatter"))
     order = [(1, 0), (2, 0), (3, 5), (4, 0), (5, 5), (6, 1)]
@@ -677,6 +700,7 @@ def test_a_prefix_that_is_there_already_is_not_sent() -> None:
 
 
 def test_a_scatter_that_fails_fails_its_room_and_frees_its_lease() -> None:
+    """I5, I13."""
     world = World()
     world.drop(is_kind("scatter"))
     handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1])
@@ -784,3 +808,63 @@ def test_a_direct_chunk_whose_cells_another_brought_still_counts_as_written(late
     world.check(handle, 1, 8)
     assert sent.state is State.SUCCESS
     assert_flat(world)
+
+
+def test_one_peer_that_parks_without_end_keeps_nobody_out() -> None:
+    """Where the cap is reached, who holds most makes room; who was turned away counts until it has agreed (I14)."""
+    world = World(max_parked=6, open_wait_s=50.0)
+    world.decode.append(greedy := world.make_decode(0, life=9))
+    greedy.name = b"D1"
+    for room in range(10):
+        world.receive(100 + room, 4, [room], 1)
+    world.run()
+    prefill = world.prefill[0].core
+    assert len(prefill._parked) == 6
+    handles = [world.receive(room, 4, [room]) for room in range(1, 4)]
+    world.run()
+    assert len(prefill._parked) == 6
+    for room in range(1, 4):
+        world.send(room, 4, [room])
+    world.run(until=5.0)
+    for room, handle in enumerate(handles, 1):
+        world.check(handle, room, 4)
+
+
+def test_parked_items_are_capped_by_their_bytes() -> None:
+    world = World(path="direct", max_parked_nbytes=2048)
+    handles = [world.receive(room, 4, [room]) for room in range(5)]
+    world.run()
+    assert [handle.ended for handle in handles] == [False] * 3 + [True] * 2
+
+
+def test_turned_away_records_still_count() -> None:
+    """A peer that never agrees to the end of its rooms gets no place for more of them."""
+    world = World(max_parked=4, open_wait_s=1.0)
+    prefill, link = greeted(world)
+    world.drop(lambda item: item.src is world.prefill[0] and item.kind == "frame")
+    for epoch in range(10, 40):
+        prefill.receive(link.route, m.encode(link.session, epoch, m.Open(**(OPEN | {"epoch": epoch}))), world.now)
+        world.now += 1.5
+        prefill.tick(world.now)
+        prefill.take_effects()
+    assert len(prefill.records) == len(prefill._parked) == 4
+
+
+def test_asking_again_and_again_is_noted_once() -> None:
+    world = World()
+    prefill, link = greeted(world)
+    for epoch in range(10, 40):
+        prefill.receive(link.route, m.encode(link.session, epoch, m.Ask(epoch, b"i7")), world.now)
+    assert prefill._forget_askers(b"i7") == [(link, 39)]
+    assert prefill._askers._n == 0
+
+
+def greeted(world: World):
+    """The prefill core and its link to D0, with no room left."""
+    handle = world.announce(0)
+    world.run()
+    world.decode[0].core.abort(handle, "only to greet", world.now)
+    world.carry(world.decode[0])
+    world.run()
+    prefill = world.prefill[0].core
+    return prefill, next(iter(prefill.links.values()))

@@ -76,6 +76,7 @@ def test_heartbeats_keep_an_idle_session_alive() -> None:
 
 
 def test_a_silent_peer_is_lost_after_its_own_promise() -> None:
+    """I10."""
     world = World(max_silence_s=2.0)
     _, decode, _, link = met(world)
     handle = world.receive(1, 8, [0, 1])
@@ -163,6 +164,7 @@ def test_a_half_open_session_expires_whatever_it_promised() -> None:
 
 
 def test_half_open_sessions_and_peers_are_capped() -> None:
+    """I14."""
     world = World(max_half_open=3)
     prefill = world.prefill[0]
     hello = m.encode
@@ -200,7 +202,7 @@ def test_the_first_frame_of_a_new_session_replaces_the_old_one() -> None:
 
 
 def test_a_lost_session_is_never_resumed() -> None:
-    """A Hello of it that comes late begins nothing: its seq would start at zero, its leases be granted twice."""
+    """A late Hello of it begins nothing: its seq would start at zero, its leases be granted twice (I6, I15)."""
     world = World(max_silence_s=1.0)
     prefill, decode, link, _ = met(world)
     hello = m.encode(m.Session(link.session.decode, 0), 0, decode.core._hello)
@@ -219,6 +221,7 @@ def test_a_lost_session_is_never_resumed() -> None:
 
 
 def test_what_prefill_remembers_of_lost_sessions_is_bounded() -> None:
+    """I14."""
     prefill = World().prefill[0].core
     for n in range(5000):
         session = m.Session(n + 1, prefill.incarnation)
@@ -353,6 +356,7 @@ def test_a_hello_that_makes_no_sense_is_refused(hello: dict[str, object]) -> Non
 
 
 def test_no_answer_to_hello_fails_the_room_in_time() -> None:
+    """I10."""
     world = World(hello_s=2.0)
     world.drop(is_kind("frame"))
     handle = world.announce(0)
@@ -367,6 +371,35 @@ def test_no_answer_to_hello_fails_the_room_in_time() -> None:
     handle = world.announce(0)
     world.run(until=4.0)
     assert handle.state is State.WAITING_FOR_INPUT, "the next room greets anew"
+
+
+def test_a_peer_that_cannot_be_reached_fails_the_rooms_that_wait_for_it_only() -> None:
+    """Its keys do not fit, say: its rooms need not wait for Hello's deadline, and may be tried again (I10)."""
+    world = World(hello_s=5.0)
+    core = world.decode[0].core
+    error = PeerError("the peer refuses this node's key", remedy="add it to its list")
+    core.unreachable(b"nobody", error, world.now)
+    assert not core.take_effects()
+    room = core.announce(b"i1", {0: b"P9"}, world.now, deadline_s=60.0)
+    core.take_effects()
+    core.unreachable(b"P9", error, world.now)
+    assert room.state is State.FAILED
+    assert room.error is error
+    assert room.released
+    assert [effect for effect in core.take_effects() if isinstance(effect, Complaint)] == [Complaint(b"P9", error)]
+    assert core.counters.sessions_refused == 1
+    assert core.next_at() is None, "nobody is greeted any more"
+    assert b"P9" not in core.peers
+    core.announce(b"i1", {0: b"P9"}, world.now, deadline_s=60.0)
+    greeting = next(e for e in core.take_effects() if isinstance(e, Send))
+    assert isinstance(m.decode(greeting.frame).message, m.Hello), "another room greets it again"
+
+
+def test_a_live_session_outlives_a_connection_that_cannot_be_made_again() -> None:
+    _, decode, _, link = met(World())
+    decode.core.unreachable(link.route, PeerError("refused"), 0.0)
+    assert link.session in decode.core.links
+    assert not decode.core.take_effects()
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -1,0 +1,146 @@
+"""The generated parts of docs/reliability.md: room diagram, deadlines, and which tests hold which invariant.
+
+    python docs/generate.py
+
+Room states come from `pdstage.protocol.room`, deadlines from `pdstage.protocol.config`, citations from the tests:
+an invariant is cited by its number (I7) in a test's docstring or comments, or in its module's docstring for them all.
+`tests/test_invariants.py` fails while the page is stale.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pdstage.protocol import config  # noqa: E402
+from pdstage.protocol.room import TRANSITIONS, State  # noqa: E402
+
+PAGE = ROOT / "docs" / "reliability.md"
+N_INVARIANTS = 16
+CITED = re.compile(r"\bI(\d{1,2})\b")
+DEADLINES = {  # field: whose, what it bounds, what happens at its end
+    "retry_s": ("both", "an unanswered question", "it is asked again"),
+    "hello_s": ("both", "a greeting: its answer, or the first frame after it", "its rooms fail, or it is forgotten"),
+    "open_s": ("decode", "from Open to every writer's Opened", "the room fails"),
+    "bind_s": ("decode", "from `receive()` to `bind()`", "the room fails"),
+    "ask_s": ("decode", "between questions whether a room is there yet", "it is asked again"),
+    "wait_s": ("decode", "from Open to the first chunk", "the room fails"),
+    "transfer_s": ("decode", "between two chunks that bring something new", "the room fails"),
+    "recall_after_s": ("decode", "a lease that may be written, is not, and is in another's way", "it is asked back"),
+    "stuck_after_s": (
+        "decode",
+        "a lane that does not move, with another that could serve",
+        "leases behind it are asked back",
+    ),
+    "drain_s": (
+        "decode",
+        "a writer's answer to Abort, or its Close after Success",
+        "the session is lost: all its rooms fail",
+    ),
+    "open_wait_s": ("prefill", "`send()` to the last destination's Open; an Open without `send()`", "the room fails"),
+    "write_s": ("prefill", "one write", "the session is lost: all its rooms fail"),
+    "fall_back_after_s": (
+        "prefill",
+        "a chunk without staging memory, where pages may be written in place",
+        "it goes direct",
+    ),
+    "max_silence_s": (
+        "both",
+        "the longest silence this node promises its peers",
+        "they lose the session: all its rooms fail",
+    ),
+}
+
+
+def diagram() -> str:
+    """The room table as mermaid."""
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {State.BOOTSTRAPPING.name}"]
+    lines += [f"    {src.name} --> {dst.name}: {event.name.lower()}" for (src, event), dst in TRANSITIONS.items()]
+    left = {state for state, _ in TRANSITIONS}
+    lines += [f"    {state.name} --> [*]" for state in State if state not in left]
+    lines += [f"    {state.name}: {state.name} ({state.value})" for state in State]
+    return "\n".join([*lines, "```"])
+
+
+def deadlines() -> str:
+    """Every `_s` of Config. A field without words here must have a docstring of its own there."""
+    said = _docstrings()
+    rows = ["| `Config` | default | side | bounds | then |", "|---|---:|---|---|---|"]
+    for field in fields(config.Config):
+        if field.name.endswith("_s"):
+            default = f"{field.default:g} s"
+            words = DEADLINES.get(field.name) or ("", said.get(field.name, ""), "")
+            if not words[1]:
+                raise SystemExit(f"Config.{field.name} needs a line in docs/generate.py, or a docstring")
+            rows.append(f"| `{field.name}` | {default} | {' | '.join(words)} |")
+    return "\n".join(rows)
+
+
+def _docstrings() -> dict[str, str]:
+    """Strings that stand under a field of Config."""
+    tree = ast.parse(Path(config.__file__).read_text())
+    (body,) = [node.body for node in tree.body if isinstance(node, ast.ClassDef)]
+    return {
+        name.target.id: " ".join(text.value.value.split())
+        for name, text in pairwise(body)
+        if isinstance(name, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+
+
+def _cited(text: str) -> set[int]:
+    return {int(number) for number in CITED.findall(text) if 1 <= int(number) <= N_INVARIANTS}
+
+
+def citations(folder: Path = ROOT / "tests") -> dict[int, Counter[str]]:
+    """By invariant: how many tests of each file cite it. The page names the files only, lest every test change it."""
+    found: dict[int, Counter[str]] = {number: Counter() for number in range(1, N_INVARIANTS + 1)}
+    for path in sorted(folder.rglob("test_*.py")):
+        source = path.read_text()
+        lines, tree = source.splitlines(), ast.parse(source)
+        shared = _cited(ast.get_docstring(tree) or "")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                comments = [line.partition("#")[2] for line in lines[node.lineno - 1 : node.end_lineno]]
+                strings = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+                for number in shared | _cited("\n".join(comments + strings)):
+                    found[number][path.relative_to(folder).as_posix()] += 1
+        for node in tree.body:  # hypothesis' state machines: a class whose rules are the test
+            if isinstance(node, ast.ClassDef):
+                for number in _cited(ast.get_source_segment(source, node) or ""):
+                    found[number][path.relative_to(folder).as_posix()] += 1
+    return found
+
+
+def table() -> str:
+    rows = ["| | held by tests in |", "|---|---|"]
+    for number, files in citations().items():
+        names = [f"[{name.removesuffix('.py')}](../tests/{name})" for name in sorted(files)]
+        rows.append(f"| I{number} | {', '.join(names)} |")
+    return "\n".join(rows)
+
+
+PARTS = {"rooms": diagram, "deadlines": deadlines, "invariants": table}
+
+
+def written(page: str) -> str:
+    """The page with its generated parts made anew."""
+    for name, make in PARTS.items():
+        begin, end = f"<!-- {name}: made by `make docs`, do not edit -->", f"<!-- /{name} -->"
+        before, found, rest = page.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not found or not closed:
+            raise SystemExit(f"{PAGE} has no place for {name}: put {begin} and {end} into it")
+        page = f"{before}{begin}\n\n{make()}\n\n{end}{after}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))

@@ -1,0 +1,89 @@
+"""The directory over a control socket with keys: encrypted, and answering only whom it lets in.
+
+Layer 4. Must not know rooms, sessions or what a layout digest means. `directory_api.py` lists the requests; one is the
+frames method, path and body, and its answer status and body.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from pdstage.control import directory_api as api
+from pdstage.control.zmq import ControlSocket
+from pdstage.errors import PdstageError, PeerError, TransportError
+
+if TYPE_CHECKING:
+    from pdstage.control.address import Address
+    from pdstage.control.directory import Directory
+    from pdstage.control.keys import Keys
+
+_LOOK_S = 1.0
+
+
+class Server:
+    """Answers in the thread that calls `serve_forever`, until `shutdown`; `address` is where peers reach it."""
+
+    def __init__(self, address: Address, directory: Directory, keys: Keys, advertise: str | None) -> None:
+        self._directory = directory
+        self._socket = _socket(keys, f"tcp://{address}", advertise)
+        self.address = self._socket.endpoint.removeprefix("tcp://")
+        self._stopping = False
+
+    def serve_forever(self) -> None:
+        while not self._stopping:
+            self._socket.wait(_LOOK_S)
+            for route, frames in self._socket.recv():
+                status, body = self._answer(frames)
+                self._socket.send(route, [b"%d" % status, body])
+            self._socket.take_refusals()
+
+    def shutdown(self) -> None:
+        self._stopping = True
+        self._socket.wake()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _answer(self, frames: list[bytes]) -> tuple[int, bytes]:
+        try:
+            if len(frames) != 3:
+                raise PeerError(f"a request of {len(frames)} frames", remedy="send method, path and body")
+            api.check_body(len(frames[2]))
+        except PdstageError as error:
+            return api.refusal(error)
+        method, target, body = frames
+        return api.answer(self._directory, method.decode(errors="replace"), target.decode(errors="replace"), body)
+
+
+def ask(address: Address, keys: Keys, request: tuple[str, str, bytes], timeout_s: float) -> tuple[int, bytes]:
+    """Status and body. Raises `PeerError` where the keys do not fit, `TransportError` where nothing answers in time."""
+    method, target, body = request
+    with _socket(keys) as socket:
+        route = socket.connect(f"tcp://{address.keyed}")
+        socket.send(route, [method.encode(), target.encode(), body])
+        until = time.monotonic() + timeout_s
+        while (left_s := until - time.monotonic()) > 0:
+            socket.wait(left_s)
+            for _, frames in socket.recv():
+                if len(frames) == 2 and frames[0].isdigit():
+                    return int(frames[0]), frames[1]
+                raise PeerError(f"what listens at {address} is no bootstrap server", remedy="check the address")
+            for _, error in socket.take_refusals():
+                raise error
+    raise TransportError(
+        f"no bootstrap server with keys answers at {address} in {timeout_s} s",
+        remedy="start one with `pdstage bootstrap --keys FILE`; check the prefill node's address, and that it has keys",
+        address=str(address),
+    )
+
+
+def _socket(keys: Keys, bind: str | None = None, advertise: str | None = None) -> ControlSocket:
+    return ControlSocket(
+        bind,
+        identity=secrets.token_bytes(8),
+        advertise=advertise,
+        max_frame_nbytes=api.MAX_ANSWER_NBYTES,
+        keys=keys,
+    )

@@ -1,0 +1,225 @@
+"""Who may connect to a CURVE socket, and what became of the connections that failed.
+
+Layer 4, beneath zmq.py. Must not know frames or what a route leads to.
+
+libzmq asks a ZAP handler (RFC 27) of its context about every client key, and tells of handshakes on a monitor socket.
+Both are served by the thread that waits on the control socket, in between: no thread of their own, no polling, and
+nothing that could outlive the socket. What libzmq has to tell waits in a bounded queue; while that is full because
+nobody waits on the socket, libzmq's thread waits too. With a ZAP domain enforced a missing handler lets nobody in.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket as sockets
+import struct
+import time
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING, NamedTuple
+
+import zmq
+
+from pdstage.control.address import Address
+from pdstage.errors import PeerError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdstage.control.keys import Keys
+
+log = logging.getLogger("pdstage")
+
+_ZAP = "inproc://zeromq.zap.01"
+_MONITOR = "inproc://pdstage.monitor"
+_DOMAIN = b"pdstage"
+_EVENT = struct.Struct("=HI")
+_ACCEPTED, _GONE = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
+_GOOD = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_BROKEN_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_PROTOCOL, _AUTH = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+_FAILED = (_BROKEN_OFF, _PROTOCOL, _AUTH)
+_EVENTS = _ACCEPTED | _GONE | _GOOD | _BROKEN_OFF | _PROTOCOL | _AUTH
+_OTHER_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+_POLLIN = int(zmq.POLLIN)
+_MOST_AT_ONCE = 4096
+_LOOK_S = 0.005
+_SAY_AGAIN_S = 60.0
+_MOST_SAID = 1024
+_BROKEN_OFF_IS_FINAL = 3
+"""A server that does not know the client's idea of its key says nothing: it hangs up, as one that ends just then."""
+
+
+class Refusal(NamedTuple):
+    """A connection that did not come about. `target` is whom this node tried to reach, empty if it was tried from
+    elsewhere.
+    """
+
+    target: str
+    error: PeerError
+
+
+class Guard:
+    """Guards one socket: makes it a CURVE server, answers for it, and gathers refusals.
+
+    Made before the socket binds. `targets`: what the socket is connected to, by libzmq's name, with its key.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        socket: zmq.Socket[bytes],
+        keys: Keys,
+        targets: Mapping[str, bytes],
+    ) -> None:
+        self._keys = keys
+        self._targets = targets
+        self._zap = context.socket(zmq.REP)
+        self._zap.bind(_ZAP)
+        socket.monitor(_MONITOR, _EVENTS)
+        self._monitor = context.socket(zmq.PAIR)
+        self._monitor.connect(_MONITOR)
+        self._monitor.getsockopt(zmq.EVENTS)  # a pipe announces nothing before it was once found empty
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        self.fds = (int(self._zap.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD)))
+        self.port = 0
+        """Where the socket listens, once it does: what libzmq tells of an accepted connection is our end's address."""
+        self.refusals: list[Refusal] = []
+        self._look_at = 0.0
+        self._said = _Said()
+        self._hosts: dict[int, str] = {}  # of accepted connections, by descriptor
+        self._failing: str | None = None  # why the accepted connection that closes next was refused
+        self._broken_off: Counter[str] = Counter()
+
+    def serve_sometimes(self) -> None:
+        """For a caller that never waits: as `serve`, but most calls only look at the clock."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            self.serve()
+
+    def serve(self) -> None:
+        """Answers what libzmq asks, and takes in what it tells, until both descriptors are silent again."""
+        while int(self._zap.getsockopt(zmq.EVENTS)) & _POLLIN:
+            self._zap.send_multipart(self._answer(self._zap.recv_multipart()))
+        events: list[tuple[int, int, str]] = []
+        while int(self._monitor.getsockopt(zmq.EVENTS)) & _POLLIN:
+            head, endpoint = self._monitor.recv_multipart()
+            events.append((*_EVENT.unpack(head), endpoint.decode()))
+            if len(events) == _MOST_AT_ONCE:
+                self._take_in(events)
+                events = []
+        self._take_in(events)
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        """RFC 27: the request is version, id, domain, address, identity, mechanism and the client's key."""
+        version, number, _, address, _, mechanism, *credentials = request
+        key = credentials[0] if mechanism == b"CURVE" and len(credentials) == 1 else b""
+        if self._keys.allows(key):
+            return [version, number, b"200", b"", key.hex().encode(), b""]
+        self._refuse(address.decode(errors="replace"), f"its key {key.hex()} is not let in here")
+        return [version, number, b"400", b"", b"", b""]
+
+    def _take_in(self, events: list[tuple[int, int, str]]) -> None:
+        closed = {value for what, value, _ in events if what == _GONE}  # these descriptors may be another's by now
+        for what, value, endpoint in events:
+            target = self._target(endpoint)
+            if what == _ACCEPTED:
+                self._hosts[value] = "an address already gone" if value in closed else _host_at(value)
+            elif target:
+                self._on_connect(what, value, target)
+            elif not endpoint.endswith(f":{self.port}"):
+                pass  # of a connection given up meanwhile
+            elif what in (_BROKEN_OFF, _PROTOCOL):  # _AUTH was our own answer: said already
+                self._failing = _why_theirs(what, value)
+            elif what == _GONE:
+                host = self._hosts.pop(value, "an unknown address")
+                if self._failing is not None:
+                    self._refuse(host, self._failing)
+                self._failing = None
+
+    def _target(self, endpoint: str) -> str:
+        """Whom an event is about, of those this node connects to; empty for a connection it accepted.
+
+        libzmq tells a host's address where it was given a name, so names are known by their ports.
+        """
+        if endpoint in self._targets:
+            return endpoint
+        port = endpoint.rpartition(":")[2]
+        named = (t for t in self._targets if t.rpartition(":")[2] == port and not _is_number(t))
+        return next(named, "")
+
+    def _on_connect(self, what: int, value: int, target: str) -> None:
+        if what == _GOOD:
+            self._broken_off.pop(target, None)
+        if what not in _FAILED:
+            return
+        if what == _BROKEN_OFF:
+            self._broken_off[target] += 1
+            if self._broken_off[target] < _BROKEN_OFF_IS_FINAL:
+                return
+        self._broken_off.pop(target, None)
+        where, key = target.removeprefix("tcp://"), self._targets[target].hex()
+        if what == _AUTH:
+            why, remedy = "refuses this node's key", f"add {self._keys.public.hex()} to its allow list"
+        elif what == _PROTOCOL and value == _OTHER_MECHANISM:
+            why, remedy = "does not encrypt", "start it with keys"
+        else:
+            why, remedy = f"does not prove to hold the key {key}", "see its log for why; look its address up again"
+        error = PeerError(f"the peer at {where} {why}", remedy=f"{remedy}, or give both the same key file")
+        self.refusals.append(Refusal(target, error))
+        self._said.warn(target, str(error))
+
+    def _refuse(self, host: str, why: str) -> None:
+        error = PeerError(
+            f"refused a connection from {host}: {why}",
+            remedy="if it belongs to this cluster, give it the cluster's key file, or add its key to the allow list",
+        )
+        self.refusals.append(Refusal("", error))
+        self._said.warn(host, str(error))
+
+
+class _Said:
+    """Each complaint about each address once a minute, however often a peer tries."""
+
+    def __init__(self) -> None:
+        self._at: OrderedDict[tuple[str, str], float] = OrderedDict()
+
+    def warn(self, about: str, text: str) -> None:
+        now, key = time.monotonic(), (about, text)
+        if now - self._at.get(key, -_SAY_AGAIN_S) < _SAY_AGAIN_S:
+            return
+        self._at[key] = now
+        self._at.move_to_end(key)
+        if len(self._at) > _MOST_SAID:
+            self._at.popitem(last=False)
+        log.warning("%s", text)
+
+
+def _why_theirs(what: int, value: int) -> str:
+    if what == _BROKEN_OFF:
+        return "it broke the handshake off (has it no keys, or another idea of this node's key?)"
+    if value == _OTHER_MECHANISM:
+        return "it does not encrypt"
+    return "it has another idea of this node's key, or does not speak this protocol"
+
+
+def _host_at(fd: int) -> str:
+    """Who is connected to libzmq's descriptor, without the port, which is another at each try."""
+    try:
+        with sockets.socket(fileno=os.dup(fd)) as connection:
+            return str(connection.getpeername()[0])
+    except OSError:  # closed meanwhile
+        return "an address already gone"
+
+
+def _is_number(target: str) -> bool:
+    try:
+        ipaddress.ip_address(Address.parse(target, "tcp").host)
+    except ValueError:  # UsageError included
+        return False
+    return True

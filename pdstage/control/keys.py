@@ -1,0 +1,188 @@
+"""A node's CURVE keys: its own pair, and the public keys of those it talks to.
+
+Layer 4. Must not know sockets or what is said over them. File formats and set-ups: docs/security.md.
+
+Keys are written as 64 hexadecimal digits, so that they fit into an address, a shell and a log line.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+import zmq
+from zmq.utils import z85
+
+from pdstage.errors import UsageError
+
+log = logging.getLogger("pdstage")
+
+NBYTES: Final = 32
+_MOST_NBYTES = 4 << 20  # of a file; a list of 40,000 named keys
+_MOST_CANDIDATES = 4
+_HEADER = """\
+# The secret key of a pdstage node, or of a cluster whose nodes all hold this file. Who can read it is one of them.
+# Its public half, for allow lists: {public}
+secret {secret}
+"""
+
+
+class Keys:
+    """A key pair, and the public keys of the peers that are let in.
+
+    Without `allow`, an allow list's path, only those who hold the same key are: one key file for the whole cluster.
+    With it every node may have a pair of its own. The list is read again when its file changed, so that a node can be
+    let in or shut out without a restart of the others; a connection made before stays. A node's own key is always let
+    in.
+    """
+
+    def __init__(self, secret: bytes, allow: str | os.PathLike[str] | None = None) -> None:
+        if len(secret) != NBYTES:
+            raise UsageError(f"a secret key of {len(secret)} bytes", remedy=f"give {NBYTES}, or a key file's path")
+        check_available()
+        self.secret = secret
+        self.public: bytes = z85.decode(zmq.curve_public(z85.encode(secret)))
+        self._allow = _AllowList(Path(allow)) if allow is not None else None
+
+    def __repr__(self) -> str:
+        return f"Keys(public={self.public.hex()})"
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], allow: str | os.PathLike[str] | None = None) -> Keys:
+        """Reads a key file, and an allow list if there is one. Raises `UsageError` naming the file and the remedy."""
+        return cls(_read_secret(Path(path)), allow)
+
+    @classmethod
+    def make(cls, path: str | os.PathLike[str]) -> Keys:
+        """A new pair, written to a new file that only its owner can read. Raises `UsageError` if it exists already."""
+        check_available()
+        secret: bytes = z85.decode(zmq.curve_keypair()[1])
+        keys = cls(secret)
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        except FileExistsError as error:
+            raise UsageError(f"{path} exists already", remedy="name a new file; keys are never overwritten") from error
+        except OSError as error:
+            raise UsageError(
+                f"cannot write {path} ({error.strerror})", remedy="name a file in a directory of yours"
+            ) from error
+        with os.fdopen(fd, "w") as file:
+            file.write(_HEADER.format(public=keys.public.hex(), secret=secret.hex()))
+        return keys
+
+    def allows(self, public: bytes) -> bool:
+        return public == self.public or (self._allow is not None and public in self._allow.read())
+
+    def candidates(self, first: bytes) -> list[bytes]:
+        """The keys that a server at a lasting address may hold: `first` or one's own, then a few of those listed.
+
+        While keys are rotated, an address known for long may tell the key of yesterday.
+        """
+        listed = sorted(self._allow.read()) if self._allow is not None else []
+        return list(dict.fromkeys([first or self.public, self.public, *listed]))[:_MOST_CANDIDATES]
+
+
+def keys_of(given: Keys | str | os.PathLike[str] | None) -> Keys | None:
+    """What an option `keys=` means: a key file's path, or keys."""
+    return given if given is None or isinstance(given, Keys) else Keys.load(given)
+
+
+def check_available() -> None:
+    """Raises `UsageError` where libzmq was built without CURVE."""
+    if not zmq.has("curve"):
+        raise UsageError(
+            f"libzmq {zmq.zmq_version()} was built without CURVE, so that nothing can be encrypted",
+            remedy="install pyzmq's wheel (pip install --force-reinstall --only-binary :all: pyzmq)",
+        )
+
+
+def parse_key(text: str) -> bytes | None:
+    """The 32 bytes that 64 hexadecimal digits stand for; None for anything else."""
+    if len(text) != 2 * NBYTES or not text.isascii() or not text.isalnum():
+        return None
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return None
+
+
+class _AllowList:
+    """A file of public keys, one a line, each with a name behind it if one likes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._version, self._keys = self._read()
+
+    def read(self) -> frozenset[bytes]:
+        """Looks into the file if it changed since; a file that went wrong leaves the last good list in force."""
+        try:
+            version = _version(self._path.stat())
+        except OSError:
+            version = ()
+        if version != self._version:
+            self._version = version  # of a bad file too, so that it is complained of once
+            try:
+                self._version, self._keys = self._read()
+            except UsageError as error:
+                log.error("the allow list as it was last read stays in force: %s", error)  # noqa: TRY400  (no trace)
+        return self._keys
+
+    def _read(self) -> tuple[tuple[int, ...], frozenset[bytes]]:
+        text, status = _read(self._path)
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise UsageError(f"others may write the allow list {self._path}", remedy=f"chmod go-w {self._path}")
+        keys = set()
+        for number, words in _lines(text):
+            key = parse_key(words[0])
+            if key is None:
+                raise UsageError(
+                    f"{self._path}, line {number}: {words[0][:16]!r}... is no public key",
+                    remedy="give one a line, as `pdstage keys --public FILE` prints it",
+                )
+            keys.add(key)
+        return _version(status), frozenset(keys)
+
+
+def _version(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _read_secret(path: Path) -> bytes:
+    text, status = _read(path)
+    # PostgreSQL's rule for its key files: the owner's alone, or root's and readable by a group, as mounted secrets are.
+    loose = 0o037 if status.st_uid == 0 else 0o077
+    if status.st_mode & loose or status.st_uid not in (0, os.geteuid()):
+        raise UsageError(
+            f"others may read or change the key file {path} (mode {stat.S_IMODE(status.st_mode):04o}, "
+            f"owner {status.st_uid})",
+            remedy=f"chmod 600 {path}, owned by the node's user; if others could read it, make new keys",
+        )
+    lines = [words for _, words in _lines(text)]
+    secret = parse_key(lines[0][1]) if len(lines) == 1 and len(lines[0]) == 2 and lines[0][0] == "secret" else None
+    if secret is None:  # what it holds is not quoted: it may be a secret
+        raise UsageError(f"{path} is no key file", remedy="make one with `pdstage keys FILE`")
+    return secret
+
+
+def _read(path: Path) -> tuple[str, os.stat_result]:
+    """A file's text and what fstat says of that very file."""
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            data = file.read(_MOST_NBYTES + 1)
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {path} ({error.strerror})", remedy="name a file made by `pdstage keys FILE`, or an allow list"
+        ) from error
+    if len(data) > _MOST_NBYTES or not data.isascii():
+        raise UsageError(f"{path} is no text file of keys", remedy="make keys with `pdstage keys FILE`")
+    return data.decode("ascii"), status
+
+
+def _lines(text: str) -> list[tuple[int, list[str]]]:
+    """Words by line number, without comments and empty lines."""
+    words = ((number, line.partition("#")[0].split()) for number, line in enumerate(text.splitlines(), 1))
+    return [(number, found) for number, found in words if found]

@@ -1,0 +1,129 @@
+"""What decode ranks say of rooms that were not submitted here yet: records of their Opens, and who asks.
+
+Layer 2, pure. Must not know messages' order or rooms' states; `sending` and `prefill` say when things move.
+
+Both tables have a cap, since any peer may name any room. Where the records' is reached, the session that holds most of
+it makes room for the others: no peer can keep another's rooms out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pdstage.protocol.outbox import Record
+    from pdstage.protocol.session import Link
+
+_RECORD_NBYTES = 512
+
+
+class Parked:
+    """Records without a room. One that was turned away still counts, until its destination has agreed."""
+
+    def __init__(self, most: int, most_nbytes: int) -> None:
+        self._most, self._most_nbytes = most, most_nbytes
+        self._nbytes: dict[Record, int] = {}
+        self._total = 0
+        self._waiting: dict[bytes, dict[Record, None]] = {}
+        self._of: dict[Link, dict[Record, None]] = {}
+        self._nbytes_of: dict[Link, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._nbytes)
+
+    def add(self, record: Record) -> list[Record] | None:
+        """Holds `record`, and says which others made room: those are forgotten. None: there is no room for it."""
+        nbytes = _RECORD_NBYTES + sum(len(items.data) for items in record.open.items)
+        out: list[Record] = []
+        while len(self) >= self._most or self._total + nbytes > self._most_nbytes:
+            link = max(self._of, key=self._weight, default=record.link)
+            if self._weight(link) <= self._weight(record.link) + self._weight_of(1, nbytes):
+                for other in out:  # nobody is turned away for nothing: these were the heaviest all the same
+                    self.add(other)
+                return None
+            out.append(next(reversed(self._of[link])))
+            self.remove(out[-1])
+        self._nbytes[record] = nbytes
+        self._total += nbytes
+        self._waiting.setdefault(record.open.room, {})[record] = None
+        self._of.setdefault(record.link, {})[record] = None
+        self._nbytes_of[record.link] = self._nbytes_of.get(record.link, 0) + nbytes
+        return out
+
+    def take(self, key: bytes) -> list[Record]:
+        """The records that wait for a room; they are no longer held."""
+        records = list(self._waiting.get(key, ()))
+        for record in records:
+            self.remove(record)
+        return records
+
+    def waiting(self) -> Iterator[Record]:
+        for records in list(self._waiting.values()):
+            yield from list(records)
+
+    def turn_away(self, record: Record) -> None:
+        """It waits no more, but counts."""
+        records = self._waiting.get(record.open.room, {})
+        records.pop(record, None)
+        if not records:
+            self._waiting.pop(record.open.room, None)
+
+    def remove(self, record: Record) -> None:
+        if record not in self._nbytes:
+            return
+        self.turn_away(record)
+        nbytes = self._nbytes.pop(record)
+        self._total -= nbytes
+        self._nbytes_of[record.link] -= nbytes
+        records = self._of[record.link]
+        del records[record]
+        if not records:
+            del self._of[record.link], self._nbytes_of[record.link]
+
+    def _weight(self, link: Link) -> float:
+        return self._weight_of(len(self._of.get(link, ())), self._nbytes_of.get(link, 0))
+
+    def _weight_of(self, n: int, nbytes: int) -> float:
+        """The larger of its parts of the two caps."""
+        return max(n / self._most, nbytes / self._most_nbytes)
+
+
+class Askers:
+    """Who asked whether a room is there; of each session and room the latest epoch. Beyond the cap none is noted."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._n = 0
+        self._of: dict[bytes, dict[Link, int]] = {}
+
+    def __len__(self) -> int:
+        """Rooms asked for."""
+        return len(self._of)
+
+    def note(self, key: bytes, link: Link, epoch: int) -> bool:
+        asking = self._of.get(key, {})
+        if link not in asking:
+            if self._n >= self._most:
+                return False
+            self._n += 1
+        asking[link] = max(epoch, asking.get(link, epoch))
+        self._of[key] = asking
+        return True
+
+    def take(self, key: bytes) -> list[tuple[Link, int]]:
+        asking = self._of.pop(key, {})
+        self._n -= len(asking)
+        return list(asking.items())
+
+    def drop(self, link: Link) -> list[bytes]:
+        """Forgets a session; the rooms that nobody asks for any more."""
+        empty = []
+        for key, asking in list(self._of.items()):
+            if asking.pop(link, None) is not None:
+                self._n -= 1
+            if not asking:
+                del self._of[key]
+                empty.append(key)
+        return empty

@@ -1,0 +1,196 @@
+"""Key files and allow lists: what is read, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import zmq
+
+from pdstage.control import keys as module
+from pdstage.control.address import Address
+from pdstage.control.keys import Keys, keys_of
+from pdstage.errors import UsageError
+
+
+def listed(path: Path, *keys: Keys, mode: int = 0o644) -> Path:
+    path.write_text("# who may come in\n\n" + "".join(f"{one.public.hex()}  node {i}\n" for i, one in enumerate(keys)))
+    path.chmod(mode)
+    return path
+
+
+def test_a_made_key_is_private_and_read_back(tmp_path: Path) -> None:
+    made = Keys.make(tmp_path / "k")
+    assert stat.S_IMODE((tmp_path / "k").stat().st_mode) == 0o600
+    read = Keys.load(tmp_path / "k")
+    assert (read.secret, read.public) == (made.secret, made.public)
+    assert made.public.hex() in (tmp_path / "k").read_text(), "an operator finds the public half there"
+    assert Keys.make(tmp_path / "other").public != made.public
+
+
+def test_a_secret_is_never_shown(tmp_path: Path) -> None:
+    made = Keys.make(tmp_path / "k")
+    for text in (repr(made), f"{made}", f"{[made]}"):
+        assert made.secret.hex() not in text
+        assert made.public.hex() in text
+
+
+def test_a_key_is_never_overwritten(tmp_path: Path) -> None:
+    Keys.make(tmp_path / "k")
+    before = (tmp_path / "k").read_bytes()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for taken in ("k", "link"):
+        with pytest.raises(UsageError, match=f"{taken} exists already.*never overwritten"):
+            Keys.make(tmp_path / taken)
+    assert (tmp_path / "k").read_bytes() == before
+    assert not (tmp_path / "elsewhere").exists()
+    with pytest.raises(UsageError, match="cannot write .*no/such"):
+        Keys.make(tmp_path / "no/such/folder")
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660, 0o602, 0o610, 0o666])
+def test_loose_permissions_are_refused_with_the_remedy(tmp_path: Path, mode: int, monkeypatch) -> None:
+    path = tmp_path / "k"
+    Keys.make(path)
+    path.chmod(mode)
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(UsageError, match=f"{path}.*mode {mode:04o}.*chmod 600 {path}"):
+        Keys.load(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_mounted_secret_of_roots_may_be_read_by_its_group(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "k"
+    Keys.make(path)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    path.chmod(0o440)
+    assert Keys.load(path)
+    for mode in (0o444, 0o460):
+        path.chmod(mode)
+        with pytest.raises(UsageError, match="others may read or change"):
+            Keys.load(path)
+    path.chmod(0o400)
+    os.chown(path, 54321, -1)
+    with pytest.raises(UsageError, match="owner 54321"):
+        Keys.load(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"# nothing but a comment\n",
+        b"secret\n",
+        b"secret 1234\n",
+        b"secret " + b"g" * 64,
+        b"secret " + b"ab" * 32 + b"\nsecret " + b"cd" * 32,
+        b"ab" * 32,
+        b"-----BEGIN PRIVATE KEY-----\nabc\n",
+        os.urandom(4096),
+        b"\xc3\xa9" * 40,
+    ],
+)
+def test_garbage_is_no_key_file_and_is_not_quoted(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "k"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(UsageError, match=f"{path} is no .*pdstage keys FILE") as refused:
+        Keys.load(path)
+    assert "abab" not in str(refused.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent", tmp_path):
+        with pytest.raises(UsageError, match=f"cannot read {path}"):
+            Keys.load(path)
+    (tmp_path / "huge").write_bytes(b"#" * (5 << 20))
+    (tmp_path / "huge").chmod(0o600)
+    with pytest.raises(UsageError, match="huge is no text file"):
+        Keys.load(tmp_path / "huge")
+
+
+def test_without_a_list_only_the_same_key_is_let_in(tmp_path: Path) -> None:
+    one, other = Keys.make(tmp_path / "one"), Keys.make(tmp_path / "other")
+    assert one.allows(one.public)
+    assert not one.allows(other.public)
+    assert not one.allows(b"")
+
+
+def test_a_list_is_read_again_when_it_changed(tmp_path: Path, caplog) -> None:
+    a, b, c = (Keys.make(tmp_path / name) for name in "abc")
+    path = listed(tmp_path / "allow", b)
+    held = Keys.load(tmp_path / "a", path)
+    assert [held.allows(one.public) for one in (a, b, c)] == [True, True, False]
+    replacement = listed(tmp_path / "next", c)
+    replacement.rename(path)
+    assert [held.allows(one.public) for one in (a, b, c)] == [True, False, True]
+    path.write_text("what is this\n")
+    for _ in range(3):
+        assert held.allows(c.public), "a list gone wrong changes nothing"
+    assert caplog.text.count("line 1: 'what'") == 1, "said once"
+    listed(path, b, mode=0o666)
+    assert not held.allows(b.public), "nor does one that anybody may write"
+    path.chmod(0o644)
+    assert held.allows(b.public)
+    listed(path, c)
+    assert held.allows(c.public)
+    path.unlink()
+    for _ in range(3):
+        assert held.allows(c.public)
+    assert caplog.text.count("cannot read") == 1
+    listed(path, b, c)
+    assert [held.allows(one.public) for one in (a, b, c)] == [True, True, True]
+
+
+def test_bad_lists_are_refused(tmp_path: Path) -> None:
+    one = Keys.make(tmp_path / "k")
+    path = listed(tmp_path / "allow", one)
+    path.chmod(0o664)
+    with pytest.raises(UsageError, match=f"others may write the allow list {path}.*chmod go-w"):
+        Keys.load(tmp_path / "k", path)
+    with pytest.raises(UsageError, match="line 3: 'secret"):
+        Keys.load(tmp_path / "k", tmp_path / "k")
+    with pytest.raises(UsageError, match="absent"):
+        Keys.load(tmp_path / "k", tmp_path / "absent")
+
+
+def test_what_the_option_takes(tmp_path: Path) -> None:
+    made = Keys.make(tmp_path / "k")
+    assert keys_of(None) is None
+    assert keys_of(made) is made
+    for path in (tmp_path / "k", str(tmp_path / "k")):
+        assert keys_of(path).public == made.public
+    with pytest.raises(UsageError, match="a secret key of 3 bytes"):
+        Keys(b"abc")
+
+
+def test_a_libzmq_without_curve_is_told(tmp_path: Path, monkeypatch) -> None:
+    Keys.make(tmp_path / "k")
+    monkeypatch.setattr(module.zmq, "has", lambda feature: feature != "curve")
+    for call in (Keys.make, Keys.load):
+        with pytest.raises(UsageError, match=f"libzmq {zmq.zmq_version()} was built without CURVE.*pip install"):
+            call(tmp_path / "k")
+
+
+def test_an_address_carries_the_key_of_who_listens() -> None:
+    key = bytes(range(32))
+    for text in (f"tcp://{key.hex()}@127.0.0.1:80", f"{key.hex()}@127.0.0.1:80"):
+        address = Address.parse(text, "tcp")
+        assert address == Address("127.0.0.1", 80, key)
+        assert (str(address), address.keyed) == ("127.0.0.1:80", f"{key.hex()}@127.0.0.1:80")
+    assert Address.parse(f"{key.hex()}@[::1]:80", "tcp").key == key
+    for wrong in (
+        "@127.0.0.1:80",
+        "abc@127.0.0.1:80",
+        f"{'g' * 64}@h:80",
+        f"{key.hex()}a@h:80",
+        f" {key.hex()[1:]}@h:1",
+    ):
+        with pytest.raises(UsageError, match="no public key before its @"):
+            Address.parse(wrong, "tcp")
+    with pytest.raises(UsageError, match="no public key before its @"):
+        Address.parse(f"{key.hex()}@127.0.0.1:80", "tcp", listening=True)

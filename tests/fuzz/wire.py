@@ -1,0 +1,216 @@
+"""Targets: the bytes of frames, tags and transports' descriptions, and what is computed from a peer's layout."""
+
+from __future__ import annotations
+
+import socket
+import zlib
+from functools import cache
+
+import numpy as np
+
+from pdstage.errors import PdstageError, PeerError, UsageError
+from pdstage.layout import Layout, Region
+from pdstage.plan import Rect, Share, selects, shares, wire_order
+from pdstage.protocol import messages as m
+from pdstage.protocol.handshake import check_items, incompatible
+from pdstage.protocol.told import layout_problem
+from pdstage.spans import DirectPlan, Index
+from pdstage.topology import Topology
+from pdstage.transport.local import LocalTransport
+from tests.fuzz.draw import Draw, altered_bytes, altered_msgpack
+from tests.pair import Memory, make_layout, pool_nbytes
+
+_HEAD = 28
+_SHAPE = {"heads": 2, "tp": 1, "rank": 0, "layers": (0, 2), "n_pages": 16}
+COMPONENTS = ("kv", "swa")
+
+
+@cache
+def own_layout() -> Layout:
+    return make_layout(Memory(pool_nbytes(**_SHAPE)), **_SHAPE)
+
+
+@cache
+def samples() -> tuple[m.AnyMessage, ...]:
+    """One message of each kind, as an honest peer may say it."""
+    rect, layout, place = Rect("kv", 0, 8, 0, 2), own_layout(), Topology()
+    lanes = (m.LaneSpan(1 << 40, 4096), m.LaneSpan((1 << 40) + 4096, 4096))
+    items = (m.Items("kv", 0, memoryview(np.array([3, 1], np.int32)).cast("B")),)
+    share = (Share("kv", "k", (0, 2, 1), 0, 2), Share("kv", "v", (0, 2, 1), 0, 2))
+    return (
+        m.Hello(place, layout, "test", b"", lanes, 10.0, ("direct", "checksum")),
+        m.Welcome(place, layout, "test", b"", 10.0, ("checksum",)),
+        m.HelloRefused("no"),
+        m.Ask(1, b"i1"),
+        m.Asking(1, True),
+        m.Open(1, b"i1", share, (m.Asked("kv", 0, 8),), items, 0, 1, True, 0, 60.0),
+        m.Opened(1, "accepted", ""),
+        m.Reserve(1, 0, 0, 256, (rect,)),
+        m.Lease(1, 0, 0, 0, 0, 256, 0),
+        m.Refused(1, 0, 0, "too_big", 128),
+        m.Watermark(0, 4096),
+        m.Recall(1, 0, 0, 0, 0, 0),
+        m.Returned(1, 0, 0, 0, 0),
+        m.CloseOk(1, (m.Written(0, 0, 0),), b"aux"),
+        m.CloseFailed(1, "why"),
+        m.Closed(1),
+        m.Abort(1, "why", False),
+        m.Drained(1),
+        m.Heartbeat(),
+        m.Bye(),
+        m.NoSession(1),
+    )
+
+
+# Frames.
+
+
+def frame_seeds() -> list[bytes]:
+    return [m.encode(m.Session(1, 2), 3, message) for message in samples()]
+
+
+def alter_frame(frame: bytes, draw: Draw) -> bytes:
+    if draw.chance(32):
+        return altered_bytes(frame, draw)
+    return frame[:_HEAD] + altered_msgpack(frame[_HEAD:], draw)
+
+
+def run_frame(data: bytes) -> None:
+    """What decodes comes back as it went; all else is a `PeerError` of a bounded length."""
+    try:
+        frame = m.decode(data)
+    except PeerError as error:
+        assert len(str(error)) < 8192, "an error that a peer can make as long as it likes"
+        return
+    again = m.encode(*frame)
+    assert m.encode(*m.decode(again)) == again
+    match frame.message:
+        case m.Hello(layout=layout) | m.Welcome(layout=layout):
+            _use_layout(layout)
+        case m.Open(items=items, asked=asked):
+            _use_items(items, asked)
+
+
+def _use_layout(layout: Layout) -> None:
+    """All that cores and nodes compute from a layout they accepted."""
+    problem = layout_problem(layout)
+    if problem:
+        assert len(problem) < 8192
+        return
+    layout.digest()
+    wire_order(own_layout(), layout)
+    if incompatible(own_layout(), layout):
+        return
+    try:
+        dealt = shares({0: layout}, own_layout(), (1, 0))[0]
+    except UsageError:
+        return
+    rects = (Rect("kv", 0, 8, 0, 2),)
+    plan = DirectPlan(own_layout(), selects(own_layout(), dealt, rects), layout, selects(layout, dealt, rects))
+    plan.n_descriptors({"kv": (0, 8)})
+    last = layout.component("kv").n_items - 1
+    pages = np.array([min(last, (1 << 31) - 1), 0], np.int32)
+    try:
+        spans = plan.spans({"kv": (0, 8)}, {"kv": Index.of(np.array([3, 1], np.int32))}, {"kv": Index.of(pages)})
+    except UsageError:
+        return
+    check_inside(spans.dst.tolist(), spans.nbytes.tolist(), layout.regions)
+    check_inside(spans.src.tolist(), spans.nbytes.tolist(), own_layout().regions)
+
+
+def check_inside(starts: list[int], sizes: list[int], regions: tuple[Region, ...]) -> None:
+    """Every span lies in one region."""
+    for start, nbytes in zip(starts, sizes, strict=True):
+        assert any(region.base <= start and start + nbytes <= region.base + region.nbytes for region in regions), (
+            f"a span of {nbytes} bytes at {start:#x} is outside every region"
+        )
+
+
+def _use_items(items: tuple[m.Items, ...], asked: tuple[m.Asked, ...]) -> None:
+    by_name = {ask.component: ask for ask in asked}
+    for one in items:
+        try:
+            check_items(own_layout(), one, by_name.get(one.component))
+        except PeerError:
+            continue
+        assert all(0 <= number < 16 for number in np.frombuffer(one.data, "<i4").tolist())
+
+
+# Tags.
+
+
+def tag_seeds() -> list[bytes]:
+    rects = (Rect("kv", 0, 8, 0, 2), Rect("swa", 4, 8, 1, 2))
+    tags = [m.Tag(m.Session(1, 2), 1, 0, lane, 0, rects[:n], 7) for lane, n in ((0, 1), (m.DIRECT, 2), (1, 0))]
+    return [m.encode_tag(tag, COMPONENTS) for tag in tags]
+
+
+def run_tag(data: bytes) -> None:
+    try:
+        tag = m.decode_tag(data, COMPONENTS)
+    except PeerError as error:
+        assert str(error)
+        return
+    assert m.encode_tag(tag, COMPONENTS)[4:] == data[4:], "all but the versions, which a later node may raise"
+    assert m.tag_session(data) == tag.session
+
+
+# Descriptions and datagrams of the local transport.
+
+
+class _Ends:
+    """A transport that meets strangers, and an honest one beside it whose memory nobody may touch."""
+
+    def __init__(self) -> None:
+        self.memory = np.zeros(8192, np.uint8)
+        self.honest, self.victim = LocalTransport(), LocalTransport()
+        base = self.memory.ctypes.data
+        self.regions = [Region(base, 4096), Region(base + 4096, 4096)]
+        self.victim.register(self.regions[:1])
+        self.honest.register(self.regions[1:])
+        self.body = self.honest.describe()[4:]
+        self.sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+
+
+@cache
+def _ends() -> _Ends:
+    return _Ends()
+
+
+def description_seeds() -> list[bytes]:
+    return [bytes(8), b"\xff\x93\xafpdstage.local.1\x94\xa0\x80\x01\x02\xa0\x90", b"\xfe1234\xc0"]
+
+
+def run_description(data: bytes) -> None:
+    """`data`: choices that alter a true description, or, after a first byte of 0xff, the description itself."""
+    ends = _ends()
+    body = data[1:] if data[:1] == b"\xff" else altered_msgpack(ends.body, Draw(data))
+    told = zlib.crc32(body).to_bytes(4, "little") + body
+    if data[:1] == b"\xfe":
+        told = data
+    before = ends.memory.tobytes()
+    try:
+        ends.victim.connect("peer", told)
+        ends.victim.prepare("peer", ends.regions[1:])
+    except PdstageError as error:
+        assert len(str(error)) < 1 << 20
+    else:
+        target = ends.victim._links["peer"].description
+        assert target.inbox == ends.honest._inbox.name, "connected to a transport that it was not told of"
+    finally:
+        ends.victim.disconnect("peer")
+    assert ends.memory.tobytes() == before
+
+
+def datagram_seeds() -> list[bytes]:
+    return [b"", b"tag", *tag_seeds()]
+
+
+def run_datagram(data: bytes) -> None:
+    """Anything may be sent to an inbox; it comes out as it went in, or not at all."""
+    ends = _ends()
+    ends.sender.sendto(data, "\0" + ends.victim._inbox.name)
+    tags = [event.tag for event in ends.victim.poll()]
+    assert tags == [data]
+    for tag in tags:
+        run_tag(tag)

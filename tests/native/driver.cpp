@@ -1,0 +1,247 @@
+// The parts of csrc/host that threads share, driven by threads and nothing else: what ThreadSanitizer and
+// AddressSanitizer watch.
+//
+//     driver             everything; ends 0 unless a byte is wrong
+//     driver BUG         one deliberate bug, made by wrong use and met inside csrc/host: overflow, overread, undefined,
+//                        race, unlocked; the sanitizer that sees its kind must end the program
+#include <sys/eventfd.h>
+#include <sys/wait.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "host/copy.hpp"
+#include "host/peer_memory.hpp"
+#include "host/quick_calls.hpp"
+#include "host/spans.hpp"
+
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kThreadSanitizer = true;  // does not follow a fork of a process with threads
+#else
+constexpr bool kThreadSanitizer = false;
+#endif
+
+namespace {
+
+using pdstage::Byte;
+using Ints = std::vector<std::int64_t>;
+
+constexpr std::int64_t kItems = 320, kUsed = 160, kTokens = 16, kShards = 8, kWidth = 256;
+constexpr std::int64_t kRow = kShards * kWidth, kItem = kTokens * kRow;
+constexpr std::int64_t kStaged = kUsed * kItem;  // 5 MiB: enough to be shared among threads
+constexpr std::size_t kHelpers = 3;
+
+void expect(bool holds, const char* what) {
+    if (holds) return;
+    std::fprintf(stderr, "wrong: %s\n", what);
+    std::_Exit(1);
+}
+
+// Calls `work(0)`, ..., `work(n - 1)`, each on a thread of its own.
+template <class Work>
+void at_once(std::size_t n, const Work& work) {
+    std::vector<std::thread> threads;
+    for (std::size_t i = 0; i < n; ++i) threads.emplace_back([&, i] { work(i); });
+    for (std::thread& thread : threads) thread.join();
+}
+
+std::int64_t address(const void* at) {
+    return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(at));
+}
+
+// Pages of tokens of shards in memory of its own; `shards_first` turns the two inner axes around.
+struct Paged {
+    explicit Paged(bool shards_first) : memory(static_cast<std::size_t>(kItems * kItem)) {
+        view = {0,
+                address(memory.data()),
+                kItem,
+                kTokens,
+                kTokens,
+                0,
+                shards_first ? kWidth : kRow,
+                kShards,
+                shards_first ? kTokens * kWidth : kWidth,
+                1,
+                0,
+                kWidth,
+                1,
+                0,
+                7};
+        for (std::int64_t i = 0; i < kUsed; ++i) items.push_back(i * 7 % kItems);
+        for (std::size_t i = 0; i < memory.size(); ++i) memory[i] = static_cast<Byte>(i * 31 + i / 251);
+    }
+    pdstage::CopyPlan plan(std::size_t n_threads, bool checksum) const {
+        return {{view}, {{kTokens, kItems}}, pdstage::Wire::kToken, {n_threads, checksum}};
+    }
+    std::vector<pdstage::Part> parts() const { return {{address(items.data()), 64, kUsed, 0, 0, kUsed * kTokens}}; }
+
+    std::vector<Byte> memory;
+    Ints items;
+    pdstage::View view;
+};
+
+// Plans that helpers share out, used by several threads at the same time, against one thread alone.
+void copies() {
+    const Paged src(false);
+    const auto alone = src.plan(1, true);
+    std::vector<Byte> expected(kStaged);
+    std::uint64_t expected_sum = 0;
+    expect(alone.gather(expected.data(), kStaged, src.parts(), &expected_sum).fault == pdstage::Fault::kNone, "gather");
+    const auto shared = src.plan(kHelpers + 1, true);
+    at_once(3, [&](std::size_t) {
+        std::vector<Byte> staged(kStaged);
+        std::uint64_t sum = 0;
+        shared.gather(staged.data(), kStaged, src.parts(), &sum);
+        expect(staged == expected && sum == expected_sum, "a shared gather");
+        Paged dst(true);
+        const auto back = dst.plan(kHelpers + 1, true);
+        std::memset(dst.memory.data(), 0, dst.memory.size());
+        sum = 0;
+        back.scatter(staged.data(), kStaged, dst.parts(), &sum);
+        expect(sum == expected_sum, "a shared scatter");
+        std::memset(dst.memory.data(), 0, dst.memory.size());
+        sum = 0;
+        shared.copy_to(back, src.parts(), dst.parts(), &sum);
+        expect(sum == expected_sum, "a shared copy from pool to pool");
+        std::fill(staged.begin(), staged.end(), Byte{0});
+        back.gather(staged.data(), kStaged, dst.parts(), nullptr);
+        expect(staged == expected, "what came back");
+    });
+}
+
+// Many small jobs from several threads: helpers wake, help, and find nothing left.
+void workers() {
+    at_once(4, [](std::size_t caller) {
+        for (std::size_t round = 0; round < 200; ++round) {
+            std::vector<int> done(1 + (caller * 7 + round) % 33);
+            pdstage::Workers::run(1 + round % 5, done.size(), [&](std::size_t piece) { ++done[piece]; });
+            expect(std::all_of(done.begin(), done.end(), [](int n) { return n == 1; }), "each piece done once");
+        }
+    });
+}
+
+// A child has none of its parent's threads, and makes its own.
+void fork_and_copy() {
+    const pid_t child = ::fork();
+    if (child == 0) {
+        workers();
+        copies();
+        std::exit(0);  // joins the child's helpers
+    }
+    int status = 0;
+    expect(::waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child");
+}
+
+void spans() {
+    const Paged src(false), dst(false);
+    const pdstage::DirectPlan plan({{src.view, dst.view, false, 0}}, {{kTokens, kItems}}, {{kTokens, kItems}});
+    at_once(3, [&](std::size_t) {
+        pdstage::Spans found;
+        expect(plan.spans(src.parts(), dst.parts(), found).fault == pdstage::Fault::kNone, "spans");
+        expect(std::accumulate(found.nbytes.begin(), found.nbytes.end(), std::int64_t{0}) == kStaged, "spans' bytes");
+        std::vector<std::size_t> starts(kUsed);
+        const std::size_t n = pdstage::group_starts(src.items.data(), dst.items.data(), kUsed, starts.data());
+        expect(n > 1 && n <= kUsed, "runs of items");
+    });
+}
+
+// Into this process: the call is the same, and every byte is ours to look at. More spans than one call takes.
+void peer_memory() {
+    at_once(2, [](std::size_t) {
+        const std::vector<Byte> from(4096, 5);
+        std::vector<Byte> to(4096);
+        Ints src, dst, nbytes;
+        for (std::int64_t at = 0; at + 2 <= 4096; at += 2) {
+            src.push_back(address(&from[static_cast<std::size_t>(at)]));
+            dst.push_back(address(&to[static_cast<std::size_t>(at)]));
+            nbytes.push_back(1);
+        }
+        const auto result = pdstage::write_peer(::getpid(), src.data(), dst.data(), nbytes.data(), src.size());
+        expect(result.error == EPERM || (result.error == 0 && result.written == 2048 && to[4094] == 5 && to[1] == 0),
+               "spans written through the kernel");
+    });
+}
+
+void quick_calls() {
+    const int event = ::eventfd(0, EFD_NONBLOCK);
+    int pair[2];
+    expect(event >= 0 && ::socketpair(AF_UNIX, SOCK_DGRAM, 0, pair) == 0, "descriptors");
+    const int on = 1;
+    ::setsockopt(pair[1], SOL_SOCKET, SO_PASSCRED, &on, sizeof(on));
+    std::atomic<int> n_received{0};
+    at_once(3, [&](std::size_t caller) {
+        if (caller == 0) {
+            char data[16];
+            while (n_received < 200) {
+                if (!pdstage::is_readable(pair[1])) continue;
+                const pdstage::Datagram got = pdstage::recv_datagram(pair[1], data, sizeof(data));
+                if (got.nbytes < 0) continue;
+                expect(got.nbytes == 7 && got.whole && got.uid == ::getuid(), "a datagram");
+                ++n_received;
+                pdstage::lower_event(event);
+            }
+            return;
+        }
+        for (int i = 0; i < 100; ++i) {
+            while (pdstage::send_datagram(pair[0], "seven b", 7) != 0) std::this_thread::yield();
+            pdstage::raise_event(event);
+        }
+    });
+    for (const int fd : {event, pair[0], pair[1]}) ::close(fd);
+}
+
+// What a caller may never do, and what a sanitizer must see.
+int plant(const std::string& bug) {
+    const Paged src(false);
+    if (bug == "overflow") {  // staging memory shorter than it is said to be
+        std::vector<Byte> staged(kStaged - 64);
+        src.plan(1, false).gather(staged.data(), kStaged, src.parts(), nullptr);
+    } else if (bug == "overread") {  // a list of items shorter than it is said to be
+        const auto items = std::make_unique<std::int64_t[]>(kUsed - 1);
+        auto parts = src.parts();
+        parts[0].items = address(items.get());
+        std::vector<Byte> staged(kStaged);
+        src.plan(1, false).gather(staged.data(), kStaged, parts, nullptr);
+    } else if (bug == "undefined") {  // an item's offset past 64 bits
+        pdstage::View view = src.view;
+        view.item_stride = std::int64_t{1} << 61;
+        std::vector<Byte> staged(kStaged);
+        pdstage::CopyPlan({view}, {{kTokens, kItems}}, pdstage::Wire::kToken, {})
+            .gather(staged.data(), kStaged, src.parts(), nullptr);
+    } else if (bug == "race") {  // work that is not made for several threads
+        int n = 0;
+        for (int round = 0; round < 50; ++round)
+            pdstage::Workers::run(4, 64, [&](std::size_t) {
+                ++n;
+                std::this_thread::yield();
+            });
+    } else if (bug == "unlocked") {  // two threads gather into one buffer
+        std::vector<Byte> staged(kStaged);
+        const auto plan = src.plan(1, false);
+        at_once(2, [&](std::size_t) { plan.gather(staged.data(), kStaged, src.parts(), nullptr); });
+    } else {
+        std::fprintf(stderr, "no such bug: %s\n", bug.c_str());
+        return 2;
+    }
+    std::fprintf(stderr, "nobody saw it: %s\n", bug.c_str());
+    return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc > 1) return plant(argv[1]);
+    workers();
+    copies();
+    if (!kThreadSanitizer) fork_and_copy();
+    spans();
+    peer_memory();
+    quick_calls();
+    return 0;
+}
