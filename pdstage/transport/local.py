@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from pdstage.spans import Spans
 
 _DEAD_REMEMBERED = 1024
+_GONE_REMEMBERED = 8192
 
 _here: weakref.WeakValueDictionary[str, LocalTransport] = weakref.WeakValueDictionary()
 
@@ -124,6 +125,7 @@ class LocalTransport(Transport):
         self._identity = own_identity()
         self._links: dict[str, _Link] = {}
         self._met: dict[str, list[Process | _Here]] = {}
+        self._targets: dict[tuple[int, int, str], Process | _Here] = {}  # one a process, however often it connects
         self._blocked: set[_Link] = set()
         self._events: deque[Event] = deque()
         self._tickets = count(1)
@@ -160,20 +162,29 @@ class LocalTransport(Transport):
         if told.inbox == self._inbox.name:
             raise UsageError(f"peer {peer!r} is this transport itself", remedy="connect two transports", peer=peer)
         told.identity.check_reachable_from(self._identity, peer)
-        target = _Here(told.inbox) if told.identity == self._identity else Process(told.identity, peer)
+        here = told.identity == self._identity
+        place = (told.identity.pid, told.identity.started, told.inbox if here else "")
+        known = self._targets.get(place)
+        target = known if known is not None and not known.gone() else self._target(told, peer)
         fresh = _Link(peer, told, target)
         try:
             fresh.check_alive()
             if isinstance(target, Process):
                 target.check_holds(told.inbox)
         except PdstageError:
-            target.close()
+            if target is not known:
+                target.close()
             fresh.outbox.close()
             raise
         self.disconnect(peer)
         self._links[peer] = fresh
-        self._met[peer] = [*(other for other in self._met.pop(peer, ()) if not other.gone()), target]
+        self._targets[place] = target
+        others = (other for other in self._met.pop(peer, ()) if other is not target and not other.gone())
+        self._met[peer] = [*others, target]
         self._forget_dead()
+
+    def _target(self, told: _Description, peer: str) -> Process | _Here:
+        return _Here(told.inbox) if told.identity == self._identity else Process(told.identity, peer)
 
     def prepare(self, peer: str, regions: Sequence[Region]) -> None:
         link = self._link(peer)
@@ -240,9 +251,9 @@ class LocalTransport(Transport):
             self.disconnect(peer)
         self._closed = True
         _here.pop(self._inbox.name, None)
-        for targets in self._met.values():
-            for target in targets:
-                target.close()
+        for target in self._targets.values():
+            target.close()
+        self._targets.clear()
         self._met.clear()
         self._events.clear()
         self._epoll.close()
@@ -284,10 +295,15 @@ class LocalTransport(Transport):
             self._tell(PostFailed(ticket, error))
 
     def _forget_dead(self) -> None:
-        """Closes what the dead still hold, and forgets the longest dead beyond the number promised."""
-        dead = [peer for peer in self._met if peer not in self._links and self.proved_dead(peer)]
+        """Closes what the dead still hold, and forgets the longest dead, and the longest gone, beyond a number each."""
+        for place in [place for place, target in self._targets.items() if target.gone()]:
+            del self._targets[place]
+        gone = [peer for peer in self._met if peer not in self._links]
+        dead = [peer for peer in gone if self.proved_dead(peer)]
         for peer in dead[: max(0, len(dead) - _DEAD_REMEMBERED)]:
             del self._met[peer]
+        for peer in gone[: max(0, len(gone) - _GONE_REMEMBERED)]:
+            self._met.pop(peer, None)
 
 
 def _raise(bell: int) -> None:

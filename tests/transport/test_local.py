@@ -124,6 +124,23 @@ def test_the_dead_hold_no_descriptors_and_are_forgotten_beyond_the_promise(monke
     assert n_fds() < before
 
 
+def test_a_living_process_that_connects_again_and_again_takes_one_descriptor(ends, monkeypatch):
+    """Each greeting has a name of its own; those that are gone are forgotten beyond a number (I14)."""
+    monkeypatch.setattr("pdstage.transport.local._GONE_REMEMBERED", 3)
+    a, b = ends
+    described = b.describe()
+    a.connect("first", described)
+    before = n_fds()
+    for n in range(20):
+        a.connect(f"b{n}", described)
+        a.disconnect(f"b{n}")
+    assert n_fds() == before
+    assert len(a.transport._met) <= 6
+    assert len(a.transport._targets) == 1
+    b.kill()
+    assert a.proved_dead("first")
+
+
 def test_tags_to_one_peer_keep_their_order_though_its_queue_was_full(ends):
     a, b = ends
     a.connect("b", b.describe())
