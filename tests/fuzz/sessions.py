@@ -217,7 +217,8 @@ class Hostile(World):
         assert len(core.links) <= _CAPS["max_peers"]
         if isinstance(core, PrefillCore):
             assert sum(record.room is None for record in core.records.values()) <= _CAPS["max_parked"]
-            assert sum(map(len, core._askers.values())) <= _CAPS["max_parked"] * _CAPS["max_peers"]
+            assert len(core._parked) <= _CAPS["max_parked"]
+            assert core._askers._n <= _CAPS["max_parked"]
             assert len(core.records) <= 64
         if isinstance(core, DecodeCore):
             assert core.holdings._n_requests + len(core.holdings._at) <= 512
