@@ -467,6 +467,21 @@ def test_a_refusal_that_quotes_the_peer_fits_a_frame() -> None:
     assert m.brief("x" * m.MAX_REASON) == "x" * m.MAX_REASON
 
 
+def test_a_peers_fault_keeps_no_frame_alive() -> None:
+    """Engines keep a failed room's error; it must not keep the 16 MiB that the peer sent for it (I14)."""
+    world = World()
+    prefill, *_ = met(world)
+    world.receive(7, 8, [0, 1])
+    sent = world.submit(7)
+    world.run()
+    (link,) = prefill.core.links.values()
+    prefill.core.receive(link.route, m.encode(link.session, link.heard + 1, m.Watermark(9, 0)), world.now)
+    prefill.core.receive(link.route, m.encode(link.session, link.heard + 1, m.Ask(-1, b"i1")), world.now)
+    assert isinstance(sent.error, PeerError)
+    assert sent.error.__traceback__ is None
+    assert sent.error.__context__ is None
+
+
 def test_bye_ends_a_session_at_once_and_in_peace() -> None:
     world = World()
     prefill, decode, *_ = met(world)
