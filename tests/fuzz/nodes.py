@@ -22,7 +22,7 @@ from pdstage.protocol.effects import Send
 from pdstage.tensors import build, paged_nhd
 from pdstage.transport.local import LocalTransport
 from tests.fuzz.draw import Draw, altered_bytes
-from tests.fuzz.wire import alter_frame, samples
+from tests.fuzz.wire import alter_frame, bend_frame, samples
 
 _LAYERS, _HEADS, _DIM, _PAGE, _PAGES = 2, 2, 16, 4, 16
 _WAIT_S = 10.0
@@ -107,7 +107,7 @@ def _lie_to_prefill(bed: _Bed, draw: Draw) -> None:
     for number, (whose, message) in enumerate(said):
         frame = m.encode(whose, number + 1, message)
         if draw.chance(80):
-            frame = alter_frame(frame, draw)
+            frame = bend_frame(frame, draw) if draw.chance(160) else alter_frame(frame, draw)
         _hear(bed.prefill, route, frame)
         if draw.chance(128):
             _turn(bed.prefill)
