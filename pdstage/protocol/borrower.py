@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from abc import abstractmethod
 from collections import OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from pdstage.plan import Rect
     from pdstage.protocol.config import Config
     from pdstage.protocol.session import Link
+
+_MOST_PIECES = 1024
+"""A chunk that would fall into more fits no span worth having: it waits for a larger one, or goes direct."""
 
 
 _MOST_UNSETTLED = 4096
@@ -109,8 +113,9 @@ class Borrower(Host):
                 self._maybe_close(record, now)
             return
         most = refused.max_nbytes
-        pieces = list(split(chunk.rects, record.shares, self.stagings, most)) if most > 0 else []
-        if len(pieces) > 1:
+        cut = split(chunk.rects, record.shares, self.stagings, most) if most > 0 else iter(())
+        pieces = list(islice(cut, _MOST_PIECES + 1))
+        if 1 < len(pieces) <= _MOST_PIECES:
             chunk.phase = Phase.DROPPED
             record.unwritten -= 1
             for rects in pieces:

@@ -79,6 +79,10 @@ class Holdings:
         claim = self._claims.get((link.session, epoch))
         return claim.get(chunk) if claim is not None else None
 
+    def n_claims(self, link: Link, epoch: int) -> int:
+        """Leases and waiting requests of one epoch of a session."""
+        return len(self._claims.get((link.session, epoch), ()))
+
     def wait(self, request: Request) -> None:
         """Queues a request; one of the same chunk that waits is replaced in its place."""
         claim = self._claims.setdefault(request.claim, {})

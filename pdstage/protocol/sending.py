@@ -172,15 +172,14 @@ class Sending(Borrower):
 
     def _park(self, record: Record, now: float) -> bool:
         """Holds a record of a room that is not here yet; False if there is no place for it."""
-        others = self._parked.add(record)
-        if others is None:
-            return False
-        self._note(record)
-        self.timers.set(("parked", record), now + min(record.open.deadline_s, self.config.open_wait_s))
+        held, others = self._parked.add(record)
         for other in others:
             self.send(other.link, m.CloseFailed(other.epoch, "too many of its rooms wait for prefill"), now)
             self._forget(other)
-        return True
+        if held:
+            self._note(record)
+            self.timers.set(("parked", record), now + min(record.open.deadline_s, self.config.open_wait_s))
+        return held
 
     def _turn_away(self, record: Record, reason: str, now: float) -> None:
         """A parked record's room will not be sent."""

@@ -143,6 +143,8 @@ class Core(ABC):
                 self._dispatch(route, link, frame, now)
         except PeerError as error:
             self.counters.frames_malformed += 1
+            # It becomes its rooms' error, which engines may keep for long: not with the frame and all that handled it.
+            error.__traceback__ = error.__cause__ = error.__context__ = None
             self.emit(Complaint(route, error))
             if isinstance(error, OtherVersion) and error.greets:
                 self._on_other_version(route, error)
