@@ -12,7 +12,7 @@ ARGS ?=
 CPU_BENCHES := plan wire host-kernels rooms transfer
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types format bench gpu sanitize micro plots native sdist wheel clean distclean
+.PHONY: help setup demo test chaos lint types format bench gpu sanitize micro plots native sdist wheel clean distclean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ demo: $(STAMP)  ## Move a real model's KV cache from TP 4 to TP 2 and go on deco
 
 test: $(STAMP)  ## Run the tests (TESTS=tests/control ARGS=-x).
 	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+chaos: $(STAMP)  ## Kill, stop, cut off and restart ranks for minutes (ARGS="--seed 7 --minutes 3 --transport nixl").
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 lint: $(STAMP)  ## Check style: ruff and clang-format.
 	$(BIN)/ruff check .
