@@ -25,6 +25,7 @@ class Member:
     def __init__(self, job: worker.Job) -> None:
         self.job, self.name = job, job.name
         self.state = "down"
+        self.closing_since = 0.0
         self.busy = False
         """A fault is being done to it."""
         self.life = -1
@@ -50,6 +51,11 @@ class Member:
         self.state, self.closed, self.last_report, self._asked = "starting", None, {}, False
         self.pids.append(self._process.pid)
         self.pid = self._process.pid
+
+    @property
+    def serves(self) -> bool:
+        """As far as a router can tell."""
+        return self.state in ("up", "stopped")
 
     @property
     def alive(self) -> bool:
@@ -92,13 +98,14 @@ class Member:
     def kill(self) -> list[tuple[str, object]]:
         """What it had still said."""
         self.shm |= account.shared_memory(self.pid)
-        os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
         self._process.join(_ENDS_S)
         return [said for said in self.hear() if said[0] != "gone"]
 
     def close(self) -> None:
         self.send("close")
-        self.state = "closing"
+        self.state, self.closing_since = "closing", time.monotonic()
 
     def ask(self) -> None:
         """For a report; asked once until it came."""

@@ -150,8 +150,9 @@ class Round:
 
     def _route(self) -> None:
         """Orders rooms while few are under way; with a rank down only a trickle, as routers do not know at once."""
-        down = not all(member.state in ("up", "stopped") for member in self.members.values())
-        while len(self._awaited) < (2 if down else _WINDOW):
+        here = [member for member in self.members.values() if member.serves]
+        down = len(here) < len(self.members)
+        while here and len(self._awaited) < (2 if down else _WINDOW):
             again = self._again.pop() if self._again and self._rng.random() < 0.5 else None
             self._order(again or self._new_order())
 
@@ -164,12 +165,12 @@ class Round:
         return Order(f"room-{serial}", serial, tokens, prefix, self._calm)
 
     def _order(self, order: Order) -> None:
-        members = [member for member in self.members.values() if member.state in ("up", "stopped")]
+        members = [member for member in self.members.values() if member.serves]
         if members:
             self._orders[order.key] = order
             self._awaited[order.key] = {(member.name, member.life) for member in members}
-            for member in members:
-                member.send("order", order)
+        for member in members:
+            member.send("order", order)
 
     def _answered(self, member: Member, key: str, reason: str) -> None:
         self._ended.setdefault(key, []).append(reason)
@@ -249,8 +250,11 @@ class Round:
 
     def _start(self, member: Member, same_port: bool) -> None:
         if member.alive:  # still closing
-            self._at(time.monotonic() + 0.05, lambda: self._start(member, same_port))
-            return
+            if time.monotonic() < member.closing_since + 3 * CLOSE_S:
+                self._at(time.monotonic() + 0.05, lambda: self._start(member, same_port))
+                return
+            self.wrong.append(f"{member.name}, life {member.life}, does not close")
+            member.end()
         self.counts["starts under the same address" if same_port else "starts under another port"] += 1
         self._note(f"{member.name} is started, life {member.life + 1}")
         member.start(same_port=same_port)
