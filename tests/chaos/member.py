@@ -34,7 +34,7 @@ class Member:
         self.fds_at_start = 0
         self.last_report: dict = {}
         self._asked = False
-        self.closed: list[dict[str, int]] | None = None
+        self.closed: tuple | None = None
         self.pids: list[int] = []
         self.shm: set[str] = set()
         self._process = None

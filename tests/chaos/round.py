@@ -303,7 +303,9 @@ class Round:
                 if value["carved"] > _RECYCLE_AT:
                     self._recycle(member)
             case "closed":
-                for what, left in zip(("descriptors", "threads"), value, strict=True):
+                free, kinds = value
+                self.counts["nodes closed that could not free their memory"] += not free
+                for what, left in zip(("descriptors", "threads"), kinds, strict=True):
                     if left:
                         self.wrong.append(f"{member.name}, life {member.life}, closed and left {what}: {left}")
             case "gone":

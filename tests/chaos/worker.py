@@ -33,6 +33,7 @@ N_TOKENS = 12_288
 _PAUSE_S = 0.003
 _START_S = 15.0
 CLOSE_S = 4.0
+_WATCH_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +170,15 @@ def _report(engine: Engine) -> dict[str, object]:
 
 
 def _close(engine: Engine, pipe: Connection, before: tuple[list[str], list[str]]) -> None:
-    """Closes the node in order, and tells what it left behind."""
-    node = engine.node
-    node.close(CLOSE_S)
-    engine.wrong(engine.pages.sweep())
+    """Closes the node in order, and tells what it left behind. Memory it gave back is used at once, and watched."""
+    free = engine.node.close(CLOSE_S)
     left = [Counter(now) - Counter(then) for now, then in zip((account.fds(), account.threads()), before, strict=True)]
-    pipe.send(("closed", [dict(kinds) for kinds in left]))
+    if free:
+        for room in engine.rooms:
+            engine.pages.give_back(room.pages)
+        until = time.monotonic() + _WATCH_S
+        while time.monotonic() < until:
+            engine.wrong(engine.pages.sweep())
+            time.sleep(_WATCH_S / 10)
+    pipe.send(("closed", (free, [dict(kinds) for kinds in left])))
     pipe.close()
