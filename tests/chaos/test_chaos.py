@@ -12,7 +12,7 @@ from tests.chaos.plan import draw_faults, draw_site
 from tests.chaos.round import Round
 
 TRANSPORTS = [name for name in ("local", "nixl") if not available().get(name, "unknown")]
-SEED, SECONDS = 20, 7.0
+SEED, SECONDS = 20, 6.0
 
 
 def test_ranks_killed_stopped_and_cut_off_while_rooms_flow():
