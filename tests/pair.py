@@ -26,9 +26,10 @@ from pdstage.protocol.handshake import _GOLDEN
 from pdstage.protocol.messages import room_key
 from pdstage.protocol.outbox import OutChunk, OutRoom
 from pdstage.protocol.prefill import PrefillCore
-from pdstage.protocol.room import State
+from pdstage.protocol.room import Room, State
 from pdstage.protocol.session import Link
 from pdstage.topology import Topology, shard_axis
+from tests.invariants import Invariants
 
 _space = itertools.count(1)
 PAGE, WIDTH = 4, 8
@@ -146,7 +147,7 @@ class Item:
     message: object = None
     tag: bytes = b""
     fail: Callable[[], None] | None = None
-    """What a write becomes when its session is disconnected first."""
+    """What a write becomes when its session is disconnected first, and what a failure makes of a write or its done."""
     passed: bool = False
     """Held once and let go: no rule applies to it any more."""
 
@@ -179,6 +180,10 @@ class World:
         **config: float,
     ) -> None:
         self.now = 0.0
+        self.must = Invariants(self)
+        self.ended: Callable[[Prefill | Decode, Room], None] = lambda _node, _room: None
+        self.alters: Callable[[], bool] = lambda: False
+        self.unfenced: list[tuple[Prefill | Decode, Link]] = []
         self.fences, self.instances, self.deadline_s = fences, instances, deadline_s
         self.choose = choose or (lambda _: self.path == "direct")
         self.pick: Callable[[int], int] = lambda _: 0
@@ -247,6 +252,7 @@ class World:
         node = self.decode[rank]
         writers = {n: p.name for n, p in enumerate(self.prefill) if prefill in {None, n}}
         handle = node.core.announce(room_key(room), writers, self.now, deadline_s=self.deadline_s)
+        self.must.announced(node.core, handle)
         self.carry(node)
         return handle
 
@@ -342,6 +348,10 @@ class World:
         """Delivers what `want` accepts twice."""
         self.rules.append((want, "twice"))
 
+    def fail(self, want: Callable[[Item], bool]) -> None:
+        """Writes that `want` accepts do not land, and a completion it accepts says that nothing is known."""
+        self.rules.append((want, "fail"))
+
     def release_held(self, want: Callable[[Item], bool] = lambda _: True) -> None:
         """Lets go of what was held, in the order it was sent; the rules stay for what comes."""
         ours = [item for item in self.held if want(item)]
@@ -363,10 +373,14 @@ class World:
                 self.now = max(self.now, until or self.now)
                 return
             self.now = max(self.now, min(due))
-            for node in self.nodes():
-                node.core.tick(self.now)
-                self.carry(node)
+            self.tick()
         raise AssertionError("the world does not come to rest")
+
+    def tick(self) -> None:
+        for node in self.nodes():
+            node.core.tick(self.now)
+            self.carry(node)
+            self.must.ticked(node.core)
 
     def nodes(self) -> list[Prefill | Decode]:
         return [node for node in (*self.prefill, *self.decode) if node.alive]
@@ -376,6 +390,8 @@ class World:
             if not item.passed and want(item):
                 if what == "hold":
                     self.held.append(item)
+                if what == "fail" and item.fail is not None:
+                    item.fail()
                 if what != "twice":
                     return
                 self.queue.append(item)
@@ -399,6 +415,7 @@ class World:
                 case Send(route, frame):
                     self._frame(node, route, frame)
                 case Gather() if isinstance(node, Prefill):
+                    self.must.gathering(node, effect.ticket, effect.buffer)
                     self.queue.append(Item("gather", node, node, lambda e=effect: self._gather(node, e)))
                 case Write() if isinstance(node, Prefill):
                     dst = self.greeter(effect.chunk.record.link.session)
@@ -412,9 +429,15 @@ class World:
                     node.complaints.append(str(error))
                 case Changed(room):
                     node.changes.append((room.key, room.status))
+                    if self.must.changed(node.core, room):
+                        self.ended(node, room)
                 case Detach(link):
+                    if isinstance(node, Decode):
+                        self.must.lost(node.core, link)
                     if self.fences:
                         self.queue.append(Item("fence", node, node, lambda k=link: self.fence(node, k)))
+                    else:
+                        self.unfenced.append((node, link))
                 case Attach():
                     pass
                 case _:
@@ -429,7 +452,9 @@ class World:
                 target.core.receive(node.name, frame, self.now)
                 self.carry(target)
 
-        self.queue.append(Item("frame", node, dst, arrive, m.decode(frame).message))
+        told = m.decode(frame)
+        self.must.sent(node.core, told)
+        self.queue.append(Item("frame", node, dst, arrive, told.message))
 
     def fence(self, node: Prefill | Decode, link: Link) -> None:
         """The transport's disconnect: writes of the session that have not landed never will."""
@@ -446,11 +471,13 @@ class World:
         for item in ours:
             assert item.fail is not None
             item.fail()
+        self.must.fenced(node, link)
         node.core.fenced(link, self.now)
         self.carry(node)
 
     def _post(self, node: Prefill, dst: Decode, effect: Write | WriteDirect, land: Callable[..., None]) -> None:
         def failed() -> None:
+            self.must.over(node, effect.ticket)
             if node.alive:
                 node.core.completed(effect.ticket, self.now, TransportError("disconnected"))
                 self.carry(node)
@@ -465,8 +492,12 @@ class World:
             land(node, dst, effect)
 
         def fail() -> None:
+            self.must.over(node, effect.ticket)
             self.queue.append(Item("done", node, node, failed, tag=effect.tag))
 
+        self.must.began(node, effect)
+        if isinstance(effect, Write) and dst.alive and m.tag_session(effect.tag) not in self.fenced:
+            self.must.staged_write(dst, effect.chunk)
         self.queue.append(Item("write", node, dst, run, tag=effect.tag, fail=fail))
 
     def _gather(self, node: Prefill, effect: Gather) -> None:
@@ -483,20 +514,20 @@ class World:
         wire = wire_order(node.core.layout, chunk.record.link.layout)
         for offset, src in staged(node.core.layout, node.memory, select, chunk.source.items["kv"], chunk.rects, wire):  # type: ignore[arg-type]
             buffer[offset : offset + WIDTH] = src
+        self.must.over(node, effect.ticket)
         node.core.gathered(effect.ticket, self.now, checksum=_checksum(chunk.record.link, buffer[: chunk.nbytes]))
         self.carry(node)
 
     def _write(self, node: Prefill, dst: Decode, effect: Write) -> None:
         chunk = effect.chunk
-        grant = dst.core.holdings.at(chunk.lane, chunk.cursor)
-        mine = grant is not None and grant.request.link.session == chunk.record.link.session
-        assert mine and grant is not None and grant.state in ("granted", "quarantined"), (
-            "a write into released staging memory"
-        )
-        where = (dst.staging.base, grant.request.link.session, chunk.lane, chunk.cursor)
+        self.must.staged_write(dst, chunk)
+        where = (dst.staging.base, chunk.record.link.session, chunk.lane, chunk.cursor)
         assert where not in self.written, "a lease written twice"
         self.written.add(where)
-        dst.staging.at(effect.address, chunk.nbytes)[:] = node.buffers[effect.buffer][: chunk.nbytes]
+        into = dst.staging.at(effect.address, chunk.nbytes)
+        into[:] = node.buffers[effect.buffer][: chunk.nbytes]
+        if chunk.record.link.checksums and self.alters():
+            into[0] ^= 1
         self._landed(node, dst, effect.ticket, effect.tag)
 
     def _direct(self, node: Prefill, dst: Decode, effect: WriteDirect) -> None:
@@ -505,6 +536,7 @@ class World:
         room = dst.core.epochs.get(record.epoch)
         part = room.parts[chunk.record.link.session] if room is not None else None
         assert part is not None and part.phase is not PartPhase.QUIET, "a write into released pages"
+        self.must.direct_write(dst, chunk)
         ours = {k: (n, a) for k, n, a in selects(node.core.layout, record.shares, chunk.rects)}
         theirs = selects(record.link.layout, record.shares, chunk.rects)
         pages = np.frombuffer(record.open.items[0].data, np.int32).tolist()
@@ -516,9 +548,10 @@ class World:
         self._landed(node, dst, effect.ticket, effect.tag)
 
     def _landed(self, node: Prefill, dst: Decode, ticket: int, tag: bytes) -> None:
-        def done() -> None:
+        def done(error: TransportError | None = None) -> None:
+            self.must.over(node, ticket)
             if node.alive:
-                node.core.completed(ticket, self.now)
+                node.core.completed(ticket, self.now, error)
                 self.carry(node)
 
         def told() -> None:
@@ -527,7 +560,8 @@ class World:
                 self.carry(dst)
 
         self.queue.append(Item("tag", node, dst, told, tag=tag))
-        self.queue.append(Item("done", node, node, done, tag=tag))
+        unknown = TransportError("the fabric does not know")
+        self.queue.append(Item("done", node, node, done, tag=tag, fail=lambda: done(unknown)))
 
     def _scatter(self, node: Decode, effect: Scatter) -> None:
         if not node.alive:
@@ -535,6 +569,8 @@ class World:
         landing = effect.landing
         part = landing.part
         assert not part.room.released, "a scatter into released pages"
+        assert landing.grant.state == "landed", "a scatter from released staging memory"
+        assert node.core.holdings.at(landing.grant.lane, landing.grant.cursor) is landing.grant
         select = selects(node.core.layout, part.shares, landing.rects)
         wire = wire_order(part.link.layout, node.core.layout)
         src = node.staging.at(landing.address, landing.nbytes)
