@@ -82,7 +82,7 @@ MUTANTS = [
             self._fail_record(record, error, now)
             return
 """,
-        "tests/protocol/test_rooms.py",
+        "tests/protocol/test_rooms.py::test_a_failed_write_is_not_given_back_as_if_it_was_never_begun",
     ),
     Mutant(
         "Reserve is not repeated",
@@ -100,6 +100,7 @@ MUTANTS = [
         "protocol/prefill.py",
         "if chunk.phase is Phase.ASKING or (chunk.phase is Phase.HELD and not self._window_open(chunk)):",
         "if chunk.phase is Phase.ASKING:",
+        "tests/protocol/test_traces.py",
     ),
     Mutant(
         "Lease does not carry the watermark",
@@ -137,6 +138,7 @@ MUTANTS = [
         "protocol/holdings.py",
         "shut_in = stuck and not self.is_open(grant) and self._elsewhere(grant)",
         "shut_in = False",
+        "tests/protocol/test_holdings.py",
     ),
     Mutant(
         "recall forgets leases on quarantined bytes",
@@ -231,6 +233,7 @@ MUTANTS = [
         """            pass
 
     def _quarantine(""",
+        "tests/protocol/test_traces.py",
     ),
     Mutant(
         "what landed is free before its scatter is done",
@@ -285,6 +288,7 @@ MUTANTS = [
         """            if False:
                 self.forget(request)
 """,
+        "tests/protocol/test_holdings.py",
     ),
     Mutant(
         "one session may take the whole lane",
@@ -333,6 +337,7 @@ MUTANTS = [
 """,
         """                pass
 """,
+        "tests/protocol/test_rooms.py::test_a_write_older_than_write_s_tears_its_session_down",
     ),
     Mutant(
         "source memory is given back before the last completion",

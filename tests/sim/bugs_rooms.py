@@ -57,6 +57,7 @@ MUTANTS = [
         "protocol/room.py",
         "    (State.TRANSFERRING, Event.FAILED): State.FAILED,\n",
         "    (State.TRANSFERRING, Event.FAILED): State.FAILED,\n    (State.FAILED, Event.COMPLETED): State.SUCCESS,\n",
+        "tests/protocol/test_room.py",
     ),
     Mutant(
         "Success is overwritten by Failed",
@@ -64,6 +65,7 @@ MUTANTS = [
         "protocol/room.py",
         "    (State.TRANSFERRING, Event.FAILED): State.FAILED,\n",
         "    (State.TRANSFERRING, Event.FAILED): State.FAILED,\n    (State.SUCCESS, Event.FAILED): State.FAILED,\n",
+        "tests/protocol/test_room.py",
     ),
     Mutant(
         "released when one writer is quiet",
@@ -230,7 +232,6 @@ MUTANTS = [
         "        self.send(record.link, m.CloseFailed(record.epoch, record.reason), now)\n"
         '        self.repeat(("close", record), now)\n',
         "        self.send(record.link, m.CloseFailed(record.epoch, record.reason), now)\n",
-        "tests/protocol/test_table.py",
     ),
     Mutant(
         "Abort is not repeated",
@@ -266,6 +267,13 @@ MUTANTS = [
         "protocol/decode.py",
         "        self._release_of(link, drained.epoch, now)\n",
         "",
+    ),
+    Mutant(
+        "Abort after Success fails a writer that sent all",
+        "7 drain_s",
+        "protocol/prefill.py",
+        "done = record.phase is RecordPhase.CLOSING or (abort.finished and not record.unwritten)",
+        "done = record.phase is RecordPhase.CLOSING",
     ),
     Mutant(
         "nobody asks a writer that does not close",

@@ -41,7 +41,6 @@ MUTANTS = [
         "protocol/handshake.py",
         "            self.emit(Attach(link, hello.description))\n",
         "            self.emit(Attach(link, hello.description))\n            self._confirm(link, now)\n",
-        "tests/protocol/test_session.py",
     ),
     Mutant(
         "the old session stays beside the new one",
@@ -85,6 +84,7 @@ MUTANTS = [
         "protocol/decode.py",
         "                    if message.incarnation == link.session.writer:\n",
         "                    if message:\n",
+        "tests/protocol/test_traces.py",
     ),
     Mutant(
         "NoSession is said while a write is in flight",
@@ -137,6 +137,14 @@ MUTANTS = [
         "            for link in self.links.values():\n                link.heard_at += excess\n",
         "",
         "tests/protocol/test_session.py",
+    ),
+    Mutant(
+        "a lost session's open leases are free at once",
+        "7 lost, I2",
+        "protocol/lender.py",
+        '            if grant.state != "landed" and begins_never:',
+        '            if grant.state != "landed":',
+        "tests/protocol/test_traces.py",
     ),
     Mutant(
         "a lost session's closed leases are kept",
