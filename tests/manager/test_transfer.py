@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pdstage import Items, State
+from pdstage.protocol.outbox import Phase
 from pdstage.transport import available
 from tests.manager.engine import LAYERS, Rank, drive
 
@@ -145,7 +146,7 @@ def test_nothing_is_opened_before_after(site):
     after = Event()
     receiver = d.receive(1, site.address)
     receiver.bind(dst.allocate(4), 4, after=after)
-    drive(site.nodes, lambda: receiver.ready_to_bind)
+    drive(site.nodes, lambda: receiver.ready_to_bind or sender.state is not State.BOOTSTRAPPING)
     assert sender.state is State.BOOTSTRAPPING, "the room was opened while its pages were in use"
     after.done = True
     drive(site.nodes, lambda: receiver.released)
@@ -161,7 +162,10 @@ def test_data_is_gathered_only_when_ready(site):
     sender, pages, ready = p.send(1), src.allocate(TOKENS), Event()
     sender.chunk(pages, TOKENS, ready=ready)
     sender.finish()
-    drive(site.nodes, lambda: d.stats()["leases_granted"] > 0)
+    drive(site.nodes, lambda: any(r.chunks for r in p.core.records.values()))
+    (chunk,) = [chunk for record in p.core.records.values() for chunk in record.chunks.values()]
+    drive(site.nodes, lambda: chunk.phase is not Phase.ASKING)
+    assert chunk.phase is Phase.HELD, "it has its lease, and waits for its data"
     assert sender.backlog_nbytes > 0
     src.write(1, TOKENS, pages)  # the data comes after the lease
     ready.done = True

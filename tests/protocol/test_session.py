@@ -107,6 +107,23 @@ def test_a_late_turn_pushes_its_deadlines_by_the_excess() -> None:
     assert handle.ended
 
 
+def test_a_late_turn_gives_each_peer_the_excess() -> None:
+    """A peer is given as much longer as the node slept, from when it was last heard."""
+    world = World(max_silence_s=2.0)
+    prefill, decode, at_prefill, link = met(world)
+    core, start = decode.core, world.now
+    core.tick(start)
+    core.receive(b"P0", m.encode(link.session, link.heard + 1, m.Heartbeat()), start + 1.5)
+    core.tick(start + 30.0)
+    assert link.session in core.links, "28 s late, so it is as if the peer had been heard half a second ago"
+    world.now = start + 31.4
+    core.tick(world.now)
+    assert link.session in core.links
+    core.tick(start + 31.6)
+    assert link.session not in core.links
+    assert prefill.core.links == {at_prefill.session: at_prefill}
+
+
 def core_deadline(node: Decode, kind: str) -> float:
     return next(at for key, (at, *_) in node.core.timers._at.items() if key[0] == kind)
 
@@ -250,6 +267,20 @@ def test_a_refusal_of_another_greeting_is_ignored() -> None:
     handle = world.announce(0)
     world.decode[0].core.receive(b"P0", m.encode(m.Session(12345, 0), 0, m.HelloRefused("old news")), 0.0)
     assert not handle.ended
+    world.free()
+    world.run()
+    assert handle.state is State.WAITING_FOR_INPUT
+
+
+def test_a_welcome_to_another_greeting_is_ignored() -> None:
+    """An answer to a session that was lost since begins nothing."""
+    world = World()
+    world.hold(is_message(m.Hello))
+    handle = world.announce(0)
+    core = world.decode[0].core
+    core.receive(b"P0", m.encode(m.Session(12345, 1000), 1, world.prefill[0].core._welcome), 0.0)
+    assert not core.links
+    assert handle.state is State.BOOTSTRAPPING
     world.free()
     world.run()
     assert handle.state is State.WAITING_FOR_INPUT

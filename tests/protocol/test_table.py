@@ -226,16 +226,16 @@ def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"epoch": 7}, {"chunk": 5}, {"cursor": 256}, {"lane": 0xFFFE}, {"lane": m.DIRECT, "cursor": 0}, {"rects": ()},
-        {"session": m.Session(1, 1)},
+        {"epoch": 7}, {"epoch": 2}, {"chunk": 5}, {"cursor": 256}, {"lane": 0xFFFE}, {"lane": m.DIRECT, "cursor": 0},
+        {"rects": ()}, {"session": m.Session(1, 1)},
     ],
-    ids="-".join,
+    ids=lambda change: "-".join(f"{name}={value}" for name, value in change.items()),
 )  # fmt: skip
 def test_a_tag_counts_only_if_everything_in_it_is_right(change: dict[str, object]) -> None:
     """I6: epoch, writer, chunk, lease and rectangle; else it is counted and dropped."""
     world = World()
     world.hold(is_kind("gather"))
-    handle = world.receive(1, 8, [0, 1])
+    handle, other = world.receive(1, 8, [0, 1]), world.receive(2, 8, [2, 3])
     sent = world.send(1, 8, [0, 1])
     world.run()
     core = world.decode[0].core
@@ -244,9 +244,12 @@ def test_a_tag_counts_only_if_everything_in_it_is_right(change: dict[str, object
     core.tag(m.encode_tag(tag, ("kv",)), world.now)
     assert core.counters.tags_stale == 1
     assert grant.state == "granted"
-    assert not handle.parts[grant.request.link.session].arrived
+    assert not any(room.parts[grant.request.link.session].arrived for room in (handle, other))
     world.free()
     world.run(until=2.0)
     world.check(handle, 1, 8)
+    core.abort(other, "only another live epoch", world.now)
+    world.carry(world.decode[0])
+    world.run(until=3.0)
     assert sent.state is State.SUCCESS
     assert_flat(world)

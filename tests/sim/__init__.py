@@ -1,6 +1,6 @@
 """A deterministic simulator of prefill and decode ranks: the real cores, rings and books under a virtual clock.
 
-`run(seed, steps=500) -> Report` is the whole face; it raises `Failed`, a `Violation` whose `invariant` is the number of
+`run.run(seed, steps=500) -> Report` is the face; it raises `Failed`, a `Violation` whose `invariant` is the number of
 the invariant of DESIGN 8 that does not hold ("I2"), or "error" where a core raised. Equal seeds do equal things, in any
 process. `pdstage sim` runs many, and shrinks, explains and replays what fails.
 
@@ -13,8 +13,3 @@ process. `pdstage sim` runs many, and shrinks, explains and replays what fails.
     checks      the invariants
     run         one seed, many, one schedule again; shrinking
 """
-
-from tests.sim.run import Failed, Report, run
-from tests.sim.side import Violation
-
-__all__ = ["Failed", "Report", "Violation", "run"]

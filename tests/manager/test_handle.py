@@ -1,0 +1,65 @@
+"""What `poll_many` says of many rooms: arrays to be MIN-reduced over TP ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pdstage.errors import Aborted
+from pdstage.manager.handle import Handle, Roster
+from pdstage.protocol.room import Event, Room, State
+
+
+def make(n: int) -> tuple[Roster, list[Room], list[Handle]]:
+    roster = Roster()
+    rooms = [Room(b"%d" % i) for i in range(n)]
+    handles = [Handle(None, room, room.key) for room in rooms]  # type: ignore[arg-type]
+    for room, handle in zip(rooms, handles, strict=True):
+        roster.add(room, handle)
+    return roster, rooms, handles
+
+
+def succeed(room: Room) -> None:
+    for event in (Event.CONNECTED, Event.MOVED, Event.COMPLETED):
+        assert room.on(event)
+
+
+def test_an_ended_room_is_not_yet_released() -> None:
+    """Its end and its memory's are two things: a writer may not have said that it is done (I2)."""
+    roster, rooms, handles = make(4)
+    succeed(rooms[0])
+    succeed(rooms[1])
+    rooms[1].release()
+    rooms[2].on(Event.FAILED, Aborted("the test says so"))
+    for room in rooms:
+        roster.changed(room)
+    states, released = roster.statuses(handles)
+    assert list(states) == [State.SUCCESS, State.SUCCESS, State.FAILED, State.BOOTSTRAPPING]
+    assert list(released) == [0, 1, 0, 0]
+
+
+def test_each_change_is_in_the_next_answer() -> None:
+    roster, (room,), handles = make(1)
+    answers = []
+    for step in (lambda: succeed(room), room.release, lambda: None):
+        step()
+        roster.changed(room)
+        states, released = roster.statuses(handles)
+        answers.append((int(states[0]), int(released[0])))
+    assert answers == [(State.SUCCESS, 0), (State.SUCCESS, 1), (State.SUCCESS, 1)]
+
+
+def test_the_minimum_over_ranks_is_the_state_of_all() -> None:
+    """All ranks must free in the same step: released only where it is released on each."""
+    ranks = [make(3) for _ in range(2)]
+    for rank, (roster, rooms, _) in enumerate(ranks):
+        succeed(rooms[0])
+        rooms[0].release()
+        succeed(rooms[1])
+        if rank == 0:
+            rooms[1].release()
+            rooms[2].on(Event.FAILED, Aborted("one rank only"))
+        for room in rooms:
+            roster.changed(room)
+    answers = [roster.statuses(handles) for roster, _, handles in ranks]
+    assert list(np.minimum(*(states for states, _ in answers))) == [State.SUCCESS, State.SUCCESS, State.FAILED]
+    assert list(np.minimum(*(released for _, released in answers))) == [1, 0, 0]

@@ -1,0 +1,42 @@
+"""Deliberate bugs in what only a node with an engine shows: binding, readiness, released (DESIGN 8 and 11)."""
+
+from __future__ import annotations
+
+from tests.sim.mutants import Mutant
+
+_TRANSFER = "tests/manager/test_transfer.py"
+
+MUTANTS = [
+    Mutant(
+        "a room is opened before its pages are free",
+        "11 after, I2",
+        "manager/decode.py",
+        "if receiver.room is None or (bound.after is not None and not bound.after.query()):",
+        "if receiver.room is None:",
+        f"{_TRANSFER}::test_nothing_is_opened_before_after",
+    ),
+    Mutant(
+        "a chunk is gathered before its data exists",
+        "11 ready, I5",
+        "manager/prefill.py",
+        "                if ready.query():\n",
+        "                if ready:\n",
+        f"{_TRANSFER}::test_data_is_gathered_only_when_ready",
+    ),
+    Mutant(
+        "poll_many says released at Success",
+        "11 released, I2",
+        "manager/handle.py",
+        "return (self._statuses & 0x7F).view(np.int8), self._statuses >> np.uint8(7)",
+        "return (self._statuses & 0x7F).view(np.int8), ((self._statuses & 0x7F) == State.SUCCESS).view(np.uint8)",
+        "tests/manager/test_handle.py",
+    ),
+    Mutant(
+        "poll_many says released of a state that is old",
+        "11 released, I2",
+        "manager/handle.py",
+        "        if changes != self._polled_at or handles != self._polled:\n",
+        "        if handles != self._polled:\n",
+        "tests/manager/test_handle.py",
+    ),
+]

@@ -1,0 +1,349 @@
+"""Deliberate bugs in staging lanes, leases, watermarks and send buffers (DESIGN 6)."""
+
+from __future__ import annotations
+
+from tests.sim.mutants import Mutant
+
+MUTANTS = [
+    Mutant(
+        "an idle lane begins again at 0",
+        "6 cursors, I4",
+        "ring.py",
+        """        self._watermark = next(iter(self._window), self._head)
+""",
+        """        if not self._window and not self._passed:
+            self._head = 0
+        self._watermark = next(iter(self._window), self._head)
+""",
+    ),
+    Mutant(
+        "a lease straddles the end of its lane",
+        "6 contiguous, I3",
+        "ring.py",
+        "                if cursor + size <= base + stop:",
+        "                if cursor + size <= base + stop or (cursor < base + stop == base + self.capacity):",
+    ),
+    Mutant(
+        "padding waits for a release of its own",
+        "6 padding, I13",
+        "ring.py",
+        """        self._window[cursor] = _Lease(cursor, size, GRANTED)
+""",
+        """        if cursor > self._head:
+            self._window[self._head] = _Lease(self._head, cursor - self._head, LANDED)
+        self._window[cursor] = _Lease(cursor, size, GRANTED)
+""",
+    ),
+    Mutant(
+        "an idle lane's watermark stays behind its head",
+        "6 watermark, I13",
+        "ring.py",
+        """        self._watermark = next(iter(self._window), self._head)
+""",
+        """        self._watermark = next(iter(self._window), self._watermark)
+""",
+    ),
+    Mutant(
+        "leases are granted two laps ahead",
+        "6 window, I2",
+        "ring.py",
+        "return cursor if cursor + size <= self._watermark + 2 * self.capacity else None",
+        "return cursor if cursor + size <= self._watermark + 3 * self.capacity else None",
+    ),
+    Mutant(
+        "the window is not checked before a write",
+        "6 window, I2",
+        "protocol/borrower.py",
+        "        return chunk.cursor + chunk.nbytes <= mark + link.lanes[chunk.lane].nbytes",
+        "        return chunk.cursor + chunk.nbytes <= mark + 2 * link.lanes[chunk.lane].nbytes",
+    ),
+    Mutant(
+        "a failed post is tried again",
+        "6 written once, I15",
+        "protocol/borrower.py",
+        """            chunk.phase = Phase.BROKEN
+            self._fail_record(record, error, now)
+            return
+""",
+        """            chunk.phase = Phase.READY
+            self.buffers.queue(chunk)
+            return
+""",
+    ),
+    Mutant(
+        "a failed post's lease is given back as unused",
+        "6 unknown outcome, I2",
+        "protocol/borrower.py",
+        """            chunk.phase = Phase.BROKEN
+            self._fail_record(record, error, now)
+            return
+""",
+        """            chunk.phase = Phase.DROPPED
+            self._fail_record(record, error, now)
+            return
+""",
+        "tests/protocol/test_rooms.py::test_a_failed_write_is_not_given_back_as_if_it_was_never_begun",
+    ),
+    Mutant(
+        "Reserve is not repeated",
+        "6 who asks again, I4",
+        "protocol/borrower.py",
+        """        self.repeat(("ask", chunk), now)
+
+    def _go_direct""",
+        """
+    def _go_direct""",
+    ),
+    Mutant(
+        "Reserve is not repeated while the window is closed",
+        "6 who asks again, I11",
+        "protocol/borrower.py",
+        "        if chunk.phase is not Phase.ASKING and (chunk.phase is not Phase.HELD or self._window_open(chunk)):",
+        "        if chunk.phase is not Phase.ASKING:",
+        "tests/protocol/test_traces.py",
+    ),
+    Mutant(
+        "Lease does not carry the watermark",
+        "6 who asks again, I11",
+        "protocol/lender.py",
+        """        mark = self._mark(request.link, grant.lane)
+        answer""",
+        """        mark = self._marks_sent.get(request.link, {}).get(grant.lane, 0)
+        answer""",
+    ),
+    Mutant(
+        "a watermark from Lease is not taken",
+        "6 who asks again, I11",
+        "protocol/borrower.py",
+        "        self._raise_mark(link, lease.lane, lease.watermark)\n",
+        "",
+    ),
+    Mutant(
+        "nothing is recalled",
+        "6 recall (a), I12",
+        "protocol/lender.py",
+        "            if grant.request.link.session in self.links:\n                self._recall(grant, now)",
+        "            pass",
+    ),
+    Mutant(
+        "recall forgets leases that are open and late",
+        "6 recall (a), I12",
+        "protocol/holdings.py",
+        "return now - max(grant.granted_at, self._contended_at) >= recall_after_s",
+        "return False",
+    ),
+    Mutant(
+        "recall forgets leases shut in behind a stuck head",
+        "6 recall (b), I12",
+        "protocol/holdings.py",
+        "shut_in = stuck and not self.is_open(grant) and self._elsewhere(grant)",
+        "shut_in = False",
+        "tests/protocol/test_holdings.py",
+    ),
+    Mutant(
+        "recall forgets leases on quarantined bytes",
+        "6 recall (c), I12",
+        "protocol/holdings.py",
+        "if cursor in in_the_way or shut_in or",
+        "if shut_in or",
+    ),
+    Mutant(
+        "decode frees on sending Recall",
+        "6 recall, I2",
+        "protocol/lender.py",
+        """        self.send(request.link, recall, now)
+""",
+        """        self.send(request.link, recall, now)
+        if grant.state == "granted":
+            self.holdings.release(grant, now)
+""",
+    ),
+    Mutant(
+        "no attempts: Returned is not final",
+        "6 recall, I15",
+        "protocol/borrower.py",
+        """        chunk.attempt += 1
+        self.timers.cancel(("ask", chunk))
+""",
+        """        self.timers.cancel(("ask", chunk))
+""",
+    ),
+    Mutant(
+        "a lease of any attempt is taken",
+        "6 recall, I15",
+        "protocol/borrower.py",
+        "if chunk is not None and chunk.attempt == lease.attempt and not chunk.direct:",
+        "if chunk is not None and not chunk.direct:",
+    ),
+    Mutant(
+        "a lease is given back after its write began",
+        "6 recall, I2",
+        "protocol/borrower.py",
+        "            if chunk.begun or chunk.phase is Phase.READY:",
+        "            if chunk.phase is Phase.READY:",
+    ),
+    Mutant(
+        "a recalled chunk asks again before its data exists",
+        "6 recall, I16",
+        "protocol/borrower.py",
+        """        if chunk.source.ready:
+            self._ask(chunk, now)
+        else:
+            chunk.phase = Phase.PARKED
+""",
+        """        self._ask(chunk, now)
+""",
+    ),
+    Mutant(
+        "leases nobody wants are not given back",
+        "6 recall, I13",
+        "protocol/borrower.py",
+        "        self.send(link, m.Returned(told.epoch, told.chunk, told.attempt, told.lane, told.cursor), now)",
+        "        _ = link",
+    ),
+    Mutant(
+        "a higher attempt does not free the old lease",
+        "6 life, I14",
+        "protocol/decode.py",
+        """            self.holdings.release(held, now)
+        problem""",
+        """        problem""",
+    ),
+    Mutant(
+        "a failed room's leases are free at once",
+        "6 quarantine, I2",
+        "protocol/lender.py",
+        """            if grant.state == "granted":
+                self._quarantine(grant, now)
+
+    def _quarantine(""",
+        """            if grant.state == "granted":
+                self.holdings.release(grant, now)
+
+    def _quarantine(""",
+    ),
+    Mutant(
+        "a failed room's leases stay granted",
+        "6 quarantine, I12",
+        "protocol/lender.py",
+        """            if grant.state == "granted":
+                self._quarantine(grant, now)
+
+    def _quarantine(""",
+        """            pass
+
+    def _quarantine(""",
+        "tests/protocol/test_traces.py",
+    ),
+    Mutant(
+        "what landed is free before its scatter is done",
+        "6 life, I2",
+        "protocol/decode.py",
+        """            self.holdings.land(grant)
+            span""",
+        """            self.holdings.land(grant)
+            self.holdings.release(grant, now)
+            span""",
+    ),
+    Mutant(
+        "quarantined bytes are not carved out",
+        "6 carve-out, I3",
+        "ring.py",
+        """        self._lease(cursor, GRANTED).state = QUARANTINED
+        self._carved = None
+""",
+        """        self._lease(cursor, GRANTED).state = QUARANTINED
+""",
+    ),
+    Mutant(
+        "the watermark waits for a quarantined span",
+        "6 carve-out, I12",
+        "ring.py",
+        "            if first.state != QUARANTINED or self._held_back(first):",
+        "            if True:",
+    ),
+    Mutant(
+        "the watermark passes quarantine under a live lease",
+        "6 carve-out, I2",
+        "ring.py",
+        "            if first.state != QUARANTINED or self._held_back(first):",
+        "            if first.state != QUARANTINED:",
+    ),
+    Mutant(
+        "a quiet span does not return to its lane",
+        "6 carve-out, I14",
+        "ring.py",
+        """        if lease.state == QUARANTINED:
+            self._carved = None
+""",
+        "",
+    ),
+    Mutant(
+        "too_big waits instead of being refused",
+        "6 too_big, I12",
+        "protocol/holdings.py",
+        """            if request.nbytes > self.largest():
+                self.forget(request)
+""",
+        """            if False:
+                self.forget(request)
+""",
+        "tests/protocol/test_holdings.py",
+    ),
+    Mutant(
+        "one session may take the whole lane",
+        "6 half of a lane",
+        "protocol/holdings.py",
+        "if others and held and not idle and held + request.nbytes > lane.capacity // 2:",
+        "if False:",
+    ),
+    Mutant(
+        "the last come is served first",
+        "6 order, I12",
+        "protocol/queue.py",
+        "        place = (request.priority, self._n_arrived)\n",
+        "        place = (request.priority, -self._n_arrived)\n",
+        "tests/protocol/test_holdings.py",
+    ),
+    Mutant(
+        "a send buffer waits for a closed window",
+        "6 send buffers, I11",
+        "protocol/borrower.py",
+        "chunk.source.ready and (chunk.direct or self._window_open(chunk)):",
+        "chunk.source.ready:",
+    ),
+    Mutant(
+        "one destination may have every send buffer",
+        "6 send buffers, I12",
+        "protocol/outbox.py",
+        "_Turns(max(1, n_buffers - 1))",
+        "_Turns(n_buffers)",
+    ),
+    Mutant(
+        "a send buffer is free once its write began",
+        "6 send buffers, I8",
+        "protocol/borrower.py",
+        """        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk, checksum)))
+""",
+        """        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk, checksum)))
+        self.buffers.free.append(buffer)
+""",
+    ),
+    Mutant(
+        "a write may take for ever",
+        "6 write_s, I10",
+        "protocol/prefill.py",
+        """                self._on_write_timer(ticket, now)
+""",
+        """                pass
+""",
+        "tests/protocol/test_rooms.py::test_a_write_older_than_write_s_tears_its_session_down",
+    ),
+    Mutant(
+        "source memory is given back before the last completion",
+        "6 send buffers, I8",
+        "protocol/sending.py",
+        "        if room.ended and room.in_flight == 0 and room.release():",
+        "        if room.ended and room.release():",
+    ),
+]

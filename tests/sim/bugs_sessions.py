@@ -1,0 +1,202 @@
+"""Deliberate bugs in sessions: order, restarts, loss, fences, lateness (DESIGN 7)."""
+
+from __future__ import annotations
+
+from tests.sim.mutants import Mutant
+
+MUTANTS = [
+    Mutant(
+        "no seq: frames count again and in any order",
+        "7 seq, I4",
+        "protocol/session.py",
+        "            if frame.seq <= link.heard:",
+        "            if False:",
+    ),
+    Mutant(
+        "a frame of an old session is taken for the new one's",
+        "7 session, I6",
+        "protocol/session.py",
+        "        link = self.links.get(session)\n        if link is not None and link.route != route:",
+        "        link = self.links.get(session) or next((k for k in self.links.values() if k.route == route), None)\n"
+        "        if link is not None and link.route != route:",
+    ),
+    Mutant(
+        "Hello is not repeated",
+        "7 Hello, I4",
+        "protocol/handshake.py",
+        '        self.repeat(("hello", peer), now)\n',
+        "",
+    ),
+    Mutant(
+        "Welcome of another greeting is taken",
+        "7 Welcome, I6",
+        "protocol/handshake.py",
+        "        if peer is None or session.decode != peer.nonce:\n            return\n",
+        "        if peer is None:\n            return\n",
+        "tests/protocol/test_session.py",
+    ),
+    Mutant(
+        "a half-open session replaces the old one at once",
+        "7 half-open, I6",
+        "protocol/handshake.py",
+        "            self.emit(Attach(link, hello.description))\n",
+        "            self.emit(Attach(link, hello.description))\n            self._confirm(link, now)\n",
+    ),
+    Mutant(
+        "the old session stays beside the new one",
+        "7 half-open, I14",
+        "protocol/handshake.py",
+        '        if older is not None:\n            self.lose(older, PeerError("the decode node greeted again", '
+        'remedy="see its log for why"), now)\n',
+        "",
+        "tests/protocol/test_session.py",
+    ),
+    Mutant(
+        "a new session begins with the old one's watermarks",
+        "6 cursors of a session",
+        "protocol/handshake.py",
+        "        if older is not None:\n            self.lose(older",
+        "        if older is not None:\n"
+        "            for (held, lane), mark in list(self._marks.items()):\n"
+        "                if held is older:\n                    self._marks[link, lane] = mark\n"
+        "            self.lose(older",
+        "tests/protocol/test_traces.py",
+    ),
+    Mutant(
+        "a lost session may begin again",
+        "7 session, I6",
+        "protocol/handshake.py",
+        "            if session in self._lost:",
+        "            if False:",
+        "tests/protocol/test_session.py",
+    ),
+    Mutant(
+        "half-open sessions never expire",
+        "7 half-open, I14",
+        "protocol/session.py",
+        "        return min(link.silence_s, self.config.hello_s) if link.half_open else link.silence_s",
+        '        return float("inf") if link.half_open else link.silence_s',
+        "tests/protocol/test_session.py",
+    ),
+    Mutant(
+        "NoSession of another process is taken as proof",
+        "7 NoSession, I6",
+        "protocol/receiving.py",
+        "        if incarnation in (None, link.session.writer):\n",
+        "        if True:\n",
+        "tests/protocol/test_traces.py",
+    ),
+    Mutant(
+        "NoSession is said while a write is in flight",
+        "7 NoSession, I2",
+        "protocol/prefill.py",
+        "            if not isinstance(message, m.NoSession | m.Bye) and not self._in_flight(frame.session):",
+        "            if not isinstance(message, m.NoSession | m.Bye):",
+    ),
+    Mutant(
+        "NoSession is not said",
+        "7 NoSession, I10",
+        "protocol/prefill.py",
+        "                self.send_loose(route, frame.session, m.NoSession(proof))\n",
+        "                pass\n",
+        "tests/protocol/test_session.py",
+    ),
+    Mutant(
+        "no heartbeat",
+        "7 silence, I4",
+        "protocol/session.py",
+        "                self.send(link, Heartbeat(), now)\n                due",
+        "                due",
+    ),
+    Mutant(
+        "silence is never noticed",
+        "7 silence, I10",
+        "protocol/session.py",
+        """            self.timers.set(("silence", link), silent_at)
+            return False
+        return True
+""",
+        """            self.timers.set(("silence", link), silent_at)
+            return False
+        self.timers.set(("silence", link), now + 1.0)
+        return False
+""",
+    ),
+    Mutant(
+        "a late turn does not push its deadlines",
+        "7 late turns",
+        "protocol/session.py",
+        "        if excess:\n            self.timers.delay(excess)",
+        "        if False:\n            self.timers.delay(excess)",
+        "tests/protocol/test_session.py",
+    ),
+    Mutant(
+        "a late turn does not push its peers' silence",
+        "7 late turns",
+        "protocol/session.py",
+        "            for link in self.links.values():\n                link.heard_at += excess\n",
+        "",
+        "tests/protocol/test_session.py",
+    ),
+    Mutant(
+        "a lost session's open leases are free at once",
+        "7 lost, I2",
+        "protocol/lender.py",
+        '            if grant.state != "landed" and begins_never:',
+        '            if grant.state != "landed":',
+        "tests/protocol/test_traces.py",
+    ),
+    Mutant(
+        "a lost session's closed leases are kept",
+        "7 lost, I14",
+        "protocol/lender.py",
+        '            if grant.state != "landed" and begins_never:',
+        "            if False:",
+    ),
+    Mutant(
+        "pages are free before the fence",
+        "7 lost, I2",
+        "protocol/receiving.py",
+        "            if not part.direct:  # it may still",
+        "            if True:  # it may still",
+    ),
+    Mutant(
+        "a lost session counts as fenced",
+        "7 fences, I2",
+        "protocol/receiving.py",
+        "        self.emit(Detach(link))\n        if self.holds(link):\n",
+        "        self.emit(Detach(link))\n        self.fenced(link, now)\n        if self.holds(link):\n",
+    ),
+    Mutant(
+        "a fenced session gives nothing back",
+        "7 fences, I14",
+        "protocol/receiving.py",
+        "        self._unstrand(link, now)\n",
+        "",
+    ),
+    Mutant(
+        "a fence frees what has landed",
+        "7 fences, I2",
+        "protocol/lender.py",
+        '        for grant in self.holdings.of_session(link):\n            if grant.state != "landed":\n'
+        "                self.holdings.release(grant, now)\n\n    def _settle",
+        "        for grant in self.holdings.of_session(link):\n            self.holdings.release(grant, now)\n\n"
+        "    def _settle",
+    ),
+    Mutant(
+        "an Abort that is not drained loses nothing",
+        "7 drain_s, I10",
+        "protocol/decode.py",
+        "                self.lose(part.link, late, now)\n",
+        "                pass\n",
+        "tests/protocol/test_rooms.py::test_an_abort_that_is_not_drained_in_time_loses_the_session",
+    ),
+    Mutant(
+        "prefill gives memory back before its fence",
+        "7 fences, I8",
+        "protocol/sending.py",
+        "            if record.in_flight == 0:\n                self._forget(record)\n        for key",
+        "            self.fenced(link, now)\n            if record.in_flight == 0:\n"
+        "                self._forget(record)\n        for key",
+    ),
+]

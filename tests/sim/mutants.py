@@ -1,0 +1,218 @@
+"""Deliberate bugs, one rule of DESIGN 6 to 8 broken by each, and who notices: `python -m tests.sim.mutants [NAME ...]`.
+
+A mutant is a replacement in the real source. It is tried in a process of its own, where a finder gives the changed
+module in place of the file; so nothing is copied, and no two mutants meet. Nothing of pdstage may be imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import io
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import NamedTuple
+
+PACKAGE = Path(__file__).resolve().parent.parent.parent / "pdstage"
+SEARCH = "simulation"
+N_STEPS = 400
+N_SEEDS = 120
+"""Runs of the search before a mutant counts as unseen: its budget, whatever the machine."""
+_STUCK_S = 20.0
+_MOST_MEMORY = 6 << 30
+_PRELOAD = ("numpy", "msgspec", "pytest")
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`old`, found once in `file` (below pdstage/), becomes `new`; that breaks `rule`.
+
+    The search must see it; or, where no schedule can or only one in hundreds does, the test file `shown_by`.
+    """
+
+    name: str
+    rule: str
+    file: str
+    old: str
+    new: str
+    shown_by: str = ""
+
+    @property
+    def module(self) -> str:
+        return "pdstage." + self.file.removesuffix(".py").replace("/", ".")
+
+    def source(self) -> str:
+        """The changed text. Raises `LookupError` if the source has moved on: then this mutant must follow."""
+        text = (PACKAGE / self.file).read_text()
+        n = text.count(self.old)
+        if n != 1 or self.old == self.new:
+            raise LookupError(f"mutant {self.name!r}: its old text is found {n} times in pdstage/{self.file}")
+        return text.replace(self.old, self.new)
+
+
+class Verdict(NamedTuple):
+    """What became of one mutant: `words` say how it was seen, empty if it was not."""
+
+    detector: str
+    seed: int
+    n_runs: int
+    cpu_s: float
+    words: str
+
+
+def everyone() -> list[Mutant]:
+    from tests.sim import bugs_engine, bugs_leases, bugs_rooms, bugs_sessions  # noqa: PLC0415  (they import this)
+
+    lists = (bugs_leases.MUTANTS, bugs_rooms.MUTANTS, bugs_sessions.MUTANTS, bugs_engine.MUTANTS)
+    return [mutant for mutants in lists for mutant in mutants]
+
+
+def search(seed: int) -> None:
+    """One run of the whole protocol under faults drawn from `seed`; raises if anything is wrong.
+
+    The one place that knows which search this is.
+    """
+    from tests.sim.run import run  # noqa: PLC0415  (after the finder is in place)
+
+    run(seed, steps=N_STEPS)
+
+
+def tests(path: str) -> None:
+    """The tests of one file (or file::name)."""
+    import pytest  # noqa: PLC0415
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", path])
+    if code != 0:
+        lines = [line for line in said.getvalue().splitlines() if line.startswith(("FAILED", "ERROR"))]
+        raise AssertionError("; ".join(lines) or f"pytest ended with {code}")
+
+
+def detect(mutant: Mutant | None, shown_by: str = "", n_seeds: int = N_SEEDS) -> Verdict:
+    """Tries a mutant, or the code as it is, in a process of its own."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOAD))
+    ours, theirs = context.Pipe(duplex=False)
+    shown_by = mutant.shown_by if mutant is not None else shown_by
+    child = context.Process(target=_child, args=(theirs, mutant, shown_by, n_seeds))
+    child.start()
+    theirs.close()
+    try:
+        answer = ours.recv()
+    except EOFError:
+        answer = Verdict(shown_by or SEARCH, -1, 0, 0.0, "the process died")
+    child.join()
+    if isinstance(answer, str):
+        raise RuntimeError(f"mutant {mutant.name if mutant else None!r} could not be tried:\n{answer}")
+    return answer
+
+
+def _child(answer: Connection, mutant: Mutant | None, shown_by: str, n_seeds: int) -> None:
+    try:
+        assert not any(name.split(".")[0] == "pdstage" for name in sys.modules), "pdstage was imported before"
+        if mutant is not None:
+            sys.meta_path.insert(0, _Finder(mutant.module, mutant.source()))
+        resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
+        verdict = _file(shown_by) if shown_by else _seeds(n_seeds)
+        if mutant is not None:
+            assert isinstance(sys.modules[mutant.module].__loader__, _Loader), "the changed module was never imported"
+        answer.send(verdict)
+    except Exception:  # noqa: BLE001  (whatever it is, the parent says it)
+        answer.send(traceback.format_exc())
+
+
+def _seeds(n_seeds: int) -> Verdict:
+    import tests.sim.run  # noqa: F401, PLC0415  (a mutant that cannot be imported is no mutant)
+
+    for seed in range(n_seeds):
+        if words := _words(lambda seed=seed: search(seed)):
+            return Verdict(SEARCH, seed, seed + 1, time.process_time(), words)
+    return Verdict(SEARCH, -1, n_seeds, time.process_time(), "")
+
+
+def _file(path: str) -> Verdict:
+    words = _words(lambda: tests(path))
+    return Verdict(path, -1, 1, time.process_time(), words)
+
+
+def _words(run: Callable[[], None]) -> str:
+    try:
+        with _limited():
+            run()
+    except Exception as error:  # noqa: BLE001  (a core that breaks is seen as well as one that lies)
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
+
+
+class _Stuck(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """A run that spins is seen by the processor time it takes."""
+
+    def stop(*_: object) -> None:
+        raise _Stuck(f"{_STUCK_S} s of processor time")
+
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, _STUCK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, module: str, source: str) -> None:
+        self._module, self._source = module, source
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._module:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        assert spec is not None and spec.origin is not None
+        spec.loader = _Loader(fullname, spec.origin, self._source)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, module: str, path: str, source: str) -> None:
+        super().__init__(module, path)
+        self._source = source
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self._source, self.path, "exec", dont_inherit=True)
+
+
+def main(names: Sequence[str]) -> int:
+    """Prints a line a mutant; with names, only those."""
+    chosen = [mutant for mutant in everyone() if not names or mutant.name in names]
+    started, unseen = time.perf_counter(), 0
+    print(f"{'mutant':<58} {'breaks':<22} {'seen by':<34} {'run':>4} {'cpu s':>6}  words")
+    for mutant in chosen:
+        verdict = detect(mutant)
+        unseen += not verdict.words
+        run = str(verdict.seed) if verdict.seed >= 0 else ""
+        said = verdict.words[:90] or f"NOT SEEN in {verdict.n_runs} runs"
+        seen_by = verdict.detector if verdict.words else "-"
+        print(f"{mutant.name:<58} {mutant.rule:<22} {seen_by:<34} {run:>4} {verdict.cpu_s:>6.1f}  {said}", flush=True)
+    print(f"{len(chosen)} mutants, {unseen} not seen, {time.perf_counter() - started:.0f} s")
+    return 1 if unseen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
