@@ -359,7 +359,6 @@ class Borrower(Host):
         return under_way or session in self._orphans.values()
 
     def _forget_marks(self, link: Link) -> None:
-        for key in [key for key in self._marks if key[0] is link]:
-            del self._marks[key]
-        for key in [key for key in self._closed if key[0] is link]:
-            del self._closed[key]
+        for lane in range(len(link.lanes)):
+            self._marks.pop((link, lane), None)
+            self._closed.pop((link, lane), None)

@@ -101,6 +101,8 @@ class Holdings:
         while (request := self._queue.first(over)) is not None:
             if request.nbytes > self.largest():
                 self.forget(request)
+                if request.link not in self._queue:  # one fewer to share with
+                    over.clear()
                 yield request
                 if self._queue.n_sessions == 1:  # nobody is left to share with
                     over.clear()

@@ -237,7 +237,7 @@ class PrefillCore(Sending):
             self.send(link, m.Opened(opened.epoch, "refused", "too many rooms wait for prefill"), now)
         else:
             if room is not None:
-                self.records[link.session, opened.epoch] = record
+                self._note(record)
                 self._attach(room, record, now)
             self.send(link, m.Opened(opened.epoch, *self._opened_state(record)), now)
 

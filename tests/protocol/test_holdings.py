@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstage.protocol.holdings import Grant, Holdings, Request
+from pdstage.protocol.holdings import Grant, Holdings
 from pdstage.protocol.messages import LaneSpan, Session
+from pdstage.protocol.queue import Request
 
 LANE = 2048
 
@@ -92,6 +93,16 @@ def test_what_no_lane_can_ever_serve_is_given_back_at_once() -> None:
     assert [(type(r), r.chunk) for r in refused] == [(Request, 4)]
     assert held.find(A, 1, 4) is None
     assert isinstance(held.find(A, 1, 5), Request)
+
+
+def test_who_is_refused_as_too_big_waits_for_no_share() -> None:
+    """I13: the others were held to half a lane for its sake, and have it to themselves at once."""
+    held = holdings()
+    (mine,) = grant(held, ask(A, 0, LANE // 2))
+    refused, more = grant(held, ask(A, 1, LANE // 4), ask(B, 0, LANE + 1))
+    assert (type(refused), refused.link) == (Request, B)
+    assert (type(more), more.request.chunk) == (Grant, 1)
+    assert mine.end == more.cursor
 
 
 def test_quarantine_carves_out_and_delays_none() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import cache
 
@@ -10,8 +11,8 @@ import pytest
 from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
-from pdstage.protocol.decode import InRoom
-from pdstage.protocol.outbox import OutRoom, Phase
+from pdstage.protocol.decode import InRoom, Part
+from pdstage.protocol.outbox import OutChunk, OutRoom, Phase, Record, Source
 from pdstage.protocol.room import State
 from tests.pair import World, assert_flat, is_kind, is_message, nth
 
@@ -868,3 +869,31 @@ def greeted(world: World):
     world.run()
     prefill = world.prefill[0].core
     return prefill, next(iter(prefill.links.values()))
+
+
+@pytest.mark.parametrize("path", ["staged", "direct"])
+def test_an_ended_room_is_freed_without_the_garbage_collector(path: str) -> None:
+    """Engines freeze or switch off the collector, and an ended room would keep their index arrays (I14)."""
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        world = World(prefill=2, decode=2, path=path)
+        for number in range(4):
+            handles = [world.receive(number, 8, [0, 1], rank) for rank in (0, 1)]
+            for rank in (0, 1):
+                world.send(number, 8, [0, 1], rank, step=4)
+            if number % 2:
+                world.run(until=world.now + 1.0)
+            else:
+                world.decode[0].core.abort(handles[0], "changed its mind", world.now)
+                world.carry(world.decode[0])
+                world.run(until=world.now + 1.0)
+        for node in world.decode:
+            node.pages.clear()
+        del handles, node
+        gc.collect()
+        kinds = (InRoom, OutRoom, Part, Record, OutChunk, Source)
+        assert not [type(held).__name__ for held in gc.garbage if isinstance(held, kinds)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()

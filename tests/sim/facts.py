@@ -1,0 +1,198 @@
+"""What the rest of the world needs to know of one state of one core, and what must hold in it.
+
+For `explore`. Here are I3, I8, I13, I15 and I16, and I2 for decode's own scatters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pdstage.protocol import messages as m
+from pdstage.protocol.decode import DecodeCore, InRoom, PartPhase
+from pdstage.protocol.outbox import OutRoom, Phase
+from pdstage.protocol.prefill import PrefillCore
+from tests.pair import assert_flat
+from tests.sim.frozen import Core, Node, flight_name, key_name
+
+Name = tuple[object, ...]
+
+
+class Violation(AssertionError):
+    """An invariant does not hold; `path` is the shortest way there, in words."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.path: list[str] = []
+
+    def __str__(self) -> str:
+        return "\n".join([self.what, *(f"  {n}. {step}" for n, step in enumerate(self.path, 1))])
+
+
+def must(holds: bool, what: str) -> None:
+    if not holds:
+        raise Violation(what)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Who is there and what they do: rooms 1..`rooms`, each of `chunks` chunks a writer."""
+
+    writers: int = 1
+    instances: bool = True
+    """Each writer sends rooms of its own (room r is writer r % writers'); else every room has all of them, by TP."""
+    rooms: int = 1
+    chunks: int = 2
+    tokens: int = 4
+    """Tokens of a chunk; 16 and fewer make leases of 256 bytes, 32 of 512."""
+    late: int = 0
+    """The last so many chunks of a room are computed at any moment after they were announced."""
+    lane_nbytes: int = 512
+    n_lanes: int = 1
+    n_buffers: int = 2
+    path: str = "staged"
+    """"staged"; "direct"; or "auto": staged, and direct where that comes to nothing."""
+    deadlines: dict[str, float] = field(default_factory=dict)
+
+    def writers_of(self, room: int) -> list[int]:
+        return [room % self.writers] if self.instances else list(range(self.writers))
+
+
+class Facts(NamedTuple):
+    """What the rest of the world needs to know of one state of one core."""
+
+    sessions: frozenset[m.Session]
+    timers: tuple[Name, ...]
+    rooms: tuple[tuple[tuple[int, int], int], ...]
+    """(room, how many before) and status of each handle."""
+    flights: tuple[Name, ...]
+    """Gathers or scatters under way."""
+    late: tuple[tuple[tuple[int, int], int], ...] = ()
+    released: frozenset[tuple[int, int]] = frozenset()
+    marks: tuple[tuple[Name, int], ...] = ()
+    leases: dict[tuple[int, int], tuple[m.Session, str]] = {}  # noqa: RUF012
+    writable: frozenset[tuple[m.Session, int, int]] = frozenset()
+    """What a write may be under way into: (session, lane, cursor) or (session, DIRECT, epoch)."""
+    landed: dict[Name, tuple[tuple[int, int], m.Session, int, int]] = {}  # noqa: RUF012
+    """Of each scatter under way: the room, whose chunk, and its tokens."""
+    epochs: dict[int, tuple[int, int]] = {}  # noqa: RUF012
+    flat: str = ""
+    """What is left of any room; empty if nothing."""
+
+
+def decode_facts(node: Node, shape: Shape) -> Facts:
+    core = node.core
+    assert isinstance(core, DecodeCore)
+    held, leases, writable = core.holdings, {}, set()
+    for number, lane in enumerate(held.lanes):
+        live = list(lane.leases())
+        mine = {(g.cursor, g.state) for (at, _), g in held._at.items() if at == number}
+        must(mine == {(cursor, state) for cursor, _, state in live}, f"I15: ledger {mine} is not the ring's {live}")
+        end = 0
+        for cursor, nbytes, state in live:
+            must(cursor >= end and cursor % 256 == 0, f"I3: leases overlap: {live}")
+            must(cursor % lane.capacity + nbytes <= lane.capacity, f"I3: the lease at {cursor} leaves its lane")
+            end = cursor + nbytes
+            session = held._at[number, cursor].request.link.session
+            leases[number, cursor] = (session, state)
+            under = any(
+                other < cursor and _share_bytes(other, theirs, cursor, nbytes, lane.capacity)
+                for other, theirs, _ in live
+            )
+            if state != "landed" and not under:
+                writable.add((session, number, cursor))
+        idle = lane.head == lane.watermark and lane.largest() == lane.capacity
+        must(bool(live) or idle, f"I13: an idle lane has head {lane.head}, watermark {lane.watermark}")
+    for room in core.epochs.values():
+        for part in room.parts.values():
+            if part.direct and part.phase is not PartPhase.QUIET:
+                writable.add((part.link.session, m.DIRECT, room.epoch))
+    for landing in core._flights.values():
+        must(not landing.part.room.released, "I2: a scatter runs into released pages")
+        must(held._at.get((landing.grant.lane, landing.grant.cursor)) is landing.grant, "I2: it reads a freed lease")
+    epochs = {room.epoch: name for name, room in node.handles.items() if isinstance(room, InRoom)}
+    return Facts(
+        sessions=frozenset(core.links),
+        timers=_timers(core),
+        rooms=_rooms(node),
+        flights=tuple(flight_name(core, ticket) for ticket in core._flights),
+        marks=tuple((("lane", n), lane.watermark) for n, lane in enumerate(held.lanes)),
+        leases=leases,
+        writable=frozenset(writable),
+        landed={
+            flight_name(core, ticket): (
+                epochs[landing.part.room.epoch],
+                landing.part.link.session,
+                landing.rects[0].start,
+                landing.rects[0].stop,
+            )
+            for ticket, landing in core._flights.items()
+        },
+        epochs=epochs,
+        flat=_left(node, shape),
+    )
+
+
+def _share_bytes(a: int, a_nbytes: int, b: int, b_nbytes: int, capacity: int) -> bool:
+    a, b = a % capacity, b % capacity
+    return a < b + b_nbytes and b < a + a_nbytes
+
+
+def prefill_facts(node: Node, shape: Shape) -> Facts:
+    core = node.core
+    assert isinstance(core, PrefillCore)
+    for chunk, _ in core._flights.values():
+        assert chunk.record.room is not None
+        must(not chunk.record.room.released, "I8: source memory given back with a gather or write under way")
+    for record in core.records.values():
+        for chunk in record.chunks.values():
+            must(chunk.source.ready or chunk.attempt <= 1, "I16: recalled twice before its data exists")
+    buffers = [buffer for _, buffer in core._flights.values() if buffer >= 0] + core.buffers.free
+    must(sorted(buffers) == list(range(shape.n_buffers)), f"send buffers {buffers}")
+    rooms = {name: room for name, room in node.handles.items() if isinstance(room, OutRoom)}
+    return Facts(
+        sessions=frozenset(core.links),
+        timers=_timers(core),
+        rooms=_rooms(node),
+        flights=tuple(
+            flight_name(core, ticket)
+            for ticket, (chunk, _) in core._flights.items()
+            if chunk.phase is not Phase.WRITING
+        ),
+        late=tuple(
+            (name, n) for name, room in rooms.items() for n, source in enumerate(room.sources) if not source.ready
+        ),
+        released=frozenset(name for name, room in rooms.items() if room.released),
+        marks=tuple(((*link.session, lane), mark) for (link, lane), mark in core._marks.items()),
+        flat=_left(node, shape),
+    )
+
+
+def _timers(core: Core) -> tuple[Name, ...]:
+    return tuple(sorted(key_name(core, key) for key in core.timers.keys))
+
+
+def _rooms(node: Node) -> tuple[tuple[tuple[int, int], int], ...]:
+    return tuple((name, room.status) for name, room in node.handles.items())
+
+
+@dataclass
+class _Alone:
+    """A world of one node, as `assert_flat` takes it."""
+
+    node: Node
+    n_buffers: int
+
+    def nodes(self) -> list[Node]:
+        return [self.node]
+
+
+def _left(node: Node, shape: Shape) -> str:
+    """What is left of any room (I13, I14), or why a room is not over; empty if nothing is."""
+    try:
+        assert_flat(_Alone(node, shape.n_buffers))  # type: ignore[arg-type]
+    except AssertionError as error:
+        return f"left over: {error}"
+    open_rooms = [name for name, room in node.handles.items() if not room.ended or not room.released]
+    return f"rooms {open_rooms} have not ended or are not released" if open_rooms else ""

@@ -1,0 +1,321 @@
+"""One core with the engine's handles on it, frozen into bytes, thawed, and named by a digest of all that matters.
+
+For `explore`. A core is brought into a *canonical form* first: what cannot change what it does from here on is made
+equal. Those are moments (the explorer decides which timer fires, see `Armed`), seq (a link keeps its order), ticket
+and buffer numbers (names only), the words of errors, counters and caches. Everything else that can be reached from the
+core counts, whatever its name: a field added to a core later is part of the digest without a line here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import marshal
+import pickle
+import types
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, ClassVar
+
+from pdstage.errors import Aborted, DeadlineExceeded, PeerError, TransportError, UsageError
+from pdstage.layout import Layout
+from pdstage.plan import Rect, Share
+from pdstage.protocol import messages as m
+from pdstage.protocol.decode import DecodeCore
+from pdstage.protocol.inbox import InRoom, Part
+from pdstage.protocol.outbox import OutChunk, OutRoom, Record
+from pdstage.protocol.prefill import PrefillCore
+from pdstage.protocol.queue import RequestQueue
+from pdstage.protocol.session import Link
+from pdstage.protocol.timers import Timers
+from pdstage.topology import Topology
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Iterator
+
+    from pdstage.protocol.holdings import Holdings
+
+Core = PrefillCore | DecodeCore
+Handle = InRoom | OutRoom
+
+_CONSTANT = frozenset(
+    {
+        "config", "counters", "layout", "topology", "stagings", "_buffer_nbytes", "_choose", "_components", "_dealt",
+        "_direct", "_effects", "_handlers", "_hello", "_lateness", "_tickets", "_welcome",
+    }
+)  # fmt: skip
+_SILENT = {
+    "Link": {"heard_at", "sent_at", "n_sent", "heard", "layout", "topology", "lanes", "silence_s", "shares"},
+    "Grant": {"granted_at"},
+    "OutChunk": {"waits_since"},
+    "Part": {"reason"},
+    "Record": {"reason", "asked", "_exposed", "open"},  # session and epoch name the Open
+    "Ended": {"reason"},
+}
+"""Fields without influence, by class."""
+GIVEN_UP = Aborted("what was said is left out")
+_ERRORS = (Aborted, DeadlineExceeded, PeerError, TransportError, UsageError)
+_ATOMS = frozenset({int, str, bytes, bool, float, type(None)})
+_FLAT = frozenset({m.Session, m.Asked, m.Written, m.LaneSpan, Rect, Share})
+SOON, LATER = 0.3, 1e6
+"""When a timer fires, before any other waiting time has passed or after all have; everything else happens at 0."""
+
+
+class Armed(Timers):
+    """Which moments are awaited, without when: the explorer chooses the one that comes."""
+
+    __slots__ = ("chosen",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen: Hashable | None = None
+
+    @property
+    def keys(self) -> Iterable[Hashable]:
+        return self._at.keys()
+
+    def set(self, key: Hashable, at: float) -> None:
+        self._at[key] = (0.0, 0)
+
+    def cancel(self, key: Hashable) -> None:
+        self._at.pop(key, None)
+
+    def next_at(self) -> float | None:
+        return None
+
+    def due(self, now: float) -> Iterator[Hashable]:
+        key, self.chosen = self.chosen, None
+        if self._at.pop(key, None) is not None:
+            yield key
+
+
+@dataclass(eq=False)
+class Node:
+    """A process: its core, the handles its engine got, by (room, how many before), and the sessions to be fenced."""
+
+    core: Core
+    name: bytes = b""
+    handles: dict[tuple[int, int], Handle] = field(default_factory=dict)
+    fencing: dict[m.Session, Link] = field(default_factory=dict)
+
+
+def flight_name(core: Core, ticket: int) -> tuple[object, ...]:
+    """What is under way, by a name that survives renumbering."""
+    flight = core._flights[ticket]
+    if isinstance(flight, tuple):
+        record = flight[0].record
+        return (*record.link.session, record.epoch, flight[0].number)
+    return (flight.grant.lane, flight.grant.cursor)
+
+
+def key_name(core: Core, key: Hashable) -> tuple[object, ...]:
+    """A timer's name: its kind, the room it is about if any, and whose it is."""
+    kind, *about = key  # type: ignore[misc]
+    match about:
+        case []:
+            return (kind, b"")
+        case [InRoom() as room]:
+            return (kind, room.key, room.epoch)
+        case [OutRoom() as room]:
+            return (kind, room.key)
+        case [Part() as part]:
+            return (kind, part.room.key, part.room.epoch, *part.link.session)
+        case [Record() as record]:
+            return (kind, record.open.room, *record.link.session, record.epoch)
+        case [OutChunk() as chunk]:
+            record = chunk.record
+            return (kind, record.open.room, *record.link.session, record.epoch, chunk.number)
+        case [Link() as link]:
+            return (kind, b"", *link.session)
+        case [int() as ticket]:
+            return (kind, b"", *flight_name(core, ticket))
+        case [bytes() as room]:
+            return (kind, room)
+        case [peer]:
+            return (kind, b"", peer.route, peer.nonce)
+    raise AssertionError(key)
+
+
+def canonical(node: Node) -> None:
+    """Brings the core into its canonical form. It behaves as before."""
+    core = node.core
+    for link in core.links.values():
+        link.heard = link.n_sent = 0
+        link.heard_at = link.sent_at = 0.0
+    for handle in node.handles.values():
+        if handle.error is not None:
+            handle.error = GIVEN_UP
+    names = sorted((flight_name(core, ticket), ticket) for ticket in core._flights)
+    for record in getattr(core, "records", {}).values():
+        for chunk in record.chunks.values():
+            chunk.waits_since = 0.0
+    fresh = {ticket: n for n, (_, ticket) in enumerate(names)}
+    core._tickets = 1000
+    core._flights = {fresh[ticket]: core._flights[ticket] for _, ticket in names}
+    if isinstance(core, PrefillCore):
+        core.timers._at = {
+            (("write", fresh[key[1]]) if key[0] == "write" else key): at  # type: ignore[index]
+            for key, at in core.timers._at.items()
+        }
+        _canonical_buffers(core)
+    else:
+        _canonical_holdings(core)
+
+
+def _canonical_buffers(core: PrefillCore) -> None:
+    n_buffers = len(core.buffers.free) + sum(buffer >= 0 for _, buffer in core._flights.values())
+    numbers = iter(range(n_buffers))
+    core._flights = {t: (chunk, next(numbers) if b >= 0 else b) for t, (chunk, b) in core._flights.items()}
+    core.buffers.free = list(numbers)
+    for key, heap in core._closed.items():
+        core._closed[key] = [(end, n, chunk) for n, (end, _, chunk) in enumerate(sorted(heap, key=lambda e: e[:2]))]
+
+
+def _canonical_holdings(core: DecodeCore) -> None:
+    held = core.holdings
+    held._moved_at = [0.0 for _ in held.lanes]
+    if held._contended_at is not None:
+        held._contended_at = 0.0
+    for grant in held._at.values():
+        grant.granted_at = 0.0
+    _renumber(held)
+
+
+def _renumber(held: Holdings) -> None:
+    """Who waits stays in its order, numbered from 1."""
+    waiting = sorted(held._queue.entries(), key=lambda entry: entry[1])
+    held._queue = RequestQueue()
+    for _, _, request in waiting:
+        held._queue.add(request)
+
+
+class _Shared:
+    """Immutable things that frozen nodes refer to by number."""
+
+    def __init__(self) -> None:
+        self.things: list[object] = [GIVEN_UP]
+        self._numbers: dict[int, int] = {}
+        self._equal: dict[object, int] = {}
+
+    def number(self, thing: object) -> int:
+        number = self._numbers.get(id(thing))
+        if number is None:
+            same = m.encode(m.Session(0, 0), 0, thing) if isinstance(thing, m.Open) else thing
+            number = self._equal.setdefault(same, len(self.things))
+            self.things.append(thing)  # kept, so that its id stays its own
+            if number < len(self.things) - 1:
+                self._numbers[id(thing)] = number
+                return number
+            self._numbers[id(thing)] = number
+        return number
+
+
+_shared = _Shared()
+
+
+def _thing(number: int) -> object:
+    return _shared.things[number]
+
+
+_dispatch = {kind: lambda thing: (_thing, (_shared.number(thing),)) for kind in (Layout, Topology, m.Open)}
+_dispatch[memoryview] = lambda view: (memoryview, (bytes(view),))
+_dispatch |= {kind: lambda _: (_thing, (0,)) for kind in _ERRORS}
+
+
+def freeze(node: Node) -> bytes:
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, 5)
+    pickler.dispatch_table = _dispatch  # type: ignore[assignment]
+    state = {name: value for name, value in vars(node.core).items() if name not in _CONSTANT}
+    pickler.dump((state, node.handles, node.fencing))
+    return buffer.getvalue()
+
+
+def thaw(frozen: bytes, template: Core) -> Node:
+    """`template` is any core of the same process life: what never changes is its."""
+    state, handles, fencing = pickle.loads(frozen)
+    core = object.__new__(type(template))
+    held = vars(core)
+    held.update((name, value) for name, value in vars(template).items() if name in _CONSTANT)
+    held.update(state)
+    held["_effects"], held["_tickets"] = [], 1000
+    held["_handlers"] = {
+        kind: types.MethodType(handler.__func__, core) if isinstance(handler, types.MethodType) else handler
+        for kind, handler in template._handlers.items()
+    }
+    return Node(core, b"", handles, fencing)
+
+
+class _Digest:
+    """All that can be reached, flat and in a fixed order; an object met again is a number."""
+
+    _fields: ClassVar[dict[type, tuple[str, ...]]] = {}
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.out: list[object] = []
+        self.met: dict[int, int] = {}
+
+    def walk(self, x: object) -> None:
+        kind = type(x)
+        if kind in _ATOMS:
+            self.out.append(x)
+        elif kind in _FLAT:
+            self.out.extend(part if type(part) is not tuple else repr(part) for part in x)  # type: ignore[attr-defined]
+        elif kind in (list, tuple, deque):
+            self.out.append(len(x))  # type: ignore[arg-type]
+            for part in x:  # type: ignore[attr-defined]
+                self.walk(part)
+        elif kind in (dict, OrderedDict):
+            self.out.append(len(x))  # type: ignore[arg-type]
+            for key, value in x.items():  # type: ignore[attr-defined]
+                self.walk(key)
+                self.walk(value)
+        elif kind in (set, frozenset):
+            self.out.append(repr(sorted(x)))  # type: ignore[call-overload]
+        elif isinstance(x, Enum):
+            self.out.append(x.name)
+        elif kind is memoryview:
+            self.out.append(bytes(x))  # type: ignore[arg-type]
+        else:
+            self.object(x)
+
+    def object(self, x: object) -> None:
+        if isinstance(x, Armed):
+            self.out.append(repr(sorted(key_name(self.core, key) for key in x.keys)))
+            return
+        number = self.met.get(id(x))
+        if number is not None:
+            self.out.append(f"#{number}")
+            return
+        self.met[id(x)] = len(self.met)
+        if x is GIVEN_UP:
+            return
+        kind = type(x)
+        self.out.append(kind.__name__)
+        if hasattr(x, "__dict__"):
+            for name in sorted(vars(x)):
+                self.walk(vars(x)[name])
+            return
+        for name in self._fields.get(kind) or self.fields(kind):
+            self.walk(getattr(x, name, None))
+
+    def fields(self, kind: type) -> tuple[str, ...]:
+        slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ()) or ()]
+        slots += list(getattr(kind, "__struct_fields__", ())) or list(getattr(kind, "_fields", ()))
+        names = tuple(name for name in slots if name not in _SILENT.get(kind.__name__, ()))
+        assert names, f"{kind} has no slots to look at"
+        self._fields[kind] = names
+        return names
+
+
+def digest(node: Node) -> bytes:
+    """The name of a node in canonical form: equal for two that will do the same."""
+    walk = _Digest(node.core)
+    walk.walk(node.handles)
+    walk.walk(node.fencing)
+    for name, value in sorted(vars(node.core).items()):
+        if name not in _CONSTANT:
+            walk.walk(value)
+    return hashlib.blake2b(marshal.dumps(walk.out, 2), digest_size=16).digest()

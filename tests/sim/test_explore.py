@@ -1,0 +1,212 @@
+"""The explorer finds nothing in the cores as they are, finds what is broken on purpose, and stands on solid ground:
+what it says of a state is what cores do that were never frozen.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pdstage.protocol import messages as m
+from pdstage.protocol.borrower import Borrower
+from pdstage.protocol.coverage import Coverage
+from pdstage.protocol.decode import DecodeCore
+from pdstage.protocol.effects import Detach
+from pdstage.protocol.lender import Lender
+from pdstage.protocol.outbox import Phase, RecordPhase
+from pdstage.protocol.room import TRANSITIONS, Event, State
+from pdstage.protocol.sending import Sending
+from tests.sim.explore import QUICK, Explorer
+from tests.sim.facts import Shape, Violation
+from tests.sim.frozen import Node, canonical, digest, freeze, thaw
+from tests.sim.network import Move, Network
+from tests.sim.steps import Configuration, Faults
+
+BY_NAME = {configuration.name: configuration for configuration in QUICK}
+
+
+@pytest.mark.parametrize("configuration", QUICK, ids=lambda c: c.name)
+def test_every_state_of_a_small_world(configuration: Configuration) -> None:
+    report = Explorer(configuration).run()
+    assert report.complete
+    assert report.n_ends
+
+
+def walk(network: Network, rng: random.Random) -> list[Move]:
+    """A random way to an end. Faults are rarer than the rest, so that rooms get far."""
+    state, taken = network.first(), []
+    while network.left_over(state):
+        moves = network.moves(state)
+        sound = [move for move in moves if not move.fault]
+        move = rng.choice(moves if rng.random() < 0.1 else sound)
+        taken.append(move)
+        state = move.after
+        assert len(taken) < 10_000
+    return taken
+
+
+@pytest.mark.parametrize("name", ["from the start", "straight into pages", "a false alarm", "two writers of a room"])
+def test_steps_that_commute_need_no_every_order(name: str) -> None:
+    """All orders of everything lead to the same ends, no fewer and no others."""
+    configuration = BY_NAME[name]
+    fewer, every = Explorer(configuration), Explorer(configuration, every_order=True)
+    every.network.share(fewer.network)
+    assert fewer.run().n_states <= every.run().n_states
+    assert fewer.ends == every.ends
+
+
+def live(network: Network, number: int) -> Node:
+    nodes = network.nodes
+    return thaw(freeze(nodes.thawed(number)), nodes.template(*nodes.home[number]))
+
+
+@pytest.mark.parametrize("configuration", QUICK, ids=lambda c: c.name)
+def test_what_is_left_out_of_a_state_has_no_influence(configuration: Configuration) -> None:
+    """Cores that live through a whole walk, with seq, tickets and queues as they grow, never frozen in between, are at
+    each step in the state that the explorer computed from frozen ones.
+    """
+    network = Network(configuration)
+    nodes, rng = network.nodes, random.Random(configuration.name)
+    number_of = {number: key for key, number in nodes.ids.items()}
+    for _ in range(6):
+        moves = walk(network, rng)
+        number_of.update((number, key) for key, number in nodes.ids.items())
+        state = network.first()
+        lives = [live(network, number) for number in state.nodes]
+        for move in moves:
+            node = lives[move.node]
+            if move.what == "crash":
+                lives[move.node] = live(network, move.after.nodes[move.node])
+            elif move.what not in ("lose", "no tag"):
+                _live_step(network, node, move)
+            for alive, number in zip(lives, move.after.nodes, strict=True):
+                copy = thaw(freeze(alive), nodes.template(*nodes.home[number]))
+                canonical(copy)
+                assert digest(copy) == number_of[number], network.words(move)
+
+
+def _live_step(network: Network, node: Node, move: Move) -> None:
+    """The same input to a core that was never brought into canonical form: its frames must have a rising seq."""
+    nodes, given = network.nodes, move.given
+    if given[0] == "hear":
+        frame = m.decode(nodes.frames[given[2]])
+        link = node.core.links.get(frame.session)
+        seq = link.heard + 1 if link is not None and frame.seq else frame.seq
+        node.core.receive(nodes.names[given[1]], m.encode(frame.session, seq, frame.message), 0.0)
+    else:
+        nodes._give(node, given)
+    for effect in node.core.take_effects():
+        if isinstance(effect, Detach):
+            node.fencing[effect.link.session] = effect.link
+
+
+# The explorer can fail: bugs put in on purpose, each with the configuration that shows it and what it must say.
+
+
+def recall_frees_the_lease(patch: pytest.MonkeyPatch) -> None:
+    whole = Lender._recall
+
+    def recall(self, grant, now):
+        whole(self, grant, now)
+        self.holdings.release(grant, now)
+
+    patch.setattr(Lender, "_recall", recall)
+
+
+def drained_before_the_last_completion(patch: pytest.MonkeyPatch) -> None:
+    def drained(self, record, now):
+        if record.phase is RecordPhase.DRAINING:
+            self.send(record.link, m.Drained(record.epoch), now)
+            self._forget(record)
+
+    patch.setattr(Sending, "_maybe_drained", drained)
+
+
+def a_returned_lease_is_taken_again(patch: pytest.MonkeyPatch) -> None:
+    """Attempts are not raised."""
+
+    def recalled(self, chunk, now):
+        self.timers.cancel(("ask", chunk))
+        chunk.phase = Phase.PARKED
+        if chunk.source.ready:
+            self._ask(chunk, now)
+
+    patch.setattr(Borrower, "_recalled", recalled)
+
+
+def no_question_is_repeated(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Borrower, "_on_watermark", lambda *_: None)
+    whole = Borrower._take
+
+    def take(self, chunk, lease):
+        whole(self, chunk, lease)
+        self.timers.cancel(("ask", chunk))
+
+    patch.setattr(Borrower, "_take", take)
+
+
+def a_lost_lease_is_not_told_again(patch: pytest.MonkeyPatch) -> None:
+    whole = DecodeCore._on_reserve
+
+    def reserve(self, link, ask, now):
+        if self.holdings.find(link, ask.epoch, ask.chunk) is None:
+            whole(self, link, ask, now)
+
+    patch.setattr(DecodeCore, "_on_reserve", reserve)
+
+
+def the_window_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Borrower, "_window_open", lambda *_: True)
+
+
+def a_tag_counts_after_its_room(patch: pytest.MonkeyPatch) -> None:
+    def tag(self, link, tag, now):
+        part = self._part(link, tag.epoch)
+        if part is not None and tag.chunk not in part.arrived:
+            self._arrived(part, tag, now)
+        return True
+
+    patch.setattr(DecodeCore, "_on_tag", tag)
+
+
+def success_without_coverage(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Coverage, "complete", property(lambda _: True))
+
+
+def source_pages_come_back_at_an_abort(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Sending, "_maybe_release", lambda self, room: room.ended and room.release())
+
+
+def a_room_fails_after_its_success(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(TRANSITIONS, (State.SUCCESS, Event.FAILED), State.FAILED)
+
+
+BUGS = {
+    recall_frees_the_lease: ("a lane for one", "I2"),
+    drained_before_the_last_completion: ("one room", "I2"),
+    a_returned_lease_is_taken_again: ("a lane for one", "I2"),
+    the_window_is_ignored: ("a lane for one", "I2"),
+    no_question_is_repeated: ("a lane for one", "deadlock"),
+    a_lost_lease_is_not_told_again: ("one room", "never come to a good end"),
+    a_tag_counts_after_its_room: ("straight into pages", "I6, I7"),
+    success_without_coverage: ("two writers of a room", "I5"),
+    source_pages_come_back_at_an_abort: ("one room", "I8"),
+    a_room_fails_after_its_success: ("two writers of a room", "I1"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_finds(bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, what = BUGS[bug]
+    bug(monkeypatch)
+    with pytest.raises(Violation, match=what) as caught:
+        Explorer(BY_NAME[name]).run()
+    assert caught.value.path, "the way there"
+
+
+def test_a_state_without_a_step_is_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world that stops before its end, and one whose end is not good, are both told."""
+    monkeypatch.setattr(Network, "_time_passes", lambda *_: ())
+    with pytest.raises(Violation, match="deadlock"):
+        Explorer(Configuration(name="lost", shape=Shape(chunks=1), faults=Faults(loss=1))).run()
