@@ -98,14 +98,15 @@ class Holdings:
     def grant_waiting(self, now: float) -> Iterator[Grant | Request]:
         """Grants what can be granted, in order; yields a bare `Request` that no lane can ever serve."""
         over: set[Link] = set()
-        while (request := self._queue.first(over)) is not None:
+        while True:
+            if self._queue.n_sessions == 1:  # nobody is left to share with
+                over.clear()
+            request = self._queue.first(over)
+            if request is None:
+                return
             if request.nbytes > self.largest():
                 self.forget(request)
-                if request.link not in self._queue:  # one fewer to share with
-                    over.clear()
                 yield request
-                if self._queue.n_sessions == 1:  # nobody is left to share with
-                    over.clear()
                 continue
             lane, limited = self._lane_for(request)
             if lane is None and limited:
@@ -117,8 +118,6 @@ class Holdings:
                     return
                 request, lane = beside
             yield self._grant(request, lane, now)
-            if self._queue.n_sessions == 1:
-                over.clear()
 
     def _beside(self, first: Request) -> tuple[Request, int] | None:
         """A lane of which too much is carved out for those in front, and who fits it behind them (I13).
