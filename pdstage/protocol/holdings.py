@@ -102,41 +102,42 @@ class Holdings:
     def grant_waiting(self, now: float) -> Iterator[Grant | Request]:
         """Grants what can be granted, in order; yields a bare `Request` that no lane can ever serve."""
         over: set[Link] = set()
-        while (request := self._queue.first(over)) is not None:
+        while True:
+            if self._queue.n_sessions == 1:  # nobody is left to share with
+                over.clear()
+            request = self._queue.first(over)
+            if request is None:
+                return
             if request.nbytes > self.largest():
                 self.forget(request)
-                if request.link not in self._queue:  # one fewer to share with
-                    over.clear()
                 yield request
                 continue
             lane, limited = self._lane_for(request)
-            if lane is not None:
-                granted = self._grant(request, lane, now)
-                if request.link not in self._queue:  # one fewer to share with
-                    over.clear()
-                yield granted
-            elif limited:
+            if lane is None and limited:
                 over.add(request.link)
-            else:
-                yield from self._grant_beside(request, now)
-                return
+                continue
+            if lane is None:
+                beside = self._beside(request)
+                if beside is None:
+                    return
+                request, lane = beside
+            yield self._grant(request, lane, now)
 
-    def _grant_beside(self, first: Request, now: float) -> Iterator[Grant]:
-        """A lane of which too much is carved out for those in front serves whoever fits it behind them (I13).
+    def _beside(self, first: Request) -> tuple[Request, int] | None:
+        """A lane of which too much is carved out for those in front, and who fits it behind them (I13).
 
         Without quarantine every lane is one that the first in line waits for, and nobody overtakes.
         """
         spare = {number for number, lane in enumerate(self.lanes) if first.nbytes > lane.largest()}
         if not spare:
-            return
+            return None
         for _, _, request in sorted(self._queue.entries()):
             number, limited = self._lane_for(request, spare)
             if number is not None:
-                yield self._grant(request, number, now)
-            elif not limited:
+                return request, number
+            if not limited:
                 spare = {number for number in spare if request.nbytes > self.lanes[number].largest()}
-            if not spare:
-                return
+        return None
 
     def land(self, grant: Grant) -> None:
         self.lanes[grant.lane].land(grant.cursor)

@@ -149,6 +149,22 @@ def test_what_is_carved_out_of_an_idle_lane_is_no_share_of_it() -> None:
     assert [g.request for g in grant(held, waits, fits)] == [fits]
 
 
+def test_who_is_alone_again_after_a_refusal_is_served_at_once() -> None:
+    """Half of a lane is the limit only beside others; one that no lane can serve is no other (I13)."""
+    held = holdings(1024)
+    grant(held, ask(B, 0, 512))
+    held.quarantine(next(iter(held._at.values())), 0.0)
+    (first,) = grant(held, ask(A, 0, 256))
+    held.wait(ask(A, 1, 512, priority=0))
+    held.wait(ask(B, 1, 1024, priority=1))
+    over, alone = list(held.grant_waiting(0.0))
+    assert isinstance(over, Request)
+    assert over.nbytes == 1024
+    assert isinstance(alone, Grant)
+    assert alone.request.chunk == 1
+    assert alone.cursor > first.cursor
+
+
 def test_recall_a_open_without_a_tag_while_something_waits() -> None:
     held = holdings()
     (idle,) = grant(held, ask(A, 0, 1024))

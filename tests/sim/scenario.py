@@ -22,8 +22,14 @@ DEADLINES = {
     "open_wait_s": 10.0,
     "write_s": 5.0,
     "max_silence_s": 3.0,
+    "fall_back_after_s": 2.0,
 }
-PATIENT = dict.fromkeys(DEADLINES, 1000.0) | {"ask_s": 1.0, "recall_after_s": 0.6, "stuck_after_s": 0.4}
+PATIENT = dict.fromkeys(DEADLINES, 1000.0) | {
+    "ask_s": 1.0,
+    "recall_after_s": 0.6,
+    "stuck_after_s": 0.4,
+    "fall_back_after_s": 2.0,
+}
 """For faultless seeds: what ends a room there is never a deadline (I11)."""
 
 

@@ -14,7 +14,7 @@ from tests.sim.run import run, run_many
 from tests.sim.scenario import draw
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-N_SEEDS, N_BLOCKS = 480, 8
+N_SEEDS, N_BLOCKS = 320, 8
 
 
 @pytest.mark.parametrize("block", range(N_BLOCKS))

@@ -102,11 +102,13 @@ class SimWorld(FabricWorld):
         return not any(node.alive and node.core.incarnation == link.session.writer for node in self.prefill)
 
     def ready(self) -> list[Item]:
-        if any(side.stalled_at is not None for side in self.sides.values()) or not (
-            self.scenario.fences and self.scenario.stops_reads
-        ):
+        """What may arrive now, oldest first."""
+        if any(side.stalled_at is not None for side in self.sides.values()):
             return [item for item in self.waiting.values() if self.movable(item)]
-        return list(self.waiting.values())
+        return [item for item in self.waiting.values() if item.kind != "fence" or self.movable(item)]
+
+    def node(self, name: bytes) -> Prefill | Decode:
+        return (self.prefill if name[:1] == b"P" else self.decode)[int(name[1:])]
 
     # Events.
 
