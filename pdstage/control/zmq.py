@@ -84,9 +84,13 @@ def _options(identity: bytes, max_frame_nbytes: int) -> dict[int, int | bytes]:
         zmq.RCVHWM: _HIGH_WATER,
         zmq.RECONNECT_IVL: 20,
         zmq.RECONNECT_IVL_MAX: 1000,
-        # Finds connections that a vanished machine or a middlebox left half open; answered by libzmq's own thread.
-        zmq.HEARTBEAT_IVL: 5000,
-        zmq.HEARTBEAT_TIMEOUT: 15000,
+        # Finds connections that a vanished machine or a middlebox left half open. By the kernel's probes: the timer of
+        # ZMTP's aborts the process where input is held back as a connection breaks ("!_io_error", libzmq issue 4364).
+        zmq.TCP_KEEPALIVE: 1,
+        zmq.TCP_KEEPALIVE_IDLE: 5,
+        zmq.TCP_KEEPALIVE_INTVL: 5,
+        zmq.TCP_KEEPALIVE_CNT: 2,
+        zmq.TCP_MAXRT: 15000,
     }
 
 

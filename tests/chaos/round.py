@@ -249,7 +249,9 @@ class Round:
         self._at(until, lambda: self._start(member, same_port))
 
     def _start(self, member: Member, same_port: bool) -> None:
-        if member.alive:  # still closing
+        if member.alive and member.state != "closing":  # it died by itself, and was started for that
+            return
+        if member.alive:
             if time.monotonic() < member.closing_since + 3 * CLOSE_S:
                 self._at(time.monotonic() + 0.05, lambda: self._start(member, same_port))
                 return
@@ -312,6 +314,7 @@ class Round:
                 self._gone(member)
                 if member.closed is None or value != 0:
                     self.wrong.append(f"{member.name}, life {member.life}, died by itself: exit code {value}")
+                    self._at(time.monotonic(), lambda: self._start(member, same_port=True))
 
     def _gone(self, member: Member) -> None:
         for key in [key for key, awaited in self._awaited.items() if (member.name, member.life) in awaited]:

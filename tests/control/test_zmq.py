@@ -292,6 +292,16 @@ def test_an_oversize_frame_costs_the_sender_its_connection_only(make) -> None:
     assert node.counters.received == 2
 
 
+def test_half_open_connections_are_found_by_the_kernel(make) -> None:
+    """Not by ZMTP heartbeats: with input held back at the high water mark, as while a node's engine is stopped, a peer
+    that dies then makes libzmq's heartbeat timer abort the whole process (`!_io_error`, libzmq issue 4364).
+    """
+    held = make()._socket
+    assert held.getsockopt(zmq.HEARTBEAT_IVL) == 0
+    assert held.getsockopt(zmq.TCP_KEEPALIVE) == 1
+    assert 0 < held.getsockopt(zmq.TCP_MAXRT) <= 15_000
+
+
 def test_oversize_is_refused_at_the_sender(make) -> None:
     node = make(max_frame_nbytes=100)
     route = node.connect(make().endpoint)
