@@ -12,8 +12,8 @@ ARGS ?=
 CPU_BENCHES := plan wire host-kernels rooms keys transfer
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz lint types format bench gpu sanitize asan tsan micro plots docs native sdist wheel \
-    clean distclean
+.PHONY: help setup demo test sim chaos fuzz lint types format bench gpu sanitize asan tsan micro plots docs \
+    native sdist wheel clean distclean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -49,6 +49,12 @@ test: $(STAMP)  ## Run the tests (TESTS=tests/control ARGS=-x).
 
 fuzz: $(STAMP)  ## Feed one target hostile input for long (ARGS="--target messages --runs 1000000").
 	$(BIN)/python -m tests.fuzz $(ARGS)
+
+sim: $(STAMP)  ## Simulate 2,000 seeds of faults, at least a million steps (ARGS="--seed 7 --replay").
+	$(BIN)/pdstage sim $(ARGS)
+
+chaos: $(STAMP)  ## Kill, stop, cut off and restart ranks for minutes (ARGS="--seed 7 --minutes 3 --transport nixl").
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 lint: $(STAMP)  ## Check style: ruff and clang-format.
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The `pdstage` command: demo, bench, bootstrap, instances, keys.
+"""The `pdstage` command: demo, bench, bootstrap, instances, keys, sim.
 
 Layer 6. Reads arguments and prints; each command's module is imported when that command is given, so that `--help`
 needs nothing installed.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -57,6 +58,7 @@ def parser() -> Parser:
     keys.add_argument("file", type=Path, metavar="FILE", help="a new file; with --public one that exists")
     keys.add_argument("--public", action="store_true", help="print the public key of FILE instead")
     keys.set_defaults(run=_keys)
+    _add_sim(commands.add_parser("sim", help="run the real cores under simulated faults; only in a checkout"))
     return top
 
 
@@ -139,6 +141,32 @@ def _keys_given(given: argparse.Namespace) -> Keys | None:
     if given.keys is None and given.allow is not None:
         raise UsageError("--allow without --keys", remedy="pass this side's own key file too", field="allow")
     return Keys.load(given.keys, given.allow) if given.keys is not None else None
+
+
+def _add_sim(sim: argparse.ArgumentParser) -> None:
+    for name, value, text in (
+        ("--seeds", 2000, "how many seeds"),
+        ("--first", 0, "the first seed"),
+        ("--steps", 500, "steps a seed before its faults end"),
+        ("--workers", 2, "processes"),
+    ):
+        sim.add_argument(name, type=int, default=value, metavar="N", help=f"{text}; default %(default)s")
+    sim.add_argument("--seed", type=int, metavar="N", help="this seed alone")
+    sim.add_argument("--replay", action="store_true", help="with --seed: print every step in words")
+    sim.add_argument("--schedule", type=Path, metavar="FILE", help="run a schedule that --save wrote")
+    sim.add_argument("--save", type=Path, metavar="FILE", help="write the smallest failing schedule to FILE")
+    sim.add_argument("--shrink", type=float, default=30.0, metavar="S", help="seconds to shrink; default %(default)s")
+    sim.set_defaults(run=_sim)
+
+
+def _sim(given: argparse.Namespace) -> int:
+    root = Path(__file__).resolve().parent.parent
+    if not (root / "tests" / "sim" / "run.py").is_file():
+        raise UsageError("the simulator is not installed", remedy="run pdstage sim in a checkout of the repository")
+    sys.path.insert(0, str(root))
+    names = ("seed", "seeds", "first", "steps", "replay", "schedule", "save", "workers")
+    options = {name: getattr(given, name) for name in names}
+    return int(import_module("tests.sim.run").main(**options, shrink_s=given.shrink))
 
 
 def _version() -> str:

@@ -17,6 +17,7 @@ live lease lies on the same bytes one lap on: passing it would open that lease's
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -63,7 +64,7 @@ class Lane:
         self._watermark = 0
         self._window: OrderedDict[int, _Lease] = OrderedDict()  # unreleased, not passed by the watermark; cursors rise
         self._passed: dict[int, _Lease] = {}  # quarantined and passed by the watermark
-        self._gaps = [(0, capacity)]  # physical spans not carved out, ascending
+        self._carved: list[tuple[int, int]] | None = [(0, capacity)]  # as `_recarve` gives them; None once they changed
         self._largest = capacity
 
     @property
@@ -79,10 +80,11 @@ class Lane:
     @property
     def quarantined_nbytes(self) -> int:
         """Bytes of the lane that are carved out."""
-        return self.capacity - sum(stop - start for start, stop in self._gaps)
+        return self.capacity - sum(stop - start for start, stop in self._recarve())
 
     def largest(self) -> int:
         """The largest lease the lane can ever grant as things stand: its largest span not carved out."""
+        self._recarve()
         return self._largest
 
     def cursor_of_next(self, nbytes: int) -> int | None:
@@ -125,7 +127,7 @@ class Lane:
         lease = self._lease(cursor, GRANTED, LANDED, QUARANTINED)
         (self._window if cursor in self._window else self._passed).pop(cursor)
         if lease.state == QUARANTINED:
-            self._carve()
+            self._carved = None
         return self._advance()
 
     def quarantine(self, cursor: int) -> bool:
@@ -134,7 +136,7 @@ class Lane:
         True if the watermark advanced. Call `in_the_way` next: those leases hold the watermark until they come back.
         """
         self._lease(cursor, GRANTED).state = QUARANTINED
-        self._carve()
+        self._carved = None
         return self._advance()
 
     def in_the_way(self) -> list[int]:
@@ -142,11 +144,13 @@ class Lane:
         quarantined = [lease for lease in self._window.values() if lease.state == QUARANTINED]
         if not quarantined:
             return []
-        return [
-            lease.cursor
-            for lease in self._window.values()
-            if lease.state == GRANTED and any(self._on_next_lap(old, lease) for old in quarantined)
-        ]
+        ends = [lease.end + self.capacity for lease in quarantined]  # disjoint and ascending, as the cursors are
+        found = []
+        for lease in self._window.values():
+            at = bisect_right(ends, lease.cursor) if lease.state == GRANTED else len(ends)
+            if at < len(ends) and self._on_next_lap(quarantined[at], lease):
+                found.append(lease.cursor)
+        return found
 
     def state(self, cursor: int) -> str | None:
         """ "granted", "landed", "quarantined", or None: never granted, or released."""
@@ -180,37 +184,50 @@ class Lane:
         """The lowest cursor from the head on whose `size` bytes are contiguous and not carved out."""
         lap = self._head // self.capacity * self.capacity
         for base in (lap, lap + self.capacity):  # the second lap offers every gap whole, so the largest is found there
-            for start, stop in self._gaps:
+            for start, stop in self._recarve():
                 cursor = max(self._head, base + start)
                 if cursor + size <= base + stop:
                     return cursor
-        raise AssertionError(f"no gap of {size} bytes in {self._gaps}")
+        raise AssertionError(f"no gap of {size} bytes in {self._recarve()}")
 
     def _on_next_lap(self, old: _Lease, lease: _Lease) -> bool:
         """Whether `lease` lies on the bytes of `old`, one lap on."""
         return lease.cursor < old.end + self.capacity and old.cursor + self.capacity < lease.end
 
-    def _carve(self) -> None:
-        """Recomputes the gaps between quarantined spans; those may overlap, one lap apart."""
+    def _recarve(self) -> list[tuple[int, int]]:
+        """Physical spans not carved out, ascending. Computed when asked for: many leases are quarantined at once.
+
+        Quarantined spans may overlap, one lap apart.
+        """
+        if self._carved is not None:
+            return self._carved
         held = (lease for leases in (self._window, self._passed) for lease in leases.values())
         spans = sorted((lease.cursor % self.capacity, lease.nbytes) for lease in held if lease.state == QUARANTINED)
-        self._gaps, at = [], 0
+        gaps, at = [], 0
         for start, nbytes in spans:
             if start > at:
-                self._gaps.append((at, start))
+                gaps.append((at, start))
             at = max(at, start + nbytes)
         if at < self.capacity:
-            self._gaps.append((at, self.capacity))
-        self._largest = max((stop - start for start, stop in self._gaps), default=0)
+            gaps.append((at, self.capacity))
+        self._carved, self._largest = gaps, max((stop - start for start, stop in gaps), default=0)
+        return gaps
+
+    def _held_back(self, old: _Lease) -> bool:
+        """Whether a live lease lies on the bytes of `old` one lap on; those are at the end of the window."""
+        for lease in reversed(self._window.values()):
+            if lease.end <= old.cursor + self.capacity:
+                return False
+            if lease.state != QUARANTINED and self._on_next_lap(old, lease):
+                return True
+        return False
 
     def _advance(self) -> bool:
         """Moves the watermark as far as it may go; True if it moved."""
         before = self._watermark
         while self._window:
             first = next(iter(self._window.values()))
-            if first.state != QUARANTINED or any(
-                lease.state != QUARANTINED and self._on_next_lap(first, lease) for lease in self._window.values()
-            ):
+            if first.state != QUARANTINED or self._held_back(first):
                 break
             self._passed[first.cursor] = self._window.pop(first.cursor)
         self._watermark = next(iter(self._window), self._head)

@@ -11,8 +11,9 @@ import functools
 import itertools
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,13 +22,13 @@ from pdstage.layout import Key, Layout, Region, Row, View
 from pdstage.plan import HEAD_MAJOR, Rect, Select, Staging, selects, wire_order
 from pdstage.protocol import messages as m
 from pdstage.protocol.config import Config
-from pdstage.protocol.decode import DecodeCore, InRoom, PartPhase
+from pdstage.protocol.decode import DecodeCore, InRoom, Landing, PartPhase
 from pdstage.protocol.effects import Attach, Changed, Complaint, Detach, Gather, Scatter, Send, Write, WriteDirect
 from pdstage.protocol.handshake import _GOLDEN
 from pdstage.protocol.messages import room_key
 from pdstage.protocol.outbox import OutChunk, OutRoom
 from pdstage.protocol.prefill import PrefillCore
-from pdstage.protocol.room import State
+from pdstage.protocol.room import Room, State
 from pdstage.protocol.session import Link
 from pdstage.topology import Topology, shard_axis
 
@@ -38,8 +39,8 @@ PAGE, WIDTH = 4, 8
 class Memory:
     """Named bytes at invented addresses, so that a stray address is an error and not a crash."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.base = next(_space) << 32
+    def __init__(self, nbytes: int, base: int = 0) -> None:
+        self.base = base or next(_space) << 32
         self.bytes = np.zeros(nbytes, np.uint8)
 
     def at(self, address: int, nbytes: int) -> np.ndarray:
@@ -137,6 +138,30 @@ class Decode:
         return {(self.core.incarnation + n * _GOLDEN) % (1 << 64) for n in range(1, self.core._n_greeted + 1)}
 
 
+class Copy(NamedTuple):
+    """One cell on the direct path: token and local shard of the destination's view `key`, the bytes on each side."""
+
+    key: Key
+    token: int
+    shard: int
+    src: np.ndarray
+    dst: np.ndarray
+
+
+def direct_cells(src: Prefill, dst: Decode, chunk: OutChunk) -> Iterator[Copy]:
+    """Every cell of a chunk that goes straight into the destination's pages."""
+    record = chunk.record
+    ours = {key: start for key, start, _ in selects(src.core.layout, record.shares, chunk.rects)}
+    src_views, dst_views = src.core.layout.by_key(), record.link.layout.by_key()
+    src_pages, dst_pages = chunk.source.items["kv"], np.frombuffer(record.open.items[0].data, np.int32).tolist()
+    tokens = range(chunk.rects[0].start, chunk.rects[0].stop)
+    for key, first, count in selects(record.link.layout, record.shares, chunk.rects):
+        for token, shard in itertools.product(tokens, range(count)):
+            here = cell(src_views[key], src.memory, src_pages, token, ours[key] + shard)  # type: ignore[arg-type]
+            there = cell(dst_views[key], dst.memory, dst_pages, token, first + shard)
+            yield Copy(key, token, first + shard, here, there)
+
+
 @dataclass(eq=False)
 class Item:
     """Something on its way: `kind` is frame, write, done, tag, scatter, gather or fence."""
@@ -151,6 +176,8 @@ class Item:
     """What a write becomes when its session is disconnected first."""
     passed: bool = False
     """Held once and let go: no rule applies to it any more."""
+    key: str = ""
+    """What the simulator's schedules call it."""
 
     def __repr__(self) -> str:
         return f"{self.kind} {self.src.name.decode()}>{self.dst.name.decode()} {self.message or ''}"
@@ -184,7 +211,7 @@ class World:
         self.fences, self.instances, self.deadline_s = fences, instances, deadline_s
         self.choose = choose or (lambda _: self.path == "direct")
         self.pick: Callable[[int], int] = lambda _: 0
-        self.lives = itertools.count(1)
+        self.lives, self.space = itertools.count(1), itertools.count(1)
         self.written: set[tuple[object, ...]] = set()
         self.fenced: set[m.Session] = set()
         self.heads, self.layers, self.n_pages, self.path = heads, (0, layers), n_pages, path
@@ -205,7 +232,7 @@ class World:
     def make_prefill(self, rank: int, life: int = 0) -> Prefill:
         tp, tp_rank = (1, 0) if self.instances else (self.n_prefill, rank)
         shape = {"heads": self.heads, "tp": tp, "rank": tp_rank, "layers": self.layers, "n_pages": self.n_pages}
-        memory = Memory(pool_nbytes(**shape))
+        memory = self.make_memory(pool_nbytes(**shape))
         core = PrefillCore(
             1000 + rank + 100 * life, layout=make_layout(memory, **shape), topology=Topology(tp, tp_rank),
             transport="test", description=b"", n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes,
@@ -219,7 +246,7 @@ class World:
             "heads": self.heads, "tp": self.n_decode, "rank": rank, "layers": self.layers, "n_pages": self.n_pages,
             "page": self.dst_page,
         }  # fmt: skip
-        memory, staging = Memory(pool_nbytes(**shape)), Memory(self.lane_nbytes * self.n_lanes)
+        memory, staging = self.make_memory(pool_nbytes(**shape)), self.make_memory(self.lane_nbytes * self.n_lanes)
         lanes = tuple(m.LaneSpan(staging.base + n * self.lane_nbytes, self.lane_nbytes) for n in range(self.n_lanes))
         core = DecodeCore(
             2000 + rank + 100 * life, layout=make_layout(memory, hnd=self.dst_hnd, **shape),
@@ -228,6 +255,13 @@ class World:
         node = Decode(b"D%d" % rank, core, memory, staging)
         self.processes.append(node)
         return node
+
+    def must(self, holds: bool, invariant: str, what: str) -> None:
+        assert holds, f"{invariant}: {what}"
+
+    def make_memory(self, nbytes: int) -> Memory:
+        """At addresses of this world's own numbering, so that two runs of one schedule send the same frames."""
+        return Memory(nbytes, base=next(self.space) << 32)
 
     def _choose(self, chunk: OutChunk) -> bool:
         return self.choose(chunk)
@@ -394,6 +428,10 @@ class World:
     def node(self, name: bytes) -> Prefill | Decode:
         return next(node for node in (*self.prefill, *self.decode) if node.name == name)
 
+    def put(self, item: Item) -> None:
+        """Something is on its way from now on."""
+        self.queue.append(item)
+
     def carry(self, node: Prefill | Decode) -> None:
         """The driver: queues what a core asked for."""
         for effect in node.core.take_effects():
@@ -401,7 +439,7 @@ class World:
                 case Send(route, frame):
                     self._frame(node, route, frame)
                 case Gather() if isinstance(node, Prefill):
-                    self.queue.append(Item("gather", node, node, lambda e=effect: self._gather(node, e)))
+                    self.put(Item("gather", node, node, lambda e=effect: self._gather(node, e)))
                 case Write() if isinstance(node, Prefill):
                     dst = self.greeter(effect.chunk.record.link.session)
                     self._post(node, dst, effect, self._write)
@@ -409,29 +447,38 @@ class World:
                     dst = self.greeter(effect.chunk.record.link.session)
                     self._post(node, dst, effect, self._direct)
                 case Scatter() if isinstance(node, Decode):
-                    self.queue.append(Item("scatter", node, node, lambda e=effect: self._scatter(node, e)))
+                    self.put(Item("scatter", node, node, lambda e=effect: self._scatter(node, e)))
                 case Complaint(_, error):
                     node.complaints.append(str(error))
                 case Changed(room):
-                    node.changes.append((room.key, room.status))
+                    self.changed(node, room)
                 case Detach(link):
-                    if self.fences:
-                        self.queue.append(Item("fence", node, node, lambda k=link: self.fence(node, k)))
-                case Attach():
-                    pass
+                    self.detach(node, link)
+                case Attach(link):
+                    self.attach(node, link)
                 case _:
                     raise AssertionError(effect)
 
+    def changed(self, node: Prefill | Decode, room: Room) -> None:
+        node.changes.append((room.key, room.status))
+
+    def attach(self, node: Prefill | Decode, link: Link) -> None:
+        """The transport connects to the session's peer; here it always can."""
+
+    def detach(self, node: Prefill | Decode, link: Link) -> None:
+        if self.fences:
+            self.put(Item("fence", node, node, lambda: self.fence(node, link)))
+
     def _frame(self, node: Prefill | Decode, route: bytes, frame: bytes) -> None:
-        dst = self.node(route)
+        message = m.decode(frame).message
+        self.put(Item("frame", node, self.node(route), lambda: self.hear(node, route, frame, message), message))
 
-        def arrive() -> None:
-            target = self.node(route)
-            if target.alive:
-                target.core.receive(node.name, frame, self.now)
-                self.carry(target)
-
-        self.queue.append(Item("frame", node, dst, arrive, m.decode(frame).message))
+    def hear(self, src: Prefill | Decode, route: bytes, frame: bytes, message: m.AnyMessage) -> None:
+        """A frame arrives at whoever lives at `route` by now."""
+        target = self.node(route)
+        if target.alive:
+            target.core.receive(src.name, frame, self.now)
+            self.carry(target)
 
     def fence(self, node: Prefill | Decode, link: Link) -> None:
         """The transport's disconnect: writes of the session that have not landed never will."""
@@ -463,22 +510,22 @@ class World:
                 return
             room = effect.chunk.record.room
             assert room is not None
-            assert not (node.alive and room.released), "a write that reads released source memory"
+            self.must(not (node.alive and room.released), "I8", "a write that reads released source memory")
             land(node, dst, effect)
 
         def fail() -> None:
-            self.queue.append(Item("done", node, node, failed, tag=effect.tag))
+            self.put(Item("done", node, node, failed, tag=effect.tag))
 
-        self.queue.append(Item("write", node, dst, run, tag=effect.tag, fail=fail))
+        self.put(Item("write", node, dst, run, tag=effect.tag, fail=fail))
 
     def _gather(self, node: Prefill, effect: Gather) -> None:
         if not node.alive:
             return
         chunk = effect.chunk
         room = chunk.record.room
-        assert room is not None and not room.released, "a gather from released source memory"
+        self.must(room is not None and not room.released, "I8", "a gather from released source memory")
         lost = chunk.record.link.session not in node.core.links
-        assert lost or node.core._window_open(chunk), "a buffer held for a destination whose window is closed"
+        self.must(lost or node.core._window_open(chunk), "I11", "a buffer held for a closed window")
         select = selects(node.core.layout, chunk.record.shares, chunk.rects)
         buffer = node.buffers[effect.buffer]
         buffer[:] = 0xEE
@@ -490,32 +537,32 @@ class World:
 
     def _write(self, node: Prefill, dst: Decode, effect: Write) -> None:
         chunk = effect.chunk
-        grant = dst.core.holdings.at(chunk.lane, chunk.cursor)
-        mine = grant is not None and grant.request.link.session == chunk.record.link.session
-        assert mine and grant is not None and grant.state in ("granted", "quarantined"), (
-            "a write into released staging memory"
-        )
-        where = (dst.staging.base, grant.request.link.session, chunk.lane, chunk.cursor)
-        assert where not in self.written, "a lease written twice"
+        self.check_lease(dst, chunk)
+        where = (dst.staging.base, chunk.record.link.session, chunk.lane, chunk.cursor)
+        self.must(where not in self.written, "I15", "a lease written twice")
         self.written.add(where)
         dst.staging.at(effect.address, chunk.nbytes)[:] = node.buffers[effect.buffer][: chunk.nbytes]
         self._landed(node, dst, effect.ticket, effect.tag)
 
     def _direct(self, node: Prefill, dst: Decode, effect: WriteDirect) -> None:
         chunk = effect.chunk
-        record = chunk.record
-        room = dst.core.epochs.get(record.epoch)
-        part = room.parts[chunk.record.link.session] if room is not None else None
-        assert part is not None and part.phase is not PartPhase.QUIET, "a write into released pages"
-        ours = {k: (n, a) for k, n, a in selects(node.core.layout, record.shares, chunk.rects)}
-        theirs = selects(record.link.layout, record.shares, chunk.rects)
-        pages = np.frombuffer(record.open.items[0].data, np.int32).tolist()
-        src_views, dst_views = node.core.layout.by_key(), record.link.layout.by_key()
-        for key, first, count in theirs:
-            for token, shard in itertools.product(range(chunk.rects[0].start, chunk.rects[0].stop), range(count)):
-                src = cell(src_views[key], node.memory, chunk.source.items["kv"], token, ours[key][0] + shard)  # type: ignore[arg-type]
-                cell(dst_views[key], dst.memory, pages, token, first + shard)[:] = src
+        self.check_pages(dst, chunk)
+        for copy in direct_cells(node, dst, chunk):
+            copy.dst[:] = copy.src
         self._landed(node, dst, effect.ticket, effect.tag)
+
+    def check_lease(self, dst: Decode, chunk: OutChunk) -> None:
+        """A byte of `chunk` lands in staging memory: is it still the chunk's?"""
+        grant = dst.core.holdings.at(chunk.lane, chunk.cursor)
+        mine = grant is not None and grant.request.link.session == chunk.record.link.session
+        held = mine and grant is not None and grant.state in ("granted", "quarantined")
+        self.must(held, "I2", "a write into released staging memory")
+
+    def check_pages(self, dst: Decode, chunk: OutChunk) -> None:
+        """A byte of `chunk` lands in pages: is the room's part of its writer still open?"""
+        room = dst.core.epochs.get(chunk.record.epoch)
+        part = room.parts.get(chunk.record.link.session) if room is not None else None
+        self.must(part is not None and part.phase is not PartPhase.QUIET, "I2", "a write into released pages")
 
     def _landed(self, node: Prefill, dst: Decode, ticket: int, tag: bytes) -> None:
         def done() -> None:
@@ -528,22 +575,26 @@ class World:
                 dst.core.tag(tag, self.now)
                 self.carry(dst)
 
-        self.queue.append(Item("tag", node, dst, told, tag=tag))
-        self.queue.append(Item("done", node, node, done, tag=tag))
+        self.put(Item("tag", node, dst, told, tag=tag))
+        self.put(Item("done", node, node, done, tag=tag))
 
     def _scatter(self, node: Decode, effect: Scatter) -> None:
         if not node.alive:
             return
-        landing = effect.landing
+        checksum = self.copy_in(node, effect.landing)
+        node.core.scattered(effect.ticket, self.now, checksum=checksum)
+        self.carry(node)
+
+    def copy_in(self, node: Decode, landing: Landing) -> int:
+        """The scatter itself: from staging memory into the room's pages. Returns the checksum of what it found."""
         part = landing.part
-        assert not part.room.released, "a scatter into released pages"
+        self.must(not part.room.released, "I2", "a scatter into released pages")
         select = selects(node.core.layout, part.shares, landing.rects)
         wire = wire_order(part.link.layout, node.core.layout)
         src = node.staging.at(landing.address, landing.nbytes)
         for offset, dst in staged(node.core.layout, node.memory, select, node.pages[part.room], landing.rects, wire):
             dst[:] = src[offset : offset + WIDTH]
-        node.core.scattered(effect.ticket, self.now, checksum=_checksum(part.link, src))
-        self.carry(node)
+        return _checksum(part.link, src)
 
 
 def _checksum(link: Link, staged_bytes: np.ndarray) -> int:
@@ -599,5 +650,5 @@ def assert_flat(world: World) -> None:
         else:
             assert core.idle and not core.rooms and not core.records, (node.name, core.rooms, core.records)
             assert sorted(core.buffers.free) == list(range(world.n_buffers))
-            assert not core._parked and not core._askers and not core._flights
+            assert not core._parked and not core._askers and not core._flights and not core._orphans
             assert core.buffers.idle

@@ -415,3 +415,16 @@ def test_memory_is_flat_over_many_laps():
         lane.release(first)
     assert list(lane.leases()) == []
     assert lane.head > 5_000 * 64 * B, "cursors never restart"
+
+
+def test_a_writer_of_very_many_leases_stops_nothing() -> None:
+    """All of a lost session's leases are quarantined in one turn: work per lease must not grow with their number."""
+    lane = Lane(256 * 20_000)
+    cursors = [lane.grant(256) for _ in range(20_000)]
+    for cursor in cursors:
+        lane.quarantine(cursor)
+    assert lane.largest() == 0
+    assert lane.watermark == lane.head
+    for cursor in cursors:
+        lane.release(cursor)
+    assert lane.largest() == lane.capacity

@@ -40,7 +40,7 @@ class Adverts(msgspec.Struct, frozen=True):
 
 class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str
-    what: Annotated[str, Meta(max_length=4096)]
+    what: Annotated[str, Meta(min_length=1, max_length=4096)]
     remedy: Annotated[str, Meta(max_length=4096)] = ""
     missing: Annotated[tuple[int, ...], Meta(max_length=1 << 20)] = ()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -71,6 +72,10 @@ class Handle:
         self._node.wait_for(lambda: self.status >= 0x80, timeout_s, f"room {self.key!r}")
 
 
+MOST_ENDED = 65_536
+"""Ended rooms that are kept for `completions`: an engine that never asks for them must not pay for each (I14)."""
+
+
 class Roster:
     """The handles of one node, by room, until their rooms are released.
 
@@ -79,7 +84,7 @@ class Roster:
 
     def __init__(self) -> None:
         self._handles: dict[Room, Handle] = {}
-        self._ended: list[Handle] = []
+        self._ended: deque[Handle] = deque(maxlen=MOST_ENDED)
         self._waiters: list[tuple[Callable[[], bool], queue.SimpleQueue[None]]] = []
         self._n_changes = 0
         self._polled_at = -1
@@ -126,7 +131,8 @@ class Roster:
         self.ring()
 
     def take_ended(self) -> list[Handle]:
-        ended, self._ended = self._ended, []
+        ended = list(self._ended)
+        self._ended.clear()
         return ended
 
     def statuses(self, handles: Sequence[Handle]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8]]:

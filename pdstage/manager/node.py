@@ -380,7 +380,7 @@ class Node(ABC, Generic[AnyCore]):
         return self.roster.statuses(handles)
 
     def completions(self) -> list[Handle]:
-        """The handles whose rooms ended since the last call."""
+        """The handles whose rooms ended since the last call; of more than 65,536 the latest."""
         self.progress_inline()
         with self._lock:
             return self.roster.take_ended()

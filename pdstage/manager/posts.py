@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Write:
-    __slots__ = ("error", "n_posted", "peer", "pieces", "tag")
+    __slots__ = ("error", "n_posted", "peer", "pieces", "settled", "tag")
 
     def __init__(self, peer: str, pieces: list[Spans], tag: bytes) -> None:
         self.peer = peer
@@ -26,6 +26,7 @@ class _Write:
         self.tag = tag
         self.n_posted = 0
         self.error: PdstageError | None = None
+        self.settled = True
 
 
 class Posts:
@@ -56,8 +57,8 @@ class Posts:
         del self._writes[ticket]
         return write.error
 
-    def ended(self, event: Done | PostFailed) -> Iterator[tuple[int, PdstageError | None]]:
-        """The write that ended with this event, if one did, and its error."""
+    def ended(self, event: Done | PostFailed) -> Iterator[tuple[int, PdstageError | None, bool]]:
+        """The write that ended with this event, if one did, its error, and whether none of it can land any more."""
         ticket = self._tickets.pop(event.ticket, None)
         if ticket is None:
             return
@@ -65,12 +66,13 @@ class Posts:
         write.n_posted -= 1
         if isinstance(event, PostFailed):
             write.error = event.error
+            write.settled = write.settled and event.settled
             write.pieces.clear()
         if write.n_posted == 0:
             self._post(ticket, write)
             if write.n_posted == 0:
                 del self._writes[ticket]
-                yield ticket, write.error
+                yield ticket, write.error, write.settled
 
     def _post(self, ticket: int, write: _Write) -> None:
         """Posts all but the last piece, or the last once nothing else is under way: posts are not ordered."""

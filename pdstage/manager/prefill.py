@@ -305,8 +305,8 @@ class PrefillNode(Node[PrefillCore]):
 
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
         if not isinstance(event, Inbound):
-            for ticket, error in self.posts.ended(event):
-                self.core.completed(ticket, now, error)
+            for ticket, error, settled in self.posts.ended(event):
+                self.core.completed(ticket, now, error, settled=settled)
 
     def _on_staged(self, copied: Copied, now: float) -> None:
         self.core.gathered(copied.ticket, now, copied.error, copied.checksum)

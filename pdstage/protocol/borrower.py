@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import heapq
 from abc import abstractmethod
+from collections import OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
@@ -23,6 +25,12 @@ if TYPE_CHECKING:
     from pdstage.plan import Rect
     from pdstage.protocol.config import Config
     from pdstage.protocol.session import Link
+
+_MOST_PIECES = 1024
+"""A chunk that would fall into more fits no span worth having: it waits for a larger one, or goes direct."""
+
+
+_MOST_UNSETTLED = 4096
 
 
 class Borrower(Host):
@@ -46,6 +54,8 @@ class Borrower(Host):
         self._buffer_nbytes = buffer_nbytes
         self._choose = choose
         self._flights: dict[int, tuple[OutChunk, int]] = {}
+        self._orphans: dict[int, m.Session] = {}
+        self._unsettled: OrderedDict[m.Session, None] = OrderedDict()
         self._marks: dict[tuple[Link, int], int] = {}
         self._closed: dict[tuple[Link, int], list[tuple[int, int, OutChunk]]] = {}
 
@@ -103,8 +113,9 @@ class Borrower(Host):
                 self._maybe_close(record, now)
             return
         most = refused.max_nbytes
-        pieces = list(split(chunk.rects, record.shares, self.stagings, most)) if most > 0 else []
-        if len(pieces) > 1:
+        cut = split(chunk.rects, record.shares, self.stagings, most) if most > 0 else iter(())
+        pieces = list(islice(cut, _MOST_PIECES + 1))
+        if 1 < len(pieces) <= _MOST_PIECES:
             chunk.phase = Phase.DROPPED
             record.unwritten -= 1
             for rects in pieces:
@@ -270,16 +281,37 @@ class Borrower(Host):
         self.timers.set(("write", ticket), now + self.config.write_s)
         self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk, checksum)))
 
-    def completed(self, ticket: int, now: float, error: PdstageError | None = None) -> None:
-        """A post ended. With `error` its outcome is unknown: it is never repeated, and the room fails."""
-        if ticket in self._flights:
-            self._land(ticket, now, error)
+    def completed(self, ticket: int, now: float, error: PdstageError | None = None, *, settled: bool = True) -> None:
+        """A post ended. With `error` its outcome is unknown: it is never repeated, and the room fails.
+
+        Not `settled`: its bytes may land even now. Then Drained would be a lie, and so would NoSession of this process:
+        the session is lost, and nothing but its end at decode makes the memory safe.
+        """
+        orphan = self._orphans.pop(ticket, None)
+        if orphan is not None and not settled:
+            self._doubt(orphan)
+        if ticket not in self._flights:
+            return
+        link = self._flights[ticket][0].record.link
+        if error is not None and not settled:
+            self._doubt(link.session)
+            self.lose(link, error, now)
+        self._land(ticket, now, error)
+
+    def _doubt(self, session: m.Session) -> None:
+        self._unsettled[session] = None
+        if len(self._unsettled) > _MOST_UNSETTLED:
+            self._unsettled.popitem(last=False)
 
     def fenced(self, link: Link, now: float) -> None:
-        """After `Detach`: posts of that session no longer read our memory. Gathers under way report themselves."""
+        """After `Detach`: posts of that session no longer read our memory. Gathers under way report themselves.
+
+        What such posts wrote may still be on its way: until their tickets end, the session is not quiet.
+        """
         error = TransportError("the session was lost while a write was in flight", remedy="see the session's error")
         for ticket, (chunk, _) in list(self._flights.items()):
             if chunk.record.link is link and chunk.phase is Phase.WRITING:
+                self._orphans[ticket] = link.session
                 self._land(ticket, now, error)
 
     def _tag(self, chunk: OutChunk, checksum: int = 0) -> bytes:
@@ -328,10 +360,10 @@ class Borrower(Host):
         self.lose(chunk.record.link, late, now)
 
     def _in_flight(self, session: m.Session) -> bool:
-        return any(chunk.record.link.session == session for chunk, _ in self._flights.values())
+        under_way = any(chunk.record.link.session == session for chunk, _ in self._flights.values())
+        return under_way or session in self._orphans.values()
 
     def _forget_marks(self, link: Link) -> None:
-        for key in [key for key in self._marks if key[0] is link]:
-            del self._marks[key]
-        for key in [key for key in self._closed if key[0] is link]:
-            del self._closed[key]
+        for lane in range(len(link.lanes)):
+            self._marks.pop((link, lane), None)
+            self._closed.pop((link, lane), None)

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from pdstage.protocol.config import Config
     from pdstage.topology import Topology
 
+_MOST_CLAIMS = 4096
+"""Leases and waiting requests of one writer for one room: what it asks for beyond has to wait for those."""
+_MOST_REPEATS = 65_536
+"""Chunks of one writer beyond which one that brings nothing new is not noted."""
+
 __all__ = ["DecodeCore", "InRoom", "Landing", "Part", "PartPhase"]
 
 
@@ -268,6 +273,8 @@ class DecodeCore(Receiving):
             self._fail(part.room, PeerError(f"prefill rank {part.number} asks for a lease: {problem}"), now)
         elif part.coverage.covers(ask.rects):
             self.send(link, m.Refused(ask.epoch, ask.chunk, ask.attempt, "covered", 0), now)
+        elif held is None and self.holdings.n_claims(link, ask.epoch) >= _MOST_CLAIMS:
+            return  # it asks again
         elif not isinstance(held, Request) or held.attempt <= ask.attempt:
             self.holdings.wait(request)
 
@@ -283,6 +290,8 @@ class DecodeCore(Receiving):
             return False
         if tag.lane == m.DIRECT:
             if not part.direct or not tag.rects or part.coverage.problem(tag.rects) or tag.chunk in part.arrived:
+                return False
+            if part.coverage.covers(tag.rects) and len(part.arrived) >= _MOST_REPEATS:
                 return False
             self._arrived(part, tag, now)
         else:
@@ -306,13 +315,15 @@ class DecodeCore(Receiving):
     def _arrived(self, part: Part, tag: m.Tag, now: float) -> None:
         room = part.room
         assert part.coverage is not None
+        fresh = not part.coverage.covers(tag.rects)
         part.coverage.add(tag.rects)
         part.arrived.add(tag.chunk)
         self._answered(part)
         if room.on(Event.MOVED):
             self.emit(Changed(room))
         self.timers.cancel(("wait", room))
-        self.timers.set(("transfer", room), now + self.config.transfer_s)
+        if fresh:
+            self.timers.set(("transfer", room), now + self.config.transfer_s)
         if part.closing is not None:
             self._on_close_ok(part.link, part.closing, now)
         self._maybe_complete(room, now)
@@ -326,6 +337,10 @@ class DecodeCore(Receiving):
         if not room.ended and part.phase is not PartPhase.QUIET:
             if part.coverage is None:
                 raise PeerError("CloseOk for a room that was never opened", remedy="check the peer")
+            if close.aux is not None and len(close.aux) > self.config.max_aux_nbytes:
+                raise PeerError(
+                    f"{len(close.aux)} aux bytes", remedy=f"at most {self.config.max_aux_nbytes}, see Config"
+                )
             part.closing = close
             written = {(w.lane, w.cursor) for w in close.written if w.lane != m.DIRECT}
             for grant in self.holdings.of(link, close.epoch):

@@ -189,6 +189,7 @@ class Host(Core):
                 self.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
                 self.emit(Complaint(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides")))
                 return
+            self._make_room(route, now)
             link = Link(session, route, hello.layout, hello.topology, hello.lanes, hello.max_silence_s, now)
             link.exposes_pool = m.DIRECT_FEATURE in hello.features
             link.checksums = m.CHECKSUM_FEATURE in hello.features and m.CHECKSUM_FEATURE in self._welcome.features
@@ -213,11 +214,17 @@ class Host(Core):
         return self._crowded() or layout_problem(hello.layout) or incompatible(self._welcome.layout, hello.layout)
 
     def _crowded(self) -> str:
+        return f"already {len(self.links)} peers" if len(self.links) >= self.config.max_peers else ""
+
+    def _make_room(self, route: bytes, now: float) -> None:
+        """Of too many half-open sessions one is over: the oldest of the route that greets, else of all.
+
+        An honest peer's is confirmed within a round trip; so who greets without end takes nobody's place.
+        """
         if self._n_half_open >= self.config.max_half_open:
-            return "too many half-open sessions"
-        if len(self.links) >= self.config.max_peers:
-            return f"already {len(self.links)} peers"
-        return ""
+            half_open = [link for link in self.links.values() if link.half_open]
+            oldest = next((link for link in half_open if link.route == route), half_open[0])
+            self.lose(oldest, PeerError("too many half-open sessions", remedy="follow a Hello up"), now)
 
     def _confirm(self, link: Link, now: float) -> None:
         """The first frame under a session: it replaces the one that its peer had before."""
@@ -239,10 +246,14 @@ class Host(Core):
             self._n_half_open -= 1
         else:
             self.counters.sessions_lost += 1
-            self._lost[link.session] = None
-            if len(self._lost) > _MOST_LOST:
-                self._lost.popitem(last=False)
+            self._never_again(link.session)
         return True
+
+    def _never_again(self, session: m.Session) -> None:
+        """No late Hello may begin this session: it was lost, or this process has said that it knows nothing of it."""
+        self._lost[session] = None
+        if len(self._lost) > _MOST_LOST:
+            self._lost.popitem(last=False)
 
     def _check_open(self, link: Link, opened: m.Open) -> None:
         """Every number of an Open in its range, every share ours and the destination's, every item in its pool."""

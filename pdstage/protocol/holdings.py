@@ -79,6 +79,10 @@ class Holdings:
         claim = self._claims.get((link.session, epoch))
         return claim.get(chunk) if claim is not None else None
 
+    def n_claims(self, link: Link, epoch: int) -> int:
+        """Leases and waiting requests of one epoch of a session."""
+        return len(self._claims.get((link.session, epoch), ()))
+
     def wait(self, request: Request) -> None:
         """Queues a request; one of the same chunk that waits is replaced in its place."""
         claim = self._claims.setdefault(request.claim, {})
@@ -101,6 +105,8 @@ class Holdings:
         while (request := self._queue.first(over)) is not None:
             if request.nbytes > self.largest():
                 self.forget(request)
+                if request.link not in self._queue:  # one fewer to share with
+                    over.clear()
                 yield request
                 continue
             lane, limited = self._lane_for(request)
@@ -112,6 +118,24 @@ class Holdings:
             elif limited:
                 over.add(request.link)
             else:
+                yield from self._grant_beside(request, now)
+                return
+
+    def _grant_beside(self, first: Request, now: float) -> Iterator[Grant]:
+        """A lane of which too much is carved out for those in front serves whoever fits it behind them (I13).
+
+        Without quarantine every lane is one that the first in line waits for, and nobody overtakes.
+        """
+        spare = {number for number, lane in enumerate(self.lanes) if first.nbytes > lane.largest()}
+        if not spare:
+            return
+        for _, _, request in sorted(self._queue.entries()):
+            number, limited = self._lane_for(request, spare)
+            if number is not None:
+                yield self._grant(request, number, now)
+            elif not limited:
+                spare = {number for number in spare if request.nbytes > self.lanes[number].largest()}
+            if not spare:
                 return
 
     def land(self, grant: Grant) -> None:
@@ -214,19 +238,20 @@ class Holdings:
             for number, lane in enumerate(self.lanes)
         )
 
-    def _lane_for(self, request: Request) -> tuple[int | None, bool]:
+    def _lane_for(self, request: Request, among: set[int] | None = None) -> tuple[int | None, bool]:
         """The lane to grant in, open ones first, then the least loaded; or whether only the session's share forbids."""
         others = self._queue.n_sessions > 1
         best: tuple[bool, int, int] | None = None
         limited = False
         for number, lane in enumerate(self.lanes):
-            if request.nbytes > lane.largest():
+            if request.nbytes > lane.largest() or (among is not None and number not in among):
                 continue
             cursor = lane.cursor_of_next(request.nbytes)
             if cursor is None:
                 continue
             held = self._held.get((request.link, number), 0)
-            if others and held and held + request.nbytes > lane.capacity // 2:
+            idle = lane.head == lane.watermark  # then all it holds there is carved out, and keeps nobody waiting
+            if others and held and not idle and held + request.nbytes > lane.capacity // 2:
                 limited = True
                 continue
             rank = (not lane.is_open(cursor, request.nbytes), lane.head - lane.watermark, number)

@@ -305,7 +305,10 @@ class Bye(Message, frozen=True, tag=20):
 
 
 class NoSession(Message, frozen=True, tag=21):
-    """Both ways, to a frame of an unknown session. From the incarnation asked it proves quiet, from another nothing."""
+    """Both ways, to a frame of an unknown session. From the incarnation asked it proves quiet, from another nothing.
+
+    0: the process asked cannot prove it, as a post failed and may land all the same.
+    """
 
     incarnation: int
 

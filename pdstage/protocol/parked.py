@@ -33,16 +33,14 @@ class Parked:
     def __len__(self) -> int:
         return len(self._nbytes)
 
-    def add(self, record: Record) -> list[Record] | None:
-        """Holds `record`, and says which others made room: those are forgotten. None: there is no room for it."""
+    def add(self, record: Record) -> tuple[bool, list[Record]]:
+        """Holds `record` if there is a place for it; and which others made room: those are to be forgotten."""
         nbytes = _RECORD_NBYTES + sum(len(items.data) for items in record.open.items)
         out: list[Record] = []
         while len(self) >= self._most or self._total + nbytes > self._most_nbytes:
             link = max(self._of, key=self._weight, default=record.link)
             if self._weight(link) <= self._weight(record.link) + self._weight_of(1, nbytes):
-                for other in out:  # nobody is turned away for nothing: these were the heaviest all the same
-                    self.add(other)
-                return None
+                return False, out
             out.append(next(reversed(self._of[link])))
             self.remove(out[-1])
         self._nbytes[record] = nbytes
@@ -50,7 +48,7 @@ class Parked:
         self._waiting.setdefault(record.open.room, {})[record] = None
         self._of.setdefault(record.link, {})[record] = None
         self._nbytes_of[record.link] = self._nbytes_of.get(record.link, 0) + nbytes
-        return out
+        return True, out
 
     def take(self, key: bytes) -> list[Record]:
         """The records that wait for a room; they are no longer held."""

@@ -161,7 +161,10 @@ class PrefillCore(Sending):
         elif link is None:
             # A process says NoSession only after the session's last completion: it is taken as proof of quiet.
             if not isinstance(message, m.NoSession | m.Bye) and not self._in_flight(frame.session):
-                self.send_loose(route, frame.session, m.NoSession(self.incarnation))
+                if frame.session.writer == self.incarnation:
+                    self._never_again(frame.session)
+                proof = 0 if frame.session in self._unsettled else self.incarnation
+                self.send_loose(route, frame.session, m.NoSession(proof))
         elif isinstance(message, m.NoSession):
             self.lose(link, PeerError("decode does not know this session", remedy="it restarted"), now)
         else:
@@ -234,7 +237,7 @@ class PrefillCore(Sending):
             self.send(link, m.Opened(opened.epoch, "refused", "too many rooms wait for prefill"), now)
         else:
             if room is not None:
-                self.records[link.session, opened.epoch] = record
+                self._note(record)
                 self._attach(room, record, now)
             self.send(link, m.Opened(opened.epoch, *self._opened_state(record)), now)
 

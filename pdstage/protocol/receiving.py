@@ -63,7 +63,8 @@ class Receiving(Lender):
         # The last pipeline stage samples, so it knows the request's aux row.
         aux = max(links, key=lambda number: (links[number].topology.pp_rank, -number))
         for number, link in links.items():
-            room.parts[link.session] = Part(room, number, link, dealt[number], has_aux=number == aux)
+            part = Part(room, number, link, dealt[number], has_aux=number == aux)
+            room.parts[link.session] = link.parts[room.epoch] = part
         room.on(Event.CONNECTED)
         self.emit(Changed(room))
         if room.bound:
@@ -184,14 +185,16 @@ class Receiving(Lender):
             return
         if all(part.phase is PartPhase.QUIET for part in room.parts.values()):
             self.epochs.pop(room.epoch, None)
+            for part in room.parts.values():
+                del part.link.parts[room.epoch]
+            room.parts = {}  # parts name their room: without this only the collector could free either
             room.release()
             self.emit(Changed(room))
 
     # Parts.
 
     def _part(self, link: Link, epoch: int) -> Part | None:
-        room = self.epochs.get(epoch)
-        return room.parts.get(link.session) if room is not None else None
+        return link.parts.get(epoch)
 
     def _answered(self, part: Part) -> None:
         if part.phase is PartPhase.OPENING:
@@ -212,11 +215,8 @@ class Receiving(Lender):
         self.unwatch(link)
         self._dealt.clear()
         peer = self.peers.pop(link.route, None)
-        for room in list(self.epochs.values()):
-            part = room.parts.get(link.session)
-            if part is None:
-                continue
-            self._fail(room, error, now)
+        for part in list(link.parts.values()):
+            self._fail(part.room, error, now)
             self._stop_asking(part)
             if not part.direct:  # it may still write staging memory, never this room's pages
                 self._quiet(part)
@@ -259,18 +259,15 @@ class Receiving(Lender):
         link.quiet = True
         self._leave_stranded(link)
         self._unstrand(link, now)
-        for room in list(self.epochs.values()):
-            part = room.parts.get(link.session)
-            if part is not None:
-                self._quiet(part)
+        for part in list(link.parts.values()):
+            self._quiet(part)
         self._settle(now)
 
     def holds(self, link: Link) -> bool:
         """Whether a lost session that is not fenced yet still keeps memory: leases, or pages it may write in place."""
         if self.holdings.of_session(link):
             return True
-        parts = (room.parts.get(link.session) for room in self.epochs.values())
-        return any(part is not None and part.phase is not PartPhase.QUIET for part in parts)
+        return any(part.phase is not PartPhase.QUIET for part in link.parts.values())
 
 
 def too_late(kind: str, room: InRoom, config: Config) -> DeadlineExceeded:

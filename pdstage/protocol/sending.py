@@ -117,6 +117,8 @@ class Sending(Borrower):
         self._forget_askers(room.key)
         if self.rooms.get(room.key) is room:
             del self.rooms[room.key]
+        for source in room.sources:
+            source.chunks.clear()
         room.sources.clear()
         self.emit(Changed(room))
         self._maybe_release(room)
@@ -160,18 +162,24 @@ class Sending(Borrower):
         self._unpark(record)
         self.timers.cancel(("close", record))
         self.records.pop((record.link.session, record.epoch), None)
+        record.link.records.pop(record.epoch, None)
+        # Chunks name their record and records their room: without this only the collector could free any of them.
+        record.chunks.clear()
+        record.room = None
+
+    def _note(self, record: Record) -> None:
+        self.records[record.link.session, record.epoch] = record.link.records[record.epoch] = record
 
     def _park(self, record: Record, now: float) -> bool:
         """Holds a record of a room that is not here yet; False if there is no place for it."""
-        others = self._parked.add(record)
-        if others is None:
-            return False
-        self.records[record.link.session, record.epoch] = record
-        self.timers.set(("parked", record), now + min(record.open.deadline_s, self.config.open_wait_s))
+        held, others = self._parked.add(record)
         for other in others:
             self.send(other.link, m.CloseFailed(other.epoch, "too many of its rooms wait for prefill"), now)
             self._forget(other)
-        return True
+        if held:
+            self._note(record)
+            self.timers.set(("parked", record), now + min(record.open.deadline_s, self.config.open_wait_s))
+        return held
 
     def _turn_away(self, record: Record, reason: str, now: float) -> None:
         """A parked record's room will not be sent."""
@@ -192,7 +200,7 @@ class Sending(Borrower):
         """The session is over: its rooms fail, nothing further is sent under it."""
         if not self._unlink(link):
             return
-        for record in [r for r in self.records.values() if r.link is link]:
+        for record in list(link.records.values()):
             if record.phase in (RecordPhase.LIVE, RecordPhase.FAILING):
                 record.phase = RecordPhase.DRAINING
                 self._drop(record)

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from pdstage.layout import Layout
     from pdstage.plan import Share
     from pdstage.protocol.config import Config
+    from pdstage.protocol.inbox import Part
+    from pdstage.protocol.outbox import Record
     from pdstage.topology import Topology
 
 
@@ -64,6 +66,10 @@ class Link:
     """The peer's pages may be written in place; else only its staging memory."""
     checksums: bool = False
     """Both sides offered them: staged chunks carry one."""
+    parts: dict[int, Part] = field(default_factory=dict)
+    """At decode: its parts of rooms not released yet, by epoch."""
+    records: dict[int, Record] = field(default_factory=dict)
+    """At prefill: what its rooms claim, by epoch."""
     shares: set[tuple[Share, ...]] = field(default_factory=set)
     """What its rooms ask for, each checked once."""
     quiet: bool = False
@@ -137,6 +143,8 @@ class Core(ABC):
                 self._dispatch(route, link, frame, now)
         except PeerError as error:
             self.counters.frames_malformed += 1
+            # It becomes its rooms' error, which engines may keep for long: not with the frame and all that handled it.
+            error.__traceback__ = error.__cause__ = error.__context__ = None
             self.emit(Complaint(route, error))
             if isinstance(error, OtherVersion) and error.greets:
                 self._on_other_version(route, error)

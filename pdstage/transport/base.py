@@ -67,10 +67,14 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class PostFailed:
-    """The post's outcome is unknown: none, some or all of its bytes landed. It reads our memory no more."""
+    """The post's outcome is unknown: none, some or all of its bytes landed. It reads our memory no more.
+
+    Not `settled`: what has left may land even now, and only the end of the connection at the peer stops it.
+    """
 
     ticket: int
     error: TransportError
+    settled: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,24 @@ def altered_msgpack(body: bytes, draw: Draw) -> bytes:
         return altered_bytes(body, draw)
 
 
+def bent_msgpack(body: bytes, draw: Draw) -> bytes:
+    """One number, text or flag changed a little: what comes out mostly is a message still, and says what is not so."""
+    tree = [msgspec.msgpack.decode(body)]
+    places = [(where, key) for where, key in _places(tree) if isinstance(where[key], int | str | float)]
+    where, key = places[draw.below(len(places))]
+    held = where[key]
+    if isinstance(held, bool):
+        where[key] = not held
+    elif isinstance(held, int):
+        near = held + draw.pick((1, -1, 2, 3, 4, 64, 128, -128, 256, -256, 512, 1024, 4096, -4096, 1 << 32, 1 << 62))
+        where[key] = min(max(near, 0), (1 << 64) - 1) if draw.chance(200) else draw.pick(NUMBERS[:16])
+    elif isinstance(held, float):
+        where[key] = draw.pick((5e-324, 0.1, 1.0, 1e6, 1e308))
+    else:
+        where[key] = draw.pick(("kv", "swa", "k", "v", "accepted", "refused", "too_big", "covered", "gone", "cpu"))
+    return msgspec.msgpack.encode(tree[0])
+
+
 def _alter(tree: list[Any], draw: Draw) -> None:
     places = list(_places(tree))
     where, key = places[draw.below(len(places))] if places else (tree, 0)

@@ -23,13 +23,13 @@ from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.room import State
 from pdstage.spans import DirectPlan, Index
 from tests.fuzz.draw import NUMBERS, Draw, altered_bytes
-from tests.fuzz.wire import alter_frame, check_inside, samples
+from tests.fuzz.wire import alter_frame, bend_frame, check_inside, samples
 from tests.pair import Decode, Item, Prefill, World, assert_flat
 
 TOKENS, PAGES = 8, [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
 _DEADLINES = {
-    "hello_s": 4.0, "open_s": 6.0, "bind_s": 20.0, "wait_s": 8.0, "transfer_s": 6.0, "recall_after_s": 0.6,
-    "stuck_after_s": 0.4, "drain_s": 3.0, "open_wait_s": 12.0, "write_s": 4.0, "max_silence_s": 6.0,
+    "hello_s": 4.0, "open_s": 6.0, "bind_s": 20.0, "wait_s": 40.0, "transfer_s": 40.0, "recall_after_s": 0.6,
+    "stuck_after_s": 0.4, "drain_s": 3.0, "open_wait_s": 40.0, "write_s": 4.0, "max_silence_s": 6.0,
 }  # fmt: skip
 _CAPS = {"max_parked": 12, "max_half_open": 4, "max_peers": 16, "max_aux_nbytes": 4096}
 _MOST_STEPS = 40
@@ -45,7 +45,7 @@ class Hostile(World):
         self.victim: Prefill | Decode | None = None
         super().__init__(
             prefill=2 if role == "prefill" else 1, instances=True, n_lanes=2, lane_nbytes=1024, buffer_nbytes=512,
-            path=draw.pick(("staged", "direct")), deadline_s=30.0, **_DEADLINES, **_CAPS,
+            path=draw.pick(("staged", "direct")), deadline_s=60.0, **_DEADLINES, **_CAPS,
         )  # fmt: skip
         if role == "decode":
             self.decode.append(self.make_decode(0, life=9))
@@ -56,6 +56,8 @@ class Hostile(World):
         self.tags: list[bytes] = []
         self.seq = 0
         self.silent = False
+        self.stuck: list[Item] = []
+        """Posts to the liar that end only with its process."""
 
     # What leaves the liar.
 
@@ -97,21 +99,26 @@ class Hostile(World):
             return
         self.said = [*self.said[-31:], frame]
         draw = self.draw
-        match draw.below(16):
-            case 9:
+        match draw.below(48):
+            case 36 | 37:
                 pass
-            case 10:
+            case 38:
                 self._deliver_frame(self._stamped(frame))
                 self._deliver_frame(frame)
-            case 11 | 12:
+            case 39:
                 self._deliver_frame(alter_frame(self._stamped(frame), draw))
-            case 13:
+            case 40 | 41 | 42 | 43:
+                self._deliver_frame(bend_frame(self._stamped(frame), draw))
+            case 44:
                 self._deliver_frame(self._stamped(draw.pick(self.said)))
                 self._deliver_frame(self._stamped(frame))
-            case 14:
+            case 45:
                 self.invent()
                 self._deliver_frame(self._stamped(frame))
-            case 15:
+            case 46:
+                self._deliver_frame(bend_frame(self._stamped(draw.pick(self.said)), draw))
+                self._deliver_frame(self._stamped(frame))
+            case 47:
                 self._deliver_frame(altered_bytes(frame[:_HEAD], draw) + frame[_HEAD:])
             case _:
                 self._deliver_frame(self._stamped(frame))
@@ -163,7 +170,12 @@ class Hostile(World):
             session = m.Session(session.decode ^ draw.below(4), 0)
         self.seq = draw.pick(NUMBERS) % (1 << 64) if draw.chance(4) else self.seq + 1
         frame = m.encode(session, self.seq % (1 << 64), draw.pick(samples()))
-        self._deliver_frame(alter_frame(frame, draw) if draw.chance(160) else frame)
+        match draw.below(4):
+            case 1 | 2:
+                frame = bend_frame(frame, draw)
+            case 3:
+                frame = alter_frame(frame, draw)
+        self._deliver_frame(frame)
 
     # What reaches the liar.
 
@@ -178,13 +190,13 @@ class Hostile(World):
         else:
             self._check_direct(node, effect)
         error = TransportError("refused") if self.draw.chance(24) else None
-        if not self.draw.chance(16):
 
-            def done() -> None:
-                node.core.completed(effect.ticket, self.now, error)
-                self.carry(node)
+        def done() -> None:
+            node.core.completed(effect.ticket, self.now, error)
+            self.carry(node)
 
-            self.queue.append(Item("done", node, node, done, tag=effect.tag))
+        item = Item("done", node, node, done, tag=effect.tag)
+        (self.stuck if self.draw.chance(16) else self.queue).append(item)
 
     def greeter(self, session: m.Session) -> Decode:
         """A session nobody drew is the liar's."""
@@ -217,7 +229,8 @@ class Hostile(World):
         assert len(core.links) <= _CAPS["max_peers"]
         if isinstance(core, PrefillCore):
             assert sum(record.room is None for record in core.records.values()) <= _CAPS["max_parked"]
-            assert len(core._askers) <= core._askers._n <= _CAPS["max_parked"]
+            assert len(core._parked) <= _CAPS["max_parked"]
+            assert core._askers._n <= _CAPS["max_parked"]
             assert len(core.records) <= 64
         if isinstance(core, DecodeCore):
             assert len(core.holdings._queue) + len(core.holdings._at) <= 512
@@ -251,13 +264,18 @@ def run(data: bytes, role: str) -> None:
 
 
 def _honest(world: Hostile, room: int, pages: list[int]) -> tuple[int, InRoom, list[int]]:
+    world.deadline_s = 60.0
     handle = world.receive(room, TOKENS, pages, 0, prefill=0)
     world.send(room, TOKENS, pages, 0, step=4)
     return room, handle, pages
 
 
 def _lied_to(world: Hostile, role: str, room: int, pages: list[int]) -> InRoom | OutRoom:
-    """A room of the victim's with the liar; the liar's own handle does not count."""
+    """A room of the victim's with the liar, whose own handle does not count.
+
+    It has less time than the honest ones: a stuck room delays another by no more than its deadline (I12).
+    """
+    world.deadline_s = 8.0
     liar = 1
     if role == "prefill":
         handle = world.receive(room, TOKENS, pages, 0, prefill=liar)
@@ -270,7 +288,7 @@ def _lied_to(world: Hostile, role: str, room: int, pages: list[int]) -> InRoom |
 
 def _end(world: Hostile, honest: list[tuple[int, InRoom, list[int]]], others: list[InRoom | OutRoom]) -> None:
     """The liar falls silent; the honest rooms have succeeded, its own have ended, and nothing of it is kept."""
-    _until(world, 20.0, lambda: all(handle.ended for _, handle, _ in honest))
+    _until(world, 50.0, lambda: all(handle.ended for _, handle, _ in honest))
     for room, handle, _ in honest:
         world.check(handle, room, TOKENS)
         assert handle.aux == b"aux"
@@ -287,6 +305,7 @@ def _end(world: Hostile, honest: list[tuple[int, InRoom, list[int]]], others: li
         assert (handle.state is State.FAILED) == (handle.error is not None)
     assert all(link.route != name for link in links.values()), "the session outlives its peer"
     world.liar.alive = False
+    world.queue += world.stuck
     world.run(until=world.now + 8.0)
     assert_flat(world)
 

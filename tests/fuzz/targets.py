@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from tests.fuzz import plane, sessions, wire
+from tests.fuzz import nodes, plane, sessions, wire
 from tests.fuzz.draw import Draw, altered_bytes
 
 
@@ -27,4 +27,5 @@ TARGETS = {
     "frames": Target(plane.message_seeds, plane.run_message, max_nbytes=256),
     "prefill-peer": Target(partial(sessions.seeds, "prefill"), partial(sessions.run, role="prefill"), max_nbytes=1024),
     "decode-peer": Target(partial(sessions.seeds, "decode"), partial(sessions.run, role="decode"), max_nbytes=1024),
+    "nodes": Target(nodes.seeds, nodes.run, max_nbytes=512),
 }

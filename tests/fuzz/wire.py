@@ -17,7 +17,7 @@ from pdstage.protocol.told import layout_problem
 from pdstage.spans import DirectPlan, Index
 from pdstage.topology import Topology
 from pdstage.transport.local import LocalTransport
-from tests.fuzz.draw import Draw, altered_bytes, altered_msgpack
+from tests.fuzz.draw import Draw, altered_bytes, altered_msgpack, bent_msgpack
 from tests.pair import Memory, make_layout, pool_nbytes
 
 _HEAD = 28
@@ -73,6 +73,11 @@ def alter_frame(frame: bytes, draw: Draw) -> bytes:
     if draw.chance(32):
         return altered_bytes(frame, draw)
     return frame[:_HEAD] + altered_msgpack(frame[_HEAD:], draw)
+
+
+def bend_frame(frame: bytes, draw: Draw) -> bytes:
+    """A frame that decodes mostly, with one thing in it that is not so."""
+    return frame[:_HEAD] + bent_msgpack(frame[_HEAD:], draw)
 
 
 def run_frame(data: bytes) -> None:

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstage.protocol.holdings import Grant, Holdings, Request
+from pdstage.protocol.holdings import Grant, Holdings
 from pdstage.protocol.messages import LaneSpan, Session
+from pdstage.protocol.queue import Request
 
 LANE = 2048
 
@@ -94,6 +95,16 @@ def test_what_no_lane_can_ever_serve_is_given_back_at_once() -> None:
     assert isinstance(held.find(A, 1, 5), Request)
 
 
+def test_who_is_refused_as_too_big_waits_for_no_share() -> None:
+    """I13: the others were held to half a lane for its sake, and have it to themselves at once."""
+    held = holdings()
+    (mine,) = grant(held, ask(A, 0, LANE // 2))
+    refused, more = grant(held, ask(A, 1, LANE // 4), ask(B, 0, LANE + 1))
+    assert (type(refused), refused.link) == (Request, B)
+    assert (type(more), more.request.chunk) == (Grant, 1)
+    assert mine.end == more.cursor
+
+
 def test_quarantine_carves_out_and_delays_none() -> None:
     """I12, I13: with half of the only lane quarantined the other half still serves, again and again."""
     held = holdings()
@@ -111,6 +122,31 @@ def test_quarantine_carves_out_and_delays_none() -> None:
     held.release(stuck, 0.0)
     assert held.largest() == LANE
     assert isinstance(grant(held, ask(B, 51, LANE))[0], Grant)
+
+
+def test_a_lane_too_small_for_the_first_in_line_serves_those_behind() -> None:
+    """An idle lane grants what fits what is left of it, whoever waits for another lane (I13)."""
+    held = holdings(1024, 1024)
+    stuck, *busy = grant(held, ask(A, 0, 768), *(ask(B, n, 1024) for n in range(3)))
+    held.quarantine(stuck, 0.0)
+    for closed in [g for g in busy if g.lane == stuck.lane]:
+        held.release(closed, 0.0)
+    assert held.lanes[stuck.lane].largest() == 256
+    large, small, last = ask(B, 3, 1024), ask(B, 4, 256), ask(B, 5, 256)
+    assert [g.request for g in grant(held, large, small)] == [small]
+    assert not [g for g in grant(held, ask(B, 6, 1024)) if g.lane == stuck.lane]
+    assert large.waiting, "the large one waits for the lane that can serve it"
+    assert [g.lane for g in grant(held, last)] == [stuck.lane]
+
+
+def test_what_is_carved_out_of_an_idle_lane_is_no_share_of_it() -> None:
+    """It grants what fits what is left of it, though its session holds half of it in quarantine (I13)."""
+    held = holdings(1024, 1024)
+    (stuck,) = grant(held, ask(A, 0, 768))
+    held.quarantine(stuck, 0.0)
+    assert len(grant(held, ask(B, 0, 1024), ask(B, 1, 1024))) == 2, "two laps of the other lane"
+    waits, fits = ask(B, 2, 1024), ask(A, 1, 256)
+    assert [g.request for g in grant(held, waits, fits)] == [fits]
 
 
 def test_recall_a_open_without_a_tag_while_something_waits() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import cache
 
@@ -10,8 +11,8 @@ import pytest
 from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
-from pdstage.protocol.decode import InRoom
-from pdstage.protocol.outbox import OutRoom, Phase
+from pdstage.protocol.decode import InRoom, Part
+from pdstage.protocol.outbox import OutChunk, OutRoom, Phase, Record, Source
 from pdstage.protocol.room import State
 from tests.pair import World, assert_flat, is_kind, is_message, nth
 
@@ -868,3 +869,95 @@ def greeted(world: World):
     world.run()
     prefill = world.prefill[0].core
     return prefill, next(iter(prefill.links.values()))
+
+
+@pytest.mark.parametrize("path", ["staged", "direct"])
+def test_an_ended_room_is_freed_without_the_garbage_collector(path: str) -> None:
+    """Engines freeze or switch off the collector, and an ended room would keep their index arrays (I14)."""
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        world = World(prefill=2, decode=2, path=path)
+        for number in range(4):
+            handles = [world.receive(number, 8, [0, 1], rank) for rank in (0, 1)]
+            for rank in (0, 1):
+                world.send(number, 8, [0, 1], rank, step=4)
+            if number % 2:
+                world.run(until=world.now + 1.0)
+            else:
+                world.decode[0].core.abort(handles[0], "changed its mind", world.now)
+                world.carry(world.decode[0])
+                world.run(until=world.now + 1.0)
+        for node in world.decode:
+            node.pages.clear()
+        del handles, node
+        gc.collect()
+        kinds = (InRoom, OutRoom, Part, Record, OutChunk, Source)
+        assert not [type(held).__name__ for held in gc.garbage if isinstance(held, kinds)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+
+
+def liar_at_prefill(world: World):
+    """The decode core, its link to P0 and an opened room of 8 tokens, for frames and tags that P0 never sent."""
+    handle = world.receive(1, 8, [0, 1])
+    world.submit(1)
+    world.run()
+    decode = world.decode[0].core
+    (link,) = decode.links.values()
+    return decode, link, handle
+
+
+def test_a_writer_that_asks_for_leases_without_end_is_answered_later() -> None:
+    world = World()
+    decode, link, handle = liar_at_prefill(world)
+    rects = (Rect("kv", 0, 8, 0, 2),)
+    for chunk in range(5000):
+        ask = m.Reserve(handle.epoch, chunk, 0, 512, rects)
+        decode.receive(link.route, m.encode(link.session, link.heard + 1, ask), world.now)
+        decode.take_effects()
+    assert not handle.ended
+    assert decode.holdings.n_claims(link, handle.epoch) == 4096
+
+
+def test_a_tag_that_brings_nothing_new_moves_no_deadline() -> None:
+    """Else a writer could keep a room open by saying the same cells again and again (I10)."""
+    world = World(path="direct", transfer_s=5.0)
+    decode, link, handle = liar_at_prefill(world)
+    for chunk in range(40):
+        tag = m.Tag(link.session, handle.epoch, chunk, m.DIRECT, 0, (Rect("kv", 0, 4, 0, 2),))
+        decode.tag(m.encode_tag(tag, ("kv",)), world.now)
+        world.carry(world.decode[0])
+        world.run(until=world.now + 0.5)
+    assert handle.state is State.FAILED
+    assert "nothing new in 5.0 s" in str(handle.error)
+
+
+def test_aux_beyond_the_limit_ends_the_session() -> None:
+    world = World(max_aux_nbytes=16)
+    decode, link, handle = liar_at_prefill(world)
+    close = m.CloseOk(handle.epoch, (), bytes(17))
+    decode.receive(link.route, m.encode(link.session, link.heard + 1, close), world.now)
+    assert handle.state is State.FAILED
+    assert "17 aux bytes" in str(handle.error)
+
+
+def test_too_big_cannot_cut_a_chunk_into_dust(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdstage.protocol.borrower._MOST_PIECES", 64)
+    world = World(n_pages=600, lane_nbytes=1 << 17, buffer_nbytes=1 << 17)
+    world.hold(is_message(m.Lease))
+    world.receive(1, 2400, list(range(600)))
+    world.submit(1)
+    sent = next(iter(world.prefill[0].core.rooms.values()))
+    world.chunk(sent, (0, 2400), list(range(600)))
+    world.run()
+    prefill = world.prefill[0].core
+    (link,) = prefill.links.values()
+    (record,) = prefill.records.values()
+    n_before = len(record.chunks)
+    for number in range(n_before):
+        refused = m.Refused(record.epoch, number, 0, "too_big", 256)
+        prefill.receive(link.route, m.encode(link.session, link.heard + 1, refused), world.now)
+    assert len(record.chunks) == n_before
+    assert not sent.ended

@@ -163,21 +163,28 @@ def test_a_half_open_session_expires_whatever_it_promised() -> None:
     assert prefill.core.counters.sessions_lost == 0, "it never was one"
 
 
-def test_half_open_sessions_and_peers_are_capped() -> None:
-    """I14."""
-    world = World(max_half_open=3)
-    prefill = world.prefill[0]
-    hello = m.encode
+def test_half_open_sessions_are_capped_and_keep_nobody_out() -> None:
+    """The oldest goes, of the route that greets if it has one: a flood of Hellos ends its own (I14)."""
+    world = World(max_half_open=3, max_peers=4)
+    core = world.prefill[0].core
+    hello = world.decode[0].core._hello
+    core.receive(b"first", m.encode(m.Session(100, 0), 0, hello), 0.0)
     for n in range(5):
-        prefill.core.receive(b"X%d" % n, hello(m.Session(n + 1, 0), 0, world.decode[0].core._hello), 0.0)
-    assert len(prefill.core.links) == 3
-    refused = [e for e in prefill.core.take_effects() if isinstance(e, Complaint)]
-    assert len(refused) == 2
-    assert "too many half-open" in str(refused[0].error)
-    for link in list(prefill.core.links.values()):
-        prefill.core.receive(link.route, hello(link.session, 1, m.Heartbeat()), 0.0)
-    world.prefill[0].core.receive(b"X9", hello(m.Session(99, 0), 0, world.decode[0].core._hello), 0.0)
-    assert len(prefill.core.links) == 4, "confirmed ones do not count"
+        core.receive(b"flood", m.encode(m.Session(n + 1, 0), 0, hello), 0.0)
+    assert sorted(link.session.decode for link in core.links.values()) == [4, 5, 100]
+    for n in range(5):
+        core.receive(b"X%d" % n, m.encode(m.Session(200 + n, 0), 0, hello), 0.0)
+    assert sorted(link.session.decode for link in core.links.values()) == [202, 203, 204]
+    complaints = [str(e.error) for e in core.take_effects() if isinstance(e, Complaint)]
+    assert len(complaints) == 8
+    assert all("too many half-open" in words for words in complaints)
+    for link in list(core.links.values()):
+        core.receive(link.route, m.encode(link.session, 1, m.Heartbeat()), 0.0)
+    core.receive(b"X9", m.encode(m.Session(300, 0), 0, hello), 0.0)
+    assert len(core.links) == 4, "confirmed ones are no half-open ones"
+    core.receive(b"X8", m.encode(m.Session(301, 0), 0, hello), 0.0)
+    assert len(core.links) == 4
+    assert "already 4 peers" in str([e for e in core.take_effects() if isinstance(e, Complaint)][-1].error)
 
 
 def test_the_first_frame_of_a_new_session_replaces_the_old_one() -> None:
@@ -490,6 +497,21 @@ def test_a_refusal_that_quotes_the_peer_fits_a_frame() -> None:
     assert len(refusal.reason) <= m.MAX_REASON
     assert len(m.brief("x" * 10_000)) == m.MAX_REASON
     assert m.brief("x" * m.MAX_REASON) == "x" * m.MAX_REASON
+
+
+def test_a_peers_fault_keeps_no_frame_alive() -> None:
+    """Engines keep a failed room's error; it must not keep the 16 MiB that the peer sent for it (I14)."""
+    world = World()
+    prefill, *_ = met(world)
+    world.receive(7, 8, [0, 1])
+    sent = world.submit(7)
+    world.run()
+    (link,) = prefill.core.links.values()
+    prefill.core.receive(link.route, m.encode(link.session, link.heard + 1, m.Watermark(9, 0)), world.now)
+    prefill.core.receive(link.route, m.encode(link.session, link.heard + 1, m.Ask(-1, b"i1")), world.now)
+    assert isinstance(sent.error, PeerError)
+    assert sent.error.__traceback__ is None
+    assert sent.error.__context__ is None
 
 
 def test_bye_ends_a_session_at_once_and_in_peace() -> None:

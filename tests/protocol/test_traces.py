@@ -12,7 +12,7 @@ from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol.outbox import Phase
 from pdstage.protocol.room import State
-from tests.pair import Item, World, assert_flat, is_kind, is_message
+from tests.pair import Item, World, assert_flat, is_kind, is_message, nth
 
 LEASE = 512
 """Staged bytes of 8 tokens of one rank's pool in these worlds: 4 views of 128 bytes."""
@@ -472,6 +472,30 @@ def test_a_writer_that_was_only_stopped_proves_itself_quiet(path: str) -> None:
     assert_flat(world)
 
 
+def test_bytes_of_a_failed_post_that_land_later() -> None:
+    """Drained and NoSession would be lies: what was lent stays carved out until the session is fenced (I2)."""
+    world = World(fences=False)
+    world.hold(is_kind("write"))
+    handle = world.receive(1, 8, [0, 1])
+    sent = world.send(1, 8, [0, 1])
+    world.run()
+    (link,) = world.decode[0].core.links.values()
+    core = world.prefill[0].core
+    (ticket,) = core._flights
+    core.completed(ticket, world.now, TransportError("the fabric gave up"), settled=False)
+    world.carry(world.prefill[0])
+    world.run(until=60.0)
+    assert handle.state is sent.state is State.FAILED
+    assert sent.released, "a failed post reads no more"
+    assert [grant.state for grant in world.decode[0].core.holdings.of_session(link)] == ["quarantined"]
+    world.decode[0].core.fenced(link, world.now)
+    world.carry(world.decode[0])
+    world.held.clear()
+    world.run(until=120.0)
+    assert handle.released
+    assert_flat(world)
+
+
 def test_another_process_at_the_route_proves_nothing_for_a_lost_session() -> None:
     """It is asked no more; only the transport, or an operator, can tell that its predecessor is dead (I2, I6, I14)."""
     world = World(fences=False, path="direct", drain_s=2.0, max_silence_s=3.0)
@@ -490,3 +514,53 @@ def test_another_process_at_the_route_proves_nothing_for_a_lost_session() -> Non
     assert said == [line for line in world.log if "NoSession" in line], "asked for ever"
     decode.core.fenced(link, world.now)
     assert handle.released
+
+
+def test_a_disconnected_writer_is_not_quiet_before_its_posts_ended() -> None:
+    """Its memory is read no more, and is given back; what it wrote may still be on its way to decode (I2, I8)."""
+    world = World(write_s=2.0)
+    world.hold(is_kind("write", "done"))
+    world.hold(lambda item: item.kind == "fence" and item.src is world.decode[0])
+    handle = world.receive(1, 8, [0, 1])
+    sent = world.send(1, 8, [0, 1])
+    world.run()
+    (link,) = world.decode[0].core.links.values()
+    world.run(until=30.0)
+    assert handle.state is sent.state is State.FAILED
+    assert sent.released
+    assert [grant.state for grant in world.decode[0].core.holdings.of_session(link)] == ["quarantined"]
+    world.free()
+    world.run(until=60.0)
+    assert handle.released
+    assert_flat(world)
+
+
+def test_a_session_that_was_denied_is_not_begun_by_a_late_hello() -> None:
+    """Else the NoSession that is still on its way would prove quiet what has begun to write meanwhile (I2, I6)."""
+    world = World(fences=False, max_silence_s=1.0, open_wait_s=5.0)
+    world.hold(is_message(m.Welcome, m.NoSession))
+    world.hold(nth(1, is_message(m.Hello)))
+    world.drop(lambda item: is_message(m.Heartbeat)(item) and item.src is world.prefill[0])
+    world.hold(lambda item: item.kind == "frame" and item.src is world.decode[0] and not is_message(m.Hello)(item))
+    handle = world.receive(1, 8, [0, 1])
+    world.run(until=0.3)
+    world.release_held(nth(0, is_message(m.Welcome)))
+    world.run(until=1.1)
+    assert not world.prefill[0].core.links, "the half-open session expired"
+    sent = world.send(1, 8, [0, 1])
+    world.release_held(is_message(m.Heartbeat))
+    world.run()
+    world.release_held(is_message(m.Hello))
+    world.run()
+    assert any(is_message(m.NoSession)(item) for item in world.held)
+    world.rules.clear()
+    world.hold(is_kind("write"))
+    world.release_held(lambda item: item.src is world.decode[0])
+    world.run()
+    world.release_held(is_message(m.NoSession))
+    world.run()
+    world.free()
+    world.run(until=30.0)
+    assert handle.released
+    assert sent.released
+    assert_flat(world)

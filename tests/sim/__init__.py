@@ -1,0 +1,20 @@
+"""A deterministic simulator of prefill and decode ranks: the real cores, rings and books under a virtual clock.
+
+`run(seed, steps=500) -> Report` is the whole face; it raises `Failed`, a `Violation` whose `invariant` is the number of
+the invariant of DESIGN 8 that does not hold ("I2"), or "error" where a core raised. Equal seeds do equal things, in any
+process. `pdstage sim` runs many, and shrinks, explains and replays what fails.
+
+    scenario    what a seed stands for: ranks, sizes, the transport's promises, rates of faults, each room's jobs
+    scheduler   draws the next event: what moves, what goes wrong, whose engine acts, when time passes
+    world       `pair.World` moved by such events
+    fabric      the modelled data plane: posts that land late, in pieces, or fail, with real bytes
+    side        one process: its engine's pages, and what every byte of its memory must be
+    engines     who announces, binds, submits, computes and aborts rooms, from small pools of pages
+    checks      the invariants
+    run         one seed, many, one schedule again; shrinking
+"""
+
+from tests.sim.run import Failed, Report, run
+from tests.sim.side import Violation
+
+__all__ = ["Failed", "Report", "Violation", "run"]

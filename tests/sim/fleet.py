@@ -56,9 +56,11 @@ class Memory(NamedTuple):
 
     n_objects: int
     n_blocks: int
+    n_garbage: int
+    """What only the collector could free, since the last look."""
 
     def __sub__(self, before: Memory) -> Memory:
-        return Memory(self.n_objects - before.n_objects, self.n_blocks - before.n_blocks)
+        return Memory(self.n_objects - before.n_objects, self.n_blocks - before.n_blocks, self.n_garbage)
 
 
 @cache
@@ -197,7 +199,7 @@ class Fleet:
         room = node.core.announce(job.key, writers, self.now, deadline_s=60.0)
         node.jobs[room] = job
         node.core.bind(room, (m.Asked("kv", 0, job.tokens),), {}, self.now, priority=job.priority)
-        self._carry(node)
+        self.deliver(node)
 
     def _begin(self, job: Job, node: Node) -> None:
         if not node.alive:
@@ -205,7 +207,7 @@ class Fleet:
             return
         room = node.core.submit(job.key, self.now)
         node.jobs[room] = job
-        self._carry(node)
+        self.deliver(node)
         self.at(self.now + job.compute_s, self._computed, job, node, room, 0)
 
     def _computed(self, job: Job, node: Node, room: OutRoom, start: int) -> None:
@@ -217,7 +219,7 @@ class Fleet:
             node.core.finish(room, b"first token", self.now)
         else:
             self.at(self.now + job.compute_s, self._computed, job, node, room, stop)
-        self._carry(node)
+        self.deliver(node)
 
     def _gone(self, job: Job, *, failed: bool) -> None:
         """One rank of a request gave its memory back, or died."""
@@ -254,8 +256,9 @@ class Fleet:
         heapq.heapify(self._events)
         for node in self.nodes.values():
             node.core.timers.delay(0.0)
-        gc.collect()
-        return Memory(sum(type(held) is not tuple for held in gc.get_objects()), sys.getallocatedblocks())
+        n_garbage = gc.collect()
+        n_objects = sum(type(held) is not tuple for held in gc.get_objects())
+        return Memory(n_objects, sys.getallocatedblocks(), n_garbage)
 
     def _tick(self, node: Node, at: float) -> None:
         if not node.alive or node.wake_at != at:
@@ -265,9 +268,9 @@ class Fleet:
         if due is not None and due <= self.now:
             self.n_ticks += 1
             node.core.tick(self.now)
-        self._carry(node)
+        self.deliver(node)
 
-    def _carry(self, node: Node) -> None:
+    def deliver(self, node: Node) -> None:
         """The driver: does what a core asked for, and sets its alarm."""
         for effect in node.core.take_effects():
             if type(effect) is Send:
@@ -290,8 +293,10 @@ class Fleet:
 
     def _frame(self, src: bytes, route: bytes, frame: bytes) -> None:
         node = self.nodes[route]
+        if not node.alive:
+            return
         node.core.receive(src, frame, self.now)
-        self._carry(node)
+        self.deliver(node)
 
     def _do(self, node: Node, effect: Effect) -> None:
         now, times = self.now, self.times
@@ -319,13 +324,13 @@ class Fleet:
     def _tell(self, node: Node, what: Callable[..., None], about: object) -> None:
         if node.alive:
             what(about, self.now)
-            self._carry(node)
+            self.deliver(node)
 
     def _landed(self, node: Node, route: bytes, ticket: int, tag: bytes, nbytes: int) -> None:
         dst = self.nodes[route]  # a successor takes the tag for stale
         self.on_landed(node, dst, nbytes)
         dst.core.tag(tag, self.now)
-        self._carry(dst)
+        self.deliver(dst)
         if node.alive:
             node.core.completed(ticket, self.now)
-            self._carry(node)
+            self.deliver(node)

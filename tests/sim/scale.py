@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import pstats
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tests.sim import caps, sharing, stars
 from tests.sim.fleet import Fleet, Job, Memory, Node
 
 PODS = 16  # prefill instances that a router may pair with one decode instance: rails, racks and cached prefixes decide
@@ -96,6 +98,14 @@ def serve_a_fleet(scale: Scale) -> None:
     Memory is looked at with no room open: after the first fifth, after two more fifths, and after the last two, during
     which ranks of both roles restart.
     """
+    gc.disable()  # as engines do; `memory` says what it would have found
+    try:
+        _serve_a_fleet(scale)
+    finally:
+        gc.enable()
+
+
+def _serve_a_fleet(scale: Scale) -> None:
     fleet = Fleet(seed=1, loss=scale.loss, wait_s=30, open_wait_s=30, drain_s=5)
     router = Router(fleet, scale.n_ranks)
     fifth, per_s = scale.n_rooms // 5, scale.n_ranks * 10.0
@@ -113,9 +123,10 @@ def serve_a_fleet(scale: Scale) -> None:
         f"  memory with no room open: {before.n_objects:,} objects, {before.n_blocks:,} blocks after {n_before:,} rooms"
     )
     print(
-        f"    in the next {n_more:,}: {grown.n_objects / n_more:+.4f} objects, {grown.n_blocks / n_more:+.3f} blocks a room"
+        f"    the next {n_more:,}: {grown.n_objects / n_more:+.3f} objects, {grown.n_blocks / n_more:+.2f} blocks each"
     )
     # An integer takes a block once it is above 256: each counter of a core and of a session does so once.
+    assert grown.n_garbage <= 0.01 * n_more, "ended rooms wait for the garbage collector (I14)"
     assert grown.n_objects <= 0.01 * n_more + 16, "objects pile up with the rooms served (I14)"
     assert grown.n_blocks <= 0.75 * n_more + before.n_blocks // 100, "memory grows with the rooms served (I14)"
     _restart_and_serve(scale, router, per_s, after)
@@ -150,10 +161,8 @@ def _restart_and_serve(scale: Scale, router: Router, per_s: float, before: Memor
     kept = sum(len(core._lost) + len(core._ended) for core in cores if hasattr(core, "_lost"))
     grown = fleet.memory() - before
     print(f"  restarts: {scale.n_restarts} of each role, {failed} of {n_rooms:,} rooms failed with them")
-    print(
-        f"    {grown.n_objects:+,} objects, {grown.n_blocks:+,} blocks; prefill remembers {kept:,} lost sessions and failed"
-    )
-    print(f"    rooms, each of a capped number: {grown.n_blocks / max(1, kept):.1f} blocks")
+    print(f"    {grown.n_objects:+,} objects, {grown.n_blocks:+,} blocks; prefill remembers {kept:,} lost sessions")
+    print(f"    and failed rooms, a capped number of each: {grown.n_blocks / max(1, kept):.1f} blocks")
     assert grown.n_objects <= 8 * kept + 0.01 * n_rooms + 16, "objects pile up with restarts survived (I14)"
     assert grown.n_blocks <= 24 * kept + 0.75 * n_rooms + before.n_blocks // 100, "memory grows with restarts (I14)"
 
@@ -170,7 +179,7 @@ def check_flat(fleet: Fleet) -> None:
             assert core.holdings.snapshot()[:2] == ((), ()), (node.route, core.holdings.snapshot())
             assert all(lane.head == lane.watermark for lane in core.holdings.lanes)
         else:
-            assert core.buffers.idle and not core._n_parked and not core._askers, node.route
+            assert core.buffers.idle and not core._parked and not core._askers, node.route
 
 
 def main(args: list[str] | None = None) -> int:
@@ -180,10 +189,7 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--profile", action="store_true", help="print where a room's CPU time goes")
     parser.add_argument("--loss", type=float, default=0.0, help="share of control frames the fleet's network loses")
     given = parser.parse_args(args)
-    size = SMALL if given.small else FULL
-    scale = Scale(
-        n_ranks=size.n_ranks, n_rooms=size.n_rooms, n_restarts=size.n_restarts, n_peers=size.n_peers, loss=given.loss
-    )
+    scale = replace(SMALL if given.small else FULL, loss=given.loss)
     profile = cProfile.Profile()
     for name in given.names or EXPERIMENTS:
         began = time.process_time()
@@ -197,7 +203,26 @@ def main(args: list[str] | None = None) -> int:
     return 0
 
 
-EXPERIMENTS = {"fleet": serve_a_fleet}
+def hubs(scale: Scale) -> None:
+    """One rank and many peers: a session's memory, and a room's cost whatever the number of peers."""
+    stars.compare(10, scale.n_peers)
+
+
+def shares(scale: Scale) -> None:
+    """Peers that compete for lanes and for send buffers; a greedy one; priorities."""
+    for role in ("decode", "prefill"):
+        sharing.equals(role, scale.n_peers // 5)
+        sharing.greedy(role, scale.n_peers * 5)
+    sharing.priorities(40)
+
+
+def limits(scale: Scale) -> None:
+    """Caps on what a peer may leave behind."""
+    caps.parked(scale.n_peers * 5)
+    caps.half_open(scale.n_peers)
+
+
+EXPERIMENTS = {"fleet": serve_a_fleet, "hubs": hubs, "shares": shares, "limits": limits}
 
 if __name__ == "__main__":
     sys.exit(main())

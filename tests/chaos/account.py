@@ -1,0 +1,100 @@
+"""What a node and its process still hold: nothing once the faults are over, but for what lost sessions may write."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+from pdstage import DecodeNode, PrefillNode
+
+STRANDED = ("stranded rooms", "stranded leases")
+"""Kept for lost sessions that no transport has fenced yet. Counted, and allowed while the writer may be alive."""
+
+
+def of(node: DecodeNode | PrefillNode) -> dict[str, int]:
+    """What is held, by name; all of it must be 0 at rest. Those of `STRANDED` are explained by lost sessions."""
+    with node.use():
+        held = _of_decode(node) if isinstance(node, DecodeNode) else _of_prefill(node)
+        core = node.core
+        held["timers"] = max(0, len(core.timers) - 2 * len(core.links) - 1)  # a beat and a silence each; "recalls"
+        held["handles"] = max(0, len(node.roster) - held.get("stranded rooms", 0))
+        return held
+
+
+def _of_decode(node: DecodeNode) -> dict[str, int]:
+    core = node.core
+    lost = {room for room in core.epochs.values() if any(p.link.session not in core.links for p in room.parts.values())}
+    grants = [grant for lane in range(len(core.holdings.lanes)) for grant in _grants(node, lane)]
+    stranded = [g for g in grants if g.state == "quarantined" and g.request.link.session not in core.links]
+    return {
+        "rooms": len(core.epochs) - len(lost),
+        "rooms under way": len(core.rooms),
+        "stranded rooms": len(lost),
+        "leases": len(grants) - len(stranded),
+        "stranded leases": len(stranded),
+        "leases waited for": int(core.holdings.contended),
+        "blocked lanes": sum(lane.head != lane.watermark for lane in core.holdings.lanes),
+        "scatters": len(core._flights),
+        "bindings": len(node._binding) + len(node._answers),
+    }
+
+
+def _grants(node: DecodeNode, lane: int) -> list:
+    holdings = node.core.holdings
+    return [g for cursor, _, _ in holdings.lanes[lane].leases() if (g := holdings.at(lane, cursor)) is not None]
+
+
+def _of_prefill(node: PrefillNode) -> dict[str, int]:
+    core = node.core
+    return {
+        "rooms under way": len(core.rooms),
+        "records": len(core.records),
+        "writes": len(core._flights),
+        "posts": len(node.posts._writes),
+        "send buffers": len(node.parts) - len(core.buffers.free),
+        "parked rooms": core._n_parked,
+        "askers": len(core._askers),
+        "marks": sum(link.session not in core.links for link, _ in core._marks),
+    }
+
+
+def carved(node: DecodeNode | PrefillNode) -> float:
+    """The part of the fullest lane that lost sessions keep from use."""
+    if not isinstance(node, DecodeNode):
+        return 0.0
+    with node.use():
+        return max(lane.quarantined_nbytes / lane.capacity for lane in node.core.holdings.lanes)
+
+
+def n_fds() -> int:
+    return len(list(Path("/proc/self/fd").iterdir())) - 1  # iterating holds one
+
+
+def fds() -> list[str]:
+    """What the open descriptors are, without their numbers."""
+    kinds = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            kinds.append(re.sub(r"\[\d+\]", "", str(link.readlink())))
+        except OSError:
+            continue
+    return sorted(kinds)
+
+
+def threads() -> list[str]:
+    """Python's threads by name, and how many the process has in all."""
+    return sorted(thread.name for thread in threading.enumerate())
+
+
+def n_tasks() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def shared_memory(pid: int | str = "self") -> set[str]:
+    """Files of /dev/shm that a process maps or holds open."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return set()
+    return {m for m in re.findall(r"(/dev/shm/\S+)$", maps, re.MULTILINE) if "deleted" not in m}

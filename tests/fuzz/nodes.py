@@ -1,0 +1,154 @@
+"""Target: hostile frames, tags and descriptions into real nodes, whose driver carries out what the cores ask for.
+
+A prefill and a decode node of this process, over the local transport, hear the input as if it had come by their
+sockets. A liar's memory is registered with a transport of its own, and is all that prefill may write; the two nodes
+serve a room of their own after each input.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from functools import cache
+
+import numpy as np
+
+from pdstage import DecodeNode, Pool, PrefillNode, Topology
+from pdstage.layout import Layout, Region
+from pdstage.manager.node import Node
+from pdstage.plan import Share
+from pdstage.protocol import messages as m
+from pdstage.protocol.effects import Send
+from pdstage.tensors import build, paged_nhd
+from pdstage.transport.local import LocalTransport
+from tests.fuzz.draw import Draw, altered_bytes
+from tests.fuzz.wire import alter_frame, bend_frame, samples
+
+_LAYERS, _HEADS, _DIM, _PAGE, _PAGES = 2, 2, 16, 4, 16
+_WAIT_S = 10.0
+
+
+def _pool() -> tuple[np.ndarray, Layout]:
+    kv = np.zeros((2, _LAYERS, _PAGES, _PAGE, _HEADS, _DIM), np.float32)
+    return kv, build(paged_nhd(kv[0], kv[1], total_heads=_HEADS, tp=(1, 0)))
+
+
+class _Bed:
+    def __init__(self) -> None:
+        self.src, src_layout = _pool()
+        self.dst, dst_layout = _pool()
+        self.theirs, self.layout = _pool()
+        self.src[:] = np.random.default_rng(1).random(self.src.shape, np.float32)
+        self.staging = np.zeros(1 << 14, np.uint8)
+        self.transport = LocalTransport()
+        self.transport.register([*self.layout.regions, Region(self.staging.ctypes.data, self.staging.nbytes)])
+        common = {"transport": "local", "staging_nbytes": 1 << 16, "progress": "inline", "copy_thread": False}
+        self.prefill = PrefillNode(Pool.of(src_layout), Topology(), path="direct", **common)
+        self.decode = DecodeNode(Pool.of(dst_layout), Topology(), **common)
+        self.rooms = itertools.count(1)
+        self.nonces = itertools.count(1 << 32)
+        self.seq = itertools.count(1)
+
+
+@cache
+def _bed() -> _Bed:
+    return _Bed()
+
+
+def run(data: bytes) -> None:
+    draw, bed = Draw(data), _bed()
+    _lie_to_prefill(bed, draw)
+    _lie_to_decode(bed, draw)
+    _serve(bed)
+    bed.prefill.completions()
+    bed.decode.completions()
+
+
+def _hear(node: Node, route: bytes, frame: bytes) -> None:
+    """As a turn does with what its socket gave."""
+    with node._acting, node._lock:
+        node.core.receive(route, frame, time.monotonic())
+
+
+def _turn(node: Node) -> None:
+    """One turn; what would go to the liar has no way there."""
+    with node._lock:
+        node._kept = [e for e in node._kept + node.core.take_effects() if not (isinstance(e, Send) and _is_liar(e))]
+    node.turn()
+
+
+def _is_liar(effect: Send) -> bool:
+    return effect.route.startswith(b"liar")
+
+
+def _lie_to_prefill(bed: _Bed, draw: Draw) -> None:
+    """A greeting with some lies, then a room's life as far as it goes."""
+    room, nonce, route = next(bed.rooms), next(bed.nonces), b"liar%d" % draw.below(3)
+    sender = bed.prefill.send(room)
+    sender.chunk([1, 2], tokens=(0, 2 * _PAGE))
+    sender.finish()
+    at, half = bed.staging.ctypes.data, bed.staging.nbytes // 2
+    lanes = (m.LaneSpan(at, half), m.LaneSpan(at + half, half))
+    items = np.array([3, 5], np.int32)
+    shares = tuple(Share("kv", role, (0, _LAYERS, 1), 0, _HEADS) for role in ("k", "v"))
+    hello = m.Hello(
+        Topology(), bed.layout, "local", bed.transport.describe(), lanes, 5.0, ("direct",) if draw.chance(160) else ()
+    )
+    wire_items = (m.Items("kv", 0, memoryview(items).cast("B")),) if hello.features else ()
+    session = m.Session(nonce, bed.prefill.incarnation)
+    said: list[tuple[m.Session, m.AnyMessage]] = [
+        (m.Session(nonce, 0), hello),
+        (session, m.Heartbeat()),
+        (session, m.Open(1, m.room_key(room), shares, (m.Asked("kv", 0, 8),), wire_items, 0, 1, True, 0, 60.0)),
+        (session, m.Lease(1, 0, 0, 0, 0, half, 0)),
+        (session, draw.pick(samples())),
+    ]
+    before = (bed.src.tobytes(), bed.dst.tobytes())
+    for number, (whose, message) in enumerate(said):
+        frame = m.encode(whose, number + 1, message)
+        if draw.chance(80):
+            frame = bend_frame(frame, draw) if draw.chance(160) else alter_frame(frame, draw)
+        _hear(bed.prefill, route, frame)
+        if draw.chance(128):
+            _turn(bed.prefill)
+    _turn(bed.prefill)
+    assert (bed.src.tobytes(), bed.dst.tobytes()) == before, "a liar had prefill write into the nodes' own pools"
+    sender.abort()
+    with bed.prefill._lock:
+        for link in [link for link in bed.prefill.core.links.values() if link.route.startswith(b"liar")]:
+            bed.prefill.core.receive(link.route, m.encode(link.session, (1 << 64) - 1, m.Bye()), time.monotonic())
+    _turn(bed.prefill)
+
+
+def _lie_to_decode(bed: _Bed, draw: Draw) -> None:
+    for _ in range(1 + draw.below(4)):
+        link = next(iter(bed.decode.core.links.values()), None)
+        session = link.session if link is not None else m.Session(1, 2)
+        frame = m.encode(session, 1 << 60, draw.pick(samples()))
+        _hear(bed.decode, b"liar", alter_frame(frame, draw) if draw.chance(128) else frame)
+        with bed.decode._lock:
+            tag = m.encode_tag(m.Tag(session, draw.below(9), 0, draw.pick((0, 1, m.DIRECT)), 0, ()), ("kv",))
+            bed.decode.core.tag(altered_bytes(tag, draw), time.monotonic())
+    _turn(bed.decode)
+
+
+def _serve(bed: _Bed) -> None:
+    """The nodes still serve each other, byte for byte."""
+    room = next(bed.rooms)
+    bed.dst[:] = 0
+    receiver = bed.decode.receive(room, prefill=bed.prefill.bootstrap_address)
+    receiver.bind(items=[7, 2], tokens=2 * _PAGE)
+    sender = bed.prefill.send(room)
+    sender.chunk([4, 6], tokens=(0, 2 * _PAGE))
+    sender.finish(aux=b"aux")
+    until = time.monotonic() + _WAIT_S
+    while not (receiver.released and sender.released):
+        _turn(bed.prefill)
+        _turn(bed.decode)
+        assert time.monotonic() < until, (receiver.poll(), sender.poll())
+    assert receiver.aux == b"aux", receiver.error
+    assert np.array_equal(bed.dst[:, :, [7, 2]], bed.src[:, :, [4, 6]])
+
+
+def seeds() -> list[bytes]:
+    return [b"", bytes(range(256)), bytes([0, 255, 0, 4, 255, 200, 3, 255, 9, 255]) * 12, b"\xff" * 40]

@@ -1,0 +1,186 @@
+"""The engines of all ranks: they announce, bind, submit, compute and abort rooms, each from its own few pages.
+
+Must not know what the network does. A step that cannot be taken now (no page is free, the room is still there) waits.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pdstage.plan import Rect
+from pdstage.protocol import messages as m
+from tests.pair import PAGE, Decode, Prefill
+from tests.sim.scenario import Job
+from tests.sim.side import Violation, truth
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pdstage.layout import Key
+    from pdstage.protocol.outbox import OutRoom, Source
+    from pdstage.protocol.room import Room
+    from tests.sim.side import Side
+    from tests.sim.world import SimWorld
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """One rank's share of a job: how far its engine is. It ends with the process that began it."""
+
+    job: Job
+    rank: str
+    steps: tuple[tuple[str, object], ...]
+    at: int = 0
+    node: Prefill | Decode | None = None
+    room: Room | None = None
+    pages: list[int] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
+
+
+class Engines:
+    """Every job of a world."""
+
+    def __init__(self, world: SimWorld) -> None:
+        self.world = world
+        self.jobs: dict[int, Job] = {}
+        self.parts: dict[tuple[int, str], Part] = {}
+        self.todo: dict[tuple[int, str], Part] = {}
+        self.of: dict[Room, Part] = {}
+
+    def start(self, uid: int) -> bool:
+        if uid in self.jobs:
+            return False
+        job = self.jobs[uid] = Job(self.world.scenario, uid)
+        for rank, script in job.scripts.items():
+            part = Part(job, rank, script.steps)
+            self.parts[uid, rank] = self.todo[uid, rank] = part
+        return True
+
+    def pending(self) -> list[tuple[int, str]]:
+        """Steps that some engine can take now."""
+        return [at for at, part in list(self.todo.items()) if self._can(part)]
+
+    def _can(self, part: Part) -> bool:
+        node = self.world.node(part.rank.encode())
+        verb = part.steps[part.at][0]
+        if part.node is not None and (part.node is not node or (part.room is not None and part.room.ended)):
+            del self.todo[part.job.uid, part.rank]  # the process is gone, or the room is over
+            return False
+        side = self.world.sides[node]
+        if side.stalled_at is not None or side.closing_at is not None:
+            return False
+        match verb:
+            case "receive":
+                return b"i%d" % part.job.number not in node.core.rooms
+            case "submit":
+                return b"i%d" % part.job.number not in node.core.rooms and len(side.free) >= self._n_pages(part)
+            case "bind":
+                return len(side.free) >= self._n_pages(part)
+        return True
+
+    def _n_pages(self, part: Part) -> int:
+        size = PAGE if part.rank.startswith("P") else self.world.dst_page
+        return -(-part.job.tokens // size)
+
+    def step(self, uid: int, rank: str) -> bool:
+        part = self.todo.get((uid, rank))
+        if part is None or not self._can(part):
+            return False
+        verb, argument = part.steps[part.at]
+        part.at += 1
+        if part.at == len(part.steps):
+            del self.todo[uid, rank]
+        getattr(self, f"_{verb}")(part, int(rank[1:]), argument)
+        return True
+
+    def abort(self, uid: int, rank: str) -> bool:
+        part = self.parts.get((uid, rank))
+        if part is None or part.node is None or not part.node.alive or part.room is None or part.room.ended:
+            return False
+        if self.world.sides[part.node].stalled_at is not None:
+            return False
+        part.node.core.abort(part.room, "the engine says so", self.world.now)  # type: ignore[arg-type]
+        self.world.carry(part.node)
+        return True
+
+    def _began(self, part: Part, room: Room, within_s: float) -> None:
+        part.room = room
+        self.of[room] = part
+        self.world.sides[part.node].live[room] = self.world.now + within_s  # type: ignore[index]
+
+    def _receive(self, part: Part, rank: int, _: object) -> None:
+        world, job = self.world, part.job
+        part.node = node = world.decode[rank]
+        writers = {n: p.name for n, p in enumerate(world.prefill) if job.writer in {None, n}}
+        room = node.core.announce(m.room_key(job.number), writers, world.now, deadline_s=world.deadline_s)
+        node.pages[room] = []
+        self._began(part, room, world.deadline_s)
+        world.carry(node)
+
+    def _bind(self, part: Part, rank: int, _: object) -> None:
+        assert part.node is not None and part.room is not None
+        side = self.world.sides[part.node]
+        pages = side.take(part.room, self._n_pages(part), self._rng(part))
+        job = part.job
+        self.world.bind(part.room, job.tokens, pages, rank, prefix=job.prefix, priority=job.priority)  # type: ignore[arg-type]
+
+    def _rng(self, part: Part) -> random.Random:
+        return random.Random(f"pages/{self.world.scenario.seed}/{part.job.uid}/{part.rank}")
+
+    def _submit(self, part: Part, rank: int, _: object) -> None:
+        world, job = self.world, part.job
+        part.node = node = world.prefill[rank]
+        room = node.core.submit(m.room_key(job.number), world.now)
+        self._began(part, room, world.config.open_wait_s)
+        for record in room.destinations.values():
+            self.opened(world.sides[node], room, record.open.deadline_s)
+        side = world.sides[node]
+        part.pages = side.take(room, self._n_pages(part), self._rng(part))
+        side.fill(world.scenario.seed, job.number, job.tokens, world.heads, part.pages)
+        world.carry(node)
+
+    def opened(self, side: Side, room: Room, deadline_s: float) -> None:
+        """A destination opened the room: from now on it has that long."""
+        if room in side.live:
+            side.live[room] = max(side.live[room], self.world.now + deadline_s)
+
+    def _chunk(self, part: Part, _: int, what: tuple[int, int, int, int, bool]) -> None:
+        start, stop, low, high, ready = what
+        node, room = part.node, part.room
+        rects = (Rect("kv", start, stop, low, high),)
+        part.sources.append(node.core.chunk(room, rects, {"kv": part.pages}, self.world.now, ready=ready))  # type: ignore[union-attr, arg-type]
+        self.world.carry(node)  # type: ignore[arg-type]
+
+    def _ready(self, part: Part, _: int, n: int) -> None:
+        source = [source for source in part.sources if not source.ready]
+        if source:
+            part.node.core.data_ready(part.room, source[0], self.world.now)  # type: ignore[union-attr]
+            self.world.carry(part.node)  # type: ignore[arg-type]
+
+    def _finish(self, part: Part, _: int, __: object) -> None:
+        room: OutRoom = part.room  # type: ignore[assignment]
+        part.node.core.finish(room, part.job.aux, self.world.now)  # type: ignore[union-attr]
+        self.world.carry(part.node)  # type: ignore[arg-type]
+
+    # What the rooms must hold.
+
+    def truth_of(self, room: Room, key: Key) -> np.ndarray:
+        """[token, head, byte] of one view of a room."""
+        job = self.of[room].job
+        return truth(self.world.scenario.seed, job.number, key, job.tokens, self.world.heads)
+
+    def check_success(self, side: Side, room: Room) -> None:
+        job = self.of[room].job
+        side.check_delivered(room, lambda key: self.truth_of(room, key), min(job.prefix, job.tokens), job.tokens)  # type: ignore[arg-type]
+        if room.aux != job.aux:  # type: ignore[attr-defined]
+            raise Violation("I5", f"room {room.key!r} is a Success at {side.label} with aux {room.aux!r}")  # type: ignore[attr-defined]
+
+    def check_calm(self) -> None:
+        """Without faults every room finishes, at every rank (I11)."""
+        for (uid, rank), part in self.parts.items():
+            room = part.room
+            if room is None or room.state.name != "SUCCESS":
+                how = "never began" if room is None else f"is {room.state.name}, {room.error}"
+                raise Violation("I11", f"job {uid} at {rank} {how}")

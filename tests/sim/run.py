@@ -1,0 +1,291 @@
+"""Runs seeds: one, many over two processes, or one schedule again; shrinks what fails and says it in words.
+
+Must not know any invariant: a `Violation` names its own.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tests.sim.scenario import Faults, Scenario, draw, smaller
+from tests.sim.scheduler import Scheduler
+from tests.sim.side import Violation
+from tests.sim.world import Event, SimWorld
+
+STEPS = 500
+ENGINES_S, REST_S = 60.0, 160.0
+MOST_AT_REST = 100_000
+
+
+@dataclass
+class Report:
+    """What a run did. `n_steps` counts deliveries, ticks and engines' steps; `n_faulty` those before the faults end."""
+
+    seed: int
+    n_steps: int = 0
+    n_faulty: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    events: list[Event] = field(default_factory=list)
+    trace: list[str] = field(default_factory=list)
+
+
+class Failed(Violation):
+    """A violation with the run it came from: `report.events` is the schedule up to it."""
+
+    def __init__(self, violation: Violation, report: Report) -> None:
+        super().__init__(violation.invariant, str(violation).partition(": ")[2])
+        self.report = report
+
+
+def run(
+    seed: int,
+    *,
+    steps: int = STEPS,
+    scenario: Scenario | None = None,
+    events: Sequence[Event] | None = None,
+    tracing: bool = False,
+) -> Report:
+    """One seed: `steps` steps of its schedule (or just `events`), then no more faults, until everything is over.
+
+    Raises `Failed`, a `Violation`, if an invariant does not hold or a core raises.
+    """
+    report = Report(seed)
+    world = SimWorld(scenario or draw(seed), tracing=tracing)
+    report.trace = world.trace
+    try:
+        if events is None:
+            _draw_events(world, report, steps)
+        else:
+            for event in events:
+                report.events.append(event)
+                if not world.apply(tuple(event)):
+                    report.events.pop()
+        report.n_faulty = world.n_steps
+        _end(world)
+    except Violation as violation:
+        raise Failed(violation, report) from violation
+    except Exception as error:
+        raise Failed(Violation("error", f"{type(error).__name__}: {error}"), report) from error
+    finally:
+        report.n_steps, report.counts = world.n_steps, world.counts
+    for side in world.sides.values():
+        report.outcomes.update(_outcome(room) for room in side.ended)
+    return report
+
+
+def _outcome(room: object) -> str:
+    error = getattr(room, "error", None)
+    return type(error).__name__ if error is not None else "Success"
+
+
+def _draw_events(world: SimWorld, report: Report, steps: int) -> None:
+    scheduler = Scheduler(world)
+    while world.n_steps < steps:
+        event = scheduler.next()
+        report.events.append(event)
+        if not world.apply(event):
+            report.events.pop()
+
+
+def _end(world: SimWorld) -> None:
+    """The faults are over: everything ends, is released, and nothing is left."""
+    world.tell("the faults are over")
+    for side in world.sides.values():
+        if side.node.alive and side.stalled_at is not None:
+            world.apply(("resume", side.node.name.decode()))
+    world.cuts.clear()
+    world.unreachable.clear()
+    _rest(world, until=world.now + ENGINES_S, engines=True)
+    _rest(world, until=world.now + REST_S, engines=False)
+    world.checks.everything()
+    world.checks.all_over(released=world.scenario.fences)
+    if not world.scenario.fences:  # only the end of a process proves that nothing of it lands any more
+        world.checks.quarantine_is_bounded()
+        for node in list(world.prefill):
+            world.apply(("crash", node.name.decode()))
+        _rest(world, until=world.now + REST_S, engines=False)
+    world.checks.all_over()
+    world.checks.everything()
+    if world.scenario.calm:
+        world.engines.check_calm()
+    world.checks.flat()
+
+
+def _rest(world: SimWorld, until: float, *, engines: bool) -> None:
+    """Delivers all there is, in order; time passes from one deadline to the next, until nothing is left to happen."""
+    for _ in range(MOST_AT_REST):
+        if engines and (steps := world.engines.pending()):
+            world.apply(("engine", *steps[0]))
+        elif ready := world.ready():
+            world.apply(("deliver", ready[0].key))
+        elif world.now >= until or (not world.engines.todo and world.at_rest() and world.checks.is_flat()):
+            return
+        else:
+            world.apply(("wait", max(1e-9, min(world.due(), default=until) - world.now)))
+    raise Violation("I10", "the world does not come to rest")
+
+
+# Shrinking.
+
+
+def shrink(failed: Failed, scenario: Scenario, *, within_s: float = 30.0) -> tuple[Scenario, list[Event]]:
+    """A smaller world and fewer events that break the same invariant, found in `within_s`."""
+    until = time.monotonic() + within_s
+
+    def breaks(scenario: Scenario, events: Sequence[Event]) -> list[Event] | None:
+        """The events that meant something, if the same invariant breaks."""
+        if time.monotonic() > until:
+            return None
+        try:
+            run(scenario.seed, scenario=scenario, events=events)
+        except Failed as again:
+            return again.report.events if again.invariant == failed.invariant else None
+        return None
+
+    events = failed.report.events
+    while True:
+        before = (scenario, len(events))
+        events = _fewer(events, lambda kept, world=scenario: breaks(world, kept))  # type: ignore[misc]
+        for simpler in smaller(scenario):
+            kept = breaks(simpler, events)
+            if kept is not None:
+                scenario, events = simpler, kept
+                break
+        if (scenario, len(events)) == before:
+            return scenario, events
+
+
+def _fewer(events: list[Event], breaks: Callable[[list[Event]], list[Event] | None]) -> list[Event]:
+    """Delta debugging: leaves out runs of events, long ones first, as long as it still breaks."""
+    size = max(1, len(events) // 2)
+    while True:
+        at, found = 0, False
+        while at < len(events):
+            kept = breaks(events[:at] + events[at + size :])
+            if kept is None:
+                at += size
+            else:
+                events, found = kept, True
+        if size == 1 and not found:
+            return events
+        if size > 1:
+            size //= 2
+
+
+# Many seeds, and what the command line prints.
+
+
+@dataclass
+class Summary:
+    """Many seeds together."""
+
+    n_seeds: int = 0
+    n_steps: int = 0
+    n_faulty: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    failed: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, told: Report | tuple[int, str]) -> None:
+        self.n_seeds += 1
+        if isinstance(told, tuple):
+            self.failed.append(told)
+            return
+        self.n_steps += told.n_steps
+        self.n_faulty += told.n_faulty
+        self.counts += told.counts
+        self.outcomes += told.outcomes
+
+    def __str__(self) -> str:
+        moved = ", ".join(f"{n} {kind}" for kind, n in self.counts.most_common())
+        ended = ", ".join(f"{n} {how}" for how, n in self.outcomes.most_common())
+        failed = f"; FAILED: {', '.join(f'{seed} ({what})' for seed, what in self.failed)}" if self.failed else ""
+        steps = f"{self.n_seeds} seeds, {self.n_steps} steps ({self.n_faulty} under faults)"
+        return f"{steps}{failed}\nsteps by kind: {moved}\nrooms at their ranks: {ended}"
+
+
+def one_of_many(seed_and_steps: tuple[int, int]) -> Report | tuple[int, str]:
+    """A report without its schedule, or (seed, what broke)."""
+    seed, steps = seed_and_steps
+    try:
+        report = run(seed, steps=steps)
+    except Failed as failed:
+        return seed, str(failed)
+    report.events = []
+    return report
+
+
+def run_many(seeds: Iterable[int], *, steps: int = STEPS, workers: int = 2) -> Summary:
+    """Every seed, over `workers` processes."""
+    summary = Summary()
+    given = [(seed, steps) for seed in seeds]
+    if workers == 1:
+        for one in given:
+            summary.add(one_of_many(one))
+        return summary
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        for told in pool.imap_unordered(one_of_many, given, chunksize=8):
+            summary.add(told)
+    return summary
+
+
+def tell_failure(failed: Failed, scenario: Scenario, *, within_s: float, save: Path | None = None) -> str:
+    """The failure in words: the smallest schedule found, what it does, and how to run it again."""
+    scenario, events = shrink(failed, scenario, within_s=within_s)
+    trace: list[str] = []
+    try:
+        run(scenario.seed, scenario=scenario, events=events, tracing=True)
+    except Failed as again:
+        failed, trace = again, again.report.trace
+    again = f"pdstage sim --seed {scenario.seed} --replay"
+    if save is not None:
+        save.write_text(json.dumps({"scenario": asdict(scenario), "events": events}) + "\n")
+        again += f", or just this schedule: pdstage sim --schedule {save}"
+    return "\n".join([str(scenario), *trace, f"{failed}", f"{len(events)} events. Again: {again}"])
+
+
+def load(path: Path) -> tuple[Scenario, list[Event]]:
+    """What `tell_failure` saved."""
+    held = json.loads(path.read_text())
+    faults = Faults(**held["scenario"].pop("faults"))
+    return Scenario(**held["scenario"], faults=faults), [tuple(event) for event in held["events"]]
+
+
+def main(
+    *,
+    seed: int | None = None,
+    seeds: int = 2000,
+    first: int = 0,
+    steps: int = STEPS,
+    replay: bool = False,
+    schedule: Path | None = None,
+    save: Path | None = None,
+    workers: int = 2,
+    shrink_s: float = 30.0,
+) -> int:
+    """What `pdstage sim` does. 0 if every invariant held, else 1."""
+    began_at = time.monotonic()
+    if seed is None and schedule is None:
+        summary = run_many(range(first, first + seeds), steps=steps, workers=workers)
+        print(f"{summary}\n{time.monotonic() - began_at:.1f} s")
+        if not summary.failed:
+            return 0
+        seed = min(summary.failed)[0]
+    scenario, events = load(schedule) if schedule is not None else (draw(seed or 0), None)
+    try:
+        report = run(scenario.seed, scenario=scenario, steps=steps, events=events, tracing=replay)
+    except Failed as failed:
+        print(tell_failure(failed, scenario, within_s=shrink_s, save=save))
+        return 1
+    print("\n".join([str(scenario), *report.trace]))
+    summary = Summary()
+    summary.add(report)
+    print(summary)
+    return 0

@@ -1,0 +1,202 @@
+"""What a seed stands for: the ranks, the sizes, the transport's promises and how often each fault comes.
+
+Must not know the world it describes. Equal seeds are equal scenarios in every process and on every Python.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+DEADLINES = {
+    "hello_s": 4.0,
+    "open_s": 6.0,
+    "bind_s": 10.0,
+    "ask_s": 1.0,
+    "wait_s": 10.0,
+    "transfer_s": 8.0,
+    "recall_after_s": 0.6,
+    "stuck_after_s": 0.4,
+    "drain_s": 4.0,
+    "open_wait_s": 10.0,
+    "write_s": 5.0,
+    "max_silence_s": 3.0,
+}
+PATIENT = dict.fromkeys(DEADLINES, 1000.0) | {"ask_s": 1.0, "recall_after_s": 0.6, "stuck_after_s": 0.4}
+"""For faultless seeds: what ends a room there is never a deadline (I11)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """How often, per delivery (`loss`, `tag_loss`, `twice`, `fail`, `alter`) or per step (the others)."""
+
+    loss: float = 0.0
+    tag_loss: float = 0.0
+    twice: float = 0.0
+    fail: float = 0.0
+    alter: float = 0.0
+    crash: float = 0.0
+    close: float = 0.0
+    stall: float = 0.0
+    cut: float = 0.0
+    abort: float = 0.0
+    unreachable: float = 0.0
+    slow: float = 0.0
+    """How often a kind of thing between two ranks becomes slow, or quick again: passed over while anything else moves.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One seed's world. `in_order` is how often the oldest thing under way is taken before any other."""
+
+    seed: int
+    prefill: int
+    decode: int
+    heads: int
+    instances: bool
+    path: str
+    checksums: bool
+    fences: bool
+    stops_reads: bool
+    n_lanes: int
+    lane_nbytes: int
+    n_buffers: int
+    buffer_nbytes: int
+    n_pages: int
+    dst_hnd: bool
+    dst_page: int
+    n_pieces: int
+    """A post lands in so many pieces, at as many moments."""
+    in_order: float
+    patience: float
+    """How many things are under way before no time passes."""
+    eager: float
+    """How soon a chunk's data is computed: the chance each time that an engine might say so."""
+    calm: bool
+    faults: Faults = field(default_factory=Faults)
+
+    @property
+    def config(self) -> dict[str, float]:
+        return PATIENT if self.calm else DEADLINES
+
+    @property
+    def deadline_s(self) -> float:
+        return 1000.0 if self.calm else 30.0
+
+    def __str__(self) -> str:
+        how = f"{self.path}, {self.n_lanes} lanes of {self.lane_nbytes} bytes, {self.n_pages} pages a rank"
+        traits = [name for name in ("instances", "checksums", "fences", "stops_reads", "calm") if getattr(self, name)]
+        return (
+            f"seed {self.seed}: {self.prefill} prefill ranks -> {self.decode} decode ranks, {how}, {' '.join(traits)}"
+        )
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed. One in ten is calm: only the scheduler's whims, and every room must succeed."""
+    rng = random.Random(f"scenario/{seed}")
+    calm = rng.random() < 0.1
+    return Scenario(
+        seed=seed,
+        prefill=rng.choice([1, 1, 2, 2, 3, 4]),
+        decode=rng.choice([1, 1, 2, 2, 3, 4]),
+        heads=rng.choice([2, 4]),
+        instances=rng.random() < 0.3,
+        path=rng.choice(["staged", "staged", "direct", "auto"]),
+        checksums=rng.random() < 0.5,
+        fences=rng.random() < 0.6,
+        stops_reads=rng.random() < 0.6,
+        n_lanes=rng.choice([1, 1, 2, 3]),
+        lane_nbytes=rng.choice([512, 768, 1024, 2048]),
+        n_buffers=rng.choice([1, 2, 2, 3]),
+        buffer_nbytes=rng.choice([512, 768, 1024]),
+        n_pages=64 if calm else rng.choice([6, 8, 16, 32]),
+        dst_hnd=rng.random() < 0.4,
+        dst_page=rng.choice([2, 4, 4, 8]),
+        n_pieces=rng.choice([1, 2, 2, 3]),
+        in_order=rng.choice([0.3, 0.6, 0.8, 0.9]),
+        patience=rng.choice([2, 6, 12]),
+        eager=rng.choice([0.02, 0.1, 1.0]),
+        calm=calm,
+        faults=Faults() if calm else _draw_faults(rng),
+    )
+
+
+def _draw_faults(rng: random.Random) -> Faults:
+    """Every kind is possible in every seed; which are frequent differs, so that rooms also get far."""
+    return Faults(
+        loss=rng.choice([0.002, 0.02, 0.1, 0.3]),
+        tag_loss=rng.choice([0.0, 0.0, 0.01, 0.05]),
+        twice=rng.choice([0.01, 0.1]),
+        fail=rng.choice([0.0, 0.005, 0.02, 0.1]),
+        alter=rng.choice([0.0, 0.02, 0.1]),
+        crash=rng.choice([0.0, 0.0, 0.002, 0.005]),
+        close=rng.choice([0.0, 0.0, 0.002]),
+        stall=rng.choice([0.0, 0.002, 0.008]),
+        cut=rng.choice([0.0, 0.002, 0.008]),
+        abort=rng.choice([0.001, 0.003, 0.01]),
+        unreachable=rng.choice([0.0, 0.0, 0.001]),
+        slow=rng.choice([0.0, 0.005, 0.02]),
+    )
+
+
+class Script(NamedTuple):
+    """What one rank's engine does for one room, in order: (verb, argument)."""
+
+    steps: tuple[tuple[str, object], ...]
+
+
+class Job:
+    """One life of one room, as its engines mean it: drawn from the seed and its own number alone, so that a schedule
+    with other events left out still means the same.
+    """
+
+    def __init__(self, scenario: Scenario, uid: int) -> None:
+        rng = random.Random(f"job/{scenario.seed}/{uid}")
+        self.uid = uid
+        again = uid > 0 and not scenario.calm and rng.random() < 0.25
+        self.number = rng.randrange(uid) if again else uid
+        room = random.Random(f"room/{scenario.seed}/{self.number}")
+        self.tokens = room.choice([3, 4, 8, 8, 11])
+        self.prefix = rng.choice([0, 0, 0, 2])
+        self.priority = rng.randrange(2)
+        self.aux = b"aux of %d" % self.number
+        self.writer = rng.randrange(scenario.prefill) if scenario.instances else None
+        sure = scenario.calm
+        self.scripts: dict[str, Script] = {}
+        for rank in range(scenario.decode):
+            if sure or rng.random() < 0.96:
+                bind = [("bind", None)] if sure or rng.random() < 0.93 else []
+                self.scripts[f"D{rank}"] = Script((("receive", None), *bind))
+        for rank in range(scenario.prefill):
+            if self.writer in {None, rank} and (sure or rng.random() < 0.96):
+                self.scripts[f"P{rank}"] = Script(tuple(self._sending(rng, sure)))
+
+    def _sending(self, rng: random.Random, sure: bool) -> list[tuple[str, object]]:
+        """Chunks by tokens and by layers, some given before their data exists, and the end that some never reach."""
+        size = rng.choice([2, 4, 11])
+        steps: list[tuple[str, object]] = [("submit", None)]
+        late = []
+        for start in range(0, self.tokens, size):
+            for layers in [(0, 1), (1, 2)] if rng.random() < 0.3 else [(0, 2)]:
+                ready = rng.random() < 0.6
+                steps.append(("chunk", (start, min(start + size, self.tokens), *layers, ready)))
+                if not ready:
+                    late.append(len(steps) - 1)
+        if sure or rng.random() < 0.95:
+            steps.append(("finish", None))
+        for n, at in reversed(list(enumerate(late))):
+            steps.insert(rng.randrange(at + 1, len(steps) + 1), ("ready", n))
+        return steps
+
+
+def smaller(scenario: Scenario) -> list[Scenario]:
+    """Simpler worlds than `scenario`, for shrinking: each changes one thing."""
+    plain = {
+        "checksums": False, "dst_hnd": False, "dst_page": 4, "n_pieces": 1, "n_lanes": 1, "n_buffers": 2, "heads": 2,
+        "stops_reads": True, "fences": True,
+    }  # fmt: skip
+    changes = [{name: value} for name, value in plain.items()]
+    changes += [{side: n} for side in ("prefill", "decode") for n in range(1, getattr(scenario, side))]
+    return [made for change in changes if (made := replace(scenario, **change)) != scenario]  # type: ignore[arg-type]

@@ -1,0 +1,374 @@
+"""`pair.World` with everything that can go wrong: posts that land late and in pieces, ranks that stall and crash.
+
+A world is moved by *events*, plain tuples such as ("deliver", "frame D0>P1 #7"): the scheduler draws them, a schedule
+that is replayed or shrunk names them. One that means nothing here and now changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pdstage.errors import TransportError
+from pdstage.protocol import messages as m
+from pdstage.protocol.decode import DecodeCore, InRoom
+from pdstage.protocol.room import Room, State
+from tests.pair import Decode, Item, Prefill
+from tests.sim.checks import Checks
+from tests.sim.engines import Engines
+from tests.sim.fabric import FabricWorld
+from tests.sim.scenario import Scenario
+from tests.sim.side import Side
+
+if TYPE_CHECKING:
+    from pdstage.protocol.session import Link
+
+Event = tuple[object, ...]
+CLOSE_S = 5.0
+TOLD = ("frame", "tag")
+FAILING = ("land", "done", "gather", "scatter")
+
+
+class SimWorld(FabricWorld):
+    """One seed's ranks, everything under way, and the invariants that are watched."""
+
+    def __init__(self, scenario: Scenario, *, tracing: bool = False) -> None:
+        self.scenario = scenario
+        self.ordinals: Counter[str] = Counter()
+        self.touched: dict[Prefill | Decode, None] = {}
+        self.cuts: set[tuple[str, str]] = set()
+        self.greeters: dict[m.Session, Decode] = {}
+        self.unreachable: set[bytes] = set()
+        self.tracing = tracing
+        self.trace: list[str] = []
+        self.n_steps = 0
+        self.counts: Counter[str] = Counter()
+        self.checks = Checks(self)
+        super().__init__(
+            prefill=scenario.prefill, decode=scenario.decode, heads=scenario.heads, n_pages=scenario.n_pages,
+            lane_nbytes=scenario.lane_nbytes, n_lanes=scenario.n_lanes, n_buffers=scenario.n_buffers,
+            buffer_nbytes=scenario.buffer_nbytes, path=scenario.path, dst_hnd=scenario.dst_hnd,
+            dst_page=scenario.dst_page, fences=scenario.fences, instances=scenario.instances,
+            deadline_s=scenario.deadline_s, checksums=scenario.checksums,
+            choose=lambda c: scenario.path == "direct" or (scenario.path == "auto" and (c.number + c.record.epoch) % 2),
+            **scenario.config,
+        )  # fmt: skip
+        self.engines = Engines(self)
+
+    def make_prefill(self, rank: int, life: int = 0) -> Prefill:
+        return self._settle_in(super().make_prefill(rank, life), life)  # type: ignore[return-value]
+
+    def make_decode(self, rank: int, life: int = 0) -> Decode:
+        return self._settle_in(super().make_decode(rank, life), life)  # type: ignore[return-value]
+
+    def _settle_in(self, node: Prefill | Decode, life: int) -> Prefill | Decode:
+        label = node.name.decode() + (f"'{life}" if life else "")
+        self.labels[node] = label
+        self.sides[node] = Side(node, label, self.n_pages)
+        return node
+
+    def tell(self, line: str) -> None:
+        if self.tracing:
+            self.trace.append(line)
+
+    # What is on its way.
+
+    def put(self, item: Item) -> None:
+        name = f"{item.kind} {self.labels[item.src]}>{self.labels[item.dst]}"
+        self.ordinals[name] += 1
+        item.key = f"{name} #{self.ordinals[name]}"
+        self.waiting[item.key] = item
+
+    def movable(self, item: Item) -> bool:
+        """Whether the item may arrive now."""
+        match item.kind:
+            case "land":
+                return True
+            case "frame":
+                return self._awake(self.node(item.dst.name))
+            case "fence":
+                fenced = self.scenario.fences if isinstance(item.src, Decode) else self.scenario.stops_reads
+                return self._awake(item.src) and (fenced or self._peer_is_dead(item))
+            case _:
+                return self._awake(item.dst)
+
+    def _awake(self, node: Prefill | Decode) -> bool:
+        return self.sides[node].stalled_at is None
+
+    def _peer_is_dead(self, item: Item) -> bool:
+        link: Link = item.message  # type: ignore[assignment]
+        if isinstance(item.src, Prefill):
+            return not self.greeter(link.session).alive
+        return not any(node.alive and node.core.incarnation == link.session.writer for node in self.prefill)
+
+    def ready(self) -> list[Item]:
+        if any(side.stalled_at is not None for side in self.sides.values()) or not (
+            self.scenario.fences and self.scenario.stops_reads
+        ):
+            return [item for item in self.waiting.values() if self.movable(item)]
+        return list(self.waiting.values())
+
+    # Events.
+
+    def apply(self, event: Event) -> bool:
+        """One step; False if `event` means nothing here and now."""
+        verb, *args = event
+        line = len(self.trace)
+        self.tell(f"{self.n_steps + 1:5} {self.now:8.3f}s  {self._words(event)}" if self.tracing else "")
+        if not getattr(self, f"_do_{verb}")(*args):
+            del self.trace[line:]
+            return False
+        self.n_steps += 1
+        self.counts[str(verb)] += 1
+        self.watch()
+        return True
+
+    def _words(self, event: Event) -> str:
+        verb, *args = event
+        words = [str(verb), *(f"{arg:.3f}s" if isinstance(arg, float) else str(arg) for arg in args)]
+        item = self.waiting.get(str(args[0]))
+        if item is not None and item.kind == "frame":
+            words.append(_brief(item.message))
+        return " ".join(words)
+
+    def watch(self) -> None:
+        """The invariants of whoever moved, and now and then of everything."""
+        touched, self.touched = self.touched, {}
+        for node in touched:
+            if node.alive:
+                self.checks.node(node)
+        for node in touched:
+            closing_at = self.sides[node].closing_at
+            if node.alive and closing_at is not None and (node.core.idle or self.now >= closing_at):
+                self._leave(node)
+        if self.n_steps % 1000 == 0:
+            self.checks.everything()
+
+    def _take(self, key: str) -> Item | None:
+        item = self.waiting.get(key)
+        if item is None or not self.movable(item):
+            return None
+        del self.waiting[key]
+        return item
+
+    def _do_deliver(self, key: str) -> bool:
+        item = self._take(key)
+        if item is None:
+            return False
+        item.run()
+        return True
+
+    def _do_drop(self, key: str) -> bool:
+        """Only what is said gets lost: bytes fail with a word to their sender."""
+        item = self.waiting.get(key)
+        if item is None or item.kind not in TOLD or not self.movable(item):
+            return False
+        del self.waiting[key]
+        return True
+
+    def _do_twice(self, key: str) -> bool:
+        item = self.waiting.get(key)
+        if item is None or item.kind not in TOLD or not self.movable(item):
+            return False
+        item.run()
+        return True
+
+    def _do_fail(self, key: str, how: str) -> bool:
+        """A post, a completion, a gather or a scatter ends with an error; `how` says what the bytes do."""
+        item = self.waiting.get(key)
+        if item is None or item.kind not in FAILING or not self.movable(item):
+            return False
+        if item.kind == "land":
+            return self._fail_post(self._post_of(item), how)
+        del self.waiting[key]
+        self.failing = how
+        try:
+            item.run()
+        finally:
+            self.failing = ""
+        return True
+
+    def _do_alter(self, key: str) -> bool:
+        """One bit of what lands in staging memory is another, where checksums would notice."""
+        item = self.waiting.get(key)
+        post = self._post_of(item) if item is not None and item.kind == "land" else None
+        if item is None or post is None or post.chunk.direct or not self.scenario.checksums or not post.dst.alive:
+            return False
+        piece = post.pieces[item]
+        self._do_deliver(key)
+        if post.dst.core.holdings.at(post.chunk.lane, post.chunk.cursor) is not None:
+            self.alter(post, piece)
+        return True
+
+    def _do_wait(self, for_s: float) -> bool:
+        """Time passes, and deadlines with it; what is on its way stays there."""
+        until = self.now + for_s
+        while (due := min(self.due(), default=until)) < until:
+            self.now = max(self.now, due)
+            self._tick()
+        self.now = until
+        return True
+
+    def due(self) -> list[float]:
+        moments = [n.core.next_at() for n in self.nodes() if self._awake(n)]
+        closing = [self.sides[n].closing_at for n in self.nodes() if self._awake(n)]
+        return [at for at in moments + closing if at is not None]
+
+    def at_rest(self) -> bool:
+        """Every core agrees that its rooms are over."""
+        cores = [node.core for node in self.nodes()]
+        return all(c.idle and not c.rooms for c in cores) and not any(
+            c.holdings.lent for c in cores if isinstance(c, DecodeCore)
+        )
+
+    def _tick(self) -> None:
+        for node in self.nodes():
+            due, side = node.core.next_at(), self.sides[node]
+            late = side.closing_at is not None and self.now >= side.closing_at
+            if self._awake(node) and ((due is not None and due <= self.now) or late):
+                self.tell(f"{'':7}{self.now:8.3f}s  tick {side.label}")
+                node.core.tick(self.now)
+                self.carry(node)
+                self.n_steps += 1
+                self.counts["tick"] += 1
+                self.checks.on_time(side)
+                self.watch()
+
+    def _do_start(self, uid: int) -> bool:
+        return self.engines.start(uid)
+
+    def _do_engine(self, uid: int, rank: str) -> bool:
+        return self.engines.step(uid, rank)
+
+    def _do_abort(self, uid: int, rank: str) -> bool:
+        return self.engines.abort(uid, rank)
+
+    def _do_crash(self, rank: str) -> bool:
+        """The process is gone, its posts are not; another comes up at the same address."""
+        node = self.node(rank.encode())
+        for post in self.posts:
+            if post.src is node:
+                post.catch()
+        self._forget(node)
+        self.restart(node)
+        return True
+
+    def _forget(self, node: Prefill | Decode) -> None:
+        """What only this process would have done."""
+        for key, item in list(self.waiting.items()):
+            if item.kind in ("gather", "done", "scatter", "fence", "tag") and item.dst is node:
+                del self.waiting[key]
+        for post in [post for post in self.posts if post.dst is node]:
+            self._fail_post(post, "lost")
+
+    def _do_close(self, rank: str) -> bool:
+        """The engine closes its node in order."""
+        node = self.node(rank.encode())
+        side = self.sides[node]
+        if side.closing_at is not None or side.stalled_at is not None:
+            return False
+        side.closing_at = self.now + CLOSE_S
+        node.core.close(self.now)
+        self.carry(node)
+        return True
+
+    def _leave(self, node: Prefill | Decode) -> None:
+        if node.core.quiet:
+            node.core.bye(self.now)
+            self.carry(node)
+        self.tell(f"{'':15} {self.labels[node]} ends{', in order' if node.core.quiet else ''}")
+        self._do_crash(node.name.decode())
+
+    def _do_stall(self, rank: str) -> bool:
+        side = self.sides[self.node(rank.encode())]
+        if side.stalled_at is not None:
+            return False
+        side.stalled_at = self.now
+        return True
+
+    def _do_resume(self, rank: str) -> bool:
+        """The process goes on, and finds that it is late: what has come meanwhile is read before the tick."""
+        node = self.node(rank.encode())
+        side = self.sides[node]
+        if side.stalled_at is None:
+            return False
+        side.late_s += self.now - side.stalled_at
+        side.stalled_at = None
+        return True
+
+    def _do_cut(self, src: str, dst: str) -> bool:
+        """No frame from `src` reaches `dst` until "heal"."""
+        return (src, dst) not in self.cuts and not self.cuts.add((src, dst))
+
+    def _do_heal(self, src: str, dst: str) -> bool:
+        return (src, dst) in self.cuts and not self.cuts.discard((src, dst))
+
+    def _do_unreachable(self, rank: str) -> bool:
+        """The transport of this prefill rank cannot connect to the next decode rank that greets it."""
+        return rank.startswith("P") and not self.unreachable.add(rank.encode())
+
+    # Cores and engines.
+
+    def carry(self, node: Prefill | Decode) -> None:
+        self.touched[node] = None
+        super().carry(node)
+
+    def changed(self, node: Prefill | Decode, room: Room) -> None:
+        side = self.sides[node]
+        self.tell(f"{'':15} {side.label} {room.key.decode()}: {room.state.name}{' released' * room.released}")
+        self.checks.changed(side, room)
+        if room.ended and room in side.live:
+            del side.live[room]
+            side.ended[room] = (room.state, room.error)
+            if isinstance(room, InRoom) and room.state is State.SUCCESS:
+                self.engines.check_success(side, room)
+        if room.released:
+            side.give_back(room)
+
+    def attach(self, node: Prefill | Decode, link: Link) -> None:
+        if node.name in self.unreachable:
+            self.unreachable.discard(node.name)
+            node.core.lose(link, TransportError("the peer is out of reach"), self.now)
+            self.carry(node)
+
+    def detach(self, node: Prefill | Decode, link: Link) -> None:
+        self.put(Item("fence", node, node, lambda: self.fence(node, link), link))
+
+    def _frame(self, node: Prefill | Decode, route: bytes, frame: bytes) -> None:
+        super()._frame(node, route, frame)
+        item = next(reversed(self.waiting.values()))
+        self.checks.sent(node, frame_session(frame), item.message)
+
+    def hear(self, src: Prefill | Decode, route: bytes, frame: bytes, message: m.AnyMessage) -> None:
+        target = self.node(route)
+        if (src.name.decode(), route.decode()) in self.cuts:
+            self.counts["cut off"] += 1
+            return
+        if isinstance(message, m.Open) and (room := target.core.rooms.get(message.room)) is not None:
+            self.engines.opened(self.sides[target], room, message.deadline_s)
+        with self.checks.stale_frame_changes_nothing(target, frame, message):
+            super().hear(src, route, frame, message)
+
+    def greeter(self, session: m.Session) -> Decode:
+        if session not in self.greeters:
+            self.greeters[session] = super().greeter(session)
+        return self.greeters[session]
+
+
+def _brief(message: object) -> str:
+    """A message without layouts and shares."""
+    match message:
+        case m.Hello() | m.Welcome():
+            return type(message).__name__
+        case m.Open():
+            return f"Open(epoch={message.epoch}, room={message.room!r})"
+        case m.CloseOk():
+            return f"CloseOk(epoch={message.epoch}, {len(message.written)} chunks)"
+        case m.Reserve():
+            chunk = f"epoch={message.epoch}, chunk={message.chunk}, attempt={message.attempt}"
+            return f"Reserve({chunk}, {message.nbytes} bytes)"
+    return str(message)
+
+
+def frame_session(frame: bytes) -> m.Session:
+    return m.decode_head(frame)[0]
