@@ -49,6 +49,7 @@ _SILENT = {
     "Link": {"heard_at", "sent_at", "n_sent", "heard", "layout", "topology", "lanes", "silence_s", "shares"},
     "Grant": {"granted_at"},
     "OutChunk": {"waits_since"},
+    "Lane": {"_carved", "_largest"},  # computed from the leases when asked for
     "Part": {"reason"},
     "Record": {"reason", "asked", "_exposed", "open"},  # session and epoch name the Open
     "Ended": {"reason"},
@@ -98,6 +99,8 @@ class Node:
     name: bytes = b""
     handles: dict[tuple[int, int], Handle] = field(default_factory=dict)
     fencing: dict[m.Session, Link] = field(default_factory=dict)
+    orphans: dict[tuple[object, ...], int] = field(default_factory=dict)
+    """Tickets of posts that a disconnect overtook, by the name of their flight: they end all the same."""
 
 
 def flight_name(core: Core, ticket: int) -> tuple[object, ...]:
@@ -159,6 +162,10 @@ def canonical(node: Node) -> None:
             for key, at in core.timers._at.items()
         }
         _canonical_buffers(core)
+        node.orphans = {name: ticket for name, ticket in node.orphans.items() if ticket in core._orphans}
+        names = sorted(node.orphans)
+        core._orphans = {n: core._orphans[node.orphans[name]] for n, name in enumerate(names, 500)}
+        node.orphans = {name: n for n, name in enumerate(names, 500)}
     else:
         _canonical_holdings(core)
 
@@ -228,13 +235,13 @@ def freeze(node: Node) -> bytes:
     pickler = pickle.Pickler(buffer, 5)
     pickler.dispatch_table = _dispatch  # type: ignore[assignment]
     state = {name: value for name, value in vars(node.core).items() if name not in _CONSTANT}
-    pickler.dump((state, node.handles, node.fencing))
+    pickler.dump((state, node.handles, node.fencing, node.orphans))
     return buffer.getvalue()
 
 
 def thaw(frozen: bytes, template: Core) -> Node:
     """`template` is any core of the same process life: what never changes is its."""
-    state, handles, fencing = pickle.loads(frozen)
+    state, handles, fencing, orphans = pickle.loads(frozen)
     core = object.__new__(type(template))
     held = vars(core)
     held.update((name, value) for name, value in vars(template).items() if name in _CONSTANT)
@@ -244,7 +251,7 @@ def thaw(frozen: bytes, template: Core) -> Node:
         kind: types.MethodType(handler.__func__, core) if isinstance(handler, types.MethodType) else handler
         for kind, handler in template._handlers.items()
     }
-    return Node(core, b"", handles, fencing)
+    return Node(core, b"", handles, fencing, orphans)
 
 
 class _Digest:
@@ -295,7 +302,7 @@ class _Digest:
         kind = type(x)
         self.out.append(kind.__name__)
         if hasattr(x, "__dict__"):
-            for name in sorted(vars(x)):
+            for name in sorted(vars(x).keys() - _SILENT.get(kind.__name__, set())):
                 self.walk(vars(x)[name])
             return
         for name in self._fields.get(kind) or self.fields(kind):
@@ -315,6 +322,7 @@ def digest(node: Node) -> bytes:
     walk = _Digest(node.core)
     walk.walk(node.handles)
     walk.walk(node.fencing)
+    walk.walk(node.orphans)
     for name, value in sorted(vars(node.core).items()):
         if name not in _CONSTANT:
             walk.walk(value)

@@ -131,15 +131,17 @@ class Nodes:
             case ("hear", int() as src, int() as frame):
                 core.receive(self.names[src], self.frames[frame], 0.0)
             case ("gathered", flight):
-                core.gathered(self._ticket(core, flight), 0.0)
+                core.gathered(self._ticket(node, flight), 0.0)
             case ("written", flight, ok):
-                core.completed(self._ticket(core, flight), 0.0, None if ok else TransportError("unknown outcome"))
+                core.completed(self._ticket(node, flight), 0.0, None if ok else TransportError("unknown outcome"))
             case ("told", int() as tag):
                 core.tag(self.tags[tag], 0.0)
             case ("scattered", flight):
-                core.scattered(self._ticket(core, flight), 0.0)
+                core.scattered(self._ticket(node, flight), 0.0)
             case ("fenced", session):
+                names = {ticket: flight_name(core, ticket) for ticket in core._flights}
                 core.fenced(node.fencing.pop(session), 0.0)  # type: ignore[arg-type]
+                node.orphans |= {name: t for t, name in names.items() if t in getattr(core, "_orphans", ())}
             case ("timer", name, float() as at):
                 core.timers.chosen = next(key for key in core.timers.keys if key_name(core, key) == name)
                 core.tick(at)
@@ -177,8 +179,10 @@ class Nodes:
         core.finish(handle, b"aux", 0.0)
 
     @staticmethod
-    def _ticket(core: Core, flight: object) -> int:
-        return next(ticket for ticket in core._flights if flight_name(core, ticket) == flight)
+    def _ticket(node: Node, flight: Name) -> int:
+        if flight in node.orphans:
+            return node.orphans[flight]
+        return next(ticket for ticket in node.core._flights if flight_name(node.core, ticket) == flight)
 
     def _effects(self, at: int, node: Node) -> tuple[tuple, tuple, tuple, tuple]:
         sends, posts, lost, met = [], [], [], []

@@ -177,8 +177,8 @@ class Steps:
             new = flags
             if self.posts[number].session == session:
                 unsure = bool(flags & UNDER)
-                if node:  # the writer's core forgets the post by itself
-                    new = flags & ~(DONE | UNDER) | (MAYBE if unsure and flags & TAG else 0)
+                if node:  # the post still ends
+                    new = flags & ~UNDER | (BAD | (MAYBE if flags & TAG else 0) if unsure else 0)
                 else:  # decode hears no tag of a session it lost
                     new = flags & ~(TAG | UNDER | MAYBE) | (BAD if unsure else 0)
             if new & (TAG | DONE | UNDER):
