@@ -53,7 +53,7 @@ def _of_prefill(node: PrefillNode) -> dict[str, int]:
         "writes": len(core._flights),
         "posts": len(node.posts._writes),
         "send buffers": len(node.parts) - len(core.buffers.free),
-        "parked rooms": core._n_parked,
+        "parked rooms": len(core._parked),
         "askers": len(core._askers),
         "marks": sum(link.session not in core.links for link, _ in core._marks),
     }
