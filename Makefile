@@ -12,7 +12,7 @@ ARGS ?=
 CPU_BENCHES := plan wire host-kernels rooms keys transfer
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sim chaos fuzz lint types format bench gpu sanitize asan tsan micro plots docs \
+.PHONY: help setup demo test sim scale chaos fuzz lint types format bench gpu sanitize asan tsan micro plots docs \
     native sdist wheel clean distclean
 
 help:  ## Show this list.
@@ -50,8 +50,13 @@ test: $(STAMP)  ## Run the tests (TESTS=tests/control ARGS=-x).
 fuzz: $(STAMP)  ## Feed one target hostile input for long (ARGS="--target messages --runs 1000000").
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
-sim: $(STAMP)  ## Simulate 2,000 seeds of faults, at least a million steps (ARGS="--seed 7 --replay").
+# Given arguments, they are the simulator's. Else what CI runs: seeds, then small worlds in all their states.
+sim: $(STAMP)  ## Simulate 2,000 seeds of faults and explore small worlds exhaustively (ARGS="--seed 7 --replay").
 	$(BIN)/pdstage sim $(ARGS)
+	$(if $(ARGS),,$(BIN)/python -m tests.sim.explore)
+
+scale: $(STAMP)  ## Simulate 1,000 prefill and 1,000 decode ranks and 100,000 rooms.
+	$(BIN)/python -m tests.sim.scale $(ARGS)
 
 chaos: $(STAMP)  ## Kill, stop, cut off and restart ranks for minutes (ARGS="--seed 7 --minutes 3 --transport nixl").
 	$(BIN)/python -m tests.chaos $(ARGS)

@@ -10,6 +10,7 @@ What was seen of NIXL 1.5.1 (UCX over tcp and over shared memory, 256 MiB in fli
 * Nothing here stops a peer's writes, deregistering included: so `fences` is false. What a dead peer sent may still be
   in our sockets and lands while we poll (`_sockets`): a death is proved once they are empty, and only of a process of
   this host and these namespaces.
+* What a failed write has sent may lie in the peer's sockets, and lands when the peer polls: no failure is settled.
 * Adding an agent's newer metadata while posts to it are in flight does them no harm.
 * Agents' names are never reused: an old name is refused until it is removed.
 """
@@ -314,7 +315,8 @@ class NixlTransport(Transport):
         if error is None:
             self._events.append(Done(ticket))
         else:
-            self._events.append(PostFailed(ticket, _failed(f"a write to peer {flight.peer!r} failed", error)))
+            failed = _failed(f"a write to peer {flight.peer!r} failed", error)
+            self._events.append(PostFailed(ticket, failed, settled=False))
         _try(flight.handle.release)
         self._let_go(flight.agent)
 

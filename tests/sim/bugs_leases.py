@@ -131,6 +131,7 @@ MUTANTS = [
         "protocol/holdings.py",
         "return now - max(grant.granted_at, self._contended_at) >= recall_after_s",
         "return False",
+        "tests/protocol/test_holdings.py",
     ),
     Mutant(
         "recall forgets leases shut in behind a stuck head",
@@ -146,6 +147,7 @@ MUTANTS = [
         "protocol/holdings.py",
         "if cursor in in_the_way or shut_in or",
         "if shut_in or",
+        "tests/protocol/test_holdings.py",
     ),
     Mutant(
         "decode frees on sending Recall",
@@ -200,6 +202,7 @@ MUTANTS = [
         "protocol/borrower.py",
         "        self.send(link, m.Returned(told.epoch, told.chunk, told.attempt, told.lane, told.cursor), now)",
         "        _ = link",
+        "tests/protocol/test_traces.py",
     ),
     Mutant(
         "a higher attempt does not free the old lease",
@@ -208,6 +211,7 @@ MUTANTS = [
         """            self.holdings.release(held, now)
         problem""",
         """        problem""",
+        "tests/protocol/test_rules.py",
     ),
     Mutant(
         "a failed room's leases are free at once",
@@ -261,6 +265,7 @@ MUTANTS = [
         "ring.py",
         "            if first.state != QUARANTINED or self._held_back(first):",
         "            if True:",
+        "tests/protocol/test_holdings.py",
     ),
     Mutant(
         "the watermark passes quarantine under a live lease",
@@ -296,6 +301,7 @@ MUTANTS = [
         "protocol/holdings.py",
         "if others and held and not idle and held + request.nbytes > lane.capacity // 2:",
         "if False:",
+        "tests/protocol/test_holdings.py",
     ),
     Mutant(
         "the last come is served first",
@@ -318,6 +324,7 @@ MUTANTS = [
         "protocol/outbox.py",
         "_Turns(max(1, n_buffers - 1))",
         "_Turns(n_buffers)",
+        "tests/protocol/test_rules.py",
     ),
     Mutant(
         "a send buffer is free once its write began",

@@ -167,6 +167,7 @@ MUTANTS = [
         "protocol/decode.py",
         "if part is None or part.room.ended or part.coverage is None or part.phase is PartPhase.QUIET:",
         "if part is None or part.coverage is None:",
+        "tests/protocol/test_rules.py",
     ),
     Mutant(
         "Close is sent before the last completion",
@@ -233,6 +234,7 @@ MUTANTS = [
         "        self.send(record.link, m.CloseFailed(record.epoch, m.brief(record.reason)), now)\n"
         '        self.repeat(("close", record), now)\n',
         "        self.send(record.link, m.CloseFailed(record.epoch, m.brief(record.reason)), now)\n",
+        "tests/protocol/test_rules.py",
     ),
     Mutant(
         "Abort is not repeated",
@@ -240,6 +242,7 @@ MUTANTS = [
         "protocol/receiving.py",
         '        self.repeat(("abort", part), now)\n',
         "",
+        "tests/protocol/test_rules.py",
     ),
     Mutant(
         "Abort of an unknown epoch is not answered",
@@ -247,6 +250,7 @@ MUTANTS = [
         "protocol/prefill.py",
         "            self.send(link, m.Drained(abort.epoch), now)\n            return\n",
         "            return\n",
+        "tests/protocol/test_rules.py",
     ),
     Mutant(
         "what has not begun is not cancelled",
@@ -275,6 +279,7 @@ MUTANTS = [
         "protocol/prefill.py",
         "done = record.phase is RecordPhase.CLOSING or (abort.finished and not record.unwritten)",
         "done = record.phase is RecordPhase.CLOSING",
+        "tests/protocol/test_rules.py",
     ),
     Mutant(
         "nobody asks a writer that does not close",
@@ -282,6 +287,7 @@ MUTANTS = [
         "protocol/receiving.py",
         '                    self.timers.set(("linger", part), now + self.config.drain_s)\n',
         "                    pass\n",
+        "tests/protocol/test_rooms.py",
     ),
     Mutant(
         "no deadline of a room ends it at decode",

@@ -41,6 +41,7 @@ MUTANTS = [
         "protocol/handshake.py",
         "            self.emit(Attach(link, hello.description))\n",
         "            self.emit(Attach(link, hello.description))\n            self._confirm(link, now)\n",
+        "tests/protocol/test_session.py",
     ),
     Mutant(
         "the old session stays beside the new one",
@@ -107,6 +108,7 @@ MUTANTS = [
         "protocol/session.py",
         "                self.send(link, Heartbeat(), now)\n                due",
         "                due",
+        "tests/protocol/test_traces.py",
     ),
     Mutant(
         "silence is never noticed",
@@ -121,6 +123,7 @@ MUTANTS = [
         self.timers.set(("silence", link), now + 1.0)
         return False
 """,
+        "tests/protocol/test_traces.py",
     ),
     Mutant(
         "a late turn does not push its deadlines",
@@ -152,6 +155,7 @@ MUTANTS = [
         "protocol/lender.py",
         '            if grant.state != "landed" and begins_never:',
         "            if False:",
+        "tests/protocol/test_rules.py",
     ),
     Mutant(
         "pages are free before the fence",
@@ -182,6 +186,7 @@ MUTANTS = [
         "                self.holdings.release(grant, now)\n\n    def _settle",
         "        for grant in self.holdings.of_session(link):\n            self.holdings.release(grant, now)\n\n"
         "    def _settle",
+        "tests/protocol/test_rules.py",
     ),
     Mutant(
         "an Abort that is not drained loses nothing",

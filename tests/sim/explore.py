@@ -35,6 +35,8 @@ import time
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
 
 import numpy as np
 
@@ -257,19 +259,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="configurations; those that end within minutes if none is named")
     parser.add_argument("--most-s", type=float, default=1e9)
     parser.add_argument("--most-states", type=int, default=1 << 40)
+    parser.add_argument("--workers", type=int, default=2, help="processes; default %(default)s")
     options = parser.parse_args(arguments)
-    failed = 0
     by_name = {configuration.name: configuration for configuration in [*QUICK, *LARGE, *HUGE]}
     chosen = [by_name[name] for name in options.names] if options.names else [*QUICK, *LARGE]
-    for configuration in chosen:
-        explorer = Explorer(configuration, most_s=options.most_s, most_states=options.most_states)
-        try:
-            explorer.run()
-        except Violation as violation:
-            failed = 1
-            print(violation)
-        print(explorer.report, flush=True)
-    return failed
+    one = partial(_explore, options.most_s, options.most_states)
+    failed = False
+    with get_context("spawn").Pool(min(options.workers, len(chosen)), maxtasksperchild=1) as pool:
+        for said, good in pool.imap(one, chosen, chunksize=1):
+            print(said, flush=True)
+            failed = failed or not good
+    return int(failed)
+
+
+def _explore(most_s: float, most_states: int, configuration: Configuration) -> tuple[str, bool]:
+    """What there is to say of one world, and whether nothing is wrong in it."""
+    explorer = Explorer(configuration, most_s=most_s, most_states=most_states)
+    try:
+        explorer.run()
+    except Violation as violation:
+        return f"{violation}\n{explorer.report}", False
+    return str(explorer.report), True
 
 
 if __name__ == "__main__":

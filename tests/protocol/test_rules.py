@@ -1,0 +1,181 @@
+"""One rule of DESIGN 6 and 7 each, where random schedules hide its loss behind a deadline, or seldom meet it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from pdstage.errors import PeerError
+from pdstage.plan import Rect
+from pdstage.protocol import messages as m
+from pdstage.protocol.outbox import Phase, SendBuffers
+from pdstage.protocol.room import State
+from tests.pair import World, assert_flat, first, is_kind, is_message
+
+LEASE = 512
+
+
+def not_lost(world: World) -> bool:
+    return all(node.core.counters.sessions_lost == 0 for node in world.nodes())
+
+
+@pytest.mark.parametrize("lost", [m.Abort, m.Drained])
+def test_abort_is_repeated_until_drained(lost: type) -> None:
+    """Long before drain_s, which would cost the session (I4)."""
+    world = World(drain_s=50.0)
+    world.hold(is_kind("write"))
+    handle = world.receive(1, 8, [0, 1])
+    world.send(1, 8, [0, 1])
+    world.run()
+    world.drop(first(1, is_message(lost)))
+    world.decode[0].core.abort(handle, "changed its mind", world.now)
+    world.carry(world.decode[0])
+    world.release_held()
+    world.run(until=5.0)
+    assert handle.released
+    assert not_lost(world)
+
+
+def test_close_failed_is_repeated() -> None:
+    """Decode hears of the failure long before it would have to guess (I4, I10)."""
+    world = World(transfer_s=50.0, wait_s=50.0)
+    handle = world.receive(1, 8, [0, 1])
+    sender = world.submit(1)
+    world.run()
+    world.drop(first(1, is_message(m.CloseFailed)))
+    world.prefill[0].core.abort(sender, "out of memory", world.now)
+    world.carry(world.prefill[0])
+    world.run(until=5.0)
+    assert handle.state is State.FAILED
+    assert "out of memory" in str(handle.error)
+    assert handle.released
+    assert not_lost(world)
+
+
+def test_an_abort_that_overtakes_every_open_is_answered() -> None:
+    """Of an epoch that prefill never heard of nothing is in flight: Drained (I4, I10)."""
+    world = World(drain_s=50.0)
+    greeted = world.announce(0)
+    world.run()
+    world.drop(is_message(m.Open))
+    handle = world.receive(1, 8, [0, 1])
+    world.run(until=1.0)
+    for room in (greeted, handle):
+        world.decode[0].core.abort(room, "changed its mind", world.now)
+    world.carry(world.decode[0])
+    world.run(until=3.0)
+    assert handle.released
+    world.run(until=40.0)
+    assert not_lost(world)
+    assert_flat(world)
+
+
+def test_a_reserve_of_a_room_that_ended_gets_no_lease() -> None:
+    """The room's memory would be lent to nobody (I13, I14)."""
+    world = World()
+    world.hold(is_kind("write"))
+    handle = world.receive(1, 8, [0, 1])
+    world.send(1, 8, [0, 1])
+    world.run()
+    decode = world.decode[0].core
+    (link,) = decode.links.values()
+    decode.abort(handle, "changed its mind", world.now)
+    ask = m.Reserve(handle.epoch, 7, 0, LEASE, (Rect("kv", 0, 8, 0, 2),))
+    decode.receive(link.route, m.encode(link.session, link.heard + 1, ask), world.now)
+    said = [m.decode(e.frame).message for e in decode.take_effects() if hasattr(e, "frame")]
+    assert m.Refused(handle.epoch, 7, 0, "gone", 0) in said
+    assert not decode.holdings.contended
+    assert [grant.state for grant in decode.holdings.of_session(link)] == ["quarantined"]
+
+
+def test_a_reserve_of_a_higher_attempt_frees_the_old_lease() -> None:
+    """Its Returned was lost; else every recall would cost a lease until the room's end (I14)."""
+    world = World()
+    handle = world.receive(1, 8, [0, 1])
+    world.submit(1)
+    world.run()
+    decode = world.decode[0].core
+    (link,) = decode.links.values()
+    for attempt in (0, 1, 0):
+        ask = m.Reserve(handle.epoch, 0, attempt, LEASE, (Rect("kv", 0, 8, 0, 2),))
+        decode.receive(link.route, m.encode(link.session, link.heard + 1, ask), world.now)
+    assert [grant.request.attempt for grant in decode.holdings.of_session(link)] == [1]
+
+
+def test_a_writer_that_sent_all_succeeds_though_it_finishes_late() -> None:
+    """After Success decode asks it to close, and takes its bytes as what they are: complete (I1)."""
+    world = World(prefill=2, drain_s=2.0)
+    handle = world.receive(1, 8, [0, 1])
+    world.send(1, 8, [0, 1], 0)
+    world.fill(1, 8, [0, 1], 1)
+    late = world.submit(1, 1)
+    world.chunk(late, (0, 8), [0, 1], 1)
+    world.run(until=1.0)
+    world.check(handle, 1, 8)
+    assert not handle.released, "its second writer has not said that it is done"
+    world.run(until=6.0)
+    assert handle.released
+    assert late.state is not State.FAILED, late.error
+    world.finish(late, 1)
+    world.run(until=7.0)
+    assert late.state is State.SUCCESS
+
+
+def test_of_a_lost_session_only_open_leases_are_in_doubt() -> None:
+    """What its last watermark does not open it can never begin: free at once, fence or none (I12, I13)."""
+    world = World(lane_nbytes=LEASE, fences=False)
+    world.hold(is_kind("write"))
+    world.receive(1, 8, [0, 1])
+    world.send(1, 8, [0, 1])
+    world.run()
+    world.receive(2, 8, [2, 3])
+    world.send(2, 8, [2, 3])
+    world.run()
+    decode = world.decode[0].core
+    (link,) = decode.links.values()
+    assert [decode.holdings.is_open(grant) for grant in decode.holdings.of_session(link)] == [True, False]
+    decode.lose(link, PeerError("the test says so"), world.now)
+    assert [(grant.state, grant.cursor) for grant in decode.holdings.of_session(link)] == [("quarantined", 0)]
+
+
+def test_a_fence_leaves_what_has_landed_to_its_scatter() -> None:
+    """The scatter still reads it (I2)."""
+    world = World()
+    world.hold(is_kind("scatter"))
+    handle = world.receive(1, 8, [0, 1])
+    world.send(1, 8, [0, 1])
+    world.run()
+    decode = world.decode[0].core
+    (link,) = decode.links.values()
+    decode.lose(link, PeerError("the test says so"), world.now)
+    decode.fenced(link, world.now)
+    assert [grant.state for grant in decode.holdings.of_session(link)] == ["landed"]
+    assert not handle.released
+    world.carry(world.decode[0])
+    world.rules.clear()
+    world.release_held()
+    world.run()
+    assert not decode.holdings.of_session(link)
+    assert handle.released
+
+
+def test_no_destination_has_every_send_buffer() -> None:
+    """Of N buffers one session has N - 1 at most, so that another's room is not behind a slow one's (I12)."""
+
+    def chunk(link: object) -> SimpleNamespace:
+        return SimpleNamespace(direct=False, phase=Phase.READY, record=SimpleNamespace(link=link))
+
+    slow, quick = Named(), Named()
+    buffers = SendBuffers(3)
+    for _ in range(5):
+        buffers.queue(chunk(slow))
+    assert len(list(buffers.pop())) == 2
+    buffers.queue(chunk(quick))
+    ((begun, _),) = buffers.pop()
+    assert begun.record.link is quick
+    assert not list(buffers.pop())
+
+
+class Named:
+    """A destination."""
