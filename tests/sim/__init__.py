@@ -12,4 +12,10 @@ process. `pdstage sim` runs many, and shrinks, explains and replays what fails.
     engines     who announces, binds, submits, computes and aborts rooms, from small pools of pages
     checks      the invariants
     run         one seed, many, one schedule again; shrinking
+
+Beside it, each with a module of its own that runs by `python -m`:
+
+    explore     every state of small worlds, breadth first (facts, frozen, network, nodes, steps)
+    scale       thousands of ranks, only counting (fleet, stars, sharing, caps, gauges)
+    mutants     deliberate bugs and who sees them (bugs_leases, bugs_rooms, bugs_sessions, bugs_engine)
 """
