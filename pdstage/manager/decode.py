@@ -13,7 +13,7 @@ from pdstage.errors import Aborted, PdstageError, PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.handle import Handle
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check
-from pdstage.manager.node import DEFAULT_SWITCH_S, Heard, Node, label
+from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
 from pdstage.plan import wire_order
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore, InRoom
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from pdstage.control.bootstrap import Advert
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
+    from pdstage.manager.driver import Heard
     from pdstage.manager.prefill import CudaEvent
     from pdstage.protocol.config import Config
     from pdstage.protocol.session import Link

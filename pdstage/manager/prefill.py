@@ -16,7 +16,7 @@ from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.handle import Handle
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, rects_of
-from pdstage.manager.node import DEFAULT_SWITCH_S, Heard, Node, label
+from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
 from pdstage.manager.posts import Posts
 from pdstage.plan import Stagings, selects, wire_order
 from pdstage.protocol.effects import (
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
+    from pdstage.manager.driver import Heard
     from pdstage.protocol.config import Config
     from pdstage.protocol.outbox import OutChunk, OutRoom, Source
     from pdstage.protocol.session import Link

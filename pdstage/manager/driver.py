@@ -1,0 +1,352 @@
+"""The driver: one lock, one loop, one core.
+
+Layer 5. Must not know which role its core has, nor how sessions end or memory is given back: `node` does.
+
+A turn is: receive -> lock -> feed the core -> take effects -> unlock -> carry them out. Only one thread turns at a
+time. With `progress="inline"` every poll of the engine is a turn; with `progress="thread"` a thread of the node's own
+turns, and waits on the control socket and the transport in between. While it waits, an engine's call sends its messages
+itself: handing them over would cost a wake-up, and beside a busy thread a switch of the interpreter.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+from pdstage.control.zmq import MAX_FRAMES
+from pdstage.errors import PdstageError, UsageError
+from pdstage.manager.handle import Roster
+from pdstage.protocol.effects import Attach, Changed, Complaint, Detach, Effect, Send
+from pdstage.protocol.session import Core
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdstage.control.zmq import ControlSocket
+    from pdstage.protocol.config import Config
+    from pdstage.protocol.room import Room
+    from pdstage.protocol.session import Link
+    from pdstage.stager import Copied, Stager
+    from pdstage.transport import Done, Inbound, PostFailed, Transport
+
+log = logging.getLogger("pdstage")
+
+_NAP_S = 100e-6
+_PATIENCE_S = 1e-3
+_LOOK_S = 0.1
+_LARGE_NBYTES = 128 << 10
+
+_n_forks = 0
+"""In this process's line of descent since this module was loaded. Counted, as asking for the pid is a system call."""
+
+
+def _count_fork() -> None:
+    global _n_forks  # noqa: PLW0603  (one number of the process)
+    _n_forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+class Heard(NamedTuple):
+    """Who may have something to say."""
+
+    messages: bool
+    transport: bool
+
+
+_EVERYTHING = Heard(messages=True, transport=True)
+
+AnyCore = TypeVar("AnyCore", bound=Core)
+
+
+class Driver(ABC, Generic[AnyCore]):
+    """Moves one core. What it moves it with is its heir's to make."""
+
+    core: AnyCore
+    socket: ControlSocket
+    transport: Transport
+    stager: Stager
+
+    def __init__(self, config: Config, progress: str, switch_interval_s: float | None) -> None:
+        if progress not in ("inline", "thread"):
+            raise UsageError(f"progress {progress!r}", remedy='choose "inline" or "thread"')
+        self.config = config
+        self.roster = Roster()
+        self._progress = progress
+        self._switch_interval_s = switch_interval_s
+        self._thread: threading.Thread | None = None
+        self._n_forks = _n_forks
+        self._lock = threading.RLock()
+        self._turning = threading.Lock()  # whose loop it is, waiting included
+        self._acting = threading.Lock()  # who takes effects and carries them out, so that frames leave in their order
+        self._kept: list[Effect] = []
+        self._sleeps_until = 0.0
+        self._lost: list[Link] = []
+        self._outgoing: dict[bytes, list[bytes]] = {}
+        self._early: list[Done | PostFailed | Inbound] = []
+        self._closed = False
+        self._failure: BaseException | None = None
+
+    @property
+    def was_forked(self) -> bool:
+        """Whether this is a child's copy of a node."""
+        return self._n_forks != _n_forks
+
+    def _start(self) -> None:
+        """Starts the thread, if this node has one; the constructor's last step."""
+        if self._progress == "thread":
+            if self._switch_interval_s is not None:
+                # Beside a busy Python thread a waking one waits for the interpreter's switch interval, 5 ms by default.
+                sys.setswitchinterval(min(self._switch_interval_s, sys.getswitchinterval()))
+            self._thread = threading.Thread(target=self._run, name="pdstage-node", daemon=True)
+            self._thread.start()
+
+    # The loop.
+
+    def turn(self, wait_s: float = 0.0) -> bool:
+        """One turn: everything that has arrived, every deadline that has passed. Waits up to `wait_s` for something.
+
+        False if another thread is in one: it is woken, and will do what there is to do.
+        """
+        self.use()
+        if not self._turning.acquire(blocking=False):
+            self.socket.wake()
+            return False
+        try:
+            heard = self._wait(wait_s) if wait_s > 0 else _EVERYTHING
+            with self._acting:
+                while self._turn_once(heard) and not self._closed:
+                    heard = _EVERYTHING
+                    self.roster.ring()
+                self._flush()
+                self.roster.ring()  # last: who wakes earlier waits for the interpreter
+        except BaseException as error:
+            self._fail_everything(error)
+            raise
+        finally:
+            self._turning.release()
+        return True
+
+    def _turn_once(self, heard: Heard) -> bool:
+        """Asks only those who said that they have something: each call gives the interpreter to a busy main thread."""
+        messages = self.socket.recv() if heard.messages else ()
+        events, self._early = self._early, []
+        if heard.transport:
+            events += self.transport.poll()
+        staged = self.stager.poll()
+        refusals = self.socket.take_refusals()
+        with self._lock:
+            now = time.monotonic()
+            for route, error in refusals:
+                self.core.counters.peers_refused += 1
+                self._on_refused(route, error, now)
+            for route, frames in messages:
+                for frame in frames:
+                    self.core.receive(route, frame, now)
+            for event in events:
+                self._on_transport(event, now)
+            for copied in staged:
+                self._on_staged(copied, now)
+            self.core.tick(now)
+            effects = self._take_effects()
+        again = self._carry_out(effects)
+        if self._lost:
+            self._check_lost()
+        return again
+
+    def _take_effects(self) -> list[Effect]:
+        kept, self._kept = self._kept, []
+        return kept + self.core.take_effects()
+
+    def _carry_out(self, effects: list[Effect]) -> bool:
+        """True if something was done here that the core should hear of at once.
+
+        Messages wait for the end of the turn, so that several to one peer travel as one; none waits for a large copy.
+        """
+        again = large = False
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._outgoing.setdefault(effect.route, []).append(effect.frame)
+            elif not large:
+                large = self._nbytes(effect) >= _LARGE_NBYTES
+        if large:
+            self._flush()
+        for effect in effects:
+            match effect:
+                case Send():
+                    pass
+                case Changed(room):
+                    self._on_changed(room)
+                case Complaint(route, error):
+                    log.warning("peer %s: %s", route.hex(), error)
+                case Attach(link, description):
+                    self._attach(link, description)
+                    again = True
+                case Detach(link):
+                    self._detach(link)
+                    again = True
+                case _:
+                    self._carry(effect)
+                    again = True
+        return again
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, {}
+        for route, frames in outgoing.items():
+            for start in range(0, len(frames), MAX_FRAMES):
+                self.socket.send(route, frames[start : start + MAX_FRAMES])
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self.turn(self._patience_s())
+        except BaseException:
+            log.exception("the node's thread ended")
+
+    def _patience_s(self) -> float:
+        """How long nothing can happen that neither the socket nor the transport would announce."""
+        longest_s = min(1.0, self.config.retry_s)  # so that the question an engine's call asks needs no wake-up
+        with self._lock:
+            now, next_at = time.monotonic(), self.core.next_at()
+            until_s = longest_s if next_at is None else min(max(next_at - now, 1e-4), longest_s)
+            self._sleeps_until = now + until_s
+        return until_s
+
+    def _wait(self, wait_s: float) -> Heard:
+        fds = self.transport.filenos()
+        if self._expects():
+            wait_s = min(wait_s, _NAP_S)
+        if fds:
+            ready = self.socket.wait(wait_s, fds)
+            return Heard(ready.messages, bool(ready.fds))
+        if not self._must_ask():
+            return Heard(self.socket.wait(wait_s).messages, True)
+        ready = self.socket.wait(0.0)
+        if not (ready.messages or ready.woken):  # the transport has no descriptor to wait on: short naps instead
+            if self._in_flight():
+                time.sleep(min(wait_s, _NAP_S))
+            else:
+                ready = self.socket.wait(min(wait_s, _PATIENCE_S))
+        return Heard(ready.messages, True)
+
+    # What the roles say.
+
+    @abstractmethod
+    def _carry(self, effect: Effect) -> None:
+        """Carries out an effect of this role; ends in `assert_never`."""
+
+    @abstractmethod
+    def _nbytes(self, effect: Effect) -> int:
+        """Bytes that carrying out an effect copies or writes before it returns."""
+
+    @abstractmethod
+    def _on_staged(self, copied: Copied, now: float) -> None: ...
+
+    @abstractmethod
+    def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None: ...
+
+    @abstractmethod
+    def _in_flight(self) -> bool:
+        """Whether bytes are under way here: then a transport without descriptors is asked more often."""
+
+    @abstractmethod
+    def _must_ask(self) -> bool:
+        """Whether a transport without descriptors may have something to say."""
+
+    @abstractmethod
+    def _expects(self) -> bool:
+        """Whether an engine's event, which nobody announces, is waited for."""
+
+    @abstractmethod
+    def _attach(self, link: Link, description: bytes) -> None:
+        """A session began: tells the transport who its peer is."""
+
+    @abstractmethod
+    def _detach(self, link: Link) -> None:
+        """A session is lost: the transport lets go of its peer."""
+
+    @abstractmethod
+    def _check_lost(self) -> None:
+        """Looks whether lost sessions are fenced by now."""
+
+    def _on_refused(self, route: bytes, error: PdstageError, now: float) -> None:
+        """A connection came to nothing for want of keys; `route` is empty where the other side tried it."""
+
+    def _on_changed(self, room: Room) -> None:
+        self.roster.changed(room)
+
+    # What engines' calls do.
+
+    def use(self) -> threading.RLock:
+        """The lock, for a call of the engine; raises `UsageError` once the node is closed, has failed, or in a fork."""
+        if _n_forks != self._n_forks:
+            raise UsageError("a node was used in a forked child", remedy="make the node after the fork")
+        if self._closed:
+            raise UsageError("this node is closed", remedy="make a new one")
+        if self._failure is not None:
+            raise UsageError("this node failed before", remedy="close it and make a new one") from self._failure
+        return self._lock
+
+    def progress_inline(self) -> None:
+        """A turn, if turns are the engine's to make."""
+        self.use()
+        if self._progress == "inline":
+            self.turn()
+
+    def kick(self) -> None:
+        """After the engine gave the core something: carries that out now, or wakes the thread that does.
+
+        What peers have said meanwhile waits for the next poll: an engine makes many calls between two of them.
+        """
+        wake = True
+        if self._acting.acquire(blocking=False):
+            try:
+                wake = self._push()
+            except BaseException as error:
+                self._fail_everything(error)
+                raise
+            finally:
+                self._acting.release()
+        if wake:
+            self.socket.wake()
+
+    def _push(self) -> bool:
+        """True if something is left for a turn: with a thread, all but messages, and a moment before it would wake."""
+        with self._lock:
+            effects = self._take_effects()
+            next_at = self.core.next_at()
+            early = next_at is not None and next_at < self._sleeps_until
+        if self._progress == "thread" and not all(isinstance(effect, Send | Changed) for effect in effects):
+            self._kept = effects
+            return True
+        if effects:
+            self._carry_out(effects)
+            self._flush()
+            self.roster.ring()
+        return early
+
+    def wait_for(self, done: Callable[[], bool], timeout_s: float | None, what: str) -> None:
+        """Turns (or lets the thread turn) until `done()`; raises `TimeoutError` after `timeout_s`."""
+        deadline_at = None if timeout_s is None else time.monotonic() + timeout_s
+        while not done():
+            self.use()
+            left_s = 1.0 if deadline_at is None else deadline_at - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"{what} did not get there in {timeout_s} s")
+            if self._progress == "inline":
+                self.turn(min(left_s, self._patience_s()))
+            else:
+                self.roster.wait(done, min(left_s, _LOOK_S))
+
+    def _fail_everything(self, error: BaseException) -> None:
+        """The driver's last resort: no room may hang because the driver broke."""
+        self._failure = error
+        failed = PdstageError(f"the node's driver failed: {error!r}", remedy="see the cause; make a new node")
+        failed.__cause__ = error
+        self.roster.fail(failed)
