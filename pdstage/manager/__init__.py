@@ -1,7 +1,7 @@
 """The nodes an engine holds: a core, a transport, a stager and a control socket, driven together.
 
-Layer 5: the only place with threads, the clock and the lock. Read `driver` (the loop, on one screen), `node`, then `prefill`
-and `decode` (what an engine calls), `items` (what it passes) and `lookup` (who talks to the bootstrap).
+Layer 5: the only place with threads, the clock and the lock. Read `driver` (the loop, on one screen), `node`, then
+`prefill` and `decode` (what an engine calls), `items` (what it passes) and `lookup` (who talks to the bootstrap).
 """
 
 from pdstage.manager.decode import DecodeNode, Receiver

@@ -118,10 +118,16 @@ class Round:
                 )
 
     def _shut(self) -> Iterator[None]:
-        """Prefill first: then decode, where deaths can be proved, must have back what was stranded."""
+        """Prefill first: then decode must have back what was stranded.
+
+        Across namespaces no death can be proved: there this is the operator, who ended those processes and waited for
+        them, and says so.
+        """
         for role in ("prefill", "decode"):
             group = [member for member in self.members.values() if member.job.role == role and member.alive]
-            if role == "decode" and not self.site.namespaces:  # deaths are proved within one namespace only
+            if role == "decode":
+                for member in group if self.site.namespaces else ():
+                    member.send("fence")
                 yield from self._until(
                     lambda: self._at_rest(allow_stranded=False), HUNG_AFTER_S, "what was stranded comes back"
                 )

@@ -142,6 +142,9 @@ def _serve(engine: Engine, pipe: Connection, *, inline: bool) -> None:
                 engine.order(value)
             elif kind == "report":
                 pipe.send(("report", _report(engine)))
+            elif kind == "fence":
+                for endpoint in engine.node.unfenced():
+                    engine.node.fence(endpoint)
             else:
                 return
         engine.step()
