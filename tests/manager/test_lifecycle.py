@@ -72,7 +72,8 @@ def test_a_rank_changes_its_role_on_the_same_memory(site, transport, path):
         assert not d.unfenced()
         dst._free = list(range(dst.n_pages))
         held.append((n_fds(), threading.active_count()))
-    assert held[-1] == held[1], "descriptors or threads were left behind"
+    assert held[-1][0] <= held[1][0], "descriptors were left behind"
+    assert held[-1][1] <= held[1][1], "threads were left behind"
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

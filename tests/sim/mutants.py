@@ -30,7 +30,6 @@ N_SEEDS = 150
 """Runs of the search before a mutant counts as unseen: its budget, whatever the machine."""
 _STUCK_S = 20.0
 _MOST_MEMORY = 6 << 30
-_PRELOAD = ("numpy", "msgspec", "pytest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +100,7 @@ def tests(path: str) -> None:
 
 def detect(mutant: Mutant | None, shown_by: str = "", n_seeds: int = N_SEEDS) -> Verdict:
     """Tries a mutant, or the code as it is, in a process of its own."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOAD))
+    context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     shown_by = mutant.shown_by if mutant is not None else shown_by
     child = context.Process(target=_child, args=(theirs, mutant, shown_by, n_seeds))
