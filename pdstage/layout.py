@@ -143,20 +143,52 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
+class Owned:
+    """The tokens of a sequence that a rank holds under context parallelism; all of them with `size` 1.
+
+    Of `size` ranks, `rank` holds every token t with `t // interleave % size == rank`: DCP's and PCP's interleaved
+    ownership. `interleave` 0 means contiguous parts: of a sequence of n tokens, `[rank*n // size, (rank+1)*n // size)`.
+    Where a rank holds every other block only, its items hold them one after the other.
+    """
+
+    size: int = 1
+    rank: int = 0
+    interleave: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 0 <= self.rank < self.size or self.interleave < 0:
+            raise UsageError(
+                f"rank {self.rank} of {self.size} holds tokens by blocks of {self.interleave}",
+                remedy="give size >= 1, 0 <= rank < size and interleave >= 0",
+            )
+
+
+ALL_TOKENS = Owned()
+
+
+@dataclass(frozen=True, slots=True)
 class Component:
     """The views indexed together: one list of items (pages or slots) serves them all.
 
     `positional` items carry token positions and are intersected between the two sides; the others are slots, matched by
-    order.
+    order, and must be as many on both sides if `exact`, else the longer list is trimmed. `owned` says which tokens of a
+    sequence this rank holds.
     """
 
     name: str
     views: tuple[View, ...]
     positional: bool = True
+    exact: bool = False
+    owned: Owned = ALL_TOKENS
 
     def __post_init__(self) -> None:
         if not self.views:
             raise UsageError(f"component {self.name!r} has no views", remedy="give it at least one view")
+        if self.owned.size > 1 and not self.positional:
+            raise UsageError(
+                f"component {self.name!r} has no token positions, yet a part of the tokens is said to be here",
+                remedy="give `owned` for components with positions only",
+            )
         first = self.views[0]
         for view in self.views:
             if view.key.component != self.name:
@@ -188,8 +220,17 @@ class Layout:
     components: tuple[Component, ...]
 
     @classmethod
-    def of(cls, regions: Iterable[Region], views: Iterable[View], *, slots: Iterable[str] = ()) -> Layout:
-        """Groups `views` by component; the components named in `slots` have no token positions.
+    def of(
+        cls,
+        regions: Iterable[Region],
+        views: Iterable[View],
+        *,
+        slots: Iterable[str] = (),
+        exact: Iterable[str] = (),
+        owned: Mapping[str, Owned] | None = None,
+    ) -> Layout:
+        """Groups `views` by component. Those named in `slots` have no token positions; of those in `exact` both sides
+        must have as many slots; `owned` gives the tokens held of those of which this rank does not hold all.
 
         Raises `UsageError` for a repeated key, an unknown region, or a view that leaves its region.
         """
@@ -201,14 +242,20 @@ class Layout:
             check_inside(view, held)
         keys = sorted(by_key)
         names = dict.fromkeys(key.component for key in keys)
-        no_positions = frozenset(slots)
+        no_positions, exactly, parts = frozenset(slots), frozenset(exact), owned or {}
+        for name in (*no_positions, *exactly, *parts):
+            if name not in names:
+                raise UsageError(f"no component {name!r}", remedy=f"the views are of {', '.join(names)}")
         return cls(
             held,
             tuple(
-                Component(name, tuple(by_key[k] for k in keys if k.component == name), name not in no_positions)
+                Component(
+                    name, tuple(by_key[k] for k in keys if k.component == name), name not in no_positions,
+                    name in exactly, parts.get(name, ALL_TOKENS),
+                )
                 for name in names
             ),
-        )
+        )  # fmt: skip
 
     def views(self) -> Iterator[View]:
         for component in self.components:
@@ -230,7 +277,10 @@ class Layout:
 
     def digest(self) -> str:
         """16 hex digits of everything but addresses: equal digests mean equal geometry."""
-        shape = [(c.name, c.positional, [astuple(v)[0:1] + astuple(v)[3:] for v in c.views]) for c in self.components]
+        shape = [
+            (c.name, c.positional, c.exact, astuple(c.owned), [astuple(v)[0:1] + astuple(v)[3:] for v in c.views])
+            for c in self.components
+        ]
         return hashlib.blake2b(repr(shape).encode(), digest_size=8).hexdigest()
 
 

@@ -35,9 +35,11 @@ from pdstage.layout import Key, Layout, Region, Row, View
 from pdstage.topology import REPLICATED, Axis, shard_axis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
+
+    from pdstage.layout import Owned
 
 
 class _Device(Protocol):
@@ -104,8 +106,10 @@ class Part:
     views: tuple[View, ...]
 
 
-def build(*parts: Part, slots: Iterable[str] = ()) -> Layout:
-    """One layout of all parts. Components named in `slots` have no token positions.
+def build(
+    *parts: Part, slots: Iterable[str] = (), exact: Iterable[str] = (), owned: Mapping[str, Owned] | None = None
+) -> Layout:
+    """One layout of all parts; `slots`, `exact` and `owned` as in `Layout.of`.
 
     Regions that overlap become one. Raises `UsageError` for parts on different devices, and what `Layout.of` refuses.
     """
@@ -124,7 +128,11 @@ def build(*parts: Part, slots: Iterable[str] = ()) -> Layout:
         else:
             held.append(region)
     return Layout.of(
-        held, [_moved(view, part.regions[view.region], held) for part in parts for view in part.views], slots=slots
+        held,
+        [_moved(view, part.regions[view.region], held) for part in parts for view in part.views],
+        slots=slots,
+        exact=exact,
+        owned=owned,
     )
 
 
