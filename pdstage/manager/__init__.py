@@ -5,7 +5,7 @@ Layer 5: the only place with threads, the clock and the lock. Read `driver` (the
 """
 
 from pdstage.manager.decode import DecodeNode, Receiver
-from pdstage.manager.items import Items
+from pdstage.items import Items
 from pdstage.manager.prefill import PrefillNode, Sender
 
 __all__ = ["DecodeNode", "Items", "PrefillNode", "Receiver", "Sender"]

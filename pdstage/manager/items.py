@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from pdstage.errors import UsageError
+from pdstage.items import Items
 from pdstage.kernels import Index
 from pdstage.plan import Rect
+from pdstage.states import canonical
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,20 +25,6 @@ if TYPE_CHECKING:
 
 
 _FEW = 256
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Items:
-    """Pages or slots of one component: item i covers tokens `[first_token + i*T, first_token + (i+1)*T)`.
-
-    Of components with positions, `first_token` is a multiple of T: both sides then cut a sequence at the same places,
-    on which the head-major staged order relies.
-
-    `pages` is a one-dimensional sequence of integers; it is copied, never modified.
-    """
-
-    pages: npt.ArrayLike
-    first_token: int = 0
 
 
 GivenItems: TypeAlias = "Mapping[str, Items | npt.ArrayLike] | npt.ArrayLike"
@@ -65,6 +53,9 @@ def check(layout: Layout, items: GivenItems, tokens: GivenTokens, *, unique: boo
     by_name = items if hasattr(items, "keys") else {_only(layout, "items").name: items}  # type: ignore[assignment]
     if isinstance(tokens, tuple | int):
         tokens = {_only(layout, "tokens").name: tokens if isinstance(tokens, tuple) else (0, tokens)}
+    by_name = {canonical(name): given for name, given in by_name.items()}
+    if tokens is not None:
+        tokens = {canonical(name): span for name, span in tokens.items()}
     checked = {}
     for name, given in by_name.items():
         component = layout.component(name)
