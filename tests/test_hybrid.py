@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -366,3 +368,16 @@ def test_misuse_is_refused_by_name(name):
     misuse, words = MISUSES[name]
     with pytest.raises(UsageError, match=words):
         misuse()
+
+
+def test_the_table_of_kinds_is_true():
+    """docs/states.md has a row for each registered kind, with its rules."""
+    page = (Path(__file__).parent.parent / "docs" / "states.md").read_text()
+    table = page.split("| kind |")[1].split("\n\n")[0]
+    said = {}
+    for line in table.splitlines()[2:]:
+        names, _, _, positions, exact, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        name, *alias = re.findall(r"`(\w+)`", names)
+        said[name] = tuple(alias), positions == "yes", exact == "yes"
+    kinds = [kind for kind in registered() if kind.components and not kind.name.startswith("test_")]
+    assert said == {kind.name: (kind.aliases, kind.positional, kind.exact) for kind in kinds}
