@@ -7,6 +7,7 @@ To use it, read `manager`: `PrefillNode` and `DecodeNode` are what an engine hol
 order:
 
     topology, layout, tensors    where an engine keeps a request's state, and which shards of it a rank holds
+    states, items                the kinds of state besides the KV cache, and which items of each a room names
     plan                         who sends which bytes to whom, and the order in which they are staged
     kernels                      gather and scatter; kernels/reference.py is the definition of correct
     ring                         staging memory as lanes of leases behind a watermark

@@ -13,11 +13,12 @@ A *region* is registered memory. A *view* is affine addressing of one region:
 from __future__ import annotations
 
 import hashlib
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import UsageError
+from pdstage.states import canonical
 from pdstage.topology import Axis  # noqa: TC001  (msgspec resolves the annotation at run time)
 
 if TYPE_CHECKING:
@@ -230,19 +231,23 @@ class Layout:
         owned: Mapping[str, Owned] | None = None,
     ) -> Layout:
         """Groups `views` by component. Those named in `slots` have no token positions; of those in `exact` both sides
-        must have as many slots; `owned` gives the tokens held of those of which this rank does not hold all.
+        must have as many slots; `owned` gives the tokens held of those of which this rank does not hold all. A kind's
+        alias ("nsa") becomes its component's name ("dsa"), so that two sides meet by either.
 
         Raises `UsageError` for a repeated key, an unknown region, or a view that leaves its region.
         """
         held = tuple(regions)
         by_key: dict[Key, View] = {}
-        for view in views:
+        for given in views:
+            name = canonical(given.key.component)
+            view = given if name == given.key.component else replace(given, key=given.key._replace(component=name))
             if by_key.setdefault(view.key, view) is not view:
                 raise UsageError(f"view {view.key} is given twice", remedy="each key names one view", key=view.key)
             check_inside(view, held)
         keys = sorted(by_key)
         names = dict.fromkeys(key.component for key in keys)
-        no_positions, exactly, parts = frozenset(slots), frozenset(exact), owned or {}
+        no_positions, exactly = (frozenset(map(canonical, given)) for given in (slots, exact))
+        parts = {canonical(name): part for name, part in (owned or {}).items()}
         for name in (*no_positions, *exactly, *parts):
             if name not in names:
                 raise UsageError(f"no component {name!r}", remedy=f"the views are of {', '.join(names)}")
@@ -269,8 +274,10 @@ class Layout:
         return {view.key: view for view in self.views()}
 
     def component(self, name: str) -> Component:
+        """The component of that name, or of the kind with that alias."""
+        wanted = canonical(name)
         for component in self.components:
-            if component.name == name:
+            if component.name == wanted:
                 return component
         known = ", ".join(c.name for c in self.components)
         raise UsageError(f"no component {name!r}", remedy=f"this layout has {known}", component=name)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from pdstage.errors import UsageError
+from pdstage.items import Items
 from pdstage.kernels import Index
 from pdstage.plan import Rect
+from pdstage.states import canonical
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,20 +25,6 @@ if TYPE_CHECKING:
 
 
 _FEW = 256
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Items:
-    """Pages or slots of one component: item i covers tokens `[first_token + i*T, first_token + (i+1)*T)`.
-
-    Of components with positions, `first_token` is a multiple of T: both sides then cut a sequence at the same places,
-    on which the head-major staged order relies.
-
-    `pages` is a one-dimensional sequence of integers; it is copied, never modified.
-    """
-
-    pages: npt.ArrayLike
-    first_token: int = 0
 
 
 GivenItems: TypeAlias = "Mapping[str, Items | npt.ArrayLike] | npt.ArrayLike"
@@ -59,19 +47,26 @@ def check(layout: Layout, items: GivenItems, tokens: GivenTokens, *, unique: boo
     """Normalises what an engine passed; raises `UsageError` naming the component, the place and the value.
 
     A bare array stands for the layout's only component, a bare number n of tokens for `(0, n)`, no tokens for all that
-    the items cover. `unique`: a page may not be named twice (destinations).
+    the items cover. No items at all are nothing to move, of a component this rank does not have too. `unique`: a page
+    may not be named twice (destinations).
     """
     by_name: Mapping[str, Items | npt.ArrayLike]
     by_name = items if hasattr(items, "keys") else {_only(layout, "items").name: items}  # type: ignore[assignment]
     if isinstance(tokens, tuple | int):
         tokens = {_only(layout, "tokens").name: tokens if isinstance(tokens, tuple) else (0, tokens)}
-    checked = {}
-    for name, given in by_name.items():
-        component = layout.component(name)
+    if tokens is not None:
+        tokens = {canonical(name): span for name, span in tokens.items()}
+    held = {component.name for component in layout.components}
+    checked, nothing = {}, set()
+    for alias, given in by_name.items():
+        name, one = canonical(alias), given if isinstance(given, Items) else Items(given)
+        if name not in held and not np.size(one.pages):
+            nothing.add(name)
+            continue
         span = tokens.get(name) if tokens is not None else None
-        checked[name] = _check_one(component, given if isinstance(given, Items) else Items(given), span, unique=unique)
+        checked[name] = _check_one(layout.component(name), one, span, unique=unique)
     for name in tokens or ():
-        if name not in by_name:
+        if name not in checked and name not in nothing:
             raise UsageError(f"tokens of {name!r} without its items", remedy="give the items too", component=name)
     return checked
 
