@@ -44,4 +44,5 @@ def test_nothing_is_done_per_token_in_python(side, page):
 def test_a_first_chunk_costs_by_views():
     """What the counter above sees, if there is something to see."""
     chunk = HybridChunk(64, 256)
-    assert bytecodes(lambda: chunk.anew(chunk.src)) > 5 * bytecodes(chunk.at_prefill)
+    chunk.at_prefill()
+    assert bytecodes(lambda: chunk.anew(chunk.src)) > bytecodes(chunk.at_prefill)
