@@ -314,6 +314,11 @@ class Layout:
     def _by_key(self) -> Mapping[Key, View]:
         return {view.key: view for view in self.views()}
 
+    @cached_property
+    def layers(self) -> Mapping[str, tuple[int, ...]]:
+        """The numbers of the layers that each component has views of, ascending."""
+        return {c.name: tuple(sorted({view.key.layer for view in c.views})) for c in self.components}
+
     def component(self, name: str) -> Component:
         """The component of that name, or of the kind with that alias."""
         wanted = canonical(name)

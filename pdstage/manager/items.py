@@ -5,6 +5,7 @@ Layer 5. Must not know nodes or protocol.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -76,9 +77,9 @@ def rects_of(layout: Layout, checked: Mapping[str, Checked], layers: tuple[int, 
     """One rectangle a component, over `layers` (all of its own if None)."""
     rects = []
     for one in checked.values():
-        numbers = [view.key.layer for view in layout.component(one.component).views]
-        low, high = layers or (min(numbers), max(numbers) + 1)
-        if one.start < one.stop and any(low <= number < high for number in numbers):
+        numbers = layout.layers[one.component]
+        low, high = layers or (numbers[0], numbers[-1] + 1)
+        if one.start < one.stop and bisect_left(numbers, low) < bisect_left(numbers, high):
             rects.append(Rect(one.component, one.start, one.stop, low, high))
     return tuple(sorted(rects))
 
@@ -150,8 +151,8 @@ def _problem(pages: npt.NDArray[np.integer[Any]], n_items: int, *, unique: bool)
         held = pages.tolist()
         if not held or (min(held) >= 0 and max(held) < n_items and (not unique or len(set(held)) == len(held))):
             return None
-    bad = np.flatnonzero((pages < 0) | (pages >= n_items))
-    if len(bad):
+    if len(pages) and (pages.min() < 0 or pages.max() >= n_items):
+        bad = np.flatnonzero((pages < 0) | (pages >= n_items))
         return f"is {pages[bad[0]]}, out of range", int(bad[0])
     if unique and _named_twice(pages, n_items):
         order = np.argsort(pages, kind="stable")
