@@ -203,6 +203,17 @@ def test_a_window_starts_with_a_page_and_has_slots_of_its_own(window, held, firs
     assert list(window_items(row, page_size=4, window=window, held=held).pages) == [10, 13, 9][first // 4 :]
 
 
+def test_what_lies_before_a_window_is_not_looked_at():
+    """Engines free a window's slots behind it, and map freed ones to slot 0."""
+    row = np.array([99, 99, 99, 43, 52, 53, 54, 55])
+    mapping = np.zeros(100, np.int64)
+    mapping[[43, 52, 53, 54, 55]] = [7, 12, 13, 14, 15]
+    assert list(window_items(row, page_size=4, window=5, mapping=mapping).pages) == [1, 3]
+    assert list(prefix_items(row, page_size=4, held=3).pages) == [10, 13]
+    assert list(prefix_items(row[:4], page_size=4, held=4).pages) == []
+    assert list(prefix_items(row[:6], page_size=4, held=6).pages) == [13]
+
+
 def test_rows_of_a_ring_come_in_position_order():
     ring = Ring(rows=6, slot_step=6)
     items = ring_items(2, ring, stop=14, window=5)
