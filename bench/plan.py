@@ -1,35 +1,51 @@
-"""Planning on the host: runs of fragmented pages, the direct path's descriptors, and a staged call without its bytes.
+"""Planning on the host: runs of fragmented pages, the direct path's descriptors, a chunk of a hybrid model, and a
+staged call without its bytes.
 
 Layer 6.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from pdstage.cost import CostModel
 from pdstage.kernels import Pool
 from pdstage.layout import Key, Layout, Region, View
 from pdstage.layout import Row as RowLevel
-from pdstage.plan import Select
+from pdstage.manager.items import check, rects_of
+from pdstage.ownership import EVERYTHING, Common
+from pdstage.plan import TOKEN_MAJOR, Select, Stagings, selects, shares, tokens_of
+from pdstage.protocol.outbox import clip, split
 from pdstage.spans import DirectPlan, coalesce
-from pdstage.tables import Index
+from pdstage.stager import Stager
+from pdstage.tables import Index, Table
 from pdstage.topology import Axis
 
 from .harness import Row, interleaved
+from .shapes import SLOTS, Array, Block, Model, place
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
+
+    from pdstage.plan import Share
+    from pdstage.protocol.outbox import Record
 
 N_PAGES = 20_000
 LAYERS = 61
+HYBRID_TOKENS = 8192
+_NOWHERE = Region(4096, 0)
+_COST = CostModel(bytes_per_s=12e9, descriptor_s=400e-9, post_s=10e-6)
 _CALLS = 10  # a turn: the first after a baseline that freed a million objects finds the heap's pages gone
 
 
 def run(quick: bool) -> list[Row]:
-    return [*_coalescing(quick), _descriptors(quick), _call_overhead(quick)]
+    return [*_coalescing(quick), _descriptors(quick), *_hybrid_chunks(quick), _call_overhead(quick)]
 
 
 def _grouped(src: NDArray[Any], dst: NDArray[Any]) -> tuple[list[list[int]], list[list[int]]]:
@@ -118,6 +134,122 @@ def _descriptors(quick: bool) -> Row:
         better="lower",
         detail="each; baseline: numpy broadcasting of the addresses alone, nothing checked or joined",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """What `clip` and `split` read of a destination's record."""
+
+    asked: dict[str, tuple[int, int]]
+    shares: tuple[Share, ...]
+    link: _Link
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """What `clip` reads of a record's session."""
+
+    common: Common
+
+
+class HybridChunk:
+    """A chunk of `n_tokens` of all 61 layers of a hybrid model, from prefill rank 1 of 4 to decode rank 0 of 2.
+
+    A third of the layers are attention with sparse attention's index keys and scales, a third a sliding window, a third
+    a convolution of three sections and a state. `page` is the tokens of a page; the pages are in any order.
+    """
+
+    def __init__(self, page: int, n_tokens: int = HYBRID_TOKENS) -> None:
+        model = hybrid(page)
+        n_pages = n_tokens // page
+        names = model.components()
+        n_items = {name: 8 if name == SLOTS else 4 * n_pages for name in names}
+        rng = np.random.default_rng(0)
+        self.items = {n: np.array([3]) if n == SLOTS else rng.permutation(n_items[n])[:n_pages] for n in names}
+        self.tokens = {name: (0, 1 if name == SLOTS else n_tokens) for name in names}
+        self.src, self.dst = (
+            place(model, tp, rank, n_items, base=1 << at) for tp, rank, at in ((4, 1, 40), (2, 0, 41))
+        )
+        writers = {rank: place(model, 4, rank, n_items, base=1 << 40) for rank in range(4)}
+        self.claim = _Claim(self.tokens, shares(writers, self.dst, (2, 0))[1], _Link(EVERYTHING))
+        self.record = cast("Record", self.claim)
+        self.stagings = [Stagings(self.src), Stagings(self.dst)]
+        checked = check(self.src, self.items, self.tokens, unique=True)
+        self.rects = rects_of(self.src, checked, None)
+        self.indexes = {name: one.index for name, one in checked.items()}
+        chosen = [selects(layout, self.claim.shares, self.rects) for layout in (self.src, self.dst)]
+        self.direct = DirectPlan(self.src, chosen[0], self.dst, chosen[1])
+        self.stagers = [Stager(Pool.of(layout)) for layout in (self.src, self.dst)]
+        self.n_views = len(chosen[0])
+
+    def at_prefill(self) -> None:
+        """From the engine's call to the gather's first byte, in a session that has sent such a chunk before."""
+        checked = check(self.src, self.items, self.tokens, unique=False)
+        given = rects_of(self.src, checked, None)
+        indexes = {name: one.index for name, one in checked.items()}
+        for rects in split(clip(given, self.record, self.stagings[0]), self.record, self.stagings[0], 1 << 40):
+            tokens = tokens_of(rects)
+            nbytes = self.stagings[0].of(self.claim.shares, rects).nbytes(tokens)
+            _COST.prefers_direct(nbytes, self.direct.n_descriptors(tokens))
+            _but_the_bytes(self.stagers[0].gather, self.claim.shares, rects, items=indexes, dst=_NOWHERE)
+
+    def at_decode(self) -> None:
+        """From the tag to the scatter's first byte."""
+        self.stagings[1].of(self.claim.shares, self.rects).nbytes(tokens_of(self.rects))
+        _but_the_bytes(self.stagers[1].scatter, self.claim.shares, self.rects, items=self.indexes, src=_NOWHERE)
+
+    def anew(self, layout: Layout) -> None:
+        """One side's tables from its layout: what the first such chunk of a session costs besides."""
+        Table.of(layout, selects(layout, self.claim.shares, self.rects))
+
+
+def _but_the_bytes(call: Callable[..., None], *given: object, **named: object) -> None:
+    """A call into the pool that checks and places everything, and then finds the staging too small."""
+    call(0, *given, wire=TOKEN_MAJOR, **named)
+    stager: Stager = call.__self__  # type: ignore[attr-defined]
+    (copied,) = stager.poll()
+    assert copied.error is not None
+    assert "too small" in str(copied.error), copied.error
+
+
+def _hybrid_chunks(quick: bool) -> list[Row]:
+    rows = []
+    for page in (64, 1):
+        chunk = HybridChunk(page)
+        for name, ours, layout in (("prefill", chunk.at_prefill, chunk.src), ("decode", chunk.at_decode, chunk.dst)):
+            works: list[Callable[[], object]] = [ours, partial(chunk.anew, layout)]
+            planned, anew = interleaved(works, repeats=11 if quick else 61, inner=5)
+            rows.append(
+                Row(
+                    name=f"{name} plans {HYBRID_TOKENS} tokens x {LAYERS} layers, pages of {page}",
+                    value=planned * 1e6,
+                    baseline=anew * 1e6,
+                    unit="us",
+                    target=200,
+                    on="value",
+                    better="lower",
+                    detail=f"{chunk.n_views} views of kv, swa, mamba and dsa; baseline: their tables made anew",
+                )
+            )
+    return rows
+
+
+def hybrid(page: int) -> Model:
+    """61 layers: attention with index keys, sliding window and linear attention in turn."""
+    full, window, linear = (range(first, LAYERS, 3) for first in range(3))
+    kv_heads = tuple(Array(role, "kv_head", 8, 256) for role in "kv")
+    conv = (("conv_q", "k_head", 16), ("conv_k", "k_head", 16), ("conv_v", "v_head", 32))
+    of_layers = (
+        ("kv", full, kv_heads),
+        ("dsa", full, (Array("key", "none", 1, 128, "fp8_e4m3"), Array("scale", "none", 1, 4, "fp32"))),
+        ("swa", window, kv_heads),
+        (SLOTS, linear, tuple(Array(role, axis, total, 768) for role, axis, total in conv)),
+        (SLOTS, linear, (Array("ssm", "v_head", 32, 128 * 128 * 4, "fp32"),)),
+    )
+    blocks = (
+        Block(name, range(layer, layer + 1), arrays) for name, layers, arrays in of_layers for layer in layers
+    )  # fmt: skip
+    return Model("hybrid", tuple(blocks), page)
 
 
 def _call_overhead(quick: bool) -> Row:

@@ -78,6 +78,7 @@ _FORMATS = {
     "uint8": "uint8",
     "int16": "int16",
     "int32": "int32",
+    "int64": "int64",
 }
 
 
@@ -137,6 +138,18 @@ class Array:
     def seen(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> Array:
         return replace(self, shape=shape, strides=strides)
 
+    def dense_nbytes(self, axis: int) -> int:
+        """Bytes of all axes from `axis` on. Raises `UsageError` unless they lie without gaps."""
+        nbytes = self.itemsize
+        for size, stride in zip(reversed(self.shape[axis:]), reversed(self.strides[axis:]), strict=True):
+            if size > 1 and stride != nbytes:
+                raise refused(
+                    self.name, f"has byte strides {self.strides} for shape {self.shape}: its entries are not dense",
+                    "pass the pool as the engine allocated it",
+                )  # fmt: skip
+            nbytes *= size
+        return nbytes
+
     def bytes_from(self, start: int, stop: int) -> Array:
         """Bytes `[start, stop)` of the innermost axis."""
         return replace(
@@ -149,15 +162,16 @@ class Array:
 
 
 def arrays_of(argument: str, tensors: Tensors, axes: str, *, fewer: bool = False) -> list[Array]:
-    """Checks one tensor a layer: number of axes (one less if `fewer`), sizes, strides, device."""
+    """Checks one tensor a layer: number of axes (one less if `fewer`, any more after "..."), sizes, strides, device."""
     arrays = []
+    names = axes.split(", ")
+    least, most = (len(names) - 1, 64) if names[-1] == "..." else (len(names) - fewer, len(names))
     for layer, tensor in enumerate(tensors):
         name = f"{argument}[{layer}]"
         array = _numpy_array(name, tensor) if isinstance(tensor, np.ndarray) else _torch_array(name, tensor)
-        n_axes = len(axes.split(", "))
-        if not n_axes - fewer <= len(array.shape) <= n_axes or min(array.shape) < 1:
+        if not least <= len(array.shape) <= most or min(array.shape) < 1:
             raise refused(name, f"has shape {list(array.shape)}, not [{axes}]", "pass the pool's tensors, one a layer")
-        if "1" in axes.split(", ") and array.shape[1] != 1:
+        if "1" in names and array.shape[1] != 1:
             raise refused(name, f"has shape {list(array.shape)}, not [{axes}]", "use sglang_mha for more than one head")
         _check_strides(array)
         arrays.append(array)
@@ -277,13 +291,6 @@ def part(roles: Mapping[str, Sequence[Piece]], naming: Naming, component: str = 
                 raise refused(piece.array.name, f"is the same memory as {twin.name}", "pass each cache once")
             encoding = naming.get("format") or piece.format or format_of(piece.array)
             views.append(_view(piece, Key(name, role, layer), regions.index(piece.array.region), encoding))
-    return Part(tuple(regions), tuple(views))
-
-
-def joined(parts: Sequence[Part]) -> Part:
-    """One part of several."""
-    regions = list(dict.fromkeys(region for each in parts for region in each.regions))
-    views = [replace(v, region=regions.index(each.regions[v.region])) for each in parts for v in each.views]
     return Part(tuple(regions), tuple(views))
 
 

@@ -24,6 +24,12 @@ from pdstage.topology import Axis  # noqa: TC001  (msgspec resolves the annotati
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from pdstage.topology import Topology
+
+
+_MOST_RANKS = 1 << 10
+_MOST_INTERLEAVE = 1 << 20
+
 
 class Key(NamedTuple):
     """Identifies a view on both sides. Its tuple order is the staged order: all K before all V, layers ascending."""
@@ -149,7 +155,10 @@ class Owned:
 
     Of `size` ranks, `rank` holds every token t with `t // interleave % size == rank`: DCP's and PCP's interleaved
     ownership. `interleave` 0 means contiguous parts: of a sequence of n tokens, `[rank*n // size, (rank+1)*n // size)`.
-    Where a rank holds every other block only, its items hold them one after the other.
+
+    Items of a rank that holds every other block only store its own tokens one after the other, and `Items.first_token`
+    counts these: token t of the sequence is its own number t minus those before t that others hold. A rank with a
+    contiguous part stores it at absolute positions, its first page the one that its first token falls into.
     """
 
     size: int = 1
@@ -157,11 +166,37 @@ class Owned:
     interleave: int = 0
 
     def __post_init__(self) -> None:
-        if self.size < 1 or not 0 <= self.rank < self.size or self.interleave < 0:
+        in_range = 1 <= self.size <= _MOST_RANKS and 0 <= self.rank < self.size
+        if not in_range or not 0 <= self.interleave <= _MOST_INTERLEAVE:
             raise UsageError(
                 f"rank {self.rank} of {self.size} holds tokens by blocks of {self.interleave}",
-                remedy="give size >= 1, 0 <= rank < size and interleave >= 0",
+                remedy=f"give 1 <= size <= {_MOST_RANKS}, 0 <= rank < size, 0 <= interleave <= {_MOST_INTERLEAVE}",
             )
+        if self.size == 1:  # equal, whatever its blocks
+            object.__setattr__(self, "interleave", 0)
+
+    @classmethod
+    def by(cls, topology: Topology, interleave: int = 1) -> Owned:
+        """What engines of `topology.cp_size` ranks have rank `topology.cp_rank` hold; `interleave` 0 for contiguous."""
+        return cls(topology.cp_size, topology.cp_rank, interleave)
+
+    @property
+    def interleaved(self) -> bool:
+        return self.size > 1 and self.interleave > 0
+
+    @property
+    def contiguous(self) -> bool:
+        return self.size > 1 and self.interleave == 0
+
+    def part_of(self, n: int) -> tuple[int, int]:
+        """The contiguous part `[start, stop)` of a sequence of `n` tokens."""
+        return self.rank * n // self.size, (self.rank + 1) * n // self.size
+
+    def __str__(self) -> str:
+        if self.size == 1:
+            return "all tokens"
+        how = f"blocks of {self.interleave}" if self.interleave else "contiguous"
+        return f"part {self.rank} of {self.size} ({how})"
 
 
 ALL_TOKENS = Owned()
@@ -199,6 +234,12 @@ class Component:
                     f"view {view.key} has {view.n_items} items of {view.tokens_per_item} tokens, "
                     f"{first.key} has {first.n_items} of {first.tokens_per_item}",
                     remedy="views indexed together share item count and page size; make two components",
+                )
+            per, owned = view.tokens_per_row, self.owned
+            if per > 1 and owned.size > 1 and (owned.contiguous or owned.interleave % per):
+                raise UsageError(
+                    f"a row of view {view.key} covers {per} tokens, yet the rank holds {owned} of a sequence",
+                    remedy="interleave by a multiple of what a row covers",
                 )
 
     @property
@@ -272,6 +313,11 @@ class Layout:
     @cached_property
     def _by_key(self) -> Mapping[Key, View]:
         return {view.key: view for view in self.views()}
+
+    @cached_property
+    def layers(self) -> Mapping[str, tuple[int, ...]]:
+        """The numbers of the layers that each component has views of, ascending."""
+        return {c.name: tuple(sorted({view.key.layer for view in c.views})) for c in self.components}
 
     def component(self, name: str) -> Component:
         """The component of that name, or of the kind with that alias."""

@@ -1,4 +1,4 @@
-"""Constructors for states that a request has once: convolution windows, SSM states, rings, buffers known by address.
+"""Constructors for states that a request has once: convolution windows, SSM states, rings.
 
 Layer 0, pure; `tensors` has the table of all constructors. Must not know peers, plans or engines' own classes.
 """
@@ -6,18 +6,17 @@ Layer 0, pure; `tensors` has the table of all constructors. Must not know peers,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Unpack
 
-from pdstage.arrays import Array, Piece, arrays_of, joined, part, refused
-from pdstage.errors import UsageError
-from pdstage.layout import Region, Row
+from pdstage.arrays import Piece, arrays_of, part, refused
+from pdstage.layout import Row
 from pdstage.topology import REPLICATED, Axis, shard_axis
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdstage.arrays import Naming, Part, TensorLike, Tensors
+    from pdstage.arrays import Array, Naming, Part, TensorLike, Tensors
 
 
 class Section(NamedTuple):
@@ -178,6 +177,22 @@ def _by_heads(array: Array, axis: Axis) -> Array:
     return array
 
 
+def slot_states(states: Tensors, *, role: str = "state", **naming: Unpack[Naming]) -> Part:
+    """States `[slots, ...]` that every rank holds and that move whole: request rows, pending groups, convolutions of
+    replicated layers. Component "request_row" if not named; a component of no registered kind needs `build`'s `slots`.
+    """
+    roles = {
+        role: [
+            Piece(
+                array=array, n_items=array.shape[0], item_stride=array.strides[0], width=array.dense_nbytes(1),
+                axis=REPLICATED,
+            )
+            for array in arrays_of("states", states, "slots, ...")
+        ]
+    }  # fmt: skip
+    return part(roles, naming, component="request_row")
+
+
 @dataclass(frozen=True, slots=True)
 class Ring:
     """How the rows of ring buffers are numbered as items: position p of slot s is item
@@ -212,26 +227,24 @@ def rings(buffers: Tensors, *, rows: int | None = None, role: str = "ring", **na
         if _ring(array) != numbering:
             raise refused(array.name, f"is numbered as {_ring(array)}, not as {numbering}", "make two components")
         last = (slots - 1) * numbering.slot_step + (n_rows - 1) * numbering.row_step
-        pieces.append(
-            Piece(
-                array=array, n_items=last + 1, item_stride=step, width=array.shape[2] * array.itemsize, axis=REPLICATED
-            )
-        )
+        pieces.append(Piece(array=array, n_items=last + 1, item_stride=step, width=array.shape[2], axis=REPLICATED))
     return part({role: pieces}, naming, component="swa_ring")
 
 
 def _ring_arrays(buffers: Tensors, rows: int | None) -> list[Array]:
-    """Rings as `[slots, rows, elements]`."""
+    """Rings as bytes `[slots, rows, row]`."""
+    axes = "slots, rows, ..." if rows is None else "slots * rows, ..."
     held = []
-    for array in arrays_of("buffers", buffers, "slots, rows, elements", fewer=rows is not None):
+    for array in arrays_of("buffers", buffers, axes):
         if rows is None:
-            held.append(array)
-            continue
-        (n, *inner), (step, *steps) = array.shape, array.strides
-        dense = [math.prod(inner[axis:]) * array.itemsize for axis in range(1, len(inner) + 1)]
-        if n % rows or steps != dense:
-            raise refused(array.name, f"is not rings of {rows} dense rows", "correct rows, or pass [slots, rows, ...]")
-        held.append(array.seen((n // rows, rows, math.prod(inner)), (rows * step, step, array.itemsize)))
+            (slots, n_rows), (slot, row) = array.shape[:2], array.strides[:2]
+        elif array.shape[0] % rows:
+            raise refused(array.name, f"has {array.shape[0]} rows, not a multiple of {rows}", "correct rows")
+        else:
+            slots, n_rows, row = array.shape[0] // rows, rows, array.strides[0]
+            slot = rows * row
+        nbytes = array.dense_nbytes(2 if rows is None else 1)
+        held.append(replace(array, shape=(slots, n_rows, nbytes), strides=(slot, row, 1)))
     return held
 
 
@@ -239,107 +252,3 @@ def _ring(array: Array) -> Ring:
     slot, row = array.strides[:2]
     step = math.gcd(slot, row)
     return Ring(array.shape[1], slot // step, row // step)
-
-
-class Addresses(NamedTuple):
-    """What an engine gives where it gives no tensors: each buffer's address, its bytes and the bytes of an item."""
-
-    data_ptrs: Sequence[int]
-    data_lens: Sequence[int]
-    item_lens: Sequence[int]
-    kind: str = "cpu"
-    device: int = 0
-
-
-class Slicing(NamedTuple):
-    """How a buffer's items are sliced over TP, in the words of SGLang's KVArgs.
-
-    `dim` is this rank's size of the sliced dimension (`state_dim_per_tensor`; 0 for a state every rank holds whole),
-    `outer` how many rows lie before it (`state_slice_outer_counts`), and `groups` the whole model's sizes of what the
-    dimension is made of, each sliced by itself (`state_conv_shard_groups`).
-    """
-
-    dim: int
-    outer: int = 1
-    groups: Sequence[int] | None = None
-
-
-_MOST_UNITS = 128
-
-
-def addressed_states(
-    given: Addresses,
-    *,
-    roles: Sequence[str],
-    layers: Sequence[int],
-    slicing: Sequence[Slicing] | None = None,
-    tp: tuple[int, int],
-    format: str = "bytes",
-    component: str = "mamba",
-) -> Part:
-    """States of which only addresses, item lengths and sliced dimensions are known; buffer i is `roles[i]` of layer
-    `layers[i]`.
-
-    Without `slicing` items move whole. Sliced dimensions are divided evenly over TP, so every size must divide them on
-    both sides. `format` is all that says that the two sides' bytes mean the same. Source: SGLang's KVArgs.
-    """
-    n = len(given.data_ptrs)
-    sliced = [Slicing(0)] * n if slicing is None else slicing
-    for what, entries in (("data_lens", given.data_lens), ("item_lens", given.item_lens), ("roles", roles),
-                          ("layers", layers), ("slicing", sliced)):  # fmt: skip
-        if len(entries) != n:
-            raise UsageError(
-                f"{what} has {len(entries)} entries, data_ptrs has {n}", remedy="give one entry a buffer", argument=what
-            )
-    found: dict[str, list[tuple[int, Piece]]] = {}
-    for i, (ptr, nbytes, item) in enumerate(zip(given.data_ptrs, given.data_lens, given.item_lens, strict=True)):
-        if not item or not nbytes:  # layers that share another's state keep their place in the engine's lists
-            continue
-        if nbytes % item:
-            raise refused(f"data_ptrs[{i}]", f"has items of {item} bytes in {nbytes}", "correct the lengths")
-        array = Array(
-            f"data_ptrs[{i}]", (nbytes // item, item), (item, 1), ptr, 1, format,
-            Region(ptr, nbytes, given.kind, given.device),
-        )  # fmt: skip
-        for name, piece in _sliced(array, sliced[i], tp, format):
-            found.setdefault(f"{roles[i]}{name}", []).append((layers[i], piece))
-    parts = [
-        part({role: [piece for _, piece in held]}, {"component": component, "layers": [layer for layer, _ in held]})
-        for role, held in found.items()
-    ]
-    return joined(parts)
-
-
-def _sliced(array: Array, slicing: Slicing, tp: tuple[int, int], format: str) -> list[tuple[str, Piece]]:
-    """The pieces of a buffer's items, with the ends of their roles: one, or one for each group."""
-    slots, item = array.shape
-    dim, outer, groups = slicing
-    if not dim:
-        return [("", Piece(array=array, n_items=slots, item_stride=item, width=item, axis=REPLICATED, format=format))]
-    totals = list(groups) if groups and sum(groups) == dim * tp[0] else [dim * tp[0]]
-    if item % (dim * outer) or any(total % tp[0] for total in totals):
-        raise refused(
-            array.name, f"has items of {item} bytes, not {outer} rows of {dim} of {totals} over TP {tp[0]}",
-            "give this rank's dimension, the rows before it, and groups that TP divides",
-        )  # fmt: skip
-    each, at, pieces = item // (dim * outer), 0, []
-    for number, total in enumerate(totals):
-        units = _units(total)
-        unit = total // units * each
-        axis = shard_axis("unit", units, *tp)
-        if axis.count * unit * tp[0] != total * each:
-            raise refused(array.name, f"cannot slice {total} over TP {tp[0]} evenly", "give tensors instead")
-        piece = Piece(
-            array=array, at=at, n_items=slots, item_stride=item, shard_stride=unit, segs=outer,
-            seg_stride=dim * each, width=unit, axis=axis, format=format,
-        )  # fmt: skip
-        pieces.append((f".{number}" if len(totals) > 1 else "", piece))
-        at += axis.count * unit
-    return pieces
-
-
-def _units(total: int) -> int:
-    """Pieces into which both sides cut a dimension, whatever their TP sizes: as few as halving gives, 64 to 128."""
-    while total > _MOST_UNITS and total % 2 == 0:
-        total //= 2
-    return total

@@ -22,11 +22,12 @@ only: page sizes, strides and head counts may differ.
 | `deepseek_v4_latent` | pages `[latents][scales][padding]` | DeepSeek-V4 |
 | `mamba_conv` | `[slots, channels, rows]` or `[slots, rows, channels]` | SGLang's MambaPool, vLLM's MambaSpec |
 | `mamba_ssm` | `[slots, heads, head_dim, state]`, or the last two exchanged | the same |
+| `slot_states` | `[slots, ...]` | request rows, pending groups |
 | `rings` | `[slots, rows, ...]` | unified SWA rings, compress tails, vLLM's CircularBufferSpec |
-| `addressed_states` | addresses and item lengths | where an engine gives no tensors |
 
 Each refuses with `UsageError`, naming the tensor, a wrong shape, stride, device or dtype, page counts or sizes that
-differ between layers, and a head count that is not what `tp` gives this rank.
+differ between layers, and a head count that is not what `tp` gives this rank. `addressed` makes parts where an engine
+gives no tensors, only addresses and item lengths.
 
 Layer 0, pure. Must not know torch, peers or plans. This module only names what `arrays`, `kv_shapes` and `state_shapes`
 hold.
@@ -34,7 +35,7 @@ hold.
 
 from __future__ import annotations
 
-from pdstage.arrays import Naming, Part, TensorLike, Tensors, build, joined
+from pdstage.arrays import Naming, Part, TensorLike, Tensors, build
 from pdstage.kv_shapes import (
     Field,
     block_pages,
@@ -49,32 +50,26 @@ from pdstage.kv_shapes import (
     vllm_blocks,
 )
 from pdstage.state_shapes import (
-    Addresses,
     Ring,
     Section,
-    Slicing,
-    addressed_states,
     mamba_conv,
     mamba_ssm,
     rings,
+    slot_states,
 )
 
 __all__ = [
-    "Addresses",
     "Field",
     "Naming",
     "Part",
     "Ring",
     "Section",
-    "Slicing",
     "TensorLike",
     "Tensors",
-    "addressed_states",
     "block_pages",
     "build",
     "deepseek_v4_latent",
     "dsa_index",
-    "joined",
     "kv_scales",
     "mamba_conv",
     "mamba_ssm",
@@ -84,5 +79,6 @@ __all__ = [
     "paged_nhd",
     "rings",
     "sglang_mha",
+    "slot_states",
     "vllm_blocks",
 ]

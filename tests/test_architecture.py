@@ -18,8 +18,20 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # The layer table. A name covers the module and everything below it; a new module is added here, by its layer.
 LAYERS = {
-    0: ["errors", "topology", "layout", "states", "arrays", "kv_shapes", "state_shapes", "tensors", "items", "native"],
-    1: ["plan", "ring", "cost", "metrics", "spans", "tables"],
+    0: [
+        "errors",
+        "topology",
+        "layout",
+        "states",
+        "arrays",
+        "kv_shapes",
+        "state_shapes",
+        "addressed",
+        "tensors",
+        "items",
+        "native",
+    ],
+    1: ["ownership", "plan", "ring", "cost", "metrics", "spans", "tables", "cut"],
     2: ["protocol"],
     3: ["kernels"],
     4: ["stager", "control", "transport"],

@@ -1,0 +1,283 @@
+"""One case through the library's planner, staging, kernels and direct path, and every byte compared with the oracle."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+from rigs import without_native
+
+from pdstage import plan, spans
+from pdstage.errors import PdstageError
+from pdstage.kernels import Index, Pool
+from pdstage.layout import Key, Layout, Region, Row, View
+from pdstage.plan import Rect, Stagings, selects, tokens_of
+from pdstage.protocol import outbox
+from pdstage.stager import Copied, Stager
+from pdstage.topology import REPLICATED, Axis, Topology
+from tests.any_layout.describe import Case, show
+from tests.any_layout.draw import draw
+from tests.any_layout.held import Held, Part, Rank, cells_in, chunk_nbytes, write
+from tests.any_layout.tape import Tape, shrink
+
+
+class Wrong(AssertionError):
+    """Something is not as the description says."""
+
+
+class ReferencePool(Pool):
+    """A pool whose plans are the reference's."""
+
+    def plan(self, select, wire=plan.TOKEN_MAJOR, backend="reference", **options):
+        return super().plan(select, wire, backend, **options)
+
+
+def layout_of(held: Held, rank: Rank) -> Layout:
+    """The rank's memory as an engine would declare it."""
+    base = held.memory.ctypes.data
+    regions, views = [], []
+    for one in rank.parts:
+        regions.append(Region(base + one.start, one.nbytes))
+    if held.side.one_region and regions:
+        last = regions[-1]
+        regions = [Region(regions[0].base, last.base + last.nbytes - regions[0].base)]
+    for number, one in enumerate(rank.parts):
+        region = 0 if held.side.one_region else number
+        begin = base + one.start - regions[region].base
+        for role, place, (first, count) in zip(one.of.roles, one.places, one.owned, strict=True):
+            layer_stride, item_stride, block_stride, row_stride, shard_stride, seg_stride, _ = place.strides
+            levels = (Row(role.tokens_per_row, row_stride),)
+            if one.how.block:
+                levels = (Row(one.how.block, block_stride), *levels)
+            axis = Axis(role.axis, role.total, first, count) if role.axis else REPLICATED
+            for at, layer in enumerate(one.of.layers[one.low : one.high]):
+                views.append(
+                    View(
+                        key=Key(one.of.name, role.name, layer),
+                        region=region,
+                        offset=begin + place.offset + at * layer_stride,
+                        n_items=place.shape[1],
+                        item_stride=item_stride,
+                        tokens_per_item=one.how.page,
+                        rows=levels,
+                        shards=count,
+                        shard_stride=shard_stride,
+                        segs=role.segs,
+                        seg_stride=seg_stride,
+                        width=role.width,
+                        axis=axis,
+                        format=one.of.kind,
+                    )
+                )
+    slots = [one.of.name for one in rank.parts if not one.of.positional]
+    return Layout.of(regions, views, slots=slots)
+
+
+class Node:
+    """One rank as the manager has it: pool, stager, plans of sizes, and its items as indices."""
+
+    def __init__(self, held: Held, rank: Rank, backend: str, rng: random.Random) -> None:
+        side = held.side
+        self.rank = rank
+        self.layout = layout_of(held, rank)
+        self.pool = (ReferencePool if backend == "reference" else Pool).of(self.layout, keep=held.memory)
+        self.stager = Stager(self.pool)
+        self.stagings = Stagings(self.layout)
+        self.topology = Topology(tp_size=side.tp, tp_rank=rank.tp_rank, pp_size=side.pp, pp_rank=rank.stage)
+        kinds = (np.int32, np.int64)
+        self.items = {
+            one.of.name: Index.of(np.array(one.items, kinds[rng.random() < 0.3]), one.how.first_token)
+            for one in rank.parts
+        }
+
+
+class Transfer:
+    """All writers and destinations of one case."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        rng = random.Random(case.order)
+        self.src, self.dst = Held(case, case.src, rng), Held(case, case.dst, rng)
+        for rank in self.src.ranks:
+            for one in rank.parts:
+                write(one, one.cells, one.how.first_token, max(one.how.first_token, case.asked[one.of.name][1]))
+        self.source = self.src.memory.copy()
+        self.expected = self.dst.memory.copy()
+        for rank in self.dst.ranks:
+            for one in rank.parts:
+                write(one, cells_in(self.expected, one), *case.asked[one.of.name])
+        self.writers, self.destinations = (
+            [Node(held, rank, case.code, rng) for rank in held.ranks] for held in (self.src, self.dst)
+        )
+        self.rng = rng
+        self.staging = np.empty(0, np.uint8)
+
+    def run(self) -> None:
+        writers = {writer.topology.unique_rank: writer for writer in self.writers}
+        layouts = {number: writer.layout for number, writer in writers.items()}
+        for destination in self.destinations:
+            place = destination.topology
+            dealt = plan.shares(layouts, destination.layout, (place.tp_size, place.tp_rank))
+            self._room(destination, [(writers[number], owned) for number, owned in dealt.items() if owned])
+        self._compare()
+
+    def _room(self, destination: Node, dealt: list[tuple[Node, tuple[plan.Share, ...]]]) -> None:
+        case = self.case
+        asked = {one.of.name: case.asked[one.of.name] for one in destination.rank.parts}
+        parcels = []
+        sent = [0] * len(case.chunks)
+        for writer, owned in dealt:
+            record = SimpleNamespace(asked=asked, shares=owned)
+            for number, chunk in enumerate(case.chunks):
+                held = {one.of.name for one in writer.rank.parts}
+                given = tuple(sorted(Rect(*span) for span in chunk if span.component in held))
+                mine = outbox.clip(given, record, writer.stagings)
+                for rects in outbox.split(mine, owned, writer.stagings, case.limit):
+                    parcels.append((writer, owned, rects))
+                    if case.limit >= 1 << 40:
+                        sent[number] += payload(writer, owned, rects)
+        if case.limit >= 1 << 40:
+            due = [
+                sum(chunk_nbytes(one, chunk, asked[one.of.name]) for one in destination.rank.parts)
+                for chunk in case.chunks
+            ]
+            if sent != due:
+                raise Wrong(f"rank {place_of(destination.rank)} is sent {sent} bytes of its chunks, not {due}")
+        self.rng.shuffle(parcels)
+        for writer, owned, rects in parcels:
+            path = self.rng.choice(("staged", "direct")) if case.path == "mixed" else case.path
+            getattr(self, f"_{path}")(writer, destination, owned, rects)
+
+    def _staged(self, writer: Node, destination: Node, owned: tuple[plan.Share, ...], rects: tuple[Rect, ...]) -> None:
+        nbytes = [node.stagings.of(owned, rects).nbytes(tokens_of(rects)) for node in (writer, destination)]
+        if nbytes[0] != nbytes[1]:
+            raise Wrong(f"prefill stages {nbytes[0]} bytes of {rects}, decode {nbytes[1]}")
+        if self.staging.size < nbytes[0] + 128:
+            self.staging = np.zeros(nbytes[0] + 4096, np.uint8)
+        base = self.staging.ctypes.data
+        region = Region(base + -base % 128, nbytes[0])
+        wire = plan.wire_order(writer.layout, destination.layout)
+        checksum = self.case.checksum
+        writer.stager.gather(1, owned, rects, wire=wire, items=writer.items, dst=region, checksum=checksum)
+        destination.stager.scatter(2, owned, rects, wire=wire, items=destination.items, src=region, checksum=checksum)
+        sums = [ended(node.stager.poll()) for node in (writer, destination)]
+        if checksum and sums[0] != sums[1]:
+            raise Wrong(f"checksums {sums} of {rects}")
+
+    def _direct(self, writer: Node, destination: Node, owned: tuple[plan.Share, ...], rects: tuple[Rect, ...]) -> None:
+        ours, theirs = writer.layout, destination.layout
+        direct = spans.DirectPlan(ours, selects(ours, owned, rects), theirs, selects(theirs, owned, rects))
+        found = direct.spans(tokens_of(rects), writer.items, destination.items)
+        most = self.case.order % 40 + 1 if self.case.order % 16 == 0 else None
+        for batch in spans.split(found, max_descriptors=most, max_nbytes=most and 7 * most):
+            carry_out(batch, self.src.memory, self.dst.memory)
+
+    def _copy(self, writer: Node, destination: Node, owned: tuple[plan.Share, ...], rects: tuple[Rect, ...]) -> None:
+        """Pool to pool in one pass, as between devices that map each other's memory."""
+        plans = [node.pool.plan(selects(node.layout, owned, rects)) for node in (writer, destination)]
+        plans[0].copy_to(plans[1], writer.items, destination.items, tokens_of(rects))
+
+    def _compare(self) -> None:
+        if not np.array_equal(self.dst.memory, self.expected):
+            raise Wrong("\n".join(differences(self.dst, self.expected)))
+        if not np.array_equal(self.src.memory, self.source):
+            raise Wrong("\n".join(["the prefill side's memory changed", *differences(self.src, self.source)]))
+
+
+def place_of(rank: Rank) -> str:
+    return f"tp {rank.tp_rank} stage {rank.stage}"
+
+
+def ended(done: list[Copied]) -> int:
+    (copied,) = done
+    if copied.error is not None:
+        raise copied.error
+    return copied.checksum
+
+
+def payload(writer: Node, owned: tuple[plan.Share, ...], rects: tuple[Rect, ...]) -> int:
+    """Bytes that a chunk's selection takes of one writer, by the description's sizes."""
+    roles = {(one.of.name, role.name): role for one in writer.rank.parts for role in one.of.roles}
+    tokens, n = tokens_of(rects), 0
+    for key, _, count in writer.stagings.of(owned, rects).select:
+        role = roles[key.component, key.role]
+        start, stop = tokens[key.component]
+        rows = -(-stop // role.tokens_per_row) - start // role.tokens_per_row
+        n += rows * count * role.segs * role.width
+    return n
+
+
+def carry_out(found: spans.Spans, src: np.ndarray, dst: np.ndarray) -> None:
+    """Writes each descriptor, an index a byte; one that leaves its arena raises."""
+    nbytes = found.nbytes
+    within = np.arange(nbytes.sum()) - np.repeat(np.cumsum(nbytes) - nbytes, nbytes)
+    at = [np.repeat(a - arena.ctypes.data, nbytes) + within for a, arena in ((found.src, src), (found.dst, dst))]
+    if any(side.size and side.min() < 0 for side in at):
+        raise Wrong("a descriptor begins before its pool")
+    dst[at[1]] = src[at[0]]
+
+
+def differences(held: Held, expected: np.ndarray) -> Iterator[str]:
+    """Names the first wrong cell of each array."""
+    named = False
+    for rank in held.ranks:
+        for one in rank.parts:
+            for role, is_, must in zip(one.of.roles, one.cells, cells_in(expected, one), strict=True):
+                wrong = np.argwhere(is_ != must)
+                if len(wrong):
+                    named = True
+                    what = f"{place_of(rank)}: {one.of.name!r} {role.name!r}: {len(wrong)} bytes differ"
+                    yield f"{what}, the first: {where(one, role, wrong[0])}"
+    if not named:
+        at = int(np.flatnonzero(held.memory != expected)[0])
+        yield f"byte {at} of the arena, in padding or a guard"
+
+
+def where(one: Part, role, at: np.ndarray) -> str:
+    layer, item, block, row, shard, seg, byte = at.tolist()
+    within = block * (one.how.block or one.how.page) + row * role.tokens_per_row
+    token = one.how.first_token + one.items.index(item) * one.how.page + within if item in one.items else None
+    first = one.owned[one.of.roles.index(role)][0]
+    number = one.of.layers[one.low + layer]
+    return f"layer {number}, token {token} (item {item}), shard {first + shard}, segment {seg}, byte {byte}"
+
+
+def host_code(case: Case) -> AbstractContextManager[None]:
+    return without_native() if case.code == "numpy" else nullcontext()
+
+
+def check(case: Case) -> None:
+    """Raises `Wrong`, or what the library raised, where the case does not come out as described."""
+    with host_code(case):
+        Transfer(case).run()
+
+
+FAILURES = (Wrong, PdstageError, ArithmeticError, LookupError, TypeError, ValueError, AssertionError)
+
+
+def run(seed: int, drawing=draw) -> Case:
+    """The case of a seed, checked; what fails is shrunk and told."""
+    tape = Tape(seed)
+    case = drawing(tape)
+    try:
+        check(case)
+    except FAILURES as error:
+        raise Wrong(f"seed {seed}: {error!r}\n{told(tape.choices, drawing)}") from error
+    return case
+
+
+def told(choices: list[int], drawing=draw) -> str:
+    """The smallest case found of a failing one, and what is wrong with it."""
+
+    def problem(candidate: tuple[int, ...]) -> str:
+        try:
+            check(drawing(Tape(None, candidate)))
+        except FAILURES as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    least = shrink(choices, lambda candidate: bool(problem(candidate)))
+    return f"shrunk:\n{show(drawing(Tape(None, least)))}\n{problem(least)}\nchoices {least}"
