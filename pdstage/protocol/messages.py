@@ -105,7 +105,9 @@ class Asked(NamedTuple):
 
 
 class Items(NamedTuple):
-    """Destination pages or slots of one component, little-endian int32; item i starts at token `first_token + i*T`."""
+    """Destination pages or slots of one component, little-endian int32; item i starts at token `first_token + i*T`,
+    counted as the destination stores its tokens (`layout.Owned`).
+    """
 
     component: Word
     first_token: Number
@@ -164,6 +166,7 @@ class Asking(Message, frozen=True, tag=5):
 class Open(Message, frozen=True, tag=6):
     """D>P until Opened or Close. One destination rank wants its `shares` of a room, now.
 
+    `asked` is of this writer: of contiguous parts of the tokens, what both ranks hold of those that the room asks for.
     `items` is empty unless the direct path may be taken. `destinations` counts the decode ranks that open this room
     with this writer; `rank` is the asking one's number among its group. `aux`: this writer's Close carries the
     request's aux bytes.
