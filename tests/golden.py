@@ -68,6 +68,7 @@ FRAMES: dict[str, m.AnyMessage] = {
     "Returned": m.Returned(7, 1, 2, 0, 8192),
     "CloseOk": m.CloseOk(7, (m.Written(1, 0, 8192), m.Written(2, m.DIRECT, 0)), None),
     "CloseOk, aux": m.CloseOk(7, (), b"aux\x00\xff"),
+    "CloseOk, slots": m.CloseOk(7, (m.Written(1, 0, 8192),), None, (m.Given("mamba", 2),)),
     "CloseFailed": m.CloseFailed(7, "the engine gave it up"),
     "Closed": m.Closed(7),
     "Abort": m.Abort(7, "nobody waits for it", True),

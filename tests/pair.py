@@ -59,8 +59,10 @@ def make_layout(
     n_pages: int,
     hnd: bool = False,
     page: int = PAGE,
+    slots: bool = False,
+    exact: bool = False,
 ) -> Layout:
-    """A K/V pool of one rank in `memory`: NHD or HND pages of `page` tokens."""
+    """A K/V pool of one rank in `memory`: NHD or HND pages of `page` tokens, or `slots` of as many rows."""
     axis = shard_axis("kv_head", heads, tp, rank)
     views, offset = [], 0
     for layer in range(*layers):
@@ -75,7 +77,9 @@ def make_layout(
                 )
             )  # fmt: skip
             offset += n_pages * item
-    return Layout.of((Region(memory.base, len(memory.bytes)),), views)
+    names = ("kv",)
+    region = Region(memory.base, len(memory.bytes))
+    return Layout.of((region,), views, slots=names if slots else (), exact=names if exact else ())
 
 
 def pool_nbytes(*, heads: int, tp: int, rank: int, layers: tuple[int, int], n_pages: int, page: int = PAGE) -> int:
@@ -201,6 +205,9 @@ class World:
         path: str = "staged",
         dst_hnd: bool = False,
         dst_page: int = PAGE,
+        src_page: int = PAGE,
+        slots: bool = False,
+        exact: bool = False,
         fences: bool = True,
         instances: bool = False,
         deadline_s: float = 1000.0,
@@ -217,6 +224,7 @@ class World:
         self.heads, self.layers, self.n_pages, self.path = heads, (0, layers), n_pages, path
         self.lane_nbytes, self.n_lanes, self.dst_hnd, self.dst_page = lane_nbytes, n_lanes, dst_hnd, dst_page
         self.n_buffers, self.buffer_nbytes = n_buffers, buffer_nbytes
+        self.src_page, self.kind = src_page, {"slots": slots, "exact": exact}
         self.config = Config(**config)
         self.processes: list[Decode] = []
         self.queue: list[Item] = []
@@ -231,10 +239,13 @@ class World:
 
     def make_prefill(self, rank: int, life: int = 0) -> Prefill:
         tp, tp_rank = (1, 0) if self.instances else (self.n_prefill, rank)
-        shape = {"heads": self.heads, "tp": tp, "rank": tp_rank, "layers": self.layers, "n_pages": self.n_pages}
+        shape = {
+            "heads": self.heads, "tp": tp, "rank": tp_rank, "layers": self.layers, "n_pages": self.n_pages,
+            "page": self.src_page,
+        }  # fmt: skip
         memory = self.make_memory(pool_nbytes(**shape))
         core = PrefillCore(
-            1000 + rank + 100 * life, layout=make_layout(memory, **shape), topology=Topology(tp, tp_rank),
+            1000 + rank + 100 * life, layout=make_layout(memory, **shape, **self.kind), topology=Topology(tp, tp_rank),
             transport="test", description=b"", n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes,
             config=self.config, choose=self._choose,
         )  # fmt: skip
@@ -249,7 +260,7 @@ class World:
         memory, staging = self.make_memory(pool_nbytes(**shape)), self.make_memory(self.lane_nbytes * self.n_lanes)
         lanes = tuple(m.LaneSpan(staging.base + n * self.lane_nbytes, self.lane_nbytes) for n in range(self.n_lanes))
         core = DecodeCore(
-            2000 + rank + 100 * life, layout=make_layout(memory, hnd=self.dst_hnd, **shape),
+            2000 + rank + 100 * life, layout=make_layout(memory, hnd=self.dst_hnd, **shape, **self.kind),
             topology=Topology(self.n_decode, rank), transport="test", description=b"", lanes=lanes, config=self.config,
         )  # fmt: skip
         node = Decode(b"D%d" % rank, core, memory, staging)

@@ -347,9 +347,9 @@ class DecodeCore(Receiving):
                 grant.listed = (grant.lane, grant.cursor) in written
             if any(w.chunk not in part.arrived for w in close.written):
                 return
-            if not part.coverage.complete:
-                missing = part.coverage.missing()
-                self._fail(room, PeerError(f"prefill rank {part.number} finished without {missing}"), now)
+            shortfall = self._shortfall(part, close)
+            if shortfall:
+                self._fail(room, PeerError(f"prefill rank {part.number} {shortfall}"), now)
             elif part.has_aux:
                 room.aux = close.aux
         self._release_of(link, close.epoch, now)

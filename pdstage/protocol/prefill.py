@@ -81,13 +81,19 @@ class PrefillCore(Sending):
     def chunk(
         self, room: OutRoom, rects: tuple[Rect, ...], items: Mapping[str, object], now: float, *, ready: bool = True
     ) -> Source:
-        """More of the room: `rects` stored in `items`, with its data there or (not `ready`) still being computed."""
-        source = Source(rects, items, ready)
+        """More of the room: `rects` stored in `items`, with its data there or (not `ready`) still being computed.
+
+        An empty one of a component without positions says that there are none of its slots.
+        """
+        source = Source(tuple(rect for rect in rects if rect.start < rect.stop), items, ready)
         if room.ended:
             return source
         if room.finished:
             raise UsageError(f"room {room.key!r} got a chunk after finish()", remedy="chunks come first", room=room.key)
         self._check_rects(room, rects)
+        for rect in rects:
+            if rect.component in self._slots:
+                room.slots[rect.component] = max(room.slots.get(rect.component, 0), rect.stop)
         room.sources.append(source)
         for record in list(room.destinations.values()):
             self._add(record, source, now)
@@ -103,7 +109,9 @@ class PrefillCore(Sending):
             )
         for rect in rects:
             known = rect.component in self._components
-            if not known or not 0 <= rect.start < rect.stop or not 0 <= rect.layer_start < rect.layer_stop:
+            least = 0 if rect.component in self._slots else 1
+            ascends = 0 <= rect.start <= rect.stop - least
+            if not known or not ascends or not 0 <= rect.layer_start < rect.layer_stop:
                 raise UsageError(
                     f"room {room.key!r} got {rect}",
                     remedy=f"this layout has {', '.join(self._components)}; ranges ascend from 0",

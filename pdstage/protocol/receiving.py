@@ -18,6 +18,7 @@ from pdstage.protocol.effects import Changed, Complaint, Detach
 from pdstage.protocol.inbox import InRoom, Part, PartPhase
 from pdstage.protocol.lender import Lender
 from pdstage.protocol.room import Event, State
+from pdstage.protocol.slots import Slots
 
 if TYPE_CHECKING:
     from pdstage.protocol.config import Config
@@ -36,6 +37,7 @@ class Receiving(Lender):
         self.epochs: dict[int, InRoom] = {}
         self.layout = hello.layout
         self.topology = hello.topology
+        self._slots = Slots(hello.layout)
         self._dealt: dict[tuple[tuple[int, m.Session], ...], dict[int, tuple[Share, ...]]] = {}
         self._stranded: dict[m.Session, Link] = {}
 
@@ -93,7 +95,7 @@ class Receiving(Lender):
         self.timers.set(("wait", room), now + self.config.wait_s)
         for part in room.parts.values():
             part.phase = PartPhase.OPENING
-            part.coverage = Coverage(part.shares, room.asked, part.link.common)
+            part.coverage = Coverage(part.shares, room.asked, part.link.common, self._slots.exact)
             part.direct = bool(room.wire_items) and bool(part.shares)
             self._send_open(part, now)
         self._maybe_complete(room, now)
@@ -192,6 +194,22 @@ class Receiving(Lender):
             self.emit(Changed(room))
 
     # Parts.
+
+    def _shortfall(self, part: Part, close: m.CloseOk) -> str:
+        """Why what a writer has brought is not all, in words; empty if it is.
+
+        Of components without positions it may have fewer slots than were asked for: then no more are needed (I9). Its
+        word changes nothing else, so that a writer that lies leaves no hole where there may be none (I5).
+        """
+        assert part.coverage is not None
+        given = dict(close.slots)
+        for name, stop in part.coverage.stops():
+            if name in self._slots and name in given:
+                problem = self._slots.compare(self, part.link, name, given[name], stop)
+                if problem:
+                    return f"does not fit: {problem}"
+                part.coverage.count(name, given[name])
+        return f"finished without {part.coverage.missing()}" if not part.coverage.complete else ""
 
     def _part(self, link: Link, epoch: int) -> Part | None:
         return link.parts.get(epoch)

@@ -51,7 +51,7 @@ def samples() -> tuple[m.AnyMessage, ...]:
         m.Watermark(0, 4096),
         m.Recall(1, 0, 0, 0, 0, 0),
         m.Returned(1, 0, 0, 0, 0),
-        m.CloseOk(1, (m.Written(0, 0, 0),), b"aux"),
+        m.CloseOk(1, (m.Written(0, 0, 0),), b"aux", (m.Given("kv", 1),)),
         m.CloseFailed(1, "why"),
         m.Closed(1),
         m.Abort(1, "why", False),

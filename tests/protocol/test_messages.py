@@ -98,6 +98,7 @@ MESSAGES: dict[type, st.SearchStrategy] = {
         NUMBER,
         st.lists(st.builds(m.Written, NUMBER, NUMBER, NUMBER), max_size=3).map(tuple),
         st.none() | st.binary(max_size=32),
+        st.lists(st.builds(m.Given, WORD, NUMBER), max_size=3).map(tuple),
     ),
     m.CloseFailed: st.builds(m.CloseFailed, NUMBER, WORD),
     m.Closed: st.builds(m.Closed, NUMBER),
