@@ -72,6 +72,7 @@ FRAMES: dict[str, m.AnyMessage] = {
     "CloseFailed": m.CloseFailed(7, "the engine gave it up"),
     "Closed": m.Closed(7),
     "Abort": m.Abort(7, "nobody waits for it", True),
+    "Abort, declined": m.Abort(7, "another number of layers", False, b"sroom"),
     "Drained": m.Drained(7),
     "Heartbeat": m.Heartbeat(),
     "Bye": m.Bye(),

@@ -294,11 +294,14 @@ class Closed(Message, frozen=True, tag=16):
 class Abort(Message, frozen=True, tag=17):
     """D>P until Drained or CloseOk: stop writing for this epoch. `finished`: all was delivered, only CloseOk is
     missing.
+
+    `room`: said once, of a room that was never opened and never will be, as its writers do not fit.
     """
 
     epoch: Number
     reason: Reason
     finished: bool
+    room: RoomKey = b""
 
 
 class Drained(Message, frozen=True, tag=18):

@@ -74,7 +74,10 @@ class PrefillCore(Sending):
         self.timers.set(("open_wait", room), now + self.config.open_wait_s)
         for record in self._parked.take(key):
             self.timers.cancel(("parked", record))
-            self._attach(room, record, now)
+            if room.ended:
+                self._turn_away(record, str(room.error), now)
+            else:
+                self._attach(room, record, now)
         self._settle(now)
         return room
 
@@ -262,6 +265,7 @@ class PrefillCore(Sending):
     def _on_abort(self, link: Link, abort: m.Abort, now: float) -> None:
         record = self.records.get((link.session, abort.epoch))
         if record is None:
+            self._on_decline(link, abort, now)
             self.send(link, m.Drained(abort.epoch), now)
             return
         room = record.room
@@ -276,6 +280,12 @@ class PrefillCore(Sending):
         self._drain(record, now)
         if room is not None and room.destinations.get(record.open.rank) is record:
             self._fail(room, Aborted(f"room {room.key!r} was aborted at decode: {abort.reason}"), now)
+
+    def _on_decline(self, link: Link, abort: m.Abort, now: float) -> None:
+        """A destination says of a room that it never will open it. One that has opened it means another epoch."""
+        room = self.rooms.get(abort.room)
+        if room is not None and link.topology.group_rank not in room.destinations:
+            self._fail(room, Aborted(f"room {room.key!r} was refused at decode: {abort.reason}"), now)
 
     def _on_bye(self, link: Link, bye: m.Bye, now: float) -> None:
         link.said_bye = True

@@ -15,6 +15,7 @@ from pdstage.plan import Share, shares
 from pdstage.protocol import messages as m
 from pdstage.protocol.coverage import Coverage, of_writer
 from pdstage.protocol.effects import Changed, Complaint, Detach
+from pdstage.protocol.fit import lacking
 from pdstage.protocol.inbox import InRoom, Part, PartPhase
 from pdstage.protocol.lender import Lender
 from pdstage.protocol.room import Event, State
@@ -79,6 +80,9 @@ class Receiving(Lender):
         dealt = self._dealt.get(key)
         if dealt is None:
             layouts = {number: link.layout for number, link in links.items()}
+            problem = lacking("prefill", layouts.values(), (self.layout,))
+            if problem:
+                raise UsageError(problem, remedy="serve the same model with the same caches")
             dealt = shares(layouts, self.layout, (self.topology.tp_size, self.topology.tp_rank))
             if len(self._dealt) >= _MOST_DEALT:
                 self._dealt.clear()
@@ -121,11 +125,20 @@ class Receiving(Lender):
         if not room.on(Event.FAILED, error):
             return
         self.counters.rooms_failed += 1
+        if isinstance(error, PeerError) and not room.parts:
+            self._decline(room, str(error), now)
         self._end(room)
         for part in room.parts.values():
             self._quarantine_of(part.link, room.epoch, now)
             self._abort_part(part, str(error), now)
         self._maybe_release(room)
+
+    def _decline(self, room: InRoom, reason: str, now: float) -> None:
+        """Its writers do not fit each other or this node: those that were met need not wait for an Open."""
+        met = (self.peers.get(route) for route in room.writers.values())
+        for peer in met:
+            if peer is not None and peer.link is not None:
+                self.send(peer.link, m.Abort(room.epoch, m.brief(reason), False, room.key), now)
 
     def _end(self, room: InRoom) -> None:
         for kind in ("room", "bind", "asking", "open_until", "wait", "transfer"):

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from pdstage.errors import UsageError
+from pdstage.errors import PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol.borrower import Borrower
 from pdstage.protocol.effects import Changed, Complaint, Detach
+from pdstage.protocol.fit import lacking
 from pdstage.protocol.outbox import Ended, OutChunk, OutRoom, Phase, Record, RecordPhase
 from pdstage.protocol.parked import Askers, Parked
 from pdstage.protocol.room import Event
@@ -49,6 +50,7 @@ class Sending(Borrower):
         )  # fmt: skip
         self.rooms: dict[bytes, OutRoom] = {}
         self._slots = Slots(welcome.layout)
+        self._fitting: set[frozenset[m.Session]] = set()
         self._parked = Parked(config.max_parked, config.max_parked_nbytes)
         self._ended: OrderedDict[bytes, Ended] = OrderedDict()
         self._askers = Askers(config.max_parked)
@@ -64,11 +66,28 @@ class Sending(Borrower):
         self.timers.set(("room", room), now + room.deadline_s)
         if len(room.destinations) >= room.n_destinations:
             self.timers.cancel(("open_wait", room))
+            problem = self._unwanted(room)
+            if problem:
+                self._fail(room, PeerError(problem, remedy="serve the same model with the same caches"), now)
+                return
             if room.on(Event.CONNECTED):
                 self.emit(Changed(room))
         for source in room.sources:
             self._add(record, source, now)
         self._maybe_close(record, now)
+
+    def _unwanted(self, room: OutRoom) -> str:
+        """What of this rank's state no destination has a place for, where each is one of a pipeline's stages."""
+        links = [record.link for record in room.destinations.values()]
+        sessions = frozenset(link.session for link in links)
+        if sessions in self._fitting or all(link.topology.pp_size == 1 for link in links):
+            return ""
+        problem = lacking("decode", (self.layout,), [link.layout for link in links])
+        if not problem:
+            if len(self._fitting) >= _MOST_ENDED:
+                self._fitting.clear()
+            self._fitting.add(sessions)
+        return problem
 
     def _maybe_close(self, record: Record, now: float) -> None:
         room = record.room

@@ -77,7 +77,9 @@ def test_stages_that_hold_none_of_each_others_layers(tmp_path):
     needs("nixl")
     sizes = {"prefill-tp": 2, "prefill-pp": 2, "decode-tp": 1, "decode-pp": 2, "prefill-page": 16, "decode-page": 64}
     flags = [word for name, n in sizes.items() for word in (f"--{name}", str(n))]
-    code, told, said = demo(tmp_path, "--transport", "nixl", "--prefill-layout", "hnd", "--decode-layout", "nhd", *flags)
+    code, told, said = demo(
+        tmp_path, "--transport", "nixl", "--prefill-layout", "hnd", "--decode-layout", "nhd", *flags
+    )
     assert code == 0, said
     assert told["tokens_identical"] is True
     assert told["negative_control_caught"] is True

@@ -102,7 +102,7 @@ MESSAGES: dict[type, st.SearchStrategy] = {
     ),
     m.CloseFailed: st.builds(m.CloseFailed, NUMBER, WORD),
     m.Closed: st.builds(m.Closed, NUMBER),
-    m.Abort: st.builds(m.Abort, NUMBER, WORD, st.booleans()),
+    m.Abort: st.builds(m.Abort, NUMBER, WORD, st.booleans(), st.binary(max_size=8)),
     m.Drained: st.builds(m.Drained, NUMBER),
     m.Heartbeat: st.builds(m.Heartbeat),
     m.Bye: st.builds(m.Bye),
