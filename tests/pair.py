@@ -115,10 +115,13 @@ def staged(
             yield offset + n * WIDTH, cell(view, memory, pages, t, first + s)
 
 
-def staged_place(rank: int, n_ranks: int, n_stages: int) -> Topology:
-    """The place of `rank` among `n_ranks` in a pipeline of `n_stages`."""
-    tp = n_ranks // n_stages
-    return Topology(tp_size=tp, tp_rank=rank % tp, pp_size=n_stages, pp_rank=rank // tp)
+def staged_place(rank: int, n_ranks: int, n_stages: int, dp: int = 1) -> Topology:
+    """The place of `rank` among `n_ranks`, in `dp` pipelines of `n_stages`."""
+    tp = n_ranks // (n_stages * dp)
+    return Topology(
+        tp_size=tp, tp_rank=rank % tp, pp_size=n_stages, pp_rank=rank // tp % n_stages, dp_size=dp,
+        dp_rank=rank // (tp * n_stages),
+    )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -214,6 +217,7 @@ class World:
         src_page: int = PAGE,
         src_stages: tuple[tuple[int, int], ...] = (),
         dst_stages: tuple[tuple[int, int], ...] = (),
+        dst_dp: int = 1,
         slots: bool = False,
         exact: bool = False,
         fences: bool = True,
@@ -230,6 +234,7 @@ class World:
         self.written: set[tuple[object, ...]] = set()
         self.fenced: set[m.Session] = set()
         self.heads, self.layers, self.n_pages, self.path = heads, (0, layers), n_pages, path
+        self.dst_dp = dst_dp
         self.src_stages, self.dst_stages = src_stages or (self.layers,), dst_stages or (self.layers,)
         self.lane_nbytes, self.n_lanes, self.dst_hnd, self.dst_page = lane_nbytes, n_lanes, dst_hnd, dst_page
         self.n_buffers, self.buffer_nbytes = n_buffers, buffer_nbytes
@@ -262,7 +267,7 @@ class World:
         return Prefill(b"P%d" % rank, core, memory, buffers)
 
     def make_decode(self, rank: int, life: int = 0) -> Decode:
-        place = staged_place(rank, self.n_decode, len(self.dst_stages))
+        place = staged_place(rank, self.n_decode, len(self.dst_stages), self.dst_dp)
         shape = {
             "heads": self.heads, "tp": place.tp_size, "rank": place.tp_rank, "layers": self.dst_stages[place.pp_rank],
             "n_pages": self.n_pages, "page": self.dst_page,

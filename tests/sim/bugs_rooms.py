@@ -209,6 +209,23 @@ MUTANTS = [
         "tests/protocol/test_slots.py",
     ),
     Mutant(
+        "a writer that holds nothing is waited for",
+        "7 released, I14",
+        "protocol/decode.py",
+        "        if not part.shares and not part.has_aux:  # told, and it never writes: nobody waits for its Close\n"
+        "            self._quiet(part)\n",
+        "",
+        "tests/protocol/test_places.py",
+    ),
+    Mutant(
+        "a writer that holds nothing fails the room it gives up",
+        "7 fan-in, I10",
+        "protocol/decode.py",
+        "        if part is None or part.phase is PartPhase.QUIET:\n            self.send(link, m.Abort(",
+        "        if part is None:\n            self.send(link, m.Abort(",
+        "tests/protocol/test_places.py",
+    ),
+    Mutant(
         "Close is not repeated",
         "7 Close, I4",
         "protocol/sending.py",
