@@ -79,8 +79,10 @@ class Sending(Borrower):
     def _unwanted(self, room: OutRoom) -> str:
         """What of this rank's state no destination has a place for, where each is one of a pipeline's stages."""
         links = [record.link for record in room.destinations.values()]
+        if all(link.topology.pp_size == 1 for link in links):
+            return ""
         sessions = frozenset(link.session for link in links)
-        if sessions in self._fitting or all(link.topology.pp_size == 1 for link in links):
+        if sessions in self._fitting:
             return ""
         problem = lacking("decode", (self.layout,), [link.layout for link in links])
         if not problem:
@@ -110,6 +112,8 @@ class Sending(Borrower):
 
         Nothing is said of one that the engine never named although slots were asked for: it was forgotten.
         """
+        if not self._slots:
+            return ()
         named = record.room.slots if record.room is not None else {}
         owed = {share.component for share in record.shares if share.component in self._slots}
         asked = sorted((name, stop) for name, (_, stop) in record.asked.items() if name in owed)

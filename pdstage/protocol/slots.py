@@ -26,6 +26,9 @@ class Slots:
         self.exact = frozenset(name for name, component in self._of.items() if component.exact)
         self._warned: set[str] = set()
 
+    def __len__(self) -> int:
+        return len(self._of)
+
     def __contains__(self, name: str) -> bool:
         return name in self._of
 
