@@ -154,6 +154,7 @@ class PrefillNode(Node[PrefillCore]):
             copy_thread=copy_thread, insecure=insecure, keys=keys,
         )  # fmt: skip
         self._stagings = Stagings(pool.layout)
+        self._positional = {component.name for component in pool.layout.components if component.positional}
         self._pairs: dict[Link, Pair] = {}
         self._direct_plans: dict[tuple[object, ...], DirectPlans] = {}
         self.posts = Posts(self.transport)
@@ -233,7 +234,8 @@ class PrefillNode(Node[PrefillCore]):
         with self.use():
             if not room.n_destinations or len(room.destinations) < room.n_destinations:
                 return None
-            return min((start for r in room.destinations.values() for start, _ in r.asked.values()), default=0)
+            asked = (one for record in room.destinations.values() for one in record.asked.items())
+            return min((start for name, (start, _) in asked if name in self._positional), default=0)
 
     def max_chunk_tokens(self, room: OutRoom) -> int | None:
         with self.use():
