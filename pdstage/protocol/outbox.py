@@ -16,6 +16,7 @@ from pdstage.protocol.room import Room
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from pdstage.plan import Staging
     from pdstage.protocol.messages import Open, Session, Written
     from pdstage.protocol.session import Link
 
@@ -264,7 +265,8 @@ def split(
 ) -> Iterator[tuple[Rect, ...]]:
     """`rects` in order as chunks of at most `limit` staged bytes: by component, then by tokens, then by layers.
 
-    A single row of a single layer that is larger still comes whole: the caller sees its size.
+    A single row of a single layer that is larger still comes whole: the caller sees its size. No two chunks share a
+    row.
     """
     if not rects:
         return
@@ -276,7 +278,7 @@ def split(
             yield from split((rect,), shares, stagings, limit)
         return
     rect = rects[0]
-    most = stagings.of(shares, rects).tokens_within(rect.component, limit)
+    most = _whole_rows(stagings.of(shares, rects), rect.component, limit)
     if most:
         first_stop = rect.start - rect.start % most + most
         for start, stop in _steps(rect.start, first_stop, rect.stop, most):
@@ -288,6 +290,15 @@ def split(
                 yield from split((half,), shares, stagings, limit)
     else:
         yield rects
+
+
+def _whole_rows(staging: Staging, component: str, limit: int) -> int:
+    """The most tokens that fit `limit` in rows that no piece shares with another: each row travels once."""
+    row = staging.row_tokens(component)
+    most = staging.tokens_within(component, limit)
+    if most < row:
+        return row if staging.nbytes({component: (0, row)}) <= limit else 0
+    return most - most % row
 
 
 def _steps(start: int, first_stop: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
