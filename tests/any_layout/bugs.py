@@ -13,7 +13,7 @@ from pdstage.kernels import host_copy
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
 from pdstage.protocol import outbox
 from pdstage.stager import Stager
-from tests.any_layout import check
+from tests.any_layout import check, held
 from tests.any_layout.describe import Case
 from tests.any_layout.draw import draw
 from tests.any_layout.tape import Tape
@@ -146,6 +146,15 @@ def half_rows_dropped():
     return patch.object(tables, "rows_touched", wrong)
 
 
+def rows_cut_between_pieces():
+    """A chunk that is too long is cut inside compressed rows, which then travel several times."""
+
+    def wrong(staging, component, limit):
+        return staging.tokens_within(component, limit)
+
+    return patch.object(outbox, "_whole_rows", wrong)
+
+
 def joined_by_the_source_alone():
     """A descriptor goes on where only the source does."""
 
@@ -188,14 +197,22 @@ BUGS = {
     prefix_sent_again: draw,
     layer_ranges_inclusive: draw,
     half_rows_dropped: numpy_staged,
+    rows_cut_between_pieces: draw,
     joined_by_the_source_alone: numpy_direct,
     shards_numbered_locally: draw,
 }
 
 
+@contextlib.contextmanager
+def planted(bug: Callable[[], AbstractContextManager]) -> Iterator[None]:
+    """The bug, and room for it to write where it must not."""
+    with bug(), patch.object(held, "MARGIN", 1 << 20):
+        yield
+
+
 def cases_until_found(bug: Callable[[], AbstractContextManager], most: int) -> int | None:
     """How many of the seeds 0, 1, ... it takes; None if more than `most`."""
-    with bug():
+    with planted(bug):
         for seed in range(most):
             try:
                 check.check(BUGS[bug](Tape(seed)))

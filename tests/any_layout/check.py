@@ -137,15 +137,12 @@ class Transfer:
                 mine = outbox.clip(given, record, writer.stagings)
                 for rects in outbox.split(mine, owned, writer.stagings, case.limit):
                     parcels.append((writer, owned, rects))
-                    if case.limit >= 1 << 40:
-                        sent[number] += payload(writer, owned, rects)
-        if case.limit >= 1 << 40:
-            due = [
-                sum(chunk_nbytes(one, chunk, asked[one.of.name]) for one in destination.rank.parts)
-                for chunk in case.chunks
-            ]
-            if sent != due:
-                raise Wrong(f"rank {place_of(destination.rank)} is sent {sent} bytes of its chunks, not {due}")
+                    sent[number] += payload(writer, owned, rects)
+        due = [
+            sum(chunk_nbytes(one, chunk, asked[one.of.name]) for one in destination.rank.parts) for chunk in case.chunks
+        ]
+        if sent != due:
+            raise Wrong(f"rank {place_of(destination.rank)} is sent {sent} bytes of its chunks, not {due}")
         self.rng.shuffle(parcels)
         for writer, owned, rects in parcels:
             path = self.rng.choice(("staged", "direct")) if case.path == "mixed" else case.path

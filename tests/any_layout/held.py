@@ -16,6 +16,7 @@ import numpy as np
 from tests.any_layout.describe import Case, Logical, Role, Side, Stored
 
 GUARD = 64
+MARGIN = 0  # before and behind an arena: deliberate bugs write there, and not into what is not theirs
 
 # A cell's bytes are a window of random ones; steps that no two cells of a role share make all windows different.
 _SHARD, _ROW, _LAYER = 257, 257 * 17, 257 * 17 * 200
@@ -116,7 +117,7 @@ class Held:
         self.side = side
         self.ranks = []
         geometry: dict[tuple[object, ...], tuple[list[Place], int]] = {}
-        at = GUARD
+        at = MARGIN + GUARD
         for stage in range(side.pp):
             for tp_rank in range(side.tp):
                 rank = Rank(tp_rank, stage, [])
@@ -127,6 +128,7 @@ class Held:
                         at += part_.nbytes + GUARD
                         rank.parts.append(part_)
                 self.ranks.append(rank)
+        at += MARGIN
         fill = rng.randrange(len(_TABLE) - at)
         self.memory = _TABLE[fill : fill + at].copy()
         for rank in self.ranks:
