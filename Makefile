@@ -8,6 +8,7 @@ PIP := $(BIN)/python -m pip
 STAMP := $(VENV)/.pdstage-setup
 CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 TESTS ?=
+WORKERS ?= 2
 ARGS ?=
 CPU_BENCHES := plan wire host-kernels rooms keys transfer
 
@@ -44,8 +45,9 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) | $(BIN)/python
 demo: $(STAMP)  ## Move a real model's KV cache from TP 4 to TP 2 and go on decoding (ARGS="--path direct").
 	$(BIN)/pdstage demo $(ARGS)
 
+# Named tests run in one process, all of them in several: tests of one file always in the same.
 test: $(STAMP)  ## Run the tests (TESTS=tests/control ARGS=-x).
-	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+	$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),-n $(WORKERS) --dist loadfile) $(ARGS)
 
 fuzz: $(STAMP)  ## Feed one target hostile input for long (ARGS="--target messages --runs 1000000").
 	$(BIN)/python -m tests.fuzz $(ARGS)

@@ -17,6 +17,7 @@ from pdstage.kernels import Pool
 from pdstage.layout import Key, Layout, Region, View
 from pdstage.layout import Row as RowLevel
 from pdstage.manager.items import check, rects_of
+from pdstage.ownership import EVERYTHING, Common
 from pdstage.plan import TOKEN_MAJOR, Select, Stagings, selects, shares, tokens_of
 from pdstage.protocol.outbox import clip, split
 from pdstage.spans import DirectPlan, coalesce
@@ -137,10 +138,18 @@ def _descriptors(quick: bool) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """What `clip` reads of a destination's record."""
+    """What `clip` and `split` read of a destination's record."""
 
     asked: dict[str, tuple[int, int]]
     shares: tuple[Share, ...]
+    link: _Link
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """What `clip` reads of a record's session."""
+
+    common: Common
 
 
 class HybridChunk:
@@ -162,7 +171,7 @@ class HybridChunk:
             place(model, tp, rank, n_items, base=1 << at) for tp, rank, at in ((4, 1, 40), (2, 0, 41))
         )
         writers = {rank: place(model, 4, rank, n_items, base=1 << 40) for rank in range(4)}
-        self.claim = _Claim(self.tokens, shares(writers, self.dst, (2, 0))[1])
+        self.claim = _Claim(self.tokens, shares(writers, self.dst, (2, 0))[1], _Link(EVERYTHING))
         self.record = cast("Record", self.claim)
         self.stagings = [Stagings(self.src), Stagings(self.dst)]
         checked = check(self.src, self.items, self.tokens, unique=True)
@@ -178,7 +187,7 @@ class HybridChunk:
         checked = check(self.src, self.items, self.tokens, unique=False)
         given = rects_of(self.src, checked, None)
         indexes = {name: one.index for name, one in checked.items()}
-        for rects in split(clip(given, self.record, self.stagings[0]), self.claim.shares, self.stagings[0], 1 << 40):
+        for rects in split(clip(given, self.record, self.stagings[0]), self.record, self.stagings[0], 1 << 40):
             tokens = tokens_of(rects)
             nbytes = self.stagings[0].of(self.claim.shares, rects).nbytes(tokens)
             _COST.prefers_direct(nbytes, self.direct.n_descriptors(tokens))

@@ -1,13 +1,15 @@
 """pdstage moves a request's KV cache from the ranks that prefilled it to the ranks that will decode it.
 
-The two sides may differ in tensor-parallel size, page size and memory order. Kernels gather the scattered pieces of a
-request into contiguous staging memory, one write carries them, and kernels scatter them into place.
+The two sides may differ in tensor- and context-parallel size, page size and memory order. Kernels gather the scattered
+pieces of a request into contiguous staging memory, one write carries them, and kernels scatter them into place.
 
 To use it, read `manager`: `PrefillNode` and `DecodeNode` are what an engine holds. To understand it, read on in this
 order:
 
     topology, layout, tensors    where an engine keeps a request's state, and which shards of it a rank holds
+    states, items                the kinds of state besides the KV cache, and which items of each a room names
     plan                         who sends which bytes to whom, and the order in which they are staged
+    ownership, cut               the same where ranks hold different tokens: context parallelism on either side
     kernels                      gather and scatter; kernels/reference.py is the definition of correct
     ring                         staging memory as lanes of leases behind a watermark
     protocol                     the two cores, without sockets or clock: messages, room, prefill, decode
@@ -23,7 +25,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
-from pdstage.layout import Component, Key, Layout, Region, Row, View
+from pdstage.layout import Component, Key, Layout, Owned, Region, Row, View
 from pdstage.topology import Axis, Topology
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ __all__ = [
     "Key",
     "Keys",
     "Layout",
+    "Owned",
     "PdstageError",
     "PeerError",
     "Pool",

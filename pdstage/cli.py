@@ -68,19 +68,29 @@ def _add_keys_options(command: argparse.ArgumentParser) -> None:
 
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:
-    from pdstage.demo.options import PATHS, TRANSPORTS, Options  # noqa: PLC0415
+    from pdstage.demo.options import LAYOUTS, MODELS, PATHS, TRANSPORTS, Options  # noqa: PLC0415
 
     plain = Options()
+    demo.add_argument("--model", choices=MODELS, default=plain.model, help="default %(default)s")
     demo.add_argument("--transport", choices=TRANSPORTS, default=plain.transport, help="default %(default)s")
     demo.add_argument("--path", choices=PATHS, default=plain.path, help="default %(default)s")
     for name, value, text in (
         ("--prefill-tp", plain.prefill_tp, "prefill ranks"),
         ("--decode-tp", plain.decode_tp, "decode ranks"),
-        ("--kv-heads", plain.kv_heads, "KV heads of the model; ranks beyond it hold replicas"),
+        ("--prefill-pp", plain.prefill_pp, "pipeline stages at prefill, each of that many ranks"),
+        ("--decode-pp", plain.decode_pp, "pipeline stages at decode"),
+        ("--prefill-page", plain.prefill_page, "tokens a page at prefill"),
+        ("--decode-page", plain.decode_page, "tokens a page at decode"),
         ("--requests", plain.requests, "prompts"),
         ("--seed", plain.seed, "of weights, prompts and page order"),
     ):
         demo.add_argument(name, type=int, default=value, metavar="N", help=f"{text}; default %(default)s")
+    demo.add_argument(
+        "--kv-heads", type=int, metavar="N", help="of the model, if not its own; ranks beyond hold replicas"
+    )
+    for side, layout in (("prefill", plain.prefill_layout), ("decode", plain.decode_layout)):
+        text = f"memory order of a page's tokens and heads at {side}; default %(default)s"
+        demo.add_argument(f"--{side}-layout", choices=LAYOUTS, default=layout, help=text)
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
     demo.set_defaults(run=_demo)
 
@@ -88,8 +98,7 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
 def _demo(given: argparse.Namespace) -> int:
     from pdstage.demo.options import Options  # noqa: PLC0415
 
-    names = ("transport", "path", "prefill_tp", "decode_tp", "kv_heads", "requests", "seed", "json")
-    options = Options(**{name: getattr(given, name) for name in names})
+    options = Options(**{name: value for name, value in vars(given).items() if name not in ("command", "run")})
     try:
         from pdstage.demo.run import run  # noqa: PLC0415
     except ModuleNotFoundError as missing:

@@ -14,15 +14,22 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import UsageError
+from pdstage.states import canonical
 from pdstage.topology import Axis  # noqa: TC001  (msgspec resolves the annotation at run time)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+
+    from pdstage.topology import Topology
+
+
+_MOST_RANKS = 1 << 10
+_MOST_INTERLEAVE = 1 << 20
 
 
 class Key(NamedTuple):
@@ -149,7 +156,10 @@ class Owned:
 
     Of `size` ranks, `rank` holds every token t with `t // interleave % size == rank`: DCP's and PCP's interleaved
     ownership. `interleave` 0 means contiguous parts: of a sequence of n tokens, `[rank*n // size, (rank+1)*n // size)`.
-    Where a rank holds every other block only, its items hold them one after the other.
+
+    Items of a rank that holds every other block only store its own tokens one after the other, and `Items.first_token`
+    counts these: token t of the sequence is its own number t minus those before t that others hold. A rank with a
+    contiguous part stores it at absolute positions, its first page the one that its first token falls into.
     """
 
     size: int = 1
@@ -157,11 +167,37 @@ class Owned:
     interleave: int = 0
 
     def __post_init__(self) -> None:
-        if self.size < 1 or not 0 <= self.rank < self.size or self.interleave < 0:
+        in_range = 1 <= self.size <= _MOST_RANKS and 0 <= self.rank < self.size
+        if not in_range or not 0 <= self.interleave <= _MOST_INTERLEAVE:
             raise UsageError(
                 f"rank {self.rank} of {self.size} holds tokens by blocks of {self.interleave}",
-                remedy="give size >= 1, 0 <= rank < size and interleave >= 0",
+                remedy=f"give 1 <= size <= {_MOST_RANKS}, 0 <= rank < size, 0 <= interleave <= {_MOST_INTERLEAVE}",
             )
+        if self.size == 1:  # equal, whatever its blocks
+            object.__setattr__(self, "interleave", 0)
+
+    @classmethod
+    def by(cls, topology: Topology, interleave: int = 1) -> Owned:
+        """What engines of `topology.cp_size` ranks have rank `topology.cp_rank` hold; `interleave` 0 for contiguous."""
+        return cls(topology.cp_size, topology.cp_rank, interleave)
+
+    @property
+    def interleaved(self) -> bool:
+        return self.size > 1 and self.interleave > 0
+
+    @property
+    def contiguous(self) -> bool:
+        return self.size > 1 and self.interleave == 0
+
+    def part_of(self, n: int) -> tuple[int, int]:
+        """The contiguous part `[start, stop)` of a sequence of `n` tokens."""
+        return self.rank * n // self.size, (self.rank + 1) * n // self.size
+
+    def __str__(self) -> str:
+        if self.size == 1:
+            return "all tokens"
+        how = f"blocks of {self.interleave}" if self.interleave else "contiguous"
+        return f"part {self.rank} of {self.size} ({how})"
 
 
 ALL_TOKENS = Owned()
@@ -200,6 +236,12 @@ class Component:
                     f"{first.key} has {first.n_items} of {first.tokens_per_item}",
                     remedy="views indexed together share item count and page size; make two components",
                 )
+            per, owned = view.tokens_per_row, self.owned
+            if per > 1 and owned.size > 1 and (owned.contiguous or owned.interleave % per):
+                raise UsageError(
+                    f"a row of view {view.key} covers {per} tokens, yet the rank holds {owned} of a sequence",
+                    remedy="interleave by a multiple of what a row covers",
+                )
 
     @property
     def tokens_per_item(self) -> int:
@@ -231,19 +273,23 @@ class Layout:
         owned: Mapping[str, Owned] | None = None,
     ) -> Layout:
         """Groups `views` by component. Those named in `slots` have no token positions; of those in `exact` both sides
-        must have as many slots; `owned` gives the tokens held of those of which this rank does not hold all.
+        must have as many slots; `owned` gives the tokens held of those of which this rank does not hold all. A kind's
+        alias ("nsa") becomes its component's name ("dsa"), so that two sides meet by either.
 
         Raises `UsageError` for a repeated key, an unknown region, or a view that leaves its region.
         """
         held = tuple(regions)
         by_key: dict[Key, View] = {}
-        for view in views:
+        for given in views:
+            name = canonical(given.key.component)
+            view = given if name == given.key.component else replace(given, key=given.key._replace(component=name))
             if by_key.setdefault(view.key, view) is not view:
                 raise UsageError(f"view {view.key} is given twice", remedy="each key names one view", key=view.key)
             check_inside(view, held)
         keys = sorted(by_key)
         names = dict.fromkeys(key.component for key in keys)
-        no_positions, exactly, parts = frozenset(slots), frozenset(exact), owned or {}
+        no_positions, exactly = (frozenset(map(canonical, given)) for given in (slots, exact))
+        parts = {canonical(name): part for name, part in (owned or {}).items()}
         for name in (*no_positions, *exactly, *parts):
             if name not in names:
                 raise UsageError(f"no component {name!r}", remedy=f"the views are of {', '.join(names)}")
@@ -280,8 +326,10 @@ class Layout:
         return {c.name: tuple(sorted({view.key.layer for view in c.views})) for c in self.components}
 
     def component(self, name: str) -> Component:
+        """The component of that name, or of the kind with that alias."""
+        wanted = canonical(name)
         for component in self.components:
-            if component.name == name:
+            if component.name == wanted:
                 return component
         known = ", ".join(c.name for c in self.components)
         raise UsageError(f"no component {name!r}", remedy=f"this layout has {known}", component=name)

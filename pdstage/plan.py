@@ -3,7 +3,8 @@
 Layer 1, pure. Must not know transports, leases or rooms.
 
 Two questions are answered here. *Ownership*: of the source ranks that hold a shard, exactly one sends it to each
-destination rank that wants it, and replicas share that work. *Staged order*: the bytes of a chunk lie view by view in
+destination rank that wants it, and replicas share that work; under context parallelism exactly one of each part of the
+tokens. *Staged order*: the bytes of a chunk lie view by view in
 key order, each view from the next 128-byte multiple, in an order that depends on neither side's strides; so gather and
 scatter need no knowledge of each other's layout.
 """
@@ -13,11 +14,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pdstage.errors import UsageError
-from pdstage.layout import Key, Layout, View
+from pdstage.layout import ALL_TOKENS, Key, Layout, Owned, View
+from pdstage.ownership import meets
 from pdstage.topology import Axis, shard_axis, shard_range
 
 if TYPE_CHECKING:
@@ -85,42 +88,58 @@ class Share(NamedTuple):
 
 
 def shares(writers: Mapping[int, Layout], dst: Layout, dst_tp: tuple[int, int]) -> dict[int, tuple[Share, ...]]:
-    """Deals every (view, shard) of `dst` to exactly one writer.
+    """Deals every (view, shard) of `dst` to exactly one writer, or to one of each part of the tokens (`Owned`).
 
     `writers` maps a writer's number to its layout; `dst_tp` is the destination's (size, rank). A view sharded otherwise
     than by `shard_range` at the destination is dealt as if no other destination wanted it: right, if less even.
     Replicas take a role's layers in turn, by their order and not their number: hybrid models skip numbers regularly.
-    Raises `UsageError` naming the first shard that no writer holds. That bytes mean the same is `layout.mismatch`'s to
-    say.
+    Holders of different tokens are no replicas, and a holder of none that `dst` holds gets nothing.
+    Raises `UsageError` naming the first shard, or part of the tokens, that no writer holds. That bytes mean the same is
+    `layout.mismatch`'s to say.
     """
-    holders: dict[Key, list[tuple[int, Axis]]] = defaultdict(list)
+    holders: dict[Key, list[_Holder]] = defaultdict(list)
     for number, layout in sorted(writers.items()):
-        for view in layout.views():
-            holders[view.key].append((number, view.axis))
+        for component in layout.components:
+            for view in component.views:
+                holders[view.key].append(_Holder(number, view.axis, component.owned))
     runs: dict[tuple[int, str, str, int, int], list[int]] = defaultdict(list)
     turns: Counter[tuple[str, str]] = Counter()
+    owned = {component.name: component.owned for component in dst.components}
     for view in dst.views():
         turn = turns[view.key.component, view.key.role]
         turns[view.key.component, view.key.role] += 1
-        for number, first, count in _deal(view, holders[view.key], dst_tp, turn):
+        for number, first, count in _deal(view, owned[view.key.component], holders[view.key], dst_tp, turn):
             runs[number, view.key.component, view.key.role, first, count].append(view.key.layer)
     dealt: dict[int, list[Share]] = {number: [] for number in writers}
-    for (number, component, role, first, count), layers in runs.items():
-        dealt[number] += [Share(component, role, run, first, count) for run in _progressions(layers)]
-    return {number: tuple(sorted(owned)) for number, owned in dealt.items()}
+    for (number, component_name, role, first, count), layers in runs.items():
+        dealt[number] += [Share(component_name, role, run, first, count) for run in _progressions(layers)]
+    return {number: tuple(sorted(theirs)) for number, theirs in dealt.items()}
+
+
+class _Holder(NamedTuple):
+    """A writer of a view: its shards, and its part of the tokens."""
+
+    number: int
+    axis: Axis
+    owned: Owned
 
 
 def _deal(
-    view: View, holders: list[tuple[int, Axis]], dst_tp: tuple[int, int], turn: int
+    view: View, wanted: Owned, holders: list[_Holder], dst_tp: tuple[int, int], turn: int
 ) -> list[tuple[int, int, int]]:
-    """(writer, first shard, count) runs that cover the shards of destination view `view`."""
+    """(writer, first shard, count) runs that cover the shards of destination view `view`, for each part of the tokens
+    `wanted`.
+    """
     tp, rank = dst_tp
     axis = view.axis
     regular = axis == shard_axis(axis.name, axis.total, tp, rank)
-    dealt: list[tuple[int, int, int]] = []
+    dealt: dict[Owned, list[tuple[int, int, int]]] = defaultdict(list)
     for shard in range(axis.first, axis.first + axis.count):
-        src = [number for number, held in holders if held.first <= shard < held.first + held.count]
-        if not src:
+        held: dict[Owned, list[int]] = defaultdict(list)
+        for number, theirs, owned in holders:
+            if theirs.first <= shard < theirs.first + theirs.count:
+                held[owned].append(number)
+        if not held:
             raise UsageError(
                 f"no prefill rank holds shard {shard} of {view.key}",
                 remedy="check both sides' model, layer split and component names",
@@ -128,12 +147,35 @@ def _deal(
                 shard=shard,
             )
         dst = _replicas(axis.total, tp, shard) if regular else (rank,)
-        number = owner_of(src, dst, rank, turn)
-        if dealt and dealt[-1][0] == number:
-            dealt[-1] = (number, dealt[-1][1], dealt[-1][2] + 1)
-        else:
-            dealt.append((number, shard, 1))
-    return dealt
+        for owned in token_parts(tuple(held), wanted, view.key.component):
+            number, runs = owner_of(held[owned], dst, rank, turn), dealt[owned]
+            if runs and runs[-1][0] == number and sum(runs[-1][1:]) == shard:
+                runs[-1] = (number, runs[-1][1], runs[-1][2] + 1)
+            else:
+                runs.append((number, shard, 1))
+    return [run for runs in dealt.values() for run in runs]
+
+
+@lru_cache(maxsize=1024)
+def token_parts(held: tuple[Owned, ...], wanted: Owned, component: str) -> tuple[Owned, ...]:
+    """Of the parts of the tokens that ranks hold, those of which `wanted` needs some, all of one partition.
+
+    Where ranks cut sequences in several ways, the coarsest that is complete serves. Raises `UsageError` where tokens
+    are missing.
+    """
+    missing = ALL_TOKENS
+    for size, interleave in sorted({(owned.size, owned.interleave) for owned in held}):
+        parts = [Owned(size, rank, interleave) for rank in range(size)]
+        lacking = next((part for part in parts if part not in held and meets(part, wanted)), None)
+        if lacking is None:
+            return tuple(part for part in parts if part in held and meets(part, wanted))
+        missing = lacking
+    raise UsageError(
+        f"prefill ranks hold of {component!r} {', '.join(map(str, sorted(held, key=astuple)))}; "
+        f"decode holds {wanted}, and nobody sends {missing}",
+        remedy="give each rank's `owned`, and have all context-parallel ranks of prefill serve the room",
+        component=component,
+    )
 
 
 def _progressions(layers: list[int]) -> list[tuple[int, int, int]]:
@@ -311,7 +353,11 @@ def wire_order(src: Layout, dst: Layout) -> str:
     `[row][shard][seg][byte]`. A pure function of both layouts, so each side computes it alone.
     """
     held = src.by_key()
-    pairs = [(held[view.key], view) for view in dst.views() if view.key in held]
+    return order_of([(held[view.key], view) for view in dst.views() if view.key in held])
+
+
+def order_of(pairs: Sequence[tuple[View, View]]) -> str:
+    """`wire_order` of pairs of views that stand for each other."""
     same = all(a.tokens_per_item == b.tokens_per_item for a, b in pairs)
     return HEAD_MAJOR if pairs and same and all(_heads_outermost(v) for pair in pairs for v in pair) else TOKEN_MAJOR
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 
 from pdstage.errors import UsageError
+from pdstage.kernels import Pool
 from pdstage.layout import Region
 from pdstage.plan import selects, tokens_of
 
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from pdstage.cut import Cut
     from pdstage.errors import PdstageError
-    from pdstage.kernels import Index, Plan, Pool
+    from pdstage.kernels import Index, Plan
     from pdstage.kernels.index_ring import Runtime
     from pdstage.plan import Rect, Share, Tokens
 
-    _Copy: TypeAlias = Callable[[Plan, Tokens, int | None, int], None]
+    _Plans: TypeAlias = tuple[tuple[int, Plan], ...]
+    _Copy: TypeAlias = Callable[[Plan, int, Mapping[str, Index], int | None, int], None]
 
 ALIGNMENT = 256
 _MOST_PLANS = 1024
@@ -100,12 +103,15 @@ class Copied(NamedTuple):
 
 
 class _What(NamedTuple):
-    """What one copy is of."""
+    """What one copy is of. `tokens` are numbers of the tokens that `cut` is for; without a cut the rectangles' own."""
 
     owned: tuple[Share, ...]
     rects: tuple[Rect, ...]
+    tokens: Tokens
     wire: str
+    items: Mapping[str, Index]
     checksum: bool
+    cut: Cut | None
 
 
 class Stager:
@@ -125,7 +131,7 @@ class Stager:
         self.pool = pool
         self._submit = submit
         self._stream = _Stream(runtime) if runtime is not None else None
-        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._plans: dict[tuple[object, ...], _Plans] = {}
         self._done: deque[Copied] = deque()
 
     def gather(
@@ -138,13 +144,20 @@ class Stager:
         items: Mapping[str, Index],
         dst: Region,
         checksum: bool = False,
+        tokens: Tokens | None = None,
+        cut: Cut | None = None,
     ) -> None:
-        """Starts one gather into `dst`; `poll` gives `ticket` once its bytes are there."""
+        """Starts one gather into `dst`; `poll` gives `ticket` once its bytes are there.
 
-        def copy(plan: Plan, tokens: Tokens, stream: int | None, sum_ptr: int) -> None:
-            plan.gather(dst.base, dst.nbytes, items, tokens, stream=stream, sum_ptr=sum_ptr)
+        `items` are whole pages or slots. `cut` says how they are cut for a peer that holds other tokens, and `tokens`
+        are then the numbers of what both hold.
+        """
+        tokens = tokens_of(rects) if tokens is None else tokens
 
-        self._start(ticket, _What(owned, rects, wire, checksum), dst.nbytes, copy)
+        def copy(plan: Plan, at: int, indexes: Mapping[str, Index], stream: int | None, sum_ptr: int) -> None:
+            plan.gather(dst.base + at, dst.nbytes - at, indexes, tokens, stream=stream, sum_ptr=sum_ptr)
+
+        self._start(ticket, _What(owned, rects, tokens, wire, items, checksum, cut), dst.nbytes, copy)
 
     def scatter(
         self,
@@ -156,13 +169,16 @@ class Stager:
         items: Mapping[str, Index],
         src: Region,
         checksum: bool = False,
+        tokens: Tokens | None = None,
+        cut: Cut | None = None,
     ) -> None:
         """Starts one scatter out of `src`; `poll` gives `ticket` once its bytes are in place."""
+        tokens = tokens_of(rects) if tokens is None else tokens
 
-        def copy(plan: Plan, tokens: Tokens, stream: int | None, sum_ptr: int) -> None:
-            plan.scatter(src.base, src.nbytes, items, tokens, stream=stream, sum_ptr=sum_ptr)
+        def copy(plan: Plan, at: int, indexes: Mapping[str, Index], stream: int | None, sum_ptr: int) -> None:
+            plan.scatter(src.base + at, src.nbytes - at, indexes, tokens, stream=stream, sum_ptr=sum_ptr)
 
-        self._start(ticket, _What(owned, rects, wire, checksum), src.nbytes, copy)
+        self._start(ticket, _What(owned, rects, tokens, wire, items, checksum, cut), src.nbytes, copy)
 
     def poll(self) -> list[Copied]:
         """What ended since the last call. Never waits."""
@@ -175,11 +191,9 @@ class Stager:
 
     def _start(self, ticket: int, what: _What, nbytes: int, copy: _Copy) -> None:
         try:
-            plan = self._plan(what)
+            plans = self._plan(what)
             if self._stream is not None:
-                self._stream.start(
-                    ticket, lambda stream, at: copy(plan, tokens_of(what.rects), stream, at), what.checksum
-                )
+                self._stream.start(ticket, lambda stream, at: _copy_all(plans, what, copy, stream, at), what.checksum)
                 return
         except UsageError as error:
             self._done.append(Copied(ticket, error))
@@ -188,7 +202,7 @@ class Stager:
         def run() -> None:
             total = np.zeros(1, np.uint64)
             try:
-                copy(plan, tokens_of(what.rects), None, total.ctypes.data if what.checksum else 0)
+                _copy_all(plans, what, copy, None, total.ctypes.data if what.checksum else 0)
             except UsageError as error:
                 self._done.append(Copied(ticket, error))
             else:
@@ -199,16 +213,34 @@ class Stager:
         else:
             run()
 
-    def _plan(self, what: _What) -> Plan:
+    def _plan(self, what: _What) -> _Plans:
         layers = ((rect.component, rect.layer_start, rect.layer_stop) for rect in what.rects)
-        key = (what.owned, what.wire, what.checksum, *layers)
-        plan = self._plans.get(key)
-        if plan is None:
+        key = (what.owned, what.wire, what.checksum, what.cut.key if what.cut is not None else (), *layers)
+        plans = self._plans.get(key)
+        if plans is None:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            select = selects(self.pool.layout, what.owned, what.rects)
-            plan = self._plans[key] = self.pool.plan(select, what.wire, checksum=what.checksum)
-        return plan
+            plans = self._plans[key] = self._new_plans(what)
+        return plans
+
+    def _new_plans(self, what: _What) -> _Plans:
+        select, cut = selects(self.pool.layout, what.owned, what.rects), what.cut
+        if cut is None or not cut.key:
+            return ((0, self.pool.plan(select, what.wire, checksum=what.checksum)),)
+        pools = [Pool.of(layout, self.pool.device, self.pool) for layout in cut.layouts]
+        runs = cut.runs(select)
+        return tuple((number, pools[number].plan(run, what.wire, checksum=what.checksum)) for number, run in runs)
+
+
+def _copy_all(plans: _Plans, what: _What, copy: _Copy, stream: int | None, sum_ptr: int) -> None:
+    """Each plan's part of the staged bytes, one after the other; they add to one checksum."""
+    if what.cut is None or not what.cut.key:
+        copy(plans[0][1], 0, what.items, stream, sum_ptr)
+        return
+    indexes, at = what.cut.indexes(what.items, what.tokens), 0
+    for number, plan in plans:
+        copy(plan, at, indexes.of(number), stream, sum_ptr)
+        at += plan.nbytes(what.tokens)
 
 
 class _Running(NamedTuple):

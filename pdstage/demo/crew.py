@@ -41,13 +41,13 @@ class _Member:
 class Crew:
     """Use as a context: leaving it ends every process that is still there, whatever happened.
 
-    `preload` is imported once, before the processes are forked from it: a dozen imports of torch would cost more than
-    the demo itself.
+    The modules `preload` are imported once, in this order, before the processes are forked from it: a dozen imports of
+    torch would cost more than the demo itself.
     """
 
-    def __init__(self, preload: str, deadline_s: float) -> None:
+    def __init__(self, *preload: str, deadline_s: float) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([preload])
+        self._context.set_forkserver_preload(list(preload))
         self._members: dict[str, _Member] = {}
         self._deadline_at = time.monotonic() + deadline_s
 

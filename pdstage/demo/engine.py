@@ -1,59 +1,117 @@
-"""What the two engines do besides moving KV: chunked prefill, and batched greedy decoding from the pool.
+"""What an engine does besides moving KV: chunked prefill, and greedy decoding of several rooms.
 
-Layer 6 (demo). Must not know processes or transfers.
+Layer 6 (demo). Must not know processes or transfers. `LlamaEngine` computes with all ranks of its side together;
+`whole.py` has the other.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from pdstage.demo.model import Segment
+from pdstage.demo.llama import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pdstage.demo.group import Group
-    from pdstage.demo.model import ShardedLlama
-    from pdstage.demo.paged import PagedKV
+    from pdstage.demo.holding import Spans
+    from pdstage.demo.llama import ShardedLlama
+    from pdstage.demo.pools import PagedPool, Pool, Room
+
+COMPONENT = "kv"
+
+
+class Step(NamedTuple):
+    """Tokens `[start, stop)` of a prompt are computed, and `token` comes next; `spans` are in the pools now."""
+
+    start: int
+    stop: int
+    token: int
+    spans: Spans
+
+
+class Context(NamedTuple):
+    """A room to go on with: `n_tokens` of it are in the pools, and `first` comes next."""
+
+    room: Room
+    n_tokens: int
+    first: int
+
+
+class Engine(Protocol):
+    """One rank. All ranks of a side make the same calls."""
+
+    @property
+    def pools(self) -> Mapping[str, Pool]:
+        """This rank's, by component."""
+
+    @property
+    def components(self) -> Sequence[str]:
+        """Those of the whole model."""
+
+    @property
+    def group(self) -> Group: ...
+
+    def admit(self, n_tokens: int, room_for: int) -> Room:
+        """Allocates pages and slots for a prompt and `room_for` tokens more."""
+
+    def release(self, room: Room) -> None: ...
+
+    def prefill(self, prompt: Sequence[int], room: Room, chunk_tokens: int) -> Iterator[Step]:
+        """Computes `prompt` chunk by chunk."""
+
+    def decode(self, contexts: Sequence[Context], n_tokens: int, stepped: Callable[[], None] = ...) -> list[list[int]]:
+        """Continues all rooms together by `n_tokens`; `stepped` is called after each.
+
+        Returns each room's tokens, the first one included. May be called again for the same contexts.
+        """
+
+    def spoil(self, component: str, room: Room, seed: int) -> Callable[[], None]:
+        """Overwrites a page or slot of the room with noise on one rank. Returns what puts it back."""
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """One rank: its model, its pool, and the ranks it computes with."""
+class LlamaEngine:
+    """One rank of the sharded Llama: its model, its pool, and the ranks it computes with."""
 
     model: ShardedLlama
-    kv: PagedKV
+    kv: PagedPool
     group: Group
 
-    def prefill(
-        self, prompt: Sequence[int], pages: NDArray[np.int32], chunk_tokens: int
-    ) -> Iterator[tuple[int, int, int]]:
-        """Computes `prompt` chunk by chunk: `(start, stop, next token)` once tokens `[start, stop)` are in the pool."""
+    @property
+    def pools(self) -> Mapping[str, Pool]:
+        return {COMPONENT: self.kv}
+
+    @property
+    def components(self) -> Sequence[str]:
+        return (COMPONENT,)
+
+    def admit(self, n_tokens: int, room_for: int) -> Room:
+        return {COMPONENT: self.kv.allocate(0, n_tokens, room_for=room_for)}
+
+    def release(self, room: Room) -> None:
+        self.kv.free(room[COMPONENT])
+
+    def prefill(self, prompt: Sequence[int], room: Room, chunk_tokens: int) -> Iterator[Step]:
         for start in range(0, len(prompt), chunk_tokens):
             part = prompt[start : start + chunk_tokens]
-            logits = self.model.forward(part, [Segment(pages, start, len(part))], self.kv)
+            logits = self.model.forward(part, [Segment(room[COMPONENT], start, len(part))], self.kv)
             (token,) = self.group.agree(logits.argmax(-1).tolist())
-            yield start, start + len(part), token
+            stop = start + len(part)
+            yield Step(start, stop, token, {COMPONENT: (start, stop)})
 
     def decode(
-        self,
-        contexts: Sequence[tuple[NDArray[np.int32], int, int]],
-        n_tokens: int,
-        stepped: Callable[[], None] = lambda: None,
+        self, contexts: Sequence[Context], n_tokens: int, stepped: Callable[[], None] = lambda: None
     ) -> list[list[int]]:
-        """Continues all rooms together by `n_tokens`. A context is `(pages, tokens already in them, first token)`.
-
-        Returns each room's tokens, the first one included.
-        """
-        rooms = [[first] for _, _, first in contexts]
+        rooms = [[context.first] for context in contexts]
         for step in range(n_tokens):
-            segments = [Segment(pages, held + step, 1) for pages, held, _ in contexts]
+            segments = [Segment(room[COMPONENT], held + step, 1) for room, held, _ in contexts]
             logits = self.model.forward([tokens[-1] for tokens in rooms], segments, self.kv)
             for tokens, token in zip(rooms, self.group.agree(logits.argmax(-1).tolist()), strict=True):
                 tokens.append(token)
             stepped()
         return rooms
+
+    def spoil(self, component: str, room: Room, seed: int) -> Callable[[], None]:
+        return self.kv.spoil(room[component], seed) if self.group.rank == 0 else lambda: None

@@ -1,4 +1,4 @@
-"""What one rank's process does, prefill or decode: load its slice, announce itself, work, report, leave.
+"""What one rank's process does, prefill or decode: make its engine, announce itself, work, report, leave.
 
 Layer 6 (demo). Must not know the other ranks' weights or pools. A decode rank is told the prompts' lengths and nothing
 else of them: all it knows of a prompt came through the transfer.
@@ -14,18 +14,22 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from pdstage.demo.engine import Engine
+from pdstage.demo.engine import Context, LlamaEngine
+from pdstage.demo.families import FAMILIES, stage_layers
 from pdstage.demo.group import Group
-from pdstage.demo.model import ShardedLlama, head_share
-from pdstage.demo.options import Options  # noqa: TC001  (pickled with the job)
-from pdstage.demo.paged import HND, NHD, PagedKV, PagedShape, pages_for
+from pdstage.demo.holding import SPARE_PAGES, Holding
+from pdstage.demo.llama import ShardedLlama, head_share
+from pdstage.demo.options import Options, Side  # noqa: TC001  (pickled with the job)
+from pdstage.demo.pools import PagedPool, PagedShape, pages_for
 from pdstage.demo.transfer import Moved, Place, ReceivingSide, SendingSide
+from pdstage.topology import Topology  # noqa: TC001  (pickled with the job)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
-SPARE_PAGES = 16
+    from pdstage.demo.engine import Engine
+
 LISTEN_S = 0.01
 
 
@@ -34,15 +38,19 @@ class Job:
     """One rank's work. `prompts` is empty at decode; `folder` holds the weights and the groups' meeting points."""
 
     side: str
-    rank: int
+    place: Topology
     options: Options
     folder: Path
     rooms: tuple[tuple[str, int], ...]
     prompts: tuple[tuple[int, ...], ...] = ()
 
     @property
-    def tp(self) -> int:
-        return self.options.prefill_tp if self.side == "prefill" else self.options.decode_tp
+    def layout(self) -> Side:
+        return self.options.prefill if self.side == "prefill" else self.options.decode
+
+    @property
+    def rank(self) -> int:
+        return self.place.group_rank
 
     @property
     def name(self) -> str:
@@ -52,12 +60,10 @@ class Job:
     def weights(self) -> Path:
         return self.folder / f"{self.side}-{self.rank}.pt"
 
-    def place(self, bootstrap: str) -> Place:
+    def reach(self, bootstrap: str) -> Place:
         """`bootstrap` is HOST:PORT of the directory."""
         return Place(
-            tp=self.tp,
-            rank=self.rank,
-            kv_heads=self.options.kv_heads,
+            topology=self.place,
             transport=self.options.transport,
             path=self.options.path,
             bootstrap=bootstrap,
@@ -97,18 +103,19 @@ class Decoded(NamedTuple):
 
 class Finished(NamedTuple):
     """A rank has done its work. Decode rank 0 tells the tokens of all rooms; those of room 0 decoded once more from
-    the same pages (`again`); and those of room 0 after one of these pages was corrupted (`control`)."""
+    the same pages (`again`); and those of room 0 after one of its pages, or its slot, was spoilt in one component, once
+    for each component (`controls`)."""
 
     tokens: tuple[list[int], ...] = ()
     again: tuple[int, ...] = ()
-    control: tuple[int, ...] = ()
+    controls: tuple[tuple[int, ...], ...] = ()
 
 
 def prefill_rank(work: tuple[Job, str], pipe: Connection) -> None:
     """Prefills prompt by prompt, handing each chunk over as soon as it is computed. `work`: the job, the directory."""
     job, bootstrap = work
-    engine = _engine(job, NHD, job.options.prefill_page, [n for _, n in job.rooms])
-    side = SendingSide(engine.kv, job.place(bootstrap))
+    engine = _engine(job, [n for _, n in job.rooms])
+    side = SendingSide(engine.pools, job.reach(bootstrap))
     pipe.send(Ready(side.transport))
     pipe.recv()
     for i, ((room, _), prompt) in enumerate(zip(job.rooms, job.prompts, strict=True)):
@@ -123,33 +130,33 @@ def _send_room(
     job: Job, engine: Engine, side: SendingSide, room: str, prompt: Sequence[int], *, pipe: Connection
 ) -> tuple[Moved, float, float]:
     """What was moved, when its first chunk was handed over, and when its last."""
-    pages = engine.kv.allocate(len(prompt))
+    tables = engine.admit(len(prompt), 0)
     side.open(room)
     handed_at, token = [], 0
-    for start, stop, token in engine.prefill(prompt, pages, job.options.chunk_tokens):  # noqa: B007
+    for start, stop, token, spans in engine.prefill(prompt, tables, job.options.chunk_tokens):  # noqa: B007
         handed_at.append(time.monotonic())
-        side.chunk(pages, start, stop)
+        side.chunk(tables, spans)
         if not job.rank:
             pipe.send(Prefilled(stop - start))
     side.finish(token)
     moved = side.settle()
-    engine.kv.free(pages)
+    engine.release(tables)
     return moved, handed_at[0], handed_at[-1]
 
 
 def decode_rank(work: tuple[Job, str], pipe: Connection) -> None:
-    """Waits until every room is complete on every rank, continues all of them, then runs the negative control."""
+    """Waits until every room is complete on every rank, continues all of them, then runs the negative controls."""
     job, bootstrap = work
     n_new = job.options.new_tokens
-    engine = _engine(job, HND, job.options.decode_page, [n + n_new for _, n in job.rooms])
-    side = ReceivingSide(engine.kv, job.place(bootstrap))
+    engine = _engine(job, [n + n_new for _, n in job.rooms])
+    side = ReceivingSide(engine.pools, job.reach(bootstrap))
     pipe.send(Ready())
     pipe.recv()
-    held = [engine.kv.allocate(n + n_new) for _, n in job.rooms]
-    for (room, n_tokens), pages in zip(job.rooms, held, strict=True):
-        side.expect(room, pages, n_tokens)
+    held = [engine.admit(n, n_new) for _, n in job.rooms]
+    for (room, _), tables in zip(job.rooms, held, strict=True):
+        side.expect(room, tables)
     _await_rooms(job, side, engine.group, pipe)
-    contexts = [(pages, n, side.token(room)) for (room, n), pages in zip(job.rooms, held, strict=True)]
+    contexts = [Context(tables, n, side.token(room)) for (room, n), tables in zip(job.rooms, held, strict=True)]
 
     def stepped() -> None:
         side.turn()
@@ -158,34 +165,50 @@ def decode_rank(work: tuple[Job, str], pipe: Connection) -> None:
 
     tokens = engine.decode(contexts, n_new, stepped)
     (again,) = engine.decode(contexts[:1], n_new, side.turn)
-    if not job.rank:
-        pages, n_tokens, _ = contexts[0]
-        engine.kv.corrupt(int(pages[n_tokens // 2 // job.options.decode_page]), job.options.seed)
-    (control,) = engine.decode(contexts[:1], n_new, side.turn)
-    pipe.send(Finished() if job.rank else Finished(tuple(tokens), tuple(again), tuple(control)))
+    controls = []
+    for component in engine.components:
+        put_back = engine.spoil(component, held[0], job.options.seed)
+        (control,) = engine.decode(contexts[:1], n_new, side.turn)
+        put_back()
+        controls.append(tuple(control))
+    pipe.send(Finished() if job.rank else Finished(tuple(tokens), tuple(again), tuple(controls)))
     _linger(pipe, side.turn)
     side.close()
     engine.group.close()
 
 
-def _engine(job: Job, order: str, page_size: int, lengths: list[int]) -> Engine:
+def _engine(job: Job, lengths: list[int]) -> Engine:
     # One thread a rank: a dozen ranks share a machine that may have two cores.
     torch.set_num_threads(1)
-    shape, options = job.options.shape, job.options
-    share = head_share(shape, job.tp, job.rank)
+    options, group = job.options, Group(job.place, job.folder / f"{job.side}-group", job.options.deadline_s)
+    # Every rank shuffles differently: page numbers mean nothing outside their own pool.
+    seed = options.seed * 1000 + 10 * job.rank + (500 if job.side == "decode" else 0)
+    if options.model == "llama":
+        return _llama(job, lengths, group, seed)
+    from pdstage.demo.reference import build_model  # noqa: PLC0415  (seconds; the Llama's ranks need no transformers)
+    from pdstage.demo.whole import WholeEngine  # noqa: PLC0415
+
+    holding = Holding(
+        FAMILIES[options.model], options.heads, job.place, order=job.layout.layout, page_size=job.layout.page,
+        lengths=lengths, seed=seed,
+    )  # fmt: skip
+    return WholeEngine(build_model(options), holding, group)
+
+
+def _llama(job: Job, lengths: list[int], group: Group, seed: int) -> LlamaEngine:
+    shape, page_size = job.options.shape, job.layout.page
+    share = head_share(shape, job.place.tp_size, job.place.tp_rank)
     paged = PagedShape(
-        order=order,
+        order=job.layout.layout,
         n_pages=sum(pages_for(n, page_size) for n in lengths) + SPARE_PAGES,
         page_size=page_size,
-        layers=shape.layers,
+        layers=stage_layers(shape.layers, job.place),
         heads=share.kv_stop - share.kv_start,
-        head_dim=shape.head_dim,
+        total_heads=shape.kv_heads,
+        widths={"k": shape.head_dim, "v": shape.head_dim},
     )
-    group = Group(job.tp, job.rank, job.folder / f"{job.side}-group", options.deadline_s)
-    weights = torch.load(job.weights, weights_only=True)
-    model = ShardedLlama(shape, weights, job.tp, job.rank, group.sum)
-    # Every rank shuffles differently: page numbers mean nothing outside their own pool.
-    return Engine(model, PagedKV(paged, seed=options.seed * 1000 + job.rank + (500 if order == HND else 0)), group)
+    model = ShardedLlama(shape, torch.load(job.weights, weights_only=True), job.place, group)
+    return LlamaEngine(model, PagedPool(paged, seed), group)
 
 
 def _await_rooms(job: Job, side: ReceivingSide, group: Group, pipe: Connection) -> None:

@@ -1,4 +1,4 @@
-"""The judge: the same model in one process, by transformers alone, with its own cache.
+"""The models, as transformers computes them, and the judge: one process with a cache of its own.
 
 Layer 6 (demo). Must not know ranks, pools or transfers. The only module that imports transformers.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import pdstage
+from pdstage.demo import cache as caches
+from pdstage.demo.families import FAMILIES
 
 # transformers looks for Hugging Face's package `kernels`. Where Python starts in this project's checkout, it would find
 # the folder of that name instead, which is no package of its own: hide it.
@@ -21,16 +24,54 @@ _found = find_spec("kernels")
 if _found and _found.origin and Path(_found.origin).samefile(Path(pdstage.__path__[0], "kernels", "__init__.py")):
     sys.modules["kernels"] = None  # type: ignore[assignment]
 
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import DynamicCache  # noqa: E402
+from transformers.utils import logging  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdstage.demo.options import ModelShape
+    from pdstage.demo.families import Family
+    from pdstage.demo.options import ModelShape, Options
+
+logging.set_verbosity_error()  # a default generation configuration, printed for every rank
 
 
-def build_model(shape: ModelShape, seed: int) -> Any:  # noqa: ANN401  (transformers is untyped here)
-    """A randomly initialised `LlamaForCausalLM`, built from a config: nothing is downloaded."""
+class Model:
+    """One of transformers' models, run on one sequence."""
+
+    def __init__(self, network: Any, cache_argument: str = "past_key_values") -> None:  # noqa: ANN401  (untyped here)
+        self.network = network
+        self._cache_argument = cache_argument
+
+    def new_cache(self) -> Any:  # noqa: ANN401
+        return DynamicCache(config=self.network.config)
+
+    @torch.no_grad()
+    def forward(self, tokens: Sequence[int], cache: Any) -> torch.Tensor:  # noqa: ANN401
+        """Logits `[vocab]` after `tokens`, which follow those in `cache` and are added to it."""
+        state = {self._cache_argument: cache}
+        given = torch.tensor([list(tokens)])
+        logits: torch.Tensor = self.network(input_ids=given, use_cache=True, **state).logits[0, -1]
+        return logits
+
+
+def build_model(options: Options) -> Model:
+    """A model of random weights, the same in every process for the same options: nothing is downloaded."""
+    if options.model == "llama":
+        return Model(build_llama(options.shape, options.seed))
+    family = FAMILIES[options.model]
+    torch.manual_seed(options.seed)
+    configuration, network = map(import_module, family.modules)
+    config = getattr(configuration, family.config)(**family.settings(options.heads))
+    # float64, as the Llama: the fast paths of experts have no kernels for it.
+    config._experts_implementation = "eager"
+    return Model(getattr(network, family.model)(config).double().eval(), family.cache_argument)
+
+
+def build_llama(shape: ModelShape, seed: int) -> Any:  # noqa: ANN401
+    """A randomly initialised `LlamaForCausalLM`."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  (a rank of another model needs neither)
+
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=shape.vocab,
@@ -55,14 +96,46 @@ class Truth:
     margin: float
 
 
-@torch.no_grad()
-def continue_greedily(model: Any, prompt: Sequence[int], n_tokens: int) -> Truth:  # noqa: ANN401
-    cache = DynamicCache()
-    fed, tokens, margin = torch.tensor([list(prompt)]), [], float("inf")
-    for _ in range(n_tokens):
-        logits = model(input_ids=fed, past_key_values=cache, use_cache=True).logits[0, -1]
+def true_continuation(model: Model, options: Options, prompt: Sequence[int]) -> Truth:
+    """What decode has to say after `prompt`."""
+    n_tokens = options.new_tokens + 1
+    if options.ties:
+        return continue_transplanted(
+            model, prompt, n_tokens, family=FAMILIES[options.model], kv_heads=options.heads,
+            chunk_tokens=options.chunk_tokens,
+        )  # fmt: skip
+    return continue_greedily(model, prompt, n_tokens)
+
+
+def continue_greedily(model: Model, prompt: Sequence[int], n_tokens: int) -> Truth:
+    """The whole prompt at once, then token by token."""
+    cache = model.new_cache()
+    return _greedily(model, model.forward(prompt, cache), cache, n_tokens)
+
+
+def continue_transplanted(
+    model: Model, prompt: Sequence[int], n_tokens: int, *, family: Family, kv_heads: int, chunk_tokens: int
+) -> Truth:
+    """The prompt in chunks as the prefill ranks compute it, then on from a copy of that cache, written as decode does.
+
+    For a model whose top-k leaves ties: there the same tokens follow from the same cache only, and another way to
+    compute the prompt makes another one.
+    """
+    cache = model.new_cache()
+    for start in range(0, len(prompt), chunk_tokens):
+        logits = model.forward(prompt[start : start + chunk_tokens], cache)
+    spans = {component: (0, len(prompt)) for component in family.components(kv_heads)}
+    copy = model.new_cache()
+    caches.write(copy, caches.read(cache, family, kv_heads, spans), len(prompt))
+    return _greedily(model, logits, copy, n_tokens)
+
+
+def _greedily(model: Model, logits: torch.Tensor, cache: Any, n_tokens: int) -> Truth:  # noqa: ANN401
+    tokens, margin = [], float("inf")
+    for at in range(n_tokens):
         best = logits.topk(2)
         margin = min(margin, float(best.values[0] - best.values[1]))
         tokens.append(int(best.indices[0]))
-        fed = best.indices[:1][None]
+        if at + 1 < n_tokens:
+            logits = model.forward(tokens[-1:], cache)
     return Truth(tokens, margin)

@@ -57,6 +57,8 @@ class Report:
     model: str
     prefill_tp: int
     decode_tp: int
+    prefill_pp: int
+    decode_pp: int
     requests: int
     new_tokens: int
     tokens_identical: bool
@@ -85,9 +87,9 @@ class Bars:
             console=console,
         )
         totals = {
-            "started": ("start, processes", options.prefill_tp + options.decode_tp),
+            "started": ("start, processes", len(options.prefill.places()) + len(options.decode.places())),
             "prefilled": ("prefill, prompt tokens", n_prompt_tokens),
-            "arrived": ("transfer, rooms x decode ranks", options.requests * options.decode_tp),
+            "arrived": ("transfer, rooms x decode ranks", options.requests * len(options.decode.places())),
             "decoded": ("decode, new tokens", options.requests * options.new_tokens),
         }
         self._tasks = {what: self._progress.add_task(text, total=total) for what, (text, total) in totals.items()}
@@ -105,7 +107,7 @@ class Bars:
 
 def show(console: Console, options: Options, report: Report, rooms: Sequence[RoomReport], margin: float) -> None:
     """Prints the table and, below it, what was checked. `margin`: the smallest gap between two best logits."""
-    title = f"prefill TP {options.prefill_tp} -> decode TP {options.decode_tp} over {report.transport}"
+    title = f"{options.model}: prefill {options.prefill} -> decode {options.decode} over {report.transport}"
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("room", "prompt", "bytes", "path", "descriptors", "ms", "wait", "GB/s", "tokens"):
         table.add_column(name, justify="left" if name in {"room", "path", "tokens"} else "right", no_wrap=True)
@@ -130,11 +132,26 @@ def _legend(options: Options, report: Report, margin: float) -> list[str]:
         "[dim]ms: from the first chunk until every decode rank has the room; later chunks are computed meanwhile",
         "[dim]wait: the milliseconds of it after the last chunk was computed; GB/s: bytes by ms",
         f"model: {report.model}",
-        f"pools: pages of {options.prefill_page} tokens, \\[slots, heads, dim], at prefill; "
-        f"of {options.decode_page}, \\[pages, heads, page_size, dim], at decode; all shuffled",
+        *_pools(options),
         f"tokens: {report.new_tokens} new ones, {same} those of one process (closest two logits: {margin:.1g} apart)",
-        f"negative control: one received page overwritten with noise on one decode rank, {caught} by the same check",
+        f"negative control: in each component ({', '.join(options.components)}) one received page or slot overwritten "
+        f"with noise on one decode rank, {caught} by the same check",
     ]
+
+
+def _pools(options: Options) -> list[str]:
+    """Where each component is kept, and for what stands beside the Llama what is computed where."""
+    prefill, decode = options.prefill, options.decode
+    kept = "pages of {0.page} tokens in {1}" if options.components != ("mamba",) else "slots in {1}"
+    lines = [
+        f"pools: {kept.format(prefill, prefill.layout.upper())} at prefill, "
+        f"{kept.format(decode, decode.layout.upper())} at decode; all shuffled",
+    ]
+    if options.model != "llama":
+        lines.append("ranks: each prefill rank computes the whole model; it stores and moves only its share")
+    if options.ties:
+        lines.append("one process: prompt in the same chunks, then on from a copy of its cache, as top-k leaves ties")
+    return lines
 
 
 def path_of(paths: set[str]) -> str:

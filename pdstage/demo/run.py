@@ -14,7 +14,8 @@ import torch
 from rich.console import Console
 
 from pdstage.demo.crew import Crew
-from pdstage.demo.model import slice_weights
+from pdstage.demo.families import FAMILIES
+from pdstage.demo.llama import slice_weights
 from pdstage.demo.ranks import Arrived, Decoded, Finished, Job, Prefilled, Sent, decode_rank, prefill_rank
 from pdstage.demo.report import Bars, Report, RoomReport, path_of, show
 from pdstage.demo.transfer import serve_directory
@@ -46,7 +47,7 @@ def run(options: Options) -> Report:
     with (
         tempfile.TemporaryDirectory(prefix="pdstage-demo-") as folder,
         Bars(console, options, sum(map(len, prompts))) as bars,
-        Crew("pdstage.demo.ranks", options.deadline_s) as crew,
+        Crew(*_preload(options), deadline_s=options.deadline_s) as crew,
     ):
         _conduct(crew, bars, outcome, prompts, _jobs(options, Path(folder), prompts))
     for room, tokens, truth in zip(outcome.rooms, outcome.finished.tokens, outcome.truths, strict=True):
@@ -58,6 +59,12 @@ def run(options: Options) -> Report:
     return report
 
 
+def _preload(options: Options) -> tuple[str, ...]:
+    if options.model == "llama":
+        return ("pdstage.demo.ranks",)
+    return "pdstage.demo.ranks", "pdstage.demo.whole", "pdstage.demo.reference", FAMILIES[options.model].modules[1]
+
+
 def identical(decoded: Sequence[Sequence[int]], truths: Sequence[Truth]) -> bool:
     """The check: every room's tokens are those of the single process, token for token."""
     return [list(tokens) for tokens in decoded] == [truth.tokens for truth in truths]
@@ -66,26 +73,26 @@ def identical(decoded: Sequence[Sequence[int]], truths: Sequence[Truth]) -> bool
 def _jobs(options: Options, folder: Path, prompts: list[list[int]]) -> list[Job]:
     rooms = tuple((f"room-{i}", len(prompt)) for i, prompt in enumerate(prompts))
     told = {"prefill": tuple(map(tuple, prompts)), "decode": ()}
-    sizes = {"prefill": options.prefill_tp, "decode": options.decode_tp}
+    sides = {"prefill": options.prefill, "decode": options.decode}
     return [
-        Job(side=side, rank=rank, options=options, folder=folder, rooms=rooms, prompts=told[side])
-        for side, tp in sizes.items()
-        for rank in range(tp)
+        Job(side=name, place=place, options=options, folder=folder, rooms=rooms, prompts=told[name])
+        for name, side in sides.items()
+        for place in side.places()
     ]
 
 
 def _conduct(crew: Crew, bars: Bars, outcome: Outcome, prompts: list[list[int]], jobs: list[Job]) -> None:
     """Starts everybody, works out the truth meanwhile, and listens until every rank has finished."""
     crew.start(DIRECTORY, serve_directory, None)
-    from pdstage.demo.reference import build_model, continue_greedily  # noqa: PLC0415  (seconds, while processes start)
+    from pdstage.demo.reference import build_model, true_continuation  # noqa: PLC0415  (seconds, while processes start)
 
     torch.set_num_threads(1)  # the ranks have the other cores; two threads that wait for each other would wait for them
     options = jobs[0].options
-    model = build_model(options.shape, options.seed)
+    model = build_model(options)
     heard = crew.hear()
     _, bootstrap = next(heard)
-    _start(crew, jobs, model.state_dict(), bootstrap)
-    outcome.truths = [continue_greedily(model, prompt, options.new_tokens + 1) for prompt in prompts]
+    _start(crew, jobs, model.network.state_dict(), bootstrap)
+    outcome.truths = [true_continuation(model, options, prompt) for prompt in prompts]
     for _ in jobs:
         _, ready = next(heard)
         outcome.transports |= {ready.transport} - {""}
@@ -103,7 +110,8 @@ def _conduct(crew: Crew, bars: Bars, outcome: Outcome, prompts: list[list[int]],
 
 def _start(crew: Crew, jobs: list[Job], full: dict[str, torch.Tensor], bootstrap: str) -> None:
     for job in jobs:
-        torch.save(slice_weights(full, job.options.shape, job.tp, job.rank), job.weights)
+        if job.options.model == "llama":  # a rank of another model makes the whole of it by the seed
+            torch.save(slice_weights(full, job.options.shape, job.place), job.weights)
         crew.start(job.name, prefill_rank if job.side == "prefill" else decode_rank, (job, bootstrap))
 
 
@@ -130,18 +138,22 @@ def _take(message: object, outcome: Outcome, bars: Bars) -> None:
 
 
 def _report(options: Options, outcome: Outcome) -> Report:
-    rooms, truths, (tokens, again, control) = outcome.rooms, outcome.truths, outcome.finished
+    rooms, truths, (tokens, again, controls) = outcome.rooms, outcome.truths, outcome.finished
     return Report(
         transport="+".join(sorted(outcome.transports)),
         path=path_of(set().union(*(room.paths for room in rooms))),
-        model=str(options.shape),
+        model=options.described,
         prefill_tp=options.prefill_tp,
         decode_tp=options.decode_tp,
+        prefill_pp=options.prefill_pp,
+        decode_pp=options.decode_pp,
         requests=options.requests,
         new_tokens=sum(map(len, tokens)),
         tokens_identical=identical(tokens, truths),
-        # Room 0 decoded again from the same pages passes the check, and fails it once one of them is spoiled.
-        negative_control_caught=identical([again], truths[:1]) and not identical([control], truths[:1]),
+        # Room 0 decoded again from the same pages passes the check, and fails it once any component's is spoilt.
+        negative_control_caught=identical([again], truths[:1])
+        and bool(controls)
+        and not any(identical([control], truths[:1]) for control in controls),
         bytes_moved=sum(room.nbytes for room in rooms),
         descriptors=sum(room.descriptors for room in rooms),
         seconds=max(room.came_at for room in rooms) - min(room.began_at for room in rooms),

@@ -9,22 +9,24 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdstage import DecodeNode, Items, Pool, PrefillNode, State, Topology
+from pdstage import DecodeNode, Items, Pool, PrefillNode, State
 from pdstage.control.bootstrap import BootstrapServer
-from pdstage.demo.paged import NHD, pages_for
+from pdstage.demo.pools import NHD, PagedPool, SlotPool, Table, pages_for
 from pdstage.errors import DeadlineExceeded
-from pdstage.tensors import build, paged_hnd, sglang_mha
+from pdstage.tensors import build, mamba_conv, mamba_ssm, mla, paged_hnd, sglang_mha
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from multiprocessing.connection import Connection
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from pdstage import Receiver
-    from pdstage.demo.paged import PagedKV
+    from pdstage import Receiver, Topology
+    from pdstage.demo import pools as demo_pools
+    from pdstage.demo.holding import Spans
+    from pdstage.tensors import Naming, Part
 
-COMPONENT = "kv"
 STAGING_NBYTES = 16 << 20
 PAUSE_S = 0.005
 TOKEN = struct.Struct("<i")
@@ -42,17 +44,11 @@ class Moved(NamedTuple):
 class Place:
     """A rank among its side's, and how it reaches the other side. `bootstrap` is HOST:PORT of the directory."""
 
-    tp: int
-    rank: int
-    kv_heads: int
+    topology: Topology
     transport: str
     path: str
     bootstrap: str
     deadline_s: float
-
-    @property
-    def topology(self) -> Topology:
-        return Topology(tp_size=self.tp, tp_rank=self.rank)
 
 
 def serve_directory(_: None, pipe: Connection) -> None:
@@ -62,24 +58,48 @@ def serve_directory(_: None, pipe: Connection) -> None:
         pipe.recv()
 
 
-def pool_of(kv: PagedKV, place: Place) -> Pool:
-    """Describes a rank's tensors to pdstage: every layer's K and V, by the memory order they are in."""
-    tp = (place.tp, place.rank)
-    if kv.shape.order == NHD:
-        part = sglang_mha(kv.k, kv.v, page_size=kv.shape.page_size, total_heads=place.kv_heads, tp=tp)
-    else:
-        part = paged_hnd(kv.k, kv.v, total_heads=place.kv_heads, tp=tp)
-    return Pool.of(build(part), keep=kv)
+def pool_of(pools: Mapping[str, demo_pools.Pool], place: Topology) -> Pool:
+    """Describes a rank's tensors to pdstage, every pool as a component, by the memory order it is in."""
+    tp = (place.tp_size, place.tp_rank)
+    parts: list[Part] = []
+    for component, pool in pools.items():
+        parts += [_paged(component, pool, tp)] if isinstance(pool, PagedPool) else _states(component, pool, tp)
+    return Pool.of(build(*parts), keep=pools)
+
+
+def _paged(component: str, pool: PagedPool, tp: tuple[int, int]) -> Part:
+    shape, tensors = pool.shape, pool.tensors
+    naming: Naming = {"component": component, "layers": shape.layers}
+    if "k" not in tensors:  # latents, or index keys: one row a token, which every rank holds
+        ((role, caches),) = tensors.items()
+        if shape.order == NHD:
+            return mla(caches, page_size=shape.page_size, role=role, **naming)
+        return mla([cache[:, 0] for cache in caches], role=role, **naming)
+    k, v = tensors["k"], tensors["v"]
+    if shape.order == NHD:
+        return sglang_mha(k, v, page_size=shape.page_size, total_heads=shape.total_heads, tp=tp, **naming)
+    return paged_hnd(k, v, total_heads=shape.total_heads, tp=tp, **naming)
+
+
+def _states(component: str, pool: SlotPool, tp: tuple[int, int]) -> list[Part]:
+    naming: Naming = {"component": component, "layers": pool.layers}
+    last = pool.order == NHD
+    conv = [state.transpose(1, 2) if last else state for state in pool.tensors["conv"]]
+    (heads,) = pool.sections["ssm"]
+    return [
+        mamba_conv(conv, sections=pool.sections["conv"], tp=tp, channels_last=last, **naming),
+        mamba_ssm(pool.tensors["ssm"], total_heads=heads.heads, tp=tp, **naming),
+    ]
 
 
 class SendingSide:
     """A prefill rank's node. Rooms are sent one at a time, so that what each moved can be told apart."""
 
-    def __init__(self, kv: PagedKV, place: Place) -> None:
-        self._page = kv.shape.page_size
+    def __init__(self, pools: Mapping[str, demo_pools.Pool], place: Place) -> None:
+        self._pages = {name: pool.shape.page_size for name, pool in pools.items() if isinstance(pool, PagedPool)}
         self._deadline_s = place.deadline_s
         self._node = PrefillNode(
-            pool_of(kv, place),
+            pool_of(pools, place.topology),
             place.topology,
             transport=place.transport,
             bootstrap=place.bootstrap,
@@ -91,12 +111,20 @@ class SendingSide:
     def open(self, room: str) -> None:
         self._sender = self._node.send(room)
 
-    def chunk(self, pages: NDArray[np.int32], start: int, stop: int) -> None:
-        """Hands over tokens `[start, stop)`; the write goes on while the next chunk is computed."""
-        first = start // self._page
-        items = Items(pages[first : pages_for(stop, self._page)], first_token=first * self._page)
-        self._sender.chunk({COMPONENT: items}, tokens=(start, stop))
+    def chunk(self, room: demo_pools.Room, spans: Spans) -> None:
+        """Hands over what is new in the pools; the write goes on while the next chunk is computed."""
+        ours = {component: span for component, span in spans.items() if component in room}
+        items = {name: self._items(name, room[name], *span) for name, span in ours.items()}
+        self._sender.chunk(items, tokens=ours)
         self.turn()
+
+    def _items(self, component: str, table: Table, start: int, stop: int) -> Items:
+        """The pages that tokens `[start, stop)` lie in, or the slot."""
+        page = self._pages.get(component)
+        if page is None:
+            return Items(table.items)
+        first, before = start // page, table.first_token // page
+        return Items(table.items[first - before : pages_for(stop, page) - before], first_token=first * page)
 
     def finish(self, token: int) -> None:
         self._sender.finish(aux=TOKEN.pack(token))
@@ -129,10 +157,10 @@ class SendingSide:
 class ReceivingSide:
     """A decode rank's node: asks for rooms, each into pages of its own."""
 
-    def __init__(self, kv: PagedKV, place: Place) -> None:
+    def __init__(self, pools: Mapping[str, demo_pools.Pool], place: Place) -> None:
         self._bootstrap = place.bootstrap
         self._node = DecodeNode(
-            pool_of(kv, place),
+            pool_of(pools, place.topology),
             place.topology,
             transport=place.transport,
             path=place.path,
@@ -140,10 +168,13 @@ class ReceivingSide:
         )
         self._receivers: dict[str, Receiver] = {}
 
-    def expect(self, room: str, pages: NDArray[np.int32], n_tokens: int) -> None:
-        """Asks for `n_tokens` tokens of `room`, to be put into `pages`."""
+    def expect(self, room: str, tables: demo_pools.Room) -> None:
+        """Asks for `room`, to be put where `tables` say."""
         receiver = self._node.receive(room, prefill=self._bootstrap)
-        receiver.bind({COMPONENT: Items(pages, first_token=0)}, tokens={COMPONENT: (0, n_tokens)})
+        receiver.bind(
+            {name: Items(table.items, table.first_token) for name, table in tables.items()},
+            tokens={name: (table.start, table.stop) for name, table in tables.items()},
+        )
         self._receivers[room] = receiver
 
     def poll(self) -> NDArray[np.bool_]:

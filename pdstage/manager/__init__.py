@@ -4,8 +4,8 @@ Layer 5: the only place with threads, the clock and the lock. Read `driver` (the
 `prefill` and `decode` (what an engine calls), `items` (what it passes) and `lookup` (who talks to the bootstrap).
 """
 
+from pdstage.items import Items
 from pdstage.manager.decode import DecodeNode, Receiver
-from pdstage.manager.items import Items
 from pdstage.manager.prefill import PrefillNode, Sender
 
 __all__ = ["DecodeNode", "Items", "PrefillNode", "Receiver", "Sender"]

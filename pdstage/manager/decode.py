@@ -9,12 +9,12 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, assert_never
 
+from pdstage.cut import Pair
 from pdstage.errors import Aborted, PdstageError, PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.handle import Handle
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check
 from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
-from pdstage.plan import wire_order
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore, InRoom
 from pdstage.protocol.effects import (
@@ -142,7 +142,7 @@ class DecodeNode(Node[DecodeCore]):
             description=self.transport.describe(), lanes=lanes, config=self.config,
             direct=path != "staged",
         )  # fmt: skip
-        self._wires: dict[Link, str] = {}
+        self._pairs: dict[Link, Pair] = {}
         self._receivers: dict[bytes, Receiver] = {}
         self._binding: list[Receiver] = []
         # Filled by the directory's thread and emptied by the driver's: one append and one popleft are each whole.
@@ -235,12 +235,13 @@ class DecodeNode(Node[DecodeCore]):
         match effect:
             case Scatter(ticket, landing):
                 part = landing.part
-                wire = self._wires.get(part.link) or self._wire(part.link)
+                pair, tokens = self._pair(part.link), part.link.common.tokens(landing.rects)
                 items = {name: given.index for name, given in part.room.items.items()}  # type: ignore[attr-defined]
                 src = Region(landing.address, landing.nbytes)
                 self.stager.scatter(
-                    ticket, part.shares, landing.rects, wire=wire, items=items, src=src, checksum=part.link.checksums
-                )
+                    ticket, part.shares, landing.rects, wire=pair.wire, items=items, src=src,
+                    checksum=part.link.checksums, tokens=tokens, cut=pair.dst,
+                )  # fmt: skip
             case Gather() | Write() | WriteDirect() | Send() | Changed() | Complaint() | Attach() | Detach():
                 raise AssertionError(f"a decode core asked for {effect}")
             case _:
@@ -249,9 +250,11 @@ class DecodeNode(Node[DecodeCore]):
     def _nbytes(self, effect: Effect) -> int:
         return effect.landing.nbytes if isinstance(effect, Scatter) else 0
 
-    def _wire(self, link: Link) -> str:
-        wire = self._wires[link] = wire_order(link.layout, self.pool.layout)
-        return wire
+    def _pair(self, link: Link) -> Pair:
+        pair = self._pairs.get(link)
+        if pair is None:
+            pair = self._pairs[link] = Pair(link.layout, self.pool.layout, link.common)
+        return pair
 
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
         if isinstance(event, Inbound):
@@ -344,7 +347,7 @@ class DecodeNode(Node[DecodeCore]):
             self.core.unreachable(route, error, now)
 
     def _detach(self, link: Link) -> None:
-        self._wires.pop(link, None)
+        self._pairs.pop(link, None)
         super()._detach(link)
 
     def _holds_nothing(self, link: Link) -> bool:

@@ -12,32 +12,21 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from pdstage.errors import UsageError
+from pdstage.items import Items
 from pdstage.kernels import Index
+from pdstage.ownership import Numbering
 from pdstage.plan import Rect
+from pdstage.states import canonical
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
-    from pdstage.layout import Component, Layout
+    from pdstage.layout import Component, Layout, Owned
 
 
 _FEW = 256
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Items:
-    """Pages or slots of one component: item i covers tokens `[first_token + i*T, first_token + (i+1)*T)`.
-
-    Of components with positions, `first_token` is a multiple of T: both sides then cut a sequence at the same places,
-    on which the head-major staged order relies.
-
-    `pages` is a one-dimensional sequence of integers; it is copied, never modified.
-    """
-
-    pages: npt.ArrayLike
-    first_token: int = 0
 
 
 GivenItems: TypeAlias = "Mapping[str, Items | npt.ArrayLike] | npt.ArrayLike"
@@ -60,19 +49,26 @@ def check(layout: Layout, items: GivenItems, tokens: GivenTokens, *, unique: boo
     """Normalises what an engine passed; raises `UsageError` naming the component, the place and the value.
 
     A bare array stands for the layout's only component, a bare number n of tokens for `(0, n)`, no tokens for all that
-    the items cover. `unique`: a page may not be named twice (destinations).
+    the items cover. No items at all are nothing to move, of a component this rank does not have too. `unique`:
+    destinations, where a page may not be named twice.
     """
     by_name: Mapping[str, Items | npt.ArrayLike]
     by_name = items if hasattr(items, "keys") else {_only(layout, "items").name: items}  # type: ignore[assignment]
     if isinstance(tokens, tuple | int):
         tokens = {_only(layout, "tokens").name: tokens if isinstance(tokens, tuple) else (0, tokens)}
-    checked = {}
-    for name, given in by_name.items():
-        component = layout.component(name)
+    if tokens is not None:
+        tokens = {canonical(name): span for name, span in tokens.items()}
+    held = {component.name for component in layout.components}
+    checked, nothing = {}, set()
+    for alias, given in by_name.items():
+        name, one = canonical(alias), given if isinstance(given, Items) else Items(given)
+        if name not in held and not np.size(one.pages):
+            nothing.add(name)
+            continue
         span = tokens.get(name) if tokens is not None else None
-        checked[name] = _check_one(component, given if isinstance(given, Items) else Items(given), span, unique=unique)
+        checked[name] = _check_one(layout.component(name), one, span, unique=unique)
     for name in tokens or ():
-        if name not in by_name:
+        if name not in checked and name not in nothing:
             raise UsageError(f"tokens of {name!r} without its items", remedy="give the items too", component=name)
     return checked
 
@@ -98,15 +94,20 @@ def _only(layout: Layout, what: str) -> Component:
 def _check_one(component: Component, items: Items, span: tuple[int, int] | None, *, unique: bool) -> Checked:
     name, per_item = component.name, component.tokens_per_item
     given = _as_integers(name, items.pages)
-    first = items.first_token
-    start, stop = span if span is not None else (first, first + len(given) * per_item)
+    first, own = items.first_token, Numbering.of(component.owned)
+    end = first + len(given) * per_item
+    start, stop = span if span is not None else _covered(component.owned, first, end, unique=unique)
     fields = {"component": name}
-    if not first <= start <= stop or stop > first + len(given) * per_item:
-        covered = f"{first}..{first + len(given) * per_item}"
+    wanted = component.owned.part_of(stop) if unique and component.owned.contiguous else (start, stop)
+    low, high = own.count(max(start, wanted[0])), own.count(min(stop, wanted[1]))
+    holds_none = component.owned.size > 1 and high <= low
+    if start > stop or not (holds_none or first <= low <= high <= end):
         remedy = f"give the items of every {per_item} tokens, from first_token on"
+        mine = f" (of {component.owned}: its own {low}..{high})" if component.owned.size > 1 else ""
         raise UsageError(
-            f"tokens {start}..{stop} of {name!r} are not in items that cover {covered}", remedy=remedy, **fields
-        )
+            f"tokens {start}..{stop} of {name!r}{mine} are not in items that cover {first}..{end}",
+            remedy=remedy, **fields,
+        )  # fmt: skip
     if component.positional and first % per_item:
         remedy = f"round it down to a multiple of the {per_item} tokens an item has, and give that item too"
         raise UsageError(f"first_token {first} of {name!r} is inside an item", remedy=remedy, **fields)
@@ -117,6 +118,17 @@ def _check_one(component: Component, items: Items, span: tuple[int, int] | None,
         raise UsageError(f"item {at} of {name!r} {what}", remedy=remedy, position=at, **fields)
     pages = given.astype(np.int32)  # always a copy: the caller's array stays the caller's (I9)
     return Checked(name, pages, first, start, stop, Index.of(pages, first))
+
+
+def _covered(owned: Owned, first: int, end: int, *, unique: bool) -> tuple[int, int]:
+    """The tokens that the rank's own numbers `[first, end)` stand for."""
+    if unique and owned.contiguous:
+        raise UsageError(
+            f"a destination that holds {owned} is bound without a token range",
+            remedy="give `tokens`: the parts are those of a sequence that ends at its stop",
+        )
+    own = Numbering.of(owned)
+    return own.token(first), own.token(end - 1) + 1 if end > first else own.token(first)
 
 
 def _as_integers(name: str, pages: npt.ArrayLike | Sequence[int]) -> npt.NDArray[np.integer[Any]]:

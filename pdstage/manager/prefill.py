@@ -12,13 +12,14 @@ import numpy as np
 
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapServer
+from pdstage.cut import DirectPlans, Pair
 from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.handle import Handle
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, rects_of
 from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
 from pdstage.manager.posts import Posts
-from pdstage.plan import Stagings, selects, wire_order
+from pdstage.plan import Stagings, selects
 from pdstage.protocol.effects import (
     Attach,
     Changed,
@@ -35,7 +36,7 @@ from pdstage.protocol.messages import RoomId, room_key
 from pdstage.protocol.outbox import Phase
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.versions import VERSION
-from pdstage.spans import DirectPlan, Index
+from pdstage.spans import Index
 from pdstage.transport import Done, Inbound, PostFailed, Spans, Transport
 
 if TYPE_CHECKING:
@@ -150,8 +151,8 @@ class PrefillNode(Node[PrefillCore]):
             copy_thread=copy_thread, insecure=insecure, keys=keys,
         )  # fmt: skip
         self._stagings = Stagings(pool.layout)
-        self._wires: dict[Link, str] = {}
-        self._direct_plans: dict[tuple[object, ...], DirectPlan] = {}
+        self._pairs: dict[Link, Pair] = {}
+        self._direct_plans: dict[tuple[object, ...], DirectPlans] = {}
         self.posts = Posts(self.transport)
         self._waiting: list[tuple[Sender, Source, CudaEvent]] = []
         self.core = PrefillCore(
@@ -242,8 +243,8 @@ class PrefillNode(Node[PrefillCore]):
                 ours = {component.name for component in self.pool.layout.components}
                 asked = {n: _whole(n, *span) for n, span in record.asked.items() if n in ours}
                 rects = rects_of(self.pool.layout, asked, None)
-                staging = self._stagings.of(record.shares, rects)
-                most += [t for name in asked if (t := staging.tokens_within(name, limit))]
+                staging, common = self._stagings.of(record.shares, rects), record.link.common
+                most += [t for name in asked if (t := common.numbers(name).reach(staging.tokens_within(name, limit)))]
             return min(most, default=None)
 
     def backlog_nbytes(self, room: OutRoom) -> int:
@@ -259,9 +260,10 @@ class PrefillNode(Node[PrefillCore]):
                 link = chunk.record.link
                 held = self.parts[buffer]
                 dst = Region(held.base, min(held.nbytes, chunk.nbytes), held.kind, held.device)
+                pair = self._pairs[link]
                 self.stager.gather(
-                    ticket, chunk.record.shares, chunk.rects, wire=self._wires[link], items=_indexes(chunk), dst=dst,
-                    checksum=link.checksums,
+                    ticket, chunk.record.shares, chunk.rects, wire=pair.wire, items=_indexes(chunk), dst=dst,
+                    checksum=link.checksums, tokens=chunk.tokens, cut=pair.src,
                 )  # fmt: skip
             case Write(ticket, buffer, chunk, address, tag):
                 base = self.parts[buffer].base
@@ -317,7 +319,7 @@ class PrefillNode(Node[PrefillCore]):
             return self.path == "direct"
         return self.cost.prefers_direct(chunk.nbytes, self._direct_plan(chunk).n_descriptors(chunk.tokens))
 
-    def _direct_plan(self, chunk: OutChunk) -> DirectPlan:
+    def _direct_plan(self, chunk: OutChunk) -> DirectPlans:
         record = chunk.record
         layers = ((rect.component, rect.layer_start, rect.layer_stop) for rect in chunk.rects)
         key = (record.link, record.shares, *layers)
@@ -325,21 +327,22 @@ class PrefillNode(Node[PrefillCore]):
         if plan is None:
             if len(self._direct_plans) >= _MOST_PLANS:
                 self._direct_plans.clear()
-            ours, theirs = self.pool.layout, record.link.layout
-            plan = DirectPlan(
-                ours, selects(ours, record.shares, chunk.rects), theirs, selects(theirs, record.shares, chunk.rects)
+            pair = self._pairs[record.link]
+            ours, theirs = (
+                selects(layout, record.shares, chunk.rects) for layout in (self.pool.layout, record.link.layout)
             )
+            plan = DirectPlans(pair.src, ours, pair.dst, theirs)
             self._direct_plans[key] = plan
         return plan
 
     def _meet(self, link: Link, description: bytes) -> None:
-        self._wires[link] = wire_order(self.pool.layout, link.layout)
+        self._pairs[link] = Pair(self.pool.layout, link.layout, link.common)
         lanes = [Region(lane.base, lane.nbytes, lane.kind, lane.device) for lane in link.lanes]
         self.transport.connect(label(link), description)
         self.transport.prepare(label(link), [*lanes, *(link.layout.regions if link.exposes_pool else ())])
 
     def _detach(self, link: Link) -> None:
-        self._wires.pop(link, None)
+        self._pairs.pop(link, None)
         for key in [key for key in self._direct_plans if key[0] is link]:
             del self._direct_plans[key]
         super()._detach(link)

@@ -1,6 +1,9 @@
 """What has arrived of what a room asked of one writer: a set of rectangles, never a count (I5, I7).
 
 Layer 2, pure. Must not know leases or messages.
+
+Rectangles name absolute tokens; what arrived is kept by the numbers of those that both ranks hold (`ownership`), so
+that nobody waits for the others.
 """
 
 from __future__ import annotations
@@ -8,9 +11,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
+from pdstage.ownership import EVERYTHING
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from pdstage.ownership import Common, Numbering
     from pdstage.plan import Rect, Share
     from pdstage.protocol.messages import Asked
 
@@ -42,16 +48,28 @@ class Intervals:
         return reached if reached < stop else None
 
 
+def of_writer(asked: tuple[Asked, ...], common: Common) -> tuple[Asked, ...]:
+    """What a room asks for, of a writer with which the destination has `common`: less, where parts are contiguous."""
+    if not common.parted:
+        return asked
+    parts = ((ask, *common.part(ask.component, ask.start, ask.stop)) for ask in asked)
+    return tuple(ask._replace(start=start, stop=stop) for ask, start, stop in parts)
+
+
 class _Need:
     """One component's tokens `[start, stop)` over a writer's layers, in bands of layers that arrived alike."""
 
-    __slots__ = ("bands", "layers", "start", "stop")
+    __slots__ = ("bands", "layers", "numbers", "start", "stop")
 
-    def __init__(self, layers: list[int], start: int, stop: int) -> None:
+    def __init__(self, layers: list[int], start: int, stop: int, numbers: Numbering) -> None:
         self.layers = layers
         self.start = start
         self.stop = stop
+        self.numbers = numbers
         self.bands: list[tuple[int, Intervals]] = [(len(layers), Intervals())]
+
+    def numbered(self, start: int, stop: int) -> tuple[int, int]:
+        return self.numbers.count(start), self.numbers.count(stop)
 
     def span(self, rect: Rect) -> tuple[int, int]:
         """The owned layers of `rect`, as places in `layers`."""
@@ -59,17 +77,19 @@ class _Need:
 
     def add(self, rect: Rect) -> None:
         low, high = self.span(rect)
+        start, stop = self.numbered(rect.start, rect.stop)
         for place in (low, high):
             self._cut(place)
         for end, tokens in self.bands:
             if low < end <= high:
-                tokens.add(rect.start, rect.stop)
+                tokens.add(start, stop)
 
     def covers(self, rect: Rect) -> bool:
         low, high = self.span(rect)
+        start, stop = self.numbered(rect.start, rect.stop)
         begin = 0
         for end, tokens in self.bands:
-            if begin < high and end > low and not tokens.covers(rect.start, rect.stop):
+            if begin < high and end > low and not tokens.covers(start, stop):
                 return False
             begin = end
         return True
@@ -77,10 +97,11 @@ class _Need:
     def gap(self) -> tuple[int, int] | None:
         """(layer, token) of the first thing missing."""
         begin = 0
+        start, stop = self.numbered(self.start, self.stop)
         for end, tokens in self.bands:
-            token = tokens.first_gap(self.start, self.stop)
+            token = tokens.first_gap(start, stop)
             if token is not None and begin < end:
-                return self.layers[begin], token
+                return self.layers[begin], self.numbers.token(token)
             begin = end
         return None
 
@@ -94,17 +115,17 @@ class _Need:
 
 
 class Coverage:
-    """What one writer owes one room, and what of it has arrived."""
+    """What one writer owes one room, and what of it has arrived: of the tokens in `common` with it."""
 
     __slots__ = ("_needs",)
 
-    def __init__(self, shares: Iterable[Share], asked: Iterable[Asked]) -> None:
+    def __init__(self, shares: Iterable[Share], asked: tuple[Asked, ...], common: Common = EVERYTHING) -> None:
         layers: dict[str, set[int]] = {}
         for share in shares:
             layers.setdefault(share.component, set()).update(range(*share.layers))
         self._needs = {
-            ask.component: _Need(sorted(layers[ask.component]), ask.start, ask.stop)
-            for ask in asked
+            ask.component: _Need(sorted(layers[ask.component]), ask.start, ask.stop, common.numbers(ask.component))
+            for ask in of_writer(asked, common)
             if ask.component in layers and ask.start < ask.stop
         }
 
@@ -116,6 +137,9 @@ class Coverage:
                 return f"{rect.component!r} was not asked of it"
             if not need.start <= rect.start < rect.stop <= need.stop:
                 return f"{rect.component!r} {rect.start}..{rect.stop} is outside {need.start}..{need.stop}"
+            first, end = need.numbered(rect.start, rect.stop)
+            if first == end:
+                return f"of {rect.component!r} {rect.start}..{rect.stop} the two ranks hold no token both"
             low, high = need.span(rect)
             if low >= high:
                 return f"{rect.component!r} layers {rect.layer_start}..{rect.layer_stop} are not its own"

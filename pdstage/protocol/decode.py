@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
-from pdstage.plan import Stagings, tokens_of
+from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
 from pdstage.protocol.effects import Changed, Complaint, Scatter
 from pdstage.protocol.handshake import Peer
@@ -281,7 +281,7 @@ class DecodeCore(Receiving):
     def _size_problem(self, part: Part, ask: m.Reserve) -> str:
         if len({rect.component for rect in ask.rects}) != len(ask.rects) or not ask.rects:
             return "its rectangles repeat a component, or are none"
-        nbytes = self.stagings.of(part.shares, ask.rects).nbytes(tokens_of(ask.rects))
+        nbytes = self.stagings.of(part.shares, ask.rects).nbytes(part.link.common.tokens(ask.rects))
         return "" if nbytes == ask.nbytes else f"{ask.nbytes} bytes for what has {nbytes} here"
 
     def _on_tag(self, link: Link, tag: m.Tag, now: float) -> bool:

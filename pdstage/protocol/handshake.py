@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pdstage.cut import tokens_problem
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError
 from pdstage.layout import Key, mismatch
+from pdstage.ownership import Common, Numbering
 from pdstage.protocol import messages as m
 from pdstage.protocol.effects import Attach, Complaint
 from pdstage.protocol.session import Core, Link
@@ -50,7 +52,7 @@ def incompatible(src: Layout, dst: Layout) -> str:
         for view in component.views:
             if view.key in held and (problem := mismatch(held[view.key], view)):
                 return problem
-    return ""
+    return tokens_problem(src, dst)
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +114,7 @@ class Greeter(Core):
             return
         link = Link(session, route, welcome.layout, welcome.topology, (), welcome.max_silence_s, now, half_open=False)
         link.heard = frame.seq
+        link.common = Common.of(welcome.layout, self._hello.layout)
         link.checksums = m.CHECKSUM_FEATURE in welcome.features and m.CHECKSUM_FEATURE in self._hello.features
         self.links[session] = peer.link = link
         self.counters.sessions_opened += 1
@@ -191,6 +194,7 @@ class Host(Core):
                 return
             self._make_room(route, now)
             link = Link(session, route, hello.layout, hello.topology, hello.lanes, hello.max_silence_s, now)
+            link.common = Common.of(self._welcome.layout, hello.layout)
             link.exposes_pool = m.DIRECT_FEATURE in hello.features
             link.checksums = m.CHECKSUM_FEATURE in hello.features and m.CHECKSUM_FEATURE in self._welcome.features
             self.links[session] = link
@@ -314,7 +318,10 @@ def check_items(layout: Layout, items: m.Items, asked: m.Asked | None) -> None:
         raise PeerError(
             f"Open gives items of {items.component!r} past its {component.n_items}", remedy="check the peer"
         )
+    # The tokens asked for, by the numbers that the destination's own tokens have.
+    own = Numbering.of(component.owned)
+    first, end = (own.count(asked.start), own.count(asked.stop)) if asked is not None else (0, 0)
     stop = items.first_token + len(numbers) * component.tokens_per_item
-    if asked is not None and asked.start < asked.stop and not items.first_token <= asked.start < asked.stop <= stop:
+    if first < end and not items.first_token <= first < end <= stop:
         what = f"Open gives items of {items.component!r} for {items.first_token}..{stop}"
-        raise PeerError(f"{what} and asks for {asked.start}..{asked.stop}", remedy="check the peer")
+        raise PeerError(f"{what} and asks for {first}..{end}", remedy="check the peer")

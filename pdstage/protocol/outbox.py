@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdstage.plan import Rect, Share, Stagings, tokens_of
 from pdstage.protocol.room import Room
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from pdstage.plan import Staging
+    from pdstage.plan import Rect, Share, Staging, Stagings
     from pdstage.protocol.messages import Open, Session, Written
     from pdstage.protocol.session import Link
 
@@ -71,7 +71,8 @@ class OutChunk:
 
     @property
     def tokens(self) -> dict[str, tuple[int, int]]:
-        return tokens_of(self.rects)
+        """The token ranges to stage: the numbers of those that both ranks hold."""
+        return self.record.link.common.tokens(self.rects)
 
     @property
     def begun(self) -> bool:
@@ -250,19 +251,20 @@ class SendBuffers:
 
 
 def clip(rects: tuple[Rect, ...], record: Record, stagings: Stagings) -> tuple[Rect, ...]:
-    """The part of `rects` that `record` asked for and owns; may be empty."""
-    kept = []
+    """The part of `rects` that `record` asked for, owns and holds tokens of; may be empty."""
+    kept, common = [], record.link.common
     for rect in rects:
         low, high = record.asked.get(rect.component, (0, 0))
         cut = rect._replace(start=max(rect.start, low), stop=min(rect.stop, high))
-        if cut.start < cut.stop and stagings.of(record.shares, (cut,)).select:
+        if cut.start >= cut.stop or not stagings.of(record.shares, (cut,)).select:
+            continue
+        start, stop = common.tokens((cut,))[cut.component]
+        if start < stop:
             kept.append(cut)
     return tuple(kept)
 
 
-def split(
-    rects: tuple[Rect, ...], shares: tuple[Share, ...], stagings: Stagings, limit: int
-) -> Iterator[tuple[Rect, ...]]:
+def split(rects: tuple[Rect, ...], record: Record, stagings: Stagings, limit: int) -> Iterator[tuple[Rect, ...]]:
     """`rects` in order as chunks of at most `limit` staged bytes: by component, then by tokens, then by layers.
 
     A single row of a single layer that is larger still comes whole: the caller sees its size. No two chunks share a
@@ -270,24 +272,27 @@ def split(
     """
     if not rects:
         return
-    if stagings.of(shares, rects).nbytes(tokens_of(rects)) <= limit:
+    shares, common = record.shares, record.link.common
+    tokens = common.tokens(rects)
+    if stagings.of(shares, rects).nbytes(tokens) <= limit:
         yield rects
         return
     if len(rects) > 1:
         for rect in rects:
-            yield from split((rect,), shares, stagings, limit)
+            yield from split((rect,), record, stagings, limit)
         return
     rect = rects[0]
     most = _whole_rows(stagings.of(shares, rects), rect.component, limit)
     if most:
-        first_stop = rect.start - rect.start % most + most
-        for start, stop in _steps(rect.start, first_stop, rect.stop, most):
+        numbers, (first, end) = common.numbers(rect.component), tokens[rect.component]
+        cuts = (numbers.token(number) for number in range(first - first % most + most, end, most))
+        for start, stop in pairwise(chain((rect.start,), cuts, (rect.stop,))):
             yield (rect._replace(start=start, stop=stop),)
     elif rect.layer_stop - rect.layer_start > 1:
         middle = (rect.layer_start + rect.layer_stop) // 2
         for half in (rect._replace(layer_stop=middle), rect._replace(layer_start=middle)):
             if stagings.of(shares, (half,)).select:
-                yield from split((half,), shares, stagings, limit)
+                yield from split((half,), record, stagings, limit)
     else:
         yield rects
 
@@ -299,10 +304,3 @@ def _whole_rows(staging: Staging, component: str, limit: int) -> int:
     if most < row:
         return row if staging.nbytes({component: (0, row)}) <= limit else 0
     return most - most % row
-
-
-def _steps(start: int, first_stop: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
-    end = first_stop
-    while start < stop:
-        yield start, min(end, stop)
-        start, end = min(end, stop), end + step

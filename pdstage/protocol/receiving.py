@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, UsageError
 from pdstage.plan import Share, shares
 from pdstage.protocol import messages as m
-from pdstage.protocol.coverage import Coverage
+from pdstage.protocol.coverage import Coverage, of_writer
 from pdstage.protocol.effects import Changed, Complaint, Detach
 from pdstage.protocol.inbox import InRoom, Part, PartPhase
 from pdstage.protocol.lender import Lender
@@ -93,7 +93,7 @@ class Receiving(Lender):
         self.timers.set(("wait", room), now + self.config.wait_s)
         for part in room.parts.values():
             part.phase = PartPhase.OPENING
-            part.coverage = Coverage(part.shares, room.asked)
+            part.coverage = Coverage(part.shares, room.asked, part.link.common)
             part.direct = bool(room.wire_items) and bool(part.shares)
             self._send_open(part, now)
         self._maybe_complete(room, now)
@@ -104,7 +104,7 @@ class Receiving(Lender):
             room.epoch,
             room.key,
             part.shares,
-            room.asked,
+            of_writer(room.asked, part.link.common),
             room.wire_items if part.direct else (),
             topology.group_rank,
             topology.group_size,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pdstage.errors import PeerError
 from pdstage.metrics import Counters
+from pdstage.ownership import EVERYTHING
 from pdstage.protocol.effects import Complaint, Effect, Send
 from pdstage.protocol.messages import (
     AnyMessage,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from pdstage.errors import PdstageError
     from pdstage.layout import Layout
+    from pdstage.ownership import Common
     from pdstage.plan import Share
     from pdstage.protocol.config import Config
     from pdstage.protocol.inbox import Part
@@ -70,6 +72,8 @@ class Link:
     """At decode: its parts of rooms not released yet, by epoch."""
     records: dict[int, Record] = field(default_factory=dict)
     """At prefill: what its rooms claim, by epoch."""
+    common: Common = EVERYTHING
+    """The tokens that both ranks hold of each component."""
     shares: set[tuple[Share, ...]] = field(default_factory=set)
     """What its rooms ask for, each checked once."""
     quiet: bool = False

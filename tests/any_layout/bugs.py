@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -77,12 +78,12 @@ def kernel_pages_forgotten():
 def replicas_all_send():
     """Every rank that holds a shard sends it."""
 
-    def wrong(view, holders, dst_tp, turn):
+    def wrong(view, wanted, holders, dst_tp, turn):
         return [
-            (number, shard, 1)
+            (holder.number, shard, 1)
             for shard in range(view.axis.first, view.axis.first + view.axis.count)
-            for number, held in holders
-            if held.first <= shard < held.first + held.count
+            for holder in holders
+            if holder.axis.first <= shard < holder.axis.first + holder.axis.count
         ]
 
     return patch.object(plan, "_deal", wrong)
@@ -107,13 +108,11 @@ def layers_before_roles_at_decode():
 def page_sizes_forgotten_in_the_wire_order():
     """Head-major wherever both sides keep heads outermost, in pages of any sizes."""
 
-    def wrong(src, dst):
-        held = src.by_key()
-        pairs = [(held[view.key], view) for view in dst.views() if view.key in held]
+    def wrong(pairs):
         heads_first = pairs and all(plan._heads_outermost(view) for pair in pairs for view in pair)
         return HEAD_MAJOR if heads_first else TOKEN_MAJOR
 
-    return patch.object(plan, "wire_order", wrong)
+    return patch("pdstage.cut.order_of", wrong)
 
 
 def prefix_sent_again():
@@ -121,7 +120,8 @@ def prefix_sent_again():
     clip = outbox.clip
 
     def wrong(rects, record, stagings):
-        from_start = type(record)(asked={n: (0, stop) for n, (_, stop) in record.asked.items()}, shares=record.shares)
+        from_start = copy.copy(record)
+        from_start.asked = {name: (0, stop) for name, (_, stop) in record.asked.items()}
         return clip(rects, from_start, stagings)
 
     return patch.object(outbox, "clip", wrong)

@@ -11,7 +11,7 @@ from tests.any_layout.tape import Tape
 
 PAGES = (1, 2, 4, 8, 16, 32, 64, 3, 5, 6, 7, 12, 24, 48)
 WIDTHS = (8, 16, 4, 32, 2, 1, 3, 5, 12, 24, 40)
-TP = (1, 2, 1, 2, 4, 1, 2, 3, 4, 1, 2, 5, 6, 7, 8)
+TP = (1, 2, 1, 2, 1, 4, 1, 2, 3, 1, 2, 1, 4, 2, 1, 2, 3, 5, 6, 7, 8)
 
 # How engines nest a page's dimensions; "layer" comes first where each layer has an allocation of its own.
 NHD = ("role", "layer", "item", "block", "row", "shard", "seg")
@@ -133,7 +133,7 @@ def _sides(
 ) -> list[Side]:
     sides: list[Side] = []
     for size in tp:
-        n_stages = min(n_layers, tape.pick(1, 1, 1, 1, 2, 2, 3), most_stages)
+        n_stages = min(n_layers, tape.pick(1, 1, 1, 1, 1, 2, 2, 3), most_stages)
         cuts = (0, *sorted(tape.shuffled(range(1, n_layers))[: n_stages - 1]), n_layers)
         other = sides[0].stored if sides else {}
         stored = {of.name: _stored(tape, of, heads_first, other.get(of.name)) for of in logical}
@@ -144,8 +144,17 @@ def _sides(
             for axis in sorted(axes)
             if tape.seldom(8)
         }
-        sides.append(Side(tp_size, cuts, stored, tape.pick(False, False, True), uneven))
+        cp = tape.pick(1, 1, 1, 1, 2, 1, 3) if size is None else 1
+        parted = {of.name: _interleave(tape, of) for of in logical if of.positional and cp > 1 and not tape.seldom(4)}
+        sides.append(Side(tp_size, cuts, stored, tape.pick(False, False, True), uneven, cp, parted))
     return sides
+
+
+def _interleave(tape: Tape, of: Logical) -> int:
+    """Tokens of a block: no row of several is split between ranks. 0 for contiguous parts."""
+    if of.tokens_per_row > 1:
+        return of.tokens_per_row * tape.pick(1, 2, 4)
+    return tape.pick(1, 0, 16, 64, 3, 4)
 
 
 def _logical(tape: Tape, kind: str, n_layers: int) -> Logical:
@@ -213,7 +222,8 @@ def draw(
         hows = src.stored[of.name], dst.stored[of.name]
         if of.positional:
             row = start // of.tokens_per_row * of.tokens_per_row
-            src.stored[of.name], dst.stored[of.name] = _first_tokens(tape, of, hows, row)
+            if not (of.name in src.parted or of.name in dst.parted):
+                src.stored[of.name], dst.stored[of.name] = _first_tokens(tape, of, hows, row)
         spans += _spans(tape, of, src.stored[of.name].first_token, stop, n_layers)
     code = tape.pick(*["c++"] * 44, "numpy", "numpy", "reference")
     path = tape.pick("staged", "staged", "direct", "mixed", "copy")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pdstage.demo.options import LONGEST_PROMPT, MAX_REQUESTS, SHORTEST_PROMPT, ModelShape, Options
+from pdstage.demo.families import FAMILIES
+from pdstage.demo.options import LONGEST_PROMPT, MAX_REQUESTS, MODELS, SHORTEST_PROMPT, ModelShape, Options
 from pdstage.errors import UsageError
 
 
@@ -20,6 +21,16 @@ from pdstage.errors import UsageError
         ({"seed": -4}, "--seed is -4"),
         ({"transport": "pigeon"}, "--transport is 'pigeon'; choose one of auto, nixl, local"),
         ({"path": "scenic"}, "--path is 'scenic'"),
+        ({"model": "gpt2"}, "--model is 'gpt2'; choose one of llama, gemma3"),
+        ({"prefill_pp": 0}, "--prefill-pp is 0; give a number from 1 to 4"),
+        ({"decode_pp": 5}, "--decode-pp is 5; give a number from 1 to 4"),
+        ({"prefill_page": 0}, "--prefill-page is 0"),
+        ({"decode_page": 4096}, "--decode-page is 4096; give a number from 1 to 1024"),
+        ({"prefill_layout": "hdn"}, "--prefill-layout is 'hdn'; choose one of nhd, hnd"),
+        ({"decode_layout": "NHD"}, "--decode-layout is 'NHD'"),
+        ({"decode_tp": 16, "decode_pp": 4}, "--decode-tp 16 and --decode-pp 4 make 64 ranks; at most 32 a side"),
+        ({"model": "mamba2", "kv_heads": 4}, "--kv-heads with mamba2, which has no KV heads; leave it out"),
+        ({"model": "deepseek-v3", "kv_heads": 0}, "--kv-heads is 0"),
         ({"json": Path("/no/such/folder/out.json")}, "its folder does not exist"),
     ],
 )
@@ -42,3 +53,21 @@ def test_every_size_is_a_model_transformers_accepts(kv_heads):
     shape = ModelShape(kv_heads=kv_heads)
     assert shape.hidden % shape.heads == 0
     assert 128 <= shape.hidden < 256 or shape.hidden == shape.heads
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_says_what_it_keeps(model):
+    options = Options(model=model)
+    assert options.components
+    assert options.described.endswith("float64")
+    assert [place.group_rank for place in options.prefill.places()] == [0, 1, 2, 3]
+    if model != "llama":
+        family = FAMILIES[model]
+        held = [layer for name in options.components for layer in family.layers_of(name, options.heads)]
+        assert set(held) == set(family.layers), "every layer keeps something"
+
+
+def test_stages_count_by_layers_first():
+    places = Options(decode_tp=2, decode_pp=3).decode.places()
+    assert [(place.pp_rank, place.tp_rank) for place in places] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [place.group_rank for place in places] == list(range(6))

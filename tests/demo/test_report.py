@@ -16,15 +16,16 @@ from pdstage.demo.options import Options
 from pdstage.demo.report import Report, RoomReport, show
 
 KEYS = [
-    "transport", "path", "model", "prefill_tp", "decode_tp", "requests", "new_tokens", "tokens_identical",
-    "negative_control_caught", "bytes_moved", "descriptors", "seconds",
+    "transport", "path", "model", "prefill_tp", "decode_tp", "prefill_pp", "decode_pp", "requests", "new_tokens",
+    "tokens_identical", "negative_control_caught", "bytes_moved", "descriptors", "seconds",
 ]  # fmt: skip
 
 
 def report_of(options: Options) -> Report:
     return Report(
-        transport="nixl", path="staged", model=str(options.shape), prefill_tp=4, decode_tp=2, requests=2, new_tokens=66,
-        tokens_identical=True, negative_control_caught=True, bytes_moved=14_417_920, descriptors=56_320, seconds=1.25,
+        transport="nixl", path="staged", model=options.described, prefill_tp=4, decode_tp=2, prefill_pp=1, decode_pp=1,
+        requests=2, new_tokens=66, tokens_identical=True, negative_control_caught=True, bytes_moved=14_417_920,
+        descriptors=56_320, seconds=1.25,
     )  # fmt: skip
 
 
@@ -51,9 +52,9 @@ def test_only_both_checks_make_a_good_run(same, caught):
     assert report.good == (same and caught)
 
 
-def shown(report: Report, rooms: list[RoomReport], width: int = 80) -> str:
+def shown(report: Report, rooms: list[RoomReport], options: Options | None = None) -> str:
     out = io.StringIO()
-    show(Console(file=out, width=width), Options(), report, rooms, 0.001)
+    show(Console(file=out, width=80), options or Options(), report, rooms, 0.001)
     return out.getvalue()
 
 
@@ -63,7 +64,20 @@ def test_the_table_fits_a_terminal_and_tells_every_room():
     assert rows["0"] == ["0", "126", "2,064,384", "staged", "18", "250.0", "50.0", "0.008", "identical"]
     assert rows["all"] == ["all", "435", "14,417,920", "staged", "56,320", "1250.0", "0.012", "identical"]
     assert "…" not in text
-    assert "[slots, heads, dim]" in text
+    assert "pages of 16 tokens in NHD at prefill, pages of 32 tokens in HND at decode" in text
+    assert "llama: prefill TP 4 -> decode TP 2 over nixl" in text
+    assert "computes the whole model" not in text
+
+
+def test_what_stands_for_an_engine_is_said():
+    options = Options(model="deepseek-v32", decode_pp=2)
+    text = shown(report_of(options), rooms_of(), options)
+    assert "prefill TP 4 -> decode TP 2 x PP 2" in text
+    assert "each prefill rank computes the whole model; it stores and moves only its share" in text
+    assert "then on from a copy of its cache" in text
+    assert "in each component (dsa, kv)" in text
+    text = shown(report_of(options), rooms_of(), Options(model="mamba2", prefill_layout="hnd"))
+    assert "slots in HND at prefill, slots in HND at decode" in text
 
 
 def test_a_red_check_is_said_so():

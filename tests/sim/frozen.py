@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, TransportError, UsageError
 from pdstage.layout import Layout
+from pdstage.ownership import Common, Numbering
 from pdstage.plan import Rect, Share
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore
@@ -46,9 +47,10 @@ _CONSTANT = frozenset(
     }
 )  # fmt: skip
 _SILENT = {
-    "Link": {"heard_at", "sent_at", "n_sent", "heard", "layout", "topology", "lanes", "silence_s", "shares"},
+    "Link": {"heard_at", "sent_at", "n_sent", "heard", "layout", "topology", "lanes", "silence_s", "shares", "common"},
     "Grant": {"granted_at"},
     "OutChunk": {"waits_since"},
+    "_Need": {"numbers"},
     "Lane": {"_carved", "_largest"},  # computed from the leases when asked for
     "Part": {"reason"},
     "Record": {"reason", "asked", "_exposed", "open"},  # session and epoch name the Open
@@ -225,7 +227,8 @@ def _thing(number: int) -> object:
     return _shared.things[number]
 
 
-_dispatch = {kind: lambda thing: (_thing, (_shared.number(thing),)) for kind in (Layout, Topology, m.Open)}
+_SHARED = (Common, Layout, Numbering, Topology, m.Open)
+_dispatch = {kind: lambda thing: (_thing, (_shared.number(thing),)) for kind in _SHARED}
 _dispatch[memoryview] = lambda view: (memoryview, (bytes(view),))
 _dispatch |= {kind: lambda _: (_thing, (0,)) for kind in _ERRORS}
 

@@ -260,4 +260,6 @@ class Nodes:
             if isinstance(frame.message, m.NoSession | m.Bye):  # may prove a lost session quiet, but only of itself
                 other = getattr(frame.message, "incarnation", None) not in (None, frame.session.writer)
                 same = not other or facts.leases == self.facts[after].leases
+            elif self.home[before][0] != 0:  # prefill notes that it has denied this session, and nothing else
+                same = facts._replace(flat="") == self.facts[after]._replace(flat="")
             must(same, f"I6: a frame of no live session counts: {frame.message}")

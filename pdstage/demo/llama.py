@@ -1,28 +1,27 @@
-"""A Llama split over tensor-parallel ranks, attending over a paged pool: the smallest honest engine.
+"""A Llama split over tensor-parallel ranks and pipeline stages, attending over a paged pool: a small honest engine.
 
 Layer 6 (demo). Must not know processes, transfers or transformers: weights come as a state dict, sums over ranks go
-through a function given from outside. The arithmetic follows transformers' `modeling_llama.py` step by step.
+through a group given from outside. The arithmetic follows transformers' `modeling_llama.py` step by step.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch.nn.functional import embedding, scaled_dot_product_attention, silu
 
+from pdstage.demo.families import stage_layers
 from pdstage.errors import UsageError
 from pdstage.topology import shard_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
+    from collections.abc import Mapping, Sequence
 
     from pdstage.demo.options import ModelShape
-    from pdstage.demo.paged import PagedKV
+    from pdstage.demo.pools import PagedPool, Table
+    from pdstage.topology import Topology
 
 Weights: TypeAlias = "dict[str, torch.Tensor]"
 
@@ -54,11 +53,12 @@ def _even(total: int, parts: int, at: int) -> tuple[int, int]:
     return at * total // parts, (at + 1) * total // parts
 
 
-def slice_weights(full: Mapping[str, torch.Tensor], shape: ModelShape, tp: int, rank: int) -> Weights:
-    """One rank's part of a transformers Llama state dict: columns of q, k, v, gate, up; rows of o and down.
+def slice_weights(full: Mapping[str, torch.Tensor], shape: ModelShape, place: Topology) -> Weights:
+    """One rank's part of a transformers Llama state dict: columns of q, k, v, gate, up; rows of o and down; its layers.
 
     Embedding, norms and the head are held whole. Names are kept.
     """
+    tp, rank, layers = place.tp_size, place.tp_rank, stage_layers(shape.layers, place)
     share, dim = head_share(shape, tp, rank), shape.head_dim
     q = slice(share.q_start * dim, share.q_stop * dim)
     kv = slice(share.kv_start * dim, share.kv_stop * dim)
@@ -67,7 +67,10 @@ def slice_weights(full: Mapping[str, torch.Tensor], shape: ModelShape, tp: int, 
     inputs = {"o_proj": q, "down_proj": mlp}
     sliced: Weights = {}
     for name, weight in full.items():
-        part = name.split(".")[-2]
+        path = name.split(".")
+        part = path[-2]
+        if path[1] == "layers" and int(path[2]) not in layers:
+            continue
         if part in outputs:
             weight = weight[outputs[part]]  # noqa: PLW2901  (torch stores [out, in])
         elif part in inputs:
@@ -78,30 +81,39 @@ def slice_weights(full: Mapping[str, torch.Tensor], shape: ModelShape, tp: int, 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens `[start, start + n)` of one request, whose KV lives in `pages`; all before `start` is there already."""
+    """Tokens `[start, start + n)` of one request, whose KV lives in `table`; all before `start` is there already."""
 
-    pages: NDArray[np.int32]
+    table: Table
     start: int
     n: int
 
 
-class ShardedLlama:
-    """One rank's model. `reduce` sums a tensor over the ranks in place; with one rank it does nothing."""
+class Sums(Protocol):
+    """What a model needs of the ranks it computes with; `group.Group` is one."""
 
-    def __init__(
-        self, shape: ModelShape, weights: Weights, tp: int, rank: int, reduce: Callable[[torch.Tensor], None]
-    ) -> None:
+    def sum(self, partial: torch.Tensor) -> None:
+        """Adds up `partial` of the stage's ranks in place."""
+
+    def hand_on(self, hidden: torch.Tensor, stage: int) -> None:
+        """Puts `stage`'s `hidden` in place of every other stage's."""
+
+
+class ShardedLlama:
+    """One rank's model. `group`: the ranks it computes with, of all stages."""
+
+    def __init__(self, shape: ModelShape, weights: Weights, place: Topology, group: Sums) -> None:
         self.shape = shape
-        self.share = head_share(shape, tp, rank)
+        self.share = head_share(shape, place.tp_size, place.tp_rank)
+        self._place = place
         self._weights = weights
-        self._reduce = reduce
+        self._group = group
         queries = torch.arange(self.share.q_start, self.share.q_stop)
         self._kv_of_query = queries // shape.queries_per_kv_head - self.share.kv_start
         exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         self._inv_freq = 1.0 / shape.rope_theta**exponent
 
     @torch.no_grad()
-    def forward(self, tokens: Sequence[int], segments: Sequence[Segment], kv: PagedKV) -> torch.Tensor:
+    def forward(self, tokens: Sequence[int], segments: Sequence[Segment], kv: PagedPool) -> torch.Tensor:
         """Logits `[len(segments), vocab]` after each segment's last token; stores all tokens' K and V in `kv`.
 
         `tokens` are those of all segments, one after the other. Raises `UsageError` unless their numbers agree.
@@ -113,14 +125,27 @@ class ShardedLlama:
         positions = torch.cat([torch.arange(s.start, s.start + s.n) for s in segments])
         rotation = self._rotation(positions)
         hidden = embedding(torch.tensor(tokens), self._weights["model.embed_tokens.weight"])
-        for layer in range(self.shape.layers):
+        for stage in range(self._place.pp_size):
+            if stage == self._place.pp_rank:
+                hidden = self._through_stage(hidden, rotation, segments, kv)
+            self._group.hand_on(hidden, stage)
+        last = torch.tensor([s.n for s in segments]).cumsum(0) - 1
+        return self._norm(hidden[last], "model.norm.weight") @ self._weights["lm_head.weight"].T
+
+    def _through_stage(
+        self,
+        hidden: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        segments: Sequence[Segment],
+        kv: PagedPool,
+    ) -> torch.Tensor:
+        for layer in stage_layers(self.shape.layers, self._place):
             at = f"model.layers.{layer}."
             normed = self._norm(hidden, at + "input_layernorm.weight")
             hidden = hidden + self._summed(self._attention(normed, layer, rotation, segments, kv))
             normed = self._norm(hidden, at + "post_attention_layernorm.weight")
             hidden = hidden + self._summed(self._mlp(normed, at + "mlp."))
-        last = torch.tensor([s.n for s in segments]).cumsum(0) - 1
-        return self._norm(hidden[last], "model.norm.weight") @ self._weights["lm_head.weight"].T
+        return hidden
 
     def _attention(
         self,
@@ -128,7 +153,7 @@ class ShardedLlama:
         layer: int,
         rotation: tuple[torch.Tensor, torch.Tensor],
         segments: Sequence[Segment],
-        kv: PagedKV,
+        kv: PagedPool,
     ) -> torch.Tensor:
         at = f"model.layers.{layer}.self_attn."
         q, k, v = (self._heads(normed @ self._weights[f"{at}{part}_proj.weight"].T) for part in "qkv")
@@ -136,8 +161,8 @@ class ShardedLlama:
         attended, first = [], 0
         for segment in segments:
             own = slice(first, first + segment.n)
-            kv.store(layer, segment.pages, segment.start, k[own], v[own])
-            attended.append(self._attend(q[own], *kv.load(layer, segment.pages, segment.start + segment.n)))
+            kv.store(layer, segment.table, segment.start, k[own], v[own])
+            attended.append(self._attend(q[own], *kv.load(layer, segment.table, 0, segment.start + segment.n)))
             first += segment.n
         return torch.cat(attended).flatten(1) @ self._weights[f"{at}o_proj.weight"].T
 
@@ -160,7 +185,7 @@ class ShardedLlama:
 
     def _summed(self, partial: torch.Tensor) -> torch.Tensor:
         partial = partial.contiguous()
-        self._reduce(partial)
+        self._group.sum(partial)
         return partial
 
     def _norm(self, hidden: torch.Tensor, name: str) -> torch.Tensor:

@@ -1,0 +1,244 @@
+"""State components of which an engine gives addresses only, as its own transfer code takes them: SGLang's KVArgs.
+
+    states = setup_state_components(token_to_kv_pool, kind="mamba", request_pool=req_to_token_pool, tp=(4, rank))
+    layout = build(sglang_mha(k, v, ...), *states.parts)
+
+Layer 0, pure. Must not know peers, plans or engines' own classes: of a pool only the methods of `StatePool` are used.
+Where an engine has tensors, the constructors of `tensors` say more of them and refuse more that is wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from pdstage.arrays import Array, Part, Piece, part, refused
+from pdstage.errors import UsageError
+from pdstage.layout import Region, Row
+from pdstage.states import StateType
+from pdstage.topology import REPLICATED, shard_axis
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdstage.layout import Key
+
+
+class Slicing(NamedTuple):
+    """How a buffer's items are sliced over TP, in the words of SGLang's KVArgs.
+
+    `dim` is this rank's size of the sliced dimension (`state_dim_per_tensor`; 0 for a state that every rank holds
+    whole), `outer` how many rows lie before it (`state_slice_outer_counts`), and `groups` the whole model's sizes of
+    what the dimension is made of, each sliced by itself (`state_conv_shard_groups`).
+    """
+
+    dim: int = 0
+    outer: int = 1
+    groups: Sequence[int] | None = None
+
+
+class Paging(NamedTuple):
+    """Items that are pages of `tokens` tokens. Pages of one row for each token (`by_token`) meet pages of any size;
+    others, such as `[keys][scales]`, move whole.
+    """
+
+    tokens: int
+    by_token: bool = False
+
+
+class StatePool(Protocol):
+    """What is used of an engine's pool: addresses, lengths and item lengths of its state buffers, tensor by tensor.
+
+    If it has them, `get_state_dim_per_tensor`, `get_state_slice_outer_counts`, `get_state_conv_shard_groups` and
+    `get_state_layer_ids` too, each with one entry a buffer.
+    """
+
+    def get_state_buf_infos(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]: ...
+
+
+@dataclass
+class StateComponents:
+    """The state components of one rank, in the making. `tp` is its (size, rank), `device` where its pools are.
+
+    `parts` go into `build`; `names` are all components appended, those without a single buffer too.
+    """
+
+    tp: tuple[int, int]
+    device: tuple[str, int] = ("cpu", 0)
+    parts: list[Part] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    _held: dict[Key, int] = field(default_factory=dict)
+    _addresses: set[tuple[str, int]] = field(default_factory=set)
+
+    def add(self, name: str, given: Part) -> None:
+        """Adds the views of `given` that are not here yet: a pool that two paths lead to is registered once.
+
+        Raises `UsageError` for a view known at another address.
+        """
+        views = []
+        for view in given.views:
+            address = given.regions[view.region].base + view.offset
+            if (name, address) in self._addresses:
+                continue
+            known = self._held.get(view.key)
+            if known is not None:
+                raise UsageError(
+                    f"{view.key} is at {known:#x} and at {address:#x}",
+                    remedy="two pools claim this layer's state: give each layer one pool",
+                    key=view.key,
+                )
+            self._held[view.key] = address
+            self._addresses.add((name, address))
+            views.append(view)
+        if views:
+            self.parts.append(Part(given.regions, tuple(views)))
+        if name not in self.names:
+            self.names.append(name)
+
+
+def append_state_component(
+    states: StateComponents,
+    kind: StateType | str,
+    data_ptrs: Sequence[int],
+    data_lens: Sequence[int],
+    item_lens: Sequence[int],
+    *,
+    dim_per_tensor: Sequence[int] | None = None,
+    conv_shard_groups: Sequence[Sequence[int] | None] | None = None,
+    slice_outer_counts: Sequence[int] | None = None,
+    layer_ids: Sequence[int] | None = None,
+    paging: Paging | None = None,
+    format: str = "bytes",
+) -> None:
+    """Appends a component of `kind`, one buffer a layer and tensor; the arguments are SGLang's of that name.
+
+    No buffers at all, and buffers of no bytes, are a component with nothing to send. Buffers of one layer are told
+    apart by their order; without `layer_ids` a buffer's place in the list is its layer. Kinds with positions need
+    `paging`. `format` is all that says that the two sides' bytes mean the same. Raises `UsageError` for an unknown kind
+    and for lengths that do not fit.
+    """
+    known = StateType.of(kind)
+    if known is StateType.NONE:
+        return
+    n = len(data_ptrs)
+    layers = list(layer_ids) if layer_ids else list(range(n))
+    dims, outers = dim_per_tensor or [0] * n, slice_outer_counts or [1] * n
+    groups = conv_shard_groups or [None] * n
+    for what, entries in {
+        "data_lens": data_lens, "item_lens": item_lens, "layer_ids": layers, "dim_per_tensor": dims,
+        "slice_outer_counts": outers, "conv_shard_groups": groups,
+    }.items():  # fmt: skip
+        if len(entries) != n:
+            raise UsageError(
+                f"{what} has {len(entries)} entries, data_ptrs has {n}", remedy="give one entry a buffer", argument=what
+            )
+    if known.positional and paging is None:
+        raise UsageError(f"state kind {known.name!r} has token positions", remedy="say how its pages are: paging=...")
+    states.names.extend({known.component} - set(states.names))
+    seen: Counter[int] = Counter()
+    for i, (ptr, nbytes, item) in enumerate(zip(data_ptrs, data_lens, item_lens, strict=True)):
+        role = f"state.{seen[layers[i]]}"
+        seen[layers[i]] += 1
+        if not nbytes or not item:  # a layer that shares another's state keeps its place in the engine's lists
+            continue
+        if nbytes % item:
+            raise refused(f"data_ptrs[{i}]", f"has items of {item} bytes in {nbytes}", "correct the lengths")
+        region = Region(ptr, nbytes, *states.device)
+        array = Array(f"data_ptrs[{i}]", (nbytes // item, item), (item, 1), ptr, 1, format, region)
+        for name, piece in _pieces(array, Slicing(dims[i], outers[i], groups[i]), states.tp, paging, format).items():
+            made = part({role + name: [piece]}, {"component": known.component, "layers": [layers[i]]})
+            states.add(known.component, made)
+
+
+def setup_state_components(
+    main_pool: object,
+    *,
+    kind: StateType | str,
+    tp: tuple[int, int],
+    request_pool: object = None,
+    draft_pool: object = None,
+    n_layers: int = 0,
+    paging: Paging | None = None,
+    device: tuple[str, int] = ("cpu", 0),
+) -> StateComponents:
+    """The state components of an engine's pools: of `kind` those of the main pool, and those of the draft model's, as
+    layers from `n_layers` on; of "mamba" those of the request-indexed pool that the main pool did not give already.
+
+    Pools without `get_state_buf_infos`, or None, have no state. Source: setup_state_kv_args of SGLang 0.5.23.
+    """
+    states = StateComponents(tp, device)
+    _append_pool(states, kind, main_pool, 0, paging)
+    _append_pool(states, StateType.MAMBA, request_pool, 0, None)
+    _append_pool(states, kind, draft_pool, n_layers, paging)
+    return states
+
+
+def _append_pool(
+    states: StateComponents, kind: StateType | str, pool: object, first_layer: int, paging: Paging | None
+) -> None:
+    if not hasattr(pool, "get_state_buf_infos"):
+        return
+
+    def told(name: str) -> Any:  # noqa: ANN401  (each method has its own type)
+        method = getattr(pool, name, None)
+        return None if method is None else method()
+
+    infos = pool.get_state_buf_infos()
+    layers = told("get_state_layer_ids") or range(len(infos[0]))
+    append_state_component(
+        states,
+        kind,
+        *infos,
+        dim_per_tensor=told("get_state_dim_per_tensor"),
+        conv_shard_groups=told("get_state_conv_shard_groups"),
+        slice_outer_counts=told("get_state_slice_outer_counts"),
+        layer_ids=[first_layer + layer for layer in layers],
+        paging=paging,
+    )
+
+
+_MOST_UNITS = 128
+
+
+def _pieces(
+    array: Array, slicing: Slicing, tp: tuple[int, int], paging: Paging | None, format: str
+) -> dict[str, Piece]:
+    """The pieces of a buffer's items by the ends of their roles: one, or one for each group."""
+    n_items, item = array.shape
+    tokens, by_token = paging or (1, False)
+    if by_token and item % tokens:
+        raise refused(array.name, f"has pages of {item} bytes for {tokens} tokens", "correct paging")
+    row = item // tokens if by_token else item
+    rows = (Row(1, row),) if by_token else (Row(tokens, 0),)
+    dim, outer, groups = slicing
+    if not dim:
+        return {"": Piece(array=array, n_items=n_items, item_stride=item, tokens_per_item=tokens, rows=rows, width=row,
+                          axis=REPLICATED, format=format)}  # fmt: skip
+    totals = list(groups or [dim * tp[0]])
+    if row % (dim * outer) or sum(totals) != dim * tp[0]:
+        raise refused(
+            array.name, f"has {row} bytes for {outer} rows of {dim}, a part of {totals} over TP {tp[0]}",
+            "give this rank's dimension, the rows before it, and the whole model's groups; or give tensors instead",
+        )  # fmt: skip
+    each, at, pieces = row // (dim * outer), 0, {}
+    for number, total in enumerate(totals):
+        axis = shard_axis("unit", _units(total), *tp)
+        unit = total // axis.total * each
+        if axis.total % tp[0]:
+            raise refused(array.name, f"cannot slice {total} over TP {tp[0]} evenly", "give tensors instead")
+        pieces[f".{number}" if len(totals) > 1 else ""] = Piece(
+            array=array, at=at, n_items=n_items, item_stride=item, tokens_per_item=tokens, rows=rows,
+            shard_stride=unit, segs=outer, seg_stride=dim * each, width=unit, axis=axis, format=format,
+        )  # fmt: skip
+        at += axis.count * unit
+    return pieces
+
+
+def _units(total: int) -> int:
+    """Into how many equal pieces both sides cut a dimension, whatever their TP sizes: halved to 128 at most if it can
+    be, so that odd factors stay.
+    """
+    while total > _MOST_UNITS and total % 2 == 0:
+        total //= 2
+    return total

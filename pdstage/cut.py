@@ -1,0 +1,279 @@
+"""Pages cut into pieces of the tokens that two ranks both hold, so that kernels see plain consecutive items.
+
+Layer 1, pure: numpy only. Must not know transports, kernels or rooms.
+
+Where two ranks hold different tokens of a sequence, one side's pages, or both's, hold tokens between the common ones
+that the other lacks. Its views are then *cut*: a piece of `grain` common tokens, consecutive in one page, becomes an
+item, and pages become lists of pieces. A cut view addresses the same region by
+
+    item number = page * page_step + piece // per_block * block_step + piece % per_block * piece_step
+
+in units of the largest stride that divides all three. Views of one component with other steps (keys and scales of one
+page, say) are of another *class* and take a list of their own; a copy is then several, one for each run of views of
+one class. Staged order, keys and checksums stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pdstage.errors import UsageError
+from pdstage.layout import ALL_TOKENS, Component, Key, Layout, View
+from pdstage.ownership import Common, Numbering
+from pdstage.plan import Select, order_of
+from pdstage.spans import DirectPlan, Spans
+from pdstage.tables import Index, integers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from pdstage.layout import Owned
+    from pdstage.plan import Tokens
+    from pdstage.tables import Int64s
+
+_MOST_ITEMS = 1 << 31
+
+
+class _Steps(NamedTuple):
+    """How a class of views numbers its pieces; `lowest` is the least number, and `n_items` their span."""
+
+    per_block: int
+    page: int
+    block: int
+    piece: int
+    lowest: int
+    n_items: int
+
+
+class _Pieces:
+    """The common tokens of one component on one side: which page holds number n, and where in it."""
+
+    def __init__(self, component: Component, numbers: Numbering) -> None:
+        owned, tokens_per_item = component.owned, component.tokens_per_item
+        own = Numbering.of(owned)
+        self._per_period = numbers.per_period
+        self._own_per_period = own.count(numbers.period)
+        places = np.array([own.count(int(token)) for token in numbers.starts], np.int64)
+        number = np.arange(len(places), dtype=np.int64) * numbers.grain
+        follows = np.diff(places, append=places[:1] + self._own_per_period) == numbers.grain
+        first = np.flatnonzero(~np.roll(follows, 1))
+        self.grain = math.gcd(
+            tokens_per_item, self._per_period, self._own_per_period, *places[first].tolist(), *number[first].tolist()
+        )
+        blocks = {view.rows[0].tokens for view in component.views if len(view.rows) == 2}
+        while any(self.grain % block and block % self.grain for block in blocks):
+            self.grain = math.gcd(self.grain, *(block for block in blocks if self.grain % block))
+        at = np.arange(0, self._per_period, self.grain, dtype=np.int64)
+        self._places = places[at // numbers.grain] + at % numbers.grain
+        self.per_item = tokens_per_item // self.grain
+        self._tokens_per_item = tokens_per_item
+        self.steps: list[_Steps] = []
+
+    def cut(self, view: View) -> tuple[View, int]:
+        """The view whose items are pieces, and the number of its class."""
+        grain, rows = self.grain, view.rows
+        block = piece = 0
+        per_block = self.per_item
+        if len(rows) == 2 and grain % rows[0].tokens:
+            per_block = rows[0].tokens // grain
+            block, rows = rows[0].stride, rows[1:]
+        if self.per_item > 1:
+            piece = view.row_offset(grain)
+        return self._counted(view, rows, (view.item_stride, block, piece), per_block)
+
+    def _counted(
+        self, view: View, rows: tuple[Any, ...], strides: tuple[int, int, int], per_block: int
+    ) -> tuple[View, int]:
+        most = (view.n_items - 1, -(-self.per_item // per_block) - 1, min(per_block, self.per_item) - 1)
+        used = tuple(stride if n else 0 for stride, n in zip(strides, most, strict=True))
+        unit = math.gcd(*used) or 1
+        page, block, piece = (stride // unit for stride in used)
+        ends = [step * n for step, n in zip((page, block, piece), most, strict=True)]
+        lowest, highest = sum(min(0, end) for end in ends), sum(max(0, end) for end in ends)
+        steps = _Steps(per_block, page, block, piece, lowest, highest - lowest + 1)
+        if steps.n_items > _MOST_ITEMS:
+            raise UsageError(
+                f"view {view.key} has strides of {strides} bytes, cut into pieces of {self.grain} tokens: their only "
+                f"common unit is {unit}",
+                remedy="store it apart from wider views, or make the interleave larger",
+                key=view.key,
+            )
+        if steps not in self.steps:
+            self.steps.append(steps)
+        view = replace(
+            view, offset=view.offset + lowest * unit, n_items=steps.n_items, item_stride=unit,
+            tokens_per_item=self.grain, rows=rows,
+        )  # fmt: skip
+        return view, self.steps.index(steps)
+
+    def find(self, start: int, stop: int) -> tuple[Int64s, int]:
+        """Own numbers of the first tokens of the pieces that hold common tokens `[start, stop)`, and the first's common
+        number.
+        """
+        pieces = np.arange(start // self.grain, -(-stop // self.grain), dtype=np.int64)
+        if len(self._places) == 1:
+            return pieces * self._own_per_period + self._places[0], start // self.grain * self.grain
+        periods = pieces // len(self._places)
+        within = pieces - periods * len(self._places)
+        return periods * self._own_per_period + self._places[within], start // self.grain * self.grain
+
+    def place(self, own: Int64s, index: Index, component: str) -> tuple[Int64s, Int64s]:
+        """Page and piece of the page of each of these own tokens. Raises `UsageError` where `index` lacks its page."""
+        at = (own - index.first_token) // self.grain
+        position = at // self.per_item
+        on_host = index.device == "cpu" and index.first_token % self.grain == 0
+        if not (on_host and at[0] >= 0 and position[-1] < index.n):
+            raise UsageError(
+                f"the index of component {component!r} has {index.n} items from own token {index.first_token} on, on "
+                f"{index.device}; own tokens {own[0]}..{own[-1] + self.grain} are wanted",
+                remedy="give every item that the token range touches, in host memory, first_token at an item's start",
+                component=component,
+            )
+        return integers(index)[position].astype(np.int64), at - position * self.per_item
+
+    def number(self, page: Int64s, piece: Int64s, number: int) -> NDArray[Any]:
+        """Items of class `number`."""
+        steps = self.steps[number]
+        if steps.per_block >= self.per_item:
+            items = page * steps.page + (piece * steps.piece - steps.lowest)
+        else:
+            block = piece // steps.per_block
+            items = page * steps.page + block * steps.block + (piece - block * steps.per_block) * steps.piece
+            items -= steps.lowest
+        return items.astype(np.int32)
+
+
+class Cut:
+    """One side's layout for the tokens it has in common with another: as it is, or with pages cut into pieces.
+
+    `key` names the cut among those of one layout; it is empty where nothing is cut.
+    """
+
+    def __init__(self, layout: Layout, common: Common) -> None:
+        """Raises `UsageError` where strides cannot be numbered, naming the view."""
+        self._layout = layout
+        self._pieces: dict[str, _Pieces] = {}
+        self._classes: dict[Key, int] = {}
+        self._views: dict[Key, View] = {}
+        keys: list[tuple[str, Owned | Numbering]] = []
+        for component in layout.components:
+            numbers, own = common.numbers(component.name), Numbering.of(component.owned)
+            if numbers.per_period > 0 and numbers.per_period < own.count(numbers.period):
+                pieces = self._pieces[component.name] = _Pieces(component, numbers)
+                keys.append((component.name, numbers))
+                for view in component.views:
+                    self._views[view.key], self._classes[view.key] = pieces.cut(view)
+        self.key = tuple(keys)
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        """One for each class number: the views of that class; views that are not cut are in the first."""
+        n = max(self._classes.values(), default=0) + 1
+        return tuple(self._of_class(number) for number in range(n)) if self._pieces else (self._layout,)
+
+    def _of_class(self, number: int) -> Layout:
+        components = []
+        for whole in self._layout.components:
+            views = tuple(
+                self._views.get(v.key, v) for v in whole.views if self._classes.get(v.key, 0) == number
+            )  # fmt: skip
+            if views:
+                owned = whole.owned if whole.name not in self._pieces else ALL_TOKENS
+                components.append(replace(whole, views=views, owned=owned))
+        return Layout(self._layout.regions, tuple(components))
+
+    def class_of(self, key: Key) -> int:
+        """Which of `layouts` holds a view."""
+        return self._classes.get(key, 0)
+
+    def view(self, key: Key) -> View | None:
+        """A view as it is after cutting."""
+        return self._views.get(key) or self._layout.by_key().get(key)
+
+    def runs(self, select: Sequence[Select]) -> list[tuple[int, list[Select]]]:
+        """`select` in order, cut where the class changes: (class, selected views)."""
+        if not self._pieces:
+            return [(0, list(select))]
+        return [(number, list(run)) for number, run in groupby(select, lambda s: self.class_of(s.key))]
+
+    def indexes(self, items: Mapping[str, Index], tokens: Tokens) -> _Indexes:
+        """Lists for the token ranges of one chunk, out of those of whole pages; both in host memory."""
+        return _Indexes(self._pieces, items, tokens)
+
+
+class _Indexes:
+    """The lists of one chunk, by class; pages are looked up once for all classes."""
+
+    def __init__(self, pieces: Mapping[str, _Pieces], items: Mapping[str, Index], tokens: Tokens) -> None:
+        self._pieces = pieces
+        self._items = items
+        self._found: dict[str, tuple[Int64s, Int64s, int]] = {}
+        for name, (start, stop) in tokens.items():
+            if name in pieces and name in items and start < stop:
+                own, first = pieces[name].find(start, stop)
+                self._found[name] = *pieces[name].place(own, items[name], name), first
+
+    def of(self, number: int) -> Mapping[str, Index]:
+        """The lists that the views of class `number` take."""
+        if not self._found:
+            return self._items
+        lists = dict(self._items)
+        for name, (page, piece, first) in self._found.items():
+            pieces = self._pieces[name]
+            if number < len(pieces.steps):
+                lists[name] = Index.of(pieces.number(page, piece, number), first)
+        return lists
+
+
+class Pair:
+    """How two layouts meet: the staged order, and each side's pages as the common tokens see them."""
+
+    def __init__(self, src: Layout, dst: Layout, common: Common) -> None:
+        self.src, self.dst = Cut(src, common), Cut(dst, common)
+        held = src.by_key()
+        pairs = [(self.src.view(view.key), self.dst.view(view.key)) for view in dst.views() if view.key in held]
+        self.wire = order_of(pairs)  # type: ignore[arg-type]
+
+
+class DirectPlans:
+    """The direct path between two cut layouts: a `DirectPlan` for each pair of classes."""
+
+    def __init__(self, src: Cut, src_select: Iterable[Select], dst: Cut, dst_select: Iterable[Select]) -> None:
+        """As `DirectPlan`, and raises what it raises."""
+        self._src, self._dst = src, dst
+        pairs: dict[tuple[int, int], tuple[list[Select], list[Select]]] = {}
+        for ours, theirs in zip(sorted(src_select), sorted(dst_select), strict=True):
+            of_class = pairs.setdefault((src.class_of(ours.key), dst.class_of(theirs.key)), ([], []))
+            of_class[0].append(ours)
+            of_class[1].append(theirs)
+        self._plans = [
+            (i, j, DirectPlan(src.layouts[i], ours, dst.layouts[j], theirs)) for (i, j), (ours, theirs) in pairs.items()
+        ]
+
+    def spans(self, tokens: Tokens, src_items: Mapping[str, Index], dst_items: Mapping[str, Index]) -> Spans:
+        """As `DirectPlan.spans`, of items that are whole pages."""
+        ours, theirs = self._src.indexes(src_items, tokens), self._dst.indexes(dst_items, tokens)
+        found = [plan.spans(tokens, ours.of(i), theirs.of(j)) for i, j, plan in self._plans]
+        return found[0] if len(found) == 1 else Spans(*map(np.concatenate, zip(*found, strict=True)))
+
+    def n_descriptors(self, tokens: Tokens) -> int:
+        return sum(plan.n_descriptors(tokens) for _, _, plan in self._plans)
+
+
+def tokens_problem(src: Layout, dst: Layout) -> str:
+    """Why the tokens that ranks of these layouts hold cannot be brought together, in words; empty if they can."""
+    try:
+        common = Common.of(src, dst)
+        Cut(src, common)
+        Cut(dst, common)
+    except UsageError as error:
+        return str(error)
+    return ""

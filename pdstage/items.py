@@ -1,0 +1,111 @@
+"""The items that a room names of each component, and how engines come by them: one builder for each kind of state.
+
+    receiver.bind({
+        "kv": prefix_items(token_slots, page_size=64),
+        "swa": window_items(token_slots, page_size=64, window=4096, mapping=full_to_swa),
+        "mamba": slot_items(mamba_slot),
+    })
+
+`token_slots` is the request's row of an engine's token table: at p the slot, in the pool, of the token at position p.
+Engines that keep lists of pages name them as they are: `Items(pages, first_token)`.
+
+Layer 0, pure. Must not know layouts, rooms or any engine's own classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pdstage.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from pdstage.state_shapes import Ring
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Items:
+    """Pages or slots of one component: item i covers tokens `[first_token + i*T, first_token + (i+1)*T)`.
+
+    Of components with positions, `first_token` is a multiple of T: both sides then cut a sequence at the same places,
+    on which the head-major staged order relies.
+
+    Under context parallelism, a rank that holds every other block of tokens only (`Owned`) counts in its own tokens:
+    item i covers number `first_token + i*T` of these onwards. Token ranges, such as `Sender.chunk` and `Receiver.bind`
+    take, are positions in the sequence on every rank.
+
+    `pages` is a one-dimensional sequence of integers; it is copied, never modified.
+    """
+
+    pages: npt.ArrayLike
+    first_token: int = 0
+
+
+def slot_items(*slots: int) -> Items:
+    """States that a request has once: its mamba slot, its row of a request-indexed pool. None at all is an empty list,
+    which says that there is nothing to move.
+    """
+    return Items(np.array(slots, np.int64))
+
+
+def prefix_items(token_slots: npt.ArrayLike, *, page_size: int, stop: int | None = None, held: int = 0) -> Items:
+    """Pages of the whole prefix `[0, stop)` (all of `token_slots` if None), as caches and index keys (NSA) want them.
+
+    Of a destination that has tokens `[0, held)` already, only the pages from that of token `held` on.
+    """
+    row = _row(token_slots, stop)
+    start = min(held, len(row)) // _checked(page_size) * page_size
+    return Items(row[start::page_size] // page_size, start)
+
+
+def window_items(
+    token_slots: npt.ArrayLike,
+    *,
+    page_size: int,
+    window: int,
+    stop: int | None = None,
+    held: int = 0,
+    mapping: Any = None,  # noqa: ANN401  (whatever one can index: an array, or a tensor)
+) -> Items:
+    """Pages of the last `window` tokens before `stop`, from the page on in which the window starts.
+
+    `mapping`, indexed by slots of the full pool, gives those of the sliding-window pool, if it has its own. Tokens
+    below `held` are at the destination already.
+    """
+    row = _row(token_slots, stop)
+    start = min(max(held, len(row) - window, 0), len(row)) // _checked(page_size) * page_size
+    slots = row[start::page_size]
+    translated = slots if mapping is None else np.asarray(mapping[slots])
+    return Items(translated // page_size, start)
+
+
+def ring_items(slot: int, ring: Ring, *, stop: int, window: int) -> Items:
+    """Rows of slot `slot` of a ring for the last `window` tokens before `stop`, in position order; the token at
+    position p is in row `p % ring.rows`. Raises `UsageError` for a window that the ring cannot hold.
+    """
+    positions = np.arange(max(0, stop - window), stop)
+    if len(positions) > ring.rows:
+        raise UsageError(
+            f"a window of {len(positions)} tokens in a ring of {ring.rows} rows", remedy="give at most the ring's rows"
+        )
+    first = int(positions[0]) if len(positions) else stop
+    return Items(slot * ring.slot_step + positions % ring.rows * ring.row_step, first)
+
+
+def _row(token_slots: npt.ArrayLike, stop: int | None) -> npt.NDArray[np.integer[Any]]:
+    row = np.asarray(token_slots)
+    if row.ndim != 1 or (stop is not None and not 0 <= stop <= len(row)):
+        raise UsageError(
+            f"token slots of shape {row.shape} for {stop} tokens", remedy="give one slot for each token of the request"
+        )
+    return row[:stop]
+
+
+def _checked(page_size: int) -> int:
+    if page_size < 1:
+        raise UsageError(f"page_size is {page_size}", remedy="give the tokens of a page", page_size=page_size)
+    return page_size

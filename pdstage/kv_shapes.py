@@ -1,0 +1,298 @@
+"""Constructors for KV caches: per-head pools, latents, their scales, and pages of several blocks.
+
+Layer 0, pure; `tensors` has the table of all constructors. Must not know peers, plans or engines' own classes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Unpack
+
+from pdstage.arrays import Piece, arrays_of, pages, part, refused
+from pdstage.errors import UsageError
+from pdstage.layout import Row
+from pdstage.topology import REPLICATED, shard_axis
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pdstage.arrays import Array, Naming, Part, TensorLike, Tensors
+
+
+def sglang_mha(
+    k: Tensors, v: Tensors, *, page_size: int, total_heads: int, tp: tuple[int, int], **naming: Unpack[Naming]
+) -> Part:
+    """SGLang's `[slots, heads, dim]` pools; every `page_size` slots are a page."""
+    roles = {
+        name: [_paginated(array, page_size) for array in arrays_of(name, given, "slots, heads, dim")]
+        for name, given in (("k", k), ("v", v))
+    }
+    return _heads(roles, total_heads, tp, naming)
+
+
+def paged_nhd(k: Tensors, v: Tensors, *, total_heads: int, tp: tuple[int, int], **naming: Unpack[Naming]) -> Part:
+    """Pools `[pages, page_size, heads, dim]`; k and v may be halves of one fused tensor."""
+    roles = {name: arrays_of(name, given, "pages, page_size, heads, dim") for name, given in (("k", k), ("v", v))}
+    return _heads(roles, total_heads, tp, naming)
+
+
+def paged_hnd(k: Tensors, v: Tensors, *, total_heads: int, tp: tuple[int, int], **naming: Unpack[Naming]) -> Part:
+    """Pools `[pages, heads, page_size, dim]`; k and v may be halves of one fused tensor."""
+    roles = {
+        name: [_rows_first(array) for array in arrays_of(name, given, "pages, heads, page_size, dim")]
+        for name, given in (("k", k), ("v", v))
+    }
+    return _heads(roles, total_heads, tp, naming)
+
+
+def vllm_blocks(
+    caches: Tensors,
+    *,
+    total_heads: int,
+    tp: tuple[int, int],
+    key_nbytes: int | None = None,
+    **naming: Unpack[Naming],
+) -> Part:
+    """vLLM 0.33's logical `[blocks, heads, block_size, content]` views, in any of its six physical layouts.
+
+    Those are LBHNC, LBNHC, LHBNC, BLHNC, BLNHC and BHLNC (vllm/v1/kv_cache_layout.py, RFC vllm#42082): one shape,
+    other strides. Content is a head's K, of `key_nbytes` (half by default), then its V. vLLM registers raw bytes, so
+    `format` must be given. Blocks may be padded; groups may alias the same bytes, each a component of its own.
+    """
+    halves: dict[str, list[Array]] = {"k": [], "v": []}
+    for cache in arrays_of("caches", caches, "blocks, heads, block_size, content"):
+        array = _rows_first(cache)
+        content = array.shape[-1] * array.itemsize
+        split = content // 2 if key_nbytes is None else key_nbytes
+        if not 0 < split < content or (key_nbytes is None and content % 2):
+            raise refused(
+                array.name,
+                f"has {content} bytes of K and V a head, which cannot be split at {split}",
+                "give key_nbytes, the bytes of one head's K; for a cache without a V use mla(cache[:, 0])",
+            )
+        if array.itemsize == 1 and "format" not in naming:
+            raise refused(array.name, "is raw bytes", 'name their encoding: format="bf16", say')
+        halves["k"].append(array.bytes_from(0, split))
+        halves["v"].append(array.bytes_from(split, content))
+    return _heads(halves, total_heads, tp, naming)
+
+
+def kv_scales(
+    k: Tensors,
+    v: Tensors,
+    *,
+    total_heads: int,
+    tp: tuple[int, int],
+    page_size: int | None = None,
+    heads_first: bool = False,
+    **naming: Unpack[Naming],
+) -> Part:
+    """The scales of a quantized cache, one or several for each token and head, as views beside its K and V.
+
+    Same component, so they go wherever the data goes, at any TP. Shapes are those of the cache with the scales in place
+    of `dim`: `[slots, heads, n]` given `page_size`, else `[pages, page_size, heads, n]`, or `[pages, heads, page_size,
+    n]` if `heads_first`. Heads and scales may be one axis, as in SGLang's NVFP4 `[slots, heads * n]`, and n = 1 may be
+    left out, as in per-token-head `[slots, heads]`. Sources: SGLang's MHATokenToKVPoolMXFP8 (blocks of 32, page_size
+    other than 128) and MHATokenToKVPoolFP4 (16); vLLM's nvfp4_split_data_scale and per-token-head scales.
+    """
+    slots = page_size is not None
+    axes = "slots, heads, n" if slots else f"pages, {'heads, page_size' if heads_first else 'page_size, heads'}, n"
+    count = shard_axis("", total_heads, *tp).count
+    roles: dict[str, list[Array]] = {}
+    for role, given in (("k_scale", k), ("v_scale", v)):
+        held = [_scales_apart(array, axes, count, heads_first) for array in arrays_of(role, given, axes, fewer=True)]
+        if page_size is not None:
+            roles[role] = [_paginated(array, page_size) for array in held]
+        else:
+            roles[role] = [_rows_first(array) if heads_first else array for array in held]
+    return _heads(roles, total_heads, tp, naming)
+
+
+def mxfp8_scales(k: Tensors, v: Tensors, *, total_heads: int, tp: tuple[int, int], **naming: Unpack[Naming]) -> Part:
+    """MXFP8 scales as FlashAttention 4 reads them: `[pages, heads, 32, page_size / 32, n]`, token t of a page at
+    `[t % 32, t // 32]`. They meet `kv_scales` of any shape. Source: SGLang's MHATokenToKVPoolMXFP8, page_size 128.
+    """
+    axis = shard_axis("kv_head", total_heads, *tp)
+    roles: dict[str, list[Piece]] = {"k_scale": [], "v_scale": []}
+    for role, given in (("k_scale", k), ("v_scale", v)):
+        for array in arrays_of(role, given, "pages, heads, 32, page_size / 32, n"):
+            (n_pages, heads, block, chunks, n), (page, head, within, chunk, _) = array.shape, array.strides
+            if heads != axis.count:
+                raise refused(array.name, f"has {heads} heads, this rank {axis.count}", "correct total_heads or tp")
+            roles[role].append(
+                Piece(
+                    array=array, n_items=n_pages, item_stride=page, tokens_per_item=block * chunks,
+                    rows=(Row(block, chunk), Row(1, within)), shard_stride=head, width=n * array.itemsize, axis=axis,
+                )
+            )  # fmt: skip
+    return part(roles, naming)
+
+
+def mla(
+    caches: Tensors,
+    *,
+    page_size: int | None = None,
+    role: str = "latent",
+    tokens_per_row: int = 1,
+    **naming: Unpack[Naming],
+) -> Part:
+    """Replicated pools `[pages, rows, dim]`, or SGLang's `[slots, 1, dim]` if `page_size` is given.
+
+    In a compressed cache a row covers `tokens_per_row` tokens; `page_size` counts tokens all the same. Pages may be
+    padded. Sources: MLA pools; vLLM's MLAAttentionSpec and SlidingWindowMLASpec (`cache[:, 0]`); SGLang's
+    QSATokenToKVPool (`cache.flatten(1)[:, None]`).
+    """
+    if page_size is None:
+        held = [_one_head(array) for array in arrays_of("caches", caches, "pages, rows, dim")]
+    elif page_size % tokens_per_row:
+        raise UsageError(
+            f"a page of {page_size} tokens is not of whole rows of {tokens_per_row}",
+            remedy="give the engine's page size in tokens, and how many a row covers",
+        )
+    else:
+        rows = page_size // tokens_per_row
+        held = [_paginated(array, rows) for array in arrays_of("caches", caches, "slots, 1, dim")]
+    return part({role: [pages(array, REPLICATED, tokens_per_row) for array in held]}, naming)
+
+
+class Field(NamedTuple):
+    """`nbytes` of each row, kept together with the same field of a block's other rows; its role and its encoding."""
+
+    role: str
+    nbytes: int
+    format: str
+
+
+def block_pages(
+    caches: Tensors,
+    *,
+    fields: Sequence[Field],
+    page_size: int,
+    block_size: int | None = None,
+    tokens_per_row: int = 1,
+    **naming: Unpack[Naming],
+) -> Part:
+    """Replicated pages `[pages, bytes]` of blocks, each of which has one field of all its rows, then the next field.
+
+    A block is what a kernel calls a page: `[rows of field 0][rows of field 1]...`, of `block_size` tokens (all of the
+    page's if None); a page has `page_size / block_size` of them, one after the other, then maybe padding. Both sizes
+    count tokens, of which a row covers `tokens_per_row`.
+    """
+    block = page_size if block_size is None else block_size
+    roles: dict[str, list[Piece]] = {field.role: [] for field in fields}
+    row_nbytes = sum(field.nbytes for field in fields)
+    for array in arrays_of("caches", caches, "pages, bytes"):
+        held = array.shape[1] * array.itemsize
+        if page_size % block or block % tokens_per_row or held < page_size // tokens_per_row * row_nbytes:
+            raise refused(
+                array.name,
+                f"has {held} bytes a page, not {page_size} tokens in blocks of {block} at {row_nbytes} bytes for every "
+                f"{tokens_per_row}",
+                "give the page size and the block size in tokens, and the bytes of a row's fields",
+            )
+        at, rows = 0, block // tokens_per_row
+        for field in fields:
+            roles[field.role].append(
+                Piece(
+                    array=array, at=at, n_items=array.shape[0], item_stride=array.strides[0],
+                    tokens_per_item=page_size, width=field.nbytes, axis=REPLICATED, format=field.format,
+                    rows=(Row(block, rows * row_nbytes), Row(tokens_per_row, field.nbytes)),
+                )
+            )  # fmt: skip
+            at += rows * field.nbytes
+    return part(roles, naming)
+
+
+def dsa_index(
+    caches: Tensors,
+    *,
+    page_size: int,
+    block_size: int = 64,
+    key_nbytes: int = 128,
+    scale_nbytes: int = 4,
+    tokens_per_row: int = 1,
+    **naming: Unpack[Naming],
+) -> Part:
+    """Index keys of DeepSeek sparse attention with their scales, component "dsa": pages of `[keys][scales]` blocks.
+
+    `block_size` tokens are a kernel page. Layers that share another's index have no rows: they are left out, with their
+    numbers. Pooled index keys have one row for `tokens_per_row` tokens. Sources: SGLang's DSATokenToKVPool (keys fp8,
+    one fp32 scale for 128); vLLM's indexer cache, whose block is the page.
+    """
+    fields = Field("index_k", key_nbytes, "fp8_e4m3"), Field("index_scale", scale_nbytes, "fp32")
+    held, numbers = _with_rows(caches, naming)
+    return block_pages(
+        held, fields=fields, page_size=page_size, block_size=block_size, tokens_per_row=tokens_per_row,
+        component=naming.get("component", "dsa"), layers=numbers,
+    )  # fmt: skip
+
+
+def deepseek_v4_latent(
+    caches: Tensors,
+    *,
+    page_size: int,
+    data_nbytes: int = 576,
+    scale_nbytes: int = 8,
+    tokens_per_row: int = 1,
+    **naming: Unpack[Naming],
+) -> Part:
+    """DeepSeek-V4's pages `[latents][scales][padding]`: 448 fp8 + 64 bf16 a row, then 7 scales and a byte of padding.
+
+    Compressed layers have one row for `tokens_per_row` tokens (4 or 128); `page_size` counts tokens. Sources: SGLang's
+    DeepSeekV4SingleKVPool (pages padded to 576 bytes); vLLM's fp8_ds_mla of model version deepseek_v4.
+    """
+    fields = Field("latent", data_nbytes, "fp8_bf16_ds4"), Field("latent_scale", scale_nbytes, "ue8m0")
+    return block_pages(caches, fields=fields, page_size=page_size, tokens_per_row=tokens_per_row, **naming)
+
+
+def _heads(roles: Mapping[str, Sequence[Array]], total_heads: int, tp: tuple[int, int], naming: Naming) -> Part:
+    """Views of arrays `[pages, page_size, heads, dim]` that are sliced by KV heads."""
+    axis = shard_axis("kv_head", total_heads, *tp)
+    return part({role: [pages(array, axis) for array in held] for role, held in roles.items()}, naming)
+
+
+def _with_rows(caches: Tensors, naming: Naming) -> tuple[list[TensorLike], list[int]]:
+    """The tensors that have any rows, and their layers' numbers."""
+    start = naming.get("first_layer", 0)
+    given = list(caches)
+    numbers = naming.get("layers", range(start, start + len(given)))
+    held = [(cache, number) for cache, number in zip(given, numbers, strict=True) if cache.shape[0]]
+    return [cache for cache, _ in held], [number for _, number in held]
+
+
+def _scales_apart(array: Array, axes: str, heads: int, heads_first: bool) -> Array:
+    """An array of scales with its heads and its n scales on axes of their own."""
+    missing = len(axes.split(", ")) - len(array.shape)
+    if not missing:
+        return array
+    last, stride = array.shape[-1], array.strides[-1]
+    if heads_first:
+        return array.seen((*array.shape, 1), (*array.strides, array.itemsize))
+    if last % heads:
+        raise refused(array.name, f"has {last} scales a token, not a number for each of {heads} heads", "check tp")
+    n = last // heads
+    return array.seen((*array.shape[:-1], heads, n), (*array.strides[:-1], n * stride, stride))
+
+
+def _paginated(array: Array, page_size: int) -> Array:
+    """`[slots, heads, dim]` as pages of `page_size` slots."""
+    slots, stride = array.shape[0], array.strides[0]
+    if page_size < 1 or slots % page_size:
+        raise refused(
+            array.name,
+            f"has {slots} slots, not a multiple of page_size={page_size}",
+            "give the engine's page size, or pass the tensor without the odd slots at its end",
+        )
+    return array.seen(
+        (slots // page_size, page_size, *array.shape[1:]), (page_size * stride, stride, *array.strides[1:])
+    )
+
+
+def _rows_first(array: Array) -> Array:
+    """`[pages, heads, page_size, dim]` with its two middle axes exchanged."""
+    return array.seen(*((a, c, b, d) for a, b, c, d in (array.shape, array.strides)))
+
+
+def _one_head(array: Array) -> Array:
+    """`[pages, page_size, dim]` with an axis of one head."""
+    (pages, rows, dim), (a, b, c) = array.shape, array.strides
+    return array.seen((pages, rows, 1, dim), (a, b, 0, c))

@@ -1,0 +1,254 @@
+"""Constructors for states that a request has once: convolution windows, SSM states, rings.
+
+Layer 0, pure; `tensors` has the table of all constructors. Must not know peers, plans or engines' own classes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, Unpack
+
+from pdstage.arrays import Piece, arrays_of, part, refused
+from pdstage.layout import Row
+from pdstage.topology import REPLICATED, Axis, shard_axis
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdstage.arrays import Array, Naming, Part, TensorLike, Tensors
+
+
+class Section(NamedTuple):
+    """Some of a conv state's channels: `heads` of the whole model, each `head_dim` channels.
+
+    A rank holds what `shard_range` gives it of the heads, or all of them if `replicated`. Channels without heads are
+    cut into any number of equal pieces that every TP size on both sides divides.
+    """
+
+    name: str
+    heads: int
+    head_dim: int
+    replicated: bool = False
+
+    def unit(self) -> int:
+        """Channels of one shard."""
+        return self.heads * self.head_dim if self.replicated else self.head_dim
+
+    def axis(self, tp: tuple[int, int]) -> Axis:
+        return REPLICATED if self.replicated else shard_axis("conv_head", self.heads, *tp)
+
+
+def mamba_conv(
+    states: Tensors,
+    *,
+    sections: Sequence[Section],
+    tp: tuple[int, int],
+    channels_last: bool = False,
+    window: int | None = None,
+    whole: bool = False,
+    role: str = "conv",
+    **naming: Unpack[Naming],
+) -> Part:
+    """Conv states `[slots, channels, rows]`, or `[slots, rows, channels]` if `channels_last`; component "mamba".
+
+    `sections` divide the channels in order, `[q | k | v]` or `[x | B | C]`, each sliced or replicated by itself. Of the
+    rows the first `window`, the kernel's width less one, carry state (all if None): engines that decode speculatively
+    keep more, which the other side need not have. Each row of the window is a view for each section, so that the two
+    orders meet; with `whole` a section is one view, of longer runs where channels come first, and both sides must keep
+    one order. Sources: SGLang's MambaPool (channels first; last for Kimi); vLLM's MambaSpec ("DS" and "SD"), where
+    causal_conv1d leaves the state in the leading rows.
+    """
+    roles: dict[str, list[Piece]] = {}
+    for array in arrays_of("states", states, "slots, rows, channels" if channels_last else "slots, channels, rows"):
+        conv = _Conv.of(array, channels_last, window)
+        first, axes = 0, [section.axis(tp) for section in sections]
+        for section, axis in zip(sections, axes, strict=True):
+            for name, piece in conv.pieces(first, section.unit(), axis, whole=whole):
+                roles.setdefault(f"{role}.{section.name}.{name}", []).append(piece)
+            first += section.unit() * axis.count
+        if first != conv.channels:
+            held = ", ".join(f"{s.name} {s.unit() * a.count}" for s, a in zip(sections, axes, strict=True))
+            raise refused(
+                array.name, f"has {conv.channels} channels, this rank's sections {first} ({held})",
+                "correct the sections or tp",
+            )  # fmt: skip
+    return part(roles, naming, component="mamba")
+
+
+@dataclass(frozen=True, slots=True)
+class _Conv:
+    """An array of conv states by what its axes mean; steps are byte strides."""
+
+    array: Array
+    channels: int
+    channel_step: int
+    row_step: int
+    window: int
+    channels_last: bool
+
+    @classmethod
+    def of(cls, array: Array, channels_last: bool, window: int | None) -> _Conv:
+        channel, row = (2, 1) if channels_last else (1, 2)
+        rows = array.shape[row]
+        if window is not None and not 1 <= window <= rows:
+            raise refused(array.name, f"has {rows} rows, not the {window} of window", "give the kernel's width less 1")
+        return cls(
+            array, array.shape[channel], array.strides[channel], array.strides[row], window or rows, channels_last
+        )
+
+    def pieces(self, first: int, unit: int, axis: Axis, *, whole: bool) -> list[tuple[str, Piece]]:
+        """Channels from `first` on, `unit` a shard, as one piece or one for each row; with the ends of their roles."""
+        size, array = self.array.itemsize, self.array
+        held = first + unit * axis.count
+        if held > self.channels:
+            raise refused(array.name, f"has {self.channels} channels, the sections {held}", "correct sections or tp")
+
+        def piece(row: int, segs: int, seg_stride: int, width: int) -> Piece:
+            return Piece(
+                array=array, at=first * self.channel_step + row * self.row_step, n_items=array.shape[0],
+                item_stride=array.strides[0], shard_stride=unit * self.channel_step, segs=segs, seg_stride=seg_stride,
+                width=width, axis=axis,
+            )  # fmt: skip
+
+        if not whole:
+            return [(str(row), piece(row, unit, self.channel_step, size)) for row in range(self.window)]
+        if self.channels_last:
+            return [("rows", piece(0, self.window, self.row_step, unit * size))]
+        return [("channels", piece(0, unit, self.channel_step, self.window * size))]
+
+
+def mamba_ssm(
+    states: Tensors,
+    *,
+    total_heads: int,
+    tp: tuple[int, int],
+    state_first: bool = False,
+    by_element: bool = False,
+    role: str = "ssm",
+    **naming: Unpack[Naming],
+) -> Part:
+    """SSM states `[slots, heads, head_dim, state]` sliced by heads, or `[slots, heads, state, head_dim]` if
+    `state_first`; component "mamba".
+
+    Mamba-1's `[slots, channels, state]` will do: `total_heads` cuts the channels into equal pieces. Both sides must
+    keep one order, unless both say `by_element`, which moves element by element, as a component of its own:
+    "mamba_ssm", of the same slots. A state that every rank holds is given `tp=(1, 0)`. Sources: SGLang's MambaPool
+    (temporal, ReplaySSM rings), vLLM's MambaSpec.
+    """
+    axis = shard_axis("ssm_head", total_heads, *tp)
+    pieces = []
+    for array in arrays_of("states", states, "slots, heads, head_dim, state", fewer=True):
+        held = _by_heads(array, axis)
+        (slots, _, rows, columns), (slot, head, row, column) = held.shape, held.strides
+        size = array.itemsize
+        if not by_element:
+            piece = Piece(
+                array=array, n_items=slots, item_stride=slot, shard_stride=head, segs=rows, seg_stride=row,
+                width=columns * size, axis=axis,
+            )  # fmt: skip
+        else:
+            (dims, dim), (items, item) = ((columns, column), (rows, row))[:: 1 if state_first else -1]
+            piece = Piece(
+                array=array, n_items=slots, item_stride=slot, tokens_per_item=items, rows=(Row(1, item),),
+                shard_stride=head, segs=dims, seg_stride=dim, width=size, axis=axis,
+            )  # fmt: skip
+        pieces.append(piece)
+    if by_element:
+        return part({f"{role}.elements": pieces}, naming, component="mamba_ssm")
+    return part({f"{role}.state_first" if state_first else role: pieces}, naming, component="mamba")
+
+
+def _by_heads(array: Array, axis: Axis) -> Array:
+    """`[slots, heads, a, b]`, of which heads and a may be one axis of channels."""
+    if len(array.shape) == 3:
+        channels, step = array.shape[1], array.strides[1]
+        if channels % axis.count:
+            raise refused(array.name, f"has {channels} channels for {axis.count} heads", "correct total_heads or tp")
+        dim = channels // axis.count
+        shape, strides = array.shape, array.strides
+        return array.seen((shape[0], axis.count, dim, shape[2]), (strides[0], dim * step, step, strides[2]))
+    if array.shape[1] != axis.count:
+        raise refused(
+            array.name,
+            f"has {array.shape[1]} heads, but this rank holds {axis.count} of {axis.total} (from head {axis.first})",
+            "pass this rank's tensors, or correct total_heads or tp",
+        )
+    return array
+
+
+def slot_states(states: Tensors, *, role: str = "state", **naming: Unpack[Naming]) -> Part:
+    """States `[slots, ...]` that every rank holds and that move whole: request rows, pending groups, convolutions of
+    replicated layers. Component "request_row" if not named; a component of no registered kind needs `build`'s `slots`.
+    """
+    roles = {
+        role: [
+            Piece(
+                array=array, n_items=array.shape[0], item_stride=array.strides[0], width=array.dense_nbytes(1),
+                axis=REPLICATED,
+            )
+            for array in arrays_of("states", states, "slots, ...")
+        ]
+    }  # fmt: skip
+    return part(roles, naming, component="request_row")
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """How the rows of ring buffers are numbered as items: position p of slot s is item
+    `s * slot_step + p % rows * row_step`.
+
+    Items of one token each, so rings of unequal size meet by positions; `pdstage.items.ring_items` lists them.
+    """
+
+    rows: int
+    slot_step: int
+    row_step: int = 1
+
+    @classmethod
+    def of(cls, tensor: TensorLike, rows: int | None = None) -> Ring:
+        """The numbering that `rings` uses for such a tensor."""
+        return _ring(_ring_arrays([tensor], rows)[0])
+
+
+def rings(buffers: Tensors, *, rows: int | None = None, role: str = "ring", **naming: Unpack[Naming]) -> Part:
+    """Replicated ring buffers `[slots, rows, ...]`, or flat `[slots * rows, ...]` given `rows`; a row is a token.
+
+    A component with positions, "swa_ring" if not named, each row an item numbered by `Ring`; several rings indexed
+    together are several calls with one component. Sources: SGLang's unified SWA ring and DSATokenToKVPool's compress
+    tail; vLLM's CircularBufferSpec, one block a request.
+    """
+    held = _ring_arrays(buffers, rows)
+    numbering = _ring(held[0])
+    pieces = []
+    for array in held:
+        slots, n_rows = array.shape[:2]
+        step = math.gcd(*array.strides[:2])
+        if _ring(array) != numbering:
+            raise refused(array.name, f"is numbered as {_ring(array)}, not as {numbering}", "make two components")
+        last = (slots - 1) * numbering.slot_step + (n_rows - 1) * numbering.row_step
+        pieces.append(Piece(array=array, n_items=last + 1, item_stride=step, width=array.shape[2], axis=REPLICATED))
+    return part({role: pieces}, naming, component="swa_ring")
+
+
+def _ring_arrays(buffers: Tensors, rows: int | None) -> list[Array]:
+    """Rings as bytes `[slots, rows, row]`."""
+    axes = "slots, rows, ..." if rows is None else "slots * rows, ..."
+    held = []
+    for array in arrays_of("buffers", buffers, axes):
+        if rows is None:
+            (slots, n_rows), (slot, row) = array.shape[:2], array.strides[:2]
+        elif array.shape[0] % rows:
+            raise refused(array.name, f"has {array.shape[0]} rows, not a multiple of {rows}", "correct rows")
+        else:
+            slots, n_rows, row = array.shape[0] // rows, rows, array.strides[0]
+            slot = rows * row
+        nbytes = array.dense_nbytes(2 if rows is None else 1)
+        held.append(replace(array, shape=(slots, n_rows, nbytes), strides=(slot, row, 1)))
+    return held
+
+
+def _ring(array: Array) -> Ring:
+    slot, row = array.strides[:2]
+    step = math.gcd(slot, row)
+    return Ring(array.shape[1], slot // step, row // step)

@@ -1,0 +1,126 @@
+"""The kinds of state that a request has besides its KV cache, and how a component of each kind is indexed.
+
+    StateType.of("nsa").component     # "dsa": one name on both sides, whichever of the two an engine uses
+    StateType.register(StateType("rwkv", components=("rwkv",), positional=False, exact=True))
+
+Layer 0, pure. Must not know tensors, plans, peers or any engine. A kind says nothing of bytes: those are the views'.
+Kinds are only names and rules of matching; a component may have any name, of a kind or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pdstage.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class StateType:
+    """A kind of state: the components it is kept in, and how two sides match their items.
+
+    `components` are the names that both sides know it by, the usual one first. `positional`: items carry token
+    positions and both sides intersect those. Without, items are slots matched by order, and `exact` says that both
+    sides must name as many: a shorter list would be a part of a state. `aliases` are other names of the kind, and of
+    its first component.
+    """
+
+    name: str
+    components: tuple[str, ...] = ()
+    positional: bool = True
+    exact: bool = False
+    aliases: tuple[str, ...] = ()
+
+    NONE: ClassVar[StateType]
+    MAMBA: ClassVar[StateType]
+    SWA: ClassVar[StateType]
+    NSA: ClassVar[StateType]
+    DSA: ClassVar[StateType]
+
+    @property
+    def component(self) -> str:
+        """The name of its usual component. Raises `UsageError` for a kind that keeps nothing."""
+        if not self.components:
+            raise UsageError(f"state kind {self.name!r} has no component", remedy="leave it out", kind=self.name)
+        return self.components[0]
+
+    @staticmethod
+    def of(kind: StateType | str) -> StateType:
+        """The registered kind of that name or alias. Raises `UsageError` naming all that are registered."""
+        name = kind.name if isinstance(kind, StateType) else str(kind).lower()
+        found = _BY_NAME.get(name)
+        if found is None:
+            known = ", ".join(_described(each) for each in registered())
+            raise UsageError(
+                f"unknown state kind {name!r}", remedy=f"registered are {known}; StateType.register adds one", kind=name
+            )
+        return found
+
+    @staticmethod
+    def register(kind: StateType) -> StateType:
+        """Adds a kind, for this process; both sides must. Once more with equal content changes nothing.
+
+        Raises `UsageError` where a name, an alias or a component belongs to another kind.
+        """
+        names = dict.fromkeys((kind.name, *kind.aliases, *kind.components))
+        for name in names:
+            owner = _BY_NAME.get(name) or _BY_COMPONENT.get(name)
+            if owner not in (None, kind):
+                raise UsageError(
+                    f"state kind {kind.name!r} claims the name {name!r} of {_described(owner)}",
+                    remedy="choose another name, alias or component",
+                    kind=kind.name,
+                )
+        _BY_NAME.update(dict.fromkeys((kind.name, *kind.aliases), kind))
+        _BY_COMPONENT.update(dict.fromkeys(kind.components, kind))
+        return kind
+
+
+_BY_NAME: dict[str, StateType] = {}
+_BY_COMPONENT: dict[str, StateType] = {}
+
+
+def registered() -> tuple[StateType, ...]:
+    """Every kind, in the order of registration."""
+    return tuple(dict.fromkeys(_BY_NAME.values()))
+
+
+def kind_of(component: str) -> StateType | None:
+    """The kind whose component that is, by canonical name; None for components of no kind, such as "kv"."""
+    return _BY_COMPONENT.get(canonical(component))
+
+
+def canonical(component: str) -> str:
+    """The one name under which both sides meet: a kind's alias stands for its usual component."""
+    if component in _BY_COMPONENT:
+        return component
+    kind = _BY_NAME.get(component)
+    return kind.components[0] if kind and kind.components else component
+
+
+def _described(kind: StateType | None) -> str:
+    assert kind is not None
+    return f"{kind.name!r} (also {', '.join(map(repr, kind.aliases))})" if kind.aliases else repr(kind.name)
+
+
+StateType.NONE = StateType.register(StateType("none"))
+# "mamba_ssm" holds SSM states by element, for two sides that keep their two inner axes in different orders.
+StateType.MAMBA = StateType.register(StateType("mamba", ("mamba", "mamba_ssm"), positional=False, exact=True))
+StateType.SWA = StateType.register(StateType("swa", ("swa",)))
+StateType.NSA = StateType.DSA = StateType.register(StateType("nsa", ("dsa",), aliases=("dsa",)))
+
+# The other kinds of SGLang 0.5.23 (StateType in its disaggregation/base/conn.py). The rings are rows in position order,
+# so that their sizes may differ; scales of a quantized cache travel best as views of the cache's own component.
+for _kind in (
+    StateType("qsa_pending", ("qsa_pending",), positional=False, exact=True),
+    StateType("qsa_compressed", ("qsa_compressed",)),
+    StateType("dsa_tail", ("dsa_tail",)),
+    StateType("minimax_index_k", ("minimax_index_k",)),
+    StateType("minimax_dense_kv", ("minimax_dense_kv",)),
+    StateType("swa_ring", ("swa_ring",)),
+    StateType("c128_state", ("c128_state",), positional=False, exact=True, aliases=("dsv4_request_state",)),
+    StateType("request_row", ("request_row",), positional=False, exact=True),
+    StateType("block_scale", ("block_scale",)),
+    StateType("block_scale_swa", ("block_scale_swa",)),
+):
+    StateType.register(_kind)

@@ -1,0 +1,61 @@
+"""`pdstage demo --model` for each model but Llama: real processes, other sizes, pages and orders on either side."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from pdstage.demo.families import FAMILIES
+from pdstage.transport import available
+
+pytest.importorskip("torch")
+pytest.importorskip("rich")
+if find_spec("transformers") is None:
+    pytest.skip("needs transformers", allow_module_level=True)
+
+COMMON = {"prefill_page": 16, "decode_page": 64, "requests": 2, "new_tokens": 16}
+RUNS = {
+    "gemma3": {"prefill_tp": 4, "decode_tp": 2},
+    "qwen3-next": {"prefill_tp": 2, "prefill_pp": 2, "decode_tp": 1},
+    "mamba2": {"prefill_tp": 2, "decode_tp": 4},
+    "deepseek-v3": {"prefill_tp": 4, "decode_tp": 2, "path": "staged"},
+    "deepseek-v32": {"prefill_tp": 2, "decode_tp": 4},
+    "gpt-oss": {"prefill_tp": 1, "decode_tp": 2, "decode_pp": 2, "prefill_layout": "hnd", "decode_layout": "nhd"},
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What each model's run told. All in one process: half of a run's time is importing."""
+    transport = "local" if available()["nixl"] else "nixl"
+    runs = [{"model": model, "transport": transport, **COMMON, **sizes} for model, sizes in RUNS.items()]
+    file = tmp_path_factory.mktemp("runs") / "runs.json"
+    file.write_text(json.dumps(runs))
+    tests = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "demo.many", str(file)], capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(zip(RUNS, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+def test_every_model_is_run():
+    assert RUNS.keys() == FAMILIES.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", RUNS)
+def test_decoding_goes_on_token_for_token(told, model):
+    assert "error" not in told[model], told[model]["error"]
+    report = told[model]["report"]
+    assert report["tokens_identical"] is True
+    assert report["negative_control_caught"] is True, "in every component"
+    assert report["new_tokens"] == COMMON["requests"] * (COMMON["new_tokens"] + 1)
+    assert report["bytes_moved"] > 0

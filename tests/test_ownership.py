@@ -1,0 +1,156 @@
+"""Numbers of common tokens, and who is dealt which, against the definition token by token."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdstage import Topology
+from pdstage.errors import UsageError
+from pdstage.layout import ALL_TOKENS, Key, Layout, Owned, Region, Row, View
+from pdstage.ownership import EVERYTHING, Common, Numbering, meets
+from pdstage.plan import Rect, shares
+from pdstage.topology import shard_axis
+from tests.owners import all_ranks, every_way, held, holds, ways, with_owned
+
+N = 600
+
+
+@pytest.mark.parametrize("src", every_way())
+def test_numbers_are_those_of_the_definition(src):
+    """Contiguous parts have no numbers: their tokens count as all."""
+    theirs = [rank for dst in every_way() for rank in all_ranks(*dst)]
+    for a, b in itertools.product(all_ranks(*src), theirs):
+        numbering = Numbering.of(a, b)
+        ours = [t for t in range(N) if all(o.contiguous or holds(o, t, N) for o in (a, b))]
+        assert [numbering.count(t) for t in range(N)] == [bisect_left(ours, t) for t in range(N)]
+        assert [numbering.token(n) for n in range(len(ours))] == ours
+        assert numbering.whole == (len(ours) == N)
+
+
+@given(ways(), ways(), st.integers(0, 200))
+def test_reach_is_never_too_far(src, dst, n):
+    for a, b in itertools.product(all_ranks(*src), all_ranks(*dst)):
+        numbering = Numbering.of(a, b)
+        reach = numbering.reach(n)
+        if not numbering.per_period:
+            assert reach == 0
+            continue
+        worst = max(numbering.count(at + reach) - numbering.count(at) for at in range(numbering.period))
+        assert worst <= n <= reach
+
+
+@pytest.mark.parametrize("src", every_way((1, 2, 3)))
+def test_ranks_meet_where_some_sequence_has_a_common_token(src):
+    theirs = [rank for dst in every_way((1, 2, 3)) for rank in all_ranks(*dst)]
+    for a, b in itertools.product(all_ranks(*src), theirs):
+        both = any(holds(a, t, n) and holds(b, t, n) for n in (1, 5, 12, 72) for t in range(n))
+        assert meets(a, b) == both, (a, b)
+
+
+def test_interleaves_that_hardly_ever_meet_are_refused():
+    with pytest.raises(UsageError, match=r"part 0 of 1021 \(blocks of 1\) at prefill, part 0 of 1019 \(blocks of 1\)"):
+        Numbering.of(Owned(1021, 0, 1), Owned(1019, 0, 1))
+
+
+@pytest.mark.parametrize("wrong", [(0, 0, 1), (2, 2, 1), (2, -1, 1), (2, 0, -1), (1 << 11, 0, 1), (2, 0, 1 << 21)])
+def test_no_such_part(wrong):
+    with pytest.raises(UsageError, match="holds tokens by blocks of"):
+        Owned(*wrong)
+
+
+def test_the_default_part_is_the_topologys():
+    assert Owned.by(Topology(cp_size=4, cp_rank=3), 16) == Owned(4, 3, 16)
+    assert Owned.by(Topology(), 16) == ALL_TOKENS
+
+
+def layout(n_heads=4, tp=1, rank=0, *, layers=range(2), component="kv", tokens_per_row=1):
+    axis = shard_axis("kv_head", n_heads, tp, rank)
+    views = [
+        View(
+            key=Key(component, role, layer), region=0, offset=0, n_items=2, item_stride=1024, tokens_per_item=16,
+            rows=(Row(tokens_per_row, 64),), shards=axis.count, shard_stride=8, width=8, axis=axis, format="u8",
+        )
+        for layer in layers for role in "kv"
+    ]  # fmt: skip
+    return Layout.of([Region(0, 1 << 20)], views)
+
+
+def writers(size, interleave, tp, *, replicas=1):
+    """Ranks of a prefill engine: `replicas` times each part of the tokens by `tp` shards."""
+    ranks = itertools.product(range(replicas), all_ranks(size, interleave), range(tp))
+    return {n: with_owned(layout(4, tp, rank), owned) for n, (_, owned, rank) in enumerate(ranks)}
+
+
+@given(ways(), ways(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 2), st.integers(1, 90))
+def test_every_token_of_every_shard_is_sent_once(src, dst, src_tp, dst_tp, replicas, n):
+    engine = writers(*src, src_tp, replicas=replicas)
+    for rank, owned in itertools.product(range(dst_tp), all_ranks(*dst)):
+        ours = with_owned(layout(4, dst_tp, rank), owned)
+        dealt = shares(engine, ours, (dst_tp, rank))
+        sent = []
+        for number, parts in dealt.items():
+            theirs = engine[number].components[0].owned
+            if not meets(theirs, owned):
+                assert not parts, "a writer without a common token is dealt nothing"
+            common = Common.of(engine[number], ours)
+            low, high = common.part("kv", 0, n)
+            for share, t in itertools.product(parts, range(low, high)):
+                if common.numbers("kv").count(t) < common.numbers("kv").count(t + 1):
+                    assert holds(theirs, t, n)
+                    shards = range(share.first, share.first + share.count)
+                    sent += [(share.role, la, s, t) for la in range(*share.layers) for s in shards]
+        axis = ours.components[0].views[0].axis
+        wanted = itertools.product("kv", range(2), range(axis.first, axis.first + axis.count), held(owned, n))
+        assert sorted(sent) == sorted(wanted)
+
+
+def test_replicas_of_a_part_share_its_work():
+    """And holders of other tokens are no replicas of it."""
+    engine = {n: with_owned(layout(1, 4, n % 4), owned) for n, owned in enumerate(all_ranks(2, 16) * 4)}
+    dealt = shares(engine, layout(1), (1, 0))
+    counts = [sum(len(range(*share.layers)) for share in parts) for parts in dealt.values()]
+    assert sum(counts) == 2 * 4 and max(counts) <= 2
+
+
+def test_a_missing_part_is_named_with_both_sides_values():
+    engine = {0: with_owned(layout(), Owned(4, 0, 16)), 1: with_owned(layout(), Owned(4, 2, 16))}
+    with pytest.raises(UsageError) as refused:
+        shares(engine, with_owned(layout(), Owned(2, 1, 16)), (1, 0))
+    for words in ("'kv'", "part 0 of 4 (blocks of 16), part 2 of 4", "decode holds part 1 of 2", "nobody sends part 1"):
+        assert words in str(refused.value)
+    assert set(shares(engine, with_owned(layout(), Owned(2, 0, 16)), (1, 0))) == {0, 1}, "what it needs is there"
+
+
+def test_of_several_partitions_the_coarsest_complete_one_serves():
+    whole, half = layout(), with_owned(layout(), Owned(2, 0, 16))
+    dealt = shares({0: half, 1: whole}, layout(), (1, 0))
+    assert not dealt[0] and len(dealt[1]) == 2
+
+
+def test_rows_of_several_tokens_are_not_cut():
+    for owned in (Owned(2, 0, 6), Owned(2, 0, 0)):
+        with pytest.raises(UsageError, match="a row of view .* covers 4 tokens, yet the rank holds part 0 of 2"):
+            with_owned(layout(tokens_per_row=4), owned)
+    assert with_owned(layout(tokens_per_row=4), Owned(2, 0, 8))
+
+
+def test_only_components_with_positions_are_cut():
+    with pytest.raises(UsageError, match="has no token positions"):
+        Layout.of([Region(0, 1 << 20)], layout().views(), slots=["kv"], owned={"kv": Owned(2, 0, 1)})
+
+
+def test_common_tokens_of_several_components():
+    views = [*layout().views(), *layout(component="swa").views()]
+    regions = [Region(0, 1 << 20)]
+    src = Layout.of(regions, views, owned={"kv": Owned(2, 1, 4)})
+    dst = Layout.of(regions, views, owned={"swa": Owned(2, 1)})
+    common = Common.of(src, dst)
+    assert common.tokens([Rect("kv", 3, 9, 0, 2), Rect("swa", 3, 9, 0, 2)]) == {"kv": (0, 4), "swa": (3, 9)}
+    assert common.part("swa", 3, 9) == (4, 9) and common.part("kv", 3, 9) == (3, 9)
+    assert common.part("swa", 8, 9) == (8, 9) and Common.of(src, src).part("swa", 3, 9) == (3, 9)
+    assert EVERYTHING.tokens([Rect("kv", 3, 9, 0, 2)]) == {"kv": (3, 9)} and not EVERYTHING.parted
