@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from unittest.mock import patch
 
-from pdstage import plan, spans, tables
+from pdstage import ownership, plan, spans, tables
 from pdstage.kernels import host_copy
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
 from pdstage.protocol import outbox
@@ -178,6 +178,21 @@ def shards_numbered_locally():
     return _selects(wrong)
 
 
+def contiguous_parts_not_cut():
+    """A rank of contiguous parts is asked for all tokens of the sequence."""
+    return patch("pdstage.ownership.Common.part", lambda self, component, start, stop: (start, stop))
+
+
+def blocks_numbered_from_the_chunk():
+    """The common tokens of a chunk are counted from its first, wherever that lies in the ranks' blocks."""
+    tokens = ownership.Common.tokens
+
+    def wrong(self, rects):
+        return {name: (0, stop - start) for name, (start, stop) in tokens(self, rects).items()}
+
+    return patch("pdstage.ownership.Common.tokens", wrong)
+
+
 def numpy_staged(tape: Tape) -> Case:
     return replace(draw(tape), code="numpy", path="staged")
 
@@ -200,6 +215,8 @@ BUGS = {
     rows_cut_between_pieces: draw,
     joined_by_the_source_alone: numpy_direct,
     shards_numbered_locally: draw,
+    contiguous_parts_not_cut: draw,
+    blocks_numbered_from_the_chunk: draw,
 }
 
 

@@ -204,7 +204,7 @@ def draw(
     n_layers = tape.pick(1, 2, 3, 4, 2, 5)
     heads_first = tape.seldom(3)
     fitting = [kind for kind in KINDS if kind != "mamba" or not heads_first]  # slots have no pages to order heads in
-    chosen = kinds or tape.shuffled(fitting)[: tape.pick(1, 2, 1, 1, 3, 2)]
+    chosen = kinds or tape.shuffled(fitting)[: tape.pick(1, 2, 1, 1, 3, 1, 2)]
     logical = tuple(_logical(tape, kind, n_layers) for kind in chosen)
     src, dst = _sides(tape, logical, heads_first, n_layers, tp, most_stages)
     n_tokens = tape.pick(tape.between(1, 12), tape.between(1, 40), tape.between(1, 150))
