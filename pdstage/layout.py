@@ -13,6 +13,7 @@ A *region* is registered memory. A *view* is affine addressing of one region:
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -313,6 +314,11 @@ class Layout:
     @cached_property
     def _by_key(self) -> Mapping[Key, View]:
         return {view.key: view for view in self.views()}
+
+    @cached_property
+    def row_tokens(self) -> Mapping[str, int]:
+        """Of each component, how many tokens lie between places that split no row: 1 but for compressed caches."""
+        return {c.name: math.lcm(*(view.tokens_per_row for view in c.views)) for c in self.components}
 
     @cached_property
     def layers(self) -> Mapping[str, tuple[int, ...]]:

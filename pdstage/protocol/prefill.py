@@ -49,6 +49,7 @@ class PrefillCore(Sending):
         )  # fmt: skip
         self._direct = direct
         self._components = tuple(component.name for component in layout.components)
+        self._row_tokens = layout.row_tokens
         self._handlers: dict[type, Callable[..., None]] = {
             m.Ask: self._on_ask,
             m.Open: self._on_open,
@@ -121,11 +122,13 @@ class PrefillCore(Sending):
                     room=room.key,
                 )
             # A place in a destination's pages may be written once an epoch, and posts are not ordered.
-            twice = next((r for source in room.sources for r in source.rects if r.overlaps(rect)), None)
+            row = self._row_tokens[rect.component]
+            twice = next((r for source in room.sources for r in source.rects if r.overlaps(rect, row)), None)
             if twice is not None:
+                whole = f", in chunks that begin at multiples of the {row} tokens that a row covers" if row > 1 else ""
                 raise UsageError(
                     f"room {room.key!r} got {rect} after {twice}",
-                    remedy="give each token of a layer once",
+                    remedy=f"give each token of a layer once{whole}",
                     room=room.key,
                 )
 
