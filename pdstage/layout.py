@@ -361,9 +361,11 @@ def mismatch(src: View, dst: View) -> str:
     if src.format != dst.format:
         return f"{dst.key}: format {src.format} at prefill, {dst.format} at decode"
     if (src.width, src.segs) != (dst.width, dst.segs):
-        return (
-            f"{dst.key}: {src.segs} runs of {src.width} bytes a shard at prefill, {dst.segs} of {dst.width} at decode"
-        )
+        each = dst.axis.name if dst.axis.total > 1 else "row"
+        if src.shard_nbytes != dst.shard_nbytes:
+            return f"{dst.key}: {src.shard_nbytes} bytes a {each} at prefill, {dst.shard_nbytes} at decode"
+        runs = f"{src.segs} runs of {src.width} bytes a {each} at prefill, {dst.segs} of {dst.width} at decode"
+        return f"{dst.key}: {runs}"
     if src.tokens_per_row != dst.tokens_per_row:
         return f"{dst.key}: a row covers {src.tokens_per_row} tokens at prefill, {dst.tokens_per_row} at decode"
     if (src.axis.name, src.axis.total) != (dst.axis.name, dst.axis.total):

@@ -132,11 +132,13 @@ class Record:
 class OutRoom(Room):
     """One room as its prefill rank sees it."""
 
-    __slots__ = ("aux", "deadline_s", "destinations", "finished", "in_flight", "n_destinations", "sources")
+    __slots__ = ("aux", "deadline_s", "destinations", "finished", "in_flight", "n_destinations", "slots", "sources")
 
     def __init__(self, key: bytes) -> None:
         super().__init__(key)
         self.sources: list[Source] = []
+        self.slots: dict[str, int] = {}
+        """Of components without positions, how many slots the engine gave; one it never named is not here."""
         self.destinations: dict[int, Record] = {}
         self.n_destinations = 0
         self.finished = False
