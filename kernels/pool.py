@@ -8,15 +8,17 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from ..convert import codings
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import HEAD_MAJOR, TOKEN_MAJOR, Staging
-from . import cuda_copy, host_copy, reference, triton_copy
+from . import convert_reference, cuda_copy, host_convert, host_copy, reference, triton_copy
 from .device import check_aligned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from ..convert import Coding
     from ..layout import Key, Region, View
     from ..plan import Select, Tokens
     from ..tables import Index
@@ -46,7 +48,10 @@ class Cells(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What a backend makes a plan of. `select` is in key order; `threads` are the host's, where the host copies."""
+    """What a backend makes a plan of. `select` is in key order; `threads` are the host's, where the host copies.
+
+    `codings`, one for each selected view of layout `staged`, are there only where one of them converts.
+    """
 
     layout: Layout
     select: tuple[Select, ...]
@@ -54,6 +59,8 @@ class Recipe(NamedTuple):
     device: str
     checksum: bool
     threads: int = 1
+    staged: Layout | None = None
+    codings: tuple[Coding, ...] = ()
 
     def cells(self) -> list[Cells]:
         """What two plans must have in common for bytes of one to become bytes of the other."""
@@ -100,6 +107,14 @@ class Backend(Protocol):
         """The device's streams and events, by which one learns when a copy is done; None if it is when it returns."""
 
 
+class Converting(Protocol):
+    """What a module that converts offers to pools, besides a backend's own plans."""
+
+    def missing(self) -> str: ...
+
+    def compile_plan(self, recipe: Recipe) -> Compiled: ...
+
+
 # Modules are the backends; the annotation has mypy hold each of them to the protocol.
 _BACKENDS: dict[str, Backend] = {
     "host": host_copy,
@@ -107,6 +122,8 @@ _BACKENDS: dict[str, Backend] = {
     "triton": triton_copy,
     "reference": reference,
 }
+# What makes plans of recipes with codings, for the backends that convert.
+_CONVERTING: dict[str, Converting] = {"host": host_convert, "reference": convert_reference}
 # In the order of preference.
 _BY_KIND = {"cpu": ("host", "reference"), "cuda": ("cuda", "triton")}
 
@@ -180,6 +197,11 @@ class Pool:
         """Streams and events of the pool's device, for callers that put copies in streams; None for host memory."""
         return _BACKENDS[choose(backend, self.device)].runtime_of(self.device)
 
+    def cannot_convert(self, backend: str = "auto") -> str:
+        """Why plans of this pool convert no formats, as a remedy; empty if they do."""
+        name = choose(backend, self.device)
+        return _CONVERTING[name].missing() if name in _CONVERTING else "keep the pool in host memory"
+
     def plan(
         self,
         select: Iterable[Select],
@@ -188,8 +210,12 @@ class Pool:
         *,
         checksum: bool = False,
         threads: int = 1,
+        staged: Layout | None = None,
     ) -> Plan:
         """A plan for some shards of some views, staged in `wire` order. Cold: make it once for each peer and selection.
+
+        `staged` is this pool's side of a `convert.pair`, of which `select` then is: bf16 views of the pool are encoded
+        while they are gathered and decoded while they are scattered, in token-major order.
 
         With `checksum` its calls may be given a `sum_ptr`. `threads` is how many a call in host memory may use at most,
         the caller's among them; only the extension uses more than one, for copies of several MiB. Raises `UsageError`
@@ -200,9 +226,20 @@ class Pool:
         if wire not in (TOKEN_MAJOR, HEAD_MAJOR):
             raise UsageError(f"no staged order {wire!r}", remedy=f"use {TOKEN_MAJOR!r} or {HEAD_MAJOR!r}", wire=wire)
         name = choose(backend, self.device)
-        staging = Staging(self.layout, select)
-        recipe = Recipe(self.layout, staging.select, wire, self.device, checksum, threads)
-        return Plan(self, staging, name, recipe, _BACKENDS[name].compile_plan(recipe))
+        staging = Staging(staged or self.layout, select)
+        recipe = Recipe(self.layout, staging.select, wire, self.device, checksum, threads, staged)
+        made = codings(self.layout, staged, staging.select) if staged is not None else []
+        if all(coding.encoding is None for coding in made):
+            return Plan(self, staging, name, recipe, _BACKENDS[name].compile_plan(recipe))
+        if wire != TOKEN_MAJOR:
+            raise UsageError(f"converting in {wire!r} order", remedy=f"use {TOKEN_MAJOR!r}", wire=wire)
+        problem = self.cannot_convert(name)
+        if problem:
+            raise UsageError(
+                f"backend {name!r} does not convert formats here", remedy=f"{problem}, or use one format on both sides"
+            )
+        recipe = recipe._replace(codings=tuple(made))
+        return Plan(self, staging, name, recipe, _CONVERTING[name].compile_plan(recipe))
 
 
 class Plan:
@@ -291,6 +328,8 @@ class Plan:
         ours, theirs = (f"{plan.backend} ({type(plan._compiled).__name__})" for plan in (self, peer))
         if ours != theirs:
             raise UsageError(f"a plan of {ours} cannot copy to one of {theirs}", remedy="make both with one backend")
+        if self._recipe.codings or peer._recipe.codings:
+            raise UsageError("a plan that converts copies to no pool", remedy="gather and scatter, through staging")
         for mine, other in zip_longest(self._recipe.cells(), peer._recipe.cells()):
             if mine != other:
                 raise UsageError(f"copying {mine} to {other}", remedy="select the same views and shards on both sides")
