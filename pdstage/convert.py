@@ -116,7 +116,7 @@ def reformat(layout: Layout, formats: Mapping[Key, str]) -> Layout:
     return _with_views(layout, {k: replace(layout.by_key()[k], format=formats[k]) for k in formats})
 
 
-class Pair(NamedTuple):
+class Conversion(NamedTuple):
     """What a source offers and a destination takes, both in the formats in which their bytes are staged.
 
     Their views tell sizes, shards and keys; only those that are as before tell addresses. `components` are those with a
@@ -128,7 +128,7 @@ class Pair(NamedTuple):
     components: frozenset[str] = frozenset()
 
 
-def pair(src: Layout, dst: Layout) -> Pair:
+def pair(src: Layout, dst: Layout) -> Conversion:
     """How two layouts meet once both sides agreed to convert. Formats that cannot be converted stay as they are."""
     held, wanted = src.by_key(), dst.by_key()
     held_scales, wanted_scales = _scale_views(src.views()), _scale_views(dst.views())
@@ -144,7 +144,7 @@ def pair(src: Layout, dst: Layout) -> Pair:
         elif view.format == BF16 and theirs is not None and theirs.part != SCALE:
             _stage(wanted, view, _whole(source, theirs, held_scales.get(key)), taken)
     names = frozenset(key.component for key in (*offered, *taken))
-    return Pair(_with_views(src, offered), _with_views(dst, taken), names) if names else Pair(src, dst)
+    return Conversion(_with_views(src, offered), _with_views(dst, taken), names) if names else Conversion(src, dst)
 
 
 def merged(layout: Layout, others: Iterable[Layout]) -> Layout:
@@ -155,13 +155,16 @@ def merged(layout: Layout, others: Iterable[Layout]) -> Layout:
 
 
 def feeding(own: Layout, staged: Layout) -> Layout:
-    """For each view of `staged` the view of `own` that it is made of, or becomes, under the staged view's key."""
-    views = own.by_key()
-    fed = {}
+    """For each view of `staged` the view of `own` that it is made of, or becomes, under the staged view's key.
+
+    What no view of `own` feeds is left out; feeding the result again changes nothing.
+    """
+    views, fed = own.by_key(), {}
     for view in staged.views():
         encoding = Encoding.parse(view.format)
-        role = encoding.of if view.key not in views and encoding is not None else view.key.role
-        fed[view.key] = replace(views[view.key._replace(role=role)], key=view.key)
+        source = views.get(view.key) or (encoding and views.get(view.key._replace(role=encoding.of)))
+        if source:
+            fed[view.key] = replace(source, key=view.key)
     return _with_views(own, fed)
 
 

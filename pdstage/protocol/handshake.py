@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pdstage import convert
+from pdstage.convert import Conversion
 from pdstage.cut import tokens_problem
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError
 from pdstage.layout import Key, mismatch
 from pdstage.ownership import Common, Numbering
+from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
 from pdstage.protocol.effects import Attach, Complaint
 from pdstage.protocol.session import Core, Link
@@ -53,6 +56,13 @@ def incompatible(src: Layout, dst: Layout) -> str:
             if view.key in held and (problem := mismatch(held[view.key], view)):
                 return problem
     return tokens_problem(src, dst)
+
+
+def meeting(welcome: m.Welcome, hello: m.Hello) -> Conversion:
+    """The two layouts as their bytes are staged: converted where both sides offered that and formats differ."""
+    if m.CONVERT_FEATURE in welcome.features and m.CONVERT_FEATURE in hello.features:
+        return convert.pair(welcome.layout, hello.layout)
+    return Conversion(welcome.layout, hello.layout)
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +126,9 @@ class Greeter(Core):
         link.heard = frame.seq
         link.common = Common.of(welcome.layout, self._hello.layout)
         link.checksums = m.CHECKSUM_FEATURE in welcome.features and m.CHECKSUM_FEATURE in self._hello.features
+        pair = meeting(welcome, self._hello)
+        if pair.components:
+            link.converted, link.stagings = pair, Stagings(pair.taken)
         self.links[session] = peer.link = link
         self.counters.sessions_opened += 1
         self._stop_greeting(peer)
@@ -129,7 +142,7 @@ class Greeter(Core):
             return f"transport {welcome.transport!r} at prefill, {self._hello.transport!r} at decode"
         if not 0 < welcome.max_silence_s < float("inf"):
             return "no finite max_silence_s"
-        return layout_problem(welcome.layout) or incompatible(welcome.layout, self._hello.layout)
+        return layout_problem(welcome.layout) or incompatible(*meeting(welcome, self._hello)[:2])
 
     def _on_hello_refused(self, route: bytes, frame: m.Frame, refused: m.HelloRefused, now: float) -> None:
         peer = self.peers.get(route)
@@ -197,6 +210,9 @@ class Host(Core):
             link.common = Common.of(self._welcome.layout, hello.layout)
             link.exposes_pool = m.DIRECT_FEATURE in hello.features
             link.checksums = m.CHECKSUM_FEATURE in hello.features and m.CHECKSUM_FEATURE in self._welcome.features
+            pair = meeting(self._welcome, hello)
+            if pair.components:
+                link.converted, link.stagings = pair, Stagings(pair.offered)
             self.links[session] = link
             self._n_half_open += 1
             self.counters.sessions_opened += 1
@@ -215,7 +231,7 @@ class Host(Core):
             return f"{len(hello.lanes)} lanes, or an empty one"
         if not 0 < hello.max_silence_s < float("inf"):
             return "no finite max_silence_s"
-        return self._crowded() or layout_problem(hello.layout) or incompatible(self._welcome.layout, hello.layout)
+        return self._crowded() or layout_problem(hello.layout) or incompatible(*meeting(self._welcome, hello)[:2])
 
     def _crowded(self) -> str:
         return f"already {len(self.links)} peers" if len(self.links) >= self.config.max_peers else ""
@@ -270,7 +286,7 @@ class Host(Core):
         if opened.items and not link.exposes_pool:
             raise PeerError("Open gives items, but Hello did not expose the pool", remedy="check the peer")
         if opened.shares not in link.shares:
-            check_shares((self._welcome.layout, link.layout), opened.shares)
+            check_shares(link.converted[:2] if link.converted else (self._welcome.layout, link.layout), opened.shares)
             if len(link.shares) >= _MOST_SHARES:
                 link.shares.clear()
             link.shares.add(opened.shares)
