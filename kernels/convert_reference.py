@@ -64,7 +64,8 @@ def decode(encoding: Encoding, cells: torch.Tensor, scales: torch.Tensor | None 
         n = cells.shape[1] - 4 if encoding.kind == TOKEN_HEAD else cells.shape[1] // (BLOCK + 1) * BLOCK
         cells, scales = cells[:, :n], cells[:, n:]
     if encoding.kind == TOKEN_HEAD:
-        return _bf16(_values(cells) * scales.contiguous().view(torch.float32))
+        aligned = scales.clone(memory_format=torch.contiguous_format)
+        return _bf16(_values(cells) * aligned.view(torch.float32))
     return _bf16(_values(cells) * _power(scales.int()).repeat_interleave(BLOCK, 1))
 
 

@@ -10,19 +10,26 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from pools import Logical, Stored, hold
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pools import Logical, Stored, hold, indexes, ranges, storages
+from rigs import MISUSE, Rig, check_refused
 
 from pdstage import native
 from pdstage.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair, reformat
+from pdstage.errors import UsageError
 from pdstage.kernels import Pool
 from pdstage.kernels.convert_reference import decode, encode
-from pdstage.layout import Key, Layout
-from pdstage.plan import Select
+from pdstage.layout import Key, Layout, Region, Row, View
+from pdstage.plan import HEAD_MAJOR, Select, Staging
+from pdstage.protocol.handshake import incompatible
 from pdstage.tables import Index
+from pdstage.topology import Axis
 
 ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
 SCALES = [1.0, 0.1, 0.5, 3.0, 448.0, 1 / 448, 2.0**-20, 1e20, 2.0**-126, 2.0**126]
 INLINE = [fp8_tensor(0.1), fp8_tensor(0.1, "bf16"), fp8_token_head(), mxfp8("floor"), mxfp8("ceil")]
+BACKENDS = ["reference"] if native.ext is None else ["reference", "host"]
 native_only = pytest.mark.skipif(native.ext is None, reason="host code converts with the extension only")
 
 
@@ -202,3 +209,208 @@ def test_host_code_gives_the_references_bits(format, companion):
                 after.append((bf16.memory[0].copy(), total))
             np.testing.assert_array_equal(after[0][0], after[1][0])
             assert after[0][1] == after[1][1]
+
+
+# Any layout: converting is transferring plainly and encoding, or decoding, on the other side.
+
+
+@st.composite
+def converted(draw):
+    """A bf16 pool stored in any way, its peer's formats, and a part of it on its way."""
+    roles, layers = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    apart = draw(st.booleans())
+    make = draw(st.sampled_from([fp8_token_head, mxfp8, lambda **part: mxfp8("ceil", **part)]))
+    data = make(part="data") if apart else draw(st.sampled_from(INLINE))
+    n = draw(st.sampled_from([32, 64, 96] if "mx" in data else [1, 2, 7, 16, 33, 64]))
+    of = Logical("kv", layers, roles, draw(st.integers(1, 3)), 1, 2 * n, draw(st.sampled_from([1, 1, 2])))
+    stored = draw(storages(of))
+    held = hold([stored], draw(st.integers(0, 99)))
+    own = reformat(held.layout, dict.fromkeys(of.view_keys(), "bf16"))
+    staged = {}
+    for key in of.view_keys():
+        if draw(st.booleans()) or not staged:
+            staged[key] = data
+            if apart:
+                staged[key._replace(role=f"{key.role}_scale")] = make(part="scale", of=key.role)
+    first = draw(st.integers(0, of.shards - 1))
+    shards = (first, draw(st.integers(1, of.shards - first)))
+    tokens = draw(ranges(stored))
+    index = draw(indexes(stored, tokens, repeat=False))
+    return held, own, staged, shards, index, tokens, draw(st.sampled_from([0, 1, 3, 16])), draw(st.integers(1, 2))
+
+
+def offered_by(own, staged):
+    """`own` as it is offered to a peer that has the formats `staged`, by a peer of another page size and order."""
+    views = {}
+    for key, format in staged.items():
+        encoding = Encoding.parse(format)
+        view = own.by_key()[key._replace(role=encoding.of or key.role)]
+        width = encoding.nbytes(view.width // 2)
+        stride = view.shards * width
+        row = view.rows[-1]._replace(stride=stride)
+        views[key] = replace(
+            view, key=key, format=format, width=width, shard_stride=width, rows=(row,), item_stride=stride * 4, offset=0
+        )
+    component = replace(own.components[0], views=tuple(views[key] for key in sorted(views)))
+    return pair(own, Layout(own.regions, (component,))).offered
+
+
+@native_only
+@settings(max_examples=100, deadline=None)
+@given(converted())
+def test_a_converted_gather_is_a_plain_one_encoded_and_the_way_back(drawn):
+    held, own, formats, (first, count), index, (start, stop), skew, threads = drawn
+    staged, tokens, indexes = offered_by(own, formats), {"kv": (start, stop)}, {"kv": index}
+    select = [Select(key, first, count) for key in formats]
+    plan = Pool.of(own).plan(select, staged=staged, threads=threads, checksum=True)
+    out = np.full(plan.nbytes(tokens) + 256, 0xA5, np.uint8)
+    plan.gather(out.ctypes.data + skew, plan.nbytes(tokens), indexes, tokens)
+    want, at, after = np.full_like(out, 0xA5), skew, held.bytes()
+    anything = np.random.default_rng(1).integers(0, 256, out.size, dtype=np.uint8)
+    places = {}
+    for key in sorted(formats):
+        encoding = Encoding.parse(formats[key])
+        plain = own.by_key()[key._replace(role=encoding.of or key.role)]
+        whole = Pool.of(own).plan([Select(plain.key, first, count)])
+        dense = np.empty(whole.nbytes(tokens), np.uint8)
+        whole.gather(dense.ctypes.data, dense.size, indexes, tokens)
+        per = plain.tokens_per_row
+        cells = (-(-stop // per) - start // per) * count if stop > start else 0
+        values = torch.from_numpy(dense[: cells * plain.width].reshape(cells, plain.width)).view(torch.bfloat16)
+        nbytes = cells * encoding.nbytes(plain.width // 2)
+        if cells:
+            want[at : at + nbytes] = encode(encoding, values).reshape(-1).numpy()
+        places[key] = (at, nbytes, cells, whole, dense)
+        at += -(-nbytes // 128) * 128
+    np.testing.assert_array_equal(out, want)
+    for key, (at, nbytes, cells, whole, dense) in places.items():
+        encoding = Encoding.parse(formats[key])
+        if encoding.part == "scale" or not cells:
+            continue
+        found = torch.from_numpy(anything[at : at + nbytes].reshape(cells, -1).copy())
+        scales = None
+        if encoding.part == "data":
+            begin, length, *_ = places[key._replace(role=f"{key.role}_scale")]
+            scales = torch.from_numpy(anything[begin : begin + length].reshape(cells, -1).copy())
+        values = decode(encoding, found, scales).contiguous().view(torch.uint8).reshape(-1).numpy()
+        dense[: values.size] = values
+        whole.scatter(dense.ctypes.data, dense.size, indexes, tokens)
+    expected = held.bytes()
+    for memory, before in zip(held.memory, after, strict=True):
+        memory[:] = before
+    plan.scatter(anything.ctypes.data + skew, plan.nbytes(tokens), indexes, tokens)
+    for memory, wanted in zip(held.memory, expected, strict=True):
+        np.testing.assert_array_equal(memory, wanted)
+
+
+@native_only
+@pytest.mark.parametrize("case", MISUSE)
+@pytest.mark.parametrize("way", ["gather", "scatter"])
+def test_indexes_are_checked_before_a_byte_moves(way, case):
+    if way == "gather" and "repeated" in case:
+        return
+    check_refused(ConvertingRig(), way, *MISUSE[case])
+
+
+class ConvertingRig(Rig):
+    """Pools of bf16 that are staged as fp8."""
+
+    def plan(self, layout, select, wire, checksum):
+        own = reformat(layout, {view.key: "bf16" for view in layout.views()})
+        peer = {view.key: replace(view, width=view.width // 2, format=fp8_tensor(0.5)) for view in layout.views()}
+        components = tuple(replace(c, views=tuple(peer[v.key] for v in c.views)) for c in own.components)
+        offered = pair(own, Layout(own.regions, components)).offered
+        return Pool.of(own).plan(select, wire, staged=offered, checksum=checksum)
+
+
+def test_a_plan_that_converts_does_nothing_else():
+    _, own, peer, _ = pools_of(fp8_tensor(1.0), edge_cells(32))
+    offered = pair(own, peer).offered
+    select = [Select(view.key, 0, view.shards) for view in offered.views()]
+    with pytest.raises(UsageError, match="converting in 'head' order"):
+        Pool.of(own).plan(select, HEAD_MAJOR, staged=offered)
+    plan, plain = Pool.of(own).plan(select, backend="reference", staged=offered), Pool.of(own).plan(select)
+    for one, other in ((plan, plan), (plain, plan)):
+        with pytest.raises(UsageError, match="converts copies to no pool|cannot copy to one of"):
+            one.copy_to(other, {}, {}, {"kv": (0, 0)})
+
+
+# Which formats meet.
+
+ODD = ["fp16", "fp8_e4m3", "fp8_e4m3:mx32:floor:scale:", "fp8_e4m3:tensor:inf:divide", "fp8_e4m3:token_head:data:k"]
+PARTS = [make(part=part, of=of) for make in (fp8_token_head, mxfp8) for part, of in (("data", ""), ("scale", "k"))]
+FORMATS = ["bf16", *INLINE, *PARTS, *ODD]
+
+
+def layout_of(views):
+    given = [
+        View(
+            key=Key("kv", role, 0), region=0, offset=0, n_items=4, item_stride=1024, tokens_per_item=4,
+            rows=(Row(per, 256),), shards=shards, shard_stride=128, segs=segs, seg_stride=4, width=width,
+            axis=Axis("kv_head", total, 0, shards), format=format,
+        )
+        for role, (format, width, shards, total, segs, per) in views.items()
+    ]  # fmt: skip
+    return Layout.of([Region(4096, 1 << 20)], given)
+
+
+@st.composite
+def meeting_layouts(draw):
+    """A bf16 rank and an fp8 one that would fit, but for what is changed in either: what a peer may say of itself."""
+    plain, coded = {}, {}
+    for role in draw(st.sampled_from([["k"], ["k", "v"], ["k", "latent"]])):
+        n, shards = draw(st.sampled_from([1, 32, 33, 64])), draw(st.integers(1, 2))
+        plain[role] = ("bf16", 2 * n, shards, 2, 1, 1)
+        format = draw(st.sampled_from([*INLINE, *PARTS[::2]]))
+        coded[role] = (format, Encoding.parse(format).nbytes(n) or 7, shards, 2, 1, 1)
+        if Encoding.parse(format).part == "data":
+            scales = replace(Encoding.parse(format), part="scale", of=role)
+            name = draw(st.sampled_from([f"{role}_scale", f"{role}_scale", "a", "k", "v"]))
+            coded[name] = (str(scales), scales.nbytes(n) or 7, shards, 2, 1, 1)
+    changes = st.tuples(
+        st.sampled_from(FORMATS), st.sampled_from([1, 3, 4, 33, 64]), st.integers(1, 2), st.sampled_from([2, 4]),
+        st.integers(1, 2), st.integers(1, 2),
+    )  # fmt: skip
+    for _ in range(draw(st.sampled_from([0, 0, 1, 1, 2]))):
+        side, role = draw(st.sampled_from([plain, coded])), draw(st.sampled_from(["k", "v", "k_scale", "a"]))
+        new, which = draw(changes), draw(st.integers(0, 5))
+        held = list(side.get(role, new))
+        held[which] = new[which]
+        side[role] = tuple(held)
+    return layout_of(plain), layout_of(coded)
+
+
+@native_only
+@settings(max_examples=400, deadline=None)
+@given(meeting_layouts(), st.booleans())
+def test_layouts_that_meet_have_plans_whatever_peers_say(layouts, turned):
+    src, dst = layouts[::-1] if turned else layouts
+    offered, taken, names = pair(src, dst)
+    if not names:
+        assert (offered, taken) == (src, dst)
+    if incompatible(offered, taken):
+        return
+    shared = [view.key for view in taken.views() if view.key in offered.by_key()]
+    select = [Select(key, 0, 1) for key in shared]
+    tokens = {"kv": (0, 4)}
+    for own, staged in ((src, offered), (dst, taken)):
+        for backend in ("host", "reference"):
+            plan = Pool.of(own).plan(select, backend=backend, staged=staged)
+            assert (
+                plan.nbytes(tokens) == Staging(offered, select).nbytes(tokens) == Staging(taken, select).nbytes(tokens)
+            )
+
+
+def test_every_format_meets_bf16_both_ways():
+    for format in [*INLINE, *PARTS[::2]]:
+        plain, data = {"k": ("bf16", 128, 2, 2, 1, 1)}, Encoding.parse(format)
+        coded = {"k": (format, data.nbytes(64), 2, 2, 1, 1)}
+        if data.part == "data":
+            scales = replace(data, part="scale", of="k")
+            coded["elsewhere"] = (str(scales), scales.nbytes(64), 2, 2, 1, 1)
+        for src, dst in ((plain, coded), (coded, plain)):
+            offered, taken, names = pair(layout_of(src), layout_of(dst))
+            assert names == {"kv"}
+            assert incompatible(offered, taken) == ""
+            assert {v.key.role: (v.format, v.width) for v in offered.views()} == {r: v[:2] for r, v in coded.items()}
+            assert {v.key.role: (v.format, v.width) for v in taken.views()} == {r: v[:2] for r, v in coded.items()}

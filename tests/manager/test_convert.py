@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from pdstage import Key, Pool, State, Topology, native
+from pdstage import Key, Pool, Region, Row, State, Topology, View, native
 from pdstage.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, reformat
 from pdstage.errors import PeerError, UsageError
 from pdstage.kernels.convert_reference import decode, encode
-from pdstage.tensors import build, paged_hnd, paged_nhd
+from pdstage.tensors import Part, build, paged_hnd, paged_nhd, sglang_mha, vllm_blocks
 from pdstage.topology import shard_range
 from tests.manager.engine import QUICK, drive
 
@@ -226,3 +227,90 @@ def test_a_pool_that_cannot_convert_says_so_at_once(site, monkeypatch):
     monkeypatch.setattr(native, "ext", None)
     with pytest.raises(UsageError, match="does not convert formats"):
         site.decode(Rank(1, 0, BF16), config=CONVERT)
+
+
+# The pools that engines have, written by their own rules: an emulator of each, independent of the library.
+
+PAGES = [3, 1, 6]
+N_PAGES, LONG = 8, 300
+
+
+def prompt():
+    values = (
+        torch.randn(2, LONG, HEADS, 128, generator=torch.manual_seed(11)) * torch.logspace(-4, 3, LONG)[:, None, None]
+    )
+    values[0, 7] = 0
+    return values.bfloat16()
+
+
+def bf16_site(site, values):
+    """A prefill node that keeps `values` as SGLang's bf16 pool does, with pages of 64; and its sender's chunk."""
+    k, v = (torch.zeros(N_PAGES * 64, HEADS, 128, dtype=torch.bfloat16) for _ in "kv")
+    pages = np.array([5, 0, 2, 7, 1])
+    for t in range(LONG):
+        slot = pages[t // 64] * 64 + t % 64
+        k[slot], v[slot] = values[0, t], values[1, t]
+    pool = Pool.of(build(sglang_mha([k], [v], page_size=64, total_heads=HEADS, tp=(1, 0))), keep=(k, v))
+    return site.prefill(SimpleNamespace(pool=pool, topology=Topology()), config=CONVERT), pages
+
+
+def send_to(site, layout, keep, into):
+    """Sends the prompt into items `into` of a decode rank's pool; its values, `[k or v, token, head, 128]`."""
+    values = prompt()
+    p, pages = bf16_site(site, values)
+    d = site.decode(SimpleNamespace(pool=Pool.of(layout, keep=keep), topology=Topology()), config=CONVERT)
+    receiver, sender = d.receive("room", site.address), p.send("room")
+    receiver.bind(into, LONG)
+    sender.chunk(pages, LONG)
+    sender.finish()
+    drive(site.nodes, lambda: receiver.released and sender.released)
+    assert receiver.wait(0) is State.SUCCESS
+    return values.float().numpy()
+
+
+def test_sglangs_mxfp8_pool_with_interleaved_scales(site):
+    """SGLang 0.5.23, MHATokenToKVPoolMXFP8 and kernels/ops/kvcache/mxfp8_quant_store_kv.py, pages of 128."""
+    data = [np.zeros((N_PAGES * 128, HEADS, 128), np.uint8) for _ in "kv"]
+    scales = [np.zeros((N_PAGES, HEADS, 32, 4, 4), np.uint8) for _ in "kv"]
+    part = sglang_mha(data[:1], data[1:], page_size=128, total_heads=HEADS, tp=(1, 0), format=mxfp8("ceil", "data"))
+    regions = [Region(one.ctypes.data, one.nbytes) for one in scales]
+    views = [
+        View(
+            key=Key("kv", f"{role}_scale", 0), region=number, offset=0, n_items=N_PAGES, item_stride=HEADS * 512,
+            tokens_per_item=128, rows=(Row(32, 4), Row(1, 16)), shards=HEADS, shard_stride=512, width=4,
+            axis=part.views[0].axis, format=mxfp8("ceil", "scale", role),
+        )
+        for number, role in enumerate("kv")
+    ]  # fmt: skip
+    values = send_to(site, build(part, Part(tuple(regions), tuple(views))), (data, scales), PAGES)
+    want_data, want_scales = ([np.zeros_like(one) for one in many] for many in (data, scales))
+    for i, t, head in np.ndindex(2, LONG, HEADS):
+        slot = PAGES[t // 128] * 128 + t % 128
+        x = values[i, t, head].reshape(4, 32)
+        amax = np.maximum(np.abs(x).max(1), np.float32(1e-30))
+        byte = np.clip(np.ceil(np.log2(amax.astype(np.float64) / 448)) + 127, 0, 254)
+        scaled = np.clip(x / np.exp2(byte - 127)[:, None], -448, 448).reshape(-1)
+        want_data[i][slot, head] = torch.from_numpy(scaled).float().to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        want_scales[i][slot // 128, head, t % 128 % 32, t % 128 // 32] = byte
+    for found, want in zip((*data, *scales), (*want_data, *want_scales), strict=True):
+        np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC"])
+def test_vllms_blocks_with_a_scale_behind_each_heads_keys_and_values(site, order):
+    """vLLM 0.33, fp8_per_token_head: `[K | K's scale | V | V's scale]` a head and slot, in either memory order."""
+    shape = (N_PAGES * 8, HEADS, 16, 264) if order == "LBHNC" else (N_PAGES * 8, 16, HEADS, 264)
+    memory = np.zeros(shape, np.uint8)
+    cache = memory if order == "LBHNC" else memory.swapaxes(1, 2)
+    layout = build(vllm_blocks([cache], total_heads=HEADS, tp=(1, 0), format=fp8_token_head()))
+    blocks = np.random.default_rng(2).permutation(N_PAGES * 8)[: -(-LONG // 16)]
+    values = send_to(site, layout, memory, blocks)
+    want = np.zeros_like(memory)
+    logical = want if order == "LBHNC" else want.swapaxes(1, 2)
+    for i, t, head in np.ndindex(2, LONG, HEADS):
+        x = values[i, t, head]
+        scale = np.maximum(np.abs(x).max() / np.float32(448), np.float32(1e-6))
+        stored = torch.from_numpy(np.clip(x * (np.float32(1) / scale), -448, 448)).to(torch.float8_e4m3fn)
+        cell = np.r_[stored.view(torch.uint8).numpy(), np.frombuffer(scale.tobytes(), np.uint8)]
+        logical[blocks[t // 16], head, t % 16, i * 132 : (i + 1) * 132] = cell
+    np.testing.assert_array_equal(memory, want)
