@@ -41,11 +41,17 @@ inline float load_bf16(const Byte* at) {
     return float_of(std::uint32_t{bits} << 16);
 }
 
+// One of two by masks: a conditional around float arithmetic, which may trap, would keep loops from being vectorised.
+inline std::uint32_t choose(bool which, std::uint32_t yes, std::uint32_t no) {
+    const std::uint32_t mask = 0U - static_cast<std::uint32_t>(which);
+    return (yes & mask) | (no & ~mask);
+}
+
 // To the nearest, ties to even.
 inline std::uint32_t to_bf16(float value) {
     const std::uint32_t bits = bits_of(value);
     const std::uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-    return (bits & 0x7FFFFFFF) > kInfinity ? kQuietNan >> 16 : rounded;
+    return choose((bits & 0x7FFFFFFF) > kInfinity, kQuietNan >> 16, rounded);
 }
 
 // To the nearest, ties to even; beyond 448 it is 448.
@@ -53,32 +59,32 @@ inline std::uint32_t to_e4m3(float value) {
     const std::uint32_t bits = bits_of(value);
     const std::uint32_t magnitude = bits & 0x7FFFFFFF;
     const std::uint32_t most = bits_of(448.0F);
-    const std::uint32_t clipped = magnitude < most ? magnitude : most;
+    const std::uint32_t clipped = choose(magnitude < most, magnitude, most);
     const std::uint32_t normal = ((clipped + 0x7FFFF + ((clipped >> 20) & 1)) >> 20) - (120 << 3);
     // Below 2^-6 codes are multiples of 2^-9, to which a sum with 2^14 is rounded.
     const std::uint32_t subnormal = bits_of(float_of(clipped) + 16384.0F) - bits_of(16384.0F);
-    const std::uint32_t code = (clipped < bits_of(0x1p-6F) ? subnormal : normal) | (bits >> 24 & 0x80);
-    return magnitude > kInfinity ? kE4m3Nan : code;
+    const std::uint32_t code = choose(clipped < bits_of(0x1p-6F), subnormal, normal) | (bits >> 24 & 0x80);
+    return choose(magnitude > kInfinity, kE4m3Nan, code);
 }
 
 inline float from_e4m3(std::uint32_t code) {
     const std::uint32_t magnitude = code & 0x7F;
-    const float normal = float_of((magnitude << 20) + (120 << 23));
-    const float subnormal = static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-9F;
-    const std::uint32_t bits = bits_of(magnitude < 8 ? subnormal : normal) | (code & 0x80) << 24;
-    return float_of(magnitude == 0x7F ? kQuietNan : bits);
+    const std::uint32_t normal = (magnitude << 20) + (120 << 23);
+    const std::uint32_t subnormal = bits_of(static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-9F);
+    const std::uint32_t bits = choose(magnitude < 8, subnormal, normal) | (code & 0x80) << 24;
+    return float_of(choose(magnitude == 0x7F, kQuietNan, bits));
 }
 
 // The greatest magnitude of `n` values; a NaN is greater than any.
 inline float greatest(const Byte* values, std::int64_t n) {
-    std::uint16_t most = 0;
+    std::int16_t most = 0;
     for (std::int64_t i = 0; i < n; ++i) {
-        std::uint16_t bits;
+        std::int16_t bits;
         std::memcpy(&bits, values + 2 * i, sizeof(bits));
-        bits &= 0x7FFF;
-        most = bits > most ? bits : most;
+        bits = static_cast<std::int16_t>(bits & 0x7FFF);
+        most = std::max(most, bits);
     }
-    return float_of(std::uint32_t{most} << 16);
+    return float_of(static_cast<std::uint32_t>(most) << 16);
 }
 
 inline bool is_nan(float value) {
@@ -98,7 +104,7 @@ inline void multiply_in_bf16(const Byte* values, std::int64_t n, float factor, B
         data[i] = static_cast<Byte>(to_e4m3(float_of(to_bf16(load_bf16(values + 2 * i) * factor) << 16)));
 }
 
-inline void decode(const Byte* data, std::int64_t n, float scale, Byte* values) {
+inline void decode_values(const Byte* data, std::int64_t n, float scale, Byte* values) {
     for (std::int64_t i = 0; i < n; ++i) {
         const auto value = static_cast<std::uint16_t>(to_bf16(from_e4m3(data[i]) * scale));
         std::memcpy(values + 2 * i, &value, sizeof(value));
@@ -141,44 +147,76 @@ inline void encode_mx(Kind kind, const Byte* values, std::int64_t n, Byte* data,
     }
 }
 
-}  // namespace detail
-
 // `n` bf16 values as one cell. `scale` is that of kinds with one a tensor.
-inline void encode_cell(Kind kind, Holds holds, float scale, const Byte* values, std::int64_t n, Byte* cell) {
+inline void encode(Kind kind, Holds holds, float scale, const Byte* values, std::int64_t n, Byte* cell) {
     Byte* const data = holds == Holds::kScales ? nullptr : cell;
     Byte* const scales = holds == Holds::kData ? nullptr : holds == Holds::kScales ? cell : cell + n;
     switch (kind) {
         case Kind::kCopy:
             return;
         case Kind::kTensorDivide:
-            return detail::divide(values, n, scale, cell);
+            return divide(values, n, scale, cell);
         case Kind::kTensorBf16:
-            return detail::multiply_in_bf16(values, n, 1.0F / scale, cell);
+            return multiply_in_bf16(values, n, 1.0F / scale, cell);
         case Kind::kTokenHead: {
-            const float own = detail::token_head_scale(values, n);
+            const float own = token_head_scale(values, n);
             if (scales != nullptr) std::memcpy(scales, &own, sizeof(own));
-            if (data != nullptr) detail::multiply(values, n, 1.0F / own, data);
+            if (data != nullptr) multiply(values, n, 1.0F / own, data);
             return;
         }
         case Kind::kMxFloor:
         case Kind::kMxCeil:
-            return detail::encode_mx(kind, values, n, data, scales);
+            return encode_mx(kind, values, n, data, scales);
     }
 }
 
 // The way back: `data` and `scales` of `n` values, wherever each lies.
-inline void decode_cell(Kind kind, float scale, const Byte* data, const Byte* scales, std::int64_t n, Byte* values) {
+inline void decode(Kind kind, float scale, const Byte* data, const Byte* scales, std::int64_t n, Byte* values) {
     if (kind == Kind::kMxFloor || kind == Kind::kMxCeil) {
-        for (std::int64_t block = 0; block * detail::kMxBlock < n; ++block) {
+        for (std::int64_t block = 0; block * kMxBlock < n; ++block) {
             const Byte byte = scales[block];
-            detail::decode(data + block * detail::kMxBlock, detail::kMxBlock,
-                           byte == detail::kE8m0Nan ? detail::float_of(detail::kQuietNan) : detail::power_of(byte),
-                           values + 2 * block * detail::kMxBlock);
+            decode_values(data + block * kMxBlock, kMxBlock, byte == kE8m0Nan ? float_of(kQuietNan) : power_of(byte),
+                          values + 2 * block * kMxBlock);
         }
         return;
     }
     if (kind == Kind::kTokenHead) std::memcpy(&scale, scales, sizeof(scale));
-    detail::decode(data, n, scale, values);
+    decode_values(data, n, scale, values);
 }
 
+// One binary serves all processors of its kind, so wider vectors are chosen when it is loaded, as in sums.hpp.
+#if defined(__x86_64__) && defined(__GNUC__)
+[[gnu::target("avx2"), gnu::flatten]] inline void encode_avx2(Kind kind, Holds holds, float scale, const Byte* values,
+                                                              std::int64_t n, Byte* cell) {
+    encode(kind, holds, scale, values, n, cell);
+}
+[[gnu::target("avx2"), gnu::flatten]] inline void decode_avx2(Kind kind, float scale, const Byte* data,
+                                                              const Byte* scales, std::int64_t n, Byte* values) {
+    decode(kind, scale, data, scales, n, values);
+}
+[[gnu::target("avx512f,avx512bw,avx512dq,avx512vl"), gnu::flatten]] inline void encode_avx512(
+    Kind kind, Holds holds, float scale, const Byte* values, std::int64_t n, Byte* cell) {
+    encode(kind, holds, scale, values, n, cell);
+}
+[[gnu::target("avx512f,avx512bw,avx512dq,avx512vl"), gnu::flatten]] inline void decode_avx512(
+    Kind kind, float scale, const Byte* data, const Byte* scales, std::int64_t n, Byte* values) {
+    decode(kind, scale, data, scales, n, values);
+}
+inline bool has_avx512() {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl");
+}
+inline bool has_avx2() {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2");
+}
+inline const auto kEncode = has_avx512() ? encode_avx512 : has_avx2() ? encode_avx2 : encode;
+inline const auto kDecode = has_avx512() ? decode_avx512 : has_avx2() ? decode_avx2 : decode;
+#else
+inline const auto kEncode = encode;
+inline const auto kDecode = decode;
+#endif
+
+}  // namespace detail
 }  // namespace pdstage

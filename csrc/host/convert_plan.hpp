@@ -139,11 +139,11 @@ class ConvertPlan {
                 if (coded.kind() == Kind::kCopy) {
                     copy<kGather>(view, values, at);
                 } else if constexpr (kGather) {
-                    encode_cell(coded.kind(), coded.holds(), coded.scale(), values, n_values, at);
+                    detail::kEncode(coded.kind(), coded.holds(), coded.scale(), values, n_values, at);
                 } else if (coded.holds() != Holds::kScales) {
-                    decode_cell(coded.kind(), coded.scale(), at,
-                                coded.holds() == Holds::kBoth ? at + n_values : scales + cell * scales_nbytes, n_values,
-                                values);
+                    detail::kDecode(coded.kind(), coded.scale(), at,
+                                    coded.holds() == Holds::kBoth ? at + n_values : scales + cell * scales_nbytes,
+                                    n_values, values);
                 }
             }
         }

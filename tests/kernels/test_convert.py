@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import shutil
+import subprocess
 from bisect import bisect_left
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -414,3 +417,13 @@ def test_every_format_meets_bf16_both_ways():
             assert incompatible(offered, taken) == ""
             assert {v.key.role: (v.format, v.width) for v in offered.views()} == {r: v[:2] for r, v in coded.items()}
             assert {v.key.role: (v.format, v.width) for v in taken.views()} == {r: v[:2] for r, v in coded.items()}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_what_is_chosen_for_a_processor_gives_the_bits_of_what_all_can_run(tmp_path):
+    root, program = Path(__file__).resolve().parents[2], tmp_path / "convert"
+    source = root / "tests" / "native" / "convert.cpp"
+    subprocess.run(["g++", "-std=c++20", "-O3", f"-I{root / 'csrc'}", str(source), "-o", str(program)], check=True)
+    ran = subprocess.run([str(program)], check=False, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout
+    assert "chosen" in ran.stdout
