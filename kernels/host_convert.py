@@ -24,14 +24,16 @@ if TYPE_CHECKING:
     from .pool import Compiled, Launch, Recipe
 
 # Numbered as Kind and Holds in csrc/host/convert.hpp.
-_COPY = 0
-_KINDS = {(TENSOR, "divide"): 1, (TENSOR, "bf16"): 2, (TOKEN_HEAD, ""): 3, (MX, "floor"): 4, (MX, "ceil"): 5}
-_HOLDS = {INLINE: 0, DATA: 1, SCALE: 2}
+COPY = 0
+KINDS = {(TENSOR, "divide"): 1, (TENSOR, "bf16"): 2, (TOKEN_HEAD, ""): 3, (MX, "floor"): 4, (MX, "ceil"): 5}
+HOLDS = {INLINE: 0, DATA: 1, SCALE: 2}
+
+SUMS = True
 
 
 def missing() -> str:
     """Why host code cannot convert here; empty if it can."""
-    return "" if native.ext is not None else "build the extension with a C++ compiler"
+    return "" if native.ext is not None else "needs the extension: build it with a C++ compiler"
 
 
 def compile_plan(recipe: Recipe) -> ConvertPlan:
@@ -81,6 +83,6 @@ class ConvertPlan:
 def _row(coding: Coding) -> tuple[int, int, int, int, int]:
     encoding = coding.encoding
     if encoding is None:
-        return _COPY, 0, 0, coding.width, -1
+        return COPY, 0, 0, coding.width, -1
     (bits,) = struct.unpack("<I", struct.pack("<f", encoding.scale))
-    return _KINDS[encoding.kind, encoding.rule], _HOLDS[encoding.part], bits, coding.width, coding.scales
+    return KINDS[encoding.kind, encoding.rule], HOLDS[encoding.part], bits, coding.width, coding.scales

@@ -12,7 +12,7 @@ from ..convert import codings
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import HEAD_MAJOR, TOKEN_MAJOR, Staging
-from . import convert_reference, cuda_copy, host_convert, host_copy, reference, triton_copy
+from . import convert_reference, cuda_copy, host_convert, host_copy, reference, triton_convert, triton_copy
 from .device import check_aligned
 
 if TYPE_CHECKING:
@@ -110,6 +110,10 @@ class Backend(Protocol):
 class Converting(Protocol):
     """What a module that converts offers to pools, besides a backend's own plans."""
 
+    @property
+    def SUMS(self) -> bool:  # noqa: N802  (a module's constant)
+        """Whether its plans can have checksums."""
+
     def missing(self) -> str: ...
 
     def compile_plan(self, recipe: Recipe) -> Compiled: ...
@@ -123,7 +127,11 @@ _BACKENDS: dict[str, Backend] = {
     "reference": reference,
 }
 # What makes plans of recipes with codings, for the backends that convert.
-_CONVERTING: dict[str, Converting] = {"host": host_convert, "reference": convert_reference}
+_CONVERTING: dict[str, Converting] = {
+    "host": host_convert,
+    "triton": triton_convert,
+    "reference": convert_reference,
+}
 # In the order of preference.
 _BY_KIND = {"cpu": ("host", "reference"), "cuda": ("cuda", "triton")}
 
@@ -152,6 +160,26 @@ def choose(backend: str, device: str) -> str:
             return name
     raise UsageError(
         f"backend {' or '.join(problems)} cannot be used here", remedy="; ".join(problems.values()), backend=backend
+    )
+
+
+def choose_converting(backend: str, device: str, *, checksum: bool) -> str:
+    """As `choose`, of the backends whose plans convert. "auto" never means the reference, which is very slow."""
+    kind = device.partition(":")[0]
+    names = (choose(backend, device),) if backend != "auto" else [n for n in _BY_KIND[kind] if n != "reference"]
+    problems = {}
+    for name in names:
+        module = _CONVERTING.get(name)
+        problems[name] = "converts no formats" if module is None else module.missing()
+        if module is not None and checksum and not module.SUMS:
+            problems[name] = "sums nothing that it converts: do without checksums"
+        if not problems[name]:
+            return name
+    raise UsageError(
+        f"formats of memory on {device!r} cannot be converted here",
+        remedy="use one format on both sides, or mend this: "
+        + "; ".join(f"{name} {problem}" for name, problem in problems.items()),
+        backend=backend,
     )
 
 
@@ -197,10 +225,9 @@ class Pool:
         """Streams and events of the pool's device, for callers that put copies in streams; None for host memory."""
         return _BACKENDS[choose(backend, self.device)].runtime_of(self.device)
 
-    def cannot_convert(self, backend: str = "auto") -> str:
-        """Why plans of this pool convert no formats, as a remedy; empty if they do."""
-        name = choose(backend, self.device)
-        return _CONVERTING[name].missing() if name in _CONVERTING else "keep the pool in host memory"
+    def check_converts(self, *, checksum: bool = False) -> None:
+        """Raises `UsageError` where plans of this pool, with checksums or without, cannot convert."""
+        choose_converting("auto", self.device, checksum=checksum)
 
     def plan(
         self,
@@ -227,18 +254,13 @@ class Pool:
             raise UsageError(f"no staged order {wire!r}", remedy=f"use {TOKEN_MAJOR!r} or {HEAD_MAJOR!r}", wire=wire)
         name = choose(backend, self.device)
         staging = Staging(staged or self.layout, select)
-        recipe = Recipe(self.layout, staging.select, wire, self.device, checksum, threads, staged)
         made = codings(self.layout, staged, staging.select) if staged is not None else []
+        recipe = Recipe(self.layout, staging.select, wire, self.device, checksum, threads, staged, tuple(made))
         if all(coding.encoding is None for coding in made):
-            return Plan(self, staging, name, recipe, _BACKENDS[name].compile_plan(recipe))
+            return Plan(self, staging, name, recipe._replace(codings=()), _BACKENDS[name].compile_plan(recipe))
         if wire != TOKEN_MAJOR:
             raise UsageError(f"converting in {wire!r} order", remedy=f"use {TOKEN_MAJOR!r}", wire=wire)
-        problem = self.cannot_convert(name)
-        if problem:
-            raise UsageError(
-                f"backend {name!r} does not convert formats here", remedy=f"{problem}, or use one format on both sides"
-            )
-        recipe = recipe._replace(codings=tuple(made))
+        name = choose_converting(backend, self.device, checksum=checksum)
         return Plan(self, staging, name, recipe, _CONVERTING[name].compile_plan(recipe))
 
 

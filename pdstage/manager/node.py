@@ -69,10 +69,8 @@ class Node(Driver[AnyCore]):
         if path not in PATHS:
             raise UsageError(f"path {path!r}", remedy=f"choose one of {', '.join(PATHS)}")
         config = config or Config()
-        if config.convert and (problem := pool.cannot_convert()):
-            raise UsageError(
-                f"a pool on {pool.device!r} does not convert formats", remedy=f"{problem}, or do not offer it"
-            )
+        if config.convert:
+            pool.check_converts(checksum=config.checksums)
         super().__init__(config, progress, switch_interval_s)
         self.keys = keys_of(keys)
         self.pool, self.topology, self.path = pool, topology, path

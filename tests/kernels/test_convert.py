@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from coded import ALL_BF16, INLINE, blocks_of_all, edge_cells, mixed, offered_by, pools_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import Logical, Stored, hold, indexes, ranges, storages
+from pools import Logical, hold, indexes, ranges, storages
 from rigs import MISUSE, Rig, check_refused
 
 from pdstage import native
@@ -29,32 +30,9 @@ from pdstage.protocol.handshake import incompatible
 from pdstage.tables import Index
 from pdstage.topology import Axis
 
-ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
 SCALES = [1.0, 0.1, 0.5, 3.0, 448.0, 1 / 448, 2.0**-20, 1e20, 2.0**-126, 2.0**126]
-INLINE = [fp8_tensor(0.1), fp8_tensor(0.1, "bf16"), fp8_token_head(), mxfp8("floor"), mxfp8("ceil")]
 BACKENDS = ["reference"] if native.ext is None else ["reference", "host"]
 native_only = pytest.mark.skipif(native.ext is None, reason="host code converts with the extension only")
-
-
-def blocks_of_all(n=32, seed=0):
-    """Cells of `n` values in which every bf16 occurs; most cells span magnitudes that blocks of real caches do."""
-    shuffled = ALL_BF16[torch.from_numpy(np.random.default_rng(seed).permutation(65536))]
-    ordered = ALL_BF16.reshape(-1, n)
-    return torch.cat([ordered, shuffled.reshape(-1, n)])
-
-
-def edge_cells(n=32):
-    """Zeros, one value among zeros, one NaN or infinity among numbers, and every power of two as the greatest value."""
-    special = [0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf, 2.0**-133, 1e-30, 448.0, 464.0, 480.0, 3.3e38]
-    cells = [torch.full((n,), value) for value in special]
-    for value in special:
-        one = torch.linspace(-2, 2, n)
-        one[n // 3] = value
-        cells += [one, torch.where(torch.arange(n) == n - 1, value, 0.0)]
-    for exponent in range(-133, 128):
-        for mantissa in (1.0, 1.75, 1.7578125, 1.9921875):
-            cells.append(torch.linspace(-1, 1, n).double().mul(mantissa * 2.0**exponent).float())
-    return torch.stack(cells).bfloat16()
 
 
 # The reference.
@@ -146,25 +124,6 @@ def test_what_was_encoded_decodes_to_its_nearest_neighbours(format):
 # Host code.
 
 
-def pools_of(format, cells, shards=2, companion=""):
-    """A bf16 pool that holds `cells`, and how it stages them for a peer that has `format`."""
-    n, d = cells.shape
-    rows = n // shards
-    bf16 = hold([Stored(Logical(shards=shards, width=2 * d), n_items=rows, rows_per_item=1)])
-    held = torch.from_numpy(bf16.memory[0][64:-64])
-    held[:] = cells.contiguous().view(torch.uint8).reshape(-1)
-    own = reformat(bf16.layout, {Key("kv", "r0", 0): "bf16"})
-    width = Encoding.parse(format).nbytes(d)
-    peers = [Stored(Logical("kv", shards=shards, width=width), n_items=rows, rows_per_item=1)]
-    peer = reformat(hold(peers).layout, {Key("kv", "r0", 0): format})
-    if companion:
-        view = peer.component("kv").views[0]
-        other = replace(view, key=Key("kv", "r1", 0), width=Encoding.parse(companion).nbytes(d), format=companion)
-        component = replace(peer.component("kv"), views=(view, other))
-        peer = Layout(peer.regions, (component,))
-    return bf16, own, peer, rows
-
-
 def staged_by(backend, own, staged, rows):
     select = [Select(view.key, 0, view.shards) for view in staged.views()]
     plan = Pool.of(own).plan(select, backend=backend, staged=staged, checksum=True)
@@ -242,22 +201,6 @@ def converted(draw):
     return held, own, staged, shards, index, tokens, draw(st.sampled_from([0, 1, 3, 16])), draw(st.integers(1, 2))
 
 
-def offered_by(own, staged):
-    """`own` as it is offered to a peer that has the formats `staged`, by a peer of another page size and order."""
-    views = {}
-    for key, format in staged.items():
-        encoding = Encoding.parse(format)
-        view = own.by_key()[key._replace(role=encoding.of or key.role)]
-        width = encoding.nbytes(view.width // 2)
-        stride = view.shards * width
-        row = view.rows[-1]._replace(stride=stride)
-        views[key] = replace(
-            view, key=key, format=format, width=width, shard_stride=width, rows=(row,), item_stride=stride * 4, offset=0
-        )
-    component = replace(own.components[0], views=tuple(views[key] for key in sorted(views)))
-    return pair(own, Layout(own.regions, (component,))).offered
-
-
 @native_only
 @settings(max_examples=100, deadline=None)
 @given(converted())
@@ -304,6 +247,24 @@ def test_a_converted_gather_is_a_plain_one_encoded_and_the_way_back(drawn):
     plan.scatter(anything.ctypes.data + skew, plan.nbytes(tokens), indexes, tokens)
     for memory, wanted in zip(held.memory, expected, strict=True):
         np.testing.assert_array_equal(memory, wanted)
+
+
+@native_only
+@pytest.mark.parametrize("format", INLINE)
+def test_what_is_copied_goes_with_what_is_converted(format):
+    held, own, staged, select, indexes, tokens = mixed(format)
+    found, before = [], held.bytes()
+    for backend in ("reference", "host"):
+        plan, total = Pool.of(own).plan(select, backend=backend, staged=staged, checksum=True), np.zeros(2, np.uint64)
+        out = np.zeros(plan.nbytes(tokens), np.uint8)
+        plan.gather(out.ctypes.data, out.size, indexes, tokens, sum_ptr=total.ctypes.data)
+        shuffled = np.random.default_rng(4).permutation(out)
+        plan.scatter(shuffled.ctypes.data, out.size, indexes, tokens, sum_ptr=total.ctypes.data + 8)
+        found.append([out, total, *held.bytes()])
+        for memory, old in zip(held.memory, before, strict=True):
+            memory[:] = old
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @native_only

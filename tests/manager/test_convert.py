@@ -225,7 +225,7 @@ def test_what_cannot_be_converted_is_refused_naming_both_formats(site, case):
 
 def test_a_pool_that_cannot_convert_says_so_at_once(site, monkeypatch):
     monkeypatch.setattr(native, "ext", None)
-    with pytest.raises(UsageError, match="does not convert formats"):
+    with pytest.raises(UsageError, match="cannot be converted here.*needs the extension"):
         site.decode(Rank(1, 0, BF16), config=CONVERT)
 
 
