@@ -65,6 +65,13 @@ def meeting(welcome: m.Welcome, hello: m.Hello) -> Conversion:
     return Conversion(welcome.layout, hello.layout)
 
 
+def _layouts_problem(welcome: m.Welcome, hello: m.Hello) -> str:
+    problem = incompatible(*meeting(welcome, hello)[:2])
+    if problem and not incompatible(*convert.pair(welcome.layout, hello.layout)[:2]):
+        problem += "; to convert in flight, set Config.convert on both sides"
+    return problem
+
+
 @dataclass(slots=True, eq=False)
 class Peer:
     """A prefill rank by its address: greeted, agreed with, or neither."""
@@ -142,7 +149,7 @@ class Greeter(Core):
             return f"transport {welcome.transport!r} at prefill, {self._hello.transport!r} at decode"
         if not 0 < welcome.max_silence_s < float("inf"):
             return "no finite max_silence_s"
-        return layout_problem(welcome.layout) or incompatible(*meeting(welcome, self._hello)[:2])
+        return layout_problem(welcome.layout) or _layouts_problem(welcome, self._hello)
 
     def _on_hello_refused(self, route: bytes, frame: m.Frame, refused: m.HelloRefused, now: float) -> None:
         peer = self.peers.get(route)
@@ -231,7 +238,7 @@ class Host(Core):
             return f"{len(hello.lanes)} lanes, or an empty one"
         if not 0 < hello.max_silence_s < float("inf"):
             return "no finite max_silence_s"
-        return self._crowded() or layout_problem(hello.layout) or incompatible(*meeting(self._welcome, hello)[:2])
+        return self._crowded() or layout_problem(hello.layout) or _layouts_problem(self._welcome, hello)
 
     def _crowded(self) -> str:
         return f"already {len(self.links)} peers" if len(self.links) >= self.config.max_peers else ""
