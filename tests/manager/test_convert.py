@@ -13,9 +13,11 @@ from pdstage import Key, Pool, Region, Row, State, Topology, View, native
 from pdstage.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, reformat
 from pdstage.errors import PeerError, UsageError
 from pdstage.kernels.convert_reference import decode, encode
+from pdstage.layout import ALL_TOKENS, Owned
 from pdstage.tensors import Part, build, paged_hnd, paged_nhd, sglang_mha, vllm_blocks
 from pdstage.topology import shard_range
 from tests.manager.engine import QUICK, drive
+from tests.owners import held, with_owned
 
 pytestmark = pytest.mark.skipif(native.ext is None, reason="host code converts with the extension only")
 LAYERS, HEADS, DIM, TOKENS = 3, 4, 64, 37
@@ -48,11 +50,15 @@ def coded(formats, where, part=""):
 
 
 class Rank:
-    """K and V of one rank, in the formats given by (role, layer); with `apart` scales are views of their own."""
+    """K and V of one rank, in the formats given by (role, layer); with `apart` scales are views of their own.
 
-    def __init__(self, tp, rank, formats, *, page=4, hnd=False, apart=None):
+    With `owned` it is one of context parallelism, which holds those tokens.
+    """
+
+    def __init__(self, tp, rank, formats, *, page=4, hnd=False, apart=None, owned=ALL_TOKENS):
         self.heads = range(*shard_range(HEADS, tp, rank))
-        self.topology, self.formats, self.hnd, self.page = Topology(tp_size=tp, tp_rank=rank), formats, hnd, page
+        self.topology = Topology(tp_size=tp, tp_rank=rank, cp_size=owned.size, cp_rank=owned.rank)
+        self.formats, self.hnd, self.page, self.tokens = formats, hnd, page, held(owned, TOKENS)
         n, make = len(self.heads), paged_hnd if hnd else paged_nhd
         shape = (40, n, page) if hnd else (40, page, n)
         self.stored, views = {}, {}
@@ -77,18 +83,18 @@ class Rank:
             parts.append(
                 replace(part, views=[replace(v, key=v.key._replace(role=names[v.key.role])) for v in part.views])
             )
-        self.pool = Pool.of(reformat(build(*parts), views), keep=self.stored)
-        self.pages = np.random.default_rng(rank).permutation(40)[: -(-TOKENS // page)]
+        self.pool = Pool.of(with_owned(reformat(build(*parts), views), owned), keep=self.stored)
+        self.pages = np.random.default_rng(rank).permutation(40)[: -(-len(self.tokens) // page)]
 
     def cells(self, where):
         """`[tokens, heads, bytes]` of the room's pages."""
         stored = self.stored[where][self.pages]
         stored = stored.swapaxes(1, 2) if self.hnd else stored
-        return stored.reshape(-1, len(self.heads), stored.shape[-1])[:TOKENS]
+        return stored.reshape(-1, len(self.heads), stored.shape[-1])[: len(self.tokens)]
 
     def write(self, where, cells):
         rows = np.zeros((len(self.pages) * self.page, *cells.shape[1:]), np.uint8)
-        rows[:TOKENS] = cells
+        rows[: len(self.tokens)] = cells[self.tokens]
         rows = rows.reshape(len(self.pages), self.page, *cells.shape[1:])
         self.stored[where][self.pages] = rows.swapaxes(1, 2) if self.hnd else rows
 
@@ -124,7 +130,7 @@ def check(dst, receivers, want):
         assert receiver.wait(0) is State.SUCCESS
         for where in rank.stored:
             heads = slice(rank.heads.start, rank.heads.stop)
-            np.testing.assert_array_equal(rank.cells(where), want(where)[:, heads], err_msg=str(where))
+            np.testing.assert_array_equal(rank.cells(where), want(where)[rank.tokens, heads], err_msg=str(where))
 
 
 @pytest.mark.parametrize("checksums", [False, True])
@@ -168,17 +174,37 @@ def test_scales_in_views_of_their_own_come_of_the_same_source_view(site, apart, 
     fp8 = [Rank(4, rank, formats, page=8, apart=apart) for rank in range(4)]
     src, dst = (plain, fp8) if to_fp8 else (fp8, plain)
     receivers, *_ = transfer(site, src, dst, replace(CONVERT, checksums=True))
+    check(dst, receivers, lambda where: (apart_cells if to_fp8 else decoded_cells)(formats, where))
 
-    def fp8_of(where):
-        role = where[0].removesuffix("_scale")
-        return coded(formats, (role, where[1]), "scale" if role != where[0] else "").numpy()
 
-    def bf16_of(where):
-        data, scales = (torch.from_numpy(fp8_of((role, where[1]))) for role in (where[0], f"{where[0]}_scale"))
-        values = decode(Encoding.parse(formats[where]), *(c.reshape(TOKENS * HEADS, -1) for c in (data, scales)))
-        return values.view(torch.uint8).reshape(TOKENS, HEADS, -1).numpy()
+def apart_cells(formats, where):
+    """What a pool with scales apart has at a place: data, or the scales of the role that the place is named after."""
+    role = where[0].removesuffix("_scale")
+    return coded(formats, (role, where[1]), "scale" if role != where[0] else "").numpy()
 
-    check(dst, receivers, fp8_of if to_fp8 else bf16_of)
+
+def decoded_cells(formats, where):
+    data, scales = (
+        torch.from_numpy(apart_cells(formats, (role, where[1]))) for role in (where[0], f"{where[0]}_scale")
+    )
+    values = decode(Encoding.parse(formats[where]), *(c.reshape(TOKENS * HEADS, -1) for c in (data, scales)))
+    return values.view(torch.uint8).reshape(TOKENS, HEADS, -1).numpy()
+
+
+@pytest.mark.parametrize("to_fp8", [True, False])
+@pytest.mark.parametrize(("src_by", "dst_by"), [((2, 1), (1, 0)), ((1, 0), (2, 4)), ((2, 8), (4, 1))])
+@pytest.mark.parametrize("hnd", [False, True])
+def test_ranks_that_hold_different_tokens_convert_too(site, src_by, dst_by, hnd, to_fp8):
+    formats = dict.fromkeys(SCALES, mxfp8(part="data"))
+
+    def side(by, fp8):
+        given = {"apart": mxfp8} if fp8 else {}
+        ranks = [Owned(by[0], rank, by[1]) for rank in range(by[0])]
+        return [Rank(1, 0, formats if fp8 else BF16, page=8, hnd=hnd, owned=owned, **given) for owned in ranks]
+
+    src, dst = side(src_by, not to_fp8), side(dst_by, to_fp8)
+    receivers, *_ = transfer(site, src, dst, replace(CONVERT, checksums=True))
+    check(dst, receivers, lambda where: (apart_cells if to_fp8 else decoded_cells)(formats, where))
 
 
 @pytest.mark.parametrize("path", ["direct", "auto"])
