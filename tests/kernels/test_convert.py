@@ -24,9 +24,8 @@ from pdstage.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair, r
 from pdstage.errors import UsageError
 from pdstage.kernels import Pool
 from pdstage.kernels.convert_reference import decode, encode
-from pdstage.layout import Key, Layout, Region, Row, View
+from pdstage.layout import Key, Layout, Region, Row, View, mismatch
 from pdstage.plan import HEAD_MAJOR, Select, Staging
-from pdstage.protocol.handshake import incompatible
 from pdstage.tables import Index
 from pdstage.topology import Axis
 
@@ -304,6 +303,12 @@ def test_a_plan_that_converts_does_nothing_else():
 ODD = ["fp16", "fp8_e4m3", "fp8_e4m3:mx32:floor:scale:", "fp8_e4m3:tensor:inf:divide", "fp8_e4m3:token_head:data:k"]
 PARTS = [make(part=part, of=of) for make in (fp8_token_head, mxfp8) for part, of in (("data", ""), ("scale", "k"))]
 FORMATS = ["bf16", *INLINE, *PARTS, *ODD]
+
+
+def incompatible(src, dst):
+    """As nodes judge each other's views at Hello."""
+    held = src.by_key()
+    return next((p for view in dst.views() if view.key in held and (p := mismatch(held[view.key], view))), "")
 
 
 def layout_of(views):
