@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
 from pdstage.layout import Component, Key, Layout, Owned, Region, Row, View
+from pdstage.states import StateType
 from pdstage.topology import Axis, Topology
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ __all__ = [
     "Row",
     "Sender",
     "State",
+    "StateType",
     "Topology",
     "TransportError",
     "UsageError",

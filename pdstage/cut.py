@@ -216,6 +216,7 @@ class _Indexes:
         self._pieces = pieces
         self._items = items
         self._found: dict[str, tuple[Int64s, Int64s, int]] = {}
+        self._lists: dict[int, Mapping[str, Index]] = {}
         for name, (start, stop) in tokens.items():
             if name in pieces and name in items and start < stop:
                 own, first = pieces[name].find(start, stop)
@@ -225,6 +226,11 @@ class _Indexes:
         """The lists that the views of class `number` take."""
         if not self._found:
             return self._items
+        if number not in self._lists:
+            self._lists[number] = self._of(number)
+        return self._lists[number]
+
+    def _of(self, number: int) -> Mapping[str, Index]:
         lists = dict(self._items)
         for name, (page, piece, first) in self._found.items():
             pieces = self._pieces[name]

@@ -58,8 +58,8 @@ def prefix_items(token_slots: npt.ArrayLike, *, page_size: int, stop: int | None
     Of a destination that has tokens `[0, held)` already, only the pages from that of token `held` on.
     """
     row = _row(token_slots, stop)
-    start = min(held, len(row)) // _checked(page_size) * page_size
-    return Items(row[start::page_size] // page_size, start)
+    slots, first = _one_a_page(row, held, page_size)
+    return Items(slots // page_size, first)
 
 
 def window_items(
@@ -77,10 +77,9 @@ def window_items(
     below `held` are at the destination already.
     """
     row = _row(token_slots, stop)
-    start = min(max(held, len(row) - window, 0), len(row)) // _checked(page_size) * page_size
-    slots = row[start::page_size]
+    slots, first = _one_a_page(row, max(held, len(row) - window, 0), page_size)
     translated = slots if mapping is None else np.asarray(mapping[slots])
-    return Items(translated // page_size, start)
+    return Items(translated // page_size, first)
 
 
 def ring_items(slot: int, ring: Ring, *, stop: int, window: int) -> Items:
@@ -105,7 +104,16 @@ def _row(token_slots: npt.ArrayLike, stop: int | None) -> npt.NDArray[np.integer
     return row[:stop]
 
 
-def _checked(page_size: int) -> int:
+def _one_a_page(
+    row: npt.NDArray[np.integer[Any]], start: int, page_size: int
+) -> tuple[npt.NDArray[np.integer[Any]], int]:
+    """The slot of one token of each page from that of token `start` on, and the first page's first token.
+
+    Of the first page the slot of `start` itself: those before it may be gone, and their entries anything.
+    """
     if page_size < 1:
         raise UsageError(f"page_size is {page_size}", remedy="give the tokens of a page", page_size=page_size)
-    return page_size
+    first = min(start, len(row)) // page_size * page_size
+    positions = np.arange(first, len(row), page_size)
+    positions[:1] = min(start, len(row) - 1)
+    return row[positions], first

@@ -13,6 +13,7 @@ A *region* is registered memory. A *view* is affine addressing of one region:
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -315,6 +316,11 @@ class Layout:
         return {view.key: view for view in self.views()}
 
     @cached_property
+    def row_tokens(self) -> Mapping[str, int]:
+        """Of each component, how many tokens lie between places that split no row: 1 but for compressed caches."""
+        return {c.name: math.lcm(*(view.tokens_per_row for view in c.views)) for c in self.components}
+
+    @cached_property
     def layers(self) -> Mapping[str, tuple[int, ...]]:
         """The numbers of the layers that each component has views of, ascending."""
         return {c.name: tuple(sorted({view.key.layer for view in c.views})) for c in self.components}
@@ -355,9 +361,11 @@ def mismatch(src: View, dst: View) -> str:
     if src.format != dst.format:
         return f"{dst.key}: format {src.format} at prefill, {dst.format} at decode"
     if (src.width, src.segs) != (dst.width, dst.segs):
-        return (
-            f"{dst.key}: {src.segs} runs of {src.width} bytes a shard at prefill, {dst.segs} of {dst.width} at decode"
-        )
+        each = dst.axis.name if dst.axis.total > 1 else "row"
+        if src.shard_nbytes != dst.shard_nbytes:
+            return f"{dst.key}: {src.shard_nbytes} bytes a {each} at prefill, {dst.shard_nbytes} at decode"
+        runs = f"{src.segs} runs of {src.width} bytes a {each} at prefill, {dst.segs} of {dst.width} at decode"
+        return f"{dst.key}: {runs}"
     if src.tokens_per_row != dst.tokens_per_row:
         return f"{dst.key}: a row covers {src.tokens_per_row} tokens at prefill, {dst.tokens_per_row} at decode"
     if (src.axis.name, src.axis.total) != (dst.axis.name, dst.axis.total):

@@ -29,6 +29,8 @@ class Counters:
     """Chunks that began as staged and went direct."""
     chunks_altered: int = 0
     """Staged chunks whose checksum at decode was not the one prefill told."""
+    slots_trimmed: int = 0
+    """Components of rooms that had fewer slots on one side, by peer: the longer list was trimmed."""
     leases_granted: int = 0
     leases_recalled: int = 0
     leases_returned: int = 0

@@ -11,6 +11,7 @@ scatter need no knowledge of each other's layout.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import astuple, dataclass
@@ -200,12 +201,12 @@ class Rect(NamedTuple):
     layer_start: int
     layer_stop: int
 
-    def overlaps(self, other: Rect) -> bool:
-        """Whether the two share a token of a layer."""
+    def overlaps(self, other: Rect, row_tokens: int = 1) -> bool:
+        """Whether the two share a token of a layer, or a row where one covers `row_tokens` of them."""
         return (
             self.component == other.component
-            and self.start < other.stop
-            and other.start < self.stop
+            and self.start // row_tokens * row_tokens < other.stop
+            and other.start // row_tokens * row_tokens < self.stop
             and self.layer_start < other.layer_stop
             and other.layer_start < self.layer_stop
         )
@@ -279,6 +280,12 @@ class Staging:
             starts.append(at)
             at += _aligned(_view_nbytes(sized, tokens))
         return starts
+
+    def row_tokens(self, component: str) -> int:
+        """How many tokens lie between places where `component` can be cut and no row is cut: 1 but for compressed
+        caches.
+        """
+        return math.lcm(*(sized.tokens_per_row for sized in self._groups if sized.component == component))
 
     def tokens_within(self, component: str, nbytes: int) -> int:
         """The most tokens of `component` alone whose staged bytes fit `nbytes` wherever they start in a row; 0 for

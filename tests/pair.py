@@ -59,8 +59,10 @@ def make_layout(
     n_pages: int,
     hnd: bool = False,
     page: int = PAGE,
+    slots: bool = False,
+    exact: bool = False,
 ) -> Layout:
-    """A K/V pool of one rank in `memory`: NHD or HND pages of `page` tokens."""
+    """A K/V pool of one rank in `memory`: NHD or HND pages of `page` tokens, or `slots` of as many rows."""
     axis = shard_axis("kv_head", heads, tp, rank)
     views, offset = [], 0
     for layer in range(*layers):
@@ -75,7 +77,9 @@ def make_layout(
                 )
             )  # fmt: skip
             offset += n_pages * item
-    return Layout.of((Region(memory.base, len(memory.bytes)),), views)
+    names = ("kv",)
+    region = Region(memory.base, len(memory.bytes))
+    return Layout.of((region,), views, slots=names if slots else (), exact=names if exact else ())
 
 
 def pool_nbytes(*, heads: int, tp: int, rank: int, layers: tuple[int, int], n_pages: int, page: int = PAGE) -> int:
@@ -109,6 +113,15 @@ def staged(
             order.sort(key=lambda ts, v=view: (ts[0] // v.tokens_per_item, ts[1], ts[0]))
         for n, (t, s) in enumerate(order):
             yield offset + n * WIDTH, cell(view, memory, pages, t, first + s)
+
+
+def staged_place(rank: int, n_ranks: int, n_stages: int, dp: int = 1) -> Topology:
+    """The place of `rank` among `n_ranks`, in `dp` pipelines of `n_stages`."""
+    tp = n_ranks // (n_stages * dp)
+    return Topology(
+        tp_size=tp, tp_rank=rank % tp, pp_size=n_stages, pp_rank=rank // tp % n_stages, dp_size=dp,
+        dp_rank=rank // (tp * n_stages),
+    )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -201,6 +214,12 @@ class World:
         path: str = "staged",
         dst_hnd: bool = False,
         dst_page: int = PAGE,
+        src_page: int = PAGE,
+        src_stages: tuple[tuple[int, int], ...] = (),
+        dst_stages: tuple[tuple[int, int], ...] = (),
+        dst_dp: int = 1,
+        slots: bool = False,
+        exact: bool = False,
         fences: bool = True,
         instances: bool = False,
         deadline_s: float = 1000.0,
@@ -215,8 +234,11 @@ class World:
         self.written: set[tuple[object, ...]] = set()
         self.fenced: set[m.Session] = set()
         self.heads, self.layers, self.n_pages, self.path = heads, (0, layers), n_pages, path
+        self.dst_dp = dst_dp
+        self.src_stages, self.dst_stages = src_stages or (self.layers,), dst_stages or (self.layers,)
         self.lane_nbytes, self.n_lanes, self.dst_hnd, self.dst_page = lane_nbytes, n_lanes, dst_hnd, dst_page
         self.n_buffers, self.buffer_nbytes = n_buffers, buffer_nbytes
+        self.src_page, self.kind = src_page, {"slots": slots, "exact": exact}
         self.config = Config(**config)
         self.processes: list[Decode] = []
         self.queue: list[Item] = []
@@ -230,11 +252,14 @@ class World:
     # Building and rebuilding ranks.
 
     def make_prefill(self, rank: int, life: int = 0) -> Prefill:
-        tp, tp_rank = (1, 0) if self.instances else (self.n_prefill, rank)
-        shape = {"heads": self.heads, "tp": tp, "rank": tp_rank, "layers": self.layers, "n_pages": self.n_pages}
+        place = Topology() if self.instances else staged_place(rank, self.n_prefill, len(self.src_stages))
+        shape = {
+            "heads": self.heads, "tp": place.tp_size, "rank": place.tp_rank, "layers": self.src_stages[place.pp_rank],
+            "n_pages": self.n_pages, "page": self.src_page,
+        }  # fmt: skip
         memory = self.make_memory(pool_nbytes(**shape))
         core = PrefillCore(
-            1000 + rank + 100 * life, layout=make_layout(memory, **shape), topology=Topology(tp, tp_rank),
+            1000 + rank + 100 * life, layout=make_layout(memory, **shape, **self.kind), topology=place,
             transport="test", description=b"", n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes,
             config=self.config, choose=self._choose,
         )  # fmt: skip
@@ -242,15 +267,16 @@ class World:
         return Prefill(b"P%d" % rank, core, memory, buffers)
 
     def make_decode(self, rank: int, life: int = 0) -> Decode:
+        place = staged_place(rank, self.n_decode, len(self.dst_stages), self.dst_dp)
         shape = {
-            "heads": self.heads, "tp": self.n_decode, "rank": rank, "layers": self.layers, "n_pages": self.n_pages,
-            "page": self.dst_page,
+            "heads": self.heads, "tp": place.tp_size, "rank": place.tp_rank, "layers": self.dst_stages[place.pp_rank],
+            "n_pages": self.n_pages, "page": self.dst_page,
         }  # fmt: skip
         memory, staging = self.make_memory(pool_nbytes(**shape)), self.make_memory(self.lane_nbytes * self.n_lanes)
         lanes = tuple(m.LaneSpan(staging.base + n * self.lane_nbytes, self.lane_nbytes) for n in range(self.n_lanes))
         core = DecodeCore(
-            2000 + rank + 100 * life, layout=make_layout(memory, hnd=self.dst_hnd, **shape),
-            topology=Topology(self.n_decode, rank), transport="test", description=b"", lanes=lanes, config=self.config,
+            2000 + rank + 100 * life, layout=make_layout(memory, hnd=self.dst_hnd, **shape, **self.kind),
+            topology=place, transport="test", description=b"", lanes=lanes, config=self.config,
         )  # fmt: skip
         node = Decode(b"D%d" % rank, core, memory, staging)
         self.processes.append(node)
@@ -331,7 +357,7 @@ class World:
         layers=None,
     ):
         node = self.prefill[rank]
-        low, high = layers or self.layers
+        low, high = layers or self.src_stages[node.core._welcome.topology.pp_rank]
         rects = (Rect("kv", *tokens, low, high),)
         source = node.core.chunk(handle, rects, {"kv": pages}, self.now, ready=ready)
         self.carry(node)

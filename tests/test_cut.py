@@ -17,15 +17,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdstage.cut import DirectPlans, Pair
+from pdstage.cut import DirectPlans, Pair, tokens_problem
+from pdstage.errors import UsageError
 from pdstage.kernels import Pool
-from pdstage.layout import Key, Layout, Owned, Region
+from pdstage.layout import ALL_TOKENS, Key, Layout, Owned, Region, Row, View
 from pdstage.ownership import Common
-from pdstage.plan import Rect, Stagings, selects, shares
+from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Rect, Select, Stagings, selects, shares
 from pdstage.spans import Index
 from pdstage.stager import Stager
 from pdstage.tables import memory
-from pdstage.topology import shard_range
+from pdstage.topology import Axis, shard_range
 from tests.owners import all_ranks, items_for, place_of, ways, with_owned
 from tests.pools import GUARD, Held, Logical, Stored, hold, orders
 
@@ -189,7 +190,7 @@ def cases(draw):
 
 
 @pytest.mark.parametrize("path", ["staged", "direct"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(case=cases())
 def test_every_destination_byte(path, case):
     for src in case.srcs.values():
@@ -198,3 +199,88 @@ def test_every_destination_byte(path, case):
     send(case, path)
     for got, want in zip(case.dst.held.memory, wanted, strict=True):
         assert np.array_equal(got, want)
+
+
+def view(role, *, page=8, row=16, item=128, base=0, n_items=4, rows=None, shards=1, shard=0):
+    axis = Axis("head", shards, 0, shards)
+    return View(
+        key=Key("kv", role, 0), region=0, offset=base, n_items=n_items, item_stride=item, tokens_per_item=page,
+        rows=rows or (Row(1, row),), shards=shards, shard_stride=shard, width=8, axis=axis, format="u8",
+    )  # fmt: skip
+
+
+def pair_of(src_views, dst_views, src=ALL_TOKENS, dst=ALL_TOKENS):
+    sides = [
+        Layout.of([Region(1 << 20, 1 << 40)], views, owned={"kv": owned})
+        for views, owned in ((src_views, src), (dst_views, dst))
+    ]
+    return Pair(*sides, Common.of(*sides))
+
+
+def test_where_both_hold_the_same_tokens_nothing_is_cut():
+    for owned in (ALL_TOKENS, Owned(2, 1, 16), Owned(3, 0)):
+        pair = pair_of([view("k")], [view("k", page=4)], owned, owned)
+        index = {"kv": Index.of(np.arange(2))}
+        assert pair.src.key == pair.dst.key == ()
+        assert pair.src.indexes(index, {"kv": (0, 8)}).of(0) is index, "the same list, not a copy"
+
+
+def test_only_the_side_with_foreign_tokens_between_is_cut():
+    """Blocks of four out of pages of eight and of sixteen: pieces of four. The part itself stays as it is."""
+    pair = pair_of([view("k", page=16, item=256)], [view("k")], dst=Owned(2, 1, 4))
+    assert pair.src.key and not pair.dst.key
+    (component,) = pair.src.layouts[0].components
+    assert component.tokens_per_item == 4
+    lists = pair.src.indexes({"kv": Index.of(np.array([3, 0]), 16)}, {"kv": (9, 14)}).of(0)
+    assert lists["kv"].first_token == 8
+    assert lists["kv"].keep.tolist() == [3 * 4 + 1, 3 * 4 + 3], "tokens 20..24 and 28..32 of the page of token 16"
+
+
+def test_views_of_other_steps_take_lists_of_their_own():
+    """Keys and scales of one page: sixteen bytes a token, and two."""
+    views = [view("k", item=1024), view("scale", item=1024, row=2, base=512), view("v", item=1024, base=256)]
+    pair = pair_of(views, views, dst=Owned(2, 0, 1))
+    select = [(v.key, 0, 1) for v in sorted(views, key=lambda v: v.key)]
+    runs = pair.src.runs([Select(*one) for one in select])
+    assert [(n, [s.key.role for s in run]) for n, run in runs] == [(0, ["k"]), (1, ["scale"]), (0, ["v"])]
+    lists = pair.src.indexes({"kv": Index.of(np.array([2]), 0)}, {"kv": (0, 2)})
+    assert lists.of(0)["kv"].keep.tolist() == [2 * 64, 2 * 64 + 2]
+    assert lists.of(1)["kv"].keep.tolist() == [2 * 512, 2 * 512 + 2]
+
+
+def test_pages_and_rows_in_descending_order_are_numbered_from_the_lowest():
+    down = view("k", item=-128, base=3 * 128 + 7 * 16, row=-16)
+    pair = pair_of([down], [view("k")], dst=Owned(2, 0, 4))
+    (cut,) = pair.src.layouts[0].views()
+    lists = pair.src.indexes({"kv": Index.of(np.array([3, 0]))}, {"kv": (0, 8)}).of(0)
+    pages = [cut.offset + number * cut.item_stride for number in lists["kv"].keep.tolist()]
+    assert pages == [7 * 16, 3 * 128 + 7 * 16], "tokens 0 and 8: the first rows of pages 3 and 0"
+    assert min(lists["kv"].keep) >= 0 and cut.n_items == 8
+
+
+def test_steps_with_no_common_unit_are_refused_at_hello():
+    views = [view("k", page=2, row=8, item=1001, n_items=1 << 24)]
+    sides = [
+        Layout.of([Region(0, 1 << 40)], views, owned={"kv": owned}) for owned in (Owned(4, 1, 1), ALL_TOKENS)
+    ]  # fmt: skip
+    said = tokens_problem(*sides)
+    assert "strides of (1001, 0, 8) bytes" in said and "common unit is 1;" in said
+    assert not tokens_problem(sides[0], sides[0]), "where nothing is cut there is nothing to number"
+
+
+@pytest.mark.parametrize(("page", "order"), [(16, HEAD_MAJOR), (32, TOKEN_MAJOR)])
+def test_heads_stay_outermost_where_pieces_are_pages_of_the_other_side(page, order):
+    def hnd(size):
+        return view("k", page=size, row=8, item=2 * 8 * size, shards=2, shard=8 * size)
+
+    assert pair_of([hnd(64)], [hnd(page)], dst=Owned(2, 1, 16)).wire == order
+
+
+@pytest.mark.parametrize(
+    ("pages", "first", "words"),
+    [([0], 0, "has 1 items from own token 0"), ([0, 1], 8, "from own token 8"), ([0, 1, 2], -3, "own token -3 on")],
+)
+def test_items_that_lack_a_page_are_refused(pages, first, words):
+    pair = pair_of([view("k")], [view("k")], dst=Owned(2, 1, 4))
+    with pytest.raises(UsageError, match=words):
+        pair.src.indexes({"kv": Index.of(np.array(pages), first)}, {"kv": (0, 8)})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -201,6 +203,17 @@ def test_a_window_starts_with_a_page_and_has_slots_of_its_own(window, held, firs
     assert list(window_items(row, page_size=4, window=window, held=held).pages) == [10, 13, 9][first // 4 :]
 
 
+def test_what_lies_before_a_window_is_not_looked_at():
+    """Engines free a window's slots behind it, and map freed ones to slot 0."""
+    row = np.array([99, 99, 99, 43, 52, 53, 54, 55])
+    mapping = np.zeros(100, np.int64)
+    mapping[[43, 52, 53, 54, 55]] = [7, 12, 13, 14, 15]
+    assert list(window_items(row, page_size=4, window=5, mapping=mapping).pages) == [1, 3]
+    assert list(prefix_items(row, page_size=4, held=3).pages) == [10, 13]
+    assert list(prefix_items(row[:4], page_size=4, held=4).pages) == []
+    assert list(prefix_items(row[:6], page_size=4, held=6).pages) == [13]
+
+
 def test_rows_of_a_ring_come_in_position_order():
     ring = Ring(rows=6, slot_step=6)
     items = ring_items(2, ring, stop=14, window=5)
@@ -366,3 +379,16 @@ def test_misuse_is_refused_by_name(name):
     misuse, words = MISUSES[name]
     with pytest.raises(UsageError, match=words):
         misuse()
+
+
+def test_the_table_of_kinds_is_true():
+    """docs/states.md has a row for each registered kind, with its rules."""
+    page = (Path(__file__).parent.parent / "docs" / "states.md").read_text()
+    table = page.split("| kind |")[1].split("\n\n")[0]
+    said = {}
+    for line in table.splitlines()[2:]:
+        names, _, _, positions, exact, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        name, *alias = re.findall(r"`(\w+)`", names)
+        said[name] = tuple(alias), positions == "yes", exact == "yes"
+    kinds = [kind for kind in registered() if kind.components and not kind.name.startswith("test_")]
+    assert said == {kind.name: (kind.aliases, kind.positional, kind.exact) for kind in kinds}

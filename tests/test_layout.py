@@ -206,8 +206,8 @@ def test_what_differs_only_in_strides_pages_or_rank_can_be_moved():
     ("changes", "words"),
     [
         ({"format": "fp16"}, "format bf16 at prefill, fp16 at decode"),
-        ({"width": 16}, "1 runs of 32 bytes a shard at prefill, 1 of 16"),
-        ({"segs": 2, "width": 16}, "2 of 16 at decode"),
+        ({"width": 16}, "32 bytes a kv_head at prefill, 16 at decode"),
+        ({"segs": 2, "width": 16}, "1 runs of 32 bytes a kv_head at prefill, 2 of 16 at decode"),
         ({"rows": (Row(2, 64),)}, "a row covers 1 tokens at prefill, 2"),
         ({"axis": Axis("kv_head", 16, 2, 2)}, "axis kv_head of 8 shards at prefill, kv_head of 16"),
         ({"axis": Axis("group", 8, 2, 2)}, "group of 8 at decode"),

@@ -18,12 +18,15 @@ from pdstage.plan import (
     Select,
     Share,
     Staging,
+    Stagings,
     rows_of,
     selects,
     shard_overlap,
     shares,
+    tokens_of,
     wire_order,
 )
+from pdstage.protocol.outbox import split
 from pdstage.topology import REPLICATED, Axis, shard_axis, shard_range
 
 SIZES = range(1, 17)
@@ -303,6 +306,22 @@ def test_tokens_within_of_mixed_rows_never_overflows():
     staged = Staging(layout, [Select(v.key, 0, 1) for v in layout.views()])
     assert staged.tokens_within("kv", 1024) == 5
     assert max(staged.nbytes({"kv": (first, first + 5)}) for first in range(4)) <= 1024
+
+
+@given(st.integers(1, 4), st.integers(1, 4), token_ranges, st.integers(0, 4000), st.booleans())
+def test_pieces_fit_and_share_no_row(per, other, tokens, limit, two_roles):
+    axis = Axis("kv_head", 1, 0, 1)
+    views = [view(("kv", "k", 0), axis, width=128, tokens_per_row=per, page=12)]
+    views += [view(("kv", "scale", 0), axis, width=64, tokens_per_row=other, page=12)] if two_roles else []
+    stagings = Stagings(layout_of(*views))
+    owned = tuple(Share("kv", v.key.role, (0, 1, 1), 0, 1) for v in views)
+    rects = (Rect("kv", *tokens, 0, 1),) if tokens[0] < tokens[1] else ()
+    pieces = [piece for (piece,) in split(rects, owned, stagings, limit)]
+    assert [t for piece in pieces for t in range(piece.start, piece.stop)] == list(range(*tokens))
+    for a, b in itertools.pairwise(pieces):
+        assert all(b.start % v.tokens_per_row == 0 for v in views), (a, b)
+    if len(pieces) > 1:
+        assert max(stagings.of(owned, (piece,)).nbytes(tokens_of([piece])) for piece in pieces) <= limit
 
 
 @pytest.mark.parametrize(

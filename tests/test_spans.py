@@ -203,7 +203,7 @@ def test_layouts_that_do_not_match_are_refused_in_words():
     held = hold([Stored(OF)])
     wide = hold([Stored(Logical(roles=2, shards=4, width=32))])
     select = [Select(key, 0, 4) for key in OF.view_keys()]
-    with pytest.raises(UsageError, match="16 bytes a shard at prefill"):
+    with pytest.raises(UsageError, match="16 bytes a head at prefill, 32 at decode"):
         DirectPlan(held.layout, select, wide.layout, select)
     with pytest.raises(UsageError, match="different views or shard counts"):
         DirectPlan(held.layout, select, held.layout, select[:1])

@@ -11,13 +11,13 @@ import torch
 
 from pdstage import Key
 from pdstage.demo.families import PAGES, SLOT, Family, stage_layers
-from pdstage.demo.pools import PagedPool, PagedShape, Room, SlotPool, Table, pages_for
+from pdstage.demo.pools import PagedPool, PagedShape, SlotPool, pages_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pdstage.demo.families import Field
-    from pdstage.demo.pools import Pool
+    from pdstage.demo.pools import Pool, Room
     from pdstage.topology import Topology
 
 States: TypeAlias = "dict[Key, torch.Tensor]"
@@ -72,13 +72,7 @@ class Holding:
 
     def admit(self, n_tokens: int) -> Room:
         """Pages and slots for a prompt; of a sliding window only the pages that its end lies in."""
-        room: dict[str, Table] = {}
-        for component, pool in self.pools.items():
-            if isinstance(pool, SlotPool):
-                room[component] = pool.allocate()
-            else:
-                room[component] = pool.allocate(*self._asked(component, n_tokens))
-        return room
+        return {name: pool.allocate(*self._asked(name, n_tokens)) for name, pool in self.pools.items()}
 
     def release(self, room: Room) -> None:
         for component, table in room.items():
@@ -111,14 +105,10 @@ class Holding:
         for component, table in room.items():
             if component not in spans:
                 continue
-            pool = self.pools[component]
-            for layer in self.layers:
-                fields = [f for f in self.family.fields(layer, self.kv_heads) if f.component == component]
+            pool, fields = self.pools[component], self._fields[component]
+            for layer in pool.layers:
                 parts = [cut(states[Key(component, f.role, layer)], f, self.place) for f in fields]
-                if parts and isinstance(pool, SlotPool):
-                    pool.store(layer, table, *parts)
-                elif parts and isinstance(pool, PagedPool):
-                    pool.store(layer, table, spans[component][0], *parts)
+                pool.store(layer, table, spans[component][0], *parts)
 
     def parts(self, room: Room) -> States:
         """All that this rank holds of a room."""
@@ -126,11 +116,7 @@ class Holding:
         for component, table in room.items():
             pool = self.pools[component]
             for layer in pool.layers:
-                loaded = (
-                    pool.load(layer, table)
-                    if isinstance(pool, SlotPool)
-                    else pool.load(layer, table, table.start, table.stop)
-                )
+                loaded = pool.load(layer, table, table.start, table.stop)
                 held |= {Key(component, role, layer): part for role, part in zip(pool.tensors, loaded, strict=True)}
         return held
 

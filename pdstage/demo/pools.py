@@ -170,17 +170,20 @@ class SlotPool:
             return torch.full((slots, rows, channels), torch.nan, dtype=dtype).transpose(1, 2)
         return torch.full(shape, torch.nan, dtype=dtype)
 
-    def allocate(self) -> Table:
-        return Table(self._free.take(1), 0, 0, 1)
+    def allocate(self, start: int = 0, stop: int = 1) -> Table:
+        """One slot: it has no positions, so `[0, 1)` is all there can be."""
+        return Table(self._free.take(stop - start), start, start, stop)
 
     def free(self, table: Table) -> None:
         self._free.give_back(table.items)
 
-    def store(self, layer: int, table: Table, *parts: torch.Tensor) -> None:
+    def store(self, layer: int, table: Table, start: int, *parts: torch.Tensor) -> None:
+        """One `[parts, *inner]` a role. `start` as a paged pool takes it; here it is 0."""
         for tensors, new in zip(self.tensors.values(), parts, strict=True):
             tensors[self._at[layer]][int(table.items[0])] = new
 
-    def load(self, layer: int, table: Table) -> tuple[torch.Tensor, ...]:
+    def load(self, layer: int, table: Table, start: int, stop: int) -> tuple[torch.Tensor, ...]:
+        """Every role's state, as a view of the pool."""
         return tuple(tensors[self._at[layer]][int(table.items[0])] for tensors in self.tensors.values())
 
     def spoil(self, table: Table, seed: int) -> Callable[[], None]:

@@ -17,6 +17,7 @@ import torch
 import pdstage
 from pdstage.demo import cache as caches
 from pdstage.demo.families import FAMILIES
+from pdstage.errors import UsageError
 
 # transformers looks for Hugging Face's package `kernels`. Where Python starts in this project's checkout, it would find
 # the folder of that name instead, which is no package of its own: hide it.
@@ -24,6 +25,7 @@ _found = find_spec("kernels")
 if _found and _found.origin and Path(_found.origin).samefile(Path(pdstage.__path__[0], "kernels", "__init__.py")):
     sys.modules["kernels"] = None  # type: ignore[assignment]
 
+import transformers  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
@@ -56,12 +58,22 @@ class Model:
 
 
 def build_model(options: Options) -> Model:
-    """A model of random weights, the same in every process for the same options: nothing is downloaded."""
+    """A model of random weights, the same in every process for the same options: nothing is downloaded.
+
+    Raises `UsageError` where this transformers does not have it.
+    """
     if options.model == "llama":
         return Model(build_llama(options.shape, options.seed))
     family = FAMILIES[options.model]
     torch.manual_seed(options.seed)
-    configuration, network = map(import_module, family.modules)
+    try:
+        configuration, network = map(import_module, family.modules)
+    except ModuleNotFoundError as missing:
+        raise UsageError(
+            f"transformers {transformers.__version__} has no {options.model}: {missing}",
+            remedy="pip install -U 'pdstage[demo]'",
+            field="model",
+        ) from missing
     config = getattr(configuration, family.config)(**family.settings(options.heads))
     # float64, as the Llama: the fast paths of experts have no kernels for it.
     config._experts_implementation = "eager"

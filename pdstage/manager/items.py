@@ -74,12 +74,16 @@ def check(layout: Layout, items: GivenItems, tokens: GivenTokens, *, unique: boo
 
 
 def rects_of(layout: Layout, checked: Mapping[str, Checked], layers: tuple[int, int] | None) -> tuple[Rect, ...]:
-    """One rectangle a component, over `layers` (all of its own if None)."""
+    """One rectangle a component, over `layers` (all of its own if None).
+
+    None for no tokens; one for no slots, which says that there are none.
+    """
     rects = []
     for one in checked.values():
         numbers = layout.layers[one.component]
         low, high = layers or (numbers[0], numbers[-1] + 1)
-        if one.start < one.stop and bisect_left(numbers, low) < bisect_left(numbers, high):
+        some = one.start < one.stop or not layout.component(one.component).positional
+        if some and bisect_left(numbers, low) < bisect_left(numbers, high):
             rects.append(Rect(one.component, one.start, one.stop, low, high))
     return tuple(sorted(rects))
 

@@ -74,7 +74,9 @@ class Sender(Handle):
 
     @property
     def prefix_tokens(self) -> int | None:
-        """The first token that any destination asks for; None before all have opened."""
+        """The first token that any destination asks for, of this rank's part if parts are contiguous; None before all
+        have opened.
+        """
         return self._node.prefix_tokens(self.room)
 
     @property
@@ -97,6 +99,7 @@ class Sender(Handle):
         ready: CudaEvent | None = None,
     ) -> None:
         """More of the room: `tokens` (absolute, start and stop, by component) stored in `items`, of `layers` or of all.
+        A rank that holds part of the tokens gives ranges as if it held all, but for contiguous parts: those it has.
 
         `ready` is an event after which the data exists; leases are sought meanwhile. Raises `UsageError` for items that
         are out of range or do not cover the tokens; nothing is sent then.
@@ -152,6 +155,7 @@ class PrefillNode(Node[PrefillCore]):
             copy_thread=copy_thread, insecure=insecure, keys=keys,
         )  # fmt: skip
         self._stagings = Stagings(pool.layout)
+        self._positional = {component.name for component in pool.layout.components if component.positional}
         self._pairs: dict[Link, Pair] = {}
         self._direct_plans: dict[tuple[object, ...], DirectPlans] = {}
         self.posts = Posts(self.transport)
@@ -231,7 +235,8 @@ class PrefillNode(Node[PrefillCore]):
         with self.use():
             if not room.n_destinations or len(room.destinations) < room.n_destinations:
                 return None
-            return min((start for r in room.destinations.values() for start, _ in r.asked.values()), default=0)
+            asked = (one for record in room.destinations.values() for one in record.asked.items())
+            return min((start for name, (start, _) in asked if name in self._positional), default=0)
 
     def max_chunk_tokens(self, room: OutRoom) -> int | None:
         with self.use():

@@ -4,6 +4,6 @@ Layer 2. Read in this order: `messages` (what is said), `room` (the states of a 
 its driver). Then the floors that each core stands on, from below: `session` (who is talking and in what order),
 `handshake` (with whom), `lender` or `borrower` (the leases), `receiving` or `sending` (the room table), `decode` or
 `prefill` (the core). Beside them lie `inbox`, `outbox`, `holdings` with its `queue`, and `parked` for what each side
-holds, `coverage` for what has arrived, `told` for the limits of a peer's layout, `versions` for who talks with whom,
-`timers` and `config`.
+holds, `coverage` for what has arrived, `told` for the limits of a peer's layout, `fit` and `slots` for what both sides'
+state must have in common, `versions` for who talks with whom, `timers` and `config`.
 """

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pdstage.ownership import EVERYTHING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable, Iterator
 
     from pdstage.ownership import Common, Numbering
     from pdstage.plan import Rect, Share
@@ -117,17 +117,25 @@ class _Need:
 class Coverage:
     """What one writer owes one room, and what of it has arrived: of the tokens in `common` with it."""
 
-    __slots__ = ("_needs",)
+    __slots__ = ("_needs", "_uncounted")
 
-    def __init__(self, shares: Iterable[Share], asked: tuple[Asked, ...], common: Common = EVERYTHING) -> None:
+    def __init__(
+        self,
+        shares: Iterable[Share],
+        asked: tuple[Asked, ...],
+        common: Common = EVERYTHING,
+        exact: Container[str] = (),
+    ) -> None:
+        """Of the components in `exact` nothing is complete before `count` was called."""
         layers: dict[str, set[int]] = {}
         for share in shares:
             layers.setdefault(share.component, set()).update(range(*share.layers))
         self._needs = {
             ask.component: _Need(sorted(layers[ask.component]), ask.start, ask.stop, common.numbers(ask.component))
             for ask in of_writer(asked, common)
-            if ask.component in layers and ask.start < ask.stop
+            if ask.component in layers
         }
+        self._uncounted = {component for component in self._needs if component in exact}
 
     def problem(self, rects: Iterable[Rect]) -> str:
         """Why `rects` were not asked of this writer, in words; empty if they were."""
@@ -154,7 +162,18 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        return all(need.gap() is None for need in self._needs.values())
+        return not self._uncounted and all(need.gap() is None for need in self._needs.values())
+
+    def stops(self) -> Iterator[tuple[str, int]]:
+        """Where what is needed of each component ends."""
+        for component, need in self._needs.items():
+            yield component, need.stop
+
+    def count(self, component: str, n: int) -> None:
+        """The writer has `n` slots of `component`, so that no more can be needed of it."""
+        need = self._needs[component]
+        need.stop = min(need.stop, n)
+        self._uncounted.discard(component)
 
     def missing(self) -> str:
         """The first thing missing, in words; empty when complete."""
@@ -162,4 +181,4 @@ class Coverage:
             gap = need.gap()
             if gap is not None:
                 return f"{component!r} layer {gap[0]} from token {gap[1]}"
-        return ""
+        return f"the number of slots of {min(self._uncounted)!r}" if self._uncounted else ""

@@ -254,6 +254,8 @@ class DecodeCore(Receiving):
             self._fail(part.room, PeerError(f"prefill rank {part.number} refused the room: {opened.reason}"), now)
             return
         self._answered(part)
+        if not part.shares and not part.has_aux:  # told, and it never writes: nobody waits for its Close
+            self._quiet(part)
 
     def _on_reserve(self, link: Link, ask: m.Reserve, now: float) -> None:
         part = self._part(link, ask.epoch)
@@ -350,9 +352,9 @@ class DecodeCore(Receiving):
                 grant.listed = (grant.lane, grant.cursor) in written
             if any(w.chunk not in part.arrived for w in close.written):
                 return
-            if not part.coverage.complete:
-                missing = part.coverage.missing()
-                self._fail(room, PeerError(f"prefill rank {part.number} finished without {missing}"), now)
+            shortfall = self._shortfall(part, close)
+            if shortfall:
+                self._fail(room, PeerError(f"prefill rank {part.number} {shortfall}"), now)
             elif part.has_aux:
                 room.aux = close.aux
         self._release_of(link, close.epoch, now)
@@ -363,7 +365,7 @@ class DecodeCore(Receiving):
 
     def _on_close_failed(self, link: Link, close: m.CloseFailed, now: float) -> None:
         part = self._part(link, close.epoch)
-        if part is None:
+        if part is None or part.phase is PartPhase.QUIET:
             self.send(link, m.Abort(close.epoch, "the room is over", False), now)
         elif not part.room.ended:
             self._fail(part.room, Aborted(f"prefill rank {part.number} gave the room up: {close.reason}"), now)
@@ -374,7 +376,7 @@ class DecodeCore(Receiving):
 
     def _on_drained(self, link: Link, drained: m.Drained, now: float) -> None:
         part = self._part(link, drained.epoch)
-        if part is None:
+        if part is None or part.phase is PartPhase.QUIET:
             return
         if not part.room.ended:
             self._fail(part.room, PeerError(f"prefill rank {part.number} dropped the room"), now)

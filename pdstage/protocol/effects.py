@@ -77,7 +77,7 @@ class Changed(NamedTuple):
 
 
 class Complaint(NamedTuple):
-    """A peer said something it may not, or was refused: for the log. Counted already."""
+    """A peer said something it may not or that surprises, or was refused: for the log. Counted already."""
 
     route: bytes
     error: PdstageError

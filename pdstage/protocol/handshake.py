@@ -17,13 +17,13 @@ import numpy as np
 
 from pdstage import convert
 from pdstage.convert import Conversion
-from pdstage.cut import tokens_problem
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError
-from pdstage.layout import Key, mismatch
+from pdstage.layout import Key
 from pdstage.ownership import Common, Numbering
 from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
 from pdstage.protocol.effects import Attach, Complaint
+from pdstage.protocol.fit import incompatible
 from pdstage.protocol.session import Core, Link
 from pdstage.protocol.told import layout_problem
 
@@ -41,35 +41,11 @@ _ITEM = np.dtype("<i4")
 _MOST_SHARES = 64
 
 
-def incompatible(src: Layout, dst: Layout) -> str:
-    """Why state laid out as `src` cannot serve `dst`, naming the first culprit; empty if it can.
-
-    Views that only one side has are no mismatch here: a prefill rank may hold other layers. Decode checks that the
-    union of its writers holds everything (`plan.shares`).
-    """
-    held = src.by_key()
-    for component in dst.components:
-        ours = next((c for c in src.components if c.name == component.name), None)
-        if ours is not None and ours.positional != component.positional:
-            return f"component {component.name!r} has token positions on one side only"
-        for view in component.views:
-            if view.key in held and (problem := mismatch(held[view.key], view)):
-                return problem
-    return tokens_problem(src, dst)
-
-
 def meeting(welcome: m.Welcome, hello: m.Hello) -> Conversion:
     """The two layouts as their bytes are staged: converted where both sides offered that and formats differ."""
     if m.CONVERT_FEATURE in welcome.features and m.CONVERT_FEATURE in hello.features:
         return convert.pair(welcome.layout, hello.layout)
     return Conversion(welcome.layout, hello.layout)
-
-
-def _layouts_problem(welcome: m.Welcome, hello: m.Hello) -> str:
-    problem = incompatible(*meeting(welcome, hello)[:2])
-    if problem and not incompatible(*convert.pair(welcome.layout, hello.layout)[:2]):
-        problem += "; to convert in flight, set Config.convert on both sides"
-    return problem
 
 
 @dataclass(slots=True, eq=False)
@@ -149,7 +125,7 @@ class Greeter(Core):
             return f"transport {welcome.transport!r} at prefill, {self._hello.transport!r} at decode"
         if not 0 < welcome.max_silence_s < float("inf"):
             return "no finite max_silence_s"
-        return layout_problem(welcome.layout) or _layouts_problem(welcome, self._hello)
+        return layout_problem(welcome.layout) or _misfit(welcome, self._hello)
 
     def _on_hello_refused(self, route: bytes, frame: m.Frame, refused: m.HelloRefused, now: float) -> None:
         peer = self.peers.get(route)
@@ -238,7 +214,7 @@ class Host(Core):
             return f"{len(hello.lanes)} lanes, or an empty one"
         if not 0 < hello.max_silence_s < float("inf"):
             return "no finite max_silence_s"
-        return self._crowded() or layout_problem(hello.layout) or _layouts_problem(self._welcome, hello)
+        return self._crowded() or layout_problem(hello.layout) or _misfit(self._welcome, hello)
 
     def _crowded(self) -> str:
         return f"already {len(self.links)} peers" if len(self.links) >= self.config.max_peers else ""
@@ -305,6 +281,16 @@ class Host(Core):
                 raise PeerError(what, remedy="ask for ascending tokens of each own component once")
         for items in opened.items:
             check_items(link.layout, items, asked.get(items.component))
+
+
+def _misfit(welcome: m.Welcome, hello: m.Hello) -> str:
+    def judged(met: Conversion) -> str:
+        return incompatible(met.offered, met.taken, welcome.topology, hello.topology)
+
+    problem = judged(meeting(welcome, hello))
+    if problem and not judged(convert.pair(welcome.layout, hello.layout)):
+        problem += "; to convert in flight, set Config.convert on both sides"
+    return problem
 
 
 def check_shares(layouts: tuple[Layout, ...], owned: tuple[Share, ...]) -> None:

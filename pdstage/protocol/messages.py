@@ -105,7 +105,9 @@ class Asked(NamedTuple):
 
 
 class Items(NamedTuple):
-    """Destination pages or slots of one component, little-endian int32; item i starts at token `first_token + i*T`."""
+    """Destination pages or slots of one component, little-endian int32; item i starts at token `first_token + i*T`,
+    counted as the destination stores its tokens (`layout.Owned`).
+    """
 
     component: Word
     first_token: Number
@@ -164,6 +166,7 @@ class Asking(Message, frozen=True, tag=5):
 class Open(Message, frozen=True, tag=6):
     """D>P until Opened or Close. One destination rank wants its `shares` of a room, now.
 
+    `asked` is of this writer: of contiguous parts of the tokens, what both ranks hold of those that the room asks for.
     `items` is empty unless the direct path may be taken. `destinations` counts the decode ranks that open this room
     with this writer; `rank` is the asking one's number among its group. `aux`: this writer's Close carries the
     request's aux bytes.
@@ -259,12 +262,23 @@ class Written(NamedTuple):
     cursor: Number
 
 
+class Given(NamedTuple):
+    """How many slots of one component without positions a writer's engine gave for a room."""
+
+    component: Word
+    n: Number
+
+
 class CloseOk(Message, frozen=True, tag=14):
-    """P>D until Closed or Abort: all this writer owes is written; here is what, and the aux bytes if asked for."""
+    """P>D until Closed or Abort: all this writer owes is written; here is what, and the aux bytes if asked for.
+
+    `slots`: of each component without positions that this writer owes, how many there are; no more will come.
+    """
 
     epoch: Number
     written: Annotated[tuple[Written, ...], Meta(max_length=1 << 20)]
     aux: bytes | None
+    slots: Annotated[tuple[Given, ...], Meta(max_length=MAX_RECTS)] = ()
 
 
 class CloseFailed(Message, frozen=True, tag=15):
@@ -283,11 +297,14 @@ class Closed(Message, frozen=True, tag=16):
 class Abort(Message, frozen=True, tag=17):
     """D>P until Drained or CloseOk: stop writing for this epoch. `finished`: all was delivered, only CloseOk is
     missing.
+
+    `room`: said once, of a room that was never opened and never will be, as its writers do not fit.
     """
 
     epoch: Number
     reason: Reason
     finished: bool
+    room: RoomKey = b""
 
 
 class Drained(Message, frozen=True, tag=18):

@@ -16,7 +16,7 @@ from pdstage.protocol.room import Room
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from pdstage.plan import Rect, Share, Stagings
+    from pdstage.plan import Rect, Share, Staging, Stagings
     from pdstage.protocol.messages import Open, Session, Written
     from pdstage.protocol.session import Link
 
@@ -137,11 +137,13 @@ class Record:
 class OutRoom(Room):
     """One room as its prefill rank sees it."""
 
-    __slots__ = ("aux", "deadline_s", "destinations", "finished", "in_flight", "n_destinations", "sources")
+    __slots__ = ("aux", "deadline_s", "destinations", "finished", "in_flight", "n_destinations", "slots", "sources")
 
     def __init__(self, key: bytes) -> None:
         super().__init__(key)
         self.sources: list[Source] = []
+        self.slots: dict[str, int] = {}
+        """Of components without positions, how many slots the engine gave; one it never named is not here."""
         self.destinations: dict[int, Record] = {}
         self.n_destinations = 0
         self.finished = False
@@ -272,7 +274,8 @@ def clip(rects: tuple[Rect, ...], record: Record, stagings: Stagings) -> tuple[R
 def split(rects: tuple[Rect, ...], record: Record, stagings: Stagings, limit: int) -> Iterator[tuple[Rect, ...]]:
     """`rects` in order as chunks of at most `limit` staged bytes: by component, then by tokens, then by layers.
 
-    A single row of a single layer that is larger still comes whole: the caller sees its size.
+    A single row of a single layer that is larger still comes whole: the caller sees its size. No two chunks share a
+    row.
     """
     if not rects:
         return
@@ -286,7 +289,7 @@ def split(rects: tuple[Rect, ...], record: Record, stagings: Stagings, limit: in
             yield from split((rect,), record, stagings, limit)
         return
     rect = rects[0]
-    most = stagings.of(shares, rects).tokens_within(rect.component, limit)
+    most = _whole_rows(stagings.of(shares, rects), rect.component, limit)
     if most:
         numbers, (first, end) = common.numbers(rect.component), tokens[rect.component]
         cuts = (numbers.token(number) for number in range(first - first % most + most, end, most))
@@ -299,3 +302,12 @@ def split(rects: tuple[Rect, ...], record: Record, stagings: Stagings, limit: in
                 yield from split((half,), record, stagings, limit)
     else:
         yield rects
+
+
+def _whole_rows(staging: Staging, component: str, limit: int) -> int:
+    """The most tokens that fit `limit` in rows that no piece shares with another: each row travels once."""
+    row = staging.row_tokens(component)
+    most = staging.tokens_within(component, limit)
+    if most < row:
+        return row if staging.nbytes({component: (0, row)}) <= limit else 0
+    return most - most % row

@@ -50,6 +50,7 @@ class PrefillCore(Sending):
         )  # fmt: skip
         self._direct = direct
         self._components = tuple(component.name for component in layout.components)
+        self._row_tokens = layout.row_tokens
         self._handlers: dict[type, Callable[..., None]] = {
             m.Ask: self._on_ask,
             m.Open: self._on_open,
@@ -75,20 +76,29 @@ class PrefillCore(Sending):
         self.timers.set(("open_wait", room), now + self.config.open_wait_s)
         for record in self._parked.take(key):
             self.timers.cancel(("parked", record))
-            self._attach(room, record, now)
+            if room.ended:
+                self._turn_away(record, str(room.error), now)
+            else:
+                self._attach(room, record, now)
         self._settle(now)
         return room
 
     def chunk(
         self, room: OutRoom, rects: tuple[Rect, ...], items: Mapping[str, object], now: float, *, ready: bool = True
     ) -> Source:
-        """More of the room: `rects` stored in `items`, with its data there or (not `ready`) still being computed."""
-        source = Source(rects, items, ready)
+        """More of the room: `rects` stored in `items`, with its data there or (not `ready`) still being computed.
+
+        An empty one of a component without positions says that there are none of its slots.
+        """
+        source = Source(tuple(rect for rect in rects if rect.start < rect.stop), items, ready)
         if room.ended:
             return source
         if room.finished:
             raise UsageError(f"room {room.key!r} got a chunk after finish()", remedy="chunks come first", room=room.key)
         self._check_rects(room, rects)
+        for rect in rects:
+            if rect.component in self._slots:
+                room.slots[rect.component] = max(room.slots.get(rect.component, 0), rect.stop)
         room.sources.append(source)
         for record in list(room.destinations.values()):
             self._add(record, source, now)
@@ -104,18 +114,22 @@ class PrefillCore(Sending):
             )
         for rect in rects:
             known = rect.component in self._components
-            if not known or not 0 <= rect.start < rect.stop or not 0 <= rect.layer_start < rect.layer_stop:
+            least = 0 if rect.component in self._slots else 1
+            ascends = 0 <= rect.start <= rect.stop - least
+            if not known or not ascends or not 0 <= rect.layer_start < rect.layer_stop:
                 raise UsageError(
                     f"room {room.key!r} got {rect}",
                     remedy=f"this layout has {', '.join(self._components)}; ranges ascend from 0",
                     room=room.key,
                 )
             # A place in a destination's pages may be written once an epoch, and posts are not ordered.
-            twice = next((r for source in room.sources for r in source.rects if r.overlaps(rect)), None)
+            row = self._row_tokens[rect.component]
+            twice = next((r for source in room.sources for r in source.rects if r.overlaps(rect, row)), None)
             if twice is not None:
+                whole = f", in chunks that begin at multiples of the {row} tokens that a row covers" if row > 1 else ""
                 raise UsageError(
                     f"room {room.key!r} got {rect} after {twice}",
-                    remedy="give each token of a layer once",
+                    remedy=f"give each token of a layer once{whole}",
                     room=room.key,
                 )
 
@@ -255,6 +269,7 @@ class PrefillCore(Sending):
     def _on_abort(self, link: Link, abort: m.Abort, now: float) -> None:
         record = self.records.get((link.session, abort.epoch))
         if record is None:
+            self._on_decline(link, abort, now)
             self.send(link, m.Drained(abort.epoch), now)
             return
         room = record.room
@@ -269,6 +284,12 @@ class PrefillCore(Sending):
         self._drain(record, now)
         if room is not None and room.destinations.get(record.open.rank) is record:
             self._fail(room, Aborted(f"room {room.key!r} was aborted at decode: {abort.reason}"), now)
+
+    def _on_decline(self, link: Link, abort: m.Abort, now: float) -> None:
+        """A destination says of a room that it never will open it. One that has opened it means another epoch."""
+        room = self.rooms.get(abort.room)
+        if room is not None and link.topology.group_rank not in room.destinations:
+            self._fail(room, Aborted(f"room {room.key!r} was refused at decode: {abort.reason}"), now)
 
     def _on_bye(self, link: Link, bye: m.Bye, now: float) -> None:
         link.said_bye = True

@@ -16,9 +16,11 @@ from pdstage.plan import Share, shares
 from pdstage.protocol import messages as m
 from pdstage.protocol.coverage import Coverage, of_writer
 from pdstage.protocol.effects import Changed, Complaint, Detach
+from pdstage.protocol.fit import lacking
 from pdstage.protocol.inbox import InRoom, Part, PartPhase
 from pdstage.protocol.lender import Lender
 from pdstage.protocol.room import Event, State
+from pdstage.protocol.slots import Slots
 
 if TYPE_CHECKING:
     from pdstage.protocol.config import Config
@@ -37,6 +39,7 @@ class Receiving(Lender):
         self.epochs: dict[int, InRoom] = {}
         self.layout = hello.layout
         self.topology = hello.topology
+        self._slots = Slots(hello.layout)
         self._dealt: dict[tuple[tuple[int, m.Session], ...], dict[int, tuple[Share, ...]]] = {}
         self._stranded: dict[m.Session, Link] = {}
 
@@ -79,6 +82,9 @@ class Receiving(Lender):
         if dealt is None:
             layouts = {n: link.converted.offered if link.converted else link.layout for n, link in links.items()}
             wanted = merged(self.layout, [link.converted.taken for link in links.values() if link.converted])
+            problem = lacking("prefill", layouts.values(), (wanted,))
+            if problem:
+                raise UsageError(problem, remedy="serve the same model with the same caches")
             dealt = shares(layouts, wanted, (self.topology.tp_size, self.topology.tp_rank))
             if len(self._dealt) >= _MOST_DEALT:
                 self._dealt.clear()
@@ -95,7 +101,7 @@ class Receiving(Lender):
         self.timers.set(("wait", room), now + self.config.wait_s)
         for part in room.parts.values():
             part.phase = PartPhase.OPENING
-            part.coverage = Coverage(part.shares, room.asked, part.link.common)
+            part.coverage = Coverage(part.shares, room.asked, part.link.common, self._slots.exact)
             part.direct = bool(room.wire_items) and bool(part.shares)
             self._send_open(part, now)
         self._maybe_complete(room, now)
@@ -121,11 +127,20 @@ class Receiving(Lender):
         if not room.on(Event.FAILED, error):
             return
         self.counters.rooms_failed += 1
+        if isinstance(error, PeerError) and not room.parts:
+            self._decline(room, str(error), now)
         self._end(room)
         for part in room.parts.values():
             self._quarantine_of(part.link, room.epoch, now)
             self._abort_part(part, str(error), now)
         self._maybe_release(room)
+
+    def _decline(self, room: InRoom, reason: str, now: float) -> None:
+        """Its writers do not fit each other or this node: those that were met need not wait for an Open."""
+        met = (self.peers.get(route) for route in room.writers.values())
+        for peer in met:
+            if peer is not None and peer.link is not None:
+                self.send(peer.link, m.Abort(room.epoch, m.brief(reason), False, room.key), now)
 
     def _end(self, room: InRoom) -> None:
         for kind in ("room", "bind", "asking", "open_until", "wait", "transfer"):
@@ -194,6 +209,22 @@ class Receiving(Lender):
             self.emit(Changed(room))
 
     # Parts.
+
+    def _shortfall(self, part: Part, close: m.CloseOk) -> str:
+        """Why what a writer has brought is not all, in words; empty if it is.
+
+        Of components without positions it may have fewer slots than were asked for: then no more are needed (I9). Its
+        word changes nothing else, so that a writer that lies leaves no hole where there may be none (I5).
+        """
+        assert part.coverage is not None
+        given = dict(close.slots)
+        for name, stop in part.coverage.stops():
+            if name in self._slots and name in given:
+                problem = self._slots.compare(self, part.link, name, given[name], stop)
+                if problem:
+                    return f"does not fit: {problem}"
+                part.coverage.count(name, given[name])
+        return f"finished without {part.coverage.missing()}" if not part.coverage.complete else ""
 
     def _part(self, link: Link, epoch: int) -> Part | None:
         return link.parts.get(epoch)

@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from pdstage.errors import PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol.borrower import Borrower
 from pdstage.protocol.effects import Changed, Complaint, Detach
+from pdstage.protocol.fit import lacking
 from pdstage.protocol.outbox import Ended, OutChunk, OutRoom, Phase, Record, RecordPhase
 from pdstage.protocol.parked import Askers, Parked
 from pdstage.protocol.room import Event
+from pdstage.protocol.slots import Slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -46,6 +49,8 @@ class Sending(Borrower):
             incarnation, config, welcome, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose
         )  # fmt: skip
         self.rooms: dict[bytes, OutRoom] = {}
+        self._slots = Slots(welcome.layout)
+        self._fitting: set[frozenset[m.Session]] = set()
         self._parked = Parked(config.max_parked, config.max_parked_nbytes)
         self._ended: OrderedDict[bytes, Ended] = OrderedDict()
         self._askers = Askers(config.max_parked)
@@ -61,11 +66,32 @@ class Sending(Borrower):
         self.timers.set(("room", room), now + room.deadline_s)
         if len(room.destinations) >= room.n_destinations:
             self.timers.cancel(("open_wait", room))
+            problem = self._unwanted(room)
+            if problem:
+                self._fail(room, PeerError(problem, remedy="serve the same model with the same caches"), now)
+                return
             if room.on(Event.CONNECTED):
                 self.emit(Changed(room))
         for source in room.sources:
             self._add(record, source, now)
         self._maybe_close(record, now)
+
+    def _unwanted(self, room: OutRoom) -> str:
+        """What of this rank's state no destination has a place for, where each is one of a pipeline's stages."""
+        links = [record.link for record in room.destinations.values()]
+        if all(link.topology.pp_size == 1 for link in links):
+            return ""
+        sessions = frozenset(link.session for link in links)
+        if sessions in self._fitting:
+            return ""
+        ours = [link.converted.offered if link.converted else self.layout for link in links]
+        theirs = [link.converted.taken if link.converted else link.layout for link in links]
+        problem = lacking("decode", ours, theirs)
+        if not problem:
+            if len(self._fitting) >= _MOST_ENDED:
+                self._fitting.clear()
+            self._fitting.add(sessions)
+        return problem
 
     def _maybe_close(self, record: Record, now: float) -> None:
         room = record.room
@@ -74,9 +100,26 @@ class Sending(Borrower):
             return
         if not room.finished and not needs_nothing:
             return
+        for given in self._given(record):
+            problem = self._slots.compare(self, record.link, *given, record.asked[given.component][1])
+            if problem:
+                self._fail(room, UsageError(problem, remedy="give as many as decode does", room=room.key), now)
+                return
         record.phase = RecordPhase.CLOSING
         self._close(record, now)
         self._maybe_complete(room)
+
+    def _given(self, record: Record) -> tuple[m.Given, ...]:
+        """How many slots there are of each component without positions that `record` asks of this rank.
+
+        Nothing is said of one that the engine never named although slots were asked for: it was forgotten.
+        """
+        if not self._slots:
+            return ()
+        named = record.room.slots if record.room is not None else {}
+        owed = {share.component for share in record.shares if share.component in self._slots}
+        asked = sorted((name, stop) for name, (_, stop) in record.asked.items() if name in owed)
+        return tuple(m.Given(name, named.get(name, 0)) for name, stop in asked if name in named or not stop)
 
     def _maybe_complete(self, room: OutRoom) -> None:
         if room.complete and room.on(Event.COMPLETED):
@@ -85,7 +128,8 @@ class Sending(Borrower):
 
     def _close(self, record: Record, now: float) -> None:
         aux = record.room.aux if record.room is not None and record.open.aux else None
-        self.send(record.link, m.CloseOk(record.epoch, tuple(record.written), aux), now)
+        close = m.CloseOk(record.epoch, tuple(record.written), aux, self._given(record))
+        self.send(record.link, close, now)
         self.repeat(("close", record), now)
 
     def _fail_record(self, record: Record, error: PdstageError, now: float) -> None:

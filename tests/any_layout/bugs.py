@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from unittest.mock import patch
 
-from pdstage import plan, spans, tables
+from pdstage import ownership, plan, spans, tables
 from pdstage.kernels import host_copy
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
 from pdstage.protocol import outbox
 from pdstage.stager import Stager
-from tests.any_layout import check
+from tests.any_layout import check, held
 from tests.any_layout.describe import Case
 from tests.any_layout.draw import draw
 from tests.any_layout.tape import Tape
@@ -77,12 +78,12 @@ def kernel_pages_forgotten():
 def replicas_all_send():
     """Every rank that holds a shard sends it."""
 
-    def wrong(view, holders, dst_tp, turn):
+    def wrong(view, wanted, holders, dst_tp, turn):
         return [
-            (number, shard, 1)
+            (holder.number, shard, 1)
             for shard in range(view.axis.first, view.axis.first + view.axis.count)
-            for number, held in holders
-            if held.first <= shard < held.first + held.count
+            for holder in holders
+            if holder.axis.first <= shard < holder.axis.first + holder.axis.count
         ]
 
     return patch.object(plan, "_deal", wrong)
@@ -107,13 +108,11 @@ def layers_before_roles_at_decode():
 def page_sizes_forgotten_in_the_wire_order():
     """Head-major wherever both sides keep heads outermost, in pages of any sizes."""
 
-    def wrong(src, dst):
-        held = src.by_key()
-        pairs = [(held[view.key], view) for view in dst.views() if view.key in held]
+    def wrong(pairs):
         heads_first = pairs and all(plan._heads_outermost(view) for pair in pairs for view in pair)
         return HEAD_MAJOR if heads_first else TOKEN_MAJOR
 
-    return patch.object(plan, "wire_order", wrong)
+    return patch("pdstage.cut.order_of", wrong)
 
 
 def prefix_sent_again():
@@ -121,7 +120,8 @@ def prefix_sent_again():
     clip = outbox.clip
 
     def wrong(rects, record, stagings):
-        from_start = type(record)(asked={n: (0, stop) for n, (_, stop) in record.asked.items()}, shares=record.shares)
+        from_start = copy.copy(record)
+        from_start.asked = {name: (0, stop) for name, (_, stop) in record.asked.items()}
         return clip(rects, from_start, stagings)
 
     return patch.object(outbox, "clip", wrong)
@@ -144,6 +144,15 @@ def half_rows_dropped():
         return part.start // row.tokens_per_row - origin, part.stop // row.tokens_per_row - origin
 
     return patch.object(tables, "rows_touched", wrong)
+
+
+def rows_cut_between_pieces():
+    """A chunk that is too long is cut inside compressed rows, which then travel several times."""
+
+    def wrong(staging, component, limit):
+        return staging.tokens_within(component, limit)
+
+    return patch.object(outbox, "_whole_rows", wrong)
 
 
 def joined_by_the_source_alone():
@@ -169,6 +178,21 @@ def shards_numbered_locally():
     return _selects(wrong)
 
 
+def contiguous_parts_not_cut():
+    """A rank of contiguous parts is asked for all tokens of the sequence."""
+    return patch("pdstage.ownership.Common.part", lambda self, component, start, stop: (start, stop))
+
+
+def blocks_numbered_from_the_chunk():
+    """The common tokens of a chunk are counted from its first, wherever that lies in the ranks' blocks."""
+    tokens = ownership.Common.tokens
+
+    def wrong(self, rects):
+        return {name: (0, stop - start) for name, (start, stop) in tokens(self, rects).items()}
+
+    return patch("pdstage.ownership.Common.tokens", wrong)
+
+
 def numpy_staged(tape: Tape) -> Case:
     return replace(draw(tape), code="numpy", path="staged")
 
@@ -188,14 +212,24 @@ BUGS = {
     prefix_sent_again: draw,
     layer_ranges_inclusive: draw,
     half_rows_dropped: numpy_staged,
+    rows_cut_between_pieces: draw,
     joined_by_the_source_alone: numpy_direct,
     shards_numbered_locally: draw,
+    contiguous_parts_not_cut: draw,
+    blocks_numbered_from_the_chunk: draw,
 }
+
+
+@contextlib.contextmanager
+def planted(bug: Callable[[], AbstractContextManager]) -> Iterator[None]:
+    """The bug, and room for it to write where it must not."""
+    with bug(), patch.object(held, "MARGIN", 1 << 20):
+        yield
 
 
 def cases_until_found(bug: Callable[[], AbstractContextManager], most: int) -> int | None:
     """How many of the seeds 0, 1, ... it takes; None if more than `most`."""
-    with bug():
+    with planted(bug):
         for seed in range(most):
             try:
                 check.check(BUGS[bug](Tape(seed)))

@@ -11,10 +11,12 @@ import numpy as np
 from rigs import without_native
 
 from pdstage import plan, spans
+from pdstage.cut import DirectPlans, Pair
 from pdstage.errors import PdstageError
 from pdstage.kernels import Index, Pool
-from pdstage.layout import Key, Layout, Region, Row, View
-from pdstage.plan import Rect, Stagings, selects, tokens_of
+from pdstage.layout import Key, Layout, Owned, Region, Row, View
+from pdstage.ownership import Common
+from pdstage.plan import Rect, Stagings, selects
 from pdstage.protocol import outbox
 from pdstage.stager import Copied, Stager
 from pdstage.topology import REPLICATED, Axis, Topology
@@ -73,7 +75,8 @@ def layout_of(held: Held, rank: Rank) -> Layout:
                     )
                 )
     slots = [one.of.name for one in rank.parts if not one.of.positional]
-    return Layout.of(regions, views, slots=slots)
+    owned = {one.of.name: Owned(*one.owner) for one in rank.parts if one.owner[0] > 1}
+    return Layout.of(regions, views, slots=slots, owned=owned)
 
 
 class Node:
@@ -86,12 +89,40 @@ class Node:
         self.pool = (ReferencePool if backend == "reference" else Pool).of(self.layout, keep=held.memory)
         self.stager = Stager(self.pool)
         self.stagings = Stagings(self.layout)
-        self.topology = Topology(tp_size=side.tp, tp_rank=rank.tp_rank, pp_size=side.pp, pp_rank=rank.stage)
+        self.topology = Topology(
+            tp_size=side.tp, tp_rank=rank.tp_rank, pp_size=side.pp, pp_rank=rank.stage,
+            cp_size=side.cp, cp_rank=rank.cp_rank,
+        )  # fmt: skip
         kinds = (np.int32, np.int64)
         self.items = {
             one.of.name: Index.of(np.array(one.items, kinds[rng.random() < 0.3]), one.how.first_token)
             for one in rank.parts
         }
+
+
+class Meeting:
+    """A writer and a destination: what of the destination's claim is the writer's, and how their memories meet."""
+
+    def __init__(self, src: Node, dst: Node, owned: tuple[plan.Share, ...], asked: dict[str, tuple[int, int]]) -> None:
+        self.src, self.dst, self.shares = src, dst, owned
+        self.common = Common.of(src.layout, dst.layout)
+        self.asked = {name: self.common.part(name, *span) for name, span in asked.items()}
+        self.link = SimpleNamespace(common=self.common)
+        self.pair = Pair(src.layout, dst.layout, self.common)
+
+    def selects(self, rects: tuple[Rect, ...]) -> list[tuple[plan.Select, ...]]:
+        return [selects(node.layout, self.shares, rects) for node in (self.src, self.dst)]
+
+    def payload(self, rects: tuple[Rect, ...]) -> int:
+        """Bytes that a chunk's selection takes of the writer, by the description's sizes."""
+        roles = {(one.of.name, role.name): role for one in self.src.rank.parts for role in one.of.roles}
+        tokens, n = self.common.tokens(rects), 0
+        for key, _, count in self.src.stagings.of(self.shares, rects).select:
+            role = roles[key.component, key.role]
+            start, stop = tokens[key.component]
+            rows = -(-stop // role.tokens_per_row) - start // role.tokens_per_row
+            n += rows * count * role.segs * role.width
+        return n
 
 
 class Transfer:
@@ -130,55 +161,57 @@ class Transfer:
         parcels = []
         sent = [0] * len(case.chunks)
         for writer, owned in dealt:
-            record = SimpleNamespace(asked=asked, shares=owned)
+            meeting = Meeting(writer, destination, owned, asked)
             for number, chunk in enumerate(case.chunks):
                 held = {one.of.name for one in writer.rank.parts}
                 given = tuple(sorted(Rect(*span) for span in chunk if span.component in held))
-                mine = outbox.clip(given, record, writer.stagings)
-                for rects in outbox.split(mine, owned, writer.stagings, case.limit):
-                    parcels.append((writer, owned, rects))
-                    if case.limit >= 1 << 40:
-                        sent[number] += payload(writer, owned, rects)
-        if case.limit >= 1 << 40:
-            due = [
-                sum(chunk_nbytes(one, chunk, asked[one.of.name]) for one in destination.rank.parts)
-                for chunk in case.chunks
-            ]
-            if sent != due:
-                raise Wrong(f"rank {place_of(destination.rank)} is sent {sent} bytes of its chunks, not {due}")
+                mine = outbox.clip(given, meeting, writer.stagings)
+                for rects in outbox.split(mine, meeting, writer.stagings, case.limit):
+                    parcels.append((meeting, rects))
+                    sent[number] += meeting.payload(rects)
+        due = [
+            sum(chunk_nbytes(one, chunk, asked[one.of.name]) for one in destination.rank.parts) for chunk in case.chunks
+        ]
+        if sent != due:
+            raise Wrong(f"rank {place_of(destination.rank)} is sent {sent} bytes of its chunks, not {due}")
         self.rng.shuffle(parcels)
-        for writer, owned, rects in parcels:
+        for meeting, rects in parcels:
             path = self.rng.choice(("staged", "direct")) if case.path == "mixed" else case.path
-            getattr(self, f"_{path}")(writer, destination, owned, rects)
+            if path == "copy" and (meeting.pair.src.key or meeting.pair.dst.key):
+                path = "staged"  # pages that are cut are not copied from pool to pool
+            getattr(self, f"_{path}")(meeting, rects)
 
-    def _staged(self, writer: Node, destination: Node, owned: tuple[plan.Share, ...], rects: tuple[Rect, ...]) -> None:
-        nbytes = [node.stagings.of(owned, rects).nbytes(tokens_of(rects)) for node in (writer, destination)]
+    def _staged(self, meeting: Meeting, rects: tuple[Rect, ...]) -> None:
+        tokens, writer, destination = meeting.common.tokens(rects), meeting.src, meeting.dst
+        nbytes = [node.stagings.of(meeting.shares, rects).nbytes(tokens) for node in (writer, destination)]
         if nbytes[0] != nbytes[1]:
             raise Wrong(f"prefill stages {nbytes[0]} bytes of {rects}, decode {nbytes[1]}")
         if self.staging.size < nbytes[0] + 128:
             self.staging = np.zeros(nbytes[0] + 4096, np.uint8)
         base = self.staging.ctypes.data
         region = Region(base + -base % 128, nbytes[0])
-        wire = plan.wire_order(writer.layout, destination.layout)
-        checksum = self.case.checksum
-        writer.stager.gather(1, owned, rects, wire=wire, items=writer.items, dst=region, checksum=checksum)
-        destination.stager.scatter(2, owned, rects, wire=wire, items=destination.items, src=region, checksum=checksum)
+        how = {"wire": meeting.pair.wire, "checksum": self.case.checksum, "tokens": tokens}
+        writer.stager.gather(1, meeting.shares, rects, items=writer.items, dst=region, cut=meeting.pair.src, **how)
+        destination.stager.scatter(
+            2, meeting.shares, rects, items=destination.items, src=region, cut=meeting.pair.dst, **how
+        )  # fmt: skip
         sums = [ended(node.stager.poll()) for node in (writer, destination)]
-        if checksum and sums[0] != sums[1]:
+        if self.case.checksum and sums[0] != sums[1]:
             raise Wrong(f"checksums {sums} of {rects}")
 
-    def _direct(self, writer: Node, destination: Node, owned: tuple[plan.Share, ...], rects: tuple[Rect, ...]) -> None:
-        ours, theirs = writer.layout, destination.layout
-        direct = spans.DirectPlan(ours, selects(ours, owned, rects), theirs, selects(theirs, owned, rects))
-        found = direct.spans(tokens_of(rects), writer.items, destination.items)
+    def _direct(self, meeting: Meeting, rects: tuple[Rect, ...]) -> None:
+        ours, theirs = meeting.selects(rects)
+        direct = DirectPlans(meeting.pair.src, ours, meeting.pair.dst, theirs)
+        found = direct.spans(meeting.common.tokens(rects), meeting.src.items, meeting.dst.items)
         most = self.case.order % 40 + 1 if self.case.order % 16 == 0 else None
         for batch in spans.split(found, max_descriptors=most, max_nbytes=most and 7 * most):
             carry_out(batch, self.src.memory, self.dst.memory)
 
-    def _copy(self, writer: Node, destination: Node, owned: tuple[plan.Share, ...], rects: tuple[Rect, ...]) -> None:
+    def _copy(self, meeting: Meeting, rects: tuple[Rect, ...]) -> None:
         """Pool to pool in one pass, as between devices that map each other's memory."""
-        plans = [node.pool.plan(selects(node.layout, owned, rects)) for node in (writer, destination)]
-        plans[0].copy_to(plans[1], writer.items, destination.items, tokens_of(rects))
+        chosen = zip((meeting.src, meeting.dst), meeting.selects(rects), strict=True)
+        plans = [node.pool.plan(select) for node, select in chosen]
+        plans[0].copy_to(plans[1], meeting.src.items, meeting.dst.items, meeting.common.tokens(rects))
 
     def _compare(self) -> None:
         if not np.array_equal(self.dst.memory, self.expected):
@@ -188,7 +221,7 @@ class Transfer:
 
 
 def place_of(rank: Rank) -> str:
-    return f"tp {rank.tp_rank} stage {rank.stage}"
+    return f"tp {rank.tp_rank} cp {rank.cp_rank} stage {rank.stage}"
 
 
 def ended(done: list[Copied]) -> int:
@@ -196,18 +229,6 @@ def ended(done: list[Copied]) -> int:
     if copied.error is not None:
         raise copied.error
     return copied.checksum
-
-
-def payload(writer: Node, owned: tuple[plan.Share, ...], rects: tuple[Rect, ...]) -> int:
-    """Bytes that a chunk's selection takes of one writer, by the description's sizes."""
-    roles = {(one.of.name, role.name): role for one in writer.rank.parts for role in one.of.roles}
-    tokens, n = tokens_of(rects), 0
-    for key, _, count in writer.stagings.of(owned, rects).select:
-        role = roles[key.component, key.role]
-        start, stop = tokens[key.component]
-        rows = -(-stop // role.tokens_per_row) - start // role.tokens_per_row
-        n += rows * count * role.segs * role.width
-    return n
 
 
 def carry_out(found: spans.Spans, src: np.ndarray, dst: np.ndarray) -> None:

@@ -66,6 +66,11 @@ class Side:
     stored: dict[str, Stored]
     one_region: bool = False
     uneven: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
+    cp: int = 1
+    parted: dict[str, int] = field(default_factory=dict)
+    """Components of which each of the `cp` ranks holds a part of the tokens: blocks of so many in turn, or 0 for
+    contiguous parts.
+    """
 
     @property
     def pp(self) -> int:

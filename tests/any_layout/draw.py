@@ -11,7 +11,7 @@ from tests.any_layout.tape import Tape
 
 PAGES = (1, 2, 4, 8, 16, 32, 64, 3, 5, 6, 7, 12, 24, 48)
 WIDTHS = (8, 16, 4, 32, 2, 1, 3, 5, 12, 24, 40)
-TP = (1, 2, 1, 2, 4, 1, 2, 3, 4, 1, 2, 5, 6, 7, 8)
+TP = (1, 2, 1, 2, 1, 4, 1, 2, 3, 1, 2, 1, 4, 2, 1, 2, 3, 5, 6, 7, 8)
 
 # How engines nest a page's dimensions; "layer" comes first where each layer has an allocation of its own.
 NHD = ("role", "layer", "item", "block", "row", "shard", "seg")
@@ -111,7 +111,7 @@ def _stored(tape: Tape, of: Logical, heads_first: bool, twin: Stored | None) -> 
     per = of.tokens_per_row
     page = tape.pick(*PAGES) if of.positional else 1
     page = -(-page // per) * per
-    if twin is not None and (heads_first or tape.seldom(3)) and tape.pick(True, True, False):
+    if twin is not None and tape.seldom(2 if heads_first else 5):
         page = twin.page
     pads = {tape.pick("seg", "item", *DIMS): tape.pick(8, 16, 3, 64, 1) for _ in range(tape.pick(0, 0, 1, 2))}
     nest = tape.pick(*NAMED) if not tape.seldom(5) else tuple(tape.shuffled(DIMS))
@@ -124,12 +124,16 @@ def _stored(tape: Tape, of: Logical, heads_first: bool, twin: Stored | None) -> 
 
 
 def _sides(
-    tape: Tape, logical: Sequence[Logical], n_layers: int, tp: tuple[int | None, int | None], most_stages: int
+    tape: Tape,
+    logical: Sequence[Logical],
+    heads_first: bool,
+    n_layers: int,
+    tp: tuple[int | None, int | None],
+    most_stages: int,
 ) -> list[Side]:
-    heads_first = tape.seldom(4)
     sides: list[Side] = []
     for size in tp:
-        n_stages = min(n_layers, tape.pick(1, 1, 1, 1, 2, 2, 3), most_stages)
+        n_stages = min(n_layers, tape.pick(1, 1, 1, 1, 1, 2, 2, 3), most_stages)
         cuts = (0, *sorted(tape.shuffled(range(1, n_layers))[: n_stages - 1]), n_layers)
         other = sides[0].stored if sides else {}
         stored = {of.name: _stored(tape, of, heads_first, other.get(of.name)) for of in logical}
@@ -140,8 +144,17 @@ def _sides(
             for axis in sorted(axes)
             if tape.seldom(8)
         }
-        sides.append(Side(tp_size, cuts, stored, tape.pick(False, False, True), uneven))
+        cp = tape.pick(1, 1, 1, 1, 2, 1, 3) if size is None else 1
+        parted = {of.name: _interleave(tape, of) for of in logical if of.positional and cp > 1 and not tape.seldom(4)}
+        sides.append(Side(tp_size, cuts, stored, tape.pick(False, False, True), uneven, cp, parted))
     return sides
+
+
+def _interleave(tape: Tape, of: Logical) -> int:
+    """Tokens of a block: no row of several is split between ranks. 0 for contiguous parts."""
+    if of.tokens_per_row > 1:
+        return of.tokens_per_row * tape.pick(1, 2, 4)
+    return tape.pick(1, 0, 16, 64, 3, 4)
 
 
 def _logical(tape: Tape, kind: str, n_layers: int) -> Logical:
@@ -162,7 +175,9 @@ def _first_tokens(tape: Tape, of: Logical, sides: tuple[Stored, Stored], start: 
 
 
 def _spans(tape: Tape, of: Logical, start: int, stop: int, n_layers: int) -> list[Span]:
-    tokens = [start + cut for cut in tape.cuts(stop - start, tape.pick(0, 0, 1, 3))] if start < stop else [start, stop]
+    row = of.tokens_per_row  # no two chunks share one
+    cuts = tape.cuts(-(-(stop - start) // row), tape.pick(0, 0, 1, 3)) if start < stop else []
+    tokens = [min(start + cut * row, stop) for cut in cuts]
     layers = tape.cuts(n_layers, tape.pick(0, 0, 1, 2))
     return [Span(of.name, a, b, low, high) for low, high in pairwise(layers) for a, b in pairwise(tokens) if a < b]
 
@@ -187,9 +202,11 @@ def draw(
 ) -> Case:
     """One transfer between two engines; of given kinds and TP sizes where these are given."""
     n_layers = tape.pick(1, 2, 3, 4, 2, 5)
-    chosen = kinds or tape.shuffled(KINDS)[: tape.pick(1, 2, 1, 1, 3, 2)]
+    heads_first = tape.seldom(3)
+    fitting = [kind for kind in KINDS if kind != "mamba" or not heads_first]  # slots have no pages to order heads in
+    chosen = kinds or tape.shuffled(fitting)[: tape.pick(1, 2, 1, 1, 3, 1, 2)]
     logical = tuple(_logical(tape, kind, n_layers) for kind in chosen)
-    src, dst = _sides(tape, logical, n_layers, tp, most_stages)
+    src, dst = _sides(tape, logical, heads_first, n_layers, tp, most_stages)
     n_tokens = tape.pick(tape.between(1, 12), tape.between(1, 40), tape.between(1, 150))
     prefix = tape.pick(0, 0, tape.between(0, n_tokens))
     asked, spans = {}, []
@@ -205,10 +222,11 @@ def draw(
         hows = src.stored[of.name], dst.stored[of.name]
         if of.positional:
             row = start // of.tokens_per_row * of.tokens_per_row
-            src.stored[of.name], dst.stored[of.name] = _first_tokens(tape, of, hows, row)
+            if not (of.name in src.parted or of.name in dst.parted):
+                src.stored[of.name], dst.stored[of.name] = _first_tokens(tape, of, hows, row)
         spans += _spans(tape, of, src.stored[of.name].first_token, stop, n_layers)
     code = tape.pick(*["c++"] * 44, "numpy", "numpy", "reference")
     path = tape.pick("staged", "staged", "direct", "mixed", "copy")
-    limit = tape.pick(1 << 40, 1 << 40, 1 << 40, tape.between(128, 4096))
+    limit = tape.pick(1 << 40, 1 << 40, tape.between(128, 4096))
     checksum, order = tape.pick(False, False, True), tape.below(1 << 16)
     return Case(logical, src, dst, asked, _chunks(tape, spans), path, code, limit, checksum, order)

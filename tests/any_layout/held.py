@@ -5,6 +5,7 @@ This is the oracle. It imports nothing of the library: no view, no plan, no shar
 
 from __future__ import annotations
 
+import itertools
 import random
 import zlib
 from bisect import bisect_left
@@ -16,6 +17,7 @@ import numpy as np
 from tests.any_layout.describe import Case, Logical, Role, Side, Stored
 
 GUARD = 64
+MARGIN = 0  # before and behind an arena: deliberate bugs write there, and not into what is not theirs
 
 # A cell's bytes are a window of random ones; steps that no two cells of a role share make all windows different.
 _SHARD, _ROW, _LAYER = 257, 257 * 17, 257 * 17 * 200
@@ -98,6 +100,10 @@ class Part:
     places: list[Place]
     nbytes: int
     items: list[int]
+    owner: tuple[int, int, int] = (1, 0, 0)
+    """Of how many parts of the tokens this is which, and the tokens of a block, or 0 for contiguous parts."""
+    n_tokens: int = 0
+    """The sequence's, of which contiguous parts are parts."""
     start: int = 0
     cells: tuple[np.ndarray, ...] = ()
 
@@ -105,6 +111,7 @@ class Part:
 @dataclass
 class Rank:
     tp_rank: int
+    cp_rank: int
     stage: int
     parts: list[Part]
 
@@ -116,17 +123,17 @@ class Held:
         self.side = side
         self.ranks = []
         geometry: dict[tuple[object, ...], tuple[list[Place], int]] = {}
-        at = GUARD
-        for stage in range(side.pp):
-            for tp_rank in range(side.tp):
-                rank = Rank(tp_rank, stage, [])
-                for of in case.logical:
-                    part_ = _part(case, side, of, stage, tp_rank, rng, geometry)
-                    if part_ is not None:
-                        part_.start = at
-                        at += part_.nbytes + GUARD
-                        rank.parts.append(part_)
-                self.ranks.append(rank)
+        at = MARGIN + GUARD
+        for stage, cp_rank, tp_rank in itertools.product(range(side.pp), range(side.cp), range(side.tp)):
+            rank = Rank(tp_rank, cp_rank, stage, [])
+            for of in case.logical:
+                one = _part(case, side, of, rank, rng, geometry)
+                if one is not None:
+                    one.start = at
+                    at += one.nbytes + GUARD
+                    rank.parts.append(one)
+            self.ranks.append(rank)
+        at += MARGIN
         fill = rng.randrange(len(_TABLE) - at)
         self.memory = _TABLE[fill : fill + at].copy()
         for rank in self.ranks:
@@ -138,22 +145,44 @@ def cells_in(memory: np.ndarray, one: Part) -> list[np.ndarray]:
     return [np.ndarray(p.shape, np.uint8, memory, one.start + p.offset, p.strides) for p in one.places]
 
 
-def _part(
-    case: Case, side: Side, of: Logical, stage: int, tp_rank: int, rng: random.Random, geometry: dict
-) -> Part | None:
-    low, high = (bisect_left(of.layers, side.stages[stage + i]) for i in (0, 1))
+def _part(case: Case, side: Side, of: Logical, rank: Rank, rng: random.Random, geometry: dict) -> Part | None:
+    low, high = (bisect_left(of.layers, side.stages[rank.stage + i]) for i in (0, 1))
     if low == high:
         return None
     how = side.stored[of.name]
-    needed = -(-(case.asked[of.name][1] - how.first_token) // how.page)
-    n_items = needed + how.spare_items
-    owned = [shards_of(side, role, tp_rank) for role in of.roles]
+    stop = case.asked[of.name][1]
+    owner = (side.cp, rank.cp_rank, side.parted[of.name]) if of.name in side.parted else (1, 0, 0)
+    _, places_held = held_rows(owner, stop, how.first_token, stop, 1)
+    reach = int(places_held[-1]) + 1 if len(places_held) else how.first_token
+    needed = -(-(reach - how.first_token) // how.page)
+    most = -(-(stop - how.first_token) // how.page)
+    n_items = max(1, most + how.spare_items)
+    owned = [shards_of(side, role, rank.tp_rank) for role in of.roles]
     counts = [count for _, count in owned]
     key = (of.name, high - low, *counts)
     if key not in geometry:
-        geometry[key] = placed(of, how, high - low, max(1, n_items), counts)
+        geometry[key] = placed(of, how, high - low, n_items, counts)
     places, nbytes = geometry[key]
-    return Part(of, how, low, high, owned, places, nbytes, rng.sample(range(max(1, n_items)), needed))
+    return Part(of, how, low, high, owned, places, nbytes, rng.sample(range(n_items), needed), owner, stop)
+
+
+def held_rows(
+    owner: tuple[int, int, int], n_tokens: int, start: int, stop: int, per: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of `per` tokens that `[start, stop)` of a sequence touches and one owner holds, and the places of their
+    first tokens among the tokens that it stores.
+    """
+    size, number, block = owner
+    rows = np.arange(start // per, -(-stop // per)) if start < stop else np.arange(0)
+    tokens = rows * per
+    if size == 1:
+        return rows, tokens
+    if not block:
+        mine = (number * n_tokens // size <= tokens) & (tokens < (number + 1) * n_tokens // size)
+        return rows[mine], tokens[mine]
+    mine = tokens // block % size == number
+    tokens = tokens[mine]
+    return rows[mine], tokens // (block * size) * block + tokens % block
 
 
 def write(one: Part, cells: tuple[np.ndarray, ...] | list[np.ndarray], start: int, stop: int) -> int:
@@ -161,12 +190,12 @@ def write(one: Part, cells: tuple[np.ndarray, ...] | list[np.ndarray], start: in
     n = 0
     for role, (first, count), into in zip(one.of.roles, one.owned, cells, strict=True):
         per, block = role.tokens_per_row, one.how.block or one.how.page
-        if start >= stop:
+        rows, place = held_rows(one.owner, one.n_tokens, start, stop, per)
+        if not len(rows):
             continue
-        rows = np.arange(start // per, -(-stop // per))
-        page, within = np.divmod(rows * per - one.how.first_token, one.how.page)
+        page, within = np.divmod(place - one.how.first_token, one.how.page)
         item = np.array(one.items)[page]
-        truth = values(one.of, role, len(rows) + int(rows[0]))[one.low : one.high, rows[0] :, first : first + count]
+        truth = values(one.of, role, int(rows[-1]) + 1)[one.low : one.high, rows, first : first + count]
         into[:, item, within // block, within % block // per] = truth
         n += truth.size
     return n
@@ -182,6 +211,6 @@ def chunk_nbytes(one: Part, chunk, asked: tuple[int, int]) -> int:
         layers = sum(span.layer_start <= layer < span.layer_stop for layer in one.of.layers[one.low : one.high])
         if start < stop:
             for role, (_, count) in zip(one.of.roles, one.owned, strict=True):
-                rows = -(-stop // role.tokens_per_row) - start // role.tokens_per_row
-                n += layers * rows * count * role.segs * role.width
+                rows, _ = held_rows(one.owner, one.n_tokens, start, stop, role.tokens_per_row)
+                n += layers * len(rows) * count * role.segs * role.width
     return n

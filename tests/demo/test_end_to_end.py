@@ -71,20 +71,6 @@ def test_decoding_goes_on_token_for_token(tmp_path, transport, path, prefill_tp,
         assert told["descriptors"] < n_tokens, "one write carries a chunk"
 
 
-@pytest.mark.slow
-def test_stages_that_hold_none_of_each_others_layers(tmp_path):
-    """PP 2 on both sides: half of the prefill ranks have nothing for a decode rank, and are told so."""
-    needs("nixl")
-    sizes = {"prefill-tp": 2, "prefill-pp": 2, "decode-tp": 1, "decode-pp": 2, "prefill-page": 16, "decode-page": 64}
-    flags = [word for name, n in sizes.items() for word in (f"--{name}", str(n))]
-    flags += ["--prefill-layout", "hnd", "--decode-layout", "nhd"]
-    code, told, said = demo(tmp_path, "--transport", "nixl", *flags)
-    assert code == 0, said
-    assert told["tokens_identical"] is True
-    assert told["negative_control_caught"] is True
-    assert (told["prefill_pp"], told["decode_pp"]) == (2, 2)
-
-
 def test_an_unusable_transport_is_one_line(tmp_path, monkeypatch):
     """A rank that cannot start is named, and everybody else is ended."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -1,4 +1,4 @@
-"""`pdstage demo --model` for each model but Llama: real processes, other sizes, pages and orders on either side."""
+"""`pdstage demo --model` for each model: real processes, other sizes, stages, pages and orders on either side."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pdstage.demo.families import FAMILIES
+from pdstage.demo.options import MODELS
 from pdstage.transport import available
 
 pytest.importorskip("torch")
@@ -19,6 +19,7 @@ pytest.importorskip("rich")
 if find_spec("transformers") is None:
     pytest.skip("needs transformers", allow_module_level=True)
 
+SIDES = ("prefill", "decode")
 COMMON = {"prefill_page": 16, "decode_page": 64, "requests": 2, "new_tokens": 16}
 RUNS = {
     "gemma3": {"prefill_tp": 4, "decode_tp": 2},
@@ -27,6 +28,8 @@ RUNS = {
     "deepseek-v3": {"prefill_tp": 4, "decode_tp": 2, "path": "staged"},
     "deepseek-v32": {"prefill_tp": 2, "decode_tp": 4},
     "gpt-oss": {"prefill_tp": 1, "decode_tp": 2, "decode_pp": 2, "prefill_layout": "hnd", "decode_layout": "nhd"},
+    # Half of the prefill ranks have nothing for a decode rank: each side has two stages.
+    "llama": {"prefill_tp": 2, "prefill_pp": 2, "decode_tp": 1, "decode_pp": 2},
 }
 
 
@@ -47,7 +50,7 @@ def told(tmp_path_factory):
 
 
 def test_every_model_is_run():
-    assert RUNS.keys() == FAMILIES.keys()
+    assert RUNS.keys() == set(MODELS)
 
 
 @pytest.mark.slow
@@ -59,3 +62,4 @@ def test_decoding_goes_on_token_for_token(told, model):
     assert report["negative_control_caught"] is True, "in every component"
     assert report["new_tokens"] == COMMON["requests"] * (COMMON["new_tokens"] + 1)
     assert report["bytes_moved"] > 0
+    assert (report["prefill_pp"], report["decode_pp"]) == tuple(RUNS[model].get(f"{s}_pp", 1) for s in SIDES)

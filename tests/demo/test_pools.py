@@ -104,9 +104,9 @@ def test_a_slot_holds_one_rooms_state_of_every_layer(order):
         (i, layer): (torch.randn(6, 4, dtype=torch.float64), torch.randn(2, 3, 3)) for i in range(4) for layer in (0, 2)
     }
     for (i, layer), parts in states.items():
-        pool.store(layer, tables[i], *parts)
+        pool.store(layer, tables[i], 0, *parts)
     for (i, layer), parts in states.items():
-        assert all(torch.equal(held, part) for held, part in zip(pool.load(layer, tables[i]), parts, strict=True))
+        assert all(torch.equal(held, part) for held, part in zip(pool.load(layer, tables[i], 0, 1), parts, strict=True))
     assert pool.tensors["conv"][0].stride() == ((24, 1, 6) if order == NHD else (24, 4, 1))
     pool.free(tables[2])
     assert pool.allocate().items.tolist() == tables[2].items.tolist()

@@ -12,7 +12,8 @@ from pdstage.errors import PdstageError, PeerError, UsageError
 from pdstage.layout import Layout, Region
 from pdstage.plan import Rect, Share, selects, shares, wire_order
 from pdstage.protocol import messages as m
-from pdstage.protocol.handshake import check_items, incompatible
+from pdstage.protocol.fit import incompatible
+from pdstage.protocol.handshake import check_items
 from pdstage.protocol.told import layout_problem
 from pdstage.spans import DirectPlan, Index
 from pdstage.topology import Topology
@@ -51,7 +52,7 @@ def samples() -> tuple[m.AnyMessage, ...]:
         m.Watermark(0, 4096),
         m.Recall(1, 0, 0, 0, 0, 0),
         m.Returned(1, 0, 0, 0, 0),
-        m.CloseOk(1, (m.Written(0, 0, 0),), b"aux"),
+        m.CloseOk(1, (m.Written(0, 0, 0),), b"aux", (m.Given("kv", 1),)),
         m.CloseFailed(1, "why"),
         m.Closed(1),
         m.Abort(1, "why", False),
@@ -104,7 +105,7 @@ def _use_layout(layout: Layout) -> None:
         return
     layout.digest()
     wire_order(own_layout(), layout)
-    if incompatible(own_layout(), layout):
+    if incompatible(own_layout(), layout, Topology(), Topology()):
         return
     try:
         dealt = shares({0: layout}, own_layout(), (1, 0))[0]

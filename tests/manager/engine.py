@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pdstage import Config, DecodeNode, Pool, PrefillNode, Topology
+from pdstage.layout import ALL_TOKENS, Owned
 from pdstage.manager.node import Node
 from pdstage.tensors import build, paged_hnd, paged_nhd
 from pdstage.topology import shard_range
@@ -27,15 +28,25 @@ class Rank:
     """One rank's pool of K and V: `[pages, page, heads, dim]` or, `hnd`, `[pages, heads, page, dim]`."""
 
     def __init__(
-        self, tp: int = 1, rank: int = 0, *, page: int = 4, n_pages: int = 64, hnd: bool = False, layers: int = LAYERS
+        self,
+        tp: int = 1,
+        rank: int = 0,
+        *,
+        page: int = 4,
+        n_pages: int = 64,
+        hnd: bool = False,
+        layers: int = LAYERS,
+        owned: Owned = ALL_TOKENS,
     ):
         self.heads = range(*shard_range(HEADS, tp, rank))
         self.page, self.hnd, self.n_pages, self.layers = page, hnd, n_pages, layers
         inner = (len(self.heads), page) if hnd else (page, len(self.heads))
         self.k, self.v = ([np.zeros((n_pages, *inner, DIM), np.uint8) for _ in range(layers)] for _ in "kv")
         make = paged_hnd if hnd else paged_nhd
-        self.topology = Topology(tp_size=tp, tp_rank=rank)
-        self.pool = Pool.of(build(make(self.k, self.v, total_heads=HEADS, tp=(tp, rank))), keep=(self.k, self.v))
+        self.topology = Topology(tp_size=tp, tp_rank=rank, cp_size=owned.size, cp_rank=owned.rank)
+        self.owned = owned
+        layout = build(make(self.k, self.v, total_heads=HEADS, tp=(tp, rank)), owned={"kv": owned})
+        self.pool = Pool.of(layout, keep=(self.k, self.v))
         self._free = list(np.random.default_rng(rank).permutation(n_pages))
 
     def allocate(self, tokens: int) -> np.ndarray:

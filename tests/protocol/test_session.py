@@ -18,7 +18,7 @@ from pdstage.protocol.room import State
 from pdstage.protocol.session import Lateness, Link
 from pdstage.protocol.told import layout_problem
 from pdstage.topology import Axis
-from tests.pair import Decode, Memory, Prefill, World, assert_flat, is_kind, is_message, make_layout
+from tests.pair import Decode, Prefill, World, assert_flat, is_kind, is_message
 
 
 def met(world: World) -> tuple[Prefill, Decode, Link, Link]:
@@ -311,7 +311,7 @@ def other_layout(world: World, **change: object) -> None:
     ("change", "word"),
     [
         ({"format": "bf16"}, "format bf16 at prefill, u8 at decode"),
-        ({"width": 4}, "1 runs of 4 bytes a shard at prefill, 1 of 8 at decode"),
+        ({"width": 4}, "4 bytes a kv_head at prefill, 8 at decode"),
         (
             {"axis": lambda view: view.axis._replace(total=4)},
             "axis kv_head of 4 shards at prefill, kv_head of 2 at decode",
@@ -345,22 +345,17 @@ def test_decode_refuses_a_welcome_that_does_not_fit() -> None:
     assert "format bf16" in str(handle.error)
 
 
-def test_a_writer_without_every_layer_is_refused_when_rooms_connect() -> None:
-    """No mismatch of two views, but nobody holds layer 1: shares() names it."""
-    world = World()
-    core = world.prefill[0].core
-    memory = Memory(4096)
-    core._welcome = m.Welcome(
-        core._welcome.topology,
-        make_layout(memory, heads=2, tp=1, rank=0, layers=(0, 1), n_pages=16),
-        "test",
-        b"",
-        10.0,
-        (),
-    )
-    at_decode, _, _ = refused(world)
-    assert "no prefill rank holds shard 0" in at_decode
-    assert "layer=1" in at_decode
+def test_writers_without_every_shard_are_refused_when_rooms_connect() -> None:
+    """No mismatch of two views, and every layer is there, but nobody holds head 1: shares() names it."""
+    world = World(prefill=2)
+    out = world.submit(0)
+    handle = world.announce(0, prefill=0)
+    world.run()
+    for room in (handle, out):
+        assert room.state is State.FAILED
+        assert room.released
+        assert "no prefill rank holds shard 1" in str(room.error)
+    assert_flat(world)
 
 
 def test_another_transport_is_refused_in_words_on_both_sides() -> None:

@@ -6,6 +6,30 @@ from tests.sim.mutants import Mutant
 
 MUTANTS = [
     Mutant(
+        "what prefill has beyond decode is no misfit",
+        "7 Hello, I5",
+        "protocol/fit.py",
+        '(("prefill", src_place), ("decode", dst_place))',
+        '(("prefill", src_place),)',
+        "tests/protocol/test_fit.py",
+    ),
+    Mutant(
+        "a pipeline of prefill is not judged as a whole",
+        "7 Hello, I5",
+        "protocol/receiving.py",
+        'lacking("prefill", layouts.values(), (self.layout,))',
+        '""',
+        "tests/protocol/test_fit.py",
+    ),
+    Mutant(
+        "an old refusal fails a room that was opened since",
+        "7 Abort, I6",
+        "protocol/prefill.py",
+        "if room is not None and link.topology.group_rank not in room.destinations:",
+        "if room is not None:",
+        "tests/protocol/test_fit.py",
+    ),
+    Mutant(
         "no seq: frames count again and in any order",
         "7 seq, I4",
         "protocol/session.py",

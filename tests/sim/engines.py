@@ -81,8 +81,9 @@ class Engines:
         return True
 
     def _n_pages(self, part: Part) -> int:
-        size = PAGE if part.rank.startswith("P") else self.world.dst_page
-        return -(-part.job.tokens // size)
+        job = part.job
+        n, size = (job.tokens, PAGE) if part.rank.startswith("P") else (job.n_asked, self.world.dst_page)
+        return -(-n // size)
 
     def step(self, uid: int, rank: str) -> bool:
         part = self.todo.get((uid, rank))
@@ -124,7 +125,7 @@ class Engines:
         side = self.world.sides[part.node]
         pages = side.take(part.room, self._n_pages(part), self._rng(part))
         job = part.job
-        self.world.bind(part.room, job.tokens, pages, rank, prefix=job.prefix, priority=job.priority)  # type: ignore[arg-type]
+        self.world.bind(part.room, job.n_asked, pages, rank, prefix=min(job.prefix, job.n_asked), priority=job.priority)  # type: ignore[arg-type]
 
     def _rng(self, part: Part) -> random.Random:
         return random.Random(f"pages/{self.world.scenario.seed}/{part.job.uid}/{part.rank}")
@@ -173,7 +174,10 @@ class Engines:
 
     def check_success(self, side: Side, room: Room) -> None:
         job = self.of[room].job
-        side.check_delivered(room, lambda key: self.truth_of(room, key), min(job.prefix, job.tokens), job.tokens)  # type: ignore[arg-type]
+        if self.world.scenario.kind == "exact" and job.n_asked != job.tokens:
+            raise Violation("I9", f"room {room.key!r} is a Success at {side.label} with another number of slots")
+        stop = min(job.tokens, job.n_asked)
+        side.check_delivered(room, lambda key: self.truth_of(room, key), min(job.prefix, stop), stop)  # type: ignore[arg-type]
         if room.aux != job.aux:  # type: ignore[attr-defined]
             raise Violation("I5", f"room {room.key!r} is a Success at {side.label} with aux {room.aux!r}")  # type: ignore[attr-defined]
 

@@ -73,6 +73,8 @@ class Scenario:
     n_pages: int
     dst_hnd: bool
     dst_page: int
+    kind: str
+    """"" for tokens; "slots" without positions, of which the sides name different numbers; "exact" where as many."""
     n_pieces: int
     """A post lands in so many pieces, at as many moments."""
     in_order: float
@@ -122,6 +124,7 @@ def draw(seed: int) -> Scenario:
         n_pages=64 if calm else rng.choice([6, 8, 16, 32]),
         dst_hnd=rng.random() < 0.4,
         dst_page=rng.choice([2, 4, 4, 8]),
+        kind=random.Random(f"kind/{seed}").choice([*[""] * 13, "slots", "slots", "exact"]),
         n_pieces=rng.choice([1, 2, 2, 3]),
         in_order=rng.choice([0.3, 0.6, 0.8, 0.9]),
         patience=rng.choice([2, 6, 12]),
@@ -174,6 +177,10 @@ class Job:
         self.number = rng.randrange(uid) if again else uid
         room = random.Random(f"room/{scenario.seed}/{self.number}")
         self.tokens = room.choice([3, 4, 8, 8, 11])
+        self.n_asked = self.tokens
+        """Of slots, decode's number; prefill's is `tokens`."""
+        if scenario.kind == "slots" or (scenario.kind == "exact" and not scenario.calm):
+            self.n_asked += random.Random(f"asked/{scenario.seed}/{self.number}").choice([0, -2, -1, 1, 4])
         self.prefix = rng.choice([0, 0, 0, 2])
         self.priority = rng.randrange(2)
         self.aux = b"aux of %d" % self.number
@@ -209,8 +216,8 @@ class Job:
 def smaller(scenario: Scenario) -> list[Scenario]:
     """Simpler worlds than `scenario`, for shrinking: each changes one thing."""
     plain = {
-        "checksums": False, "dst_hnd": False, "dst_page": 4, "n_pieces": 1, "n_lanes": 1, "n_buffers": 2, "heads": 2,
-        "stops_reads": True, "fences": True,
+        "checksums": False, "dst_hnd": False, "dst_page": 4, "kind": "", "n_pieces": 1, "n_lanes": 1, "n_buffers": 2,
+        "heads": 2, "stops_reads": True, "fences": True,
     }  # fmt: skip
     changes = [{name: value} for name, value in plain.items()]
     changes += [{side: n} for side in ("prefill", "decode") for n in range(1, getattr(scenario, side))]

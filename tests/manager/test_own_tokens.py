@@ -1,0 +1,68 @@
+"""What an engine names on a rank that holds parts of the tokens: items by its own tokens, ranges by the sequence's."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdstage import Items, Owned, Topology, UsageError
+from pdstage.manager.items import check
+from tests.manager.engine import Rank, drive
+
+INTERLEAVED, CONTIGUOUS = Owned(2, 1, 2), Owned(2, 1)
+
+
+def checked(owned, items, tokens, *, destination=False):
+    return check(Rank(owned=owned).pool.layout, {"kv": items}, tokens and {"kv": tokens}, unique=destination)["kv"]
+
+
+@pytest.mark.parametrize("destination", [True, False])
+def test_items_of_interleaved_tokens_count_the_ranks_own(destination):
+    """Rank 1 of 2 by blocks of two holds 2, 3, 6, 7, ...: tokens 8..24 are its own 4..12, the second and third page."""
+    one = checked(INTERLEAVED, Items([5, 6], 4), (8, 24), destination=destination)
+    assert (one.start, one.stop, one.first_token) == (8, 24, 4)
+    checked(INTERLEAVED, Items([5, 6], 4), (9, 26), destination=destination)
+    for tokens in ((7, 24), (8, 27)):
+        with pytest.raises(UsageError, match=r"part 1 of 2 \(blocks of 2\).*not in items that cover 4\.\.12"):
+            checked(INTERLEAVED, Items([5, 6], 4), tokens, destination=destination)
+    with pytest.raises(UsageError, match="inside an item"):
+        checked(INTERLEAVED, Items([5, 6], 2), (8, 12), destination=destination)
+
+
+def test_a_range_without_an_own_token_needs_no_items():
+    for tokens in ((4, 6), (0, 2), (3, 3)):
+        checked(INTERLEAVED, [], tokens)
+    with pytest.raises(UsageError):
+        checked(INTERLEAVED, [], (4, 7))
+
+
+def test_without_a_range_the_items_say_which_tokens():
+    one = checked(INTERLEAVED, Items([5, 6], 4), None, destination=True)
+    assert (one.start, one.stop) == (10, 24)
+    one = checked(CONTIGUOUS, Items([5, 6], 4), None)
+    assert (one.start, one.stop) == (4, 12)
+
+
+def test_a_contiguous_destination_names_the_whole_sequence_and_stores_its_part():
+    """Of 21 tokens rank 1 of 2 holds 10..21, in the pages from token 8 on."""
+    one = checked(CONTIGUOUS, Items([1, 2, 3, 4], 8), (0, 21), destination=True)
+    assert (one.start, one.stop) == (0, 21)
+    with pytest.raises(UsageError, match="its own 10..21"):
+        checked(CONTIGUOUS, Items([1, 2, 3], 12), (0, 21), destination=True)
+    with pytest.raises(UsageError, match="bound without a token range"):
+        checked(CONTIGUOUS, Items([1, 2, 3, 4], 8), None, destination=True)
+    with pytest.raises(UsageError, match="not in items that cover"):
+        checked(CONTIGUOUS, Items([1, 2, 3, 4], 8), (0, 21))
+
+
+def test_a_chunk_may_be_as_long_as_its_common_tokens_allow(site):
+    """Of two ranks by blocks of one, as many own tokens fit a lane, and they reach twice as far."""
+    most = []
+    for name, owned in (("whole", Owned()), ("part", Owned(2, 0, 1))):
+        src, dst = Rank(owned=owned), Rank(owned=owned)
+        src.topology = dst.topology = Topology()  # the other rank is not here, and its part is not asked for
+        nodes = [site.prefill(src, path="staged", instance=name), site.decode(dst, path="staged", staging_nbytes=8192)]
+        sender, receiver = nodes[0].send(0), nodes[1].receive(0, site.address, instance=name)
+        receiver.bind(dst.allocate(50), 50)
+        drive(nodes, lambda: sender.max_chunk_tokens is not None)  # noqa: B023  (driven here)
+        most.append(sender.max_chunk_tokens)
+    assert 0 < 2 * most[0] <= most[1] <= 2 * most[0] + 1

@@ -1,0 +1,237 @@
+"""Two engines whose state is not the same state are refused, in one sentence that names both, at every rank at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from pdstage.errors import Aborted, PeerError
+from pdstage.layout import Key, Layout, Region, Row, View
+from pdstage.protocol import messages as m
+from pdstage.protocol.fit import incompatible, lacking
+from pdstage.protocol.room import State
+from pdstage.topology import Axis, Topology
+from tests.pair import World, assert_flat, is_message
+
+REGION = Region(1 << 32, 1 << 20)
+KV = View(
+    key=Key("kv", "k", 0), region=0, offset=0, n_items=4, item_stride=1024, tokens_per_item=4, rows=(Row(1, 256),),
+    shards=2, shard_stride=128, width=128, axis=Axis("kv_head", 2, 0, 2), format="bf16",
+)  # fmt: skip
+
+
+def views(component: str = "kv", layers: Iterable[int] = (0, 1), roles: str = "kv", **change: object) -> list[View]:
+    keys = [Key(component, role, layer) for role in roles for layer in layers]
+    return [replace(KV, key=key, **change) for key in keys]  # type: ignore[arg-type]
+
+
+def layout(*held: list[View], **kinds: tuple[str, ...]) -> Layout:
+    return Layout.of([REGION], [view for views in held for view in views], **kinds)
+
+
+WHOLE, STAGE = Topology(), Topology(pp_size=2)
+SAME = layout(views())
+MISFITS = {
+    "head_dim": (SAME, layout(views(width=64)), "128 bytes a kv_head at prefill, 64 at decode"),
+    "format": (SAME, layout(views(format="fp8_e4m3")), "format bf16 at prefill, fp8_e4m3 at decode"),
+    "heads": (
+        layout(views(axis=Axis("kv_head", 8, 0, 2))), SAME,
+        "axis kv_head of 8 shards at prefill, kv_head of 2 at decode",
+    ),
+    "compression": (SAME, layout(views(rows=(Row(4, 256),))), "a row covers 1 tokens at prefill, 4 at decode"),
+    "positions": (
+        layout(views(), slots=("kv",)), SAME,
+        "component 'kv' has no token positions at prefill, token positions at decode",
+    ),
+    "exact": (
+        layout(views(), slots=("kv",), exact=("kv",)), layout(views(), slots=("kv",)),
+        "component 'kv' takes only equal numbers of slots at prefill, unequal numbers of slots too at decode",
+    ),
+    "fewer layers at prefill": (
+        layout(views(layers=range(30))), layout(views(layers=range(32))),
+        "'k' of component 'kv' has 30 layers at prefill and 32 at decode: no prefill rank has layer 30",
+    ),
+    "fewer layers at decode": (
+        layout(views(layers=range(32))), layout(views(layers=range(30))),
+        "'k' of component 'kv' has 32 layers at prefill and 30 at decode: no decode rank has layer 30",
+    ),
+    "as many layers, and others": (
+        layout(views(layers=(0, 3))), layout(views(layers=(0, 4))),
+        "'k' of component 'kv' has 2 layers at prefill and 2 at decode: no prefill rank has layer 4",
+    ),
+    "a component missing at prefill": (
+        SAME, layout(views(), views("mamba")),
+        "no prefill rank has component 'mamba': prefill has 'kv', decode 'kv' and 'mamba'",
+    ),
+    "a state kind unknown to decode": (
+        layout(views(), views("rwkv"), slots=("rwkv",)), SAME,
+        "no decode rank has component 'rwkv': prefill has 'kv' and 'rwkv', decode 'kv'",
+    ),
+    "a role missing": (
+        layout(views(roles="k")), SAME,
+        "no prefill rank has 'v' of component 'kv': prefill has 'k', decode 'k' and 'v'",
+    ),
+}  # fmt: skip
+
+
+def world_of(src: list[Layout], dst: list[Layout], src_pp: int = 1, dst_pp: int = 1) -> World:
+    """Ranks of these layouts, each a stage of a pipeline where there are several. Nothing is ever moved."""
+    world = World(prefill=len(src), decode=len(dst))
+    for n, (held, node) in enumerate(zip(src, world.prefill, strict=True)):
+        place = Topology(pp_size=src_pp, pp_rank=n % src_pp)
+        node.core._welcome = m.Welcome(place, held, "test", b"", 10.0, ())
+        node.core.layout = held
+    for n, (held, other) in enumerate(zip(dst, world.decode, strict=True)):
+        place = Topology(pp_size=dst_pp, pp_rank=n % dst_pp)
+        other.core._hello = m.Hello(place, held, "test", b"", other.core._hello.lanes, 10.0, ())
+        other.core.layout, other.core.topology = held, place
+    return world
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_a_misfit_is_refused_at_hello_and_both_nodes_hear_why(what: str) -> None:
+    src, dst, words = MISFITS[what]
+    world = world_of([src], [dst])
+    handle = world.announce(1)
+    world.run()
+    assert world.now == 0.0
+    assert handle.state is State.FAILED and handle.released
+    assert isinstance(handle.error, PeerError)
+    assert words in str(handle.error)
+    assert str(handle.error).count("\n") == 0
+    (complaint,) = world.prefill[0].complaints
+    assert words in complaint
+    assert not world.prefill[0].core.links
+    assert_flat(world)
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_decode_finds_the_same_misfit_in_a_welcome(what: str) -> None:
+    """Prefill may be an older build that checks less."""
+    src, dst, words = MISFITS[what]
+    world = world_of([src], [dst])
+    world.prefill[0].core._hello_problem = lambda _: ""  # type: ignore[method-assign]
+    handle = world.announce(1)
+    world.run()
+    assert "a prefill rank does not fit" in str(handle.error)
+    assert words in str(handle.error)
+
+
+def test_layouts_of_one_state_fit_however_they_store_it() -> None:
+    other = layout(views(n_items=2, tokens_per_item=8, item_stride=2048, shards=1, axis=Axis("kv_head", 2, 1, 1)))
+    for places in ((WHOLE, WHOLE), (STAGE, WHOLE), (WHOLE, STAGE), (STAGE, STAGE)):
+        assert incompatible(SAME, other, *places) == ""
+
+
+LAYERS = range(4)
+FIRST, LAST = layout(views(layers=(0, 1))), layout(views(layers=(2, 3)), views("draft", (0,)))
+ALL = layout(views(layers=LAYERS), views("draft", (0,)))
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "places"),
+    [
+        (FIRST, ALL, (STAGE, WHOLE)),
+        (LAST, ALL, (STAGE, WHOLE)),
+        (ALL, FIRST, (WHOLE, STAGE)),
+        (ALL, LAST, (WHOLE, STAGE)),
+        (FIRST, LAST, (STAGE, STAGE)),
+    ],
+)
+def test_a_stage_alone_is_no_misfit(src: Layout, dst: Layout, places: tuple[Topology, Topology]) -> None:
+    """Its engine's other stages may have the rest, and a draft model's layers live on the last."""
+    assert incompatible(src, dst, *places) == ""
+
+
+def test_a_stage_with_more_than_the_whole_other_side_is_a_misfit() -> None:
+    without_draft = layout(views(layers=LAYERS))
+    assert incompatible(FIRST, without_draft, STAGE, WHOLE) == ""
+    words = "no decode rank has component 'draft': prefill has 'draft' and 'kv', decode 'kv'"
+    assert incompatible(LAST, without_draft, STAGE, WHOLE) == words
+    words = "no prefill rank has component 'draft': prefill has 'kv', decode 'draft' and 'kv'"
+    assert incompatible(without_draft, LAST, WHOLE, STAGE) == words
+
+
+def test_stages_are_judged_together() -> None:
+    assert lacking("prefill", (FIRST, LAST), (ALL,)) == ""
+    assert lacking("decode", (ALL,), (FIRST, LAST)) == ""
+    words = "'k' of component 'kv' has 2 layers at prefill and 4 at decode: no prefill rank has layer 2"
+    assert lacking("prefill", (FIRST,), (layout(views(layers=LAYERS)),)) == words
+
+
+SHORT = layout(views(layers=(2,)), views("draft", (0,)))
+"""A last stage without layer 3."""
+
+
+@pytest.mark.parametrize("submitted", [True, False])
+def test_a_prefill_pipeline_without_a_layer_is_refused_before_open_and_each_stage_is_told(submitted: bool) -> None:
+    world = world_of([FIRST, SHORT], [ALL], src_pp=2)
+    sent = [world.submit(1, rank) for rank in range(2)] if submitted else []
+    handle = world.announce(1)
+    world.run()
+    words = "'k' of component 'kv' has 3 layers at prefill and 4 at decode: no prefill rank has layer 3"
+    assert world.now == 0.0
+    assert handle.state is State.FAILED and handle.released
+    assert words in str(handle.error)
+    assert not [line for line in world.log if "Open(" in line]
+    for room in sent:
+        assert room.state is State.FAILED and room.released
+        assert isinstance(room.error, Aborted)
+        assert words in str(room.error)
+    assert_flat(world)
+
+
+@pytest.mark.parametrize("submit_first", [True, False])
+def test_a_decode_pipeline_without_a_layer_is_refused_by_prefill_and_each_stage_is_told(submit_first: bool) -> None:
+    """No stage of decode can see what the others lack; each prefill rank hears from all of them."""
+    world = world_of([ALL], [FIRST, SHORT], dst_pp=2)
+    sent = world.submit(1) if submit_first else None
+    handles = [world.announce(1, rank) for rank in range(2)]
+    for rank, handle in enumerate(handles):
+        world.decode[rank].core.bind(handle, (m.Asked("kv", 0, 4),), {}, 0.0)
+        world.carry(world.decode[rank])
+    world.run()
+    sent = sent or world.submit(1)
+    world.run()
+    words = "'k' of component 'kv' has 4 layers at prefill and 3 at decode: no decode rank has layer 3"
+    assert world.now == 0.0
+    for room in (sent, *handles):
+        assert room.state is State.FAILED and room.released
+        assert words in str(room.error)
+    assert_flat(world)
+
+
+def test_writers_that_fit_are_told_of_one_that_does_not() -> None:
+    """Two ranks of one engine, of which one serves another model: the other does not wait for an Open."""
+    other = layout(views(width=64))
+    world = world_of([SAME, other], [SAME])
+    sent = [world.submit(1, rank) for rank in range(2)]
+    world.hold(is_message(m.HelloRefused))
+    handle = world.announce(1)
+    world.run()
+    assert handle.state is State.BOOTSTRAPPING
+    world.free()
+    world.run()
+    assert "64 bytes a kv_head at prefill, 128 at decode" in str(handle.error)
+    assert sent[0].state is State.FAILED
+    assert "64 bytes a kv_head at prefill, 128 at decode" in str(sent[0].error)
+
+
+def test_a_refusal_of_an_older_try_does_not_touch_a_room_that_its_rank_has_opened() -> None:
+    """I6: the room's name was used again: whoever says that it will never open it means the try before."""
+    world = World()
+    handle = world.receive(1, 8, [1, 0])
+    out = world.submit(1)
+    world.run()
+    (link,) = world.decode[0].core.links.values()
+    world.decode[0].core.send(link, m.Abort(handle.epoch + 7, "no", False, b"i1"), 0.0)
+    world.carry(world.decode[0])
+    world.run()
+    assert not out.ended
+    world.fill(1, 8, [2, 3])
+    world.chunk(out, (0, 8), [2, 3])
+    world.finish(out)
+    world.run()
+    world.check(handle, 1, 8)

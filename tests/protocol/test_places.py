@@ -1,0 +1,223 @@
+"""Rooms between engines cut differently: pipelines on either side, DP attention, ranks that have nothing to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdstage.protocol import messages as m
+from pdstage.protocol.decode import InRoom
+from pdstage.protocol.outbox import OutRoom
+from pdstage.protocol.room import State
+from tests.pair import World, assert_flat, is_message
+
+PATHS = ["staged", "direct"]
+EVEN, DRAFT_LAST, THREE = ((0, 2), (2, 4)), ((0, 1), (1, 4)), ((0, 1), (1, 2), (2, 4))
+CUTS = {
+    "TP 2 x PP 2 -> TP 1": (4, EVEN, 1, ()),
+    "TP 2 x PP 2 -> TP 2": (4, EVEN, 2, ()),
+    "PP 2 -> TP 4": (2, EVEN, 4, ()),
+    "TP 4 -> PP 2": (4, (), 2, EVEN),
+    "PP 2 -> PP 2": (2, EVEN, 2, EVEN),
+    "PP 2, draft layers on the last -> PP 2": (2, DRAFT_LAST, 2, EVEN),
+    "PP 3 -> TP 2 x PP 2": (3, THREE, 4, EVEN),
+    "TP 2 x PP 2 -> PP 3": (4, EVEN, 3, THREE),
+    "TP 4 -> TP 2 x PP 2, draft layers on the last": (4, (), 4, DRAFT_LAST),
+}
+
+
+def cut(name: str, path: str = "staged", **how: object) -> World:
+    prefill, src_stages, decode, dst_stages = CUTS[name]
+    return World(
+        prefill=prefill, decode=decode, src_stages=src_stages, dst_stages=dst_stages, layers=4, heads=2, path=path,
+        lane_nbytes=16384, buffer_nbytes=16384, **how,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def all_over(world: World, handles: list[InRoom], sent: list[OutRoom]) -> None:
+    for rank, handle in enumerate(handles):
+        world.check(handle, 1, 11, rank)
+        assert handle.aux == b"aux"
+        assert handle.released
+    assert all(room.state is State.SUCCESS and room.released for room in sent)
+    assert not [line for node in world.nodes() for line in node.complaints]
+    assert_flat(world)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", CUTS)
+def test_engines_cut_differently(name: str, path: str) -> None:
+    world = cut(name, path)
+    handles = [world.receive(1, 11, [9, 2, 5], rank) for rank in range(len(world.decode))]
+    sent = [world.send(1, 11, [3, 1, 7], rank, step=8) for rank in range(len(world.prefill))]
+    world.run()
+    assert world.now == 0.0
+    all_over(world, handles, sent)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_dp_attention_takes_each_room_from_all_of_prefill(path: str, heads: int) -> None:
+    """Prefill TP 4 -> decode DP 4 x TP 1: a room is one replica's, and the others hear nothing of it."""
+    world = World(prefill=4, decode=4, dst_dp=4, heads=heads, path=path, lane_nbytes=16384, buffer_nbytes=16384)
+    for room in range(8):
+        rank = room % 4
+        handle = world.receive(room, 11, [9, 2, 5], rank)
+        sent = [world.send(room, 11, [3, 1, 7], writer, step=8) for writer in range(4)]
+        world.run()
+        world.check(handle, room, 11, rank)
+        assert handle.released
+        assert all(out.state is State.SUCCESS and out.released for out in sent)
+    assert [node.core.counters.rooms_opened for node in world.decode] == [2] * 4
+    assert_flat(world)
+
+
+# Ranks that hold nothing for a room.
+
+
+def opened_with_nothing(world: World) -> set[str]:
+    """Who was sent an Open that asks for no shares, and no aux."""
+    found = set()
+
+    def look(item) -> bool:  # type: ignore[no-untyped-def]
+        if isinstance(item.message, m.Open) and not item.message.shares and not item.message.aux:
+            found.add(item.dst.name.decode())
+        return False
+
+    world.drop(look)
+    return found
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_writer_that_holds_nothing_is_told_and_closes_at_once(path: str) -> None:
+    """Stage 0 has nothing for the decode stage of the last layers: it is done although nothing was computed yet."""
+    world = cut("PP 2 -> PP 2", path)
+    skipped = opened_with_nothing(world)
+    handle = world.receive(1, 11, [9, 2, 5], 1)
+    sent = [world.submit(1, rank) for rank in range(2)]
+    world.run()
+    assert skipped == {"P0"}
+    (record,) = sent[0].destinations.values()
+    assert record.phase.name == "CLOSING"
+    assert not world.prefill[0].core.records
+    assert len(world.prefill[1].core.records) == 1
+    other = world.receive(1, 11, [9, 2, 5], 0)
+    for rank, room in enumerate(sent):
+        world.fill(1, 11, [3, 1, 7], rank)
+        world.chunk(room, (0, 11), [3, 1, 7], rank)
+        world.finish(room, rank)
+    world.run()
+    assert world.now == 0.0
+    all_over(world, [other, handle], sent)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("ever", [True, False])
+def test_a_writer_that_holds_nothing_keeps_nobody_waiting(path: str, ever: bool) -> None:
+    """Its engine submits the room much later, or never: Success and `released` come at once all the same (I10), and no
+    record is left (I14).
+    """
+    world = World(prefill=2, heads=1, layers=1, path=path)  # two replicas of one layer: one of them sends it
+    skipped = opened_with_nothing(world)
+    handle = world.receive(1, 8, [1, 0])
+    world.run()
+    (idle,) = (int(name[1:]) for name in skipped)
+    busy = world.send(1, 8, [2, 3], 1 - idle)
+    world.run()
+    assert world.now == 0.0
+    world.check(handle, 1, 8)
+    assert handle.released
+    assert busy.state is State.SUCCESS and busy.released
+    if ever:
+        late = world.send(1, 8, [2, 3], idle)
+        world.run()
+        assert late.state is State.SUCCESS and late.released
+    else:
+        assert len(world.prefill[idle].core._parked) == 1
+        world.run(until=400.0)
+    assert_flat(world)
+
+
+def test_a_writer_that_holds_nothing_and_gives_up_fails_no_room() -> None:
+    """It waited for a room that its engine never began; the room goes on, however long it takes (I10)."""
+    world = World(prefill=2, heads=1, layers=1, open_wait_s=5.0, wait_s=100.0)
+    skipped = opened_with_nothing(world)
+    handle = world.receive(1, 8, [1, 0])
+    world.run()
+    (idle,) = (int(name[1:]) for name in skipped)
+    busy = world.submit(1, 1 - idle)
+    world.run(until=30.0)
+    assert handle.state is State.WAITING_FOR_INPUT, handle.error
+    assert not world.prefill[idle].core.records
+    world.fill(1, 8, [2, 3], 1 - idle)
+    world.chunk(busy, (0, 8), [2, 3], 1 - idle)
+    world.finish(busy, 1 - idle)
+    world.run(until=60.0)
+    world.check(handle, 1, 8)
+    assert handle.released
+    assert_flat(world)
+
+
+@pytest.mark.parametrize("lost", [m.Open, m.Opened, m.CloseOk, m.Closed])
+def test_a_writer_that_holds_nothing_is_told_again(lost: type[m.Message]) -> None:
+    """I4: every question that the idle stage takes part in is repeated."""
+    world = cut("PP 2 -> PP 2")
+    world.drop(once(is_message(lost)))
+    handles = [world.receive(1, 11, [9, 2, 5], rank) for rank in range(2)]
+    sent = [world.send(1, 11, [3, 1, 7], rank, step=8) for rank in range(2)]
+    world.run(until=60.0)
+    all_over(world, handles, sent)
+
+
+def once(want):  # type: ignore[no-untyped-def]
+    """The first of its kind between any two ranks."""
+    seen = set()
+
+    def first(item) -> bool:  # type: ignore[no-untyped-def]
+        if not want(item) or (item.src, item.dst) in seen:
+            return False
+        seen.add((item.src, item.dst))
+        return True
+
+    return first
+
+
+# Destinations that need nothing but aux.
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("chunks", [True, False])
+@pytest.mark.parametrize("name", ["TP 2 x PP 2 -> TP 1", "PP 2 -> PP 2", "TP 4 -> PP 2"])
+def test_a_destination_that_needs_nothing_but_aux(name: str, chunks: bool, path: str) -> None:
+    """Its prefix covers all, whether prefill computed anything or not: aux comes, and no byte of its pages moves."""
+    world = cut(name, path)
+    for node in world.decode:
+        node.memory.bytes[:] = 0xAB
+    handles = [world.receive(1, 11, [9, 2, 5], rank, prefix=11) for rank in range(len(world.decode))]
+    sent = [world.submit(1, rank) for rank in range(len(world.prefill))]
+    world.run()
+    assert all(handle.state is State.WAITING_FOR_INPUT for handle in handles), "aux is still to come"
+    for rank, room in enumerate(sent):
+        if chunks:
+            world.chunk(room, (0, 11), [3, 1, 7], rank)
+        world.finish(room, rank)
+    world.run()
+    assert world.now == 0.0
+    for handle in handles:
+        assert handle.state is State.SUCCESS and handle.released
+        assert handle.aux == b"aux"
+    assert all(room.state is State.SUCCESS and room.released for room in sent)
+    assert all((node.memory.bytes == 0xAB).all() for node in world.decode)
+    assert not [line for line in world.log if line.startswith(("write", "gather", "scatter"))]
+    assert_flat(world)
+
+
+def test_one_destination_needs_only_aux_and_the_other_everything() -> None:
+    """TP 2 at decode: one rank has the prefix, one lost it; each is done with what it asked for."""
+    world = World(prefill=2, decode=2)
+    handles = [world.receive(1, 8, [1, 0], rank, prefix=prefix) for rank, prefix in ((0, 8), (1, 0))]
+    sent = [world.send(1, 8, [2, 3], rank) for rank in range(2)]
+    world.run()
+    world.check(handles[1], 1, 8, 1)
+    assert handles[0].state is State.SUCCESS
+    assert all(room.released for room in (*handles, *sent))
+    assert_flat(world)
