@@ -190,7 +190,7 @@ def cases(draw):
 
 
 @pytest.mark.parametrize("path", ["staged", "direct"])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(case=cases())
 def test_every_destination_byte(path, case):
     for src in case.srcs.values():

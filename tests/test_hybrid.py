@@ -233,7 +233,9 @@ def test_no_items_are_nothing_to_move():
     """Also of a component that this rank, a pipeline stage say, does not have; but not one item of it."""
     layout = build(slot_states([np.zeros(4)], format="fp64"))
     found = checking.check(layout, {"request_row": slot_items(), "mamba": slot_items(), "kv": []}, None, unique=True)
-    assert not checking.rects_of(layout, found, None)
+    (said,) = checking.rects_of(layout, found, None)
+    assert said.component == "request_row"
+    assert said.start == said.stop, "of slots it is said that there are none"
     with pytest.raises(UsageError, match="no component 'mamba'"):
         checking.check(layout, {"mamba": slot_items(1)}, None, unique=True)
     with pytest.raises(UsageError, match="tokens of 'swa' without its items"):

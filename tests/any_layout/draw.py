@@ -11,7 +11,7 @@ from tests.any_layout.tape import Tape
 
 PAGES = (1, 2, 4, 8, 16, 32, 64, 3, 5, 6, 7, 12, 24, 48)
 WIDTHS = (8, 16, 4, 32, 2, 1, 3, 5, 12, 24, 40)
-TP = (1, 2, 1, 2, 1, 4, 1, 2, 3, 1, 2, 1, 4, 2, 1, 2, 3, 5, 6, 7, 8)
+TP = (1, 2, 1, 2, 1, 2, 1, 4, 1, 2, 3, 1, 2, 1, 2, 4, 1, 2, 1, 2, 3, 1, 2, 5, 6, 7, 8)  # all pairs have a test
 
 # How engines nest a page's dimensions; "layer" comes first where each layer has an allocation of its own.
 NHD = ("role", "layer", "item", "block", "row", "shard", "seg")

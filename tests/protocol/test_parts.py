@@ -15,7 +15,8 @@ from pdstage.plan import Rect, Share, selects
 from pdstage.protocol import messages as m
 from pdstage.protocol.coverage import Coverage
 from pdstage.protocol.decode import DecodeCore
-from pdstage.protocol.handshake import check_items, incompatible
+from pdstage.protocol.fit import incompatible
+from pdstage.protocol.handshake import check_items
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.room import State
 from pdstage.topology import Topology
@@ -223,9 +224,9 @@ def test_parts_that_hardly_ever_meet_are_refused_at_hello():
     memory = Memory(pool_nbytes(heads=1, tp=1, rank=0, layers=(0, 1), n_pages=4))
     plain = make_layout(memory, heads=1, tp=1, rank=0, layers=(0, 1), n_pages=4)
     src, dst = with_owned(plain, Owned(1021, 3, 1)), with_owned(plain, Owned(1019, 2, 1))
-    said = incompatible(src, dst)
+    said = incompatible(src, dst, Topology(), Topology())
     assert "part 3 of 1021 (blocks of 1) at prefill, part 2 of 1019 (blocks of 1) at decode" in said
-    assert incompatible(src, src) == ""
+    assert incompatible(src, src, Topology(), Topology()) == ""
 
 
 def test_a_writer_that_holds_none_of_a_rectangle_may_not_deliver_it():

@@ -15,7 +15,8 @@ process. `pdstage sim` runs many, and shrinks, explains and replays what fails.
 
 Beside it, each with a module of its own that runs by `python -m`:
 
-    explore     every state of small worlds, breadth first (facts, frozen, network, nodes, steps)
+    explore     every state of small worlds, breadth first (steps, network, nodes, facts, frozen; sides, columns,
+                search; mirror; plain, which search is held against)
     scale       thousands of ranks, only counting (fleet, stars, sharing, caps, gauges)
     mutants     deliberate bugs and who sees them (bugs_leases, bugs_rooms, bugs_sessions, bugs_engine)
 """

@@ -16,6 +16,8 @@ from tests.pair import assert_flat
 from tests.sim.frozen import Core, Node, flight_name, key_name
 
 Name = tuple[object, ...]
+FIRST_ROOM, FIRST_EPOCH = 101, 501
+"""Numbers that nothing else has, so that `mirror` can tell what they are."""
 
 
 class Violation(AssertionError):
@@ -25,6 +27,8 @@ class Violation(AssertionError):
         super().__init__(what)
         self.what = what
         self.path: list[str] = []
+        self.at = 0
+        """Where it was found, of the states that were looked at together."""
 
     def __str__(self) -> str:
         return "\n".join([self.what, *(f"  {n}. {step}" for n, step in enumerate(self.path, 1))])
@@ -37,7 +41,7 @@ def must(holds: bool, what: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Who is there and what they do: rooms 1..`rooms`, each of `chunks` chunks a writer."""
+    """Who is there and what they do: rooms `numbers`, each of `chunks` chunks a writer."""
 
     writers: int = 1
     instances: bool = True
@@ -54,6 +58,10 @@ class Shape:
     path: str = "staged"
     """"staged"; "direct"; or "auto": staged, and direct where that comes to nothing."""
     deadlines: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> range:
+        return range(FIRST_ROOM, FIRST_ROOM + self.rooms)
 
     def writers_of(self, room: int) -> list[int]:
         return [room % self.writers] if self.instances else list(range(self.writers))

@@ -73,68 +73,77 @@ class Network(Steps):
         )
 
     def _of(self, state: Global, node: int) -> Iterator[Move]:
-        left, facts = state.left, self.nodes.facts[state.nodes[node]]
+        yield from self._from_others(state, node)
+        yield from self._of_itself(state, node)
 
-        def move(what: str, given: Input, after: Global, spent: str = "") -> Move:
-            return Move(what, node, given, bool(spent), self._charge(after, spent))
+    def _move(self, what: str, node: int, given: Input, after: Global, spent: str = "") -> Move:
+        return Move(what, node, given, bool(spent), self._charge(after, spent))
 
+    def _from_others(self, state: Global, node: int) -> Iterator[Move]:
+        """What is between this process and others."""
+        move = self._move
         for src, link in self._heads(state, node):
             given = ("hear", src, state.links[link][0])
-            yield move("hear", given, self._hear(state, node, src, link))
-            if left.loss:
-                yield move("lose", given, self._without_head(state, link), "loss")
+            yield move("hear", node, given, self._hear(state, node, src, link))
+            if state.left.loss:
+                yield move("lose", node, given, self._without_head(state, link), "loss")
+        for at, (node_at, session) in enumerate(state.fences):
+            if node_at == node and self._may_end(state, node, session):
+                yield move("fence", node, ("fenced", session), self._fence(state, at))
+        yield from self._of_writes(state, node)
+
+    def _of_itself(self, state: Global, node: int) -> Iterator[Move]:
+        facts = self.nodes.facts[state.nodes[node]]
         for flight in facts.flights:
             given = ("scattered" if node == 0 else "gathered", flight)
             came = state if node else self._delivered(state, facts.landed[flight])
-            yield move("copied", given, self._give(came, node, given))
-        for at, (node_at, session) in enumerate(state.fences):
-            if node_at == node and self._may_end(state, node, session):
-                yield move("fence", ("fenced", session), self._fence(state, at))
+            yield self._move("copied", node, given, self._give(came, node, given))
         for given in self._asked_for(state, node):
-            yield move("engine", given, self._give(state, node, given))
-        yield from self._of_writes(state, node, move)
-        yield from self._faults(state, node, move)
+            yield self._move("engine", node, given, self._give(state, node, given))
+        yield from self._faults(state, node)
 
-    def _of_writes(self, state: Global, node: int, move) -> Iterator[Move]:
+    def _of_writes(self, state: Global, node: int) -> Iterator[Move]:
+        move = self._move
         for number, flags in state.writes:
             post = self.posts[number]
             if node == 0 and flags & TAG:
                 given = ("told", post.tag)
                 what = LATE_TAG if flags & DEAD else "tag"
-                yield move(what, given, self._told(state, number, flags, TAG | MAYBE))
+                yield move(what, node, given, self._told(state, number, flags, TAG | MAYBE))
                 if state.left.twice and not flags & MAYBE:
-                    yield move("tag kept", given, self._told(state, number, flags, 0), "twice")
+                    yield move("tag kept", node, given, self._told(state, number, flags, 0), "twice")
                 if flags & MAYBE:
-                    yield move("no tag", given, self._flag(state, number, flags & ~(TAG | MAYBE)))
+                    yield move("no tag", node, given, self._flag(state, number, flags & ~(TAG | MAYBE)))
             elif post.node == node and flags & DONE and not flags & DEAD:
                 if flags & OK:
                     after = self._flag(state, number, flags & ~(DONE | UNDER | MAYBE | BAD))
                     given = ("written", post.flight, True)
-                    yield move("done", given, self._give(self._spend(after, number), node, given))
+                    yield move("done", node, given, self._give(self._spend(after, number), node, given))
                 if flags & BAD or (state.left.broken and flags & UNDER):
                     tag = MAYBE if flags & UNDER and flags & TAG else 0
                     after = self._flag(state, number, flags & ~(DONE | UNDER | OK) | tag)
                     given = ("written", post.flight, False)
                     spent = "" if flags & BAD else "broken"
-                    yield move("failed", given, self._give(after, node, given), spent)
+                    yield move("failed", node, given, self._give(after, node, given), spent)
 
-    def _faults(self, state: Global, node: int, move) -> Iterator[Move]:
+    def _faults(self, state: Global, node: int) -> Iterator[Move]:
+        move = self._move
         left, facts = state.left, self.nodes.facts[state.nodes[node]]
         if left.abort:
             for handle, status in facts.rooms:
                 if status & 0x7F not in (State.SUCCESS, State.FAILED):
                     after = self._give(state, node, ("abort", handle))._replace(aborted=handle[0])
-                    yield move("abort", ("abort", handle), after, "abort")
+                    yield move("abort", node, ("abort", handle), after, "abort")
         if left.crash:
-            yield move("crash", (), self._crash(state, node), "crash")
+            yield move("crash", node, (), self._crash(state, node), "crash")
         for timer in facts.timers:
             kind = timer[0]
             if left.early and kind in QUESTIONS:
                 for given in self._fired(timer):
-                    yield move("early", given, self._give(state, node, given), "early")
+                    yield move("early", node, given, self._give(state, node, given), "early")
             elif left.late and kind not in QUESTIONS and kind != "beat":
                 for given in self._fired(timer):
-                    yield move("late", given, self._give(state, node, given), "late")
+                    yield move("late", node, given, self._give(state, node, given), "late")
 
     def _time_passes(self, state: Global) -> Iterator[Move]:
         """Nothing is under way: any question may be repeated and, once something failed, a deadline may pass."""
@@ -181,7 +190,7 @@ class Network(Steps):
         facts, life, again = self.nodes.facts[number], self.nodes.home[number][1], self.configuration.again
         found: list[Input] = [("ready", handle, n) for handle, n in facts.late]
         latest = {handle[0]: (handle[1], status & 0x7F) for handle, status in facts.rooms}
-        for room in range(1, self.shape.rooms + 1):
+        for room in self.shape.numbers:
             if node and node - 1 not in self.shape.writers_of(room):
                 continue
             times, ended = latest.get(room, (-1, State.FAILED))

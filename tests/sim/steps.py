@@ -57,6 +57,12 @@ class Configuration:
     again: int = 0
     """How often a room that failed is asked for again, on both sides."""
 
+    @property
+    def symmetric(self) -> bool:
+        """Two writers with a room each, met and asked for alike."""
+        alike = self.shape.instances and self.shape.writers == self.shape.rooms == 2
+        return alike and self.connected and self.begun and not self.again
+
 
 class Global(NamedTuple):
     nodes: tuple[int, ...]
@@ -113,7 +119,7 @@ class Steps:
         before = state.nodes[node]
         did = self.nodes.step(before, given)
         if did.after == before and not did.sends and not did.posts and not (did.lost or did.met):
-            return state
+            return self._judged(state, state)
         nodes = list(state.nodes)
         nodes[node] = did.after
         links = state.links
@@ -142,11 +148,15 @@ class Steps:
                 old = self.posts[number]
                 same = (old.session, old.where, old.flight if old.where[0] == m.DIRECT else ()) == place
                 must(not same, f"I15: written twice: {post}")
-            number = self._post_numbers.setdefault(post, len(self.posts))
-            if number == len(self.posts):
-                self.posts.append(post)
-            writes.append((number, DONE | BAD if post.session in state.fenced else TAG | DONE | UNDER | OK))
+            flags = DONE | BAD if post.session in state.fenced else TAG | DONE | UNDER | OK
+            writes.append((self.post_number(post), flags))
         return state._replace(writes=tuple(sorted(writes)))
+
+    def post_number(self, post: Post) -> int:
+        number = self._post_numbers.setdefault(post, len(self.posts))
+        if number == len(self.posts):
+            self.posts.append(post)
+        return number
 
     def _flag(self, state: Global, number: int, flags: int) -> Global:
         rest = [entry for entry in state.writes if entry[0] != number]
@@ -228,6 +238,11 @@ class Steps:
 
     def _judged(self, before: Global, state: Global) -> Global:
         """Checks what concerns more than one process (I2, I5, I8), and forgets what is over."""
+        for handle in self.succeeds(before.nodes[0], state.nodes[0]):
+            self.covered(state, handle)
+        return self.settled(state)
+
+    def settled(self, state: Global) -> Global:
         facts = self.nodes.facts[state.nodes[0]]
         for number, flags in state.writes:
             if not flags & UNDER:
@@ -238,18 +253,25 @@ class Steps:
             if not flags & DEAD:
                 released = post.room in self.nodes.facts[state.nodes[post.node]].released
                 must(not released, f"I8: source memory given back under a write: {post}")
-        if state.nodes[0] == before.nodes[0] and state.delivered == before.delivered and state.spent == before.spent:
+        if not state.spent and not state.delivered:
             return state
         ended = {handle for handle, status in facts.rooms if status & 0x7F in (State.SUCCESS, State.FAILED)}
-        known = dict(self.nodes.facts[before.nodes[0]].rooms)
-        for handle, status in facts.rooms:
-            if status & 0x7F == State.SUCCESS and known.get(handle, 0) & 0x7F != State.SUCCESS:
-                self._covered(state, handle)
         spent = tuple(n for n in state.spent if (self.posts[n].session, *self.posts[n].where) in facts.writable)
         delivered = tuple(d for d in state.delivered if d[0] not in ended)
         return state._replace(spent=spent, delivered=delivered)
 
-    def _covered(self, state: Global, handle: tuple[int, int]) -> None:
+    def succeeds(self, before: int, after: int) -> list[tuple[int, int]]:
+        """Rooms that succeed with a step of decode."""
+        if before == after:
+            return []
+        known = dict(self.nodes.facts[before].rooms)
+        return [
+            handle
+            for handle, status in self.nodes.facts[after].rooms
+            if status & 0x7F == State.SUCCESS and known.get(handle, 0) & 0x7F != State.SUCCESS
+        ]
+
+    def covered(self, state: Global, handle: tuple[int, int]) -> None:
         tokens: dict[m.Session, set[int]] = {}
         for room, session, start, stop in state.delivered:
             if room == handle:
