@@ -9,7 +9,9 @@ Backends give equal bytes; `reference` is the definition of correct, and `backen
 
 To read: `reference`, `checksum` (what is right); `pool`, `buffers` (what callers hold); `host_copy`; then for GPUs
 `device` (tables), `index_ring` (lists on their way there), `cuda_copy` with `cuda_tables`, `cupy_runtime` and `nvrtc`,
-and `triton_copy` with `triton_kernels`, `triton_device` and `torch_runtime`.
+and `triton_copy` with `triton_kernels`, `triton_device` and `torch_runtime`. Change of precision, the one thing that is
+more than moving bytes, has modules of its own: `convert_reference` (what is right), `host_convert`, and
+`triton_convert` with `triton_convert_kernels`.
 """
 
 from __future__ import annotations

@@ -8,15 +8,17 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from ..convert import codings
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import HEAD_MAJOR, TOKEN_MAJOR, Staging
-from . import cuda_copy, host_copy, reference, triton_copy
+from . import convert_reference, cuda_copy, host_convert, host_copy, reference, triton_convert, triton_copy
 from .device import check_aligned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from ..convert import Coding
     from ..layout import Key, Region, View
     from ..plan import Select, Tokens
     from ..tables import Index
@@ -46,7 +48,10 @@ class Cells(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What a backend makes a plan of. `select` is in key order; `threads` are the host's, where the host copies."""
+    """What a backend makes a plan of. `select` is in key order; `threads` are the host's, where the host copies.
+
+    `codings`, one for each selected view of layout `staged`, are there only where one of them converts.
+    """
 
     layout: Layout
     select: tuple[Select, ...]
@@ -54,6 +59,8 @@ class Recipe(NamedTuple):
     device: str
     checksum: bool
     threads: int = 1
+    staged: Layout | None = None
+    codings: tuple[Coding, ...] = ()
 
     def cells(self) -> list[Cells]:
         """What two plans must have in common for bytes of one to become bytes of the other."""
@@ -100,12 +107,30 @@ class Backend(Protocol):
         """The device's streams and events, by which one learns when a copy is done; None if it is when it returns."""
 
 
+class Converting(Protocol):
+    """What a module that converts offers to pools, besides a backend's own plans."""
+
+    @property
+    def SUMS(self) -> bool:  # noqa: N802  (a module's constant)
+        """Whether its plans can have checksums."""
+
+    def missing(self) -> str: ...
+
+    def compile_plan(self, recipe: Recipe) -> Compiled: ...
+
+
 # Modules are the backends; the annotation has mypy hold each of them to the protocol.
 _BACKENDS: dict[str, Backend] = {
     "host": host_copy,
     "cuda": cuda_copy,
     "triton": triton_copy,
     "reference": reference,
+}
+# What makes plans of recipes with codings, for the backends that convert.
+_CONVERTING: dict[str, Converting] = {
+    "host": host_convert,
+    "triton": triton_convert,
+    "reference": convert_reference,
 }
 # In the order of preference.
 _BY_KIND = {"cpu": ("host", "reference"), "cuda": ("cuda", "triton")}
@@ -135,6 +160,26 @@ def choose(backend: str, device: str) -> str:
             return name
     raise UsageError(
         f"backend {' or '.join(problems)} cannot be used here", remedy="; ".join(problems.values()), backend=backend
+    )
+
+
+def choose_converting(backend: str, device: str, *, checksum: bool) -> str:
+    """As `choose`, of the backends whose plans convert. "auto" never means the reference, which is very slow."""
+    kind = device.partition(":")[0]
+    names = (choose(backend, device),) if backend != "auto" else [n for n in _BY_KIND[kind] if n != "reference"]
+    problems = {}
+    for name in names:
+        module = _CONVERTING.get(name)
+        problems[name] = "converts no formats" if module is None else module.missing()
+        if module is not None and checksum and not module.SUMS:
+            problems[name] = "sums nothing that it converts: do without checksums"
+        if not problems[name]:
+            return name
+    raise UsageError(
+        f"formats of memory on {device!r} cannot be converted here",
+        remedy="use one format on both sides, or mend this: "
+        + "; ".join(f"{name} {problem}" for name, problem in problems.items()),
+        backend=backend,
     )
 
 
@@ -180,6 +225,10 @@ class Pool:
         """Streams and events of the pool's device, for callers that put copies in streams; None for host memory."""
         return _BACKENDS[choose(backend, self.device)].runtime_of(self.device)
 
+    def check_converts(self, *, checksum: bool = False) -> None:
+        """Raises `UsageError` where plans of this pool, with checksums or without, cannot convert."""
+        choose_converting("auto", self.device, checksum=checksum)
+
     def plan(
         self,
         select: Iterable[Select],
@@ -188,8 +237,12 @@ class Pool:
         *,
         checksum: bool = False,
         threads: int = 1,
+        staged: Layout | None = None,
     ) -> Plan:
         """A plan for some shards of some views, staged in `wire` order. Cold: make it once for each peer and selection.
+
+        `staged` is this pool's side of a `convert.pair`, of which `select` then is: bf16 views of the pool are encoded
+        while they are gathered and decoded while they are scattered, in token-major order.
 
         With `checksum` its calls may be given a `sum_ptr`. `threads` is how many a call in host memory may use at most,
         the caller's among them; only the extension uses more than one, for copies of several MiB. Raises `UsageError`
@@ -200,9 +253,15 @@ class Pool:
         if wire not in (TOKEN_MAJOR, HEAD_MAJOR):
             raise UsageError(f"no staged order {wire!r}", remedy=f"use {TOKEN_MAJOR!r} or {HEAD_MAJOR!r}", wire=wire)
         name = choose(backend, self.device)
-        staging = Staging(self.layout, select)
-        recipe = Recipe(self.layout, staging.select, wire, self.device, checksum, threads)
-        return Plan(self, staging, name, recipe, _BACKENDS[name].compile_plan(recipe))
+        staging = Staging(staged or self.layout, select)
+        made = codings(self.layout, staged, staging.select) if staged is not None else []
+        recipe = Recipe(self.layout, staging.select, wire, self.device, checksum, threads, staged, tuple(made))
+        if all(coding.encoding is None for coding in made):
+            return Plan(self, staging, name, recipe._replace(codings=()), _BACKENDS[name].compile_plan(recipe))
+        if wire != TOKEN_MAJOR:
+            raise UsageError(f"converting in {wire!r} order", remedy=f"use {TOKEN_MAJOR!r}", wire=wire)
+        name = choose_converting(backend, self.device, checksum=checksum)
+        return Plan(self, staging, name, recipe, _CONVERTING[name].compile_plan(recipe))
 
 
 class Plan:
@@ -291,6 +350,8 @@ class Plan:
         ours, theirs = (f"{plan.backend} ({type(plan._compiled).__name__})" for plan in (self, peer))
         if ours != theirs:
             raise UsageError(f"a plan of {ours} cannot copy to one of {theirs}", remedy="make both with one backend")
+        if self._recipe.codings or peer._recipe.codings:
+            raise UsageError("a plan that converts copies to no pool", remedy="gather and scatter, through staging")
         for mine, other in zip_longest(self._recipe.cells(), peer._recipe.cells()):
             if mine != other:
                 raise UsageError(f"copying {mine} to {other}", remedy="select the same views and shards on both sides")

@@ -95,12 +95,13 @@ class Moving(NamedTuple):
     """What one call moves of one view: its region's bytes, and of each byte moved the offset there.
 
     `staged` is in staged order and `canonical` is `[row, shard, segment, byte]`; `at` is where staging has the view,
-    `tokens` the first token of each row.
+    `place` the view's in the selection, `tokens` the first token of each row.
     """
 
     row: Row
     region: torch.Tensor
     at: int
+    place: int
     staged: torch.Tensor
     canonical: torch.Tensor
     tokens: list[int]
@@ -113,7 +114,9 @@ class Moving(NamedTuple):
 class ReferencePlan:
     """The formula of `pdstage.layout`, one byte address for every byte moved."""
 
-    def __init__(self, layout: Layout, select: tuple[Select, ...], wire: str) -> None:
+    def __init__(self, layout: Layout, select: tuple[Select, ...], wire: str, staging: Staging | None = None) -> None:
+        """`staging` is the selection's where it differs from what `layout` makes of it."""
+        self._staging = staging or Staging(layout, select)
         self._layout = layout
         self._select = select
         self._wire = wire
@@ -125,7 +128,7 @@ class ReferencePlan:
         moving = self._moving(indexes, tokens, unique=False)
         self._check_size(dst_nbytes, tokens)
         for view in moving:
-            _bytes_at(dst_ptr + view.at, len(view.staged))[:] = view.region[view.staged]
+            bytes_at(dst_ptr + view.at, len(view.staged))[:] = view.region[view.staged]
         _add(launch.sum_ptr, moving)
 
     def scatter(
@@ -134,7 +137,7 @@ class ReferencePlan:
         moving = self._moving(indexes, tokens, unique=True)
         self._check_size(src_nbytes, tokens)
         for view in moving:
-            view.region[view.staged] = _bytes_at(src_ptr + view.at, len(view.staged))
+            view.region[view.staged] = bytes_at(src_ptr + view.at, len(view.staged))
         _add(launch.sum_ptr, moving)
 
     def copy_to(
@@ -153,16 +156,16 @@ class ReferencePlan:
         _add(launch.sum_ptr, dst)
 
     def _check_size(self, nbytes: int, tokens: Tokens) -> None:
-        needed = Staging(self._layout, self._select).nbytes(tokens)
+        needed = self._staging.nbytes(tokens)
         if needed > nbytes:
             self._table.refuse(FAULT_TOO_SMALL, 0, needed, nbytes)
 
     def _moving(self, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool, side: str = "") -> list[Moving]:
         table = replace(self._table, side=side)
         table.resolve(table.parts(indexes, tokens), unique=unique)
-        offsets = Staging(self._layout, self._select).offsets(tokens)
+        offsets = self._staging.offsets(tokens)
         views, found = self._layout.by_key(), []
-        for chosen, row, at in zip(self._select, table.rows, offsets, strict=True):
+        for place, (chosen, row, at) in enumerate(zip(self._select, table.rows, offsets, strict=True)):
             view, (start, stop) = views[chosen.key], tokens.get(chosen.key.component, (0, 0))
             if start == stop:
                 continue
@@ -172,7 +175,7 @@ class ReferencePlan:
             cells = _byte_offsets(view, chosen, index, firsts)
             pages = [(token - index.first_token) // view.tokens_per_item for token in firsts]
             staged = cells.reshape(-1) if self._wire == TOKEN_MAJOR else _page_by_page(cells, pages)
-            found.append(Moving(row, _bytes_at(region.base, region.nbytes), at, staged, cells, firsts))
+            found.append(Moving(row, bytes_at(region.base, region.nbytes), at, place, staged, cells, firsts))
         return found
 
 
@@ -204,7 +207,7 @@ def _add(sum_ptr: int, moved: list[Moving]) -> None:
         total += np.uint64(sum(view.checksum() for view in moved) % 2**64)
 
 
-def _bytes_at(ptr: int, nbytes: int) -> torch.Tensor:
+def bytes_at(ptr: int, nbytes: int) -> torch.Tensor:
     """Host memory as bytes, without a copy."""
     import torch  # noqa: PLC0415
 

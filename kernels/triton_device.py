@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 # No block has more threads, and with as many ptxas keeps to 64 registers by itself.
 THREADS = 1024
-_INT32 = frozenset({"n_groups", "bits", "start", "stop", "peer_bits", "peer_start"})
+_INT32 = frozenset({
+    "n_groups", "bits", "start", "stop", "peer_bits", "peer_start", "n_views", "rows_per_item", "outer_rows", "shards",
+    "segs", "n_values", "tokens_per_row",
+})  # fmt: skip
 
 
 class Variant(NamedTuple):
@@ -46,7 +49,28 @@ class Variant(NamedTuple):
     UNITS: int
 
 
-def build(variant: Variant, target: Any) -> Any:  # noqa: ANN401  (triton's, which has no types)
+class ConvertVariant(NamedTuple):
+    """The constants of `triton_convert_kernels.convert_kernel`, by its names."""
+
+    WAY: int
+    KIND: int
+    HOLDS: int
+    BLOCK: int
+    CELLS: int
+    ALIGNED: bool
+
+
+def _kernel_of(variant: Variant | ConvertVariant) -> Any:  # noqa: ANN401  (triton's, which has no types)
+    if isinstance(variant, ConvertVariant):
+        from .triton_convert_kernels import convert_kernel  # noqa: PLC0415
+
+        return convert_kernel
+    from .triton_kernels import copy_kernel  # noqa: PLC0415
+
+    return copy_kernel
+
+
+def build(variant: Variant | ConvertVariant, target: Any) -> Any:  # noqa: ANN401  (triton's, which has no types)
     """The kernel compiled for `target`, a `GPUTarget`; no GPU need be there.
 
     Nothing but `variant` and the types of arguments decides what is compiled: `triton.jit` by itself would look at
@@ -55,11 +79,9 @@ def build(variant: Variant, target: Any) -> Any:  # noqa: ANN401  (triton's, whi
     import triton  # noqa: PLC0415
     from triton.compiler import ASTSource  # noqa: PLC0415
 
-    from .triton_kernels import copy_kernel  # noqa: PLC0415
-
-    constants = variant._asdict()
-    types = {name: "i32" if name in _INT32 else "i64" for name in copy_kernel.arg_names}
-    source = ASTSource(copy_kernel, types | dict.fromkeys(constants, "constexpr"), constants, {})
+    kernel, constants = _kernel_of(variant), variant._asdict()
+    types = {name: "i32" if name in _INT32 else "i64" for name in kernel.arg_names}
+    source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constants, {})
     options = {"num_warps": THREADS // target.warp_size, "num_stages": 1, "enable_fp_fusion": False}
     return triton.compile(source, target=target, options=options)
 
@@ -78,7 +100,7 @@ class Device(Protocol):
     def put(self, table: Int64s) -> tuple[int, object]:
         """A copy of `table` there: its address, and what owns it, until no kernel reads it any more."""
 
-    def prepare(self, variant: Variant) -> None:
+    def prepare(self, variant: Variant | ConvertVariant) -> None:
         """Makes a kernel ready, so that no launch waits for a compiler."""
 
     def stream(self, stream: object) -> int:
@@ -87,7 +109,9 @@ class Device(Protocol):
     def lists(self, lists: Sequence[NDArray[Any]], stream: int) -> AbstractContextManager[list[int]]:
         """Addresses of copies there, for kernels launched inside the context."""
 
-    def launch(self, variant: Variant, programs: int, arguments: tuple[int, ...], stream: int) -> None: ...
+    def launch(
+        self, variant: Variant | ConvertVariant, programs: int, arguments: tuple[int, ...], stream: int
+    ) -> None: ...
 
 
 class _Held:
@@ -120,7 +144,7 @@ class Gpu:
         self._ring = IndexRing(self.runtime)
         with self.runtime.active():
             self._target = triton.runtime.driver.active.get_current_target()
-        self._kernels: dict[Variant, Any] = {}
+        self._kernels: dict[Variant | ConvertVariant, Any] = {}
         self.n_programs = torch.cuda.get_device_properties(self.runtime.device).multi_processor_count
 
     def put(self, table: Int64s) -> tuple[int, object]:
@@ -129,7 +153,7 @@ class Gpu:
         held = torch.from_numpy(table).to(self.runtime.device)
         return held.data_ptr(), _Held(held, torch.cuda.synchronize)
 
-    def prepare(self, variant: Variant) -> None:
+    def prepare(self, variant: Variant | ConvertVariant) -> None:
         if variant not in self._kernels:
             kernel = build(variant, self._target)
             with self.runtime.active():
@@ -150,7 +174,7 @@ class Gpu:
         finally:
             self._ring.give(slot, stream)
 
-    def launch(self, variant: Variant, programs: int, arguments: tuple[int, ...], stream: int) -> None:
+    def launch(self, variant: Variant | ConvertVariant, programs: int, arguments: tuple[int, ...], stream: int) -> None:
         self.prepare(variant)
         with self.runtime.active():
             self._kernels[variant][programs, 1, 1](*arguments, *variant, stream=stream)
@@ -168,7 +192,7 @@ class Interpreter:
         held = np.ascontiguousarray(table)
         return held.__array_interface__["data"][0], held
 
-    def prepare(self, variant: Variant) -> None:
+    def prepare(self, variant: Variant | ConvertVariant) -> None:
         pass
 
     def stream(self, stream: object) -> int:
@@ -179,10 +203,8 @@ class Interpreter:
         copies = [items.copy() for items in lists]
         yield [copy.__array_interface__["data"][0] for copy in copies]
 
-    def launch(self, variant: Variant, programs: int, arguments: tuple[int, ...], stream: int) -> None:
-        from .triton_kernels import copy_kernel  # noqa: PLC0415
-
-        copy_kernel[programs, 1, 1](*arguments, *variant)
+    def launch(self, variant: Variant | ConvertVariant, programs: int, arguments: tuple[int, ...], stream: int) -> None:
+        _kernel_of(variant)[programs, 1, 1](*arguments, *variant)
 
 
 def interpreted() -> bool:

@@ -10,6 +10,7 @@ order:
     states, items                the kinds of state besides the KV cache, and which items of each a room names
     plan                         who sends which bytes to whom, and the order in which they are staged
     ownership, cut               the same where ranks hold different tokens: context parallelism on either side
+    convert                      bf16 on one side and fp8 on the other: what is staged then
     kernels                      gather and scatter; kernels/reference.py is the definition of correct
     ring                         staging memory as lanes of leases behind a watermark
     protocol                     the two cores, without sockets or clock: messages, room, prefill, decode

@@ -21,7 +21,7 @@ from pdstage.layout import Region
 from pdstage.plan import selects, tokens_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from pdstage.errors import PdstageError
     from pdstage.kernels import Index, Plan
     from pdstage.kernels.index_ring import Runtime
-    from pdstage.plan import Rect, Share, Tokens
+    from pdstage.layout import Layout
+    from pdstage.plan import Rect, Select, Share, Tokens
 
     _Plans: TypeAlias = tuple[tuple[int, Plan], ...]
     _Copy: TypeAlias = Callable[[Plan, int, Mapping[str, Index], int | None, int], None]
@@ -112,6 +113,7 @@ class _What(NamedTuple):
     items: Mapping[str, Index]
     checksum: bool
     cut: Cut | None
+    staged: Layout | None
 
 
 class Stager:
@@ -146,18 +148,20 @@ class Stager:
         checksum: bool = False,
         tokens: Tokens | None = None,
         cut: Cut | None = None,
+        staged: Layout | None = None,
     ) -> None:
         """Starts one gather into `dst`; `poll` gives `ticket` once its bytes are there.
 
         `items` are whole pages or slots. `cut` says how they are cut for a peer that holds other tokens, and `tokens`
-        are then the numbers of what both hold.
+        are then the numbers of what both hold. `staged` is the pool's side of a `convert.pair`, where the session
+        converts; then `cut` is of the layout `feeding` it.
         """
         tokens = tokens_of(rects) if tokens is None else tokens
 
         def copy(plan: Plan, at: int, indexes: Mapping[str, Index], stream: int | None, sum_ptr: int) -> None:
             plan.gather(dst.base + at, dst.nbytes - at, indexes, tokens, stream=stream, sum_ptr=sum_ptr)
 
-        self._start(ticket, _What(owned, rects, tokens, wire, items, checksum, cut), dst.nbytes, copy)
+        self._start(ticket, _What(owned, rects, tokens, wire, items, checksum, cut, staged), dst.nbytes, copy)
 
     def scatter(
         self,
@@ -171,6 +175,7 @@ class Stager:
         checksum: bool = False,
         tokens: Tokens | None = None,
         cut: Cut | None = None,
+        staged: Layout | None = None,
     ) -> None:
         """Starts one scatter out of `src`; `poll` gives `ticket` once its bytes are in place."""
         tokens = tokens_of(rects) if tokens is None else tokens
@@ -178,7 +183,7 @@ class Stager:
         def copy(plan: Plan, at: int, indexes: Mapping[str, Index], stream: int | None, sum_ptr: int) -> None:
             plan.scatter(src.base + at, src.nbytes - at, indexes, tokens, stream=stream, sum_ptr=sum_ptr)
 
-        self._start(ticket, _What(owned, rects, tokens, wire, items, checksum, cut), src.nbytes, copy)
+        self._start(ticket, _What(owned, rects, tokens, wire, items, checksum, cut, staged), src.nbytes, copy)
 
     def poll(self) -> list[Copied]:
         """What ended since the last call. Never waits."""
@@ -215,7 +220,9 @@ class Stager:
 
     def _plan(self, what: _What) -> _Plans:
         layers = ((rect.component, rect.layer_start, rect.layer_stop) for rect in what.rects)
-        key = (what.owned, what.wire, what.checksum, what.cut.key if what.cut is not None else (), *layers)
+        # A converted layout by its identity, which no other has while a plan holds it: hashing one is slow.
+        cut, staged = what.cut.key if what.cut is not None else (), what.staged and id(what.staged)
+        key = (what.owned, what.wire, what.checksum, cut, staged, *layers)
         plans = self._plans.get(key)
         if plans is None:
             if len(self._plans) >= _MOST_PLANS:
@@ -224,12 +231,16 @@ class Stager:
         return plans
 
     def _new_plans(self, what: _What) -> _Plans:
-        select, cut = selects(self.pool.layout, what.owned, what.rects), what.cut
+        select, cut = selects(what.staged or self.pool.layout, what.owned, what.rects), what.cut
+
+        def plan(pool: Pool, chosen: Sequence[Select]) -> Plan:
+            return pool.plan(chosen, what.wire, checksum=what.checksum, staged=what.staged)
+
         if cut is None or not cut.key:
-            return ((0, self.pool.plan(select, what.wire, checksum=what.checksum)),)
+            return ((0, plan(self.pool, select)),)
         pools = [Pool.of(layout, self.pool.device, self.pool) for layout in cut.layouts]
         runs = cut.runs(select)
-        return tuple((number, pools[number].plan(run, what.wire, checksum=what.checksum)) for number, run in runs)
+        return tuple((number, plan(pools[number], run)) for number, run in runs)
 
 
 def _copy_all(plans: _Plans, what: _What, copy: _Copy, stream: int | None, sum_ptr: int) -> None:

@@ -31,7 +31,7 @@ LAYERS = {
         "items",
         "native",
     ],
-    1: ["ownership", "plan", "ring", "cost", "metrics", "spans", "tables", "cut"],
+    1: ["ownership", "plan", "convert", "ring", "cost", "metrics", "spans", "tables", "cut"],
     2: ["protocol"],
     3: ["kernels"],
     4: ["stager", "control", "transport"],

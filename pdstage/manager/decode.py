@@ -9,12 +9,14 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, assert_never
 
+from pdstage.convert import feeding
 from pdstage.cut import Pair
 from pdstage.errors import Aborted, PdstageError, PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.handle import Handle
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check
 from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
+from pdstage.plan import TOKEN_MAJOR
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore, InRoom
 from pdstage.protocol.effects import (
@@ -243,6 +245,7 @@ class DecodeNode(Node[DecodeCore]):
                 self.stager.scatter(
                     ticket, part.shares, landing.rects, wire=pair.wire, items=items, src=src,
                     checksum=part.link.checksums, tokens=tokens, cut=pair.dst,
+                    staged=part.link.converted and part.link.converted.taken,
                 )  # fmt: skip
             case Gather() | Write() | WriteDirect() | Send() | Changed() | Complaint() | Attach() | Detach():
                 raise AssertionError(f"a decode core asked for {effect}")
@@ -255,7 +258,10 @@ class DecodeNode(Node[DecodeCore]):
     def _pair(self, link: Link) -> Pair:
         pair = self._pairs.get(link)
         if pair is None:
-            pair = self._pairs[link] = Pair(link.layout, self.pool.layout, link.common)
+            theirs, ours, wire = link.layout, self.pool.layout, None
+            if link.converted is not None:
+                theirs, ours, wire = link.converted.offered, feeding(ours, link.converted.taken), TOKEN_MAJOR
+            pair = self._pairs[link] = Pair(theirs, ours, link.common, wire)
         return pair
 
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:

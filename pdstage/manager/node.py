@@ -68,7 +68,10 @@ class Node(Driver[AnyCore]):
     ) -> None:
         if path not in PATHS:
             raise UsageError(f"path {path!r}", remedy=f"choose one of {', '.join(PATHS)}")
-        super().__init__(config or Config(), progress, switch_interval_s)
+        config = config or Config()
+        if config.convert:
+            pool.check_converts(checksum=config.checksums)
+        super().__init__(config, progress, switch_interval_s)
         self.keys = keys_of(keys)
         self.pool, self.topology, self.path = pool, topology, path
         self.incarnation = secrets.randbits(63) | 1

@@ -12,6 +12,7 @@ import numpy as np
 
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapServer
+from pdstage.convert import feeding
 from pdstage.cut import DirectPlans, Pair
 from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
@@ -19,7 +20,7 @@ from pdstage.manager.handle import Handle
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, rects_of
 from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
 from pdstage.manager.posts import Posts
-from pdstage.plan import Stagings, selects
+from pdstage.plan import TOKEN_MAJOR, Stagings, selects
 from pdstage.protocol.effects import (
     Attach,
     Changed,
@@ -248,7 +249,7 @@ class PrefillNode(Node[PrefillCore]):
                 ours = {component.name for component in self.pool.layout.components}
                 asked = {n: _whole(n, *span) for n, span in record.asked.items() if n in ours}
                 rects = rects_of(self.pool.layout, asked, None)
-                staging, common = self._stagings.of(record.shares, rects), record.link.common
+                staging, common = record.staged_by(self._stagings).of(record.shares, rects), record.link.common
                 most += [t for name in asked if (t := common.numbers(name).reach(staging.tokens_within(name, limit)))]
             return min(most, default=None)
 
@@ -269,6 +270,7 @@ class PrefillNode(Node[PrefillCore]):
                 self.stager.gather(
                     ticket, chunk.record.shares, chunk.rects, wire=pair.wire, items=_indexes(chunk), dst=dst,
                     checksum=link.checksums, tokens=chunk.tokens, cut=pair.src,
+                    staged=link.converted and link.converted.offered,
                 )  # fmt: skip
             case Write(ticket, buffer, chunk, address, tag):
                 base = self.parts[buffer].base
@@ -341,7 +343,10 @@ class PrefillNode(Node[PrefillCore]):
         return plan
 
     def _meet(self, link: Link, description: bytes) -> None:
-        self._pairs[link] = Pair(self.pool.layout, link.layout, link.common)
+        ours, theirs, wire = self.pool.layout, link.layout, None
+        if link.converted is not None:
+            ours, theirs, wire = feeding(ours, link.converted.offered), link.converted.taken, TOKEN_MAJOR
+        self._pairs[link] = Pair(ours, theirs, link.common, wire)
         lanes = [Region(lane.base, lane.nbytes, lane.kind, lane.device) for lane in link.lanes]
         self.transport.connect(label(link), description)
         self.transport.prepare(label(link), [*lanes, *(link.layout.regions if link.exposes_pool else ())])

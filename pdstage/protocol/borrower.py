@@ -113,7 +113,8 @@ class Borrower(Host):
                 self._maybe_close(record, now)
             return
         most = refused.max_nbytes
-        cut = split(chunk.rects, record, self.stagings, most) if most > 0 else iter(())
+        stagings = record.staged_by(self.stagings)
+        cut = split(chunk.rects, record, stagings, most) if most > 0 else iter(())
         pieces = list(islice(cut, _MOST_PIECES + 1))
         if 1 < len(pieces) <= _MOST_PIECES:
             chunk.phase = Phase.DROPPED
@@ -158,11 +159,12 @@ class Borrower(Host):
             return
         largest = max(lane.nbytes for lane in record.link.lanes)
         limit = min(self._buffer_nbytes, largest, self.config.chunk_nbytes)
-        for rects in split(clip(source.rects, record, self.stagings), record, self.stagings, limit):
+        stagings = record.staged_by(self.stagings)
+        for rects in split(clip(source.rects, record, stagings), record, stagings, limit):
             self._add_piece(record, source, rects, now)
 
     def _add_piece(self, record: Record, source: Source, rects: tuple[Rect, ...], now: float) -> None:
-        nbytes = self.stagings.of(record.shares, rects).nbytes(record.link.common.tokens(rects))
+        nbytes = record.staged_by(self.stagings).of(record.shares, rects).nbytes(record.link.common.tokens(rects))
         chunk = OutChunk(record, len(record.chunks), source, rects, nbytes)
         record.chunks[chunk.number] = chunk
         source.chunks.append(chunk)

@@ -47,6 +47,9 @@ class Config:
     checksums: bool = False
     """Staged chunks carry a checksum, made while gathering and verified while scattering, if both sides say so."""
 
+    convert: bool = False
+    """Formats that differ are converted in flight, as docs/convert.md says, if both sides say so; else refused."""
+
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)

@@ -52,7 +52,9 @@ class DecodeCore(Receiving):
         config: Config,
         direct: bool = True,
     ) -> None:
-        offered = ((m.DIRECT_FEATURE, direct), (m.CHECKSUM_FEATURE, config.checksums))
+        offered = (
+            (m.DIRECT_FEATURE, direct), (m.CHECKSUM_FEATURE, config.checksums), (m.CONVERT_FEATURE, config.convert),
+        )  # fmt: skip
         features = tuple(name for name, offer in offered if offer)
         hello = m.Hello(topology, layout, transport, description, lanes, config.max_silence_s, features)
         super().__init__(incarnation, config, hello)
@@ -283,7 +285,8 @@ class DecodeCore(Receiving):
     def _size_problem(self, part: Part, ask: m.Reserve) -> str:
         if len({rect.component for rect in ask.rects}) != len(ask.rects) or not ask.rects:
             return "its rectangles repeat a component, or are none"
-        nbytes = self.stagings.of(part.shares, ask.rects).nbytes(part.link.common.tokens(ask.rects))
+        stagings = part.link.stagings or self.stagings
+        nbytes = stagings.of(part.shares, ask.rects).nbytes(part.link.common.tokens(ask.rects))
         return "" if nbytes == ask.nbytes else f"{ask.nbytes} bytes for what has {nbytes} here"
 
     def _on_tag(self, link: Link, tag: m.Tag, now: float) -> bool:

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pdstage import convert
+from pdstage.convert import Conversion
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError
 from pdstage.layout import Key
 from pdstage.ownership import Common, Numbering
+from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
 from pdstage.protocol.effects import Attach, Complaint
 from pdstage.protocol.fit import incompatible
@@ -36,6 +39,13 @@ _MOST_LOST = 4096
 _FEW = 256
 _ITEM = np.dtype("<i4")
 _MOST_SHARES = 64
+
+
+def meeting(welcome: m.Welcome, hello: m.Hello) -> Conversion:
+    """The two layouts as their bytes are staged: converted where both sides offered that and formats differ."""
+    if m.CONVERT_FEATURE in welcome.features and m.CONVERT_FEATURE in hello.features:
+        return convert.pair(welcome.layout, hello.layout)
+    return Conversion(welcome.layout, hello.layout)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +109,9 @@ class Greeter(Core):
         link.heard = frame.seq
         link.common = Common.of(welcome.layout, self._hello.layout)
         link.checksums = m.CHECKSUM_FEATURE in welcome.features and m.CHECKSUM_FEATURE in self._hello.features
+        pair = meeting(welcome, self._hello)
+        if pair.components:
+            link.converted, link.stagings = pair, Stagings(pair.taken)
         self.links[session] = peer.link = link
         self.counters.sessions_opened += 1
         self._stop_greeting(peer)
@@ -180,6 +193,9 @@ class Host(Core):
             link.common = Common.of(self._welcome.layout, hello.layout)
             link.exposes_pool = m.DIRECT_FEATURE in hello.features
             link.checksums = m.CHECKSUM_FEATURE in hello.features and m.CHECKSUM_FEATURE in self._welcome.features
+            pair = meeting(self._welcome, hello)
+            if pair.components:
+                link.converted, link.stagings = pair, Stagings(pair.offered)
             self.links[session] = link
             self._n_half_open += 1
             self.counters.sessions_opened += 1
@@ -253,7 +269,7 @@ class Host(Core):
         if opened.items and not link.exposes_pool:
             raise PeerError("Open gives items, but Hello did not expose the pool", remedy="check the peer")
         if opened.shares not in link.shares:
-            check_shares((self._welcome.layout, link.layout), opened.shares)
+            check_shares(link.converted[:2] if link.converted else (self._welcome.layout, link.layout), opened.shares)
             if len(link.shares) >= _MOST_SHARES:
                 link.shares.clear()
             link.shares.add(opened.shares)
@@ -268,7 +284,13 @@ class Host(Core):
 
 
 def _misfit(welcome: m.Welcome, hello: m.Hello) -> str:
-    return incompatible(welcome.layout, hello.layout, welcome.topology, hello.topology)
+    def judged(met: Conversion) -> str:
+        return incompatible(met.offered, met.taken, welcome.topology, hello.topology)
+
+    problem = judged(meeting(welcome, hello))
+    if problem and not judged(convert.pair(welcome.layout, hello.layout)):
+        problem += "; to convert in flight, set Config.convert on both sides"
+    return problem
 
 
 def check_shares(layouts: tuple[Layout, ...], owned: tuple[Share, ...]) -> None:

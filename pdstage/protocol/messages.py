@@ -29,7 +29,7 @@ _FRAME_MAGIC, _TAG_MAGIC = b"Pd", b"Pt"
 MAX_RECTS = 64
 MAX_ROOM_NBYTES = 256
 MAX_REASON = 4096
-DIRECT_FEATURE, CHECKSUM_FEATURE = "direct", "checksum"
+DIRECT_FEATURE, CHECKSUM_FEATURE, CONVERT_FEATURE = "direct", "checksum", "convert"
 """What Hello and Welcome offer: decode's pages may be written in place; staged chunks may carry a checksum."""
 DIRECT = 0xFFFF
 """The lane number of a chunk written straight into the destination's pages."""

@@ -114,7 +114,12 @@ class Record:
 
     def __post_init__(self) -> None:
         self.asked = {ask.component: (ask.start, ask.stop) for ask in self.open.asked}
-        self._exposed = frozenset(items.component for items in self.open.items if self.may_go_direct)
+        converted = self.link.converted.components if self.link.converted else frozenset()
+        self._exposed = frozenset(items.component for items in self.open.items if self.may_go_direct) - converted
+
+    def staged_by(self, plainly: Stagings) -> Stagings:
+        """How its bytes are staged: `plainly` unless its session converts."""
+        return self.link.stagings or plainly
 
     def may_direct(self, rects: Iterable[Rect]) -> bool:
         """Whether this node may, and the destination told where each of `rects` lies and lets it be written there."""

@@ -42,7 +42,8 @@ class PrefillCore(Sending):
         choose: Callable[[OutChunk], bool],
         direct: bool = True,
     ) -> None:
-        features = (m.CHECKSUM_FEATURE,) if config.checksums else ()
+        offered = ((m.CHECKSUM_FEATURE, config.checksums), (m.CONVERT_FEATURE, config.convert))
+        features = tuple(name for name, offer in offered if offer)
         welcome = m.Welcome(topology, layout, transport, description, config.max_silence_s, features)
         super().__init__(
             incarnation, config, welcome, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pdstage.convert import merged
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, UsageError
 from pdstage.plan import Share, shares
 from pdstage.protocol import messages as m
@@ -79,11 +80,12 @@ class Receiving(Lender):
         key = tuple((number, link.session) for number, link in sorted(links.items()))
         dealt = self._dealt.get(key)
         if dealt is None:
-            layouts = {number: link.layout for number, link in links.items()}
-            problem = lacking("prefill", layouts.values(), (self.layout,))
+            layouts = {n: link.converted.offered if link.converted else link.layout for n, link in links.items()}
+            wanted = merged(self.layout, [link.converted.taken for link in links.values() if link.converted])
+            problem = lacking("prefill", layouts.values(), (wanted,))
             if problem:
                 raise UsageError(problem, remedy="serve the same model with the same caches")
-            dealt = shares(layouts, self.layout, (self.topology.tp_size, self.topology.tp_rank))
+            dealt = shares(layouts, wanted, (self.topology.tp_size, self.topology.tp_rank))
             if len(self._dealt) >= _MOST_DEALT:
                 self._dealt.clear()
             self._dealt[key] = dealt

@@ -84,7 +84,9 @@ class Sending(Borrower):
         sessions = frozenset(link.session for link in links)
         if sessions in self._fitting:
             return ""
-        problem = lacking("decode", (self.layout,), [link.layout for link in links])
+        ours = [link.converted.offered if link.converted else self.layout for link in links]
+        theirs = [link.converted.taken if link.converted else link.layout for link in links]
+        problem = lacking("decode", ours, theirs)
         if not problem:
             if len(self._fitting) >= _MOST_ENDED:
                 self._fitting.clear()

@@ -38,10 +38,11 @@ from pdstage.protocol.versions import OtherVersion
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from pdstage.convert import Conversion
     from pdstage.errors import PdstageError
     from pdstage.layout import Layout
     from pdstage.ownership import Common
-    from pdstage.plan import Share
+    from pdstage.plan import Share, Stagings
     from pdstage.protocol.config import Config
     from pdstage.protocol.inbox import Part
     from pdstage.protocol.outbox import Record
@@ -68,6 +69,10 @@ class Link:
     """The peer's pages may be written in place; else only its staging memory."""
     checksums: bool = False
     """Both sides offered them: staged chunks carry one."""
+    converted: Conversion | None = None
+    """Both offered to convert, and some formats differ: how the two layouts meet."""
+    stagings: Stagings | None = None
+    """Of this side of `converted`."""
     parts: dict[int, Part] = field(default_factory=dict)
     """At decode: its parts of rooms not released yet, by epoch."""
     records: dict[int, Record] = field(default_factory=dict)

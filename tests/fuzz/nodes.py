@@ -13,7 +13,8 @@ from functools import cache
 
 import numpy as np
 
-from pdstage import DecodeNode, Pool, PrefillNode, Topology
+from pdstage import Config, DecodeNode, Pool, PrefillNode, Topology, native
+from pdstage.convert import Encoding, fp8_token_head, mxfp8
 from pdstage.layout import Layout, Region
 from pdstage.manager.node import Node
 from pdstage.plan import Share
@@ -24,25 +25,30 @@ from pdstage.transport.local import LocalTransport
 from tests.fuzz.draw import Draw, altered_bytes
 from tests.fuzz.wire import alter_frame, bend_frame, samples
 
-_LAYERS, _HEADS, _DIM, _PAGE, _PAGES = 2, 2, 16, 4, 16
+_LAYERS, _HEADS, _DIM, _PAGE, _PAGES = 2, 2, 32, 4, 16
 _WAIT_S = 10.0
 
 
-def _pool() -> tuple[np.ndarray, Layout]:
-    kv = np.zeros((2, _LAYERS, _PAGES, _PAGE, _HEADS, _DIM), np.float32)
-    return kv, build(paged_nhd(kv[0], kv[1], total_heads=_HEADS, tp=(1, 0)))
+def _pool(format: str = "bf16") -> tuple[np.ndarray, Layout]:
+    """bf16 values, or what they are encoded as."""
+    encoding = Encoding.parse(format)
+    shape = (2, _LAYERS, _PAGES, _PAGE, _HEADS)
+    kv = np.zeros((*shape, encoding.nbytes(_DIM)), np.uint8) if encoding else np.zeros((*shape, _DIM), np.uint16)
+    return kv, build(paged_nhd(kv[0], kv[1], total_heads=_HEADS, tp=(1, 0), format=format))
 
 
 class _Bed:
     def __init__(self) -> None:
         self.src, src_layout = _pool()
         self.dst, dst_layout = _pool()
-        self.theirs, self.layout = _pool()
-        self.src[:] = np.random.default_rng(1).random(self.src.shape, np.float32)
+        self.theirs = [_pool(), _pool(mxfp8()), _pool(fp8_token_head()), _pool(mxfp8(part="data"))]
+        self.src[:] = np.random.default_rng(1).integers(0, 1 << 16, self.src.shape, np.uint16)
         self.staging = np.zeros(1 << 14, np.uint8)
         self.transport = LocalTransport()
-        self.transport.register([*self.layout.regions, Region(self.staging.ctypes.data, self.staging.nbytes)])
+        regions = [region for _, layout in self.theirs for region in layout.regions]
+        self.transport.register([*regions, Region(self.staging.ctypes.data, self.staging.nbytes)])
         common = {"transport": "local", "staging_nbytes": 1 << 16, "progress": "inline", "copy_thread": False}
+        common["config"] = Config(convert=native.ext is not None)
         self.prefill = PrefillNode(Pool.of(src_layout), Topology(), path="direct", **common)
         self.decode = DecodeNode(Pool.of(dst_layout), Topology(), **common)
         self.rooms = itertools.count(1)
@@ -91,10 +97,11 @@ def _lie_to_prefill(bed: _Bed, draw: Draw) -> None:
     lanes = (m.LaneSpan(at, half), m.LaneSpan(at + half, half))
     items = np.array([3, 5], np.int32)
     shares = tuple(Share("kv", role, (0, _LAYERS, 1), 0, _HEADS) for role in ("k", "v"))
-    hello = m.Hello(
-        Topology(), bed.layout, "local", bed.transport.describe(), lanes, 5.0, ("direct",) if draw.chance(160) else ()
-    )
-    wire_items = (m.Items("kv", 0, memoryview(items).cast("B")),) if hello.features else ()
+    direct = ("direct",) if draw.chance(160) else ()
+    _, layout = bed.theirs[nonce % len(bed.theirs)]
+    features = (*direct, m.CONVERT_FEATURE)
+    hello = m.Hello(Topology(), layout, "local", bed.transport.describe(), lanes, 5.0, features)
+    wire_items = (m.Items("kv", 0, memoryview(items).cast("B")),) if direct else ()
     session = m.Session(nonce, bed.prefill.incarnation)
     said: list[tuple[m.Session, m.AnyMessage]] = [
         (m.Session(nonce, 0), hello),

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pdstage.kernels import backends, checksum, triton_copy
+from pdstage.kernels import backends, checksum, host_convert, triton_copy
 from pdstage.kernels.triton_copy import COPY, DEPTH, GATHER, SCATTER
-from pdstage.kernels.triton_device import THREADS, Variant, _Held, build, interpreted
+from pdstage.kernels.triton_device import THREADS, ConvertVariant, Variant, _Held, build, interpreted
 
 triton = pytest.importorskip("triton")
 pytest.importorskip("torch")
@@ -22,14 +22,15 @@ if interpreted():
 
 from triton.backends.compiler import GPUTarget  # noqa: E402  (after the check that it is there)
 
-from pdstage.kernels import triton_kernels  # noqa: E402
+from pdstage.kernels import triton_convert_kernels, triton_kernels  # noqa: E402
 
 
-def test_everything_in_the_interpreter():
+@pytest.mark.parametrize("suite", ["interpreted_triton.py", "interpreted_convert.py"])
+def test_everything_in_the_interpreter(suite):
     """In a process of its own: Triton decides when it is imported whether it interprets."""
     here = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(here / "interpreted_triton.py")],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(here / suite)],
         capture_output=True,
         text=True,
         check=False,
@@ -127,7 +128,38 @@ def test_16_byte_accesses_on_amd(way, head_major, summed):
     assert numbers == {"vgpr_spill_count": "0", "sgpr_spill_count": "0", "private_segment_fixed_size": "0"}
 
 
+@pytest.mark.parametrize("kind", [0, 1, 3, 4])
+@pytest.mark.parametrize("way", [GATHER, SCATTER])
+@pytest.mark.parametrize("arch", [80, 90])
+def test_conversions_on_nvidia_are_wide_and_round_as_ieee_says(tmp_path, arch, way, kind):
+    kernel = build(ConvertVariant(way, kind, 0, 128, 64, ALIGNED=True), GPUTarget("cuda", arch, 32))
+    ptx = kernel.asm["ptx"]
+    assert ".ftz" not in ptx
+    assert not re.findall(r"\b(?:fma|mad)\.\w+\.f32", ptx), "a product rounded once with a sum"
+    assert ("div.rn.f32" in ptx) == (way == GATHER and kind in (1, 3))
+    assert "div.full" not in ptx
+    sass, registers, spilled = disassembled(kernel, tmp_path)
+    # Of 8 values a thread, bf16 on the pool's side and bytes on the other's.
+    assert len(re.findall(r"\bLDG\.E\.128\b", sass)) == (way == GATHER and kind != 0)
+    assert len(re.findall(r"\bSTG\.E\.128\b", sass)) == (way == SCATTER and kind != 0)
+    assert re.findall(r"\bSTG\.E\.64\b" if way == GATHER else r"\bLDG\.E\.64\b", sass)
+    assert registers <= 64
+    assert spilled == 0
+
+
+@pytest.mark.parametrize("way", [GATHER, SCATTER])
+def test_conversions_on_amd(way):
+    code = build(ConvertVariant(way, 4, 0, 128, 64, ALIGNED=True), GPUTarget("hip", "gfx942", 64)).asm["amdgcn"]
+    assert "global_load_dwordx4" in code if way == GATHER else "global_store_dwordx4" in code
+    assert re.findall(r"\.vgpr_spill_count:\s*(\d+)", code) == ["0"]
+
+
 def test_arguments_are_in_the_kernels_order():
+    assert tuple(triton_convert_kernels.convert_kernel.arg_names[-len(ConvertVariant._fields) :]) == (
+        ConvertVariant._fields
+    )
+    kinds = triton_convert_kernels.TENSOR_DIVIDE, triton_convert_kernels.TENSOR_BF16, triton_convert_kernels.TOKEN_HEAD
+    assert [kind.value for kind in (*kinds, triton_convert_kernels.MX_FLOOR)] == list(host_convert.KINDS.values())[:4]
     assert tuple(triton_kernels.copy_kernel.arg_names[-len(Variant._fields) :]) == Variant._fields
     ways = triton_kernels.GATHER, triton_kernels.SCATTER, triton_kernels.COPY
     assert tuple(way.value for way in ways) == (GATHER, SCATTER, COPY)

@@ -1,0 +1,185 @@
+"""The definition of correct for conversions: bf16 to the formats of pdstage/convert.py and back, with torch's casts.
+
+Layer 3, imports torch only when used. Must not know views, pools or plans but through `ReferencePlan`. docs/convert.md
+says the same in words. Every NaN is stored as 0x7F, as the conversion instructions of GPUs do, and comes back as
+0x7FC0: torch alone would keep its sign.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..convert import BLOCK, DATA, SCALE, TENSOR, TOKEN_HEAD, feeding
+from ..plan import Staging
+from ..tables import memory
+from . import reference
+from .checksum import checksum
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from ..convert import Encoding
+    from ..plan import Tokens
+    from ..tables import Index
+    from .pool import Launch, Recipe
+
+LARGEST = 448.0
+LEAST_TOKEN_HEAD_SCALE = 1e-6
+LEAST_CEIL_AMAX = 1e-30
+
+
+def encode(encoding: Encoding, values: torch.Tensor) -> torch.Tensor:
+    """bf16 `[n, d]` as the bytes of `n` encoded cells, `[n, encoding.nbytes(d)]`."""
+    import torch  # noqa: PLC0415
+
+    x = values.float()
+    if encoding.kind == TENSOR:
+        if encoding.rule == "divide":
+            return _e4m3(x / torch.tensor(encoding.scale))
+        return _e4m3((x * (1 / torch.tensor(encoding.scale))).bfloat16().float())
+    if encoding.kind == TOKEN_HEAD:
+        scale = torch.clamp(x.abs().amax(1, keepdim=True) / LARGEST, min=LEAST_TOKEN_HEAD_SCALE)
+        scale = torch.where(scale.isnan(), torch.tensor(float("nan")), scale)
+        data, scales = _e4m3(x * (1 / scale)), scale.view(torch.uint8)
+    else:
+        blocks = x.reshape(-1, BLOCK)
+        byte = _e8m0(encoding.rule, blocks.abs().amax(1))
+        data = _e4m3(blocks / _power(byte)[:, None]).reshape(len(x), -1)
+        scales = byte.to(torch.uint8).reshape(len(x), -1)
+    return {DATA: data, SCALE: scales}.get(encoding.part, torch.cat([data, scales], 1))
+
+
+def decode(encoding: Encoding, cells: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
+    """The bf16 values `[n, d]` of encoded cells; `scales` are those of part "data"."""
+    import torch  # noqa: PLC0415
+
+    if encoding.kind == TENSOR:
+        return _bf16(_values(cells) * torch.tensor(encoding.scale))
+    if scales is None:
+        n = cells.shape[1] - 4 if encoding.kind == TOKEN_HEAD else cells.shape[1] // (BLOCK + 1) * BLOCK
+        cells, scales = cells[:, :n], cells[:, n:]
+    if encoding.kind == TOKEN_HEAD:
+        aligned = scales.clone(memory_format=torch.contiguous_format)
+        return _bf16(_values(cells) * aligned.view(torch.float32))
+    return _bf16(_values(cells) * _power(scales.int()).repeat_interleave(BLOCK, 1))
+
+
+def _e4m3(x: torch.Tensor) -> torch.Tensor:
+    """float32 as e4m3fn bytes: to the nearest, ties to even, what is beyond 448 as 448."""
+    import torch  # noqa: PLC0415
+
+    cast = x.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(x.isnan(), torch.tensor(0x7F, dtype=torch.uint8), cast)
+
+
+def _values(data: torch.Tensor) -> torch.Tensor:
+    import torch  # noqa: PLC0415
+
+    return data.contiguous().view(torch.float8_e4m3fn).float()
+
+
+def _bf16(x: torch.Tensor) -> torch.Tensor:
+    import torch  # noqa: PLC0415
+
+    return torch.where(x.isnan(), torch.tensor(0x7FC0, dtype=torch.int16).view(torch.bfloat16), x.bfloat16())
+
+
+def _e8m0(rule: str, amax: torch.Tensor) -> torch.Tensor:
+    """Each block's scale byte for its greatest magnitude: 127 + the exponent; 255 where that is not a number."""
+    import torch  # noqa: PLC0415
+
+    if rule == "floor":
+        byte = torch.where(amax.isinf(), 128, torch.frexp(amax)[1] - 1) - 8 + 127
+        byte = torch.where(amax == 0, 0, byte)
+    else:
+        mantissa, exponent = torch.frexp(amax.clamp(min=LEAST_CEIL_AMAX))
+        # amax is 2*mantissa * 2^(exponent-1), and 448 is 1.75 * 2^8.
+        byte = exponent - 1 - 8 + (2 * mantissa > 1.75).int() + 127
+        byte = torch.where(amax.isinf(), 254, byte)
+    return torch.where(amax.isnan(), 255, byte.clamp(0, 254)).int()
+
+
+def _power(byte: torch.Tensor) -> torch.Tensor:
+    """E8M0 as float32."""
+    import torch  # noqa: PLC0415
+
+    return torch.where(byte == 255, torch.tensor(float("nan")), torch.ldexp(torch.tensor(1.0), byte.float() - 127))
+
+
+class ConvertPlan(reference.ReferencePlan):
+    """A plan whose own views are bf16 where its staged ones are encoded: gather encodes, scatter decodes.
+
+    Token-major only. Checksums are of the staged cells.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        assert recipe.staged is not None
+        fed = feeding(recipe.layout, recipe.staged)
+        super().__init__(fed, recipe.select, recipe.wire, Staging(recipe.staged, recipe.select))
+        self._codings = recipe.codings
+
+    def gather(
+        self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
+        moving = self._moving(indexes, tokens, unique=False)
+        self._check_size(dst_nbytes, tokens)
+        for view in moving:
+            cells, coding = view.region[view.canonical], self._codings[view.place]
+            if coding.encoding is not None:
+                values = cells.reshape(-1, cells.shape[-1]).view(torch_dtype("bfloat16"))
+                cells = encode(coding.encoding, values).reshape(*cells.shape[:-1], coding.width)
+            reference.bytes_at(dst_ptr + view.at, cells.numel())[:] = cells.reshape(-1)
+        self._add(launch.sum_ptr, dst_ptr, moving)
+
+    def scatter(
+        self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
+        moving = self._moving(indexes, tokens, unique=True)
+        self._check_size(src_nbytes, tokens)
+        for view in moving:
+            coding, offsets = self._codings[view.place], view.canonical
+            cells = self._staged(src_ptr, view)
+            if coding.encoding is not None and coding.encoding.part == SCALE:
+                continue
+            if coding.encoding is not None:
+                scales = next((self._staged(src_ptr, other) for other in moving if other.place == coding.scales), None)
+                cells = decode(coding.encoding, *(c.reshape(-1, c.shape[-1]) for c in (cells, scales) if c is not None))
+            view.region[offsets] = cells.contiguous().view(torch_dtype("uint8")).reshape(offsets.shape)
+        self._add(launch.sum_ptr, src_ptr, moving)
+
+    def _staged(self, ptr: int, view: reference.Moving) -> torch.Tensor:
+        """A view's staged cells, `[row, shard, segment, byte]`."""
+        shape = (*view.canonical.shape[:-1], self._codings[view.place].width)
+        return reference.bytes_at(ptr + view.at, math.prod(shape)).reshape(shape)
+
+    def _add(self, sum_ptr: int, ptr: int, moving: list[reference.Moving]) -> None:
+        if sum_ptr:
+            total = memory(sum_ptr, 8).view(np.uint64)
+            sums = (
+                checksum(v.row.seed, np.array(v.tokens), v.row.first_shard, self._staged(ptr, v).numpy())
+                for v in moving
+            )
+            total += np.uint64(sum(sums) % 2**64)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    import torch  # noqa: PLC0415
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+missing = reference.missing
+
+
+SUMS = True
+
+
+def compile_plan(recipe: Recipe) -> ConvertPlan:
+    """Nothing is made ready, as in `reference`."""
+    return ConvertPlan(recipe)

@@ -1,0 +1,189 @@
+"""Triton kernels that convert, for pools on a GPU: plans, whose device half is triton_convert_kernels.py.
+
+Layer 3. Imports neither torch nor triton before a plan is made. Must not know rooms or transports.
+
+Neighbours in staged order that differ in address and scale alone make one launch, those whose bytes are copied among
+them. Sums nothing: plans with checksums are refused.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ..convert import SCALE, feeding
+from ..errors import UsageError
+from ..plan import Staging
+from ..tables import FAULT_TOO_SMALL, integers
+from . import triton_copy
+from .device import DeviceTable, check_aligned
+from .host_convert import COPY, HOLDS, KINDS
+from .triton_device import ConvertVariant, device_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..convert import Coding
+    from ..plan import Tokens
+    from ..tables import Index, Row
+    from .device import Span
+    from .pool import Compiled, Launch, Recipe
+    from .triton_device import Device
+
+SUMS = False
+missing = triton_copy.missing
+# Values of a tile: 16 bytes of each of 1024 threads.
+_TILE_VALUES = 8192
+_MOST_VALUES = 1 << 17
+_MOST_CELLS = 2**31 - 2**16
+
+
+def compile_plan(recipe: Recipe) -> ConvertPlan:
+    """Uploads tables and compiles kernels, so that no call waits for either."""
+    if recipe.checksum:
+        raise UsageError("triton sums nothing that it converts", remedy="convert without checksums")
+    return ConvertPlan(recipe, device_of(recipe.device))
+
+
+class _Run(NamedTuple):
+    """Views `[first, first + n)` of the selection, alike but for address and scale; `views` is their table."""
+
+    first: int
+    n: int
+    row: Row
+    coding: Coding
+    variants: tuple[ConvertVariant, ConvertVariant]
+    views: int
+    keep: object
+
+
+class ConvertPlan:
+    """A selection's tables on the device and its kernels."""
+
+    def __init__(self, recipe: Recipe, device: Device) -> None:
+        assert recipe.staged is not None
+        fed = feeding(recipe.layout, recipe.staged)
+        self._device = device
+        self._staging = Staging(recipe.staged, recipe.select)
+        self._table = DeviceTable(recipe._replace(layout=fed), merged=False)
+        self._codings = recipe.codings
+        self._runs = list(self._group())
+
+    def _group(self) -> list[_Run]:
+        rows = list(enumerate(zip(self._table.table.rows, self._codings, strict=True)))
+        runs = []
+        for _, alike in groupby(rows, lambda one: _shape(one[0], *one[1])):
+            held = list(alike)
+            first, (row, coding) = held[0]
+            table = np.array([(r.base, _scale_bits(c)) for _, (r, c) in held], np.int64)
+            variants = self._variants([r for _, (r, _) in held], coding)
+            for variant in variants:
+                self._device.prepare(variant)
+            runs.append(_Run(first, len(held), row, coding, variants, *self._device.put(table)))
+        return runs
+
+    def _variants(self, rows: list[Row], coding: Coding) -> tuple[ConvertVariant, ConvertVariant]:
+        row, encoding, n = rows[0], coding.encoding, _n_values(rows[0], coding)
+        block = max(32, 1 << (n - 1).bit_length())
+        if block > _MOST_VALUES:
+            raise UsageError(f"shards of {n} values in a plan that converts", remedy="make a plan without them")
+        strides = [row.item_stride, row.outer_stride, row.inner_stride, row.shard_stride, row.seg_stride]
+        aligned = math.gcd(*strides, coding.width, n, *(one.base for one in rows)) % 16 == 0
+        kind = KINDS[encoding.kind, encoding.rule] if encoding is not None else COPY
+        holds = HOLDS[encoding.part] if encoding is not None else 0
+        cells = max(1, _TILE_VALUES // block)
+        gather, scatter = (ConvertVariant(way, kind, holds, block, cells, aligned) for way in range(2))
+        return gather, scatter
+
+    def gather(
+        self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
+        self._launch(0, dst_ptr, dst_nbytes, indexes, tokens, launch)
+
+    def scatter(
+        self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
+        if any(c.encoding is not None and c.encoding.part == "data" and c.scales < 0 for c in self._codings):
+            raise UsageError("data is selected without its scales", remedy="select both to scatter them")
+        self._launch(1, src_ptr, src_nbytes, indexes, tokens, launch)
+
+    def copy_to(
+        self,
+        peer: Compiled,
+        indexes: Mapping[str, Index],
+        peer_indexes: Mapping[str, Index],
+        tokens: Tokens,
+        launch: Launch,
+    ) -> None:
+        raise AssertionError("plans that convert are refused before")
+
+    def _launch(  # noqa: PLR0917  (a call's own arguments)
+        self, way: int, ptr: int, nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
+        spans = self._spans(indexes, tokens, unique=way == 1)
+        if self._staging.nbytes(tokens) > nbytes:
+            self._table.table.refuse(FAULT_TOO_SMALL, 0, self._staging.nbytes(tokens), nbytes)
+        check_aligned(ptr, 16, "staging")
+        offsets = [*self._staging.offsets(tokens), self._staging.nbytes(tokens)]
+        stream = self._device.stream(launch.stream)
+        most = launch.max_sms or self._device.n_programs
+        names = self._table.table.names
+        hosted = [i for i, span in enumerate(spans) if span.start < span.stop and indexes[names[i]].device == "cpu"]
+        with self._device.lists([integers(indexes[names[i]]) for i in hosted], stream) as placed:
+            at = {i: spans[i].ptr for i in range(len(spans))} | dict(zip(hosted, placed, strict=True))
+            for run in self._runs:
+                row, span, coding = run.row, spans[run.row.component], run.coding
+                n_rows = -(-span.stop // row.tokens_per_row) - span.start // row.tokens_per_row
+                skipped = way == 1 and coding.encoding is not None and coding.encoding.part == SCALE
+                if span.start == span.stop or skipped:
+                    continue
+                n_cells = n_rows * row.shards * row.segs
+                if n_cells > _MOST_CELLS:
+                    raise UsageError(f"{n_cells} cells of one view in one call", remedy="copy fewer tokens")
+                variant = run.variants[way]
+                n_tiles = run.n * -(-n_cells // variant.CELLS)
+                scales = coding.scales if coding.scales >= 0 else run.first
+                arguments = (
+                    run.views, run.n, ptr + offsets[run.first], _step(offsets, run.first), ptr + offsets[scales],
+                    _step(offsets, scales), at[row.component], span.bits, span.start, span.stop,
+                    self._table.table.sizes[row.component].n_items, row.item_stride, row.rows_per_item, row.outer_rows,
+                    row.outer_stride, row.inner_stride, row.shards, row.shard_stride, row.segs, row.seg_stride,
+                    _n_values(row, coding), coding.width, row.tokens_per_row,
+                )  # fmt: skip
+                self._device.launch(variant, min(n_tiles, most), arguments, stream)
+
+    def _spans(self, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool) -> list[Span]:
+        spans = self._table.spans(indexes, tokens, unique=unique)
+        for name, span in zip(self._table.table.names, spans, strict=True):
+            if span.start < span.stop and indexes[name].device not in ("cpu", self._device.name):
+                raise UsageError(
+                    f"items of component {name!r} are on {indexes[name].device!r}",
+                    remedy=f"give them in host memory or on {self._device.name}",
+                    component=name,
+                )
+        return spans
+
+
+def _shape(place: int, row: Row, coding: Coding) -> tuple[object, ...]:
+    """What neighbours of one launch have in common. Scales apart keep their distance from the data."""
+    encoding, apart = coding.encoding, coding.scales - place if coding.scales >= 0 else 0
+    how = (encoding.kind, encoding.rule, encoding.part) if encoding is not None else ()
+    return (*row._replace(base=0, seed=0), apart, *how)
+
+
+def _n_values(row: Row, coding: Coding) -> int:
+    return row.width if coding.encoding is None else row.width // 2
+
+
+def _scale_bits(coding: Coding) -> int:
+    scale = coding.encoding.scale if coding.encoding is not None else 1.0
+    return int(struct.unpack("<I", struct.pack("<f", scale))[0])
+
+
+def _step(offsets: list[int], first: int) -> int:
+    """Bytes from one staged view to the next of its kind."""
+    return offsets[first + 1] - offsets[first]

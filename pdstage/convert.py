@@ -1,0 +1,289 @@
+"""Change of precision in flight: which formats become which, and in what form a pair stages its bytes.
+
+Layer 1, pure: no numpy, no torch. Must not know kernels, rooms or transports. docs/convert.md defines every format to
+the bit, kernels/convert_reference.py computes it.
+
+One side keeps bf16, the other fp8; the fp8 form is what is staged, so that half the bytes cross the wire. A bf16 source
+encodes while it gathers, a bf16 destination decodes while it scatters, and the fp8 side moves its bytes plainly: it
+need not know that anything was converted. A format that can be converted names its scales:
+
+    fp8_e4m3:tensor:0x1.99999ap-4:divide     one scale a view, here 0.1, given by the engine
+    fp8_e4m3:token_head                      a float32 scale behind each head's data
+    fp8_e4m3:mx32:floor                      an E8M0 scale for each 32 values, behind each head's data
+    fp8_e4m3:mx32:floor:data                 the data alone; a view `fp8_e4m3:mx32:floor:scale:k` has the scales of "k"
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdstage.errors import UsageError
+from pdstage.layout import Key, Layout, View
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from pdstage.plan import Select
+
+BF16 = "bf16"
+E4M3 = "fp8_e4m3"
+BLOCK = 32
+
+TENSOR, TOKEN_HEAD, MX = "tensor", "token_head", "mx32"
+INLINE, DATA, SCALE = "inline", "data", "scale"
+RULES = {TENSOR: ("divide", "bf16"), TOKEN_HEAD: ("",), MX: ("floor", "ceil")}
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """One view's fp8 format: `kind` says what a scale is of, `part` whether data, scales or both are in the view.
+
+    `scale` is the one scale of kind "tensor"; `rule` picks between two definitions of a kind; `of` is the role whose
+    scales a view of part "scale" has.
+    """
+
+    kind: str
+    rule: str = ""
+    scale: float = 1.0
+    part: str = INLINE
+    of: str = ""
+
+    def __str__(self) -> str:
+        words = [
+            E4M3,
+            self.kind,
+            *([self.scale.hex()] if self.kind == TENSOR else []),
+            *([self.rule] * bool(self.rule)),
+        ]
+        return ":".join(words + {INLINE: [], DATA: [DATA], SCALE: [SCALE, self.of]}[self.part])
+
+    @classmethod
+    def parse(cls, format: str) -> Encoding | None:
+        """The encoding that a view's format names; None if it names none that can be converted."""
+        return _parse(format)
+
+    def nbytes(self, n: int) -> int:
+        """Bytes of `n` encoded values; 0 where that many cannot be."""
+        if self.kind == TENSOR:
+            return n if self.part == INLINE else 0
+        if self.kind == MX and n % BLOCK:
+            return 0
+        scales = n // BLOCK if self.kind == MX else 4
+        return {INLINE: n + scales, DATA: n, SCALE: scales}[self.part]
+
+
+def fp8_tensor(scale: float, rule: str = "divide") -> str:
+    """The format of a view with one scale: `x` is stored as fp8 of `x / scale`, engines' `k_scale`, `v_scale`.
+
+    `rule`: "divide" rounds the float32 quotient, as vLLM does; "bf16" multiplies by the reciprocal and rounds to bf16
+    first, as dividing a bf16 tensor by a number does on a GPU, and so SGLang.
+    """
+    rounded = _float32(scale)
+    if not 2.0**-126 <= rounded <= 2.0**126:
+        raise UsageError(f"an fp8 scale of {scale}", remedy="give a positive, finite float32")
+    return str(_checked(Encoding(TENSOR, rule, rounded)))
+
+
+def fp8_token_head(part: str = INLINE, of: str = "") -> str:
+    """The format of vLLM's `fp8_per_token_head` caches: each head's data, then a float32 scale of it.
+
+    `part` "data" or "scale" (`of` a role) where the two are views of their own.
+    """
+    return str(_checked(Encoding(TOKEN_HEAD, part=part, of=of)))
+
+
+def mxfp8(rule: str = "floor", part: str = INLINE, of: str = "") -> str:
+    """The format of MXFP8: blocks of 32 values with a shared power of two, an E8M0 byte.
+
+    `rule`: "floor" is the OCP specification's, "ceil" takes the least power with which nothing saturates, as SGLang's
+    pool does. `part` as in `fp8_token_head`.
+    """
+    return str(_checked(Encoding(MX, rule, part=part, of=of)))
+
+
+def reformat(layout: Layout, formats: Mapping[Key, str]) -> Layout:
+    """`layout` with other formats for the views named: the way to give each layer's scale.
+
+    Raises `UsageError` for a key that the layout does not have.
+    """
+    unknown = next((key for key in formats if key not in layout.by_key()), None)
+    if unknown is not None:
+        raise UsageError(f"no view {unknown}", remedy="name views of this layout", key=unknown)
+    return _with_views(layout, {k: replace(layout.by_key()[k], format=formats[k]) for k in formats})
+
+
+class Conversion(NamedTuple):
+    """What a source offers and a destination takes, both in the formats in which their bytes are staged.
+
+    Their views tell sizes, shards and keys; only those that are as before tell addresses. `components` are those with a
+    converted view.
+    """
+
+    offered: Layout
+    taken: Layout
+    components: frozenset[str] = frozenset()
+
+
+def pair(src: Layout, dst: Layout) -> Conversion:
+    """How two layouts meet once both sides agreed to convert. Formats that cannot be converted stay as they are."""
+    held, wanted = src.by_key(), dst.by_key()
+    held_scales, wanted_scales = _scale_views(src.views()), _scale_views(dst.views())
+    offered: dict[Key, View] = {}
+    taken: dict[Key, View] = {}
+    for key, view in wanted.items():
+        source = held.get(key)
+        if source is None:
+            continue
+        theirs, ours = Encoding.parse(source.format), Encoding.parse(view.format)
+        if source.format == BF16 and ours is not None and ours.part != SCALE:
+            _stage(held, source, _whole(view, ours, wanted_scales.get(key)), offered)
+        elif view.format == BF16 and theirs is not None and theirs.part != SCALE:
+            _stage(wanted, view, _whole(source, theirs, held_scales.get(key)), taken)
+    names = frozenset(key.component for key in (*offered, *taken))
+    return Conversion(_with_views(src, offered), _with_views(dst, taken), names) if names else Conversion(src, dst)
+
+
+def merged(layout: Layout, others: Iterable[Layout]) -> Layout:
+    """`layout` with the views of `others` that it lacks: scales that some pairs stage besides what it wants."""
+    held = layout.by_key()
+    more = {view.key: view for other in others for view in other.views() if view.key not in held}
+    return _with_views(layout, more) if more else layout
+
+
+def feeding(own: Layout, staged: Layout) -> Layout:
+    """For each view of `staged` the view of `own` that it is made of, or becomes, under the staged view's key.
+
+    What no view of `own` feeds is left out; feeding the result again changes nothing.
+    """
+    views, fed = own.by_key(), {}
+    for view in staged.views():
+        encoding = Encoding.parse(view.format)
+        source = views.get(view.key) or (encoding and views.get(view.key._replace(role=encoding.of)))
+        if source:
+            fed[view.key] = replace(source, key=view.key)
+    return _with_views(own, fed)
+
+
+class Coding(NamedTuple):
+    """How one staged view of a plan is made: `encoding` is None where its bytes are copied.
+
+    `scales` is the place in the plan's selection of the view with this one's scales; -1 for none.
+    """
+
+    encoding: Encoding | None
+    width: int
+    scales: int = -1
+
+
+def codings(own: Layout, staged: Layout, select: Iterable[Select]) -> list[Coding]:
+    """One coding for each selected view of `staged`; a view whose bytes are copied has no encoding."""
+    chosen = {key: (at, start, count) for at, (key, start, count) in enumerate(select)}
+    views, mine, scales = staged.by_key(), own.by_key(), _scale_views(staged.views())
+    found = []
+    for key, (_, *shards) in chosen.items():
+        view = views[key]
+        if key in mine and mine[key].format == view.format:
+            found.append(Coding(None, view.width))
+            continue
+        at, *theirs = chosen.get(scales[key].key, (-1,)) if key in scales else (-1,)
+        fits = theirs == shards and _have_scales(view, scales[key])
+        found.append(Coding(_parsed(view), view.width, at if fits else -1))
+    return found
+
+
+def _whole(data: View, encoding: Encoding, scales: View | None) -> tuple[View, ...]:
+    """The views that hold encoded values: `data`, and its scales if they are apart; none if those are missing."""
+    if encoding.part == INLINE:
+        return (data,)
+    return (data, scales) if scales is not None and _have_scales(data, scales) else ()
+
+
+def _stage(side: Mapping[Key, View], plain: View, coded: tuple[View, ...], into: dict[Key, View]) -> None:
+    """Adds to `into`, for the bf16 side that has `plain`, views of the other side's formats, all or none."""
+    widths = [_parsed(view).nbytes(plain.width // 2) for view in coded]
+    apart = all(view.key == plain.key or view.key not in side for view in coded)
+    if apart and plain.width % 2 == 0 and all(widths) and all(view.segs == 1 for view in (plain, *coded)):
+        into |= {
+            view.key: replace(plain, key=view.key, width=width, format=view.format)
+            for view, width in zip(coded, widths, strict=True)
+        }
+
+
+def _scale_views(views: Iterable[View]) -> dict[Key, View]:
+    """By the key of the data that they are of, the views of scales alone."""
+    parsed = [(view, Encoding.parse(view.format)) for view in views]
+    return {v.key._replace(role=e.of): v for v, e in parsed if e is not None and e.part == SCALE}
+
+
+def _have_scales(data: View, scales: View) -> bool:
+    """Whether `scales` are those of `data`: of its encoding, its shards and its rows."""
+    if (scales.axis, scales.tokens_per_row) != (data.axis, data.tokens_per_row):
+        return False
+    return _parsed(scales) == replace(_parsed(data), part=SCALE, of=data.key.role)
+
+
+@lru_cache(maxsize=4096)
+def _parse(format: str) -> Encoding | None:
+    first, kind, *words = [*format.split(":"), ""][:6]
+    if first != E4M3 or kind not in RULES:
+        return None
+    scale = _scale_of(words.pop(0)) if kind == TENSOR else 1.0
+    rule = words.pop(0) if RULES[kind] != ("",) and words else ""
+    part, of = words[0] if words else "", words[1] if len(words) > 1 else ""
+    found = Encoding(kind, rule, scale, part or INLINE, of)
+    known = found.part in (INLINE, DATA, SCALE) and rule in RULES[kind]
+    # Written back it must be the same: so nothing is left out, and each encoding has one name.
+    return found if known and not math.isnan(scale) and str(found) == format else None
+
+
+_NONE = Encoding("")
+
+
+def _parsed(view: View) -> Encoding:
+    return Encoding.parse(view.format) or _NONE
+
+
+def _with_views(layout: Layout, changed: Mapping[Key, View]) -> Layout:
+    """`layout` with these views instead of its own of the same keys, or besides them."""
+    components = []
+    for component in layout.components:
+        views = {view.key: view for view in component.views}
+        views |= {key: view for key, view in changed.items() if key.component == component.name}
+        components.append(replace(component, views=tuple(views[key] for key in sorted(views))))
+    return Layout(layout.regions, tuple(components))
+
+
+def _checked(encoding: Encoding) -> Encoding:
+    if encoding.rule not in RULES[encoding.kind]:
+        raise UsageError(
+            f"no rule {encoding.rule!r} of {encoding.kind}", remedy=f"use {' or '.join(RULES[encoding.kind])}"
+        )
+    if (
+        encoding.part not in (INLINE, DATA, SCALE)
+        or (encoding.part == SCALE) != bool(encoding.of)
+        or ":" in encoding.of
+    ):
+        raise UsageError(
+            f"part {encoding.part!r} of {encoding.of!r}", remedy="give inline, data, or scale and the role it is of"
+        )
+    return encoding
+
+
+def _float32(number: float) -> float:
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", number))[0])
+    except OverflowError:
+        return math.inf
+
+
+def _scale_of(word: str) -> float:
+    """A scale as written by `float.hex`; NaN for any other word."""
+    try:
+        scale = float.fromhex(word)
+    except (ValueError, OverflowError):
+        return math.nan
+    return scale if 2.0**-126 <= scale <= 2.0**126 and _float32(scale) == scale else math.nan

@@ -1,0 +1,85 @@
+"""Pools of bf16 and how they are staged for a peer that keeps fp8: what suites of conversions have in common."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from pools import Logical, Stored, hold
+
+from pdstage.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair, reformat
+from pdstage.layout import Key, Layout
+from pdstage.plan import Select
+from pdstage.tables import Index
+
+ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+INLINE = [fp8_tensor(0.1), fp8_tensor(0.1, "bf16"), fp8_token_head(), mxfp8("floor"), mxfp8("ceil")]
+
+
+def blocks_of_all(n=32, seed=0):
+    """Cells of `n` values in which every bf16 occurs; most cells span magnitudes that blocks of real caches do."""
+    shuffled = ALL_BF16[torch.from_numpy(np.random.default_rng(seed).permutation(65536))]
+    ordered = ALL_BF16.reshape(-1, n)
+    return torch.cat([ordered, shuffled.reshape(-1, n)])
+
+
+def edge_cells(n=32):
+    """Zeros, one value among zeros, one NaN or infinity among numbers, and every power of two as the greatest value."""
+    special = [0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf, 2.0**-133, 1e-30, 448.0, 464.0, 480.0, 3.3e38]
+    cells = [torch.full((n,), value) for value in special]
+    for value in special:
+        one = torch.linspace(-2, 2, n)
+        one[n // 3] = value
+        cells += [one, torch.where(torch.arange(n) == n - 1, value, 0.0)]
+    for exponent in range(-133, 128):
+        for mantissa in (1.0, 1.75, 1.7578125, 1.9921875):
+            cells.append(torch.linspace(-1, 1, n).double().mul(mantissa * 2.0**exponent).float())
+    return torch.stack(cells).bfloat16()
+
+
+def pools_of(format, cells, shards=2, companion=""):
+    """A bf16 pool that holds `cells`, and how it stages them for a peer that has `format`."""
+    n, d = cells.shape
+    rows = n // shards
+    bf16 = hold([Stored(Logical(shards=shards, width=2 * d), n_items=rows, rows_per_item=1)])
+    held = torch.from_numpy(bf16.memory[0][64:-64])
+    held[:] = cells.contiguous().view(torch.uint8).reshape(-1)
+    own = reformat(bf16.layout, {Key("kv", "r0", 0): "bf16"})
+    width = Encoding.parse(format).nbytes(d)
+    peers = [Stored(Logical("kv", shards=shards, width=width), n_items=rows, rows_per_item=1)]
+    peer = reformat(hold(peers).layout, {Key("kv", "r0", 0): format})
+    if companion:
+        view = peer.component("kv").views[0]
+        other = replace(view, key=Key("kv", "r1", 0), width=Encoding.parse(companion).nbytes(d), format=companion)
+        component = replace(peer.component("kv"), views=(view, other))
+        peer = Layout(peer.regions, (component,))
+    return bf16, own, peer, rows
+
+
+def offered_by(own, staged):
+    """`own` as it is offered to a peer that has the formats `staged`, by a peer of another page size and order."""
+    views = {}
+    for key, format in staged.items():
+        encoding = Encoding.parse(format)
+        view = own.by_key()[key._replace(role=encoding.of or key.role)]
+        width = encoding.nbytes(view.width // 2)
+        stride = view.shards * width
+        row = view.rows[-1]._replace(stride=stride)
+        views[key] = replace(
+            view, key=key, format=format, width=width, shard_stride=width, rows=(row,), item_stride=stride * 4, offset=0
+        )
+    component = replace(own.components[0], views=tuple(views[key] for key in sorted(views)))
+    return pair(own, Layout(own.regions, (component,))).offered
+
+
+def mixed(format):
+    """Views that are converted among some that are copied, of two components, one of them of slots in segments."""
+    kv, state = Logical("kv", 2, 2, 3, 1, 128), Logical("state", 2, 1, 2, 3, 20, positional=False)
+    held = hold([Stored(kv, n_items=6, rows_per_item=4), Stored(state, n_items=5, rows_per_item=1, pads={"seg": 4})])
+    own = reformat(held.layout, dict.fromkeys(kv.view_keys(), "bf16"))
+    staged = offered_by(own, {key: format for key in kv.view_keys() if key.role == "r0"})
+    select = [Select(key, 1, 2) for key in kv.view_keys()] + [Select(key, 0, 2) for key in state.view_keys()]
+    index = {"kv": Index.of(np.array([3, 0, 5], np.int32), 4), "state": Index.of(np.array([4, 1], np.int32))}
+    return held, own, staged, select, index, {"kv": (6, 15), "state": (0, 2)}

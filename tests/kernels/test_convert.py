@@ -1,0 +1,395 @@
+"""Conversions to the bit: the reference against torch's casts and exact arithmetic, host code against the reference."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+from bisect import bisect_left
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from coded import ALL_BF16, INLINE, blocks_of_all, edge_cells, mixed, offered_by, pools_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pools import Logical, hold, indexes, ranges, storages
+from rigs import MISUSE, Rig, check_refused
+
+from pdstage import native
+from pdstage.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair, reformat
+from pdstage.errors import UsageError
+from pdstage.kernels import Pool
+from pdstage.kernels.convert_reference import decode, encode
+from pdstage.layout import Key, Layout, Region, Row, View, mismatch
+from pdstage.plan import HEAD_MAJOR, Select, Staging
+from pdstage.tables import Index
+from pdstage.topology import Axis
+
+SCALES = [1.0, 0.1, 0.5, 3.0, 448.0, 1 / 448, 2.0**-20, 1e20, 2.0**-126, 2.0**126]
+BACKENDS = ["reference"] if native.ext is None else ["reference", "host"]
+native_only = pytest.mark.skipif(native.ext is None, reason="host code converts with the extension only")
+
+
+# The reference.
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_tensors_scale_is_torchs_division_and_torchs_cast(scale):
+    encoding = Encoding.parse(fp8_tensor(scale))
+    want = (ALL_BF16.float() / torch.tensor(scale)).to(torch.float8_e4m3fn).view(torch.uint8)
+    nan = ALL_BF16.isnan()
+    found = encode(encoding, ALL_BF16.reshape(-1, 64)).reshape(-1)
+    assert torch.equal(found[~nan], want[~nan])
+    assert (found[nan] == 0x7F).all()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_rule_bf16_rounds_twice_as_arithmetic_on_a_bf16_tensor_does(scale):
+    product = ALL_BF16 * float(torch.tensor(1.0) / torch.tensor(scale))
+    assert product.dtype == torch.bfloat16
+    want = product.to(torch.float8_e4m3fn).view(torch.uint8)
+    found = encode(Encoding.parse(fp8_tensor(scale, "bf16")), ALL_BF16.reshape(-1, 64)).reshape(-1)
+    nan = ALL_BF16.isnan()
+    assert torch.equal(found[~nan], want[~nan])
+    assert (found[nan] == 0x7F).all()
+
+
+MAGNITUDES = [
+    Fraction(m & 7, 512) if m < 8 else Fraction(8 + (m & 7), 8) * Fraction(2) ** ((m >> 3) - 7) for m in range(127)
+]
+
+
+def exact_e4m3(x: Fraction) -> int:
+    """The code of an exact number: of its neighbours among all numbers the nearer, of two as near the even."""
+    at = bisect_left(MAGNITUDES, abs(x))
+    best = min(range(max(0, at - 1), min(at + 1, 127)), key=lambda m: (abs(MAGNITUDES[m] - abs(x)), m & 1), default=126)
+    return best | (0x80 if x < 0 else 0)
+
+
+def test_the_cast_is_to_the_nearest_and_ties_go_to_the_even():
+    finite = ALL_BF16[ALL_BF16.isfinite() & (ALL_BF16.abs() < 1000) & (ALL_BF16.abs() > 2.0**-12)]
+    found = encode(Encoding.parse(fp8_tensor(1.0)), finite.reshape(1, -1))[0].tolist()
+    assert found == [exact_e4m3(Fraction(x)) for x in finite.tolist()]
+
+
+@pytest.mark.parametrize("rule", ["floor", "ceil"])
+def test_a_blocks_scale_is_the_exponent_its_rule_says(rule):
+    cells = torch.cat([blocks_of_all(), edge_cells()])
+    coded = encode(Encoding.parse(mxfp8(rule)), cells)
+    for cell, data, byte in zip(cells.double(), coded[:, :32], coded[:, 32].tolist(), strict=True):
+        most = cell.abs().max().item()
+        if math.isnan(most):
+            assert byte == 255
+            assert (data == 0x7F).all()
+            continue
+        if rule == "floor":
+            want = 247 if most == math.inf else 0 if most == 0 else math.frexp(most)[1] - 1 - 8 + 127
+        else:
+            want = next((e for e in range(255) if max(most, 1e-30) <= 448 * 2.0 ** (e - 127)), 254)
+        assert byte == max(0, want)
+    # An element is the exact quotient, rounded once; none of "ceil" saturates but infinities.
+    for cell, data, byte in list(zip(cells, coded[:, :32].tolist(), coded[:, 32].tolist(), strict=True))[::331]:
+        if cell.isfinite().all():
+            exact = [exact_e4m3(Fraction(x) / Fraction(2) ** (byte - 127)) for x in cell.tolist()]
+            assert [d & 0x7F for d in data] == [e & 0x7F for e in exact]
+
+
+def test_a_token_heads_scale_is_that_of_its_greatest_value():
+    cells = torch.cat([blocks_of_all(64), edge_cells(64)])
+    coded = encode(Encoding.parse(fp8_token_head()), cells)
+    scales = coded[:, 64:].contiguous().view(torch.float32)[:, 0]
+    most = cells.float().abs().amax(1)
+    want = torch.maximum(most / 448, torch.tensor(1e-6))
+    assert torch.equal(scales[~most.isnan()], want[~most.isnan()])
+    assert scales[most.isnan()].isnan().all()
+    assert (coded[most.isnan(), :64] == 0x7F).all()
+    zero = coded[most == 0]
+    assert len(zero)
+    assert ((zero[:, :64] & 0x7F) == 0).all()
+
+
+@pytest.mark.parametrize("format", INLINE)
+def test_what_was_encoded_decodes_to_its_nearest_neighbours(format):
+    encoding, cells = Encoding.parse(format), torch.randn(500, 64, generator=torch.manual_seed(1)).bfloat16()
+    back = decode(encoding, encode(encoding, cells)).float()
+    error = ((back - cells.float()).abs() / cells.float().abs().amax(1, keepdim=True)).max()
+    assert error < (0.15 if "floor" in format else 0.07)  # half a step of 3 bits; "floor" saturates above 1.75
+
+
+# Host code.
+
+
+def staged_by(backend, own, staged, rows):
+    select = [Select(view.key, 0, view.shards) for view in staged.views()]
+    plan = Pool.of(own).plan(select, backend=backend, staged=staged, checksum=True)
+    tokens, total = {"kv": (0, rows)}, np.zeros(1, np.uint64)
+    out = np.full(plan.nbytes(tokens) + 128, 0xA5, np.uint8)
+    items = Index.of(np.arange(rows, dtype=np.int32))
+    plan.gather(out.ctypes.data, out.size - 128, {"kv": items}, tokens, sum_ptr=total.ctypes.data)
+    return out, total, plan, items, tokens
+
+
+def formats():
+    for format in INLINE:
+        yield format, ""
+    for scale in SCALES[2:]:
+        yield fp8_tensor(scale), ""
+    yield fp8_tensor(2.0**-20, "bf16"), ""
+    yield fp8_token_head("data"), fp8_token_head("scale", "r0")
+    for rule in ("floor", "ceil"):
+        yield mxfp8(rule, "data"), mxfp8(rule, "scale", "r0")
+
+
+@native_only
+@pytest.mark.parametrize("format,companion", list(formats()))
+def test_host_code_gives_the_references_bits(format, companion):
+    for cells in (blocks_of_all(), edge_cells(32), edge_cells(96)):
+        bf16, own, peer, rows = pools_of(format, cells, companion=companion)
+        offered = pair(own, peer).offered
+        assert [view.format for view in offered.views()] == [f for f in (format, companion) if f]
+        want, want_sum, reference, items, tokens = staged_by("reference", own, offered, rows)
+        found, found_sum, plan, *_ = staged_by("host", own, offered, rows)
+        np.testing.assert_array_equal(found, want)
+        assert found_sum == want_sum
+        # And back, from every byte there is: what no encoder writes too.
+        taken = pair(peer, own).taken
+        assert [(v.key, v.format, v.width) for v in taken.views()] == [
+            (v.key, v.format, v.width) for v in offered.views()
+        ]
+        anything = np.random.default_rng(3).integers(0, 256, want.size, dtype=np.uint8)
+        for staged in (want, anything):
+            after = []
+            for one in (plan, reference):
+                total = np.zeros(1, np.uint64)
+                bf16.memory[0][64:-64] = 0
+                one.scatter(staged.ctypes.data, staged.size, {"kv": items}, tokens, sum_ptr=total.ctypes.data)
+                after.append((bf16.memory[0].copy(), total))
+            np.testing.assert_array_equal(after[0][0], after[1][0])
+            assert after[0][1] == after[1][1]
+
+
+# Any layout: converting is transferring plainly and encoding, or decoding, on the other side.
+
+
+@st.composite
+def converted(draw):
+    """A bf16 pool stored in any way, its peer's formats, and a part of it on its way."""
+    roles, layers = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    apart = draw(st.booleans())
+    make = draw(st.sampled_from([fp8_token_head, mxfp8, lambda **part: mxfp8("ceil", **part)]))
+    data = make(part="data") if apart else draw(st.sampled_from(INLINE))
+    n = draw(st.sampled_from([32, 64, 96] if "mx" in data else [1, 2, 7, 16, 33, 64]))
+    of = Logical("kv", layers, roles, draw(st.integers(1, 3)), 1, 2 * n, draw(st.sampled_from([1, 1, 2])))
+    stored = draw(storages(of))
+    held = hold([stored], draw(st.integers(0, 99)))
+    own = reformat(held.layout, dict.fromkeys(of.view_keys(), "bf16"))
+    staged = {}
+    for key in of.view_keys():
+        if draw(st.booleans()) or not staged:
+            staged[key] = data
+            if apart:
+                staged[key._replace(role=f"{key.role}_scale")] = make(part="scale", of=key.role)
+    first = draw(st.integers(0, of.shards - 1))
+    shards = (first, draw(st.integers(1, of.shards - first)))
+    tokens = draw(ranges(stored))
+    index = draw(indexes(stored, tokens, repeat=False))
+    return held, own, staged, shards, index, tokens, draw(st.sampled_from([0, 1, 3, 16])), draw(st.integers(1, 2))
+
+
+@native_only
+@settings(max_examples=100, deadline=None)
+@given(converted())
+def test_a_converted_gather_is_a_plain_one_encoded_and_the_way_back(drawn):
+    held, own, formats, (first, count), index, (start, stop), skew, threads = drawn
+    staged, tokens, indexes = offered_by(own, formats), {"kv": (start, stop)}, {"kv": index}
+    select = [Select(key, first, count) for key in formats]
+    plan = Pool.of(own).plan(select, staged=staged, threads=threads, checksum=True)
+    out = np.full(plan.nbytes(tokens) + 256, 0xA5, np.uint8)
+    plan.gather(out.ctypes.data + skew, plan.nbytes(tokens), indexes, tokens)
+    want, at, after = np.full_like(out, 0xA5), skew, held.bytes()
+    anything = np.random.default_rng(1).integers(0, 256, out.size, dtype=np.uint8)
+    places = {}
+    for key in sorted(formats):
+        encoding = Encoding.parse(formats[key])
+        plain = own.by_key()[key._replace(role=encoding.of or key.role)]
+        whole = Pool.of(own).plan([Select(plain.key, first, count)])
+        dense = np.empty(whole.nbytes(tokens), np.uint8)
+        whole.gather(dense.ctypes.data, dense.size, indexes, tokens)
+        per = plain.tokens_per_row
+        cells = (-(-stop // per) - start // per) * count if stop > start else 0
+        values = torch.from_numpy(dense[: cells * plain.width].reshape(cells, plain.width)).view(torch.bfloat16)
+        nbytes = cells * encoding.nbytes(plain.width // 2)
+        if cells:
+            want[at : at + nbytes] = encode(encoding, values).reshape(-1).numpy()
+        places[key] = (at, nbytes, cells, whole, dense)
+        at += -(-nbytes // 128) * 128
+    np.testing.assert_array_equal(out, want)
+    for key, (at, nbytes, cells, whole, dense) in places.items():
+        encoding = Encoding.parse(formats[key])
+        if encoding.part == "scale" or not cells:
+            continue
+        found = torch.from_numpy(anything[at : at + nbytes].reshape(cells, -1).copy())
+        scales = None
+        if encoding.part == "data":
+            begin, length, *_ = places[key._replace(role=f"{key.role}_scale")]
+            scales = torch.from_numpy(anything[begin : begin + length].reshape(cells, -1).copy())
+        values = decode(encoding, found, scales).contiguous().view(torch.uint8).reshape(-1).numpy()
+        dense[: values.size] = values
+        whole.scatter(dense.ctypes.data, dense.size, indexes, tokens)
+    expected = held.bytes()
+    for memory, before in zip(held.memory, after, strict=True):
+        memory[:] = before
+    plan.scatter(anything.ctypes.data + skew, plan.nbytes(tokens), indexes, tokens)
+    for memory, wanted in zip(held.memory, expected, strict=True):
+        np.testing.assert_array_equal(memory, wanted)
+
+
+@native_only
+@pytest.mark.parametrize("format", INLINE)
+def test_what_is_copied_goes_with_what_is_converted(format):
+    held, own, staged, select, indexes, tokens = mixed(format)
+    found, before = [], held.bytes()
+    for backend in ("reference", "host"):
+        plan, total = Pool.of(own).plan(select, backend=backend, staged=staged, checksum=True), np.zeros(2, np.uint64)
+        out = np.zeros(plan.nbytes(tokens), np.uint8)
+        plan.gather(out.ctypes.data, out.size, indexes, tokens, sum_ptr=total.ctypes.data)
+        shuffled = np.random.default_rng(4).permutation(out)
+        plan.scatter(shuffled.ctypes.data, out.size, indexes, tokens, sum_ptr=total.ctypes.data + 8)
+        found.append([out, total, *held.bytes()])
+        for memory, old in zip(held.memory, before, strict=True):
+            memory[:] = old
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@native_only
+@pytest.mark.parametrize("case", MISUSE)
+@pytest.mark.parametrize("way", ["gather", "scatter"])
+def test_indexes_are_checked_before_a_byte_moves(way, case):
+    if way == "gather" and "repeated" in case:
+        return
+    check_refused(ConvertingRig(), way, *MISUSE[case])
+
+
+class ConvertingRig(Rig):
+    """Pools of bf16 that are staged as fp8."""
+
+    def plan(self, layout, select, wire, checksum):
+        own = reformat(layout, {view.key: "bf16" for view in layout.views()})
+        peer = {view.key: replace(view, width=view.width // 2, format=fp8_tensor(0.5)) for view in layout.views()}
+        components = tuple(replace(c, views=tuple(peer[v.key] for v in c.views)) for c in own.components)
+        offered = pair(own, Layout(own.regions, components)).offered
+        return Pool.of(own).plan(select, wire, staged=offered, checksum=checksum)
+
+
+def test_a_plan_that_converts_does_nothing_else():
+    _, own, peer, _ = pools_of(fp8_tensor(1.0), edge_cells(32))
+    offered = pair(own, peer).offered
+    select = [Select(view.key, 0, view.shards) for view in offered.views()]
+    with pytest.raises(UsageError, match="converting in 'head' order"):
+        Pool.of(own).plan(select, HEAD_MAJOR, staged=offered)
+    plan, plain = Pool.of(own).plan(select, backend="reference", staged=offered), Pool.of(own).plan(select)
+    for one, other in ((plan, plan), (plain, plan)):
+        with pytest.raises(UsageError, match="converts copies to no pool|cannot copy to one of"):
+            one.copy_to(other, {}, {}, {"kv": (0, 0)})
+
+
+# Which formats meet.
+
+ODD = ["fp16", "fp8_e4m3", "fp8_e4m3:mx32:floor:scale:", "fp8_e4m3:tensor:inf:divide", "fp8_e4m3:token_head:data:k"]
+PARTS = [make(part=part, of=of) for make in (fp8_token_head, mxfp8) for part, of in (("data", ""), ("scale", "k"))]
+FORMATS = ["bf16", *INLINE, *PARTS, *ODD]
+
+
+def incompatible(src, dst):
+    """As nodes judge each other's views at Hello."""
+    held = src.by_key()
+    return next((p for view in dst.views() if view.key in held and (p := mismatch(held[view.key], view))), "")
+
+
+def layout_of(views):
+    given = [
+        View(
+            key=Key("kv", role, 0), region=0, offset=0, n_items=4, item_stride=1024, tokens_per_item=4,
+            rows=(Row(per, 256),), shards=shards, shard_stride=128, segs=segs, seg_stride=4, width=width,
+            axis=Axis("kv_head", total, 0, shards), format=format,
+        )
+        for role, (format, width, shards, total, segs, per) in views.items()
+    ]  # fmt: skip
+    return Layout.of([Region(4096, 1 << 20)], given)
+
+
+@st.composite
+def meeting_layouts(draw):
+    """A bf16 rank and an fp8 one that would fit, but for what is changed in either: what a peer may say of itself."""
+    plain, coded = {}, {}
+    for role in draw(st.sampled_from([["k"], ["k", "v"], ["k", "latent"]])):
+        n, shards = draw(st.sampled_from([1, 32, 33, 64])), draw(st.integers(1, 2))
+        plain[role] = ("bf16", 2 * n, shards, 2, 1, 1)
+        format = draw(st.sampled_from([*INLINE, *PARTS[::2]]))
+        coded[role] = (format, Encoding.parse(format).nbytes(n) or 7, shards, 2, 1, 1)
+        if Encoding.parse(format).part == "data":
+            scales = replace(Encoding.parse(format), part="scale", of=role)
+            name = draw(st.sampled_from([f"{role}_scale", f"{role}_scale", "a", "k", "v"]))
+            coded[name] = (str(scales), scales.nbytes(n) or 7, shards, 2, 1, 1)
+    changes = st.tuples(
+        st.sampled_from(FORMATS), st.sampled_from([1, 3, 4, 33, 64]), st.integers(1, 2), st.sampled_from([2, 4]),
+        st.integers(1, 2), st.integers(1, 2),
+    )  # fmt: skip
+    for _ in range(draw(st.sampled_from([0, 0, 1, 1, 2]))):
+        side, role = draw(st.sampled_from([plain, coded])), draw(st.sampled_from(["k", "v", "k_scale", "a"]))
+        new, which = draw(changes), draw(st.integers(0, 5))
+        held = list(side.get(role, new))
+        held[which] = new[which]
+        side[role] = tuple(held)
+    return layout_of(plain), layout_of(coded)
+
+
+@native_only
+@settings(max_examples=400, deadline=None)
+@given(meeting_layouts(), st.booleans())
+def test_layouts_that_meet_have_plans_whatever_peers_say(layouts, turned):
+    src, dst = layouts[::-1] if turned else layouts
+    offered, taken, names = pair(src, dst)
+    if not names:
+        assert (offered, taken) == (src, dst)
+    if incompatible(offered, taken):
+        return
+    shared = [view.key for view in taken.views() if view.key in offered.by_key()]
+    select = [Select(key, 0, 1) for key in shared]
+    tokens = {"kv": (0, 4)}
+    for own, staged in ((src, offered), (dst, taken)):
+        for backend in ("host", "reference"):
+            plan = Pool.of(own).plan(select, backend=backend, staged=staged)
+            assert (
+                plan.nbytes(tokens) == Staging(offered, select).nbytes(tokens) == Staging(taken, select).nbytes(tokens)
+            )
+
+
+def test_every_format_meets_bf16_both_ways():
+    for format in [*INLINE, *PARTS[::2]]:
+        plain, data = {"k": ("bf16", 128, 2, 2, 1, 1)}, Encoding.parse(format)
+        coded = {"k": (format, data.nbytes(64), 2, 2, 1, 1)}
+        if data.part == "data":
+            scales = replace(data, part="scale", of="k")
+            coded["elsewhere"] = (str(scales), scales.nbytes(64), 2, 2, 1, 1)
+        for src, dst in ((plain, coded), (coded, plain)):
+            offered, taken, names = pair(layout_of(src), layout_of(dst))
+            assert names == {"kv"}
+            assert incompatible(offered, taken) == ""
+            assert {v.key.role: (v.format, v.width) for v in offered.views()} == {r: v[:2] for r, v in coded.items()}
+            assert {v.key.role: (v.format, v.width) for v in taken.views()} == {r: v[:2] for r, v in coded.items()}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_what_is_chosen_for_a_processor_gives_the_bits_of_what_all_can_run(tmp_path):
+    root, program = Path(__file__).resolve().parents[2], tmp_path / "convert"
+    source = root / "tests" / "native" / "convert.cpp"
+    subprocess.run(["g++", "-std=c++20", "-O3", f"-I{root / 'csrc'}", str(source), "-o", str(program)], check=True)
+    ran = subprocess.run([str(program)], check=False, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout
+    assert "chosen" in ran.stdout
