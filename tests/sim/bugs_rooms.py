@@ -143,8 +143,8 @@ MUTANTS = [
         "Opened is not heard",
         "7 Opened, I4",
         "protocol/decode.py",
-        "            return\n        self._answered(part)\n\n    def _on_reserve",
-        "            return\n\n    def _on_reserve",
+        "            return\n        self._answered(part)\n        if not part.shares",
+        "            return\n        if not part.shares",
         "tests/protocol/test_table.py",
     ),
     Mutant(
