@@ -187,6 +187,8 @@ def test_importing_kernels_imports_neither_torch_nor_triton():
 
 
 def test_what_is_missing_is_said_in_words(monkeypatch):
-    monkeypatch.setattr(triton_copy.importlib.util, "find_spec", lambda name: None if name == "triton" else object())
+    util = triton_copy.importlib.util
+    found = util.find_spec
+    monkeypatch.setattr(util, "find_spec", lambda name, *package: None if name == "triton" else found(name, *package))
     assert triton_copy.missing() == "install pdstage[triton]"
     assert backends()["triton"] == "install pdstage[triton]"
