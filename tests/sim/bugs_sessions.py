@@ -17,7 +17,7 @@ MUTANTS = [
         "a pipeline of prefill is not judged as a whole",
         "7 Hello, I5",
         "protocol/receiving.py",
-        'lacking("prefill", layouts.values(), (self.layout,))',
+        'lacking("prefill", layouts.values(), (wanted,))',
         '""',
         "tests/protocol/test_fit.py",
     ),
