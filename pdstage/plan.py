@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -92,7 +92,9 @@ def shares(writers: Mapping[int, Layout], dst: Layout, dst_tp: tuple[int, int]) 
 
     `writers` maps a writer's number to its layout; `dst_tp` is the destination's (size, rank). A view sharded otherwise
     than by `shard_range` at the destination is dealt as if no other destination wanted it: right, if less even.
-    Replicas take a role's layers in turn, by their order and not their number: hybrid models skip numbers regularly.
+    Replicas take a component's layers in turn, by their order and not their number: hybrid models skip numbers
+    regularly. All roles of a layer are of one turn, also where some layers lack a role, so that data and its scales
+    come of one writer.
     Holders of different tokens are no replicas, and a holder of none that `dst` holds gets nothing.
     Raises `UsageError` naming the first shard, or part of the tokens, that no writer holds. That bytes mean the same is
     `layout.mismatch`'s to say.
@@ -103,11 +105,10 @@ def shares(writers: Mapping[int, Layout], dst: Layout, dst_tp: tuple[int, int]) 
             for view in component.views:
                 holders[view.key].append(_Holder(number, view.axis, component.owned))
     runs: dict[tuple[int, str, str, int, int], list[int]] = defaultdict(list)
-    turns: Counter[tuple[str, str]] = Counter()
+    turns = {name: {layer: turn for turn, layer in enumerate(layers)} for name, layers in dst.layers.items()}
     owned = {component.name: component.owned for component in dst.components}
     for view in dst.views():
-        turn = turns[view.key.component, view.key.role]
-        turns[view.key.component, view.key.role] += 1
+        turn = turns[view.key.component][view.key.layer]
         for number, first, count in _deal(view, owned[view.key.component], holders[view.key], dst_tp, turn):
             runs[number, view.key.component, view.key.role, first, count].append(view.key.layer)
     dealt: dict[int, list[Share]] = {number: [] for number in writers}

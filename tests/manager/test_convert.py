@@ -71,14 +71,16 @@ class Rank:
         ]
         if apart:
             names = {role: f"{role}_scale" for role in "kv"}
-            for role, layer in list(formats):
+            coded_layers = [i for i in range(LAYERS) if formats["k", i] != "bf16"]
+            for role, layer in [(role, layer) for role in "kv" for layer in coded_layers]:
                 scales = apart(part="scale", of=role)
                 self.stored[names[role], layer] = np.zeros((*shape, Encoding.parse(scales).nbytes(DIM)), np.uint8)
                 views[Key("kv", names[role], layer)] = scales
             part = make(
-                *([self.stored[names[role], i] for i in range(LAYERS)] for role in "kv"),
+                *([self.stored[names[role], i] for i in coded_layers] for role in "kv"),
                 total_heads=HEADS,
                 tp=(tp, rank),
+                layers=coded_layers,
             )
             parts.append(
                 replace(part, views=[replace(v, key=v.key._replace(role=names[v.key.role])) for v in part.views])
@@ -175,6 +177,19 @@ def test_scales_in_views_of_their_own_come_of_the_same_source_view(site, apart, 
     src, dst = (plain, fp8) if to_fp8 else (fp8, plain)
     receivers, *_ = transfer(site, src, dst, replace(CONVERT, checksums=True))
     check(dst, receivers, lambda where: (apart_cells if to_fp8 else decoded_cells)(formats, where))
+
+
+def test_data_and_scales_come_of_one_writer_where_some_layers_have_no_scales(site):
+    """Ranks that hold the same heads take layers in turn: by their place in the model, not among those with scales."""
+    formats = dict.fromkeys(SCALES, mxfp8(part="data")) | {("k", 0): "bf16", ("v", 0): "bf16"}
+    src = [Rank(2 * HEADS, rank, formats, page=8, apart=mxfp8) for rank in range(2 * HEADS)]
+    dst = [Rank(1, 0, BF16)]
+    receivers, *_ = transfer(site, src, dst)
+
+    def want(where):
+        return TRUTH[where].view(torch.uint8).numpy() if where[1] == 0 else decoded_cells(formats, where)
+
+    check(dst, receivers, want)
 
 
 def apart_cells(formats, where):
