@@ -236,9 +236,9 @@ def _pieces(
 
 
 def _units(total: int) -> int:
-    """Into how many equal pieces both sides cut a dimension, whatever their TP sizes: halved to 128 at most if it can
-    be, so that odd factors stay.
+    """Into how many equal pieces both sides cut a dimension, whatever their TP sizes: halved towards 128, but odd
+    factors stay, and 32 of the even ones, so that every TP size up to 32 that divides the dimension divides these.
     """
-    while total > _MOST_UNITS and total % 2 == 0:
+    while total > _MOST_UNITS and total % 64 == 0:
         total //= 2
     return total

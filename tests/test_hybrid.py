@@ -315,6 +315,17 @@ def test_large_dimensions_are_cut_alike_on_both_sides():
         assert view.width == 12288 // 96 * 4
 
 
+@pytest.mark.parametrize("total", [4096, 10240, 2688, 136, 134])
+def test_every_tp_size_up_to_32_that_divides_a_dimension_slices_it(total):
+    axes = []
+    for tp in (tp for tp in range(1, 33) if total % tp == 0):
+        dim = total // tp
+        view = next(appended(tp=(tp, 0), data_lens=[dim * 4], item_lens=[dim * 4], dim_per_tensor=[dim]).views())
+        axes.append(view.axis._replace(count=0))
+        assert view.shards * view.width == dim * 4
+    assert len(set(axes)) == 1
+
+
 MISUSES = {
     "kind": (lambda: appended("rwkv"), "unknown state kind 'rwkv'"),
     "paging": (lambda: appended("swa"), "'swa' has token positions"),
