@@ -118,6 +118,11 @@ def mxfp8_scales(k: Tensors, v: Tensors, *, total_heads: int, tp: tuple[int, int
             (n_pages, heads, block, chunks, n), (page, head, within, chunk, _) = array.shape, array.strides
             if heads != axis.count:
                 raise refused(array.name, f"has {heads} heads, this rank {axis.count}", "correct total_heads or tp")
+            if block != 32:
+                raise refused(
+                    array.name, f"has shape {list(array.shape)}: {block} tokens, not 32, on its third axis",
+                    "pass the scales as the engine allocated them",
+                )  # fmt: skip
             roles[role].append(
                 Piece(
                     array=array, n_items=n_pages, item_stride=page, tokens_per_item=block * chunks,
@@ -143,7 +148,7 @@ def mla(
     """
     if page_size is None:
         held = [_one_head(array) for array in arrays_of("caches", caches, "pages, rows, dim")]
-    elif page_size % tokens_per_row:
+    elif tokens_per_row < 1 or page_size % tokens_per_row:
         raise UsageError(
             f"a page of {page_size} tokens is not of whole rows of {tokens_per_row}",
             remedy="give the engine's page size in tokens, and how many a row covers",
@@ -182,7 +187,8 @@ def block_pages(
     row_nbytes = sum(field.nbytes for field in fields)
     for array in arrays_of("caches", caches, "pages, bytes"):
         held = array.shape[1] * array.itemsize
-        if page_size % block or block % tokens_per_row or held < page_size // tokens_per_row * row_nbytes:
+        whole = min(block, tokens_per_row) > 0 and page_size % block == 0 and block % tokens_per_row == 0
+        if not whole or held < page_size // tokens_per_row * row_nbytes:
             raise refused(
                 array.name,
                 f"has {held} bytes a page, not {page_size} tokens in blocks of {block} at {row_nbytes} bytes for every "
@@ -255,6 +261,12 @@ def _with_rows(caches: Tensors, naming: Naming) -> tuple[list[TensorLike], list[
     start = naming.get("first_layer", 0)
     given = list(caches)
     numbers = naming.get("layers", range(start, start + len(given)))
+    if len(numbers) != len(given):
+        raise UsageError(
+            f"layers has {len(numbers)} entries, caches has {len(given)}",
+            remedy="give one entry a layer",
+            argument="layers",
+        )
     held = [(cache, number) for cache, number in zip(given, numbers, strict=True) if cache.shape[0]]
     return [cache for cache, _ in held], [number for _, number in held]
 

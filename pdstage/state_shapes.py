@@ -238,7 +238,7 @@ def _ring_arrays(buffers: Tensors, rows: int | None) -> list[Array]:
     for array in arrays_of("buffers", buffers, axes):
         if rows is None:
             (slots, n_rows), (slot, row) = array.shape[:2], array.strides[:2]
-        elif array.shape[0] % rows:
+        elif rows < 1 or array.shape[0] % rows:
             raise refused(array.name, f"has {array.shape[0]} rows, not a multiple of {rows}", "correct rows")
         else:
             slots, n_rows, row = array.shape[0] // rows, rows, array.strides[0]

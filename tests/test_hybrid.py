@@ -375,6 +375,22 @@ MISUSES = {
     "interleaved heads": (
         lambda: mxfp8_scales([np.zeros((2, 3, 32, 4, 2), np.uint8)], [], total_heads=4, tp=(2, 0)), "has 3 heads",
     ),
+    "interleaved tokens": (
+        lambda: mxfp8_scales([np.zeros((2, 4, 4, 32, 2), np.uint8)], [], total_heads=4, tp=(1, 0)),
+        r"has shape \[2, 4, 4, 32, 2\]: 4 tokens, not 32, on its third axis",
+    ),
+    "layers of an index": (
+        lambda: dsa_index([np.zeros((4, 64 * 132), np.uint8)] * 2, page_size=64, layers=[3]),
+        "layers has 1 entries, caches has 2",
+    ),
+    "ring of no rows": (lambda: rings([np.zeros((10, 4), np.float32)], rows=0), "has 10 rows, not a multiple of 0"),
+    "blocks of nothing": (
+        lambda: block_pages([np.zeros((4, 960), np.uint8)], fields=[Field("a", 10, "x")], page_size=96, block_size=0),
+        "not 96 tokens in blocks of 0",
+    ),
+    "rows of no tokens": (
+        lambda: mla([np.zeros((8, 1, 4), np.float32)], page_size=8, tokens_per_row=0), "not of whole rows of 0",
+    ),
     "compressed page": (
         lambda: mla([np.zeros((8, 1, 4), np.float32)], page_size=6, tokens_per_row=4),
         "a page of 6 tokens is not of whole rows of 4",
