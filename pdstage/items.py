@@ -4,7 +4,10 @@
         "kv": prefix_items(token_slots, page_size=64),
         "swa": window_items(token_slots, page_size=64, window=4096, mapping=full_to_swa),
         "mamba": slot_items(mamba_slot),
-    })
+    }, tokens={"kv": (0, n_tokens), "swa": (max(0, n_tokens - 4096), n_tokens)})
+
+Pages do not say where a sequence ends or a window starts, so `tokens` does: without it a room has all that its items
+cover, whole pages, and where prefill's are smaller it fails for want of the rest.
 
 `token_slots` is the request's row of an engine's token table: at p the slot, in the pool, of the token at position p.
 Engines that keep lists of pages name them as they are: `Items(pages, first_token)`.
@@ -76,6 +79,8 @@ def window_items(
     `mapping`, indexed by slots of the full pool, gives those of the sliding-window pool, if it has its own. Tokens
     below `held` are at the destination already.
     """
+    if window < 1:
+        raise UsageError(f"window is {window}", remedy="give the tokens of a window", window=window)
     row = _row(token_slots, stop)
     slots, first = _one_a_page(row, max(held, len(row) - window, 0), page_size)
     translated = slots if mapping is None else np.asarray(mapping[slots])
@@ -113,6 +118,8 @@ def _one_a_page(
     """
     if page_size < 1:
         raise UsageError(f"page_size is {page_size}", remedy="give the tokens of a page", page_size=page_size)
+    if start < 0:
+        raise UsageError(f"held is {start}", remedy="give the tokens that are here already, 0 or more", held=start)
     first = min(start, len(row)) // page_size * page_size
     positions = np.arange(first, len(row), page_size)
     positions[:1] = min(start, len(row) - 1)

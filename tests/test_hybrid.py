@@ -223,10 +223,18 @@ def test_rows_of_a_ring_come_in_position_order():
         ring_items(2, ring, stop=14, window=7)
 
 
-@pytest.mark.parametrize("wrong", [{"page_size": 0}, {"page_size": 4, "stop": 9}])
-def test_items_refuse_what_cannot_be(wrong):
+@pytest.mark.parametrize(
+    ("make", "wrong"),
+    [
+        (prefix_items, {"page_size": 0}),
+        (prefix_items, {"page_size": 4, "stop": 9}),
+        (prefix_items, {"page_size": 4, "held": -3}),
+        (window_items, {"page_size": 4, "window": 0}),
+    ],
+)
+def test_items_refuse_what_cannot_be(make, wrong):
     with pytest.raises(UsageError):
-        prefix_items(np.arange(8), **wrong)
+        make(np.arange(8), **wrong)
 
 
 def test_no_items_are_nothing_to_move():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from emulator import sglang
 from test_states import KINDS
 
 from pdstage import Pool, State, Topology
-from pdstage.tensors import build
+from pdstage.items import prefix_items, window_items
+from pdstage.tensors import build, sglang_mha
 from tests.manager.engine import drive
 
 TOKENS = 300
@@ -73,3 +76,30 @@ def test_a_hybrid_room_arrives(site, src_tp, dst_tp, path):
         for name, e in rank.engines.items():
             for ours, theirs in zip(e.memory, twin.engines[name].memory, strict=True):
                 np.testing.assert_array_equal(ours, theirs, err_msg=name)
+
+
+@pytest.mark.parametrize("component", ["kv", "swa"])
+@pytest.mark.parametrize(("src_page", "dst_page"), [(16, 64), (64, 16)])
+def test_a_room_ends_and_a_window_starts_where_tokens_say(site, src_page, dst_page, component):
+    """As docs/states.md has it: pages are not enough where prefill's are smaller than decode's."""
+    window = 20
+    slots, starts = np.arange(64, 64 + TOKENS), {"kv": 0, "swa": TOKENS - window}
+
+    def rank(page, fill):
+        pool = np.full((2, 1024, 2, 8), fill, np.float32)
+        views = sglang_mha(pool[:1], pool[1:], page_size=page, total_heads=2, tp=(1, 0), component=component)
+        whole, end = prefix_items(slots, page_size=page), window_items(slots, page_size=page, window=window)
+        items = {component: whole if component == "kv" else end}
+        return SimpleNamespace(pool=Pool.of(build(views), keep=pool), topology=Topology(), held=pool, items=items)
+
+    src, dst = rank(src_page, 1), rank(dst_page, 0)
+    sender, receiver = site.prefill(src).send("room"), site.decode(dst).receive("room", site.address)
+    receiver.bind(dst.items, {component: (starts[component], TOKENS)})
+    sender.chunk(src.items)
+    sender.finish()
+    drive(site.nodes, lambda: receiver.released and sender.released)
+    assert receiver.wait(0) is State.SUCCESS, receiver.error
+    first, last = slots[[starts[component], -1]]
+    assert dst.held[:, first : last + 1].all()
+    assert not dst.held[:, :first].any()
+    assert not dst.held[:, last + 1 :].any()
