@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 256
 _MOST_PLANS = 1024
+_STAGED = 4  # of a plan's key
 _LARGE_NBYTES = 512 << 10
 
 
@@ -193,6 +194,11 @@ class Stager:
         while self._done:
             done.append(self._done.popleft())
         return done
+
+    def forget(self, *staged: Layout) -> None:
+        """Drops the plans of converted layouts whose session is over: no other session asks for them again."""
+        gone = {id(layout) for layout in staged}
+        self._plans = {key: plans for key, plans in self._plans.items() if key[_STAGED] not in gone}
 
     def _start(self, ticket: int, what: _What, nbytes: int, copy: _Copy) -> None:
         try:

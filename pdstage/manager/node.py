@@ -118,6 +118,8 @@ class Node(Driver[AnyCore]):
     def _detach(self, link: Link) -> None:
         self.directory.forget()
         self.transport.disconnect(label(link))
+        if link.converted is not None:
+            self.stager.forget(link.converted.offered, link.converted.taken)
         self._lost.append(link)
         self._dead_check_at = 0.0
 

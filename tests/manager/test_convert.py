@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -220,6 +221,16 @@ def test_ranks_that_hold_different_tokens_convert_too(site, src_by, dst_by, hnd,
     src, dst = side(src_by, not to_fp8), side(dst_by, to_fp8)
     receivers, *_ = transfer(site, src, dst, replace(CONVERT, checksums=True))
     check(dst, receivers, lambda where: (apart_cells if to_fp8 else decoded_cells)(formats, where))
+
+
+def test_the_plans_of_a_session_go_with_it(site):
+    """Its layouts are its own, so no other session would ever ask for them (I14)."""
+    _, (p,), (d,) = transfer(site, [Rank(1, 0, BF16)], [Rank(1, 0, TENSOR)])
+    assert p.stager._plans
+    assert d.stager._plans
+    for link in list(p.core.links.values()):
+        p.core.lose(link, PeerError("gone", remedy="none"), time.monotonic())
+    drive(site.nodes, lambda: not p.stager._plans and not d.stager._plans)
 
 
 @pytest.mark.parametrize("path", ["direct", "auto"])
