@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from pdstage.cut import tokens_problem
+from pdstage.convert import DATA, Encoding
+from pdstage.cut import Cut, tokens_problem
 from pdstage.layout import mismatch
+from pdstage.ownership import Common
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from pdstage.convert import Conversion
     from pdstage.layout import Component, Layout
     from pdstage.topology import Topology
 
@@ -37,6 +40,28 @@ def incompatible(src: Layout, dst: Layout, src_place: Topology, dst_place: Topol
     alone = [side for side, place in (("prefill", src_place), ("decode", dst_place)) if place.pp_size == 1]
     lacks = next(filter(None, (lacking(side, (src,), (dst,)) for side in alone)), "")
     return lacks or tokens_problem(src, dst)
+
+
+def parted(met: Conversion, dst: Layout) -> str:
+    """Why decode's layout `dst` cannot decode what `met` stages, in words; empty if it can.
+
+    Data and its scales must be scattered by one plan; cut pages that are not all numbered alike take several.
+    """
+    if not met.components:
+        return ""
+    cut, own = Cut(met.taken, Common.of(met.offered, met.taken)), dst.by_key()
+    for component in met.taken.components:
+        if len({cut.class_of(view.key) for view in component.views}) == 1:
+            continue
+        for view in component.views:
+            encoding = Encoding.parse(view.format)
+            if encoding is not None and encoding.part == DATA and own[view.key].format != view.format:
+                return (
+                    f"{view.key}: format {view.format} at prefill, {own[view.key].format} at decode, whose ranks hold "
+                    f"other tokens and whose views of {component.name!r} have pages of unequal strides: such data and "
+                    "its scales meet in no plan"
+                )
+    return ""
 
 
 def lacking(side: str, src: Iterable[Layout], dst: Iterable[Layout]) -> str:

@@ -23,7 +23,7 @@ from pdstage.ownership import Common, Numbering
 from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
 from pdstage.protocol.effects import Attach, Complaint
-from pdstage.protocol.fit import incompatible
+from pdstage.protocol.fit import incompatible, parted
 from pdstage.protocol.session import Core, Link
 from pdstage.protocol.told import layout_problem
 
@@ -285,7 +285,7 @@ class Host(Core):
 
 def _misfit(welcome: m.Welcome, hello: m.Hello) -> str:
     def judged(met: Conversion) -> str:
-        return incompatible(met.offered, met.taken, welcome.topology, hello.topology)
+        return incompatible(met.offered, met.taken, welcome.topology, hello.topology) or parted(met, hello.layout)
 
     problem = judged(meeting(welcome, hello))
     if problem and not judged(convert.pair(welcome.layout, hello.layout)):

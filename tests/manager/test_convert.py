@@ -278,6 +278,30 @@ def test_what_cannot_be_converted_is_refused_naming_both_formats(site, case):
     assert "Config.convert" not in str(caught.value)
 
 
+@pytest.mark.parametrize("apart", [None, mxfp8])
+def test_cut_pages_of_unequal_strides_decode_no_scales_in_views_of_their_own(site, apart):
+    formats = dict.fromkeys(SCALES, mxfp8(part="data") if apart else mxfp8())
+    src = [Rank(1, 0, formats, page=8, apart=apart, owned=Owned(2, rank, 1)) for rank in range(2)]
+    dst = Rank(1, 0, BF16, page=8)
+    padded = np.zeros((40, 11, HEADS, 2 * DIM), np.uint8)
+    k = [dst.stored["k", 0], padded[:, :8], dst.stored["k", 2]]
+    v = [dst.stored["v", layer] for layer in range(LAYERS)]
+    dst.stored["k", 1] = k[1]
+    layout = build(paged_nhd(k, v, total_heads=HEADS, tp=(1, 0)))
+    dst.pool = Pool.of(reformat(layout, dict.fromkeys(layout.by_key(), "bf16")), keep=dst.stored)
+    if not apart:
+        receivers, *_ = transfer(site, src, [dst])
+        assert receivers[0].wait(0) is State.SUCCESS
+        return
+    for rank in src:
+        site.prefill(rank, path="staged", config=CONVERT)
+    receiver = site.decode(dst, path="staged", config=CONVERT).receive("room", site.address)
+    receiver.bind(dst.pages, TOKENS)
+    drive(site.nodes, lambda: receiver.released)
+    with pytest.raises(PeerError, match="mx32:floor:data at prefill, bf16 at decode.* pages of unequal strides"):
+        receiver.wait(0)
+
+
 def test_a_pool_that_cannot_convert_says_so_at_once(site, monkeypatch):
     monkeypatch.setattr(native, "ext", None)
     with pytest.raises(UsageError, match="cannot be converted here.*needs the extension"):
