@@ -18,6 +18,7 @@ from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from pdstage.convert import data_key
 from pdstage.errors import UsageError
 from pdstage.layout import ALL_TOKENS, Key, Layout, Owned, View
 from pdstage.ownership import meets
@@ -93,6 +94,7 @@ def shares(writers: Mapping[int, Layout], dst: Layout, dst_tp: tuple[int, int]) 
     `writers` maps a writer's number to its layout; `dst_tp` is the destination's (size, rank). A view sharded otherwise
     than by `shard_range` at the destination is dealt as if no other destination wanted it: right, if less even.
     Replicas take a role's layers in turn, by their order and not their number: hybrid models skip numbers regularly.
+    Scales come from who sends what they are of: neither can be converted without the other.
     Holders of different tokens are no replicas, and a holder of none that `dst` holds gets nothing.
     Raises `UsageError` naming the first shard, or part of the tokens, that no writer holds. That bytes mean the same is
     `layout.mismatch`'s to say.
@@ -103,17 +105,26 @@ def shares(writers: Mapping[int, Layout], dst: Layout, dst_tp: tuple[int, int]) 
             for view in component.views:
                 holders[view.key].append(_Holder(number, view.axis, component.owned))
     runs: dict[tuple[int, str, str, int, int], list[int]] = defaultdict(list)
-    turns: Counter[tuple[str, str]] = Counter()
+    turns = _turns(dst)
     owned = {component.name: component.owned for component in dst.components}
     for view in dst.views():
-        turn = turns[view.key.component, view.key.role]
-        turns[view.key.component, view.key.role] += 1
+        turn = turns.get(data_key(view), turns[view.key])
         for number, first, count in _deal(view, owned[view.key.component], holders[view.key], dst_tp, turn):
             runs[number, view.key.component, view.key.role, first, count].append(view.key.layer)
     dealt: dict[int, list[Share]] = {number: [] for number in writers}
     for (number, component_name, role, first, count), layers in runs.items():
         dealt[number] += [Share(component_name, role, run, first, count) for run in _progressions(layers)]
     return {number: tuple(sorted(theirs)) for number, theirs in dealt.items()}
+
+
+def _turns(layout: Layout) -> dict[Key, int]:
+    """The place of each view's layer among those of its role."""
+    seen: Counter[tuple[str, str]] = Counter()
+    turns = {}
+    for view in layout.views():
+        turns[view.key] = seen[view.key[:2]]
+        seen[view.key[:2]] += 1
+    return turns
 
 
 class _Holder(NamedTuple):
