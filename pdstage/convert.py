@@ -195,6 +195,12 @@ def codings(own: Layout, staged: Layout, select: Iterable[Select]) -> list[Codin
     return found
 
 
+def _data_key(view: View) -> Key:
+    """The key of the data whose scales a view has; of any other view its own."""
+    encoding = Encoding.parse(view.format)
+    return view.key._replace(role=encoding.of) if encoding is not None and encoding.part == SCALE else view.key
+
+
 def _whole(data: View, encoding: Encoding, scales: View | None) -> tuple[View, ...]:
     """The views that hold encoded values: `data`, and its scales if they are apart; none if those are missing."""
     if encoding.part == INLINE:
@@ -215,8 +221,8 @@ def _stage(side: Mapping[Key, View], plain: View, coded: tuple[View, ...], into:
 
 def _scale_views(views: Iterable[View]) -> dict[Key, View]:
     """By the key of the data that they are of, the views of scales alone."""
-    parsed = [(view, Encoding.parse(view.format)) for view in views]
-    return {v.key._replace(role=e.of): v for v, e in parsed if e is not None and e.part == SCALE}
+    keyed = ((view, _data_key(view)) for view in views)
+    return {key: view for view, key in keyed if key != view.key}
 
 
 def _have_scales(data: View, scales: View) -> bool:

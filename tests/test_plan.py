@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdstage.convert import mxfp8
 from pdstage.errors import UsageError
 from pdstage.layout import Key, Layout, Region, Row, View
 from pdstage.ownership import EVERYTHING
@@ -199,6 +201,27 @@ def test_one_replicated_layer_is_not_sent_to_all_by_the_same_rank():
         if owned
     )
     assert owners == dict.fromkeys(range(4), 1)
+
+
+@pytest.mark.parametrize("scales", ["k_scale", "a_scale"])
+@pytest.mark.parametrize("plain", [(), (0,), (1, 4)])
+def test_scales_are_dealt_to_the_writer_of_what_they_are_of(scales, plain):
+    """Some layers are kept in bf16, which shifts the turns of scales against those of data."""
+    views = [
+        replace(view(("kv", role, layer), REPLICATED, width=width), format=format)
+        for layer in range(6)
+        for role, width, format in (
+            [("k", 256, "bf16")]
+            if layer in plain
+            else [("k", 128, mxfp8(part="data")), (scales, 4, mxfp8(part="scale", of="k"))]
+        )
+    ]
+    src = dict.fromkeys(range(3), layout_of(*views))
+    dealt = {writer: set(expand(owned)) for writer, owned in shares(src, layout_of(*views), (1, 0)).items()}
+    for owned in dealt.values():
+        coded = {layer for _, role, layer, _ in owned if role == "k" and layer not in plain}
+        assert coded == {layer for _, role, layer, _ in owned if role == scales}
+    assert all(dealt.values())
 
 
 def test_shares_name_the_shard_nobody_holds():
