@@ -71,11 +71,11 @@ class _Pieces:
         blocks = {view.rows[0].tokens for view in component.views if len(view.rows) == 2}
         while any(self.grain % block and block % self.grain for block in blocks):
             self.grain = math.gcd(self.grain, *(block for block in blocks if self.grain % block))
-        at = np.arange(0, self._per_period, self.grain, dtype=np.int64)
-        self._places = places[at // numbers.grain] + at % numbers.grain
+        self._places, self._run = places, numbers.grain
         self.per_item = tokens_per_item // self.grain
         self._tokens_per_item = tokens_per_item
         self.steps: list[_Steps] = []
+        self._classes: dict[_Steps, int] = {}
 
     def cut(self, view: View) -> tuple[View, int]:
         """The view whose items are pieces, and the number of its class."""
@@ -106,24 +106,28 @@ class _Pieces:
                 remedy="store it apart from wider views, or make the interleave larger",
                 key=view.key,
             )
-        if steps not in self.steps:
+        number = self._classes.setdefault(steps, len(self.steps))
+        if number == len(self.steps):
             self.steps.append(steps)
         view = replace(
             view, offset=view.offset + lowest * unit, n_items=steps.n_items, item_stride=unit,
             tokens_per_item=self.grain, rows=rows,
         )  # fmt: skip
-        return view, self.steps.index(steps)
+        return view, number
 
     def find(self, start: int, stop: int) -> tuple[Int64s, int]:
         """Own numbers of the first tokens of the pieces that hold common tokens `[start, stop)`, and the first's common
         number.
         """
-        pieces = np.arange(start // self.grain, -(-stop // self.grain), dtype=np.int64)
-        if len(self._places) == 1:
-            return pieces * self._own_per_period + self._places[0], start // self.grain * self.grain
-        periods = pieces // len(self._places)
-        within = pieces - periods * len(self._places)
-        return periods * self._own_per_period + self._places[within], start // self.grain * self.grain
+        first = start // self.grain * self.grain
+        numbers = np.arange(first, stop, self.grain, dtype=np.int64)
+        periods = numbers // self._per_period
+        own = periods * self._own_per_period
+        if len(self._places) == 1 and self._run == self.grain:
+            return own + self._places[0], first
+        within = numbers - periods * self._per_period
+        runs = within // self._run
+        return own + self._places[runs] + (within - runs * self._run), first
 
     def place(self, own: Int64s, index: Index, component: str) -> tuple[Int64s, Int64s]:
         """Page and piece of the page of each of these own tokens. Raises `UsageError` where `index` lacks its page."""
@@ -165,8 +169,10 @@ class Cut:
         self._views: dict[Key, View] = {}
         keys: list[tuple[str, Owned | Numbering]] = []
         for component in layout.components:
-            numbers, own = common.numbers(component.name), Numbering.of(component.owned)
-            if numbers.per_period > 0 and numbers.per_period < own.count(numbers.period):
+            numbers = common.numbers(component.name)
+            if numbers.whole or not numbers.per_period:
+                continue
+            if numbers.per_period < Numbering.of(component.owned).count(numbers.period):
                 pieces = self._pieces[component.name] = _Pieces(component, numbers)
                 keys.append((component.name, numbers))
                 for view in component.views:
@@ -176,19 +182,18 @@ class Cut:
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """One for each class number: the views of that class; views that are not cut are in the first."""
-        n = max(self._classes.values(), default=0) + 1
-        return tuple(self._of_class(number) for number in range(n)) if self._pieces else (self._layout,)
-
-    def _of_class(self, number: int) -> Layout:
-        components = []
+        if not self._pieces:
+            return (self._layout,)
+        n = max(self._classes.values()) + 1
+        by_class: list[list[Component]] = [[] for _ in range(n)]
         for whole in self._layout.components:
-            views = tuple(
-                self._views.get(v.key, v) for v in whole.views if self._classes.get(v.key, 0) == number
-            )  # fmt: skip
-            if views:
-                owned = whole.owned if whole.name not in self._pieces else ALL_TOKENS
-                components.append(replace(whole, views=views, owned=owned))
-        return Layout(self._layout.regions, tuple(components))
+            owned = whole.owned if whole.name not in self._pieces else ALL_TOKENS
+            views: dict[int, list[View]] = {}
+            for view in whole.views:
+                views.setdefault(self.class_of(view.key), []).append(self._views.get(view.key, view))
+            for number, some in views.items():
+                by_class[number].append(replace(whole, views=tuple(some), owned=owned))
+        return tuple(Layout(self._layout.regions, tuple(components)) for components in by_class)
 
     def class_of(self, key: Key) -> int:
         """Which of `layouts` holds a view."""

@@ -123,7 +123,9 @@ class Common:
         Raises `UsageError` as `Numbering` does.
         """
         theirs = {component.name: component.owned for component in src.components}
-        pairs = {c.name: (theirs.get(c.name, ALL_TOKENS), c.owned) for c in dst.components}
+        # Of what only the destination has there are no common tokens to number, but asked for are its own.
+        wanted = (c for c in dst.components if c.name in theirs or c.owned.contiguous)
+        pairs = {c.name: (theirs.get(c.name, ALL_TOKENS), c.owned) for c in wanted}
         parted = {name: pair for name, pair in pairs.items() if pair != (ALL_TOKENS, ALL_TOKENS)}
         return cls(parted) if parted else EVERYTHING
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import tracemalloc
 import zlib
 from collections import deque
 from dataclasses import dataclass, replace
@@ -246,6 +247,29 @@ def test_views_of_other_steps_take_lists_of_their_own():
     lists = pair.src.indexes({"kv": Index.of(np.array([2]), 0)}, {"kv": (0, 2)})
     assert lists.of(0)["kv"].keep.tolist() == [2 * 64, 2 * 64 + 2]
     assert lists.of(1)["kv"].keep.tolist() == [2 * 512, 2 * 512 + 2]
+
+
+def test_what_a_peer_says_of_its_blocks_costs_no_memory_by_their_length():
+    """A Hello of a few hundred bytes may name blocks of 2^20 tokens, and its session keeps what follows from it."""
+    tracemalloc.start()
+    pair = pair_of([view("k", page=1, item=16)], [view("k")], dst=Owned(2, 1, 1 << 20))
+    assert pair.src.key
+    kept, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept <= most < 100_000
+    lists = pair.src.indexes({"kv": Index.of(np.arange(1 << 16), 1 << 20)}, {"kv": (70, 73)}).of(0)
+    assert lists["kv"].keep.tolist() == [70, 71, 72] and lists["kv"].first_token == 70
+
+
+def test_a_class_for_every_layer():
+    """Looked up, not searched for: a peer may name thousands of views."""
+    layers = 3000
+    views = [replace(view("k", item=1024 + 16 * n), key=Key("kv", "k", n)) for n in range(layers)]
+    pair = pair_of(views, views[:1], dst=Owned(2, 1, 1))
+    assert len(pair.src.layouts) == layers
+    for number in (0, 1, layers - 1):
+        (only,) = pair.src.layouts[number].views()
+        assert only.key.layer == number == pair.src.class_of(only.key) and only == pair.src.view(only.key)
 
 
 def test_pages_and_rows_in_descending_order_are_numbered_from_the_lowest():
