@@ -188,7 +188,10 @@ class Receiving(Lender):
                 return
             if part.has_aux and part.phase is not PartPhase.QUIET:
                 return
-        if room.on(Event.COMPLETED):
+        problem = self._unlike(room)
+        if problem:
+            self._fail(room, PeerError(problem, remedy="give as many at each prefill rank", room=room.key), now)
+        elif room.on(Event.COMPLETED):
             self.counters.rooms_succeeded += 1
             self._end(room)
             # A writer that owes nothing may not have heard its Open yet: that is still repeated.
@@ -196,6 +199,18 @@ class Receiving(Lender):
                 if part.phase is not PartPhase.QUIET:
                     self.timers.set(("linger", part), now + self.config.drain_s)
             self._maybe_release(room)
+
+    def _unlike(self, room: InRoom) -> str:
+        """Of which slots some writers brought their part and others did not, in words; empty if there are none (I5)."""
+        ends: dict[str, tuple[int, int]] = {}
+        for part in room.parts.values() if self._slots else ():
+            assert part.coverage is not None
+            for name, stop in part.coverage.stops():
+                number, other = ends.setdefault(name, (part.number, stop))
+                if name in self._slots and stop != other:
+                    both = f"{other} from prefill rank {number} and {stop} from {part.number}"
+                    return f"component {name!r} got slots that are not whole: {both}"
+        return ""
 
     def _maybe_release(self, room: InRoom) -> None:
         if not room.ended or room.pending or room.released:

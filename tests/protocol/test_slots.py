@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import pytest
 
@@ -120,17 +122,35 @@ def test_chunks_of_slots_count_together(exact: bool) -> None:
     assert not world.decode[0].complaints
 
 
-def test_each_writer_has_its_own_number() -> None:
-    """Two writers of one destination, 2 and 5 slots of 4 asked: each is trimmed by its own."""
-    world = world_of(prefill=2)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("numbers", [*itertools.permutations((2, 3, 5), 2)])
+def test_writers_that_give_other_numbers_leave_no_slot_half_written(numbers: tuple[int, int], path: str) -> None:
+    """I5: a Success says of each slot that all of it is here, or that none of it was sent."""
+    world = world_of(path, prefill=2)
     handle = world.receive(1, 4, [7, 5, 3, 1])
-    for rank, n in enumerate((2, 5)):
+    sent = []
+    for rank, n in enumerate(numbers):
+        world.fill(1, n, [2, 4, 6, 8, 10][:n], rank)
+        sent.append(world.submit(1, rank))
+        world.chunk(sent[-1], (0, n), [2, 4, 6, 8, 10][:n], rank)
+        world.finish(sent[-1], rank)
+    world.run(until=40.0)
+    assert handle.state is State.FAILED
+    assert "component 'kv' got slots that are not whole: " in str(handle.error)
+    is_over(world, [handle], sent)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_writers_that_all_have_more_than_asked_may_have_other_numbers(path: str) -> None:
+    world = world_of(path, prefill=2)
+    handle = world.receive(1, 3, [7, 5, 3])
+    for rank, n in enumerate((5, 4)):
         world.fill(1, n, [2, 4, 6, 8, 10][:n], rank)
         out = world.submit(1, rank)
         world.chunk(out, (0, n), [2, 4, 6, 8, 10][:n], rank)
         world.finish(out, rank)
     world.run(until=40.0)
-    world.check(handle, 1, 2)
+    world.check(handle, 1, 3)
     assert [len(node.complaints) for node in world.nodes()] == [1, 1, 1]
 
 
