@@ -266,7 +266,7 @@ class PrefillNode(Node[PrefillCore]):
                 link = chunk.record.link
                 held = self.parts[buffer]
                 dst = Region(held.base, min(held.nbytes, chunk.nbytes), held.kind, held.device)
-                pair = self._pairs[link]
+                pair = self._pair(link)
                 self.stager.gather(
                     ticket, chunk.record.shares, chunk.rects, wire=pair.wire, items=_indexes(chunk), dst=dst,
                     checksum=link.checksums, tokens=chunk.tokens, cut=pair.src,
@@ -334,7 +334,7 @@ class PrefillNode(Node[PrefillCore]):
         if plan is None:
             if len(self._direct_plans) >= _MOST_PLANS:
                 self._direct_plans.clear()
-            pair = self._pairs[record.link]
+            pair = self._pair(record.link)
             ours, theirs = (
                 selects(layout, record.shares, chunk.rects) for layout in (self.pool.layout, record.link.layout)
             )
@@ -342,11 +342,17 @@ class PrefillNode(Node[PrefillCore]):
             self._direct_plans[key] = plan
         return plan
 
+    def _pair(self, link: Link) -> Pair:
+        """Made when first asked for: a peer that does not wait for Welcome may have opened a room before `_meet`."""
+        pair = self._pairs.get(link)
+        if pair is None:
+            ours, theirs, wire = self.pool.layout, link.layout, None
+            if link.converted is not None:
+                ours, theirs, wire = feeding(ours, link.converted.offered), link.converted.taken, TOKEN_MAJOR
+            pair = self._pairs[link] = Pair(ours, theirs, link.common, wire)
+        return pair
+
     def _meet(self, link: Link, description: bytes) -> None:
-        ours, theirs, wire = self.pool.layout, link.layout, None
-        if link.converted is not None:
-            ours, theirs, wire = feeding(ours, link.converted.offered), link.converted.taken, TOKEN_MAJOR
-        self._pairs[link] = Pair(ours, theirs, link.common, wire)
         lanes = [Region(lane.base, lane.nbytes, lane.kind, lane.device) for lane in link.lanes]
         self.transport.connect(label(link), description)
         self.transport.prepare(label(link), [*lanes, *(link.layout.regions if link.exposes_pool else ())])

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -29,9 +30,11 @@ from pdstage import (
     View,
 )
 from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer
+from pdstage.plan import Share
+from pdstage.protocol import messages as m
 from pdstage.tensors import build, paged_nhd
 from pdstage.topology import REPLICATED
-from tests.manager.engine import Rank, decode_node, drive, prefill_node
+from tests.manager.engine import HEADS, LAYERS, Rank, decode_node, drive, prefill_node
 
 IMPATIENT = Config(retry_s=0.05, hello_s=0.5, open_s=0.5, wait_s=0.5, open_wait_s=0.5, drain_s=1.0)
 
@@ -264,6 +267,24 @@ def test_garbage_on_the_control_socket(site):
         assert receiver.state is State.SUCCESS
     finally:
         context.destroy(linger=0)
+
+
+def test_an_open_that_comes_with_its_hello(site):
+    """A peer need not wait for Welcome: adverts name the incarnation, so both may be read in one turn."""
+    rank = Rank()
+    node = site.prefill(rank, path="auto")
+    sender = node.send("r")
+    sender.chunk([0, 1], 8)
+    lanes = (m.LaneSpan(1 << 20, 1 << 20),)
+    hello = m.Hello(Topology(), rank.pool.layout, "local", node.transport.describe(), lanes, 5.0, (m.DIRECT_FEATURE,))
+    shares = tuple(Share("kv", role, (0, LAYERS, 1), 0, HEADS) for role in "kv")
+    items = (m.Items("kv", 0, memoryview(np.array([3, 5], np.int32)).cast("B")),)
+    opened = m.Open(1, m.room_key("r"), shares, (m.Asked("kv", 0, 8),), items, 0, 1, False, 0, 60.0)
+    with node._lock:
+        for seq, (writer, message) in enumerate([(0, hello), (node.incarnation, opened)], 1):
+            node.core.receive(b"peer", m.encode(m.Session(7, writer), seq, message), time.monotonic())
+        assert [link.half_open for link in node.core.links.values()] == [False]
+        assert sender.room.destinations
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
