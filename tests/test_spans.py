@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from pools import (
 from rigs import HOST_CODES, host_code, without_native
 
 from pdstage.errors import UsageError
+from pdstage.layout import Layout
 from pdstage.plan import Select
 from pdstage.spans import DirectPlan, Spans, coalesce, split
 from pdstage.tables import Index
@@ -197,6 +199,22 @@ def test_a_peers_items_are_checked(code, src_items, dst_items, words):
         with pytest.raises(UsageError) as caught:
             plan.spans({"kv": (0, 8)}, {"kv": Index.of(np.array(src_items))}, {"kv": Index.of(np.array(dst_items))})
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("code", HOST_CODES)
+@pytest.mark.parametrize("n_items", [1 << 26, (1 << 26) + 1, 1 << 60])
+def test_a_peers_number_of_items_costs_no_memory(code, n_items):
+    """It is the peer's word, and pages cut into pieces are many items too; repeated ones are found all the same."""
+    held, select = hold([Stored(OF, n_items=8, rows_per_item=4)]), [Select(key, 0, 4) for key in OF.view_keys()]
+    (component,) = held.layout.components
+    views = tuple(replace(view, n_items=n_items, item_stride=0) for view in component.views)
+    theirs = Layout(held.layout.regions, (replace(component, views=views),))
+    ours = {"kv": Index.of(np.arange(4))}
+    with host_code(code):
+        plan = DirectPlan(held.layout, select, theirs, select)
+        assert plan.spans({"kv": (0, 16)}, ours, {"kv": Index.of(np.array([5, 3, 7, 1 << 25]))}).nbytes.size
+        with pytest.raises(UsageError, match="item 3 at position 2 of component 'kv' is a destination twice"):
+            plan.spans({"kv": (0, 16)}, ours, {"kv": Index.of(np.array([5, 3, 3, 5]))})
 
 
 def test_layouts_that_do_not_match_are_refused_in_words():

@@ -4,8 +4,11 @@
 // (r / outer_rows) * outer_stride + (r % outer_rows) * inner_stride. Must not know Python.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
+#include <utility>
 #include <vector>
 
 namespace pdstage {
@@ -70,7 +73,7 @@ struct Items {
 
 namespace detail {
 
-// A bit for each item of the biggest pool seen, all zero between calls.
+// A bit for each item of the biggest pool seen, up to kMostMarked, all zero between calls.
 class ItemSet {
   public:
     explicit ItemSet(std::int64_t n_items) : words_(scratch()) {
@@ -94,8 +97,24 @@ class ItemSet {
     std::vector<std::uint64_t>& words_;
 };
 
+// Of larger pools no bits are kept: how many items one has may be a peer's word, or count every piece of its pages.
+inline constexpr std::int64_t kMostMarked = std::int64_t{1} << 26;
+
+inline std::size_t first_repeat_by_order(const std::vector<std::int64_t>& items) {
+    std::vector<std::size_t> order(items.size());
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    std::sort(order.begin(), order.end(),
+              [&](std::size_t a, std::size_t b) { return std::pair(items[a], a) < std::pair(items[b], b); });
+    std::size_t at = items.size();
+    for (std::size_t i = 1; i < order.size(); ++i) {
+        if (items[order[i - 1]] == items[order[i]]) at = std::min(at, order[i]);
+    }
+    return at;
+}
+
 // The position within `items` of the first repeated item, or the size.
 inline std::size_t first_repeat(const std::vector<std::int64_t>& items, std::int64_t n_items) {
+    if (n_items > kMostMarked) return first_repeat_by_order(items);
     ItemSet seen(n_items);
     std::size_t at = 0;
     while (at < items.size() && seen.add(items[at])) ++at;
