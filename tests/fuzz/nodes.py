@@ -49,7 +49,7 @@ class _Bed:
         self.transport.register([*regions, Region(self.staging.ctypes.data, self.staging.nbytes)])
         common = {"transport": "local", "staging_nbytes": 1 << 16, "progress": "inline", "copy_thread": False}
         common["config"] = Config(convert=native.ext is not None)
-        self.prefill = PrefillNode(Pool.of(src_layout), Topology(), path="direct", **common)
+        self.prefill = PrefillNode(Pool.of(src_layout), Topology(), path="auto", **common)
         self.decode = DecodeNode(Pool.of(dst_layout), Topology(), **common)
         self.rooms = itertools.count(1)
         self.nonces = itertools.count(1 << 32)
