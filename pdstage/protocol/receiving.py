@@ -164,6 +164,9 @@ class Receiving(Lender):
             if part.link.session in self.links:
                 self.timers.set(("drain", part), now + self.config.drain_s)
                 self._send_abort(part, now)
+        elif part.phase is PartPhase.QUIET and not (part.shares or part.has_aux) and part.link.session in self.links:
+            # It writes nothing, so one word is enough: its record would wait for a room that is sent to others next.
+            self.send(part.link, m.Abort(part.room.epoch, m.brief(reason), False), now)
 
     def _send_abort(self, part: Part, now: float) -> None:
         finished = part.room.state is State.SUCCESS

@@ -137,6 +137,22 @@ def test_a_writer_that_holds_nothing_keeps_nobody_waiting(path: str, ever: bool)
     assert_flat(world)
 
 
+def test_a_room_that_fails_leaves_no_record_with_a_writer_that_holds_nothing() -> None:
+    """Its engine may send the room to others next: an old record would count as one of their number."""
+    world = World(prefill=2, decode=2)
+    skipped = opened_with_nothing(world)
+    handles = [world.receive(1, 8, [1, 0], rank) for rank in range(2)]
+    world.run()
+    assert skipped
+    for node, handle in zip(world.decode, handles, strict=True):
+        node.core.abort(handle, "retracted", world.now)
+        world.carry(node)
+    world.run()
+    assert world.now == 0.0
+    assert not any(node.core.records or len(node.core._parked) for node in world.prefill)
+    assert_flat(world)
+
+
 def test_a_writer_that_holds_nothing_and_gives_up_fails_no_room() -> None:
     """It waited for a room that its engine never began; the room goes on, however long it takes (I10)."""
     world = World(prefill=2, heads=1, layers=1, open_wait_s=5.0, wait_s=100.0)
