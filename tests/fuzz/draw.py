@@ -7,6 +7,7 @@ changes bytes changes choices.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -70,6 +71,10 @@ def altered_bytes(data: bytes, draw: Draw) -> bytes:
     return bytes(held)
 
 
+_MOST_PLACES = 1 << 14
+"""Of a frame of many megabytes not every value is listed: that took gigabytes."""
+
+
 def altered_msgpack(body: bytes, draw: Draw) -> bytes:
     """One to three places of a msgpack value changed; now and then its bytes instead."""
     if draw.chance(24):
@@ -105,7 +110,7 @@ def bent_msgpack(body: bytes, draw: Draw) -> bytes:
 
 
 def _alter(tree: list[Any], draw: Draw) -> None:
-    places = list(_places(tree))
+    places = list(islice(_places(tree), _MOST_PLACES))
     where, key = places[draw.below(len(places))] if places else (tree, 0)
     if not places:
         tree.append(draw.pick(VALUES))
