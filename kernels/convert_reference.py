@@ -8,15 +8,12 @@ says the same in words. Every NaN is stored as 0x7F, as the conversion instructi
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from ..convert import BLOCK, DATA, SCALE, TENSOR, TOKEN_HEAD, feeding
 from ..plan import Staging
-from ..tables import memory
 from . import reference
-from .checksum import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -134,7 +131,7 @@ class ConvertPlan(reference.ReferencePlan):
                 values = cells.reshape(-1, cells.shape[-1]).view(torch_dtype("bfloat16"))
                 cells = encode(coding.encoding, values).reshape(*cells.shape[:-1], coding.width)
             reference.bytes_at(dst_ptr + view.at, cells.numel())[:] = cells.reshape(-1)
-        self._add(launch.sum_ptr, dst_ptr, moving)
+        reference.add(launch.sum_ptr, moving, partial(self._staged, dst_ptr))
 
     def scatter(
         self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
@@ -150,21 +147,12 @@ class ConvertPlan(reference.ReferencePlan):
                 scales = next((self._staged(src_ptr, other) for other in moving if other.place == coding.scales), None)
                 cells = decode(coding.encoding, *(c.reshape(-1, c.shape[-1]) for c in (cells, scales) if c is not None))
             view.region[offsets] = cells.contiguous().view(torch_dtype("uint8")).reshape(offsets.shape)
-        self._add(launch.sum_ptr, src_ptr, moving)
+        reference.add(launch.sum_ptr, moving, partial(self._staged, src_ptr))
 
     def _staged(self, ptr: int, view: reference.Moving) -> torch.Tensor:
         """A view's staged cells, `[row, shard, segment, byte]`."""
         shape = (*view.canonical.shape[:-1], self._codings[view.place].width)
         return reference.bytes_at(ptr + view.at, math.prod(shape)).reshape(shape)
-
-    def _add(self, sum_ptr: int, ptr: int, moving: list[reference.Moving]) -> None:
-        if sum_ptr:
-            total = memory(sum_ptr, 8).view(np.uint64)
-            sums = (
-                checksum(v.row.seed, np.array(v.tokens), v.row.first_shard, self._staged(ptr, v).numpy())
-                for v in moving
-            )
-            total += np.uint64(sum(sums) % 2**64)
 
 
 def torch_dtype(name: str) -> torch.dtype:

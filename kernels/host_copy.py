@@ -6,7 +6,7 @@ Layer 3. Must not know tensors, rooms or transports. Both halves give the same b
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -36,7 +36,10 @@ def missing() -> str:
 def compile_plan(recipe: Recipe) -> NativePlan | NumpyPlan:
     """The selection's tables, built once: in C++ where it is there, else for numpy."""
     table = Table.of(recipe.layout, recipe.select)
-    return NumpyPlan(table, recipe.wire) if native.ext is None else NativePlan(table, recipe)
+    if native.ext is None:
+        return NumpyPlan(table, recipe.wire)
+    how = recipe.wire == HEAD_MAJOR, recipe.threads, recipe.checksum
+    return NativePlan(table, native.ext.CopyPlan(*table.arrays(), *how))
 
 
 def runtime_of(device: str) -> None:
@@ -54,12 +57,10 @@ class Moving(NamedTuple):
 class NativePlan:
     """A plan held by the extension: a call takes one tuple for each component across the border and drops the GIL."""
 
-    def __init__(self, table: Table, recipe: Recipe) -> None:
-        assert native.ext is not None
-        rows, sizes = table.arrays()
+    def __init__(self, table: Table, plan: Any) -> None:  # noqa: ANN401  (the extension's, which has no types)
         self._table = table
         self._as_peer = replace(table, side=DESTINATION)
-        self._plan = native.ext.CopyPlan(rows, sizes, recipe.wire == HEAD_MAJOR, recipe.threads, recipe.checksum)
+        self._plan = plan
 
     def gather(
         self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch

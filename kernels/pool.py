@@ -282,6 +282,7 @@ class Plan:
         self._pool = pool
         self._staging = staging
         self._recipe = recipe
+        self._decodable = all(coding.decodable for coding in recipe.codings)
         self._compiled = compiled
         self.backend = backend
 
@@ -315,6 +316,8 @@ class Plan:
         sum_ptr: int = 0,
     ) -> None:
         """Staging to pool. An item may be named once only; rows and shards that are not named stay as they are."""
+        if not self._decodable:
+            raise UsageError("data is selected without its scales", remedy="select both to scatter them")
         self._compiled.scatter(src_ptr, src_nbytes, indexes, tokens, self._launch(stream, max_sms, sum_ptr))
 
     def copy_to(

@@ -19,7 +19,7 @@ from ..tables import FAULT_TOO_SMALL, Table, integers, memory
 from .checksum import checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
     from numpy.typing import NDArray
@@ -106,9 +106,9 @@ class Moving(NamedTuple):
     canonical: torch.Tensor
     tokens: list[int]
 
-    def checksum(self) -> int:
-        cells = self.region[self.canonical].numpy()
-        return checksum(self.row.seed, np.array(self.tokens), self.row.first_shard, cells)
+    def cells(self) -> torch.Tensor:
+        """What lies in the pool now."""
+        return self.region[self.canonical]
 
 
 class ReferencePlan:
@@ -129,7 +129,7 @@ class ReferencePlan:
         self._check_size(dst_nbytes, tokens)
         for view in moving:
             bytes_at(dst_ptr + view.at, len(view.staged))[:] = view.region[view.staged]
-        _add(launch.sum_ptr, moving)
+        add(launch.sum_ptr, moving, Moving.cells)
 
     def scatter(
         self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
@@ -138,7 +138,7 @@ class ReferencePlan:
         self._check_size(src_nbytes, tokens)
         for view in moving:
             view.region[view.staged] = bytes_at(src_ptr + view.at, len(view.staged))
-        _add(launch.sum_ptr, moving)
+        add(launch.sum_ptr, moving, Moving.cells)
 
     def copy_to(
         self,
@@ -153,7 +153,7 @@ class ReferencePlan:
         dst = peer._moving(peer_indexes, tokens, unique=True, side=" of the destination")
         for from_, to in zip(src, dst, strict=True):
             to.region[to.canonical] = from_.region[from_.canonical]
-        _add(launch.sum_ptr, dst)
+        add(launch.sum_ptr, dst, Moving.cells)
 
     def _check_size(self, nbytes: int, tokens: Tokens) -> None:
         needed = self._staging.nbytes(tokens)
@@ -201,10 +201,12 @@ def _page_by_page(cells: torch.Tensor, pages: list[int]) -> torch.Tensor:
     return torch.cat([cells[of == page].transpose(0, 1).reshape(-1) for page in range(pages[0], pages[-1] + 1)])
 
 
-def _add(sum_ptr: int, moved: list[Moving]) -> None:
+def add(sum_ptr: int, moved: list[Moving], cells: Callable[[Moving], torch.Tensor]) -> None:
+    """Adds the checksum of the `cells` of what moved, where one was asked for."""
     if sum_ptr:
         total = memory(sum_ptr, 8).view(np.uint64)
-        total += np.uint64(sum(view.checksum() for view in moved) % 2**64)
+        sums = (checksum(v.row.seed, np.array(v.tokens), v.row.first_shard, cells(v).numpy()) for v in moved)
+        total += np.uint64(sum(sums) % 2**64)
 
 
 def bytes_at(ptr: int, nbytes: int) -> torch.Tensor:

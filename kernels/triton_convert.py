@@ -9,7 +9,6 @@ them. Sums nothing: plans with checksums are refused.
 from __future__ import annotations
 
 import math
-import struct
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from ..convert import SCALE, feeding
 from ..errors import UsageError
-from ..plan import Staging
+from ..plan import Staging, rows_of
 from ..tables import FAULT_TOO_SMALL, integers
 from . import triton_copy
 from .device import DeviceTable, check_aligned
@@ -79,7 +78,9 @@ class ConvertPlan:
         for _, alike in groupby(rows, lambda one: _shape(one[0], *one[1])):
             held = list(alike)
             first, (row, coding) = held[0]
-            table = np.array([(r.base, _scale_bits(c)) for _, (r, c) in held], np.int64)
+            table = np.array(
+                [(r.base, c.encoding.scale_bits if c.encoding is not None else 0) for _, (r, c) in held], np.int64
+            )
             variants = self._variants([r for _, (r, _) in held], coding)
             for variant in variants:
                 self._device.prepare(variant)
@@ -107,8 +108,6 @@ class ConvertPlan:
     def scatter(
         self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
-        if any(c.encoding is not None and c.encoding.part == "data" and c.scales < 0 for c in self._codings):
-            raise UsageError("data is selected without its scales", remedy="select both to scatter them")
         self._launch(1, src_ptr, src_nbytes, indexes, tokens, launch)
 
     def copy_to(
@@ -137,11 +136,10 @@ class ConvertPlan:
             at = {i: spans[i].ptr for i in range(len(spans))} | dict(zip(hosted, placed, strict=True))
             for run in self._runs:
                 row, span, coding = run.row, spans[run.row.component], run.coding
-                n_rows = -(-span.stop // row.tokens_per_row) - span.start // row.tokens_per_row
                 skipped = way == 1 and coding.encoding is not None and coding.encoding.part == SCALE
                 if span.start == span.stop or skipped:
                     continue
-                n_cells = n_rows * row.shards * row.segs
+                n_cells = rows_of(row.tokens_per_row, span.start, span.stop) * row.shards * row.segs
                 if n_cells > _MOST_CELLS:
                     raise UsageError(f"{n_cells} cells of one view in one call", remedy="copy fewer tokens")
                 variant = run.variants[way]
@@ -177,11 +175,6 @@ def _shape(place: int, row: Row, coding: Coding) -> tuple[object, ...]:
 
 def _n_values(row: Row, coding: Coding) -> int:
     return row.width if coding.encoding is None else row.width // 2
-
-
-def _scale_bits(coding: Coding) -> int:
-    scale = coding.encoding.scale if coding.encoding is not None else 1.0
-    return int(struct.unpack("<I", struct.pack("<f", scale))[0])
 
 
 def _step(offsets: list[int], first: int) -> int:

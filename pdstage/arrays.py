@@ -252,16 +252,27 @@ class Piece:
 def pages(array: Array, axis: Axis, tokens_per_row: int = 1) -> Piece:
     """The piece that is the whole of an array `[pages, rows, heads, dim]`; `axis` is this rank's heads."""
     (n_pages, rows, heads, dim), (item_stride, row_stride, head_stride, _) = array.shape, array.strides
+    check_heads(array, heads, axis)
+    return Piece(
+        array=array, n_items=n_pages, item_stride=item_stride, tokens_per_item=rows * tokens_per_row,
+        rows=(Row(tokens_per_row, row_stride),), shard_stride=head_stride, width=dim * array.itemsize, axis=axis,
+    )  # fmt: skip
+
+
+def check_heads(array: Array, heads: int, axis: Axis) -> None:
+    """Raises `UsageError` unless `heads` is what this rank holds of `axis`."""
     if heads != axis.count:
         raise refused(
             array.name,
             f"has {heads} heads, but this rank holds {axis.count} of {axis.total} (from head {axis.first})",
             "pass this rank's tensors, or correct total_heads or tp",
         )
-    return Piece(
-        array=array, n_items=n_pages, item_stride=item_stride, tokens_per_item=rows * tokens_per_row,
-        rows=(Row(tokens_per_row, row_stride),), shard_stride=head_stride, width=dim * array.itemsize, axis=axis,
-    )  # fmt: skip
+
+
+def layers_of(naming: Naming, n: int) -> Sequence[int]:
+    """The layer numbers of `n` tensors."""
+    start = naming.get("first_layer", 0)
+    return naming.get("layers", range(start, start + n))
 
 
 def part(roles: Mapping[str, Sequence[Piece]], naming: Naming, component: str = "kv") -> Part:
@@ -270,8 +281,7 @@ def part(roles: Mapping[str, Sequence[Piece]], naming: Naming, component: str = 
     A format is the naming's, else the piece's, else the dtype's.
     """
     first_role, first = next(iter(roles.items()))
-    start = naming.get("first_layer", 0)
-    layers = naming.get("layers", range(start, start + len(first)))
+    layers = layers_of(naming, len(first))
     for what, n_layers in (*((role, len(pieces)) for role, pieces in roles.items()), ("layers", len(layers))):
         if n_layers != len(first):
             raise UsageError(

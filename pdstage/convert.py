@@ -66,6 +66,11 @@ class Encoding:
         """The encoding that a view's format names; None if it names none that can be converted."""
         return _parse(format)
 
+    @property
+    def scale_bits(self) -> int:
+        """`scale` as the 32 bits of a float32."""
+        return int(struct.unpack("<I", struct.pack("<f", self.scale))[0])
+
     def nbytes(self, n: int) -> int:
         """Bytes of `n` encoded values; 0 where that many cannot be."""
         if self.kind == TENSOR:
@@ -177,6 +182,11 @@ class Coding(NamedTuple):
     encoding: Encoding | None
     width: int
     scales: int = -1
+
+    @property
+    def decodable(self) -> bool:
+        """Whether what it stages can be scattered: data needs its scales."""
+        return self.encoding is None or self.encoding.part != DATA or self.scales >= 0
 
 
 def codings(own: Layout, staged: Layout, select: Iterable[Select]) -> list[Coding]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Unpack
 
-from pdstage.arrays import Piece, arrays_of, pages, part, refused
+from pdstage.arrays import Piece, arrays_of, check_heads, layers_of, pages, part, refused
 from pdstage.errors import UsageError
 from pdstage.layout import Row
 from pdstage.topology import REPLICATED, shard_axis
@@ -116,8 +116,7 @@ def mxfp8_scales(k: Tensors, v: Tensors, *, total_heads: int, tp: tuple[int, int
     for role, given in (("k_scale", k), ("v_scale", v)):
         for array in arrays_of(role, given, "pages, heads, 32, page_size / 32, n"):
             (n_pages, heads, block, chunks, n), (page, head, within, chunk, _) = array.shape, array.strides
-            if heads != axis.count:
-                raise refused(array.name, f"has {heads} heads, this rank {axis.count}", "correct total_heads or tp")
+            check_heads(array, heads, axis)
             if block != 32:
                 raise refused(
                     array.name, f"has shape {list(array.shape)}: {block} tokens, not 32, on its third axis",
@@ -258,9 +257,8 @@ def _heads(roles: Mapping[str, Sequence[Array]], total_heads: int, tp: tuple[int
 
 def _with_rows(caches: Tensors, naming: Naming) -> tuple[list[TensorLike], list[int]]:
     """The tensors that have any rows, and their layers' numbers."""
-    start = naming.get("first_layer", 0)
     given = list(caches)
-    numbers = naming.get("layers", range(start, start + len(given)))
+    numbers = layers_of(naming, len(given))
     if len(numbers) != len(given):
         raise UsageError(
             f"layers has {len(numbers)} entries, caches has {len(given)}",

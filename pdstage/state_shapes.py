@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Unpack
 
-from pdstage.arrays import Piece, arrays_of, part, refused
+from pdstage.arrays import Piece, arrays_of, check_heads, part, refused
 from pdstage.layout import Row
 from pdstage.topology import REPLICATED, Axis, shard_axis
 
@@ -168,12 +168,7 @@ def _by_heads(array: Array, axis: Axis) -> Array:
         dim = channels // axis.count
         shape, strides = array.shape, array.strides
         return array.seen((shape[0], axis.count, dim, shape[2]), (strides[0], dim * step, step, strides[2]))
-    if array.shape[1] != axis.count:
-        raise refused(
-            array.name,
-            f"has {array.shape[1]} heads, but this rank holds {axis.count} of {axis.total} (from head {axis.first})",
-            "pass this rank's tensors, or correct total_heads or tp",
-        )
+    check_heads(array, array.shape[1], axis)
     return array
 
 

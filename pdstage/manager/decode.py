@@ -9,14 +9,11 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, assert_never
 
-from pdstage.convert import feeding
-from pdstage.cut import Pair
 from pdstage.errors import Aborted, PdstageError, PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.handle import Handle
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check
 from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
-from pdstage.plan import TOKEN_MAJOR
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore, InRoom
 from pdstage.protocol.effects import (
@@ -41,6 +38,7 @@ if TYPE_CHECKING:
     from pdstage.control.bootstrap import Advert
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
+    from pdstage.layout import Layout
     from pdstage.manager.driver import Heard
     from pdstage.manager.prefill import CudaEvent
     from pdstage.protocol.config import Config
@@ -146,7 +144,6 @@ class DecodeNode(Node[DecodeCore]):
             description=self.transport.describe(), lanes=lanes, config=self.config,
             direct=path != "staged",
         )  # fmt: skip
-        self._pairs: dict[Link, Pair] = {}
         self._receivers: dict[bytes, Receiver] = {}
         self._binding: list[Receiver] = []
         # Filled by the directory's thread and emptied by the driver's: one append and one popleft are each whole.
@@ -255,14 +252,8 @@ class DecodeNode(Node[DecodeCore]):
     def _nbytes(self, effect: Effect) -> int:
         return effect.landing.nbytes if isinstance(effect, Scatter) else 0
 
-    def _pair(self, link: Link) -> Pair:
-        pair = self._pairs.get(link)
-        if pair is None:
-            theirs, ours, wire = link.layout, self.pool.layout, None
-            if link.converted is not None:
-                theirs, ours, wire = link.converted.offered, feeding(ours, link.converted.taken), TOKEN_MAJOR
-            pair = self._pairs[link] = Pair(theirs, ours, link.common, wire)
-        return pair
+    def _layouts(self, link: Link) -> tuple[Layout, Layout]:
+        return link.layout, self.pool.layout
 
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
         if isinstance(event, Inbound):
@@ -353,10 +344,6 @@ class DecodeNode(Node[DecodeCore]):
         if route:
             self.directory.forget()  # the peer may be at the same address under another key
             self.core.unreachable(route, error, now)
-
-    def _detach(self, link: Link) -> None:
-        self._pairs.pop(link, None)
-        super()._detach(link)
 
     def _holds_nothing(self, link: Link) -> bool:
         return not self.core.holds(link)

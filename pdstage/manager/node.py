@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Self
 
 from pdstage.control.keys import keys_of
 from pdstage.control.zmq import ControlSocket
+from pdstage.convert import feeding
 from pdstage.cost import CostModel
+from pdstage.cut import Pair
 from pdstage.errors import PdstageError, UsageError
 from pdstage.manager.copier import Copier, has_core_to_spare
 from pdstage.manager.driver import AnyCore, Driver, log
 from pdstage.manager.lookup import Directory
+from pdstage.plan import TOKEN_MAJOR
 from pdstage.protocol.config import Config
 from pdstage.stager import Memory, Stager
 from pdstage.transport import Transport, open_transport
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
-    from pdstage.layout import Region
+    from pdstage.layout import Layout, Region
     from pdstage.manager.handle import Handle
     from pdstage.protocol.session import Link
     from pdstage.topology import Topology
@@ -77,6 +80,7 @@ class Node(Driver[AnyCore]):
         self.incarnation = secrets.randbits(63) | 1
         self._dead_check_at = 0.0
         self._gave_back = True
+        self._pairs: dict[Link, Pair] = {}
         self.memory = Memory(staging_nbytes, staging, pool.device)
         self.parts = self.memory.parts(n_parts)
         self._copier = Copier(self._wake)
@@ -115,7 +119,24 @@ class Node(Driver[AnyCore]):
             with self._lock:
                 self.core.lose(link, error, time.monotonic())
 
+    @abstractmethod
+    def _layouts(self, link: Link) -> tuple[Layout, Layout]:
+        """A session's layouts: prefill's, decode's."""
+
+    def _pair(self, link: Link) -> Pair:
+        """How a session's layouts meet. Made when first asked for: who does not wait for Welcome may have opened a room
+        before `_meet`.
+        """
+        pair = self._pairs.get(link)
+        if pair is None:
+            (src, dst), met, wire = self._layouts(link), link.converted, None
+            if met is not None:
+                src, dst, wire = feeding(src, met.offered), feeding(dst, met.taken), TOKEN_MAJOR
+            pair = self._pairs[link] = Pair(src, dst, link.common, wire)
+        return pair
+
     def _detach(self, link: Link) -> None:
+        self._pairs.pop(link, None)
         self.directory.forget()
         self.transport.disconnect(label(link))
         if link.converted is not None:

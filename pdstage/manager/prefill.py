@@ -12,15 +12,14 @@ import numpy as np
 
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapServer
-from pdstage.convert import feeding
-from pdstage.cut import DirectPlans, Pair
+from pdstage.cut import DirectPlans
 from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.handle import Handle
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, rects_of
 from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
 from pdstage.manager.posts import Posts
-from pdstage.plan import TOKEN_MAJOR, Stagings, selects
+from pdstage.plan import Stagings, selects
 from pdstage.protocol.effects import (
     Attach,
     Changed,
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
 
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
+    from pdstage.layout import Layout
     from pdstage.manager.driver import Heard
     from pdstage.protocol.config import Config
     from pdstage.protocol.outbox import OutChunk, OutRoom, Source
@@ -156,7 +156,6 @@ class PrefillNode(Node[PrefillCore]):
         )  # fmt: skip
         self._stagings = Stagings(pool.layout)
         self._positional = {component.name for component in pool.layout.components if component.positional}
-        self._pairs: dict[Link, Pair] = {}
         self._direct_plans: dict[tuple[object, ...], DirectPlans] = {}
         self.posts = Posts(self.transport)
         self._waiting: list[tuple[Sender, Source, CudaEvent]] = []
@@ -342,15 +341,8 @@ class PrefillNode(Node[PrefillCore]):
             self._direct_plans[key] = plan
         return plan
 
-    def _pair(self, link: Link) -> Pair:
-        """Made when first asked for: a peer that does not wait for Welcome may have opened a room before `_meet`."""
-        pair = self._pairs.get(link)
-        if pair is None:
-            ours, theirs, wire = self.pool.layout, link.layout, None
-            if link.converted is not None:
-                ours, theirs, wire = feeding(ours, link.converted.offered), link.converted.taken, TOKEN_MAJOR
-            pair = self._pairs[link] = Pair(ours, theirs, link.common, wire)
-        return pair
+    def _layouts(self, link: Link) -> tuple[Layout, Layout]:
+        return self.pool.layout, link.layout
 
     def _meet(self, link: Link, description: bytes) -> None:
         lanes = [Region(lane.base, lane.nbytes, lane.kind, lane.device) for lane in link.lanes]
@@ -358,7 +350,6 @@ class PrefillNode(Node[PrefillCore]):
         self.transport.prepare(label(link), [*lanes, *(link.layout.regions if link.exposes_pool else ())])
 
     def _detach(self, link: Link) -> None:
-        self._pairs.pop(link, None)
         for key in [key for key in self._direct_plans if key[0] is link]:
             del self._direct_plans[key]
         super()._detach(link)

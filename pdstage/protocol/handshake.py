@@ -107,11 +107,8 @@ class Greeter(Core):
             return
         link = Link(session, route, welcome.layout, welcome.topology, (), welcome.max_silence_s, now, half_open=False)
         link.heard = frame.seq
-        link.common = Common.of(welcome.layout, self._hello.layout)
-        link.checksums = m.CHECKSUM_FEATURE in welcome.features and m.CHECKSUM_FEATURE in self._hello.features
-        pair = meeting(welcome, self._hello)
-        if pair.components:
-            link.converted, link.stagings = pair, Stagings(pair.taken)
+        if (met := _agree(link, welcome, self._hello)) is not None:
+            link.stagings = Stagings(met.taken)
         self.links[session] = peer.link = link
         self.counters.sessions_opened += 1
         self._stop_greeting(peer)
@@ -190,12 +187,9 @@ class Host(Core):
                 return
             self._make_room(route, now)
             link = Link(session, route, hello.layout, hello.topology, hello.lanes, hello.max_silence_s, now)
-            link.common = Common.of(self._welcome.layout, hello.layout)
             link.exposes_pool = m.DIRECT_FEATURE in hello.features
-            link.checksums = m.CHECKSUM_FEATURE in hello.features and m.CHECKSUM_FEATURE in self._welcome.features
-            pair = meeting(self._welcome, hello)
-            if pair.components:
-                link.converted, link.stagings = pair, Stagings(pair.offered)
+            if (met := _agree(link, self._welcome, hello)) is not None:
+                link.stagings = Stagings(met.offered)
             self.links[session] = link
             self._n_half_open += 1
             self.counters.sessions_opened += 1
@@ -281,6 +275,15 @@ class Host(Core):
                 raise PeerError(what, remedy="ask for ascending tokens of each own component once")
         for items in opened.items:
             check_items(link.layout, items, asked.get(items.component))
+
+
+def _agree(link: Link, welcome: m.Welcome, hello: m.Hello) -> Conversion | None:
+    """What both sides' greetings make of a session, the same on both; returns how its layouts are converted, if so."""
+    link.common = Common.of(welcome.layout, hello.layout)
+    link.checksums = m.CHECKSUM_FEATURE in welcome.features and m.CHECKSUM_FEATURE in hello.features
+    met = meeting(welcome, hello)
+    link.converted = met if met.components else None
+    return link.converted
 
 
 def _misfit(welcome: m.Welcome, hello: m.Hello) -> str:
