@@ -77,6 +77,7 @@ FRAMES: dict[str, m.AnyMessage] = {
     "Heartbeat": m.Heartbeat(),
     "Bye": m.Bye(),
     "NoSession": m.NoSession(2**64 - 1),
+    "Tagged": m.Tagged(m.encode_tag(m.Tag(SESSION, 7, 1, 0, 8192, _RECTS, 5), COMPONENTS)),
 }  # fmt: skip
 TAGS = {
     "staged": m.Tag(SESSION, 7, 1, 0, 8192, _RECTS, 2**64 - 1),

@@ -221,6 +221,7 @@ class World:
         slots: bool = False,
         exact: bool = False,
         fences: bool = True,
+        notifies: bool = True,
         instances: bool = False,
         deadline_s: float = 1000.0,
         choose: Callable[[OutChunk], bool] | None = None,
@@ -228,6 +229,7 @@ class World:
     ) -> None:
         self.now = 0.0
         self.fences, self.instances, self.deadline_s = fences, instances, deadline_s
+        self.notifies = notifies
         self.choose = choose or (lambda _: self.path == "direct")
         self.pick: Callable[[int], int] = lambda _: 0
         self.lives, self.space = itertools.count(1), itertools.count(1)
@@ -261,7 +263,7 @@ class World:
         core = PrefillCore(
             1000 + rank + 100 * life, layout=make_layout(memory, **shape, **self.kind), topology=place,
             transport="test", description=b"", n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes,
-            config=self.config, choose=self._choose,
+            config=self.config, choose=self._choose, notifies=self.notifies,
         )  # fmt: skip
         buffers = [np.zeros(self.buffer_nbytes, np.uint8) for _ in range(self.n_buffers)]
         return Prefill(b"P%d" % rank, core, memory, buffers)
@@ -277,6 +279,7 @@ class World:
         core = DecodeCore(
             2000 + rank + 100 * life, layout=make_layout(memory, hnd=self.dst_hnd, **shape, **self.kind),
             topology=place, transport="test", description=b"", lanes=lanes, config=self.config,
+            notifies=self.notifies,
         )  # fmt: skip
         node = Decode(b"D%d" % rank, core, memory, staging)
         self.processes.append(node)
@@ -601,7 +604,8 @@ class World:
                 dst.core.tag(tag, self.now)
                 self.carry(dst)
 
-        self.put(Item("tag", node, dst, told, tag=tag))
+        if self.notifies:
+            self.put(Item("tag", node, dst, told, tag=tag))
         self.put(Item("done", node, node, done, tag=tag))
 
     def _scatter(self, node: Decode, effect: Scatter) -> None:

@@ -142,7 +142,7 @@ class DecodeNode(Node[DecodeCore]):
         self.core = DecodeCore(
             self.incarnation, layout=pool.layout, topology=topology, transport=self.transport.traits.name,
             description=self.transport.describe(), lanes=lanes, config=self.config,
-            direct=path != "staged",
+            direct=path != "staged", notifies=self.transport.traits.notifies,
         )  # fmt: skip
         self._receivers: dict[bytes, Receiver] = {}
         self._binding: list[Receiver] = []

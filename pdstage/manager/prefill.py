@@ -162,7 +162,7 @@ class PrefillNode(Node[PrefillCore]):
         self.core = PrefillCore(
             self.incarnation, layout=pool.layout, topology=topology, transport=self.transport.traits.name,
             description=self.transport.describe(), n_buffers=n_buffers, buffer_nbytes=self.parts[0].nbytes,
-            config=self.config, choose=self._choose, direct=path != "staged",
+            config=self.config, choose=self._choose, direct=path != "staged", notifies=self.transport.traits.notifies,
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         try:

@@ -138,6 +138,7 @@ class Borrower(Host):
         chunk = self._chunk(link, recall.epoch, recall.chunk)
         if chunk is not None and chunk.attempt == recall.attempt and not chunk.direct:
             if chunk.begun or chunk.phase is Phase.READY:
+                self._tell_tag(chunk, now)
                 return
             if chunk.phase in (Phase.ASKING, Phase.HELD):
                 self._recalled(chunk, now)
@@ -277,11 +278,11 @@ class Borrower(Host):
         if error is not None or chunk.phase is Phase.DROPPED:
             self._land(ticket, now, error)
             return
-        chunk.phase = Phase.WRITING
+        chunk.phase, chunk.checksum = Phase.WRITING, checksum
         lane = chunk.record.link.lanes[chunk.lane]
         address = lane.base + chunk.cursor % lane.nbytes
         self.timers.set(("write", ticket), now + self.config.write_s)
-        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk, checksum)))
+        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk)))
 
     def completed(self, ticket: int, now: float, error: PdstageError | None = None, *, settled: bool = True) -> None:
         """A post ended. With `error` its outcome is unknown: it is never repeated, and the room fails.
@@ -316,11 +317,17 @@ class Borrower(Host):
                 self._orphans[ticket] = link.session
                 self._land(ticket, now, error)
 
-    def _tag(self, chunk: OutChunk, checksum: int = 0) -> bytes:
+    def _tag(self, chunk: OutChunk) -> bytes:
         link = chunk.record.link
         lane, cursor = (m.DIRECT, 0) if chunk.direct else (chunk.lane, chunk.cursor)
-        tag = m.Tag(link.session, chunk.record.epoch, chunk.number, lane, cursor, chunk.rects, checksum)
+        tag = m.Tag(link.session, chunk.record.epoch, chunk.number, lane, cursor, chunk.rects, chunk.checksum)
         return m.encode_tag(tag, tuple(component.name for component in link.layout.components))
+
+    def _tell_tag(self, chunk: OutChunk, now: float) -> None:
+        """Where the transport carries no tags: says of a write that is done what its tag would."""
+        link = chunk.record.link
+        if link.tells_tags and chunk.phase is Phase.WRITTEN and link.session in self.links:
+            self.send(link, m.Tagged(self._tag(chunk)), now)
 
     def _land(self, ticket: int, now: float, error: PdstageError | None) -> None:
         """A gather or write ended: gives back what it held and moves its record on."""
@@ -354,6 +361,7 @@ class Borrower(Host):
             self.counters.chunks_staged += 1
         record.written.append(m.Written(chunk.number, *where))
         record.unwritten -= 1
+        self._tell_tag(chunk, now)
         self._maybe_close(record, now)
 
     def _on_write_timer(self, ticket: int, now: float) -> None:

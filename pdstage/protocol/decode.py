@@ -38,7 +38,7 @@ __all__ = ["DecodeCore", "InRoom", "Landing", "Part", "PartPhase"]
 
 
 class DecodeCore(Receiving):
-    """The protocol's decode half."""
+    """The protocol's decode half. Not `notifies`: the transport carries no tags, so writers say them."""
 
     def __init__(
         self,
@@ -51,9 +51,11 @@ class DecodeCore(Receiving):
         lanes: tuple[m.LaneSpan, ...],
         config: Config,
         direct: bool = True,
+        notifies: bool = True,
     ) -> None:
         offered = (
             (m.DIRECT_FEATURE, direct), (m.CHECKSUM_FEATURE, config.checksums), (m.CONVERT_FEATURE, config.convert),
+            (m.TAGS_FEATURE, not notifies),
         )  # fmt: skip
         features = tuple(name for name, offer in offered if offer)
         hello = m.Hello(topology, layout, transport, description, lanes, config.max_silence_s, features)
@@ -67,6 +69,7 @@ class DecodeCore(Receiving):
             m.Opened: self._on_opened,
             m.Reserve: self._on_reserve,
             m.Returned: self._on_returned,
+            m.Tagged: self._on_tagged,
             m.CloseOk: self._on_close_ok,
             m.CloseFailed: self._on_close_failed,
             m.Drained: self._on_drained,
@@ -173,7 +176,7 @@ class DecodeCore(Receiving):
     # What the driver reports.
 
     def tag(self, data: bytes, now: float) -> None:
-        """One notification of the data plane, by transport or by control message."""
+        """One notification of the data plane."""
         self.counters.tags_received += 1
         try:
             link = self.links.get(m.tag_session(data))
@@ -288,6 +291,15 @@ class DecodeCore(Receiving):
         stagings = part.link.stagings or self.stagings
         nbytes = stagings.of(part.shares, ask.rects).nbytes(part.link.common.tokens(ask.rects))
         return "" if nbytes == ask.nbytes else f"{ask.nbytes} bytes for what has {nbytes} here"
+
+    def _on_tagged(self, link: Link, told: m.Tagged, now: float) -> None:
+        """A tag that its writer says, and one said before is dropped like any tag that is had already (I7)."""
+        tag = m.decode_tag(told.tag, self._components)
+        if not link.tells_tags or tag.session != link.session:
+            raise PeerError("a tag as a message, which is not for this session to say", remedy="check the peer")
+        self.counters.tags_received += 1
+        if not self._on_tag(link, tag, now):
+            self.counters.tags_stale += 1
 
     def _on_tag(self, link: Link, tag: m.Tag, now: float) -> bool:
         part = self._part(link, tag.epoch)

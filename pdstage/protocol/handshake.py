@@ -281,6 +281,7 @@ def _agree(link: Link, welcome: m.Welcome, hello: m.Hello) -> Conversion | None:
     """What both sides' greetings make of a session, the same on both; returns how its layouts are converted, if so."""
     link.common = Common.of(welcome.layout, hello.layout)
     link.checksums = m.CHECKSUM_FEATURE in welcome.features and m.CHECKSUM_FEATURE in hello.features
+    link.tells_tags = m.TAGS_FEATURE in welcome.features and m.TAGS_FEATURE in hello.features
     met = meeting(welcome, hello)
     link.converted = met if met.components else None
     return link.converted
@@ -290,6 +291,8 @@ def _misfit(welcome: m.Welcome, hello: m.Hello) -> str:
     def judged(met: Conversion) -> str:
         return incompatible(met.offered, met.taken, welcome.topology, hello.topology) or parted(met, hello.layout)
 
+    if (m.TAGS_FEATURE in welcome.features) != (m.TAGS_FEATURE in hello.features):
+        return f"transport {hello.transport!r} carries tags at one side only: run one version of it on both"
     problem = judged(meeting(welcome, hello))
     if problem and not judged(convert.pair(welcome.layout, hello.layout)):
         problem += "; to convert in flight, set Config.convert on both sides"

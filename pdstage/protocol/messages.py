@@ -29,8 +29,10 @@ _FRAME_MAGIC, _TAG_MAGIC = b"Pd", b"Pt"
 MAX_RECTS = 64
 MAX_ROOM_NBYTES = 256
 MAX_REASON = 4096
-DIRECT_FEATURE, CHECKSUM_FEATURE, CONVERT_FEATURE = "direct", "checksum", "convert"
-"""What Hello and Welcome offer: decode's pages may be written in place; staged chunks may carry a checksum."""
+DIRECT_FEATURE, CHECKSUM_FEATURE, CONVERT_FEATURE, TAGS_FEATURE = "direct", "checksum", "convert", "tags"
+"""What Hello and Welcome offer: decode's pages may be written in place; staged chunks may carry a checksum; formats are
+converted; tags travel as messages, since the transport carries none.
+"""
 DIRECT = 0xFFFF
 """The lane number of a chunk written straight into the destination's pages."""
 
@@ -46,6 +48,7 @@ RoomKey: TypeAlias = Annotated[bytes, Meta(max_length=MAX_ROOM_NBYTES)]
 Described: TypeAlias = Annotated[bytes, Meta(max_length=4 << 20)]
 Features: TypeAlias = Annotated[tuple[Word, ...], Meta(max_length=64)]
 Rects: TypeAlias = Annotated[tuple[Rect, ...], Meta(max_length=MAX_RECTS)]
+TagBytes: TypeAlias = Annotated[bytes, Meta(max_length=_TAG.size + MAX_RECTS * _RECT.size)]
 Shares: TypeAlias = Annotated[tuple[Share, ...], Meta(max_length=4096)]
 
 
@@ -330,10 +333,19 @@ class NoSession(Message, frozen=True, tag=21):
     incarnation: int
 
 
+class Tagged(Message, frozen=True, tag=22):
+    """P>D, once a write is done, where both sides offered `TAGS_FEATURE`: its tag, which the transport does not carry.
+
+    Said again in answer to a Recall of what was written, and with each repeated CloseOk. A tag had already is dropped.
+    """
+
+    tag: TagBytes
+
+
 # fmt: off
 AnyMessage: TypeAlias = (
     Hello | Welcome | HelloRefused | Ask | Asking | Open | Opened | Reserve | Lease | Refused | Watermark | Recall
-    | Returned | CloseOk | CloseFailed | Closed | Abort | Drained | Heartbeat | Bye | NoSession
+    | Returned | CloseOk | CloseFailed | Closed | Abort | Drained | Heartbeat | Bye | NoSession | Tagged
 )
 # fmt: on
 

@@ -66,6 +66,8 @@ class OutChunk:
     attempt: int = 0
     lane: int = 0
     cursor: int = 0
+    checksum: int = 0
+    """Of its bytes as they were gathered, where the session has checksums."""
     waits_since: float = 0.0
     """Since when its data exists and it has no staging memory that it may write."""
 

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class PrefillCore(Sending):
-    """The protocol's prefill half. `choose` says whether a chunk that may go direct should; not `direct`: none may."""
+    """The protocol's prefill half. `choose` says whether a chunk that may go direct should; not `direct`: none may.
+
+    Not `notifies`: the transport carries no tags, so they are said here.
+    """
 
     def __init__(
         self,
@@ -41,8 +44,11 @@ class PrefillCore(Sending):
         config: Config,
         choose: Callable[[OutChunk], bool],
         direct: bool = True,
+        notifies: bool = True,
     ) -> None:
-        offered = ((m.CHECKSUM_FEATURE, config.checksums), (m.CONVERT_FEATURE, config.convert))
+        offered = (
+            (m.CHECKSUM_FEATURE, config.checksums), (m.CONVERT_FEATURE, config.convert), (m.TAGS_FEATURE, not notifies),
+        )  # fmt: skip
         features = tuple(name for name, offer in offered if offer)
         welcome = m.Welcome(topology, layout, transport, description, config.max_silence_s, features)
         super().__init__(
@@ -303,7 +309,7 @@ class PrefillCore(Sending):
                 self._ask_again(chunk, now)
             case ("close", Record() as record):
                 if record.phase is RecordPhase.CLOSING:
-                    self._close(record, now)
+                    self._close_again(record, now)
                 elif record.phase is RecordPhase.FAILING:
                     self._close_failed(record, now)
             case ("open_wait", OutRoom() as room):

@@ -132,6 +132,12 @@ class Sending(Borrower):
         self.send(record.link, close, now)
         self.repeat(("close", record), now)
 
+    def _close_again(self, record: Record, now: float) -> None:
+        """Unanswered: what was lost may be a tag that was said, and decode waits for all that are listed."""
+        for chunk in record.chunks.values():
+            self._tell_tag(chunk, now)
+        self._close(record, now)
+
     def _fail_record(self, record: Record, error: PdstageError, now: float) -> None:
         if record.room is not None:
             self._fail(record.room, error, now)

@@ -69,6 +69,8 @@ class Link:
     """The peer's pages may be written in place; else only its staging memory."""
     checksums: bool = False
     """Both sides offered them: staged chunks carry one."""
+    tells_tags: bool = False
+    """Both sides offered it: tags travel as messages."""
     converted: Conversion | None = None
     """Both offered to convert, and some formats differ: how the two layouts meet."""
     stagings: Stagings | None = None

@@ -60,6 +60,7 @@ def samples() -> tuple[m.AnyMessage, ...]:
         m.Heartbeat(),
         m.Bye(),
         m.NoSession(1),
+        m.Tagged(m.encode_tag(m.Tag(m.Session(1, 2), 1, 0, 0, 0, (rect,)), ("kv",))),
     )
 
 

@@ -23,7 +23,7 @@ from tests.pair import World
 
 PINNED = {
     1: {
-        "v1.json": "47911212e7545a547f27579cccab1c02d41ebc6963bd079d2de1bf2710e99e91",
+        "v1.json": "a641a8196d3aaf2328337f7b6535c5638eb79fe3d64b497e857abbf3082be9f6",
         "v1-session.json": "b6b5545dd9eba3eb4af8d798ccc7418ffd3886e58e208970b4a5050cdf722621",
     },
 }

@@ -330,9 +330,9 @@ MUTANTS = [
         "a send buffer is free once its write began",
         "6 send buffers, I8",
         "protocol/borrower.py",
-        """        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk, checksum)))
+        """        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk)))
 """,
-        """        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk, checksum)))
+        """        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk)))
         self.buffers.free.append(buffer)
 """,
     ),

@@ -64,6 +64,11 @@ QUICK = [
     Configuration(
         name="two writers of a room", shape=Shape(writers=2, instances=False, chunks=1), faults=Faults(crash=1)
     ),
+    Configuration(name="tags are said", shape=Shape(notifies=False), faults=Faults(loss=2, abort=1, early=1)),
+    Configuration(
+        name="tags are said, of pages", shape=Shape(path="direct", notifies=False), faults=Faults(loss=2, abort=1)
+    ),
+    Configuration(name="tags are said, a crash", shape=Shape(chunks=1, notifies=False), faults=Faults(loss=1, crash=1)),
 ]
 """Complete within seconds."""
 

@@ -194,7 +194,7 @@ class FabricWorld(World):
 
     def _end_post(self, post: Post) -> None:
         self.posts.remove(post)
-        if post.tagged:
+        if post.tagged and self.notifies:
             self.put(Item("tag", post.src, post.dst, lambda: self._tell_tag(post), tag=post.tag))
         if not post.failed:
             self.put(Item("done", post.src, post.src, lambda: self._tell_done(post), tag=post.tag))

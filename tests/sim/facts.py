@@ -57,6 +57,8 @@ class Shape:
     n_buffers: int = 2
     path: str = "staged"
     """"staged"; "direct"; or "auto": staged, and direct where that comes to nothing."""
+    notifies: bool = True
+    """Tags come with the data; else their writers say them."""
     deadlines: dict[str, float] = field(default_factory=dict)
 
     @property

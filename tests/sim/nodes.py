@@ -63,7 +63,8 @@ class Nodes:
         heads = 1 if shape.instances else shape.writers
         self.world = World(
             prefill=shape.writers, heads=heads, layers=1, lane_nbytes=shape.lane_nbytes, n_lanes=shape.n_lanes,
-            n_buffers=shape.n_buffers, path=shape.path, instances=shape.instances, **shape.deadlines,
+            n_buffers=shape.n_buffers, path=shape.path, instances=shape.instances, notifies=shape.notifies,
+            **shape.deadlines,
         )  # fmt: skip
         self.names = [b"D0", *(b"P%d" % n for n in range(shape.writers))]
         self.templates: dict[tuple[int, int], Core] = {}
@@ -233,6 +234,11 @@ class Nodes:
             fields = {name: getattr(message, name) for name in message.__struct_fields__}
             message = type(message)(**(fields | {"reason": "-"}))
         return self._number(m.encode(frame.session, min(frame.seq, 1), message), self.frames)
+
+    def said(self, frame: int) -> m.Tag | None:
+        """The tag that a frame says, if it says one."""
+        message = m.decode(self.frames[frame]).message
+        return m.decode_tag(message.tag, ("kv",)) if isinstance(message, m.Tagged) else None
 
     def tag(self, data: bytes) -> int:
         return self._number(data, self.tags)

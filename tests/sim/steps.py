@@ -112,7 +112,11 @@ class Steps:
         return state._replace(links=(*links[:link], links[link][1:], *links[link + 1 :]))
 
     def _hear(self, state: Global, node: int, src: int, link: int) -> Global:
-        return self._give(self._without_head(state, link), node, ("hear", src, state.links[link][0]))
+        frame = state.links[link][0]
+        after = self._without_head(state, link)
+        if node == 0 and (tag := self.nodes.said(frame)) is not None:
+            after = self._in_pages(after, tag)
+        return self._give(after, node, ("hear", src, frame))
 
     def _give(self, state: Global, node: int, given: Input) -> Global:
         self.trying = (node, given)
@@ -148,7 +152,9 @@ class Steps:
                 old = self.posts[number]
                 same = (old.session, old.where, old.flight if old.where[0] == m.DIRECT else ()) == place
                 must(not same, f"I15: written twice: {post}")
-            flags = DONE | BAD if post.session in state.fenced else TAG | DONE | UNDER | OK
+            flags = DONE | BAD if post.session in state.fenced else DONE | UNDER | OK
+            if self.shape.notifies and post.session not in state.fenced:
+                flags |= TAG
             writes.append((self.post_number(post), flags))
         return state._replace(writes=tuple(sorted(writes)))
 
@@ -165,13 +171,18 @@ class Steps:
         return state._replace(writes=tuple(sorted(rest)))
 
     def _told(self, state: Global, number: int, flags: int, taken: int) -> Global:
-        post = self.posts[number]
+        told = self.posts[number].tag
         after = self._flag(state, number, flags & ~(taken | UNDER | BAD))
+        after = self._in_pages(after, m.decode_tag(self.nodes.tags[told], ("kv",)))
+        return self._give(self._spend(after, number), 0, ("told", told))
+
+    def _in_pages(self, state: Global, tag: m.Tag) -> Global:
+        """Decode learns of what landed: straight in pages it is delivered."""
         facts = self.nodes.facts[state.nodes[0]]
-        if post.where[0] == m.DIRECT and post.session in facts.sessions and post.where[1] in facts.epochs:
-            (rect,) = m.decode_tag(self.nodes.tags[post.tag], ("kv",)).rects
-            after = self._delivered(after, (facts.epochs[post.where[1]], post.session, rect.start, rect.stop))
-        return self._give(self._spend(after, number), 0, ("told", post.tag))
+        if tag.lane != m.DIRECT or tag.session not in facts.sessions or tag.epoch not in facts.epochs:
+            return state
+        (rect,) = tag.rects
+        return self._delivered(state, (facts.epochs[tag.epoch], tag.session, rect.start, rect.stop))
 
     def _delivered(self, state: Global, what: tuple[tuple[int, int], m.Session, int, int]) -> Global:
         return state._replace(delivered=tuple(sorted({*state.delivered, what})))
