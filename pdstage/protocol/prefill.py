@@ -41,10 +41,11 @@ class PrefillCore(Sending):
         config: Config,
         choose: Callable[[OutChunk], bool],
         direct: bool = True,
+        others: tuple[m.Offer, ...] = (),
     ) -> None:
         offered = ((m.CHECKSUM_FEATURE, config.checksums), (m.CONVERT_FEATURE, config.convert))
         features = tuple(name for name, offer in offered if offer)
-        welcome = m.Welcome(topology, layout, transport, description, config.max_silence_s, features)
+        welcome = m.Welcome(topology, layout, transport, description, config.max_silence_s, features, others)
         super().__init__(
             incarnation, config, welcome, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose
         )  # fmt: skip
