@@ -72,9 +72,7 @@ class Job:
 
 
 class Ready(NamedTuple):
-    """The rank is announced and waits to be told to start. `transport`: the one in use, told by prefill ranks."""
-
-    transport: str = ""
+    """The rank is announced and waits to be told to start."""
 
 
 class Prefilled(NamedTuple):
@@ -116,7 +114,7 @@ def prefill_rank(work: tuple[Job, str], pipe: Connection) -> None:
     job, bootstrap = work
     engine = _engine(job, [n for _, n in job.rooms])
     side = SendingSide(engine.pools, job.reach(bootstrap))
-    pipe.send(Ready(side.transport))
+    pipe.send(Ready())
     pipe.recv()
     for i, ((room, _), prompt) in enumerate(zip(job.rooms, job.prompts, strict=True)):
         pipe.send(Sent(i, *_send_room(job, engine, side, room, prompt, pipe=pipe)))

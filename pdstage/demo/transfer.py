@@ -30,14 +30,16 @@ if TYPE_CHECKING:
 STAGING_NBYTES = 16 << 20
 PAUSE_S = 0.005
 TOKEN = struct.Struct("<i")
+_OVER = "sessions_over_"
 
 
 class Moved(NamedTuple):
-    """What a prefill rank wrote for one room."""
+    """What a prefill rank wrote for one room, and over which transports it reaches its peers."""
 
     nbytes: int
     descriptors: int
     paths: tuple[str, ...]
+    over: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,14 +140,10 @@ class SendingSide:
             raise DeadlineExceeded(str(late), remedy="try fewer ranks or requests") from late
         now, before = self._node.stats(), self._before
         self._before = now
-        moved = {name: count - before[name] for name, count in now.items()}
+        moved = {name: count - before.get(name, 0) for name, count in now.items()}
         paths = tuple(path for path in ("staged", "direct") if moved[f"chunks_{path}"])
-        return Moved(moved["bytes_written"], moved["descriptors"], paths)
-
-    @property
-    def transport(self) -> str:
-        """The transport in use, which "auto" chose."""
-        return self._node.transport.traits.name
+        over = tuple(name.removeprefix(_OVER) for name in now if name.startswith(_OVER))
+        return Moved(moved["bytes_written"], moved["descriptors"], paths, over)
 
     def turn(self) -> None:
         self._node.turn()

@@ -139,10 +139,11 @@ class DecodeNode(Node[DecodeCore]):
             copy_thread=copy_thread, insecure=insecure, keys=keys,
         )  # fmt: skip
         lanes = tuple(m.LaneSpan(part.base, part.nbytes, part.kind, part.device) for part in self.parts)
+        offer, *others = self._offers()
         self.core = DecodeCore(
-            self.incarnation, layout=pool.layout, topology=topology, transport=self.transport.traits.name,
-            description=self.transport.describe(), lanes=lanes, config=self.config,
-            direct=path != "staged", notifies=self.transport.traits.notifies,
+            self.incarnation, layout=pool.layout, topology=topology, transport=offer.transport,
+            description=offer.description, lanes=lanes, config=self.config, direct=path != "staged",
+            others=tuple(others), notifies=self.transport.traits.notifies,
         )  # fmt: skip
         self._receivers: dict[bytes, Receiver] = {}
         self._binding: list[Receiver] = []
@@ -348,8 +349,8 @@ class DecodeNode(Node[DecodeCore]):
     def _holds_nothing(self, link: Link) -> bool:
         return not self.core.holds(link)
 
-    def _is_fenced(self) -> bool:
-        return self.transport.traits.fences
+    def _is_fenced(self, link: Link) -> bool:
+        return self.transport.traits_of(label(link)).fences
 
     def _in_flight(self) -> bool:
         return self.core.holdings.lent  # a fabric without a thread of its own lands nothing while nobody asks

@@ -185,8 +185,8 @@ class Driver(ABC, Generic[AnyCore]):
                     self._on_changed(room)
                 case Complaint(route, error):
                     log.warning("peer %s: %s", route.hex(), error)
-                case Attach(link, description):
-                    self._attach(link, description)
+                case Attach(link, offers):
+                    self._attach(link, offers)
                     again = True
                 case Detach(link):
                     self._detach(link)
@@ -264,7 +264,7 @@ class Driver(ABC, Generic[AnyCore]):
         """Whether an engine's event, which nobody announces, is waited for."""
 
     @abstractmethod
-    def _attach(self, link: Link, description: bytes) -> None:
+    def _attach(self, link: Link, offers: dict[str, bytes]) -> None:
         """A session began: tells the transport who its peer is."""
 
     @abstractmethod

@@ -22,6 +22,7 @@ from pdstage.manager.driver import AnyCore, Driver, log
 from pdstage.manager.lookup import Directory
 from pdstage.plan import TOKEN_MAJOR
 from pdstage.protocol.config import Config
+from pdstage.protocol.messages import Offer
 from pdstage.stager import Memory, Stager
 from pdstage.transport import Transport, open_transport
 
@@ -96,8 +97,7 @@ class Node(Driver[AnyCore]):
         except BaseException:
             self.transport.close()
             raise
-        traits = self.transport.traits
-        self.cost = CostModel(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
+        self._over: Counter[str] = Counter()
 
     def _wake(self) -> None:
         self.socket.wake()
@@ -111,13 +111,26 @@ class Node(Driver[AnyCore]):
     def _meet(self, link: Link, description: bytes) -> None:
         """Tells the transport who a session's peer is; raises `PdstageError` if that cannot be."""
 
-    def _attach(self, link: Link, description: bytes) -> None:
+    def _offers(self) -> list[Offer]:
+        """What this node tells its peers of its transports, best first."""
+        return [Offer(name, description) for name, description in self.transport.offers().items()]
+
+    def _attach(self, link: Link, offers: dict[str, bytes]) -> None:
         try:
-            self._meet(link, description)
+            self._meet(link, self.transport.described(offers))
         except PdstageError as error:
             log.warning("peer %s: %s", link.route.hex(), error)
             with self._lock:
                 self.core.lose(link, error, time.monotonic())
+            return
+        over = self.transport.traits_of(label(link)).name
+        log.info("peer %s: over %s", self.socket.endpoint_of(link.route), over)
+        with self._lock:
+            self._over[over] += 1
+
+    def _cost(self, link: Link) -> CostModel:
+        traits = self.transport.traits_of(label(link))
+        return CostModel(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
 
     @abstractmethod
     def _layouts(self, link: Link) -> tuple[Layout, Layout]:
@@ -150,7 +163,7 @@ class Node(Driver[AnyCore]):
             return
         self._dead_check_at = now + _DEAD_CHECK_S
         for link in list(self._lost):
-            if self._is_fenced() or self.transport.proved_dead(label(link)):
+            if self._is_fenced(link) or self.transport.proved_dead(label(link)):
                 with self._lock:
                     self.core.fenced(link, now)
             elif not self._holds_nothing(link):
@@ -159,7 +172,7 @@ class Node(Driver[AnyCore]):
             self.transport.forget(label(link))
 
     @abstractmethod
-    def _is_fenced(self) -> bool:
+    def _is_fenced(self, link: Link) -> bool:
         """Whether the transport's disconnect alone makes a lost session harmless to this role."""
 
     def _holds_nothing(self, link: Link) -> bool:
@@ -207,9 +220,13 @@ class Node(Driver[AnyCore]):
         return len(lost)
 
     def stats(self) -> dict[str, int]:
-        """Totals since the start, by name; see `pdstage.metrics.Counters`."""
+        """Totals since the start, by name; see `pdstage.metrics.Counters`.
+
+        And `sessions_over_NAME` of each transport: a decode node counts those that its writer may choose, as "a+b".
+        """
         with self._lock:
-            return self.core.counters.as_dict()
+            over = {f"sessions_over_{name}": n for name, n in self._over.items()}
+            return self.core.counters.as_dict() | over
 
     # The end.
 

@@ -48,7 +48,7 @@ class Posts:
         """Begins one write; an error means that it never began, and `ended` will not name it."""
         if not len(spans.nbytes):
             return UsageError("a write of no bytes", remedy="send chunks with at least one token")
-        most = self._transport.traits.max_descriptors
+        most = self._transport.traits_of(peer).max_descriptors
         pieces = [spans] if len(spans.nbytes) <= most else [Spans(*part) for part in split(spans, max_descriptors=most)]
         write = self._writes[ticket] = _Write(peer, pieces, tag)
         self._post(ticket, write)

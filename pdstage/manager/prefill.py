@@ -159,10 +159,12 @@ class PrefillNode(Node[PrefillCore]):
         self._direct_plans: dict[tuple[object, ...], DirectPlans] = {}
         self.posts = Posts(self.transport)
         self._waiting: list[tuple[Sender, Source, CudaEvent]] = []
+        offer, *others = self._offers()
         self.core = PrefillCore(
-            self.incarnation, layout=pool.layout, topology=topology, transport=self.transport.traits.name,
-            description=self.transport.describe(), n_buffers=n_buffers, buffer_nbytes=self.parts[0].nbytes,
-            config=self.config, choose=self._choose, direct=path != "staged", notifies=self.transport.traits.notifies,
+            self.incarnation, layout=pool.layout, topology=topology, transport=offer.transport,
+            description=offer.description, n_buffers=n_buffers, buffer_nbytes=self.parts[0].nbytes,
+            config=self.config, choose=self._choose, direct=path != "staged", others=tuple(others),
+            notifies=self.transport.traits.notifies,
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         try:
@@ -181,7 +183,7 @@ class PrefillNode(Node[PrefillCore]):
     def _publish(self, instance: str) -> None:
         advert = Advert(
             instance=instance, topology=self.topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
-            layout=self.pool.layout.digest(), transports=(self.transport.traits.name,), version=VERSION,
+            layout=self.pool.layout.digest(), transports=tuple(self.transport.offers()), version=VERSION,
         )  # fmt: skip
         self.directory.publish(self.bootstrap_address, lambda: advert)
 
@@ -303,7 +305,7 @@ class PrefillNode(Node[PrefillCore]):
         self.core.counters.descriptors += len(spans.nbytes)
         if error is not None:
             self._completed(ticket, error)
-        elif self.transport.traits.post_blocks:
+        elif self.transport.traits_of(label(link)).post_blocks:
             # Several such writes in a row: the tags of the earlier ones move on only while the transport is asked.
             self._early += self.transport.poll()
 
@@ -323,7 +325,8 @@ class PrefillNode(Node[PrefillCore]):
     def _choose(self, chunk: OutChunk) -> bool:
         if self.path != "auto":
             return self.path == "direct"
-        return self.cost.prefers_direct(chunk.nbytes, self._direct_plan(chunk).n_descriptors(chunk.tokens))
+        n_descriptors = self._direct_plan(chunk).n_descriptors(chunk.tokens)
+        return self._cost(chunk.record.link).prefers_direct(chunk.nbytes, n_descriptors)
 
     def _direct_plan(self, chunk: OutChunk) -> DirectPlans:
         record = chunk.record
@@ -354,8 +357,8 @@ class PrefillNode(Node[PrefillCore]):
             del self._direct_plans[key]
         super()._detach(link)
 
-    def _is_fenced(self) -> bool:
-        return self.transport.traits.stops_reads
+    def _is_fenced(self, link: Link) -> bool:
+        return self.transport.traits_of(label(link)).stops_reads
 
     def _holds_nothing(self, link: Link) -> bool:
         return not self.posts.to(label(link))

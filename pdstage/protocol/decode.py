@@ -52,13 +52,14 @@ class DecodeCore(Receiving):
         config: Config,
         direct: bool = True,
         notifies: bool = True,
+        others: tuple[m.Offer, ...] = (),
     ) -> None:
         offered = (
             (m.DIRECT_FEATURE, direct), (m.CHECKSUM_FEATURE, config.checksums), (m.CONVERT_FEATURE, config.convert),
             (m.TAGS_FEATURE, not notifies),
         )  # fmt: skip
         features = tuple(name for name, offer in offered if offer)
-        hello = m.Hello(topology, layout, transport, description, lanes, config.max_silence_s, features)
+        hello = m.Hello(topology, layout, transport, description, lanes, config.max_silence_s, features, others)
         super().__init__(incarnation, config, hello)
         self.stagings = Stagings(layout)
         self._components = tuple(component.name for component in layout.components)

@@ -24,11 +24,11 @@ class Send(NamedTuple):
 
 class Attach(NamedTuple):
     """A session began: tell the transport who its peer is. Prefill connects for its writes; decode only meets it, so
-    that its death can be proved.
+    that its death can be proved. `offers`: what the peer told of each of its transports, by name.
     """
 
     link: Link
-    description: bytes
+    offers: dict[str, bytes]
 
 
 class Detach(NamedTuple):

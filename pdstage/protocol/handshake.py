@@ -28,6 +28,8 @@ from pdstage.protocol.session import Core, Link
 from pdstage.protocol.told import layout_problem
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pdstage.layout import Layout
     from pdstage.plan import Share
     from pdstage.protocol.config import Config
@@ -113,13 +115,13 @@ class Greeter(Core):
         self.counters.sessions_opened += 1
         self._stop_greeting(peer)
         self.watch(link, now)
-        self.emit(Attach(link, welcome.description))
+        self.emit(Attach(link, m.offers(welcome)))
         self.send(link, m.Heartbeat(), now)
         self._met(peer, now)
 
     def _welcome_problem(self, welcome: m.Welcome) -> str:
-        if welcome.transport != self._hello.transport:
-            return f"transport {welcome.transport!r} at prefill, {self._hello.transport!r} at decode"
+        if problem := _apart(welcome, "prefill", self._hello, "decode"):
+            return problem
         if not 0 < welcome.max_silence_s < float("inf"):
             return "no finite max_silence_s"
         return layout_problem(welcome.layout) or _misfit(welcome, self._hello)
@@ -194,7 +196,7 @@ class Host(Core):
             self._n_half_open += 1
             self.counters.sessions_opened += 1
             self.watch(link, now)
-            self.emit(Attach(link, hello.description))
+            self.emit(Attach(link, m.offers(hello)))
         self.send(link, self._welcome, now)
 
     def _on_other_version(self, route: bytes, error: OtherVersion) -> None:
@@ -202,8 +204,8 @@ class Host(Core):
         self.send_loose(route, m.Session(*error.session), m.HelloRefused(error.what))
 
     def _hello_problem(self, hello: m.Hello) -> str:
-        if hello.transport != self._welcome.transport:
-            return f"transport {hello.transport!r} at decode, {self._welcome.transport!r} at prefill"
+        if problem := _apart(hello, "decode", self._welcome, "prefill"):
+            return problem
         if not 0 < len(hello.lanes) < m.DIRECT or any(lane.nbytes < 1 for lane in hello.lanes):
             return f"{len(hello.lanes)} lanes, or an empty one"
         if not 0 < hello.max_silence_s < float("inf"):
@@ -285,6 +287,17 @@ def _agree(link: Link, welcome: m.Welcome, hello: m.Hello) -> Conversion | None:
     met = meeting(welcome, hello)
     link.converted = met if met.components else None
     return link.converted
+
+
+def _apart(theirs: m.Hello | m.Welcome, there: str, ours: m.Hello | m.Welcome, here: str) -> str:
+    told, own = m.offers(theirs), m.offers(ours)
+    if told.keys() & own.keys():
+        return ""
+    return f"transport {_either(told)} at {there}, {_either(own)} at {here}"
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(map(repr, names))
 
 
 def _misfit(welcome: m.Welcome, hello: m.Hello) -> str:

@@ -99,6 +99,13 @@ class LaneSpan(NamedTuple):
     device: Device = 0
 
 
+class Offer(NamedTuple):
+    """One more transport that a node has, and what a peer's needs to reach it."""
+
+    transport: Word
+    description: Described
+
+
 class Asked(NamedTuple):
     """What a room asks of one component: tokens (or slots) `[start, stop)`."""
 
@@ -117,12 +124,18 @@ class Items(NamedTuple):
     data: memoryview
 
 
+Offers: TypeAlias = Annotated[tuple[Offer, ...], Meta(max_length=16)]
+
+
 class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of the closed union `AnyMessage`. D>P means decode to prefill."""
 
 
 class Hello(Message, frozen=True, tag=1):
-    """D>P until Welcome or HelloRefused. Can we talk, and where may you write."""
+    """D>P until Welcome or HelloRefused. Can we talk, and where may you write.
+
+    `transport` is the one its sender prefers, `others` the rest: the writer chooses of those that both have.
+    """
 
     topology: Topology
     layout: Layout
@@ -131,6 +144,7 @@ class Hello(Message, frozen=True, tag=1):
     lanes: Annotated[tuple[LaneSpan, ...], Meta(max_length=1 << 17)]
     max_silence_s: float
     features: Features
+    others: Offers = ()
 
 
 class Welcome(Message, frozen=True, tag=2):
@@ -142,6 +156,12 @@ class Welcome(Message, frozen=True, tag=2):
     description: Described
     max_silence_s: float
     features: Features
+    others: Offers = ()
+
+
+def offers(told: Hello | Welcome) -> dict[str, bytes]:
+    """The transports that a greeting names, best first, each with what `connect` needs of it."""
+    return {told.transport: told.description} | {other.transport: other.description for other in told.others}
 
 
 class HelloRefused(Message, frozen=True, tag=3):

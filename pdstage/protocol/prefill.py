@@ -45,12 +45,13 @@ class PrefillCore(Sending):
         choose: Callable[[OutChunk], bool],
         direct: bool = True,
         notifies: bool = True,
+        others: tuple[m.Offer, ...] = (),
     ) -> None:
         offered = (
             (m.CHECKSUM_FEATURE, config.checksums), (m.CONVERT_FEATURE, config.convert), (m.TAGS_FEATURE, not notifies),
         )  # fmt: skip
         features = tuple(name for name, offer in offered if offer)
-        welcome = m.Welcome(topology, layout, transport, description, config.max_silence_s, features)
+        welcome = m.Welcome(topology, layout, transport, description, config.max_silence_s, features, others)
         super().__init__(
             incarnation, config, welcome, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose
         )  # fmt: skip

@@ -5,15 +5,18 @@ Layer 4. Must not know any backend: a module `x` here that defines a class `TRAN
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 import pkgutil
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, cast
 
-from pdstage.errors import UsageError
+from pdstage.errors import PdstageError, UsageError
 from pdstage.spans import Spans
+from pdstage.transport._auto import AutoTransport
 from pdstage.transport.base import Done, Event, Inbound, PostFailed, Traits, Transport
 
 if TYPE_CHECKING:
@@ -34,14 +37,18 @@ __all__ = [
 
 ENTRY_POINTS = "pdstage.transports"
 
+log = logging.getLogger(__name__)
+
 
 def open_transport(name: str, **options: object) -> Transport:
-    """A new transport of that name; "auto" takes the most preferred that imports.
+    """A new transport of that name; "auto" is all that start here, and takes for each peer the most preferred.
 
-    `options` go to its constructor. Raises `UsageError` for an unknown name or option or a missing dependency, and what
-    the constructor raises.
+    `options` go to its constructor; auto has none. Raises `UsageError` for an unknown name or option or a missing
+    dependency, and what the constructor raises.
     """
-    kind = _preferred() if name == "auto" else _load(name)
+    if name == "auto" and not options:
+        return _auto()
+    kind = _load(name)
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as error:
@@ -92,14 +99,22 @@ def _load(name: str) -> type[Transport]:
         ) from error
 
 
-def _preferred() -> type[Transport]:
+def _auto() -> Transport:
+    """The transports that may be chosen unasked, as one if they are several. One that does not start is left out."""
     kinds = []
     for name in names():
-        try:
+        with contextlib.suppress(UsageError):
             kinds.append(_load(name))
-        except UsageError:
+    ways: list[Transport] = []
+    for kind in sorted(kinds, key=lambda kind: -kind.preference):
+        if kind.preference < 1:
+            break
+        if not kind.traits.notifies:  # both sides must know before they meet whether tags travel as messages
             continue
-    best = max(kinds, key=lambda kind: kind.preference)
-    if best.preference < 1:
-        raise UsageError("no transport imports here", remedy=f"name one of {', '.join(names())} to learn why")
-    return best
+        try:
+            ways.append(kind())
+        except PdstageError as error:
+            log.warning("auto goes without transport %s: %s", kind.traits.name, error)
+    if not ways:
+        raise UsageError("no transport starts here", remedy=f"name one of {', '.join(names())} to learn why")
+    return AutoTransport(ways) if len(ways) > 1 else ways[0]

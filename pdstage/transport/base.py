@@ -21,7 +21,7 @@ import numpy as np
 from pdstage.errors import PeerError, TransportError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -91,7 +91,7 @@ class Transport(ABC):
     """Writes this process's registered memory into peers'. A backend is one module with a class named `TRANSPORT`."""
 
     traits: ClassVar[Traits]
-    preference: ClassVar[int] = 0  # "auto" takes the highest that imports; below 1: only when asked for by name
+    preference: ClassVar[int] = 0  # "auto" takes the highest that reaches a peer; below 1: only when asked for by name
 
     @abstractmethod
     def register(self, regions: Sequence[Region]) -> None:
@@ -110,6 +110,19 @@ class Transport(ABC):
     @abstractmethod
     def describe(self) -> bytes:
         """What a peer's `connect` needs, as of now: describe after `register`, and again after more of it."""
+
+    def offers(self) -> dict[str, bytes]:
+        """What a node tells its peers: each transport it moves bytes by, best first, with its `describe`."""
+        return {self.traits.name: self.describe()}
+
+    def described(self, offers: Mapping[str, bytes]) -> bytes:
+        """Of a peer's `offers`, of which one at least is in our own: what `connect` and `meet` take."""
+        return offers[self.traits.name]
+
+    def traits_of(self, peer: str) -> Traits:
+        """The traits that hold between here and `peer`, from when it was connected or met until `forget`."""
+        del peer
+        return self.traits
 
     @abstractmethod
     def connect(self, peer: str, description: bytes) -> None:

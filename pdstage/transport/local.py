@@ -114,7 +114,7 @@ class LocalTransport(Transport):
         descriptor_s=0.3e-6,
         post_s=12e-6,
     )
-    preference: ClassVar[int] = 10
+    preference: ClassVar[int] = 30
 
     def __init__(self) -> None:
         """Raises `UsageError` on a system that is not Linux."""

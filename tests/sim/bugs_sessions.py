@@ -63,8 +63,8 @@ MUTANTS = [
         "a half-open session replaces the old one at once",
         "7 half-open, I6",
         "protocol/handshake.py",
-        "            self.emit(Attach(link, hello.description))\n",
-        "            self.emit(Attach(link, hello.description))\n            self._confirm(link, now)\n",
+        "            self.emit(Attach(link, m.offers(hello)))\n",
+        "            self.emit(Attach(link, m.offers(hello)))\n            self._confirm(link, now)\n",
         "tests/protocol/test_session.py",
     ),
     Mutant(

@@ -27,6 +27,7 @@ VARIANTS = {
     "local-same": Variant("local", "same"),
     "local-two": Variant("local", "two"),
     "local-numpy": Variant("local", "apart", {"PDSTAGE_NATIVE": "no"}),
+    "auto-two": Variant("auto", "two"),
     "nixl-same": Variant("nixl", "same"),
     "nixl-two": Variant("nixl", "two"),
     "nixl-tcp": Variant("nixl", "apart", {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}),
@@ -39,7 +40,7 @@ def _params(*, processes: bool = False) -> list[object]:
     for name, variant in VARIANTS.items():
         if processes and variant.where == "same":
             continue
-        why_not = reasons[variant.transport]
+        why_not = reasons.get(variant.transport, "")
         params.append(pytest.param(variant, id=name, marks=[pytest.mark.skip(reason=why_not)] if why_not else []))
     return params
 

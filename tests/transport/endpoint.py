@@ -19,6 +19,8 @@ from pdstage.transport import Done, Inbound, PostFailed, Spans, open_transport
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pdstage.transport import Transport
+
 NBYTES = 8 << 20
 DEADLINE_S = 30.0
 
@@ -27,7 +29,10 @@ class Endpoint:
     """A transport and one registered region of NBYTES, addressed by offsets here and by addresses at the peer."""
 
     def __init__(self, name: str) -> None:
-        self.transport = open_transport(name)
+        self.own(open_transport(name))
+
+    def own(self, transport: Transport) -> None:
+        self.transport = transport
         self.memory = np.zeros(NBYTES, np.uint8)
         self.base = self.memory.ctypes.data
         self.more: list[np.ndarray] = []
@@ -113,8 +118,8 @@ class Endpoint:
     def become_user(self, uid: int) -> None:
         os.setuid(uid)
 
-    def traits(self) -> object:
-        return self.transport.traits
+    def traits(self, peer: str) -> object:
+        return self.transport.traits_of(peer)
 
 
 def _serve(pipe: object, name: str) -> None:
