@@ -423,8 +423,7 @@ def test_peer_that_closed_its_transport_is_not_written(pair):
     pair.connect().deliver(b"before")
     pair.b.close()
     pair.a.fill(0, noise(64))
-    with pytest.raises(TransportError, match="'b'"):
-        pair.post([(0, 0, 64)], b"")
+    fails(pair, [(0, 0, 64)])
     assert pair.b.read(0, 6) == b"before"
 
 
