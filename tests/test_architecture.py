@@ -46,12 +46,13 @@ DOORS = {
     "zmq": {"control"},
     "nixl": {"transport"},
     "nixl_cu13": {"transport"},
+    "mori": {"transport"},
     "triton": {"kernels"},
     "cupy": {"kernels"},
 }
 PURE = {0, 1, 2}  # no thread, no socket, no clock in these
 IMPURE = {"threading", "socket", "time", "asyncio", "selectors", "subprocess", "multiprocessing", "torch"}
-LIGHT = {"torch", "zmq", "nixl", "nixl_cu13", "triton", "cupy", "transformers"}
+LIGHT = {"torch", "zmq", "nixl", "nixl_cu13", "mori", "triton", "cupy", "transformers"}
 FILE_LINES, FUNCTION_LINES, CLASS_LINES = 400, 60, 200
 
 

@@ -17,17 +17,21 @@ from typing import TYPE_CHECKING, cast
 from pdstage.errors import PdstageError, UsageError
 from pdstage.spans import Spans
 from pdstage.transport._auto import AutoTransport
+from pdstage.transport._backend import Backend, Link, Told
 from pdstage.transport.base import Done, Event, Inbound, PostFailed, Traits, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "Backend",
     "Done",
     "Event",
     "Inbound",
+    "Link",
     "PostFailed",
     "Spans",
+    "Told",
     "Traits",
     "Transport",
     "available",
@@ -53,6 +57,8 @@ def open_transport(name: str, **options: object) -> Transport:
         inspect.signature(kind).bind(**options)
     except TypeError as error:
         raise UsageError(f"transport {name!r}: {error}", remedy=f"see {kind.__module__}.{kind.__name__}") from error
+    if kind.caveat:
+        log.warning("transport %r: %s", name, kind.caveat)
     return kind(**options)
 
 

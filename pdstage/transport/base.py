@@ -92,6 +92,7 @@ class Transport(ABC):
 
     traits: ClassVar[Traits]
     preference: ClassVar[int] = 0  # "auto" takes the highest that reaches a peer; below 1: only when asked for by name
+    caveat: ClassVar[str] = ""  # what who chooses it should know; logged when it is opened
 
     @abstractmethod
     def register(self, regions: Sequence[Region]) -> None:
@@ -228,6 +229,10 @@ class Ranges:
         """Whether one region holds all of `[base, base + nbytes)`."""
         i = bisect_right(self._starts, base) - 1
         return i >= 0 and base + nbytes <= self._ends[i]
+
+    def index(self, addresses: Ints) -> Ints:
+        """The number in `regions` of the one that holds each address; they must be inside, as `find` has checked."""
+        return np.searchsorted(self._starts_array, addresses, side="right") - 1
 
     def find(self, addresses: Ints, nbytes: Ints) -> Place:
         """Where the spans lie. Sizes must be checked before: see `check_spans`.

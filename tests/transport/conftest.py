@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from transport.endpoint import Endpoint, Log, Remote
+from transport.endpoint import Endpoint, Log, Remote, Saying
 
 from pdstage.transport import available
 
@@ -31,7 +34,13 @@ VARIANTS = {
     "nixl-same": Variant("nixl", "same"),
     "nixl-two": Variant("nixl", "two"),
     "nixl-tcp": Variant("nixl", "apart", {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}),
+    "mori-double": Variant("mori-double", "same"),
+    "postbox-same": Variant("postbox", "same"),
+    "postbox-two": Variant("postbox", "two"),
 }
+
+# What pip would write for a distribution with transports of its own; a spawned process inherits sys.path.
+sys.path.append(str(Path(__file__).parent / "installed"))
 
 
 def _params(*, processes: bool = False) -> list[object]:
@@ -49,6 +58,8 @@ class Pair:
     """`a` writes to `b`, which it knows as "b"."""
 
     def __init__(self, variant: Variant, a: object, b: object) -> None:
+        if not a.notifies():
+            a, b = Saying(a), Saying(b)
         self.variant, self.a, self.b = variant, a, b
         self.log = Log(a, b)
 
@@ -90,8 +101,9 @@ class _Stock:
 
 
 @pytest.fixture(scope="session")
-def stock() -> object:
+def stock(tmp_path_factory: pytest.TempPathFactory) -> object:
     stock = _Stock()
+    os.environ["POSTBOX_DIR"] = str(tmp_path_factory.mktemp("postboxes"))  # those of killed processes stay there
     yield stock
     stock.shut()
 
