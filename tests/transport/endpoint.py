@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -64,6 +65,25 @@ class Endpoint:
 
     def post_raw(self, peer: str, spans: Spans, tag: bytes) -> int:
         return self.transport.post(peer, spans, tag)
+
+    def stream(self, peer: str, address: int, n_posts: int) -> int:
+        """Writes all of the memory there, `n_posts` times one after the other, each time with other bytes.
+
+        Returns how many ended well; stops at the first that did not.
+        """
+        whole = np.array([[0, address, NBYTES]])
+        for i in range(n_posts):
+            self.memory[:] = 1 + i % 255
+            try:
+                ticket = self.post(peer, whole, b"")
+            except PdstageError:
+                return i
+            ended: list[object] = []
+            while not ended:
+                ended = [e for e in self.transport.poll() if not isinstance(e, Inbound) and e.ticket == ticket]
+            if isinstance(ended[0], PostFailed):
+                return i
+        return n_posts
 
     def poll(self) -> list[object]:
         return self.transport.poll()
@@ -166,6 +186,21 @@ class Remote:
         if verb.startswith("_"):
             raise AttributeError(verb)
         return lambda *args: self._ask(verb, *args)
+
+    def begin(self, verb: str, *args: object) -> None:
+        """Asks without waiting; the next call must be `finish`, once it `has_answered`."""
+        self._pipe.send((verb, args))
+
+    def has_answered(self, timeout_s: float = 0.0) -> bool:
+        return self._pipe.poll(timeout_s)
+
+    def finish(self) -> object:
+        return self._answer()
+
+    def peek(self, offset: int, nbytes: int) -> bytes:
+        """Its memory as it is, even while it is stopped."""
+        with Path(f"/proc/{self._process.pid}/mem").open("rb", buffering=0) as memory:
+            return os.pread(memory.fileno(), nbytes, self.base + offset)
 
     def _ask(self, verb: str, *args: object) -> object:
         self._pipe.send((verb, args))
