@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import select
@@ -27,8 +28,8 @@ DEADLINE_S = 30.0
 class Endpoint:
     """A transport and one registered region of NBYTES, addressed by offsets here and by addresses at the peer."""
 
-    def __init__(self, name: str) -> None:
-        self.transport = open_transport(name)
+    def __init__(self, name: str, **options: object) -> None:
+        self.transport = open_transport(name, **options)
         self.memory = np.zeros(NBYTES, np.uint8)
         self.base = self.memory.ctypes.data
         self.more: list[np.ndarray] = []
@@ -130,6 +131,15 @@ class Endpoint:
     def pid(self) -> int:
         return os.getpid()
 
+    def n_fds(self) -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def n_sent(self, device: str) -> int:
+        """Bytes that a network device has sent so far."""
+        lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+        (told,) = [line.partition(":")[2] for line in lines if line.partition(":")[0].strip() == device]
+        return int(told.split()[8])
+
     def become_user(self, uid: int) -> None:
         os.setuid(uid)
 
@@ -137,8 +147,20 @@ class Endpoint:
         return self.transport.traits
 
 
-def _serve(pipe: object, name: str) -> None:
-    endpoint = Endpoint(name)
+def _enter(netns: str) -> None:
+    """As `ip netns exec` does it: the network namespace, and a sysfs that shows its devices."""
+    libc, new_mounts, slave, detach = ctypes.CDLL(None, use_errno=True), 0x20000, 0x84000, 2
+    with Path("/run/netns", netns).open() as space:
+        calls = [libc.setns(space.fileno(), 0), libc.unshare(new_mounts)]
+    calls += [libc.mount(b"", b"/", None, slave, None), libc.umount2(b"/sys", detach)]
+    calls += [libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None)]
+    assert calls[:3] + calls[4:] == [0] * 4, os.strerror(ctypes.get_errno())
+
+
+def _serve(pipe: object, name: str, netns: str, options: dict[str, object]) -> None:
+    if netns:
+        _enter(netns)
+    endpoint = Endpoint(name, **options)
     pipe.send((True, endpoint.region()))
     while True:
         try:
@@ -148,7 +170,7 @@ def _serve(pipe: object, name: str) -> None:
         try:
             if verb == "renew":
                 endpoint.close()
-                endpoint = Endpoint(name)
+                endpoint = Endpoint(name, **options)
                 result = endpoint.region()
             else:
                 result = getattr(endpoint, verb)(*args)
@@ -160,12 +182,14 @@ def _serve(pipe: object, name: str) -> None:
 
 
 class Remote:
-    """An endpoint in a process of its own, started afresh (spawn) with `environment` added."""
+    """An endpoint in a process of its own, started afresh (spawn) with `environment` added, in a network namespace."""
 
-    def __init__(self, name: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, environment: Mapping[str, str] | None = None, *, netns: str = "", **options: object
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, name), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, name, netns, options), daemon=True)
         with mock.patch.dict(os.environ, environment or {}):
             self._process.start()
         theirs.close()
