@@ -16,6 +16,7 @@ pytest.importorskip("nixl._api", exc_type=ImportError)
 from pdstage.layout import Region
 from pdstage.spans import Spans
 from pdstage.transport import nixl
+from pdstage.transport._nixl_agent import descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,8 +54,8 @@ class Bed:
         return Spans(src + self.here.base, dst + self.there.base, np.full(n, self.block, np.int64))
 
     def built(self, spans: Spans) -> Any:  # noqa: ANN401
-        local = nixl._descriptors(spans.src, spans.nbytes, self.a._memory.own)
-        remote = nixl._descriptors(spans.dst, spans.nbytes, self.a._links["b"].prepared)
+        local = descriptors(spans.src, spans.nbytes, self.a._memory.own)
+        remote = descriptors(spans.dst, spans.nbytes, self.a._links["b"].prepared)
         return self.agent.initialize_xfer("WRITE", local, remote, self.name, b"")
 
     def picked(self, spans: Spans) -> Any:  # noqa: ANN401

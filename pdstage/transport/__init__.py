@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from pdstage.errors import UsageError
 from pdstage.spans import Spans
-from pdstage.transport.base import Done, Event, Inbound, PostFailed, Traits, Transport
+from pdstage.transport.base import Done, Event, Figures, Inbound, PostFailed, Traits, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Done",
     "Event",
+    "Figures",
     "Inbound",
     "PostFailed",
     "Spans",
