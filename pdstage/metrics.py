@@ -42,6 +42,20 @@ class Counters:
     """Connections, made from here or from elsewhere, that came to nothing for want of the right keys."""
     bytes_written: int = 0
     descriptors: int = 0
+    posts_measured: int = 0
+    """Posts of which the transport told its figures, where it was asked to; the next three are of these alone."""
+    posts_measured_bytes: int = 0
+    posts_measured_us: int = 0
+    """What starting them took."""
+    writes_measured_us: int = 0
+    """From then until each was seen to be done."""
+
+    def measured(self, nbytes: int, post_s: float, write_s: float) -> None:
+        """Counts a post by what its transport measured."""
+        self.posts_measured += 1
+        self.posts_measured_bytes += nbytes
+        self.posts_measured_us += round(post_s * 1e6)
+        self.writes_measured_us += round(write_s * 1e6)
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)

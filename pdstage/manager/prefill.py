@@ -315,6 +315,8 @@ class PrefillNode(Node[PrefillCore]):
             self.core.completed(ticket, time.monotonic(), error)
 
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
+        if isinstance(event, Done) and (told := event.figures):
+            self.core.counters.measured(told.nbytes, told.post_s, told.write_s)
         if not isinstance(event, Inbound):
             for ticket, error, settled in self.posts.ended(event):
                 self.core.completed(ticket, now, error, settled=settled)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import select
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 from unittest import mock
 
@@ -28,8 +30,8 @@ DEADLINE_S = 30.0
 class Endpoint:
     """A transport and one registered region of NBYTES, addressed by offsets here and by addresses at the peer."""
 
-    def __init__(self, name: str) -> None:
-        self.own(open_transport(name))
+    def __init__(self, name: str, **options: object) -> None:
+        self.own(open_transport(name, **options))
 
     def own(self, transport: Transport) -> None:
         self.transport = transport
@@ -69,6 +71,25 @@ class Endpoint:
 
     def post_raw(self, peer: str, spans: Spans, tag: bytes) -> int:
         return self.transport.post(peer, spans, tag)
+
+    def stream(self, peer: str, address: int, n_posts: int) -> int:
+        """Writes all of the memory there, `n_posts` times one after the other, each time with other bytes.
+
+        Returns how many ended well; stops at the first that did not.
+        """
+        whole = np.array([[0, address, NBYTES]])
+        for i in range(n_posts):
+            self.memory[:] = 1 + i % 255
+            try:
+                ticket = self.post(peer, whole, b"")
+            except PdstageError:
+                return i
+            ended: list[object] = []
+            while not ended:
+                ended = [e for e in self.transport.poll() if not isinstance(e, Inbound) and e.ticket == ticket]
+            if isinstance(ended[0], PostFailed):
+                return i
+        return n_posts
 
     def poll(self) -> list[object]:
         return self.transport.poll()
@@ -115,6 +136,15 @@ class Endpoint:
     def pid(self) -> int:
         return os.getpid()
 
+    def n_fds(self) -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def n_sent(self, device: str) -> int:
+        """Bytes that a network device has sent so far."""
+        lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+        (told,) = [line.partition(":")[2] for line in lines if line.partition(":")[0].strip() == device]
+        return int(told.split()[8])
+
     def become_user(self, uid: int) -> None:
         os.setuid(uid)
 
@@ -125,8 +155,20 @@ class Endpoint:
         return self.transport.traits.notifies
 
 
-def _serve(pipe: object, name: str) -> None:
-    endpoint = Endpoint(name)
+def _enter(netns: str) -> None:
+    """As `ip netns exec` does it: the network namespace, and a sysfs that shows its devices."""
+    libc, new_mounts, slave, detach = ctypes.CDLL(None, use_errno=True), 0x20000, 0x84000, 2
+    with Path("/run/netns", netns).open() as space:
+        calls = [libc.setns(space.fileno(), 0), libc.unshare(new_mounts)]
+    calls += [libc.mount(b"", b"/", None, slave, None), libc.umount2(b"/sys", detach)]
+    calls += [libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None)]
+    assert calls[:3] + calls[4:] == [0] * 4, os.strerror(ctypes.get_errno())
+
+
+def _serve(pipe: object, name: str, netns: str, options: dict[str, object]) -> None:
+    if netns:
+        _enter(netns)
+    endpoint = Endpoint(name, **options)
     pipe.send((True, endpoint.region()))
     while True:
         try:
@@ -136,7 +178,7 @@ def _serve(pipe: object, name: str) -> None:
         try:
             if verb == "renew":
                 endpoint.close()
-                endpoint = Endpoint(name)
+                endpoint = Endpoint(name, **options)
                 result = endpoint.region()
             else:
                 result = getattr(endpoint, verb)(*args)
@@ -148,12 +190,14 @@ def _serve(pipe: object, name: str) -> None:
 
 
 class Remote:
-    """An endpoint in a process of its own, started afresh (spawn) with `environment` added."""
+    """An endpoint in a process of its own, started afresh (spawn) with `environment` added, in a network namespace."""
 
-    def __init__(self, name: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, environment: Mapping[str, str] | None = None, *, netns: str = "", **options: object
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, name), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, name, netns, options), daemon=True)
         with mock.patch.dict(os.environ, environment or {}):
             self._process.start()
         theirs.close()
@@ -174,6 +218,21 @@ class Remote:
         if verb.startswith("_"):
             raise AttributeError(verb)
         return lambda *args: self._ask(verb, *args)
+
+    def begin(self, verb: str, *args: object) -> None:
+        """Asks without waiting; the next call must be `finish`, once it `has_answered`."""
+        self._pipe.send((verb, args))
+
+    def has_answered(self, timeout_s: float = 0.0) -> bool:
+        return self._pipe.poll(timeout_s)
+
+    def finish(self) -> object:
+        return self._answer()
+
+    def peek(self, offset: int, nbytes: int) -> bytes:
+        """Its memory as it is, even while it is stopped."""
+        with Path(f"/proc/{self._process.pid}/mem").open("rb", buffering=0) as memory:
+            return os.pread(memory.fileno(), nbytes, self.base + offset)
 
     def _ask(self, verb: str, *args: object) -> object:
         self._pipe.send((verb, args))

@@ -35,7 +35,8 @@ def test_unknown_option_is_named():
 
 
 def test_missing_dependency_names_what_to_install(monkeypatch):
-    monkeypatch.delitem(sys.modules, "pdstage.transport.nixl", raising=False)
+    for module in ("nixl", "_nixl_agent"):
+        monkeypatch.delitem(sys.modules, f"pdstage.transport.{module}", raising=False)
     for module in [name for name in sys.modules if name.partition(".")[0] == "nixl"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "nixl", None)
