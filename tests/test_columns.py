@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdstage.columns import ITEMSIZES, MAX_COLUMNS, Column, Columns, lacking, problem, share
@@ -53,6 +53,10 @@ def test_the_same_columns_are_one_span_whatever_their_order(columns: list[Column
     assert not problem(one.placed, one.row_nbytes)
 
 
+@example(
+    [Column("a", "int8", (16,)), Column("b", "int32", (4,)), Column("c", "int8", (16,))],
+    [Column("a", "int8", (16,)), Column("b", "float32", (4,)), Column("c", "int8", (16,))],
+)
 @given(SIDE, SIDE)
 def test_each_common_column_gets_its_bytes_and_no_other_a_byte(src: list[Column], dst: list[Column]) -> None:
     """By a write of spans and by a message alike; padding may be written."""

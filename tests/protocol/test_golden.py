@@ -202,8 +202,9 @@ def test_a_new_field_of_topology_or_layout_is_ignored(path: tuple[Any, ...]) -> 
         ("Reserve", 5),
         ("CloseOk", 2),
         ("CloseOk, slots", 4),
+        ("Hello, rows", 8),
     ],
-    ids=["LaneSpan", "Share", "Asked", "Items", "Rect", "Written", "Given"],
+    ids=["LaneSpan", "Share", "Asked", "Items", "Rect", "Written", "Given", "Placed"],
 )
 def test_the_tuples_inside_messages_are_closed(message: str, field: int) -> None:
     """What would break: one number more in a Share, a Rect... So such news is a field of the message."""

@@ -134,7 +134,8 @@ class Engines:
         assert part.node is not None and part.room is not None
         side = self.world.sides[part.node]
         pages = side.take(part.room, self._n_pages(part), self._rng(part))
-        job, row = part.job, side.take_row(part.room)
+        job = part.job
+        row = side.take_row(part.room) if job.uid % 7 != 3 else None
         self.world.bind(
             part.room, job.n_asked, pages, rank, prefix=min(job.prefix, job.n_asked), priority=job.priority, row=row
         )  # type: ignore[arg-type]
