@@ -27,6 +27,10 @@ class Counters:
     chunks_direct: int = 0
     chunks_fallen_back: int = 0
     """Chunks that began as staged and went direct."""
+    aux_rows: int = 0
+    """Aux rows written straight into decode's."""
+    aux_fallbacks: int = 0
+    """Aux rows that went by control message, although they were to go by the data transport."""
     chunks_altered: int = 0
     """Staged chunks whose checksum at decode was not the one prefill told."""
     slots_trimmed: int = 0

@@ -31,10 +31,10 @@ LAYERS = {
         "items",
         "native",
     ],
-    1: ["ownership", "plan", "convert", "ring", "cost", "metrics", "spans", "tables", "cut"],
+    1: ["ownership", "plan", "convert", "ring", "cost", "metrics", "spans", "tables", "cut", "columns"],
     2: ["protocol"],
     3: ["kernels"],
-    4: ["stager", "control", "transport"],
+    4: ["stager", "metadata", "control", "transport"],
     5: ["manager", "node"],
     6: ["integrations", "cli", "demo", "bench", "__main__"],
 }

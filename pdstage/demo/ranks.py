@@ -66,6 +66,7 @@ class Job:
             topology=self.place,
             transport=self.options.transport,
             path=self.options.path,
+            aux=self.options.aux,
             bootstrap=bootstrap,
             deadline_s=self.options.deadline_s,
         )
@@ -147,7 +148,7 @@ def decode_rank(work: tuple[Job, str], pipe: Connection) -> None:
     job, bootstrap = work
     n_new = job.options.new_tokens
     engine = _engine(job, [n + n_new for _, n in job.rooms])
-    side = ReceivingSide(engine.pools, job.reach(bootstrap))
+    side = ReceivingSide(engine.pools, job.reach(bootstrap), len(job.rooms))
     pipe.send(Ready())
     pipe.recv()
     held = [engine.admit(n, n_new) for _, n in job.rooms]

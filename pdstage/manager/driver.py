@@ -317,7 +317,9 @@ class Driver(ABC, Generic[AnyCore]):
             self.socket.wake()
 
     def _push(self) -> bool:
-        """True if something is left for a turn: with a thread, all but messages, and a moment before it would wake."""
+        """True if something is left for a turn: with a thread, all but messages, and a moment before it would wake;
+        what was done here, if the core should hear of it at once.
+        """
         with self._lock:
             effects = self._take_effects()
             next_at = self.core.next_at()
@@ -326,7 +328,8 @@ class Driver(ABC, Generic[AnyCore]):
             self._kept = effects
             return True
         if effects:
-            self._carry_out(effects)
+            # A write that blocks has ended by now, and announces itself to nobody.
+            early |= self._carry_out(effects)
             self._flush()
             self.roster.ring()
         return early

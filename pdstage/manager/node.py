@@ -16,13 +16,15 @@ from pdstage.control.zmq import ControlSocket
 from pdstage.convert import feeding
 from pdstage.cost import CostModel
 from pdstage.cut import Pair
-from pdstage.errors import PdstageError, UsageError
+from pdstage.errors import PdstageError, TransportError, UsageError
 from pdstage.manager.copier import Copier, has_core_to_spare
 from pdstage.manager.driver import AnyCore, Driver, log
 from pdstage.manager.lookup import Directory
+from pdstage.metadata import WAYS
 from pdstage.plan import TOKEN_MAJOR
 from pdstage.protocol.config import Config
-from pdstage.protocol.messages import Offer
+from pdstage.protocol.messages import Offer, RowSpan
+from pdstage.protocol.room import NO_ROWS, OwnRows
 from pdstage.stager import Memory, Stager
 from pdstage.transport import Transport, open_transport
 
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from pdstage.kernels import Pool
     from pdstage.layout import Layout, Region
     from pdstage.manager.handle import Handle
+    from pdstage.metadata import AuxRow, MetadataBuffers
+    from pdstage.protocol.room import Room
     from pdstage.protocol.session import Link
     from pdstage.topology import Topology
 
@@ -69,10 +73,13 @@ class Node(Driver[AnyCore]):
         copy_thread: bool | None,
         insecure: bool,
         keys: Keys | str | os.PathLike[str] | None,
+        aux: str,
+        metadata: MetadataBuffers | None,
     ) -> None:
         if path not in PATHS:
             raise UsageError(f"path {path!r}", remedy=f"choose one of {', '.join(PATHS)}")
         config = config or Config()
+        _check_metadata(aux, metadata, config)
         if config.convert:
             pool.check_converts(checksum=config.checksums)
         super().__init__(config, progress, switch_interval_s)
@@ -81,6 +88,8 @@ class Node(Driver[AnyCore]):
         self.incarnation = secrets.randbits(63) | 1
         self._dead_check_at = 0.0
         self._gave_back = True
+        self.metadata = metadata
+        self._lent: dict[Handle, AuxRow] = {}
         self._pairs: dict[Link, Pair] = {}
         self.memory = Memory(staging_nbytes, staging, pool.device)
         self.parts = self.memory.parts(n_parts)
@@ -92,12 +101,27 @@ class Node(Driver[AnyCore]):
         exposed = [self.memory.region, *(self._pool_regions() if path != "staged" else ())]
         try:
             self.transport.register(exposed)
+            self.rows = self._own_rows(aux)
             identity = self.incarnation.to_bytes(8, "little")
             self.socket = ControlSocket(bind, identity=identity, insecure=insecure, keys=self.keys)
         except BaseException:
             self.transport.close()
             raise
         self._over: Counter[str] = Counter()
+
+    def _own_rows(self, aux: str) -> OwnRows:
+        """This node's side of aux. Rows that the transport cannot reach go by control message, whatever was asked."""
+        held, span = self.metadata, None
+        if held is None:
+            return NO_ROWS
+        if aux != "tcp":
+            base, nbytes, kind, device = held.region.base, held.row_nbytes, held.region.kind, held.region.device
+            try:
+                self.transport.register([held.region])
+                span = RowSpan(base, nbytes, held.n_rows, kind, device)
+            except (UsageError, TransportError) as error:
+                log.warning("aux rows go by control message, not by %r: %s", aux, error)
+        return OwnRows(held.columns.placed, aux != "tcp", span)
 
     def _wake(self) -> None:
         self.socket.wake()
@@ -180,6 +204,29 @@ class Node(Driver[AnyCore]):
 
     # Rooms.
 
+    def _lend(self, handle: Handle, row: AuxRow) -> MetadataBuffers:
+        """The handle's room has `row` until it is released. Raises `UsageError` for a row that is not its to have."""
+        if self.metadata is None:
+            raise UsageError(
+                f"an aux row for room {handle.key!r} at a node without rows", remedy="give the node its `metadata`"
+            )
+        self.metadata.lend(row)
+        self._lent[handle] = row
+        if handle.released:  # perhaps since we looked: then nobody else will
+            self._give_row_back(handle)
+        return self.metadata
+
+    def _give_row_back(self, handle: Handle) -> None:
+        row = self._lent.pop(handle, None)
+        if row is not None and self.metadata is not None:
+            self.metadata.give_back(row)
+
+    def _on_changed(self, room: Room) -> None:
+        handle = self.roster.of(room)
+        super()._on_changed(room)
+        if handle is not None and handle.released:
+            self._give_row_back(handle)
+
     def poll_many(self, handles: Sequence[Handle]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
         """One turn in inline mode; then (states, released) of `handles`, to be MIN-reduced over TP ranks.
 
@@ -248,8 +295,11 @@ class Node(Driver[AnyCore]):
             self._thread.join()
         self._copier.close()
         self._gave_back = self.core.memory_is_free or self.was_forked
-        if not self._gave_back:
-            _kept_for_ever.append((self.memory, self.pool))
+        if self._gave_back:
+            for handle in list(self._lent):
+                self._give_row_back(handle)
+        else:
+            _kept_for_ever.append((self.memory, self.pool, self.metadata))
             peers = sorted({self.socket.endpoint_of(link.route) for link in (*self.core.links.values(), *self._lost)})
             log.error("closed while %s may still use this node's memory: it is kept", ", ".join(peers))
         self.transport.close()
@@ -276,6 +326,16 @@ class Node(Driver[AnyCore]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_metadata(aux: str, metadata: MetadataBuffers | None, config: Config) -> None:
+    if aux not in WAYS:
+        raise UsageError(f"aux {aux!r}", remedy=f"choose one of {', '.join(WAYS)}")
+    if aux != "tcp" and metadata is None:
+        raise UsageError(f"aux {aux!r} without aux rows", remedy="give the node its `metadata`")
+    if metadata is not None and metadata.row_nbytes > config.max_aux_nbytes:  # any row may have to go by message
+        what = f"aux rows of {metadata.row_nbytes} bytes, the limit is {config.max_aux_nbytes}"
+        raise UsageError(what, remedy="raise Config.max_aux_nbytes on both sides, or leave columns out")
 
 
 def label(link: Link) -> str:

@@ -6,6 +6,7 @@ Layer 5. Must not know how the core decides; it carries out gathers and writes.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
@@ -19,6 +20,7 @@ from pdstage.manager.handle import Handle
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, rects_of
 from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
 from pdstage.manager.posts import Posts
+from pdstage.metadata import AuxRow
 from pdstage.plan import Stagings, selects
 from pdstage.protocol.effects import (
     Attach,
@@ -31,9 +33,10 @@ from pdstage.protocol.effects import (
     Send,
     Write,
     WriteDirect,
+    WriteRow,
 )
 from pdstage.protocol.messages import RoomId, room_key
-from pdstage.protocol.outbox import Phase
+from pdstage.protocol.outbox import GivenRow, Phase
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.versions import VERSION
 from pdstage.spans import Index
@@ -41,15 +44,16 @@ from pdstage.transport import Done, Inbound, PostFailed, Spans, Transport
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from typing import Protocol
 
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.layout import Layout
     from pdstage.manager.driver import Heard
+    from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
-    from pdstage.protocol.outbox import OutChunk, OutRoom, Source
+    from pdstage.protocol.outbox import OutChunk, OutRoom
     from pdstage.protocol.session import Link
     from pdstage.stager import Copied
     from pdstage.topology import Topology
@@ -67,10 +71,14 @@ _OVER = (Phase.WRITTEN, Phase.DROPPED, Phase.BROKEN)
 class Sender(Handle):
     """One room at its prefill rank. Its chunks' pages must stay as they are until `released`."""
 
-    __slots__ = ()
+    __slots__ = ("finishing",)
 
     room: OutRoom
     _node: PrefillNode
+
+    def __init__(self, node: PrefillNode, room: OutRoom, key: bytes) -> None:
+        super().__init__(node, room, key)
+        self.finishing = False
 
     @property
     def prefix_tokens(self) -> int | None:
@@ -106,9 +114,16 @@ class Sender(Handle):
         """
         self._node.add_chunk(self, items, tokens, layers, ready)
 
-    def finish(self, aux: bytes | None = None, states: GivenItems | None = None) -> None:
-        """No more chunks. `aux` is the request's small row, for the destination; `states` a last chunk of slots."""
-        self._node.finish(self, aux, states)
+    def finish(
+        self, aux: bytes | AuxRow | None = None, states: GivenItems | None = None, ready: CudaEvent | None = None
+    ) -> None:
+        """No more chunks. `states` is a last chunk of slots.
+
+        `aux` is the request's small row, for the destination: bytes, or a row of the node's metadata buffers. Such a
+        row must stay as it is until `released`. `ready` is an event after which the row and `states` are there. Raises
+        `UsageError` for a second call, too many bytes or a row that is free or another room's.
+        """
+        self._node.finish(self, aux, states, ready)
 
     def abort(self, reason: str = "aborted by the engine") -> None:
         """Gives the room up: it fails here and at every destination."""
@@ -125,6 +140,8 @@ class PrefillNode(Node[PrefillCore]):
     and so does the directory. `progress` is "inline" (polls do the work) or "thread". `copy_thread` makes large
     host copies in a thread of their own; None does so where there are cores for it. Raises `UsageError` or
     `TransportError`.
+    `aux` is how rows of `metadata` travel: "tcp", by control message; "rdma", by the data transport, from memory to
+    memory, where both sides say so; "nvlink", the same, of rows on the device. What cannot go so goes by message.
     """
 
     def __init__(
@@ -146,25 +163,27 @@ class PrefillNode(Node[PrefillCore]):
         copy_thread: bool | None = None,
         insecure: bool = False,
         keys: Keys | str | os.PathLike[str] | None = None,
+        aux: str = "tcp",
+        metadata: MetadataBuffers | None = None,
     ) -> None:
         if n_buffers < 2:
             raise UsageError(f"{n_buffers} send buffers", remedy="give at least 2, so that no destination holds all")
         super().__init__(
             pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_buffers,
             staging=staging, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
-            copy_thread=copy_thread, insecure=insecure, keys=keys,
+            copy_thread=copy_thread, insecure=insecure, keys=keys, aux=aux, metadata=metadata,
         )  # fmt: skip
         self._stagings = Stagings(pool.layout)
         self._positional = {component.name for component in pool.layout.components if component.positional}
         self._direct_plans: dict[tuple[object, ...], DirectPlans] = {}
         self.posts = Posts(self.transport)
-        self._waiting: list[tuple[Sender, Source, CudaEvent]] = []
+        self._waiting: list[tuple[Sender, CudaEvent, Callable[[float], None]]] = []
         offer, *others = self._offers()
         self.core = PrefillCore(
             self.incarnation, layout=pool.layout, topology=topology, transport=offer.transport,
             description=offer.description, n_buffers=n_buffers, buffer_nbytes=self.parts[0].nbytes,
             config=self.config, choose=self._choose, direct=path != "staged", others=tuple(others),
-            notifies=self.transport.traits.notifies,
+            notifies=self.transport.traits.notifies, rows=self.rows,
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         try:
@@ -206,25 +225,39 @@ class PrefillNode(Node[PrefillCore]):
         layers: tuple[int, int] | None,
         ready: CudaEvent | None,
     ) -> None:
+        if sender.finishing:
+            raise UsageError(f"room {sender.key!r} got a chunk after finish()", remedy="chunks come first")
         checked = check(self.pool.layout, items, tokens, unique=False)
         rects = rects_of(self.pool.layout, checked, layers)
         if rects:
             with self.use():
                 source = self.core.chunk(sender.room, rects, checked, time.monotonic(), ready=ready is None)
                 if ready is not None:
-                    self._waiting.append((sender, source, ready))
+                    self._await(sender, ready, partial(self.core.data_ready, sender.room, source))
         self.kick()
 
-    def finish(self, sender: Sender, aux: bytes | None, states: GivenItems | None) -> None:
-        if aux is not None and len(aux) > self.config.max_aux_nbytes:
+    def _await(self, sender: Sender, ready: CudaEvent, then: Callable[[float], None]) -> None:
+        self._waiting.append((sender, ready, then))
+
+    def finish(
+        self, sender: Sender, aux: bytes | AuxRow | None, states: GivenItems | None, ready: CudaEvent | None
+    ) -> None:
+        if isinstance(aux, bytes) and len(aux) > self.config.max_aux_nbytes:
             raise UsageError(
                 f"{len(aux)} aux bytes for room {sender.key!r}",
                 remedy=f"at most {self.config.max_aux_nbytes}, see Config",
             )
         if states is not None:
-            self.add_chunk(sender, states, None, None, None)
+            self.add_chunk(sender, states, None, None, ready)
         with self.use():
-            self.core.finish(sender.room, aux, time.monotonic())
+            if sender.room.finished or sender.finishing:
+                raise UsageError(f"room {sender.key!r} is finished already", remedy="call finish() once")
+            given = aux if not isinstance(aux, AuxRow) else GivenRow(self._lend(sender, aux).address(aux), aux.read)
+            sender.finishing = True
+            if ready is None:
+                self.core.finish(sender.room, given, time.monotonic())
+            else:
+                self._await(sender, ready, partial(self.core.finish, sender.room, given))
         self.kick()
 
     def abort(self, sender: Sender, reason: str) -> None:
@@ -278,13 +311,16 @@ class PrefillNode(Node[PrefillCore]):
                 self._post(ticket, chunk.record.link, _one_span(base, address, chunk.nbytes), tag)
             case WriteDirect(ticket, chunk, tag):
                 self._write_direct(ticket, chunk, tag)
+            case WriteRow(ticket, chunk, spans, tag):
+                addresses = np.array(spans, np.int64)
+                self._post(ticket, chunk.record.link, Spans(*np.ascontiguousarray(addresses.T)), tag)
             case Scatter() | Send() | Changed() | Complaint() | Attach() | Detach():
                 raise AssertionError(f"a prefill core asked for {effect}")
             case _:
                 assert_never(effect)
 
     def _nbytes(self, effect: Effect) -> int:
-        return effect.chunk.nbytes if isinstance(effect, Gather | Write | WriteDirect) else 0
+        return effect.chunk.nbytes if isinstance(effect, Gather | Write | WriteDirect | WriteRow) else 0
 
     def _write_direct(self, ticket: int, chunk: OutChunk, tag: bytes) -> None:
         record = chunk.record
@@ -352,7 +388,8 @@ class PrefillNode(Node[PrefillCore]):
     def _meet(self, link: Link, description: bytes) -> None:
         lanes = [Region(lane.base, lane.nbytes, lane.kind, lane.device) for lane in link.lanes]
         self.transport.connect(label(link), description)
-        self.transport.prepare(label(link), [*lanes, *(link.layout.regions if link.exposes_pool else ())])
+        pool = link.layout.regions if link.exposes_pool else ()
+        self.transport.prepare(label(link), [*lanes, *pool, *_rows_of(link)])
 
     def _detach(self, link: Link) -> None:
         for key in [key for key in self._direct_plans if key[0] is link]:
@@ -382,13 +419,13 @@ class PrefillNode(Node[PrefillCore]):
     def _check_ready(self) -> None:
         with self._lock:
             waiting, self._waiting = self._waiting, []
-            for sender, source, ready in waiting:
+            for sender, ready, then in waiting:
                 if sender.room.ended:
                     continue
                 if ready.query():
-                    self.core.data_ready(sender.room, source, time.monotonic())
+                    then(time.monotonic())
                 else:
-                    self._waiting.append((sender, source, ready))
+                    self._waiting.append((sender, ready, then))
 
     def close(self, timeout_s: float = 5.0) -> bool:
         safe = super().close(timeout_s)
@@ -399,6 +436,11 @@ class PrefillNode(Node[PrefillCore]):
 
 def _indexes(chunk: OutChunk) -> Mapping[str, Index]:
     return {name: given.index for name, given in chunk.source.items.items()}  # type: ignore[attr-defined]
+
+
+def _rows_of(link: Link) -> tuple[Region, ...]:
+    rows = link.rows
+    return (Region(rows.base, rows.row_nbytes * rows.n_rows, rows.kind, rows.device),) if rows is not None else ()
 
 
 def _one_span(src: int, dst: int, nbytes: int) -> Spans:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
+    from pdstage.columns import Span
     from pdstage.errors import PdstageError
     from pdstage.protocol.inbox import Landing
     from pdstage.protocol.outbox import OutChunk
@@ -63,6 +64,18 @@ class WriteDirect(NamedTuple):
     tag: bytes
 
 
+class WriteRow(NamedTuple):
+    """Write the room's aux row straight into the destination's as one post; answer `completed(ticket)`.
+
+    `spans` are addresses here, there, and bytes.
+    """
+
+    ticket: int
+    chunk: OutChunk
+    spans: tuple[Span, ...]
+    tag: bytes
+
+
 class Scatter(NamedTuple):
     """Scatter a landed chunk into the room's items; answer `scattered(ticket)`."""
 
@@ -83,4 +96,4 @@ class Complaint(NamedTuple):
     error: PdstageError
 
 
-Effect: TypeAlias = Send | Attach | Detach | Gather | Write | WriteDirect | Scatter | Changed | Complaint
+Effect: TypeAlias = Send | Attach | Detach | Gather | Write | WriteDirect | WriteRow | Scatter | Changed | Complaint

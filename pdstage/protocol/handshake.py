@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pdstage import convert
+from pdstage import columns, convert
 from pdstage.convert import Conversion
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError
 from pdstage.layout import Key
@@ -111,6 +111,7 @@ class Greeter(Core):
         link.heard = frame.seq
         if (met := _agree(link, welcome, self._hello)) is not None:
             link.stagings = Stagings(met.taken)
+        self._say_left_out(link)
         self.links[session] = peer.link = link
         self.counters.sessions_opened += 1
         self._stop_greeting(peer)
@@ -124,7 +125,8 @@ class Greeter(Core):
             return problem
         if not 0 < welcome.max_silence_s < float("inf"):
             return "no finite max_silence_s"
-        return layout_problem(welcome.layout) or _misfit(welcome, self._hello)
+        problem = columns.problem(welcome.columns, columns.MAX_ROW_NBYTES)
+        return problem or layout_problem(welcome.layout) or _misfit(welcome, self._hello)
 
     def _on_hello_refused(self, route: bytes, frame: m.Frame, refused: m.HelloRefused, now: float) -> None:
         peer = self.peers.get(route)
@@ -190,8 +192,10 @@ class Host(Core):
             self._make_room(route, now)
             link = Link(session, route, hello.layout, hello.topology, hello.lanes, hello.max_silence_s, now)
             link.exposes_pool = m.DIRECT_FEATURE in hello.features
+            link.rows = hello.rows
             if (met := _agree(link, self._welcome, hello)) is not None:
                 link.stagings = Stagings(met.offered)
+            self._say_left_out(link)
             self.links[session] = link
             self._n_half_open += 1
             self.counters.sessions_opened += 1
@@ -206,11 +210,11 @@ class Host(Core):
     def _hello_problem(self, hello: m.Hello) -> str:
         if problem := _apart(hello, "decode", self._welcome, "prefill"):
             return problem
-        if not 0 < len(hello.lanes) < m.DIRECT or any(lane.nbytes < 1 for lane in hello.lanes):
+        if not 0 < len(hello.lanes) < m.AUX or any(lane.nbytes < 1 for lane in hello.lanes):
             return f"{len(hello.lanes)} lanes, or an empty one"
         if not 0 < hello.max_silence_s < float("inf"):
             return "no finite max_silence_s"
-        return self._crowded() or layout_problem(hello.layout) or _misfit(self._welcome, hello)
+        return self._crowded() or _rows_problem(hello) or layout_problem(hello.layout) or _misfit(self._welcome, hello)
 
     def _crowded(self) -> str:
         return f"already {len(self.links)} peers" if len(self.links) >= self.config.max_peers else ""
@@ -264,6 +268,8 @@ class Host(Core):
             raise PeerError("Open with an endless deadline", remedy="check the peer")
         if opened.items and not link.exposes_pool:
             raise PeerError("Open gives items, but Hello did not expose the pool", remedy="check the peer")
+        if opened.row is not None and (link.rows is None or opened.row >= link.rows.n_rows):
+            raise PeerError(f"Open names aux row {opened.row}, which Hello did not expose", remedy="check the peer")
         if opened.shares not in link.shares:
             check_shares(link.converted[:2] if link.converted else (self._welcome.layout, link.layout), opened.shares)
             if len(link.shares) >= _MOST_SHARES:
@@ -279,9 +285,17 @@ class Host(Core):
             check_items(link.layout, items, asked.get(items.component))
 
 
+def _rows_problem(hello: m.Hello) -> str:
+    rows = hello.rows
+    if rows is not None and rows.base + rows.n_rows * rows.row_nbytes >= 1 << 63:
+        return f"{rows.n_rows} aux rows at {rows.base}"
+    return columns.problem(hello.columns, rows.row_nbytes if rows is not None else columns.MAX_ROW_NBYTES)
+
+
 def _agree(link: Link, welcome: m.Welcome, hello: m.Hello) -> Conversion | None:
     """What both sides' greetings make of a session, the same on both; returns how its layouts are converted, if so."""
     link.common = Common.of(welcome.layout, hello.layout)
+    link.aux = columns.share(welcome.columns, hello.columns)
     link.checksums = m.CHECKSUM_FEATURE in welcome.features and m.CHECKSUM_FEATURE in hello.features
     link.tells_tags = m.TAGS_FEATURE in welcome.features and m.TAGS_FEATURE in hello.features
     met = meeting(welcome, hello)
@@ -306,6 +320,8 @@ def _misfit(welcome: m.Welcome, hello: m.Hello) -> str:
 
     if (m.TAGS_FEATURE in welcome.features) != (m.TAGS_FEATURE in hello.features):
         return f"transport {hello.transport!r} carries tags at one side only: run one version of it on both"
+    if lacks := columns.lacking(welcome.columns, hello.columns):
+        return lacks
     problem = judged(meeting(welcome, hello))
     if problem and not judged(convert.pair(welcome.layout, hello.layout)):
         problem += "; to convert in flight, set Config.convert on both sides"

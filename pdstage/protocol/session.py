@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pdstage.columns import NOTHING
 from pdstage.errors import PeerError
 from pdstage.metrics import Counters
 from pdstage.ownership import EVERYTHING
@@ -38,6 +39,7 @@ from pdstage.protocol.versions import OtherVersion
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from pdstage.columns import Shared
     from pdstage.convert import Conversion
     from pdstage.errors import PdstageError
     from pdstage.layout import Layout
@@ -45,8 +47,12 @@ if TYPE_CHECKING:
     from pdstage.plan import Share, Stagings
     from pdstage.protocol.config import Config
     from pdstage.protocol.inbox import Part
+    from pdstage.protocol.messages import RowSpan
     from pdstage.protocol.outbox import Record
     from pdstage.topology import Topology
+
+
+_MOST_SAID = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +71,10 @@ class Link:
     n_sent: int = 0
     heard: int = 0
     half_open: bool = True
+    aux: Shared = NOTHING
+    """The columns of aux rows that both have."""
+    rows: RowSpan | None = None
+    """The peer's aux rows, if they may be written in place."""
     exposes_pool: bool = False
     """The peer's pages may be written in place; else only its staging memory."""
     checksums: bool = False
@@ -101,6 +111,7 @@ class Core(ABC):
         self._effects: list[Effect] = []
         self._tickets = 0
         self._lateness = Lateness(config.max_silence_s)
+        self._said: set[str] = set()
 
     def take_effects(self) -> list[Effect]:
         """The effects since the last call, in order; the driver carries them out."""
@@ -196,6 +207,16 @@ class Core(ABC):
 
     def emit(self, effect: Effect) -> None:
         self._effects.append(effect)
+
+    def say_once(self, route: bytes, what: str, remedy: str) -> None:
+        """A complaint about what will be so for many rooms or peers."""
+        if what not in self._said and len(self._said) < _MOST_SAID:
+            self._said.add(what)
+            self.emit(Complaint(route, PeerError(what, remedy=f"{remedy}; this is said once")))
+
+    def _say_left_out(self, link: Link) -> None:
+        for what in link.aux.left_out:
+            self.say_once(link.route, f"aux column {what}: it is left out", "give it on both sides, or on neither")
 
     def send(self, link: Link, message: AnyMessage, now: float) -> None:
         link.n_sent += 1

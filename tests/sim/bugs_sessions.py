@@ -185,7 +185,7 @@ MUTANTS = [
         "pages are free before the fence",
         "7 lost, I2",
         "protocol/receiving.py",
-        "            if not part.direct:  # it may still",
+        "            if not part.writes_in_place:  # it may still",
         "            if True:  # it may still",
     ),
     Mutant(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pdstage.errors import TransportError
 from pdstage.plan import selects
-from pdstage.protocol.effects import Gather, Scatter, Write, WriteDirect
+from pdstage.protocol.effects import Gather, Scatter, Write, WriteDirect, WriteRow
 from tests.pair import Decode, Item, Prefill, World, cell, direct_cells
 from tests.sim.side import Side, Violation, offsets
 
@@ -110,7 +110,9 @@ class FabricWorld(World):
         if not holds:
             raise Violation(invariant, what)
 
-    def _post(self, node: Prefill, dst: Decode, effect: Write | WriteDirect, land: Callable[..., None]) -> None:
+    def _post(
+        self, node: Prefill, dst: Decode, effect: Write | WriteDirect | WriteRow, land: Callable[..., None]
+    ) -> None:
         del land
         chunk = effect.chunk
         assert chunk.record.room is not None
@@ -127,8 +129,14 @@ class FabricWorld(World):
             self.must(where not in self.written, "I15", f"{where} is written twice")
             self.written.add(where)
 
-    def _pieces(self, post: Post, effect: Write | WriteDirect) -> list[Piece]:
+    def _pieces(self, post: Post, effect: Write | WriteDirect | WriteRow) -> list[Piece]:
         n = self.scenario.n_pieces
+        if isinstance(effect, WriteRow):
+            memory, rows = post.src.rows, post.dst.rows
+            return [
+                Piece([(memory.at(src, nbytes), rows.at(dst, nbytes))], offset=dst - rows.base)
+                for src, dst, nbytes in effect.spans
+            ]
         if isinstance(effect, WriteDirect):
             return [
                 Piece([(c.src, c.dst) for c in run], [(c.key, c.token, c.shard) for c in run])
@@ -160,13 +168,22 @@ class FabricWorld(World):
         """The source is read as it is now (I8)."""
         side = self.sides[post.src]
         self.must(not post.room.released, "I8", f"a write of room {post.room.key!r} reads released source memory")
-        if post.chunk.direct:
+        if post.chunk.row:
+            side.must_own_row(post.room, "I8", "a write reads")
+        elif post.chunk.direct:
             side.must_own(post.room, post.chunk.source.items["kv"], "I8", "a write reads")  # type: ignore[arg-type]
         piece.catch()
 
     def _put_down(self, post: Post, piece: Piece) -> None:
         assert piece.caught is not None
         side, chunk = self.sides[post.dst], post.chunk
+        if chunk.row:
+            self.check_pages(post.dst, chunk)
+            side.must_own_row(post.dst.core.epochs[chunk.record.epoch], "I2", "a write into")
+            ((_, dst),), (data,) = piece.copies, piece.caught
+            dst[:] = data
+            side.rows.at(side.rows.base + piece.offset, len(data))[:] = data
+            return
         if chunk.direct:
             self.check_pages(post.dst, chunk)
             room = post.dst.core.epochs[chunk.record.epoch]

@@ -85,6 +85,10 @@ class Scenario:
     eager: float
     """How soon a chunk's data is computed: the chance each time that an engine might say so."""
     calm: bool
+    aux: str = ""
+    """"" for bytes; "packed" for rows in messages, "rows" for rows written in place."""
+    more_columns: str = ""
+    """The side, "P" or "D", that has one the other lacks."""
     faults: Faults = field(default_factory=Faults)
 
     @property
@@ -137,6 +141,8 @@ def draw(seed: int) -> Scenario:
         patience=rng.choice([2, 6, 12]),
         eager=rng.choice([0.02, 0.1, 1.0]),
         calm=calm,
+        aux=random.Random(f"aux/{seed}").choice(["", "packed", "rows", "rows"]),
+        more_columns=random.Random(f"columns/{seed}").choice(["", "P", "D"]),
         faults=_draw_noise(rng) if calm else _draw_faults(rng),
     )
 
@@ -224,7 +230,7 @@ def smaller(scenario: Scenario) -> list[Scenario]:
     """Simpler worlds than `scenario`, for shrinking: each changes one thing."""
     plain = {
         "checksums": False, "dst_hnd": False, "dst_page": 4, "kind": "", "n_pieces": 1, "n_lanes": 1, "n_buffers": 2,
-        "heads": 2, "stops_reads": True, "fences": True, "notifies": True,
+        "heads": 2, "stops_reads": True, "fences": True, "notifies": True, "aux": "", "more_columns": "",
     }  # fmt: skip
     changes = [{name: value} for name, value in plain.items()]
     changes += [{side: n} for side in ("prefill", "decode") for n in range(1, getattr(scenario, side))]

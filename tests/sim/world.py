@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pdstage.columns import Column
 from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore, InRoom
 from pdstage.protocol.room import Room, State
-from tests.pair import Decode, Item, Prefill
+from tests.pair import COLUMNS, Decode, Item, Prefill
 from tests.sim.checks import Checks
 from tests.sim.engines import Engines
 from tests.sim.fabric import FabricWorld
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 Event = tuple[object, ...]
 CLOSE_S = 5.0
+MORE = Column("more", "bfloat16", (9,))  # between the others
 TOLD = ("frame", "tag")
 FAILING = ("land", "done", "gather", "scatter")
 
@@ -50,6 +52,8 @@ class SimWorld(FabricWorld):
             buffer_nbytes=scenario.buffer_nbytes, path=scenario.path, dst_hnd=scenario.dst_hnd,
             dst_page=scenario.dst_page, slots=scenario.kind != "", exact=scenario.kind == "exact",
             fences=scenario.fences, notifies=scenario.notifies, instances=scenario.instances,
+            aux=scenario.aux, src_columns=COLUMNS + (MORE,) * (scenario.more_columns == "P"),
+            dst_columns=COLUMNS + (MORE,) * (scenario.more_columns == "D"),
             deadline_s=scenario.deadline_s, checksums=scenario.checksums,
             choose=lambda c: scenario.path == "direct" or (scenario.path == "auto" and (c.number + c.record.epoch) % 2),
             **scenario.config,
