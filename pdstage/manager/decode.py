@@ -23,6 +23,7 @@ from pdstage.protocol.effects import (
     Detach,
     Effect,
     Gather,
+    HangUp,
     Scatter,
     Send,
     Write,
@@ -244,7 +245,7 @@ class DecodeNode(Node[DecodeCore]):
                     checksum=part.link.checksums, tokens=tokens, cut=pair.dst,
                     staged=part.link.converted and part.link.converted.taken,
                 )  # fmt: skip
-            case Gather() | Write() | WriteDirect() | Send() | Changed() | Complaint() | Attach() | Detach():
+            case Gather() | Write() | WriteDirect() | Send() | Changed() | Complaint() | Attach() | Detach() | HangUp():
                 raise AssertionError(f"a decode core asked for {effect}")
             case _:
                 assert_never(effect)

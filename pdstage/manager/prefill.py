@@ -27,6 +27,7 @@ from pdstage.protocol.effects import (
     Detach,
     Effect,
     Gather,
+    HangUp,
     Scatter,
     Send,
     Write,
@@ -276,7 +277,7 @@ class PrefillNode(Node[PrefillCore]):
                 self._post(ticket, chunk.record.link, _one_span(base, address, chunk.nbytes), tag)
             case WriteDirect(ticket, chunk, tag):
                 self._write_direct(ticket, chunk, tag)
-            case Scatter() | Send() | Changed() | Complaint() | Attach() | Detach():
+            case Scatter() | Send() | Changed() | Complaint() | Attach() | Detach() | HangUp():
                 raise AssertionError(f"a prefill core asked for {effect}")
             case _:
                 assert_never(effect)

@@ -37,6 +37,12 @@ class Detach(NamedTuple):
     link: Link
 
 
+class HangUp(NamedTuple):
+    """Nobody at `route` is greeted or talked with any more: its connection may go, unless that has changed by then."""
+
+    route: bytes
+
+
 class Gather(NamedTuple):
     """Gather a chunk into send buffer `buffer`; answer `gathered(ticket)`."""
 
@@ -83,4 +89,4 @@ class Complaint(NamedTuple):
     error: PdstageError
 
 
-Effect: TypeAlias = Send | Attach | Detach | Gather | Write | WriteDirect | Scatter | Changed | Complaint
+Effect: TypeAlias = Send | Attach | Detach | HangUp | Gather | Write | WriteDirect | Scatter | Changed | Complaint

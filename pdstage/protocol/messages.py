@@ -33,6 +33,8 @@ DIRECT_FEATURE, CHECKSUM_FEATURE, CONVERT_FEATURE = "direct", "checksum", "conve
 """What Hello and Welcome offer: decode's pages may be written in place; staged chunks may carry a checksum."""
 DIRECT = 0xFFFF
 """The lane number of a chunk written straight into the destination's pages."""
+IN_USE, IDLE, SPARE = 0, 1, 2
+"""What a Heartbeat says of its session: rooms of the sender need it; none does; none does, and it had better end."""
 
 RoomId: TypeAlias = int | str | bytes
 
@@ -314,11 +316,16 @@ class Drained(Message, frozen=True, tag=18):
 
 
 class Heartbeat(Message, frozen=True, tag=19):
-    """Both ways, when nothing else was said for a while."""
+    """Both ways, when nothing else was said for a while. `idle`: whether the sender still needs the session.
+
+    Prefill answers SPARE with IDLE, if it is; decode, where both are idle and either wants it, with Bye.
+    """
+
+    idle: Number = IN_USE
 
 
 class Bye(Message, frozen=True, tag=20):
-    """Both ways: this process ends this session in order."""
+    """Both ways: this process ends this session in order. Prefill answers it with its own."""
 
 
 class NoSession(Message, frozen=True, tag=21):

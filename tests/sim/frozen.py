@@ -47,7 +47,20 @@ _CONSTANT = frozenset(
     }
 )  # fmt: skip
 _SILENT = {
-    "Link": {"heard_at", "sent_at", "n_sent", "heard", "layout", "topology", "lanes", "silence_s", "shares", "common"},
+    "Link": {
+        "heard_at",
+        "used_at",
+        "sent_at",
+        "n_sent",
+        "heard",
+        "layout",
+        "topology",
+        "lanes",
+        "silence_s",
+        "shares",
+        "common",
+    },
+    "Peer": {"n_hellos"},
     "Grant": {"granted_at"},
     "OutChunk": {"waits_since"},
     "_Need": {"numbers"},
