@@ -65,7 +65,7 @@ class Link:
     """What the peer promised: silent for longer, it is lost."""
     heard_at: float
     used_at: float
-    """When a room last needed it: by the last frame that was no heartbeat, or the last look."""
+    """When a room last needed it: the last frame that was no heartbeat. No room of either side ends without one."""
     sent_at: float = 0.0
     n_sent: int = 0
     heard: int = 0
@@ -276,7 +276,6 @@ class Core(ABC):
     def _need_of(self, link: Link, now: float) -> int:
         """What a heartbeat says: a session that nobody needs costs both ends memory, and a connection."""
         if self.in_use(link):
-            link.used_at = now
             return IN_USE
         return SPARE if link.spare or now - link.used_at >= self.config.idle_s else IDLE
 

@@ -12,7 +12,7 @@ from pdstage.protocol import messages as m
 from pdstage.protocol.effects import Complaint, HangUp
 from pdstage.protocol.room import State
 from pdstage.protocol.session import drawn
-from tests.pair import Decode, Item, Prefill, World, assert_flat, is_kind, is_message
+from tests.pair import Decode, Item, Prefill, World, assert_flat, is_kind, is_message, nth
 
 IDLE_S, BEAT_S = 20.0, 10.0 / 3
 
@@ -52,6 +52,8 @@ def test_an_idle_session_ends_in_order_on_both_sides() -> None:
     assert prefill.core.counters.sessions_lost == decode.core.counters.sessions_lost == 0
     assert prefill.complaints == decode.complaints == []
     assert world.n_hung_up == 1
+    for way in ("D0>P0", "P0>D0"):
+        assert sum(f"frame {way} Bye" in line for line in world.log) == 1
     serve(world, 2)
     assert not world.decode[0].complaints
 
@@ -110,6 +112,30 @@ def test_prefill_keeps_a_session_of_which_it_still_holds_a_room() -> None:
     world.check(handles[1], 1, 8, 1)
     world.run(until=20 * IDLE_S)
     assert not late.links
+
+
+def test_a_room_that_waits_for_another_writer_keeps_its_sessions() -> None:
+    world = World(prefill=2, idle_s=IDLE_S, hello_s=900.0)
+    world.drop(lambda item: item.dst is world.prefill[1] or item.src is world.prefill[1])
+    handle = world.announce(1)
+    world.run(until=5 * IDLE_S)
+    (link,) = world.decode[0].core.links.values()
+    assert link.route == b"P0"
+    assert not handle.ended
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_lost_farewell_is_made_good_long_before_silence_would_tell(side: str) -> None:
+    """Bye, or its answer (I4)."""
+    world = served(max_silence_s=30.0)
+    lossy = world.prefill[0] if side == "prefill" else world.decode[0]
+    world.run(until=IDLE_S - 0.1)
+    world.drop(nth(0, lambda item: is_message(m.Bye)(item) and item.src is lossy))
+    world.run(until=IDLE_S + 12.0)
+    assert sum("Bye" in line for line in world.log) >= 2
+    assert strangers(world)
+    assert not world.prefill[0].complaints
+    assert world.prefill[0].core.counters.sessions_ended == 1
 
 
 # The next room comes at the very moment, and the network does its worst.
