@@ -13,7 +13,7 @@ ARGS ?=
 CPU_BENCHES := plan wire host-kernels convert rooms keys transfer
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sim scale chaos fuzz lint types format bench gpu sanitize asan tsan micro plots docs \
+.PHONY: help setup demo test sim scale chaos fuzz soak lint types format bench gpu sanitize asan tsan micro plots docs \
     native sdist wheel clean distclean
 
 help:  ## Show this list.
@@ -62,6 +62,9 @@ scale: $(STAMP)  ## Simulate 1,000 prefill and 1,000 decode ranks and 100,000 ro
 
 chaos: $(STAMP)  ## Kill, stop, cut off and restart ranks for minutes (ARGS="--seed 7 --minutes 3 --transport nixl").
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+soak: $(STAMP)  ## 10,000 short-lived peers of one node, for minutes (ARGS="at-once", "nodes --transport nixl").
+	$(BIN)/python -m tests.soak $(ARGS)
 
 lint: $(STAMP)  ## Check style: ruff and clang-format.
 	$(BIN)/ruff check .

@@ -28,6 +28,11 @@ N_INVARIANTS = 16
 CITED = re.compile(r"\bI(\d{1,2})\b")
 DEADLINES = {  # field: whose, what it bounds, what happens at its end
     "retry_s": ("both", "an unanswered question", "it is asked again"),
+    "retry_cap_s": (
+        "both",
+        "the pause between greetings, which doubles with each",
+        "it is asked again, until `hello_s`",
+    ),
     "hello_s": ("both", "a greeting: its answer, or the first frame after it", "its rooms fail, or it is forgotten"),
     "open_s": ("decode", "from Open to every writer's Opened", "the room fails"),
     "bind_s": ("decode", "from `receive()` to `bind()`", "the room fails"),
@@ -56,6 +61,11 @@ DEADLINES = {  # field: whose, what it bounds, what happens at its end
         "both",
         "the longest silence this node promises its peers",
         "they lose the session: all its rooms fail",
+    ),
+    "idle_s": (
+        "both",
+        "a session that no room of either side needs; the shorter of the two sides'",
+        "it ends in order, with its connection; the next room greets anew",
     ),
 }
 

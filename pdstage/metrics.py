@@ -41,6 +41,12 @@ class Counters:
     leases_quarantined: int = 0
     sessions_opened: int = 0
     sessions_lost: int = 0
+    sessions_ended: int = 0
+    """In order: a side closed, or neither needed it."""
+    sessions_idle: int = 0
+    """Of those, at decode: neither side needed it."""
+    peers_crowded: int = 0
+    """New peers that found `max_peers` of them: the idlest was asked to go, or the new one was refused."""
     sessions_refused: int = 0
     peers_refused: int = 0
     """Connections, made from here or from elsewhere, that came to nothing for want of the right keys."""

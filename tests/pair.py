@@ -30,6 +30,7 @@ from pdstage.protocol.effects import (
     Complaint,
     Detach,
     Gather,
+    HangUp,
     Scatter,
     Send,
     Write,
@@ -267,6 +268,7 @@ class World:
         self.queue: list[Item] = []
         self.held: list[Item] = []
         self.log: list[str] = []
+        self.n_hung_up = 0
         self.rules: list[tuple[Callable[[Item], bool], str]] = []
         self.n_prefill, self.n_decode = prefill, decode
         self.prefill = [self.make_prefill(rank) for rank in range(prefill)]
@@ -542,6 +544,8 @@ class World:
                     self.detach(node, link)
                 case Attach(link):
                     self.attach(node, link)
+                case HangUp(route):
+                    self.hang_up(node, route)
                 case _:
                     raise AssertionError(effect)
 
@@ -560,6 +564,17 @@ class World:
 
     def attach(self, node: Prefill | Decode, link: Link) -> None:
         """The transport connects to the session's peer; here it always can."""
+
+    def hang_up(self, node: Prefill | Decode, route: bytes) -> None:
+        """The connection goes, unless it is needed again; and with it what is on its way there and back."""
+        if not node.core.needs(route):
+            self.n_hung_up += 1
+            self.cut_off(lambda item: item.kind == "frame" and {item.src.name, item.dst.name} == {node.name, route})
+
+    def cut_off(self, want: Callable[[Item], bool]) -> None:
+        """What `want` accepts of all that is on its way never arrives."""
+        self.queue = [item for item in self.queue if not want(item)]
+        self.held = [item for item in self.held if not want(item)]
 
     def detach(self, node: Prefill | Decode, link: Link) -> None:
         if self.fences:

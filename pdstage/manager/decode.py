@@ -26,6 +26,7 @@ from pdstage.protocol.effects import (
     Detach,
     Effect,
     Gather,
+    HangUp,
     Scatter,
     Send,
     Write,
@@ -271,7 +272,8 @@ class DecodeNode(Node[DecodeCore]):
                 )  # fmt: skip
             case (
                 Gather() | Write() | WriteDirect() | WriteRow() | Send() | Changed() | Complaint() | Attach() | Detach()
-            ):
+                | HangUp()
+            ):  # fmt: skip
                 raise AssertionError(f"a decode core asked for {effect}")
             case _:
                 assert_never(effect)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 from pdstage.control.zmq import MAX_FRAMES
 from pdstage.errors import PdstageError, UsageError
 from pdstage.manager.handle import Roster
-from pdstage.protocol.effects import Attach, Changed, Complaint, Detach, Effect, Send
+from pdstage.protocol.effects import Attach, Changed, Complaint, Detach, Effect, HangUp, Send
 from pdstage.protocol.session import Core
 
 if TYPE_CHECKING:
@@ -191,6 +191,8 @@ class Driver(ABC, Generic[AnyCore]):
                 case Detach(link):
                     self._detach(link)
                     again = True
+                case HangUp(route):
+                    self._hang_up(route)
                 case _:
                     self._carry(effect)
                     again = True
@@ -270,6 +272,10 @@ class Driver(ABC, Generic[AnyCore]):
     @abstractmethod
     def _detach(self, link: Link) -> None:
         """A session is lost: the transport lets go of its peer."""
+
+    @abstractmethod
+    def _hang_up(self, route: bytes) -> None:
+        """Gives a connection up that this node made, unless somebody needs it by now."""
 
     @abstractmethod
     def _check_lost(self) -> None:

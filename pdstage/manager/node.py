@@ -194,6 +194,13 @@ class Node(Driver[AnyCore]):
                 continue
             self._lost.remove(link)
             self.transport.forget(label(link))
+            self._hang_up(link.route)
+
+    def _hang_up(self, route: bytes) -> None:
+        with self._lock:  # as in an engine's call that asks for this peer: it finds the connection, or makes a new one
+            lost = any(link.route == route for link in self._lost)  # still named by `unfenced`
+            if not lost and not self.core.needs(route):
+                self.socket.disconnect(route)
 
     @abstractmethod
     def _is_fenced(self, link: Link) -> bool:
@@ -263,6 +270,7 @@ class Node(Driver[AnyCore]):
                 self._lost.remove(link)
                 self.core.fenced(link, time.monotonic())
                 self.transport.forget(label(link))
+                self._hang_up(link.route)
         self.kick()
         return len(lost)
 

@@ -29,6 +29,7 @@ from pdstage.protocol.effects import (
     Detach,
     Effect,
     Gather,
+    HangUp,
     Scatter,
     Send,
     Write,
@@ -314,7 +315,7 @@ class PrefillNode(Node[PrefillCore]):
             case WriteRow(ticket, chunk, spans, tag):
                 addresses = np.array(spans, np.int64)
                 self._post(ticket, chunk.record.link, Spans(*np.ascontiguousarray(addresses.T)), tag)
-            case Scatter() | Send() | Changed() | Complaint() | Attach() | Detach():
+            case Scatter() | Send() | Changed() | Complaint() | Attach() | Detach() | HangUp():
                 raise AssertionError(f"a prefill core asked for {effect}")
             case _:
                 assert_never(effect)

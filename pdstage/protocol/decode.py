@@ -2,8 +2,9 @@
 
 Layer 2, pure: no socket, thread or clock. Inputs are its public methods, output is `take_effects()`.
 
-It stands on four floors: `session` (who talks), `handshake` (with whom), `lender` (the ledger of leases), `receiving`
-(the room table). Room table and ledger are apart: a room that ended may still be written to.
+It stands on five floors: `session` (who talks), `handshake` and `parting` (with whom, and how long), `lender` (the
+ledger of leases), `receiving` (the room table). Room table and ledger are apart: a room that ended may still be written
+to.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class DecodeCore(Receiving):
             m.CloseOk: self._on_close_ok,
             m.CloseFailed: self._on_close_failed,
             m.Drained: self._on_drained,
-            m.Heartbeat: lambda *_: None,
+            m.Heartbeat: self._on_heartbeat,
             m.Bye: self._on_bye,
         }
 
@@ -84,7 +85,8 @@ class DecodeCore(Receiving):
     def announce(self, key: bytes, writers: Mapping[int, bytes], now: float, *, deadline_s: float) -> InRoom:
         """The engine will receive this room from `writers` (number -> route). Greets those not known yet.
 
-        Raises `UsageError` if the room is being received already, or its writers are none or share a route.
+        Raises `UsageError` if the room is being received already, its writers are none or share a route, or there are
+        `max_peers` others and all in use.
         """
         if key in self.rooms:
             raise UsageError(
@@ -96,6 +98,7 @@ class DecodeCore(Receiving):
                 remedy="name each prefill rank once, at least one",
                 room=key,
             )
+        self._make_place(writers.values(), now)
         self._last_epoch += 1
         room = InRoom(key, self._last_epoch, dict(writers))
         room.deadline_s = deadline_s
@@ -229,6 +232,9 @@ class DecodeCore(Receiving):
                 stranded = self._stranded.get(frame.session)
                 if stranded is not None and stranded.route == route:
                     self._on_stranded(stranded, message.incarnation if isinstance(message, m.NoSession) else None, now)
+                self._on_farewell(route, frame.session)
+            case _ if self._is_leaving(route, frame.session):
+                pass  # it has not heard our Bye yet
             case _ if link is None:
                 self.send_loose(route, frame.session, m.NoSession(self.incarnation))
             case _:
@@ -419,6 +425,8 @@ class DecodeCore(Receiving):
             case ("drain", Part() as part):
                 late = DeadlineExceeded(f"prefill rank {part.number} did not drain in {self.config.drain_s} s")
                 self.lose(part.link, late, now)
+            case (("bye" | "bye_until") as kind, Link() as link):
+                self._on_farewell_timer(kind, link, now)
             case ("linger", Part() as part):
                 self._abort_part(part, "finished", now)
             case ("stranded", Link() as link):

@@ -38,6 +38,12 @@ class Detach(NamedTuple):
     link: Link
 
 
+class HangUp(NamedTuple):
+    """Nobody at `route` is greeted or talked with any more: its connection may go, unless that has changed by then."""
+
+    route: bytes
+
+
 class Gather(NamedTuple):
     """Gather a chunk into send buffer `buffer`; answer `gathered(ticket)`."""
 
@@ -96,4 +102,8 @@ class Complaint(NamedTuple):
     error: PdstageError
 
 
-Effect: TypeAlias = Send | Attach | Detach | Gather | Write | WriteDirect | WriteRow | Scatter | Changed | Complaint
+# fmt: off
+Effect: TypeAlias = (
+    Send | Attach | Detach | HangUp | Gather | Write | WriteDirect | WriteRow | Scatter | Changed | Complaint
+)
+# fmt: on

@@ -58,6 +58,7 @@ class Peer:
     nonce: int
     """This end of the session to come; a lost session's successor has another."""
     link: Link | None = None
+    n_hellos: int = 0
     rooms: dict[InRoom, None] = field(default_factory=dict)
 
 
@@ -77,6 +78,10 @@ class Greeter(Core):
     @abstractmethod
     def _fail(self, room: InRoom, error: PdstageError, now: float) -> None: ...
 
+    @abstractmethod
+    def _hang_up(self, route: bytes) -> None:
+        """Nobody there is greeted any more."""
+
     def _on_other_version(self, route: bytes, error: OtherVersion) -> None:
         """The complaint is enough: nobody greets a decode node."""
 
@@ -93,7 +98,8 @@ class Greeter(Core):
 
     def _greet(self, peer: Peer, now: float) -> None:
         self.send_loose(peer.route, m.Session(peer.nonce, 0), self._hello)
-        self.repeat(("hello", peer), now)
+        self.back_off(("hello", peer), now, peer.n_hellos, peer.nonce)
+        peer.n_hellos += 1
 
     def _on_welcome(self, route: bytes, frame: m.Frame, welcome: m.Welcome, now: float) -> None:
         session = frame.session
@@ -107,7 +113,8 @@ class Greeter(Core):
         if problem:
             self._refused(peer, PeerError(f"a prefill rank does not fit: {problem}", remedy="match both sides"), now)
             return
-        link = Link(session, route, welcome.layout, welcome.topology, (), welcome.max_silence_s, now, half_open=False)
+        silence_s = welcome.max_silence_s
+        link = Link(session, route, welcome.layout, welcome.topology, (), silence_s, now, now, half_open=False)
         link.heard = frame.seq
         if (met := _agree(link, welcome, self._hello)) is not None:
             link.stagings = Stagings(met.taken)
@@ -141,6 +148,7 @@ class Greeter(Core):
         self.emit(Complaint(peer.route, error))
         for room in list(peer.rooms):
             self._fail(room, error, now)
+        self._hang_up(peer.route)
 
     def unreachable(self, route: bytes, error: PdstageError, now: float) -> None:
         """No connection to `route` can be made: the rooms that wait for its answer to Hello fail with `error`.
@@ -184,13 +192,18 @@ class Host(Core):
                 self.counters.frames_stale += 1
                 return
             problem = self._hello_problem(hello)
+            if not problem and len(self.links) >= self.config.max_peers:
+                self.counters.peers_crowded += 1
+                if self._ask_idlest(now):
+                    return  # by the time Hello comes again there is a place
+                problem = f"already {len(self.links)} peers, all in use; raise Config.max_peers, or route elsewhere"
             if problem:
                 self.counters.sessions_refused += 1
                 self.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
                 self.emit(Complaint(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides")))
                 return
             self._make_room(route, now)
-            link = Link(session, route, hello.layout, hello.topology, hello.lanes, hello.max_silence_s, now)
+            link = Link(session, route, hello.layout, hello.topology, hello.lanes, hello.max_silence_s, now, now)
             link.exposes_pool = m.DIRECT_FEATURE in hello.features
             link.rows = hello.rows
             if (met := _agree(link, self._welcome, hello)) is not None:
@@ -214,10 +227,23 @@ class Host(Core):
             return f"{len(hello.lanes)} lanes, or an empty one"
         if not 0 < hello.max_silence_s < float("inf"):
             return "no finite max_silence_s"
-        return self._crowded() or _rows_problem(hello) or layout_problem(hello.layout) or _misfit(self._welcome, hello)
+        return _rows_problem(hello) or layout_problem(hello.layout) or _misfit(self._welcome, hello)
 
-    def _crowded(self) -> str:
-        return f"already {len(self.links)} peers" if len(self.links) >= self.config.max_peers else ""
+    def _ask_idlest(self, now: float) -> bool:
+        """Asks the peer whose session was idle for longest to end it; False if there is none."""
+        unused = (link for link in self.links.values() if not link.half_open and not self.in_use(link))
+        idlest = min(unused, key=lambda link: link.used_at, default=None)
+        if idlest is not None:
+            idlest.spare, idlest.used_at = True, now  # one that does not go is not asked again before the others
+            self.send(idlest, m.Heartbeat(m.SPARE), now)
+        return idlest is not None
+
+    def in_use(self, link: Link) -> bool:
+        return bool(link.records)
+
+    def _on_heartbeat(self, link: Link, beat: m.Heartbeat, now: float) -> None:
+        if beat.idle == m.SPARE and not self.in_use(link):
+            self.send(link, m.Heartbeat(m.IDLE), now)
 
     def _make_room(self, route: bytes, now: float) -> None:
         """Of too many half-open sessions one is over: the oldest of the route that greets, else of all.
@@ -248,7 +274,7 @@ class Host(Core):
         if link.half_open:
             self._n_half_open -= 1
         else:
-            self.counters.sessions_lost += 1
+            self.count_end(link)
             self._never_again(link.session)
         return True
 

@@ -38,6 +38,8 @@ DIRECT = 0xFFFF
 """The lane number of a chunk written straight into the destination's pages."""
 AUX = 0xFFFE
 """The lane number of the aux row, written straight into the row that Open named."""
+IN_USE, IDLE, SPARE = 0, 1, 2
+"""What a Heartbeat says of its session: rooms of the sender need it; none does; none does, and it had better end."""
 
 RoomId: TypeAlias = int | str | bytes
 
@@ -359,11 +361,16 @@ class Drained(Message, frozen=True, tag=18):
 
 
 class Heartbeat(Message, frozen=True, tag=19):
-    """Both ways, when nothing else was said for a while."""
+    """Both ways, when nothing else was said for a while. `idle`: whether the sender still needs the session.
+
+    Prefill answers SPARE with IDLE, if it is; decode, where both are idle and either wants it, with Bye.
+    """
+
+    idle: Number = IN_USE
 
 
 class Bye(Message, frozen=True, tag=20):
-    """Both ways: this process ends this session in order."""
+    """Both ways: this process ends this session in order. Prefill answers it with its own."""
 
 
 class NoSession(Message, frozen=True, tag=21):

@@ -71,7 +71,7 @@ class PrefillCore(Sending):
             m.Recall: self._on_recall,
             m.Closed: self._on_closed,
             m.Abort: self._on_abort,
-            m.Heartbeat: lambda *_: None,
+            m.Heartbeat: self._on_heartbeat,
             m.Bye: self._on_bye,
         }
 
@@ -310,6 +310,7 @@ class PrefillCore(Sending):
 
     def _on_bye(self, link: Link, bye: m.Bye, now: float) -> None:
         link.said_bye = True
+        self.send(link, m.Bye(), now)
         self.lose(link, PeerError("the decode node closed", remedy="route elsewhere"), now)
 
     # Time, and the end of sessions.

@@ -284,7 +284,7 @@ class Receiving(Lender):
         """
         if self.links.pop(link.session, None) is None:
             return
-        self.counters.sessions_lost += 1
+        self.count_end(link)
         self.unwatch(link)
         self._dealt.clear()
         peer = self.peers.pop(link.route, None)
@@ -303,6 +303,10 @@ class Receiving(Lender):
         if self.holds(link):
             self._stranded[link.session] = link
             self._ask_stranded(link, now)
+        self._hang_up(link.route)
+
+    def needs(self, route: bytes) -> bool:
+        return super().needs(route) or any(link.route == route for link in self._stranded.values())
 
     def _ask_stranded(self, link: Link, now: float) -> None:
         """Asks a lost session's writer whether it still knows the session, at the pace of a heartbeat.
@@ -311,7 +315,7 @@ class Receiving(Lender):
         transports too that fence nothing. The question is outside the session's order, so it keeps nothing alive.
         """
         if not self.holds(link):
-            del self._stranded[link.session]
+            self._leave_stranded(link)
             return
         self.send_loose(link.route, link.session, m.Heartbeat())
         self.timers.set(("stranded", link), now + self.config.max_silence_s / 3)
@@ -324,8 +328,9 @@ class Receiving(Lender):
             self._leave_stranded(link)
 
     def _leave_stranded(self, link: Link) -> None:
-        self._stranded.pop(link.session, None)
-        self.timers.cancel(("stranded", link))
+        if self._stranded.pop(link.session, None) is not None:
+            self.timers.cancel(("stranded", link))
+            self._hang_up(link.route)
 
     def fenced(self, link: Link, now: float) -> None:
         """After `Detach`: nothing of that session lands any more, so all it held is free."""

@@ -18,6 +18,9 @@ from pdstage.metrics import Counters
 from pdstage.ownership import EVERYTHING
 from pdstage.protocol.effects import Complaint, Effect, Send
 from pdstage.protocol.messages import (
+    IDLE,
+    IN_USE,
+    SPARE,
     AnyMessage,
     Bye,
     Frame,
@@ -67,6 +70,8 @@ class Link:
     silence_s: float
     """What the peer promised: silent for longer, it is lost."""
     heard_at: float
+    used_at: float
+    """When a room last needed it: the last frame that was no heartbeat. No room of either side ends without one."""
     sent_at: float = 0.0
     n_sent: int = 0
     heard: int = 0
@@ -75,6 +80,8 @@ class Link:
     """The columns of aux rows that both have."""
     rows: RowSpan | None = None
     """The peer's aux rows, if they may be written in place."""
+    spare: bool = False
+    """Its place is needed: it had better end."""
     exposes_pool: bool = False
     """The peer's pages may be written in place; else only its staging memory."""
     checksums: bool = False
@@ -247,12 +254,20 @@ class Core(ABC):
                 return True
             link.heard = frame.seq
             link.heard_at = now
+            if not isinstance(frame.message, Heartbeat):
+                link.used_at, link.spare = now, False
         return False
 
     def watch(self, link: Link, now: float) -> None:
         """Starts the two timers of a live session: our heartbeat and the peer's silence."""
         self.timers.set(("beat", link), now + self.config.max_silence_s / 3)
         self.timers.set(("silence", link), now + self._patience_s(link))
+
+    def count_end(self, link: Link) -> None:
+        if link.said_bye:
+            self.counters.sessions_ended += 1
+        else:
+            self.counters.sessions_lost += 1
 
     def unwatch(self, link: Link) -> None:
         self.timers.cancel(("beat", link))
@@ -263,7 +278,7 @@ class Core(ABC):
         if kind == "beat":
             due = link.sent_at + self.config.max_silence_s / 3
             if due <= now:
-                self.send(link, Heartbeat(), now)
+                self.send(link, Heartbeat(self._need_of(link, now)), now)
                 due = now + self.config.max_silence_s / 3
             self.timers.set(("beat", link), due)
             return False
@@ -273,6 +288,20 @@ class Core(ABC):
             return False
         return True
 
+    def needs(self, route: bytes) -> bool:
+        """Whether the connection to `route` is needed; those that peers made are theirs to give up."""
+        return True
+
+    @abstractmethod
+    def in_use(self, link: Link) -> bool:
+        """Whether a room of this side needs the session."""
+
+    def _need_of(self, link: Link, now: float) -> int:
+        """What a heartbeat says: a session that nobody needs costs both ends memory, and a connection."""
+        if self.in_use(link):
+            return IN_USE
+        return SPARE if link.spare or now - link.used_at >= self.config.idle_s else IDLE
+
     def _patience_s(self, link: Link) -> float:
         """A greeting that nobody follows up expires by our clock, whatever it promised."""
         return min(link.silence_s, self.config.hello_s) if link.half_open else link.silence_s
@@ -280,6 +309,24 @@ class Core(ABC):
     def repeat(self, key: Hashable, now: float) -> None:
         """Asks for `key` to come due again after `retry_s`: the side that waits repeats its question."""
         self.timers.set(key, now + self.config.retry_s)
+
+    def back_off(self, key: Hashable, now: float, n_tries: int, salt: int) -> None:
+        """As `repeat`, after `n_tries` in vain: twice as long each time up to `retry_cap_s`, less up to half of it.
+
+        The jitter is drawn from `salt` and `n_tries` alone: a fleet that lost one peer does not ask in step, and a core
+        does the same things again when it is given the same inputs.
+        """
+        longest_s = max(self.config.retry_s, self.config.retry_cap_s)
+        wait_s = min(self.config.retry_s * 2.0 ** min(n_tries, 64), longest_s)
+        self.timers.set(key, now + wait_s * (0.5 + 0.5 * drawn(salt + n_tries)))
+
+
+def drawn(salt: int) -> float:
+    """A number in [0, 1) that looks random: the finalizer of SplitMix64 (Steele, Lea, Flood 2014) of `salt`."""
+    z = salt * 0x9E37_79B9_7F4A_7C15 % (1 << 64)
+    z = (z ^ z >> 30) * 0xBF58_476D_1CE4_E5B9 % (1 << 64)
+    z = (z ^ z >> 27) * 0x94D0_49BB_1331_11EB % (1 << 64)
+    return (z ^ z >> 31) / (1 << 64)
 
 
 @dataclass(slots=True)

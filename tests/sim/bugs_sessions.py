@@ -48,7 +48,7 @@ MUTANTS = [
         "Hello is not repeated",
         "7 Hello, I4",
         "protocol/handshake.py",
-        '        self.repeat(("hello", peer), now)\n',
+        '        self.back_off(("hello", peer), now, peer.n_hellos, peer.nonce)\n',
         "",
     ),
     Mutant(
@@ -130,7 +130,7 @@ MUTANTS = [
         "no heartbeat",
         "7 silence, I4",
         "protocol/session.py",
-        "                self.send(link, Heartbeat(), now)\n                due",
+        "                self.send(link, Heartbeat(self._need_of(link, now)), now)\n                due",
         "                due",
         "tests/protocol/test_traces.py",
     ),

@@ -49,10 +49,11 @@ _CONSTANT = frozenset(
 )  # fmt: skip
 _SILENT = {
     "Link": {
-        "heard_at", "sent_at", "n_sent", "heard", "layout", "topology", "lanes", "silence_s", "shares", "common", "aux",
-        "rows",
+        "heard_at", "used_at", "sent_at", "n_sent", "heard", "layout", "topology", "lanes", "silence_s", "shares",
+        "common", "aux", "rows",
     },
     "InRoom": {"shared"},
+    "Peer": {"n_hellos"},
     "Grant": {"granted_at"},
     "OutChunk": {"waits_since"},
     "_Need": {"numbers"},

@@ -70,9 +70,16 @@ class Verdict(NamedTuple):
 
 
 def everyone() -> list[Mutant]:
-    from tests.sim import bugs_aux, bugs_engine, bugs_leases, bugs_rooms, bugs_sessions  # noqa: PLC0415  (they import this)
+    from tests.sim import (  # noqa: PLC0415  (they import this)
+        bugs_aux,
+        bugs_engine,
+        bugs_leases,
+        bugs_parting,
+        bugs_rooms,
+        bugs_sessions,
+    )
 
-    modules = (bugs_leases, bugs_rooms, bugs_sessions, bugs_engine, bugs_aux)
+    modules = (bugs_leases, bugs_rooms, bugs_sessions, bugs_parting, bugs_engine, bugs_aux)
     return [mutant for module in modules for mutant in module.MUTANTS]
 
 

@@ -22,6 +22,7 @@ DEADLINES = {
     "open_wait_s": 10.0,
     "write_s": 5.0,
     "max_silence_s": 3.0,
+    "idle_s": 0.5,
     "fall_back_after_s": 2.0,
 }
 PATIENT = dict.fromkeys(DEADLINES, 1000.0) | {

@@ -22,6 +22,8 @@ from tests.sim.scenario import Scenario
 from tests.sim.side import Side
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdstage.protocol.session import Link
 
 Event = tuple[object, ...]
@@ -83,6 +85,9 @@ class SimWorld(FabricWorld):
         self.ordinals[name] += 1
         item.key = f"{name} #{self.ordinals[name]}"
         self.waiting[item.key] = item
+
+    def cut_off(self, want: Callable[[Item], bool]) -> None:
+        self.waiting = {key: item for key, item in self.waiting.items() if not want(item)}
 
     def movable(self, item: Item) -> bool:
         """Whether the item may arrive now."""
@@ -339,6 +344,8 @@ class SimWorld(FabricWorld):
             self.carry(node)
 
     def detach(self, node: Prefill | Decode, link: Link) -> None:
+        if isinstance(node, Decode) and node.core._is_leaving(link.route, link.session):
+            self.counts["idle"] += 1
         self.put(Item("fence", node, node, lambda: self.fence(node, link), link))
 
     def _frame(self, node: Prefill | Decode, route: bytes, frame: bytes) -> None:
