@@ -6,7 +6,7 @@ Layer 5. Must not know how the core decides; it carries out gathers and writes.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, ClassVar, assert_never
 
 import numpy as np
 
@@ -126,6 +126,8 @@ class PrefillNode(Node[PrefillCore]):
     host copies in a thread of their own; None does so where there are cores for it. Raises `UsageError` or
     `TransportError`.
     """
+
+    _writes: ClassVar[bool] = True
 
     def __init__(
         self,
