@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, ClassVar, assert_never
 
 import numpy as np
 
@@ -134,6 +134,8 @@ class DecodeNode(Node[DecodeCore]):
     are split into `n_lanes` lanes. With `path="staged"` peers may write staging memory only; "direct" and "auto" let
     them write the pool. The other arguments are those of `PrefillNode`.
     """
+
+    _writes: ClassVar[bool] = False
 
     def __init__(
         self,

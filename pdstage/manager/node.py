@@ -9,7 +9,7 @@ import secrets
 import time
 from abc import abstractmethod
 from collections import Counter
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from pdstage.control.keys import keys_of
 from pdstage.control.zmq import ControlSocket
@@ -20,13 +20,13 @@ from pdstage.errors import PdstageError, TransportError, UsageError
 from pdstage.manager.copier import Copier, has_core_to_spare
 from pdstage.manager.driver import AnyCore, Driver, log
 from pdstage.manager.lookup import Directory
+from pdstage.manager.settings import settle
 from pdstage.metadata import WAYS
 from pdstage.plan import TOKEN_MAJOR
 from pdstage.protocol.config import Config
 from pdstage.protocol.messages import Offer, RowSpan
 from pdstage.protocol.room import NO_ROWS, OwnRows
 from pdstage.stager import Memory, Stager
-from pdstage.transport import Transport, open_transport
 
 if TYPE_CHECKING:
     import os
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from pdstage.protocol.room import Room
     from pdstage.protocol.session import Link
     from pdstage.topology import Topology
+    from pdstage.transport import Transport
 
-PATHS = ("auto", "direct", "staged")
 _DEAD_CHECK_S = 0.5
 _SWITCH_S = 1e-4
 
@@ -55,6 +55,8 @@ _kept_for_ever: list[object] = []
 
 class Node(Driver[AnyCore]):
     """One rank's node. Use as a context manager, or `close()` it: that ends its rooms and gives all memory back."""
+
+    _writes: ClassVar[bool]  # whether it is the one that writes to its peers
 
     def __init__(
         self,
@@ -76,12 +78,8 @@ class Node(Driver[AnyCore]):
         aux: str,
         metadata: MetadataBuffers | None,
     ) -> None:
-        if path not in PATHS:
-            raise UsageError(f"path {path!r}", remedy=f"choose one of {', '.join(PATHS)}")
         config = config or Config()
         _check_metadata(aux, metadata, config)
-        if config.convert:
-            pool.check_converts(checksum=config.checksums)
         super().__init__(config, progress, switch_interval_s)
         self.keys = keys_of(keys)
         self.pool, self.topology, self.path = pool, topology, path
@@ -91,16 +89,15 @@ class Node(Driver[AnyCore]):
         self.metadata = metadata
         self._lent: dict[Handle, AuxRow] = {}
         self._pairs: dict[Link, Pair] = {}
-        self.memory = Memory(staging_nbytes, staging, pool.device)
-        self.parts = self.memory.parts(n_parts)
-        self._copier = Copier(self._wake)
-        copies_aside = has_core_to_spare() if copy_thread is None else copy_thread
-        self.stager = Stager(pool, self._copier.submit if copies_aside else None, pool.runtime())
-        self.transport = open_transport(transport) if isinstance(transport, str) else transport
-        self.directory = Directory(self.keys)
-        exposed = [self.memory.region, *(self._pool_regions() if path != "staged" else ())]
+        self.transport = settle(pool, path, config, transport, writes=self._writes)
         try:
-            self.transport.register(exposed)
+            self.memory = Memory(staging_nbytes, staging, pool.device)
+            self.parts = self.memory.parts(n_parts)
+            self._copier = Copier(self._wake)
+            copies_aside = has_core_to_spare() if copy_thread is None else copy_thread
+            self.stager = Stager(pool, self._copier.submit if copies_aside else None, pool.runtime())
+            self.directory = Directory(self.keys)
+            self.transport.register([self.memory.region, *(self._pool_regions() if path != "staged" else ())])
             self.rows = self._own_rows(aux)
             identity = self.incarnation.to_bytes(8, "little")
             self.socket = ControlSocket(bind, identity=identity, insecure=insecure, keys=self.keys)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, ClassVar, assert_never
 
 import numpy as np
 
@@ -144,6 +144,8 @@ class PrefillNode(Node[PrefillCore]):
     `aux` is how rows of `metadata` travel: "tcp", by control message; "rdma", by the data transport, from memory to
     memory, where both sides say so; "nvlink", the same, of rows on the device. What cannot go so goes by message.
     """
+
+    _writes: ClassVar[bool] = True
 
     def __init__(
         self,

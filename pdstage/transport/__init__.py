@@ -21,7 +21,7 @@ from pdstage.transport._backend import Backend, Link, Told
 from pdstage.transport.base import Done, Event, Figures, Inbound, PostFailed, Traits, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 __all__ = [
     "Backend",
@@ -36,6 +36,7 @@ __all__ = [
     "Traits",
     "Transport",
     "available",
+    "moving",
     "names",
     "open_transport",
 ]
@@ -73,6 +74,16 @@ def available() -> dict[str, str]:
         except UsageError as error:
             reasons[name] = str(error)
     return reasons
+
+
+def moving(kinds: Collection[str]) -> list[str]:
+    """The names of the transports that import here and move memory of all these kinds, the most preferred first."""
+    found = {}
+    for name in names():
+        with contextlib.suppress(UsageError):
+            found[name] = _load(name)
+    able = [name for name, kind in found.items() if kind.traits.kinds >= set(kinds)]
+    return sorted(able, key=lambda name: -found[name].preference)
 
 
 def names() -> list[str]:
