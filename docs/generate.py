@@ -142,7 +142,7 @@ def traits() -> str:
         for node in tree.body:
             said = _values(node, _values(tree, {})) if isinstance(node, ast.ClassDef) else {}
             if "traits" in said:
-                found.append((-int(said.get("preference", 0)), _row(said["traits"])))
+                found.append((-int(said.get("preference", 0)), trait_row(said["traits"])))
     head = "| | memory | tag | descriptors a post | blocks | fences | stops reads | post | descriptor | bytes |"
     return "\n".join([head, "|---|---|---|---:|---|---|---|---:|---:|---:|", *(row for _, row in sorted(found))])
 
@@ -164,7 +164,9 @@ def _values(body: ast.Module | ast.ClassDef, known: Mapping[str, Any]) -> dict[s
     return found
 
 
-def _row(told: dict[str, Any]) -> str:
+def trait_row(told: dict[str, Any]) -> str:
+    """One transport's row, from the fields of its `Traits`."""
+
     def yes(name: str) -> str:
         return "yes" if told[name] else "no"
 
