@@ -103,7 +103,7 @@ micro:  ## Run the microbenchmarks with pytest-benchmark, those of the GPU where
 plots:  ## Make the plots of docs/kernels.md again from bench/results.
 	$(GPU_PYTHON) -m pdstage.bench.plot
 
-docs: $(STAMP)  ## Make the generated parts of docs/reliability.md again, from the code and the tests.
+docs: $(STAMP)  ## Make the generated parts of docs/ again, from the code and the tests.
 	$(BIN)/python docs/generate.py
 
 native: | $(BIN)/python  ## Build the C++ extension again, and fail if it cannot be built.

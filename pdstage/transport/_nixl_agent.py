@@ -69,21 +69,20 @@ def start(  # one keyword for each choice that NIXL or UCX leaves to its user
 
 @contextmanager
 def _only(devices: list[str]) -> Iterator[None]:
-    """Has UCX, which starts meanwhile, use these devices only, whatever the environment said.
+    """Has UCX, which starts meanwhile, use these devices only, whatever the environment says; none: what that says.
 
     By the environment, since NIXL 1.5.1 passes UCX one plain device or several RDMA devices at their first port, and
     takes its own documented `ucx_devices` without a word.
     """
-    if not devices:
-        yield
-        return
-    with _environment:
+    with _environment:  # also where none are named, lest another thread's choice be taken
         before = os.environ.get(_NET_DEVICES)
-        os.environ[_NET_DEVICES] = ",".join(devices)
+        if devices:
+            os.environ[_NET_DEVICES] = ",".join(devices)
         try:
             yield
         finally:
-            del os.environ[_NET_DEVICES]
+            if devices:
+                del os.environ[_NET_DEVICES]
             if before is not None:
                 os.environ[_NET_DEVICES] = before
 

@@ -136,6 +136,10 @@ class Endpoint:
     def pid(self) -> int:
         return os.getpid()
 
+    def n_agents(self) -> int:
+        """Remote agents that a NIXL transport has not let go of."""
+        return len(self.transport._users)
+
     def n_fds(self) -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 

@@ -116,10 +116,11 @@ OUTSIDE = [
 
 
 def test_span_outside_registered_or_prepared_memory_is_refused(linked):
+    """Row: range out of bounds."""
     linked.b.fill(0, before := noise(4096))
     for bad in OUTSIDE:
         for n_good in (0, 3):
-            with pytest.raises(UsageError):
+            with pytest.raises(UsageError, match=r"lie in no one region|less than one byte"):
                 linked.post([*[(0, 64 * i, 64) for i in range(n_good)], bad], b"tag")
     linked.deliver(b"after", offset=8192)  # nothing of the refused posts was written, before or after
     assert linked.b.read(0, 4096) == before
@@ -150,6 +151,7 @@ def test_more_spans_than_the_trait_says_are_refused(linked):
 
 
 def test_unknown_peers(linked):
+    """Row: unknown peer."""
     for verb in (lambda: linked.a.post("c", [(0, linked.b.base, 8)], b""), lambda: linked.a.prepare("c", [])):
         with pytest.raises(UsageError, match="'c'"):
             verb()
@@ -299,14 +301,20 @@ def fails(pair, spans: object) -> None:
     """A post of `spans` is refused or fails, within the deadline; it never counts as done."""
     try:
         ticket = pair.post(spans, b"to nobody")
-    except TransportError:
-        return
-    log = Log(pair.a)
-    log.until(lambda: any(event.ticket == ticket for event in log.ended(pair.a)))
-    assert [type(event) for event in log.ended(pair.a) if event.ticket == ticket] == [PostFailed]
+    except TransportError as error:
+        said = error
+    else:
+        log = Log(pair.a)
+        log.until(lambda: any(event.ticket == ticket for event in log.ended(pair.a)))
+        (ended,) = [event for event in log.ended(pair.a) if event.ticket == ticket]
+        assert isinstance(ended, PostFailed)
+        said = ended.error
+    assert "peer 'b'" in str(said)
+    assert said.remedy
 
 
 def test_posts_to_a_killed_peer_fail(mortal):
+    """Row: post to a killed peer."""
     mortal.deliver(b"while it lives")
     mortal.b.kill()
     for n in (1, 2, 1000):
@@ -375,7 +383,9 @@ def test_peer_killed_while_posts_are_in_flight(mortal):
 
 
 def test_stopped_peer_blocks_nothing_and_goes_on(mortal):
-    """Deadlines are the caller's. What was posted before `disconnect` still ends once, when the peer goes on."""
+    """Row: post to a stopped peer.
+
+    Deadlines are the caller's. What was posted before `disconnect` still ends once, when the peer goes on."""
     mortal.deliver(b"while it runs")
     mortal.b.stop()
     tickets = [mortal.post([(0, 0, NBYTES)], b"%d" % i) for i in range(8)]
@@ -396,6 +406,7 @@ def test_close_with_posts_in_flight_to_a_stopped_peer(mortal):
 
 
 def test_peer_restarted_under_its_label(mortal):
+    """Row: post to a restarted peer."""
     mortal.deliver(b"first life")
     mortal.b.kill()
     second = Remote(mortal.variant.transport, mortal.variant.environment)

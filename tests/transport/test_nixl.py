@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transport.conftest import VARIANTS
+from transport.conftest import VARIANTS, Pair
 from transport.endpoint import NBYTES, Endpoint, Log, Remote
 
 pytest.importorskip("nixl._api", exc_type=ImportError)
 
 from pdstage.errors import UsageError
 from pdstage.layout import Region
-from pdstage.transport import _fabric, open_transport
+from pdstage.transport import PostFailed, _fabric, open_transport
 from pdstage.transport._nixl_agent import descriptors
 from pdstage.transport.base import Ranges
 
@@ -189,6 +189,23 @@ def test_short_lived_peers_over_tcp_leave_no_descriptors(stock):
         return b
 
     lives(a, b, 40, renew)
+    a.close()
+
+
+def test_the_agent_of_a_dead_peer_goes_with_its_last_post(stock):
+    """I14: not with `disconnect`, which would hide how the posts to a peer that is only stopped end."""
+    variant = VARIANTS["nixl-tcp"]
+    a, b = stock.remote(variant, "a"), Remote(variant.transport, variant.environment)
+    Pair(variant, a, b).connect().deliver(b"while it lives")
+    b.stop()
+    tickets = [a.post("b", [(0, b.base, NBYTES)], b"") for _ in range(4)]
+    a.disconnect("b")
+    assert a.n_agents() == 1
+    b.kill()
+    log = Log(a)
+    log.until(lambda: len(log.ended(a)) == len(tickets))
+    assert a.n_agents() == 0
+    assert all(isinstance(event, PostFailed) for event in log.ended(a)[-1:])
     a.close()
 
 
