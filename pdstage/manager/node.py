@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Self
 from pdstage.control.keys import keys_of
 from pdstage.control.zmq import ControlSocket
 from pdstage.convert import feeding
-from pdstage.cost import CostModel
 from pdstage.cut import Pair
 from pdstage.errors import PdstageError, UsageError
 from pdstage.manager.copier import Copier, has_core_to_spare
@@ -96,8 +95,6 @@ class Node(Driver[AnyCore]):
         except BaseException:
             self.transport.close()
             raise
-        traits = self.transport.traits
-        self.cost = CostModel(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
 
     def _wake(self) -> None:
         self.socket.wake()

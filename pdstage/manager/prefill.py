@@ -12,14 +12,16 @@ import numpy as np
 
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapServer
-from pdstage.cut import DirectPlans
+from pdstage.cost import CostModel
 from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
+from pdstage.manager.calibration import costs
 from pdstage.manager.handle import Handle
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, rects_of
 from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
+from pdstage.manager.paths import Paths
 from pdstage.manager.posts import Posts
-from pdstage.plan import Stagings, selects
+from pdstage.plan import Stagings
 from pdstage.protocol.effects import (
     Attach,
     Changed,
@@ -60,7 +62,6 @@ if TYPE_CHECKING:
         def query(self) -> bool: ...
 
 
-_MOST_PLANS = 1024
 _OVER = (Phase.WRITTEN, Phase.DROPPED, Phase.BROKEN)
 
 
@@ -123,8 +124,9 @@ class PrefillNode(Node[PrefillCore]):
     `staging_nbytes` are split into `n_buffers` send buffers. `path` is "auto" (by cost), "staged" or "direct". `bind`
     is the control socket's address; beyond loopback it takes `keys`, a key file's path or `Keys`, or `insecure=True`,
     and so does the directory. `progress` is "inline" (polls do the work) or "thread". `copy_thread` makes large
-    host copies in a thread of their own; None does so where there are cores for it. Raises `UsageError` or
-    `TransportError`.
+    host copies in a thread of their own; None does so where there are cores for it. `calibration` is a file that
+    `pdstage calibrate` wrote, by which "auto" chooses; None: the one that PDSTAGE_CALIBRATION names, else the
+    transport's defaults. Raises `UsageError` or `TransportError`.
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class PrefillNode(Node[PrefillCore]):
         progress: str = "inline",
         switch_interval_s: float | None = DEFAULT_SWITCH_S,
         copy_thread: bool | None = None,
+        calibration: str | os.PathLike[str] | None = None,
         insecure: bool = False,
         keys: Keys | str | os.PathLike[str] | None = None,
     ) -> None:
@@ -156,13 +159,23 @@ class PrefillNode(Node[PrefillCore]):
         )  # fmt: skip
         self._stagings = Stagings(pool.layout)
         self._positional = {component.name for component in pool.layout.components if component.positional}
-        self._direct_plans: dict[tuple[object, ...], DirectPlans] = {}
         self.posts = Posts(self.transport)
+        traits = self.transport.traits
+        try:
+            cost = costs(calibration, traits.name, CostModel(traits.bytes_per_s, traits.descriptor_s, traits.post_s))
+        except UsageError:
+            self.transport.close()
+            self.socket.close()
+            raise
+        chunk_nbytes = min(self.parts[0].nbytes, self.config.chunk_nbytes)
+        self.paths = Paths(
+            path, cost, layout=pool.layout, stagings=self._stagings, pair_of=self._pair, chunk_nbytes=chunk_nbytes
+        )
         self._waiting: list[tuple[Sender, Source, CudaEvent]] = []
         self.core = PrefillCore(
             self.incarnation, layout=pool.layout, topology=topology, transport=self.transport.traits.name,
             description=self.transport.describe(), n_buffers=n_buffers, buffer_nbytes=self.parts[0].nbytes,
-            config=self.config, choose=self._choose, direct=path != "staged",
+            config=self.config, choose=self.paths.prefers_direct, direct=path != "staged",
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         try:
@@ -287,7 +300,7 @@ class PrefillNode(Node[PrefillCore]):
     def _write_direct(self, ticket: int, chunk: OutChunk, tag: bytes) -> None:
         record = chunk.record
         try:
-            plan = self._direct_plan(chunk)
+            plan = self.paths.direct(record, chunk.rects)
             theirs = {
                 given.component: Index.of(np.frombuffer(given.data, np.int32), given.first_token)
                 for given in record.open.items
@@ -320,27 +333,6 @@ class PrefillNode(Node[PrefillCore]):
     def _on_staged(self, copied: Copied, now: float) -> None:
         self.core.gathered(copied.ticket, now, copied.error, copied.checksum)
 
-    def _choose(self, chunk: OutChunk) -> bool:
-        if self.path != "auto":
-            return self.path == "direct"
-        return self.cost.prefers_direct(chunk.nbytes, self._direct_plan(chunk).n_descriptors(chunk.tokens))
-
-    def _direct_plan(self, chunk: OutChunk) -> DirectPlans:
-        record = chunk.record
-        layers = ((rect.component, rect.layer_start, rect.layer_stop) for rect in chunk.rects)
-        key = (record.link, record.shares, *layers)
-        plan = self._direct_plans.get(key)
-        if plan is None:
-            if len(self._direct_plans) >= _MOST_PLANS:
-                self._direct_plans.clear()
-            pair = self._pair(record.link)
-            ours, theirs = (
-                selects(layout, record.shares, chunk.rects) for layout in (self.pool.layout, record.link.layout)
-            )
-            plan = DirectPlans(pair.src, ours, pair.dst, theirs)
-            self._direct_plans[key] = plan
-        return plan
-
     def _layouts(self, link: Link) -> tuple[Layout, Layout]:
         return self.pool.layout, link.layout
 
@@ -350,8 +342,7 @@ class PrefillNode(Node[PrefillCore]):
         self.transport.prepare(label(link), [*lanes, *(link.layout.regions if link.exposes_pool else ())])
 
     def _detach(self, link: Link) -> None:
-        for key in [key for key in self._direct_plans if key[0] is link]:
-            del self._direct_plans[key]
+        self.paths.forget(link)
         super()._detach(link)
 
     def _is_fenced(self) -> bool:
