@@ -10,7 +10,7 @@ CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -
 TESTS ?=
 WORKERS ?= 2
 ARGS ?=
-CPU_BENCHES := plan wire host-kernels convert rooms keys transfer
+CPU_BENCHES := plan wire host-kernels convert rooms keys transfer auto
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test sim scale chaos fuzz lint types format bench gpu sanitize asan tsan micro plots docs \

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from pdstage.control.keys import Keys
 
-BENCHES = ("plan", "wire", "host-kernels", "convert", "rooms", "keys", "transfer", "gpu")
+BENCHES = ("plan", "wire", "host-kernels", "convert", "rooms", "keys", "transfer", "auto", "gpu")
 DEFAULT_BIND = "127.0.0.1:8998"
 
 
