@@ -97,7 +97,7 @@ tsan: $(STAMP)  ## Run what threads share in the C++ code under ThreadSanitizer.
 micro:  ## Run the microbenchmarks with pytest-benchmark, those of the GPU where there is one.
 	$(GPU_PYTHON) -m pytest bench/micro --benchmark-only $(ARGS)
 
-plots:  ## Make the plots of docs/kernels.md again from bench/results.
+plots:  ## Make the plots of docs/kernels.md and docs/transports.md again from bench/results.
 	$(GPU_PYTHON) -m pdstage.bench.plot
 
 docs: $(STAMP)  ## Make the generated parts of docs/reliability.md again, from the code and the tests.
