@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
 
 WAYS = ("direct", "staged", "auto")
 WITHIN, NEVER_WORSE = 1.10, 1.25
-_MOST_ROUNDS = 3
+_REPEATS, _MOST_ROUNDS = 5, 4
+_PATIENCE_S = 270.0  # after this long nothing is timed again
 QUICK_PAIRS, QUICK_RUNS, QUICK_NBYTES = ((2, 1),), (256, 4096, 65536), 8 << 20
 
 
 def run(quick: bool) -> Measured:
+    until = time.monotonic() + _PATIENCE_S
     shapes = [Shape(*pair, QUICK_NBYTES) for pair in QUICK_PAIRS] if quick else [Shape(*pair) for pair in PAIRS]
     rows, left_out = [], []
     for fabric in fabrics():
@@ -38,7 +41,7 @@ def run(quick: bool) -> Measured:
             try:
                 calibrate(fabric, calibration, quick)
                 for shape in shapes:
-                    rows += cells(fabric, shape, calibration, QUICK_RUNS if quick else RUNS, 3 if quick else 7)
+                    rows += cells(fabric, shape, calibration, QUICK_RUNS if quick else RUNS, until)
             except (TransportError, RuntimeError) as error:
                 left_out.append(f"{fabric.name}: {error}")
     return Measured(summary(rows) + rows, {}, left_out, [])
@@ -56,17 +59,17 @@ def calibrate(fabric: Fabric, path: str, quick: bool) -> None:
     print(f"{fabric.name}\n{done.stdout}")
 
 
-def cells(fabric: Fabric, shape: Shape, calibration: str, runs: tuple[int, ...], repeats: int) -> list[Row]:
+def cells(fabric: Fabric, shape: Shape, calibration: str, runs: tuple[int, ...], until: float) -> list[Row]:
     rows = []
     with Sides(shape, fabric, calibration) as sides:
         for run_nbytes in runs:
             chosen = sides.chosen(run_nbytes)
             took: dict[str, list[float]] = {way: [] for way in WAYS}
             for _ in range(_MOST_ROUNDS):
-                for way, times in sides.times(WAYS, run_nbytes, repeats).items():
+                for way, times in sides.times(WAYS, run_nbytes, _REPEATS).items():
                     took[way] += times
                 row = cell(fabric, shape, run_nbytes, chosen, took)
-                if row.ratio >= 1 / WITHIN:
+                if row.ratio >= 1 / WITHIN or time.monotonic() > until:
                     break
             rows.append(row)
     return rows

@@ -235,7 +235,7 @@ class Bed:
 def run(quick: bool, transport: str = "nixl") -> list[Row]:
     """`quick`: three processes, small rooms, few cells. `transport` is the targets' rows'; nixl where it is there."""
     nbytes = QUICK_NBYTES if quick else NBYTES
-    repeats = 3 if quick else 9
+    repeats = 3 if quick else 7
     rows = []
     for env, what in ((None, "shared memory"), (TCP, "TCP")):
         for src_tp, dst_tp in ((2, 1),) if quick else ((2, 1), (4, 2)):
@@ -314,7 +314,7 @@ def _sweep(quick: bool) -> list[Row]:
         for shape in shapes:
             with Sides(shape, fabric) as sides:
                 for run_nbytes in (1024, 65536) if quick else RUNS:
-                    took = sides.times(("staged", "direct", "raw"), run_nbytes, 2 if quick else 7)
+                    took = sides.times(("staged", "direct", "raw"), run_nbytes, 2 if quick else 5)
                     rows.append(_cell(fabric.name, shape, run_nbytes, took))
     return rows
 
