@@ -10,7 +10,7 @@ CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -
 TESTS ?=
 WORKERS ?= 2
 ARGS ?=
-CPU_BENCHES := plan wire host-kernels convert rooms keys transfer
+CPU_BENCHES := plan wire host-kernels convert rooms keys transfer auto
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test sim scale chaos fuzz soak lint types format bench gpu sanitize asan tsan micro plots docs \
@@ -100,7 +100,7 @@ tsan: $(STAMP)  ## Run what threads share in the C++ code under ThreadSanitizer.
 micro:  ## Run the microbenchmarks with pytest-benchmark, those of the GPU where there is one.
 	$(GPU_PYTHON) -m pytest bench/micro --benchmark-only $(ARGS)
 
-plots:  ## Make the plots of docs/kernels.md again from bench/results.
+plots:  ## Make the plots of docs/kernels.md and docs/transports.md again from bench/results.
 	$(GPU_PYTHON) -m pdstage.bench.plot
 
 docs: $(STAMP)  ## Make the generated parts of docs/ again, from the code and the tests.

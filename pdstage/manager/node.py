@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from pdstage.control.keys import keys_of
 from pdstage.control.zmq import ControlSocket
 from pdstage.convert import feeding
-from pdstage.cost import CostModel
 from pdstage.cut import Pair
 from pdstage.errors import PdstageError, TransportError, UsageError
 from pdstage.manager.copier import Copier, has_core_to_spare
@@ -148,10 +147,6 @@ class Node(Driver[AnyCore]):
         log.info("peer %s: over %s", self.socket.endpoint_of(link.route), over)
         with self._lock:
             self._over[over] += 1
-
-    def _cost(self, link: Link) -> CostModel:
-        traits = self.transport.traits_of(label(link))
-        return CostModel(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
 
     @abstractmethod
     def _layouts(self, link: Link) -> tuple[Layout, Layout]:

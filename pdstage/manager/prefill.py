@@ -13,15 +13,17 @@ import numpy as np
 
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapServer
-from pdstage.cut import DirectPlans
+from pdstage.cost import CostModel
 from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
+from pdstage.manager.calibration import costs
 from pdstage.manager.handle import Handle
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, rects_of
 from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
+from pdstage.manager.paths import Paths
 from pdstage.manager.posts import Posts
 from pdstage.metadata import AuxRow
-from pdstage.plan import Stagings, selects
+from pdstage.plan import Stagings
 from pdstage.protocol.effects import (
     Attach,
     Changed,
@@ -41,7 +43,7 @@ from pdstage.protocol.outbox import GivenRow, Phase
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.versions import VERSION
 from pdstage.spans import Index
-from pdstage.transport import Done, Inbound, PostFailed, Spans, Transport
+from pdstage.transport import Done, Inbound, PostFailed, Spans, Traits, Transport
 
 if TYPE_CHECKING:
     import os
@@ -65,7 +67,6 @@ if TYPE_CHECKING:
         def query(self) -> bool: ...
 
 
-_MOST_PLANS = 1024
 _OVER = (Phase.WRITTEN, Phase.DROPPED, Phase.BROKEN)
 
 
@@ -139,10 +140,11 @@ class PrefillNode(Node[PrefillCore]):
     `staging_nbytes` are split into `n_buffers` send buffers. `path` is "auto" (by cost), "staged" or "direct". `bind`
     is the control socket's address; beyond loopback it takes `keys`, a key file's path or `Keys`, or `insecure=True`,
     and so does the directory. `progress` is "inline" (polls do the work) or "thread". `copy_thread` makes large
-    host copies in a thread of their own; None does so where there are cores for it. Raises `UsageError` or
-    `TransportError`.
-    `aux` is how rows of `metadata` travel: "tcp", by control message; "rdma", by the data transport, from memory to
-    memory, where both sides say so; "nvlink", the same, of rows on the device. What cannot go so goes by message.
+    host copies in a thread of their own; None does so where there are cores for it. `calibration` is a file that
+    `pdstage calibrate` wrote, by which "auto" chooses; None: the one that PDSTAGE_CALIBRATION names, else the
+    transport's defaults. `aux` is how rows of `metadata` travel: "tcp", by control message; "rdma", by the data
+    transport, from memory to memory, where both sides say so; "nvlink", the same, of rows on the device. What cannot go
+    so goes by message. Raises `UsageError` or `TransportError`.
     """
 
     _writes: ClassVar[bool] = True
@@ -164,6 +166,7 @@ class PrefillNode(Node[PrefillCore]):
         progress: str = "inline",
         switch_interval_s: float | None = DEFAULT_SWITCH_S,
         copy_thread: bool | None = None,
+        calibration: str | os.PathLike[str] | None = None,
         insecure: bool = False,
         keys: Keys | str | os.PathLike[str] | None = None,
         aux: str = "tcp",
@@ -171,6 +174,7 @@ class PrefillNode(Node[PrefillCore]):
     ) -> None:
         if n_buffers < 2:
             raise UsageError(f"{n_buffers} send buffers", remedy="give at least 2, so that no destination holds all")
+        self._costs = costs(calibration)
         super().__init__(
             pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_buffers,
             staging=staging, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
@@ -178,14 +182,18 @@ class PrefillNode(Node[PrefillCore]):
         )  # fmt: skip
         self._stagings = Stagings(pool.layout)
         self._positional = {component.name for component in pool.layout.components if component.positional}
-        self._direct_plans: dict[tuple[object, ...], DirectPlans] = {}
         self.posts = Posts(self.transport)
+        chunk_nbytes = min(self.parts[0].nbytes, self.config.chunk_nbytes)
+        self.paths = Paths(
+            path, lambda link: self.cost_of(self.transport.traits_of(label(link))), layout=pool.layout,
+            stagings=self._stagings, pair_of=self._pair, chunk_nbytes=chunk_nbytes,
+        )  # fmt: skip
         self._waiting: list[tuple[Sender, CudaEvent, Callable[[float], None]]] = []
         offer, *others = self._offers()
         self.core = PrefillCore(
             self.incarnation, layout=pool.layout, topology=topology, transport=offer.transport,
             description=offer.description, n_buffers=n_buffers, buffer_nbytes=self.parts[0].nbytes,
-            config=self.config, choose=self._choose, direct=path != "staged", others=tuple(others),
+            config=self.config, choose=self.paths.prefers_direct, direct=path != "staged", others=tuple(others),
             notifies=self.transport.traits.notifies, rows=self.rows,
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
@@ -208,6 +216,14 @@ class PrefillNode(Node[PrefillCore]):
             layout=self.pool.layout.digest(), transports=tuple(self.transport.offers()), version=VERSION,
         )  # fmt: skip
         self.directory.publish(self.bootstrap_address, lambda: advert)
+
+    def cost_of(self, traits: Traits) -> CostModel:
+        """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say."""
+        cost = self._costs.get(traits.name)
+        if cost is None:
+            cost = CostModel(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
+            self._costs[traits.name] = cost
+        return cost
 
     # What senders call.
 
@@ -328,7 +344,7 @@ class PrefillNode(Node[PrefillCore]):
     def _write_direct(self, ticket: int, chunk: OutChunk, tag: bytes) -> None:
         record = chunk.record
         try:
-            plan = self._direct_plan(chunk)
+            plan = self.paths.direct(record, chunk.rects)
             theirs = {
                 given.component: Index.of(np.frombuffer(given.data, np.int32), given.first_token)
                 for given in record.open.items
@@ -363,28 +379,6 @@ class PrefillNode(Node[PrefillCore]):
     def _on_staged(self, copied: Copied, now: float) -> None:
         self.core.gathered(copied.ticket, now, copied.error, copied.checksum)
 
-    def _choose(self, chunk: OutChunk) -> bool:
-        if self.path != "auto":
-            return self.path == "direct"
-        n_descriptors = self._direct_plan(chunk).n_descriptors(chunk.tokens)
-        return self._cost(chunk.record.link).prefers_direct(chunk.nbytes, n_descriptors)
-
-    def _direct_plan(self, chunk: OutChunk) -> DirectPlans:
-        record = chunk.record
-        layers = ((rect.component, rect.layer_start, rect.layer_stop) for rect in chunk.rects)
-        key = (record.link, record.shares, *layers)
-        plan = self._direct_plans.get(key)
-        if plan is None:
-            if len(self._direct_plans) >= _MOST_PLANS:
-                self._direct_plans.clear()
-            pair = self._pair(record.link)
-            ours, theirs = (
-                selects(layout, record.shares, chunk.rects) for layout in (self.pool.layout, record.link.layout)
-            )
-            plan = DirectPlans(pair.src, ours, pair.dst, theirs)
-            self._direct_plans[key] = plan
-        return plan
-
     def _layouts(self, link: Link) -> tuple[Layout, Layout]:
         return self.pool.layout, link.layout
 
@@ -395,8 +389,7 @@ class PrefillNode(Node[PrefillCore]):
         self.transport.prepare(label(link), [*lanes, *pool, *_rows_of(link)])
 
     def _detach(self, link: Link) -> None:
-        for key in [key for key in self._direct_plans if key[0] is link]:
-            del self._direct_plans[key]
+        self.paths.forget(link)
         super()._detach(link)
 
     def _is_fenced(self, link: Link) -> bool:
