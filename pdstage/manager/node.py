@@ -90,7 +90,8 @@ class Node(Driver[AnyCore]):
         self._pairs: dict[Link, Pair] = {}
         self.transport = settle(pool, path, config, transport, writes=self._writes)
         try:
-            self.memory = Memory(staging_nbytes, staging, pool.device)
+            mappable = not self._writes and self.transport.traits.maps
+            self.memory = Memory(staging_nbytes, staging, pool.device, mappable=mappable)
             self.parts = self.memory.parts(n_parts)
             self._copier = Copier(self._wake)
             copies_aside = has_core_to_spare() if copy_thread is None else copy_thread
@@ -304,6 +305,8 @@ class Node(Driver[AnyCore]):
             log.error("closed while %s may still use this node's memory: it is kept", ", ".join(peers))
         self.transport.close()
         self.socket.close()
+        if self._gave_back:
+            self.memory.release()
         return self._gave_back
 
     def _close_rooms(self, timeout_s: float) -> None:

@@ -43,7 +43,7 @@ from pdstage.protocol.outbox import GivenRow, Phase
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.versions import VERSION
 from pdstage.spans import Index
-from pdstage.transport import Done, Inbound, PostFailed, Spans, Traits, Transport
+from pdstage.transport import Done, Inbound, Mapped, PostFailed, Spans, Traits, Transport
 
 if TYPE_CHECKING:
     import os
@@ -189,6 +189,7 @@ class PrefillNode(Node[PrefillCore]):
             stagings=self._stagings, pair_of=self._pair, chunk_nbytes=chunk_nbytes,
         )  # fmt: skip
         self._waiting: list[tuple[Sender, CudaEvent, Callable[[float], None]]] = []
+        self._placed: dict[int, Mapped] = {}
         offer, *others = self._offers()
         self.core = PrefillCore(
             self.incarnation, layout=pool.layout, topology=topology, transport=offer.transport,
@@ -315,10 +316,9 @@ class PrefillNode(Node[PrefillCore]):
 
     def _carry(self, effect: Effect) -> None:
         match effect:
-            case Gather(ticket, buffer, chunk):
+            case Gather(ticket, buffer, chunk, address):
                 link = chunk.record.link
-                held = self.parts[buffer]
-                dst = Region(held.base, min(held.nbytes, chunk.nbytes), held.kind, held.device)
+                dst = self._place(ticket, chunk, address) or self._part(buffer, chunk.nbytes)
                 pair = self._pair(link)
                 self.stager.gather(
                     ticket, chunk.record.shares, chunk.rects, wire=pair.wire, items=_indexes(chunk), dst=dst,
@@ -326,8 +326,8 @@ class PrefillNode(Node[PrefillCore]):
                     staged=link.converted and link.converted.offered,
                 )  # fmt: skip
             case Write(ticket, buffer, chunk, address, tag):
-                base = self.parts[buffer].base
-                self._post(ticket, chunk.record.link, _one_span(base, address, chunk.nbytes), tag)
+                spans = None if chunk.placed else _one_span(self.parts[buffer].base, address, chunk.nbytes)
+                self._post(ticket, chunk.record.link, spans, tag)
             case WriteDirect(ticket, chunk, tag):
                 self._write_direct(ticket, chunk, tag)
             case WriteRow(ticket, chunk, spans, tag):
@@ -340,6 +340,20 @@ class PrefillNode(Node[PrefillCore]):
 
     def _nbytes(self, effect: Effect) -> int:
         return effect.chunk.nbytes if isinstance(effect, Gather | Write | WriteDirect | WriteRow) else 0
+
+    def _place(self, ticket: int, chunk: OutChunk, address: int) -> Region | None:
+        """The chunk's lease, if it is mapped here: then it is gathered and written in one pass."""
+        where = label(chunk.record.link), address, chunk.nbytes
+        mapped = self.transport.mapped(*where) if self.pool.device == "cpu" else None
+        chunk.placed = mapped is not None
+        if mapped is None:
+            return None
+        self._placed[ticket] = mapped
+        return Region(mapped.address, chunk.nbytes)
+
+    def _part(self, buffer: int, nbytes: int) -> Region:
+        held = self.parts[buffer]
+        return Region(held.base, min(held.nbytes, nbytes), held.kind, held.device)
 
     def _write_direct(self, ticket: int, chunk: OutChunk, tag: bytes) -> None:
         record = chunk.record
@@ -355,9 +369,9 @@ class PrefillNode(Node[PrefillCore]):
         else:
             self._post(ticket, record.link, Spans(*spans), tag)
 
-    def _post(self, ticket: int, link: Link, spans: Spans, tag: bytes) -> None:
+    def _post(self, ticket: int, link: Link, spans: Spans | None, tag: bytes) -> None:
         error = self.posts.begin(ticket, label(link), spans, tag)
-        self.core.counters.descriptors += len(spans.nbytes)
+        self.core.counters.descriptors += len(spans.nbytes) if spans is not None else 0
         if error is not None:
             self._completed(ticket, error)
         elif self.transport.traits_of(label(link)).post_blocks:
@@ -377,6 +391,7 @@ class PrefillNode(Node[PrefillCore]):
                 self.core.completed(ticket, now, error, settled=settled)
 
     def _on_staged(self, copied: Copied, now: float) -> None:
+        self._placed.pop(copied.ticket, None)
         self.core.gathered(copied.ticket, now, copied.error, copied.checksum)
 
     def _layouts(self, link: Link) -> tuple[Layout, Layout]:
@@ -425,6 +440,7 @@ class PrefillNode(Node[PrefillCore]):
 
     def close(self, timeout_s: float = 5.0) -> bool:
         safe = super().close(timeout_s)
+        self._placed.clear()  # the copier has ended, and nobody asks what it did any more
         if self._bootstrap is not None:
             self._bootstrap.close()
         return safe

@@ -270,7 +270,7 @@ class Borrower(Host):
                 self.emit(self._row_write(ticket, chunk) if chunk.row else WriteDirect(ticket, chunk, self._tag(chunk)))
             else:
                 chunk.phase = Phase.GATHERING
-                self.emit(Gather(ticket, buffer, chunk))
+                self.emit(Gather(ticket, buffer, chunk, self._address(chunk)))
 
     def _row_write(self, ticket: int, chunk: OutChunk) -> WriteRow:
         """All that a room's aux row has in common with the one that its destination named."""
@@ -289,14 +289,12 @@ class Borrower(Host):
         `checksum` is of the bytes gathered, where the session has checksums.
         """
         chunk, buffer = self._flights[ticket]
-        if error is not None or chunk.phase is Phase.DROPPED:
+        if error is not None or chunk.record.phase is not RecordPhase.LIVE:
             self._land(ticket, now, error)
             return
         chunk.phase, chunk.checksum = Phase.WRITING, checksum
-        lane = chunk.record.link.lanes[chunk.lane]
-        address = lane.base + chunk.cursor % lane.nbytes
         self.timers.set(("write", ticket), now + self.config.write_s)
-        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk)))
+        self.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
 
     def completed(self, ticket: int, now: float, error: PdstageError | None = None, *, settled: bool = True) -> None:
         """A post ended. With `error` its outcome is unknown: it is never repeated, and the room fails.
@@ -331,6 +329,11 @@ class Borrower(Host):
                 self._orphans[ticket] = link.session
                 self._land(ticket, now, error)
 
+    def _address(self, chunk: OutChunk) -> int:
+        """Where its lease lies in the destination's memory."""
+        lane = chunk.record.link.lanes[chunk.lane]
+        return lane.base + chunk.cursor % lane.nbytes
+
     def _tag(self, chunk: OutChunk) -> bytes:
         link = chunk.record.link
         tag = m.Tag(link.session, chunk.record.epoch, chunk.number, *chunk.where, chunk.rects, chunk.checksum)
@@ -351,9 +354,11 @@ class Borrower(Host):
         record.in_flight -= 1
         if chunk.phase is Phase.WRITING:
             self._written(chunk, now, error)
-        elif error is not None and chunk.phase is Phase.GATHERING and record.may_direct(chunk.rects):
+        elif error is None or record.phase is not RecordPhase.LIVE:
+            chunk.phase = Phase.DROPPED
+        elif record.may_direct(chunk.rects):
             self._go_direct(chunk, now)
-        elif error is not None:
+        else:
             chunk.phase = Phase.DROPPED
             self._fail_record(record, error, now)
         self._landed(record, now)

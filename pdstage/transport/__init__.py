@@ -18,7 +18,7 @@ from pdstage.errors import PdstageError, UsageError
 from pdstage.spans import Spans
 from pdstage.transport._auto import AutoTransport
 from pdstage.transport._backend import Backend, Link, Told
-from pdstage.transport.base import Done, Event, Figures, Inbound, PostFailed, Traits, Transport
+from pdstage.transport.base import Done, Event, Figures, Inbound, Mapped, PostFailed, Traits, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -30,6 +30,7 @@ __all__ = [
     "Figures",
     "Inbound",
     "Link",
+    "Mapped",
     "PostFailed",
     "Spans",
     "Told",
