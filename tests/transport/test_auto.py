@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
-from transport.endpoint import Endpoint, Log, Remote
+from transport.endpoint import NBYTES, Endpoint, Log, Remote
 
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
@@ -32,7 +33,7 @@ def auto() -> AutoTransport:
 
 def end(transport: object) -> Endpoint:
     endpoint = Endpoint.__new__(Endpoint)
-    endpoint.own(transport)
+    endpoint.own(transport, np.zeros(NBYTES, np.uint8))
     return endpoint
 
 
