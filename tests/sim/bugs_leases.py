@@ -90,6 +90,7 @@ MUTANTS = [
         "protocol/sending.py",
         "                if chunk.phase not in (Phase.GATHERING, Phase.WRITING, Phase.BROKEN):",
         "                if chunk.phase not in (Phase.WRITING, Phase.BROKEN):",
+        "tests/protocol/test_rules.py::test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended",
     ),
     Mutant(
         "Reserve is not repeated",
@@ -337,9 +338,15 @@ MUTANTS = [
         "a send buffer is free once its write began",
         "6 send buffers, I8",
         "protocol/borrower.py",
+<<<<<<< ours
         """        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk)))
 """,
         """        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk)))
+=======
+        """        self.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
+""",
+        """        self.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
+>>>>>>> theirs
         self.buffers.free.append(buffer)
 """,
     ),
