@@ -68,10 +68,10 @@ def serves_again(site, d: DecodeNode, dst: Rank, transport: str) -> None:
 
 
 def test_a_stopped_prefill_process_keeps_memory_out_of_use_until_it_goes_on(site, transport):
-    """Row: writer stopped. I2, I10: its room fails in time; what it may still write is given back once it says so."""
+    """Row: writer stopped. I2, I10: its room fails in time; the pages it may still write come back once it says so."""
     dst = Rank(n_pages=128)
-    d = site.decode(dst, transport=transport, path="staged")
-    with Remote(site.address, 1, transport, "staged", rooms=2, stop=1) as remote:
+    d = site.decode(dst, transport=transport, path="direct")
+    with Remote(site.address, 1, transport, "direct", rooms=2, stop=1) as remote:
         receivers = half_sent(d, dst, site.address)
         os.kill(remote.processes[0].pid, signal.SIGSTOP)
         drive([d], lambda: receivers[1].state is State.FAILED, 60)
