@@ -77,7 +77,7 @@ _questions = msgspec.msgpack.Decoder(Question)
 
 
 class Peer:
-    """Answers one question after the other. `advertise` is the host that callers' nodes are told, if not `bind`'s."""
+    """Answers one question after the other, at `bind`; its node listens on the same host, at a port of its own."""
 
     def __init__(self, bind: str, *, device: str = "cpu", keys: Keys | None = None, insecure: bool = False) -> None:
         self._keys, self._insecure = keys, insecure

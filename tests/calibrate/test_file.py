@@ -87,7 +87,7 @@ def test_a_bad_file_is_refused_before_the_node_is_there(path, site):
     path.write_text("{}")
     rank = Rank()
     with pytest.raises(UsageError, match="version"):
-        PrefillNode(rank.pool, rank.topology, transport="local", calibration=path)
+        PrefillNode(rank.pool, rank.topology, transport="local", staging_nbytes=1 << 20, calibration=path)
 
 
 @pytest.mark.parametrize(("descriptor_s", "taken"), [(0.0, "direct"), (1e-3, "staged")])
