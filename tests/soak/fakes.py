@@ -132,7 +132,7 @@ class FakePrefill(Fake):
             instance=self.name, topology=Topology(), endpoint=f"tcp://127.0.0.1:{port}",
             incarnation=self.incarnation, layout="", transports=("local",), version=VERSION,
         )  # fmt: skip
-        directory.publish(self.advert)
+        directory.publish(self.advert, ttl_s=3600.0)
         if not listens:
             self.gone()
 
