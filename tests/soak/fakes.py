@@ -121,10 +121,11 @@ class FakePrefill(Fake):
     def __init__(self, crew: Crew, directory: BootstrapClient, *, listens: bool = True) -> None:
         """Not `listens`: it publishes an endpoint at which nobody is."""
         super().__init__(crew)
-        self._held = socket.socket()
+        self._held: socket.socket | None = None
         if listens:
             port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         else:  # held, so that no later peer listens there
+            self._held = socket.socket()
             self._held.bind(("127.0.0.1", 0))
             port = self._held.getsockname()[1]
         self.core = PrefillCore(
@@ -144,7 +145,8 @@ class FakePrefill(Fake):
 
     def gone(self) -> None:
         super().gone()
-        self._held.close()
+        if self._held is not None:
+            self._held.close()
 
     def send(self, room: int) -> OutRoom:
         sent = self.core.submit(room_key(room), time.monotonic())
