@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import random
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     Answer = Callable[[list[Advert] | None, PdstageError | None], None]
 
-_RETRY_S = 0.1
+_RETRY_S, _RETRY_CAP_S = 0.1, 1.0
 _TTL_S = 15.0
 
 
@@ -51,7 +52,7 @@ class Directory:
     ) -> None:
         """Asks until every rank is registered or `deadline_at` (monotonic) has passed, then calls `answer` once."""
         client = BootstrapClient(address, keys=self._keys)
-        self._run(lambda: self._look(client, (address, dp_rank, instance), deadline_at, answer))
+        self._run(lambda: self._look(client, (address, dp_rank, instance), deadline_at, answer, _RETRY_S))
 
     def publish(self, address: str, advert: Callable[[], Advert]) -> None:
         """Publishes now, raising what the directory raises, and keeps the lease renewed until `close`."""
@@ -103,15 +104,25 @@ class Directory:
             self._renew_at = time.monotonic() + _TTL_S / 15  # the lease outlives several failures
 
     def _look(
-        self, client: BootstrapClient, key: tuple[str, int | None, str | None], deadline_at: float, answer: Answer
+        self,
+        client: BootstrapClient,
+        key: tuple[str, int | None, str | None],
+        deadline_at: float,
+        answer: Answer,
+        wait_s: float,
     ) -> None:
+        """Where not all is there yet, again after `wait_s`, and from then on ever more seldom."""
         _, dp_rank, instance = key
         try:
             adverts = self.cached(*key) or client.lookup(dp_rank, instance=instance)
         except (Incomplete, TransportError) as error:
-            if time.monotonic() + _RETRY_S < deadline_at:
+            now = time.monotonic()
+            if now + _RETRY_S < deadline_at:
+                longer_s = min(2 * wait_s, _RETRY_CAP_S)
                 timer = threading.Timer(
-                    _RETRY_S, self._jobs.put, [lambda: self._look(client, key, deadline_at, answer)]
+                    min(wait_s * random.uniform(0.5, 1.0), deadline_at - now),
+                    self._jobs.put,
+                    [lambda: self._look(client, key, deadline_at, answer, longer_s)],
                 )
                 timer.daemon = True
                 timer.start()
@@ -122,5 +133,8 @@ class Directory:
         except PdstageError as error:
             answer(None, error)
         else:
-            self._cache[key] = (time.monotonic(), adverts)
+            now = time.monotonic()
+            for old in [old for old, (at, _) in list(self._cache.items()) if now - at >= self._cache_s]:
+                self._cache.pop(old, None)
+            self._cache[key] = (now, adverts)
             answer(adverts, None)

@@ -338,15 +338,9 @@ MUTANTS = [
         "a send buffer is free once its write began",
         "6 send buffers, I8",
         "protocol/borrower.py",
-<<<<<<< ours
-        """        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk)))
-""",
-        """        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk)))
-=======
         """        self.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
 """,
         """        self.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
->>>>>>> theirs
         self.buffers.free.append(buffer)
 """,
     ),

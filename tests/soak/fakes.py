@@ -7,6 +7,7 @@ a transport is the description of one that stands for them all.
 from __future__ import annotations
 
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
@@ -53,8 +54,8 @@ class Crew:
 
     def turn(self) -> None:
         """What has arrived for any of them, and every deadline that has passed."""
-        for socket, _ in self.poller.poll(0):
-            self.fakes[socket].hear()
+        for heard, _ in self.poller.poll(0):
+            self.fakes[heard].hear()
         now = time.monotonic()
         for fake in list(self.fakes.values()):
             fake.tick(now)
@@ -120,7 +121,13 @@ class FakePrefill(Fake):
     def __init__(self, crew: Crew, directory: BootstrapClient, *, listens: bool = True) -> None:
         """Not `listens`: it publishes an endpoint at which nobody is."""
         super().__init__(crew)
-        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self._held: socket.socket | None = None
+        if listens:
+            port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        else:  # held, so that no later peer listens there
+            self._held = socket.socket()
+            self._held.bind(("127.0.0.1", 0))
+            port = self._held.getsockname()[1]
         self.core = PrefillCore(
             self.incarnation, layout=crew.layout, topology=Topology(), transport=crew.transport.traits.name,
             description=crew.description, n_buffers=2, buffer_nbytes=LANE_NBYTES, config=crew.config,
@@ -132,9 +139,14 @@ class FakePrefill(Fake):
             instance=self.name, topology=Topology(), endpoint=f"tcp://127.0.0.1:{port}",
             incarnation=self.incarnation, layout="", transports=("local",), version=VERSION,
         )  # fmt: skip
-        directory.publish(self.advert)
+        directory.publish(self.advert, ttl_s=3600.0)
         if not listens:
-            self.gone()
+            self.stop()
+
+    def gone(self) -> None:
+        super().gone()
+        if self._held is not None:
+            self._held.close()
 
     def send(self, room: int) -> OutRoom:
         sent = self.core.submit(room_key(room), time.monotonic())

@@ -207,7 +207,8 @@ class Crowd(Star):
         while not all(handle.released for handle in self.open):
             assert time.monotonic() < deadline_at, "rooms do not end"
             self.turn()
-        assert all(handle.state is State.SUCCESS for handle in self.open), {handle.error for handle in self.open}
+        errors = [handle.error for handle in self.open if handle.state is not State.SUCCESS]
+        assert not errors, f"{len(errors)} rooms failed, one with: {errors[0]}"
         self.open.clear()
 
     def part(self) -> None:

@@ -1,0 +1,51 @@
+"""Who is looked up again, how often, and what is kept of the answers."""
+
+from __future__ import annotations
+
+import queue
+import time
+
+import pytest
+
+from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer, Incomplete
+from pdstage.errors import DeadlineExceeded
+from pdstage.manager.lookup import Directory
+from pdstage.topology import Topology
+
+
+@pytest.fixture
+def directory():
+    held = Directory(cache_s=1e-9)
+    yield held
+    held.close()
+
+
+def test_answers_that_are_old_are_not_kept(directory: Directory) -> None:
+    """Of thousands of instances each asked for once (I14)."""
+    answers: queue.SimpleQueue = queue.SimpleQueue()
+    with BootstrapServer() as server:
+        for n in range(20):
+            advert = Advert(
+                instance=f"p{n}", topology=Topology(), endpoint=f"tcp://127.0.0.1:{n + 1}", incarnation=n + 1, layout=""
+            )
+            BootstrapClient(server.address).publish(advert)
+            until = time.monotonic() + 20.0
+            directory.lookup(server.address, None, advert.instance, until, lambda *a: answers.put(a))
+            assert answers.get(timeout=20.0) == ([advert], None)
+            assert len(directory._cache) == 1
+
+
+def test_an_instance_that_is_not_there_is_asked_for_ever_more_seldom(directory: Directory, monkeypatch) -> None:
+    asked_at: list[float] = []
+
+    def lookup(self: BootstrapClient, dp_rank: int | None = None, *, instance: str | None = None) -> list[Advert]:
+        asked_at.append(time.monotonic())
+        raise Incomplete("nobody is there", (0,))
+
+    monkeypatch.setattr(BootstrapClient, "lookup", lookup)
+    answers: queue.SimpleQueue = queue.SimpleQueue()
+    directory.lookup("127.0.0.1:1", None, "p", time.monotonic() + 1.0, lambda *a: answers.put(a))
+    adverts, error = answers.get(timeout=20.0)
+    assert adverts is None
+    assert isinstance(error, DeadlineExceeded)
+    assert 3 <= len(asked_at) <= 8, "0.1 s apart it would have been ten times"
