@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from transport.endpoint import Endpoint, Log, Remote
+from transport.endpoint import Endpoint, Log, Remote, Saying
 
 from pdstage.transport import available
 
@@ -30,6 +30,7 @@ VARIANTS = {
     "nixl-same": Variant("nixl", "same"),
     "nixl-two": Variant("nixl", "two"),
     "nixl-tcp": Variant("nixl", "apart", {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}),
+    "mooncake": Variant("mooncake", "two"),
 }
 
 
@@ -48,6 +49,8 @@ class Pair:
     """`a` writes to `b`, which it knows as "b"."""
 
     def __init__(self, variant: Variant, a: object, b: object) -> None:
+        if not a.traits().notifies:
+            a, b = Saying(a), Saying(b)
         self.variant, self.a, self.b = variant, a, b
         self.log = Log(a, b)
 

@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 from unittest import mock
 
 import numpy as np
@@ -193,6 +193,49 @@ class Remote:
         self._process.join(DEADLINE_S)
         if self._process.is_alive():
             self.kill()
+
+
+class Saying:
+    """An endpoint whose transport carries no tags: once a post is done its tag is said to the peer, as callers do."""
+
+    _by_description: ClassVar[dict[bytes, Saying]] = {}
+
+    def __init__(self, endpoint: object) -> None:
+        self._endpoint = endpoint
+        self._peers: dict[str, Saying] = {}
+        self._tags: dict[int, tuple[Saying, bytes]] = {}
+        self._heard: list[Inbound] = []
+
+    def __getattr__(self, verb: str) -> object:
+        return getattr(self._endpoint, verb)
+
+    def describe(self) -> bytes:
+        description = self._endpoint.describe()
+        self._by_description[description] = self
+        return description
+
+    def connect(self, peer: str, description: bytes) -> None:
+        self._endpoint.connect(peer, description)
+        self._peers[peer] = self._by_description.get(description, self)
+
+    def post(self, peer: str, spans: object, tag: bytes) -> int:
+        ticket = self._endpoint.post(peer, spans, tag)
+        if tag:
+            self._tags[ticket] = (self._peers[peer], tag)
+        return ticket
+
+    def poll(self) -> list[object]:
+        events = self._endpoint.poll()
+        for event in events:
+            peer, tag = self._tags.pop(event.ticket, (None, b""))
+            if peer is not None and isinstance(event, Done):
+                peer._heard.append(Inbound(tag))
+        heard, self._heard = self._heard, []
+        return events + heard
+
+    def poll_and_read(self, offset: int, nbytes: int) -> tuple[list[object], bytes]:
+        events = self.poll()
+        return events, self.read(offset, nbytes) if any(isinstance(event, Inbound) for event in events) else b""
 
 
 class Log:
