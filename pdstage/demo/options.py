@@ -19,7 +19,7 @@ MAX_REQUESTS = 256  # prompts differ in length, so no more than there are length
 MAX_PAGE = 1024
 MODELS = ("llama", *FAMILIES)
 LAYOUTS = ("nhd", "hnd")
-TRANSPORTS = ("auto", "nixl", "local")
+TRANSPORTS = ("auto", "nixl", "local", "mooncake")
 PATHS = ("auto", "direct", "staged")
 SHORTEST_PROMPT, LONGEST_PROMPT = 40, 360
 
