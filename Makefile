@@ -10,6 +10,9 @@ CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -
 TESTS ?=
 WORKERS ?= 2
 ARGS ?=
+MOONCAKE_NEEDS := libibverbs1 libnuma1 libcurl4
+MOONCAKE_IMPORTS = $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
+APT_INSTALL = DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(MOONCAKE_NEEDS)
 CPU_BENCHES := plan wire host-kernels convert rooms keys transfer auto
 
 .DEFAULT_GOAL := help
@@ -31,10 +34,16 @@ $(BIN)/python:
 	    echo "$(PYTHON) has neither ensurepip nor pip; install the packages python3-venv and python3-dev" >&2; exit 1; }
 
 # Order matters: torch alone, so that its index is asked for it only; nixl without its dependencies, which would pull a
-# second torch and CUDA wheels it does not need on the CPU.
+# second torch and CUDA wheels it does not need on the CPU. Mooncake's wheel needs libraries of the system, which pip does
+# not bring.
 $(STAMP): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) | $(BIN)/python
 	$(PIP) install -q -c constraints.txt torch==2.13.0 numpy
 	$(PIP) install -q --no-deps nixl==1.5.1 nixl-cu13==1.5.1
+	$(PIP) install -q --no-deps -c constraints.txt mooncake-transfer-engine-non-cuda
+	@$(MOONCAKE_IMPORTS) || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
+	    $(APT_INSTALL) >/dev/null 2>&1 || { apt-get update -qq && $(APT_INSTALL) >/dev/null; } || true
+	@$(MOONCAKE_IMPORTS) || echo "transport mooncake has no $(MOONCAKE_NEEDS): its tests are skipped until they are installed" \
+	    "(as root: apt-get install -y $(MOONCAKE_NEEDS))" >&2
 	$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	    e = p["optional-dependencies"]; print(*p["dependencies"], *e["demo"], *e["dev"], sep="\n")' > $(VENV)/requirements.txt
 	$(PIP) install -q -c constraints.txt -r $(VENV)/requirements.txt

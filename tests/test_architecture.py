@@ -45,6 +45,7 @@ FOLDERS = {"pdstage": "pdstage", "kernels": "pdstage.kernels", "bench": "pdstage
 # Who may import what at the top of a module: each heavy dependency stays behind its own door.
 DOORS = {
     "zmq": {"control"},
+    "mooncake": {"transport"},
     "nixl": {"transport"},
     "nixl_cu13": {"transport"},
     "mori": {"transport"},
@@ -53,7 +54,7 @@ DOORS = {
 }
 PURE = {0, 1, 2}  # no thread, no socket, no clock in these
 IMPURE = {"threading", "socket", "time", "asyncio", "selectors", "subprocess", "multiprocessing", "torch"}
-LIGHT = {"torch", "zmq", "nixl", "nixl_cu13", "mori", "triton", "cupy", "transformers"}
+LIGHT = {"torch", "zmq", "mooncake", "nixl", "nixl_cu13", "mori", "triton", "cupy", "transformers"}
 FILE_LINES, FUNCTION_LINES, CLASS_LINES = 400, 60, 200
 
 

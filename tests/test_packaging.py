@@ -223,6 +223,13 @@ def test_pins_satisfy_ranges() -> None:
     )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for text in [*project["dependencies"], *extras["torch"], *extras["nixl"], *extras["demo"], *extras["dev"]]:
+    for text in [
+        *project["dependencies"],
+        *extras["torch"],
+        *extras["nixl"],
+        *extras["mooncake"],
+        *extras["demo"],
+        *extras["dev"],
+    ]:
         wanted = Requirement(text)
         assert Version(pins[wanted.name.lower()]) in wanted.specifier, text

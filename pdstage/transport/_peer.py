@@ -1,6 +1,6 @@
 """Another process of this host: who exactly it is, whether it lives, and writing into its memory.
 
-Layer 4, beneath local.py and nixl.py. Must not know tags, tickets or registered regions.
+Layer 4, beneath local.py, nixl.py and mooncake.py. Must not know tags, tickets or registered regions.
 
 A pid alone names nobody, since the kernel gives it to the next process. A process is a pid with its start time, and
 once met it is held by a pidfd, which turns readable when that very process ends (pidfd_open(2)).
@@ -15,7 +15,7 @@ import os
 import select
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
 
 import msgspec
 import numpy as np
@@ -181,6 +181,28 @@ class Elsewhere:
 
     def close(self) -> None:
         pass
+
+
+class Here:
+    """A transport of this same process: its life ends with its `close`, which takes it out of `lives`."""
+
+    lives: ClassVar[set[str]] = set()
+
+    def __init__(self, life: str) -> None:
+        self._life = life
+
+    def gone(self) -> bool:
+        return self._life not in self.lives
+
+    def close(self) -> None:
+        pass
+
+
+def target_of(identity: Identity, life: str, here: Identity, peer: str) -> Target:
+    """Who wrote a description with `identity` and `life`. Raises `TransportError` for a process that has ended."""
+    if identity == here:
+        return Here(life)
+    return Process(identity, peer) if identity.is_visible_from(here) else Elsewhere()
 
 
 class Met:

@@ -167,7 +167,8 @@ class Transport(ABC):
     def post(self, peer: str, spans: Spans, tag: bytes) -> int:
         """Starts one write, from addresses `src` here to `dst` at the peer, and returns its ticket.
 
-        The tag (empty: none) reaches the peer after all the spans' bytes. Posts are not ordered among each other.
+        Where `traits.notifies`, the tag (empty: none) reaches the peer after all the spans' bytes. Posts are not
+        ordered among each other.
         Raises `UsageError` (unknown peer, a span outside registered or prepared memory, too many spans) or
         `TransportError`: then no byte is or will be written and there is no ticket.
         """

@@ -11,7 +11,7 @@ from tests.chaos.control import stopped_writer
 from tests.chaos.plan import draw_faults, draw_site
 from tests.chaos.round import Round
 
-TRANSPORTS = [name for name in ("local", "nixl") if not available().get(name, "unknown")]
+TRANSPORTS = [name for name in ("local", "nixl", "mooncake") if not available().get(name, "unknown")]
 SEED, SECONDS = 20, 6.0
 
 

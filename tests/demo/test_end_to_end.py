@@ -43,6 +43,7 @@ def needs(transport: str) -> None:
         ("nixl", "staged", 3, 2, 6),
         ("nixl", "direct", 4, 2, 4),
         ("nixl", "staged", 8, 4, 4),
+        ("mooncake", "auto", 4, 2, 4),
     ],
 )
 def test_decoding_goes_on_token_for_token(tmp_path, transport, path, prefill_tp, decode_tp, kv_heads):

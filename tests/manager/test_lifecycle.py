@@ -23,7 +23,7 @@ from tests.manager.engine import Rank, decode_node, drive, prefill_node
 from tests.manager.test_processes import Remote
 from tests.manager.workers import TOKENS
 
-TRANSPORTS = [name for name in ("local", "nixl") if not available().get(name, "unknown")]
+TRANSPORTS = [name for name in ("local", "nixl", "mooncake") if not available().get(name, "unknown")]
 
 
 def held() -> Counter[str]:

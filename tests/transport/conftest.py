@@ -34,6 +34,7 @@ VARIANTS = {
     "nixl-same": Variant("nixl", "same"),
     "nixl-two": Variant("nixl", "two"),
     "nixl-tcp": Variant("nixl", "apart", {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}),
+    "mooncake": Variant("mooncake", "two"),
     "mori-double": Variant("mori-double", "same"),
     "postbox-same": Variant("postbox", "same"),
     "postbox-two": Variant("postbox", "two"),

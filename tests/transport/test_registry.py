@@ -14,7 +14,7 @@ from pdstage.transport import Transport, available, names, open_transport
 
 
 def test_the_names_are_the_modules():
-    assert {"local", "nixl"} <= set(names())
+    assert {"local", "mooncake", "nixl"} <= set(names())
     assert not {name for name in names() if name.startswith("_") or name == "base"}
     assert available().keys() == set(names())
 
@@ -22,6 +22,8 @@ def test_the_names_are_the_modules():
 def test_installed_transports_import_so_that_no_contract_test_is_skipped_in_silence():
     assert available()["local"] == ""
     assert (available()["nixl"] == "") == (importlib.util.find_spec("nixl") is not None)
+    if importlib.util.find_spec("mooncake") is not None:  # the wheel: it needs libraries of the system too
+        assert available()["mooncake"] == "" or "apt-get install" in available()["mooncake"]
 
 
 def test_unknown_name_lists_the_known():

@@ -1,0 +1,245 @@
+"""Mooncake's Transfer Engine: started by protocol, peers' segments by the life they mean, and transfers one by one.
+
+Layer 4, beneath mooncake.py. Must not know registered regions, labels' connections or events.
+
+What was seen of Mooncake 0.3.13.post1 over tcp, and what follows here:
+
+* `transfer_check_status` tells of the first entry of a batch only: of 240 MiB in 16 entries it said "done" with 45 MiB
+  there. `get_batch_transfer_status` knows, but spins until the end. So each span is a transfer of its own.
+* A peer's queue takes about 2,000 transfers; what is beyond fails. So at most `WINDOW` are under way to each peer.
+* The first transfer to a peer, and `send_probe`, ask it for its metadata and wait: 61 s for a stopped one. So both are
+  done by a thread, and posts wait their turn meanwhile.
+* What it knows of a segment it keeps for ever, by name: a process that came back on the same port was written to at its
+  predecessor's data port. A zero before the port is another name for the same place: each life has one of its own.
+* It keeps four connections to each peer that it has sent to (MC_TCP_LANES_PER_PEER), of dead ones too: only its end
+  closes them. That takes up to a second, and the interpreter's lock with it: so an engine that no peer was met with is
+  kept for the next transport of this process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pdstage.errors import TransportError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pdstage.spans import Spans
+
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read as it loads; each start would say a dozen lines
+try:
+    library: Any = import_module("mooncake.engine")
+except ImportError as error:
+    if "shared object" not in str(error):
+        raise
+    raise ImportError(f"{error}; apt-get install -y libibverbs1 libnuma1 libcurl4") from error
+
+WINDOW = 512
+_NO_TRANSFER = frozenset({0, -1, (1 << 64) - 1})
+_DONE, _PENDING = 1, frozenset({0, -2})  # -2: late by MC_SLICE_TIMEOUT, but still under way
+PROTOCOLS = {
+    "tcp": ("MC_FORCE_TCP",),
+    "rdma": ("MC_FORCE_HCA",),
+    "nvlink": ("MC_FORCE_MNNVL",),
+    "nvlink_intra": ("MC_INTRANODE_NVLINK", "MC_INTRA_NVLINK"),
+}
+"""The engine chooses by what it finds and by these variables, whatever protocol it is told."""
+_NICS = Path("/sys/class/infiniband")
+_BUILT_WITH = {"nvlink": "SUPPORT_MNNVL", "nvlink_intra": "SUPPORT_INTRA_NVLINK"}
+_MEANINGS = {
+    -1: "invalid argument, or the engine says no more",
+    -2: "too many requests",
+    -3: "the address is not registered",
+    -6: "no such device",
+    -7: "the memory overlaps what is registered",
+    -101: "the peer's host name has no address",
+    -102: "the peer's port does not answer",
+    -103: "the peer's answer is damaged",
+    -104: "the peer refused the handshake",
+    -200: "no metadata",
+    -201: "no endpoint",
+    -202: "no device context",
+    -302: "out of memory",
+}
+"""Of its return codes (error.h)."""
+
+
+class Engine:
+    """One Transfer Engine, and which life of a process each of its segments' names means."""
+
+    idle: ClassVar[dict[tuple[str, str, str], list[Engine]]] = {}
+
+    def __init__(self, protocol: str, host: str, devices: str) -> None:
+        """Raises `TransportError` if it does not start."""
+        self.key = (protocol, host, devices)
+        self.host = host
+        self._lives: dict[tuple[str, int], tuple[str, int]] = {}
+        self.raw: Any = library.TransferEngine()
+        with _environment(protocol):
+            code = self.raw.initialize(host, "P2PHANDSHAKE", protocol, devices)
+        if code:
+            what = f"Mooncake does not start with protocol {protocol!r}{said(code)}"
+            raise TransportError(what, remedy="see its log on stderr; MC_LOG_LEVEL=INFO says more", code=code)
+        self.port: int = self.raw.get_rpc_port()
+        self.is_known = False
+        """Connections of peers, or to them, may be open."""
+
+    @classmethod
+    def take(cls, protocol: str, host: str, devices: str) -> Engine:
+        waiting = cls.idle.get((protocol, host, devices))
+        return waiting.pop() if waiting else cls(protocol, host, devices)
+
+    def leave(self) -> None:
+        """Nothing is registered with it any more: the next transport may have it, unless connections are open."""
+        if not self.is_known:
+            self.idle.setdefault(self.key, []).append(self)
+
+    def name_of(self, host: str, port: int, life: str) -> str:
+        """What to call the peer's segment, so that nothing known of an earlier life there is used."""
+        before, n_before = self._lives.get((host, port), (life, 0))
+        if life != before:
+            n_before += 1
+        self._lives[host, port] = (life, n_before)
+        return f"{f'[{host}]' if ':' in host else host}:{'0' * n_before}{port}"
+
+
+class Post:
+    """One ticket: spans not begun yet, and how many transfers of it are under way."""
+
+    def __init__(self, ticket: int, peer: str, spans: Spans) -> None:
+        self.ticket = ticket
+        self.peer = peer
+        self.spans = zip(spans.src.tolist(), spans.dst.tolist(), spans.nbytes.tolist(), strict=True)
+        self.n_under_way = 0
+        self.begun = False
+        self.all_begun = False
+        self.error: TransportError | None = None
+        self.settled = True
+
+
+class Way:
+    """One life of a peer's transport, as this engine reaches it; its posts in turn, whichever label they came by."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._owner, self._engine = engine, engine.raw
+        self.name = name
+        self.n_labels = 0
+        self.waiting: deque[Post] = deque()
+        self._under_way: deque[tuple[int, Post]] = deque()
+        self._is_open = False
+        self._opener: threading.Thread | None = None
+        self._opened: tuple[int, int] | None = None
+
+    @property
+    def at_rest(self) -> bool:
+        return not self.waiting and not self._under_way and self._opener is None
+
+    def move(self) -> Iterator[Post]:
+        """Begins what may begin; yields the posts that ended."""
+        yield from self._reap()
+        if self._opener is not None:
+            if self._opener.is_alive():
+                return
+            self._opener = None
+            yield from self._open()
+        while self.waiting and len(self._under_way) < WINDOW:
+            post = self.waiting[0]
+            span = None if post.error is not None else next(post.spans, None)
+            if span is None:
+                self.waiting.popleft()
+                post.all_begun = True
+                if not post.n_under_way:
+                    yield post
+            elif self._is_open:
+                self._begun(post, self._engine.transfer_submit_write(self.name, *span))
+            else:
+                self._owner.is_known = True
+                self._opener = threading.Thread(target=self._probe, args=span, name="pdstage-mooncake", daemon=True)
+                self._opener.start()
+                return
+
+    def _probe(self, src: int, dst: int, nbytes: int) -> None:
+        """In a thread of its own: asks whether the peer is there, and begins the first transfer."""
+        code = self._engine.send_probe(self.name)
+        self._opened = (code, 0 if code else self._engine.transfer_submit_write(self.name, src, dst, nbytes))
+
+    def _open(self) -> Iterator[Post]:
+        code, transfer = self._opened or (0, 0)
+        self._is_open = transfer not in _NO_TRANSFER
+        if self._is_open:
+            self._begun(self.waiting[0], transfer)
+            return
+        for post in self.waiting:
+            post.error = post.error or failed(post.peer, f"does not answer a probe{said(code)}", "is it up?")
+        yield from ()
+
+    def _begun(self, post: Post, transfer: int) -> None:
+        if transfer in _NO_TRANSFER:
+            post.error = failed(post.peer, "takes no transfer", "see Mooncake's log on stderr")
+            return
+        post.begun = True
+        post.n_under_way += 1
+        self._under_way.append((transfer, post))
+
+    def _reap(self) -> Iterator[Post]:
+        """The transfers that ended, in about the order in which they began."""
+        while self._under_way:
+            transfer, post = self._under_way[0]
+            status = self._engine.transfer_check_status(transfer)
+            if status in _PENDING:
+                return
+            self._under_way.popleft()
+            post.n_under_way -= 1
+            if status != _DONE:
+                self._is_open = False  # it may have gone: ask before the next
+                what = f"broke off a transfer, or has not registered where it goes{said(status)}"
+                post.error, post.settled = failed(post.peer, what, "fail its rooms; it may connect anew"), False
+            if post.all_begun and not post.n_under_way:
+                yield post
+
+
+def check_protocol(protocol: str) -> None:
+    """Raises `UsageError` for one that is unknown, or that this wheel, host or environment cannot have."""
+    if protocol not in PROTOCOLS:
+        known = ", ".join(PROTOCOLS)
+        raise UsageError(f"protocol {protocol!r} of mooncake", remedy=f"choose one of {known}", field="protocol")
+    if not getattr(library, _BUILT_WITH.get(protocol, ""), True):
+        raise UsageError(
+            f"this Mooncake was built without protocol {protocol!r}",
+            remedy="install a wheel or build that has it; mooncake-transfer-engine-non-cuda has tcp and rdma",
+            field="protocol",
+        )
+    if protocol == "rdma" and not (_NICS.is_dir() and any(_NICS.iterdir())):
+        raise UsageError(f"protocol 'rdma', and no device in {_NICS}", remedy="choose tcp", field="protocol")
+    if protocol == "tcp" and os.environ.get("MC_TCP_PROTO") == "1":
+        raise UsageError("MC_TCP_PROTO=1: writes would be done before they have landed", remedy="unset it")
+
+
+@contextmanager
+def _environment(protocol: str) -> Iterator[None]:
+    """What makes the engine install `protocol`, and nothing else."""
+    names = [name for chosen in PROTOCOLS.values() for name in chosen]
+    before = {name: os.environ.pop(name, None) for name in names}
+    os.environ.update(dict.fromkeys(PROTOCOLS[protocol], "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def said(code: int) -> str:
+    return f": Mooncake says {code}, {_MEANINGS.get(code, 'an unknown code')}" if code else ""
+
+
+def failed(peer: str, what: str, remedy: str) -> TransportError:
+    return TransportError(f"peer {peer!r} {what}", remedy=remedy, peer=peer)

@@ -1,0 +1,271 @@
+"""What is Mooncake's own: protocols, libraries, return codes, and peers that come back."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transport.endpoint import NBYTES, Endpoint, Log, Remote
+
+from pdstage.errors import PeerError, TransportError, UsageError
+from pdstage.layout import Region
+from pdstage.transport import Done, PostFailed, available, open_transport
+from pdstage.transport.base import read_description, write_description
+
+if available()["mooncake"]:
+    pytest.skip(available()["mooncake"], allow_module_level=True)
+
+from pdstage.transport import _transfer_engine, mooncake
+
+
+@pytest.fixture
+def peers():
+    """Makes endpoints in processes of their own; kills them at the end."""
+    made: list[Remote] = []
+
+    def make() -> Remote:
+        made.append(Remote("mooncake"))
+        return made[-1]
+
+    yield make
+    for remote in made:
+        remote.kill()
+
+
+@pytest.fixture
+def a():
+    endpoint = Endpoint("mooncake")
+    yield endpoint
+    endpoint.close()
+
+
+def connect(a: Endpoint, peer: str, b: Remote) -> None:
+    a.connect(peer, b.describe())
+    a.prepare(peer, [b.region()])
+
+
+def ended(a: Endpoint, *tickets: int) -> list[Done | PostFailed]:
+    log = Log(a)
+    log.until(lambda: {event.ticket for event in log.ended(a)} >= set(tickets))
+    return sorted(log.ended(a), key=lambda event: event.ticket)
+
+
+# Options, and what must be installed.
+
+
+def test_a_protocol_nobody_knows():
+    with pytest.raises(UsageError, match="'carrier'.*tcp, rdma, nvlink, nvlink_intra"):
+        open_transport("mooncake", protocol="carrier")
+
+
+@pytest.mark.parametrize("protocol", ["nvlink", "nvlink_intra"])
+def test_a_protocol_that_this_build_lacks(protocol):
+    if getattr(_transfer_engine.library, _transfer_engine._BUILT_WITH[protocol]):
+        pytest.skip("this build has it")
+    with pytest.raises(UsageError, match=f"built without protocol '{protocol}'"):
+        open_transport("mooncake", protocol=protocol)
+
+
+def test_rdma_without_a_device(monkeypatch, tmp_path):
+    monkeypatch.setattr(_transfer_engine, "_NICS", tmp_path)
+    with pytest.raises(UsageError, match="no device"):
+        open_transport("mooncake", protocol="rdma")
+
+
+def test_writes_that_are_done_before_they_landed_are_refused(monkeypatch):
+    monkeypatch.setenv("MC_TCP_PROTO", "1")
+    with pytest.raises(UsageError, match="MC_TCP_PROTO"):
+        open_transport("mooncake")
+
+
+def test_a_host_that_is_none():
+    with pytest.raises(UsageError, match="host 'a b'"):
+        open_transport("mooncake", host="a b")
+
+
+def test_a_start_that_fails_names_the_code(monkeypatch, tmp_path):
+    """The library looks for itself, and finds no device."""
+    if list(Path("/sys/class").glob("infiniband/*")):
+        pytest.skip("this host has RDMA devices")
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(_transfer_engine, "_NICS", tmp_path)
+    with pytest.raises(TransportError, match="does not start with protocol 'rdma': Mooncake says -1"):
+        open_transport("mooncake", protocol="rdma")
+
+
+def test_the_environment_is_as_it_was(monkeypatch):
+    monkeypatch.setenv("MC_FORCE_HCA", "1")
+    monkeypatch.delenv("MC_FORCE_TCP", raising=False)
+    open_transport("mooncake", host="127.0.0.2").close()
+    assert (_transfer_engine.os.environ["MC_FORCE_HCA"], "MC_FORCE_TCP" in _transfer_engine.os.environ) == ("1", False)
+
+
+def test_a_missing_library_names_its_package(monkeypatch):
+    """The wheel needs three libraries of the system, which pip cannot install."""
+
+    def missing(name):
+        raise ImportError("libibverbs.so.1: cannot open shared object file: No such file or directory", name=name)
+
+    monkeypatch.delitem(sys.modules, "pdstage.transport.mooncake")
+    monkeypatch.delitem(sys.modules, "pdstage.transport._transfer_engine")
+    real = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", lambda n, *a: missing(n) if n == "mooncake.engine" else real(n, *a))
+    with pytest.raises(UsageError, match=r"libibverbs.*apt-get install -y libibverbs1 libnuma1 libcurl4"):
+        open_transport("mooncake")
+
+
+def test_both_sides_must_speak_one_protocol(a):
+    told = read_description("b", a.describe(), mooncake._Description, a.traits())
+    for wrong in ({"protocol": "rdma"}, {"host": "no host"}):
+        fields = {name: getattr(told, name) for name in told.__struct_fields__} | wrong | {"life": "another"}
+        with pytest.raises(PeerError, match="one protocol and an address"):
+            a.connect("b", write_description(mooncake._Description(**fields)))
+
+
+# Peers.
+
+
+class Door:
+    """A fixed port before a peer's own, which changes with its life: so each life has the same name."""
+
+    def __init__(self, a: Endpoint) -> None:
+        self._traits, self._inside = a.traits(), 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def describe(self, b: Remote) -> bytes:
+        told = read_description("b", b.describe(), mooncake._Description, self._traits)
+        self._inside = told.port
+        fields = {name: getattr(told, name) for name in told.__struct_fields__}
+        fields |= {"host": "127.0.0.1", "port": self._listener.getsockname()[1]}
+        return write_description(mooncake._Description(**fields))
+
+    def _serve(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                outer, _ = self._listener.accept()
+                inner = socket.create_connection(("127.0.0.1", self._inside))
+                for src, dst in ((outer, inner), (inner, outer)):
+                    threading.Thread(target=self._pass, args=(src, dst), daemon=True).start()
+
+    @staticmethod
+    def _pass(src: socket.socket, dst: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := src.recv(1 << 16):
+                dst.sendall(data)
+            dst.shutdown(socket.SHUT_WR)
+
+
+def test_a_peer_that_comes_back_on_the_same_port_is_written_where_it_is_now(a, peers):
+    """What the library knows of a name it never forgets; each life gets another."""
+    door = Door(a)
+    a.fill(0, b"bytes")
+    for _ in range(3):
+        b = peers()
+        a.connect("b", door.describe(b))
+        a.prepare("b", [b.region()])
+        ticket = a.post("b", [(0, b.base, 5)], b"")
+        assert ended(a, ticket) == [Done(ticket)]
+        assert b.read(0, 5) == b"bytes"
+        b.kill()
+        assert_fails(a, b)
+
+
+def assert_fails(a: Endpoint, b: Remote) -> None:
+    with pytest.raises(TransportError, match="'b' has ended"):
+        a.post("b", [(0, b.base, 5)], b"")
+
+
+def test_a_stopped_peer_keeps_no_other_waiting(a, peers):
+    """It is asked whether it is there by a thread of its own: posts to it wait, and nothing else does."""
+    stopped, b = peers(), peers()
+    connect(a, "stopped", stopped)
+    connect(a, "b", b)
+    stopped.stop()
+    first = a.post("stopped", [(0, stopped.base, 8)], b"")
+    second = a.post("b", [(0, b.base, 8)], b"")
+    assert ended(a, second) == [Done(second)]
+    stopped.resume()
+    assert ended(a, first) == [Done(first)]
+
+
+def test_a_failed_peer_that_goes_on_is_written_again(a, peers, monkeypatch):
+    """Its transfer fails by the library's deadline, unsettled; the next post asks whether it is there first."""
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
+    b = peers()
+    connect(a, "b", b)
+    ticket = a.post("b", [(0, b.base, 8)], b"")
+    assert ended(a, ticket) == [Done(ticket)]
+    b.stop()
+    ticket = a.post("b", [(0, b.base, NBYTES)], b"")
+    (failed,) = ended(a, ticket)
+    assert isinstance(failed, PostFailed)
+    assert not failed.settled
+    b.resume()
+    a.fill(0, b"again")
+    ticket = a.post("b", [(0, b.base, 5)], b"")
+    assert ended(a, ticket) == [Done(ticket)]
+    assert b.read(0, 5) == b"again"
+
+
+def test_what_the_peer_has_unregistered_is_refused_there(a, peers):
+    """And what it has not is written as before."""
+    b = peers()
+    more = b.register_more()
+    a.connect("b", b.describe())
+    a.prepare("b", [b.region(), more])
+    a.fill(0, b"bytes")
+    b.unregister([more])
+    before = b.read_more(5)
+    ticket = a.post("b", [(0, b.base, 5), (0, more.base, 5)], b"")
+    (failed,) = ended(a, ticket)
+    assert isinstance(failed, PostFailed)
+    assert "Mooncake says -1" in str(failed.error)
+    assert b.read_more(5) == before
+    ticket = a.post("b", [(0, b.base + 64, 5)], b"")
+    assert ended(a, ticket) == [Done(ticket)]
+    assert b.read(64, 5) == b"bytes"
+
+
+def test_what_was_not_begun_when_its_peer_was_disconnected_is_never_sent(a, peers):
+    b = peers()
+    connect(a, "b", b)
+    b.stop()
+    n = 4 * _transfer_engine.WINDOW
+    ticket = a.post("b", [(0, b.base + i, 1) for i in range(n)], b"")
+    a.disconnect("b")
+    b.resume()
+    (failed,) = ended(a, ticket)
+    assert isinstance(failed, PostFailed)
+    assert failed.settled
+    assert "disconnected before all was sent" in str(failed.error)
+
+
+def test_a_host_where_nobody_answers_is_named_with_the_code(a):
+    """As of a peer on another host, whose process cannot be seen to have ended."""
+    told = read_description("b", a.describe(), mooncake._Description, a.traits())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    fields = {name: getattr(told, name) for name in told.__struct_fields__}
+    elsewhere = {"boot_id": "another", "namespaces": {}, "pid": 1, "started": 0}
+    fields |= {"host": "127.0.0.1", "port": port, "life": "gone", "identity": type(told.identity)(**elsewhere)}
+    a.connect("b", write_description(mooncake._Description(**fields)))
+    a.prepare("b", [Region(a.base, NBYTES)])
+    ticket = a.transport.post("b", spans_of(a), b"")
+    (failed,) = ended(a, ticket)
+    assert isinstance(failed, PostFailed)
+    assert failed.settled
+    assert "does not answer a probe: Mooncake says -102" in str(failed.error)
+    assert not a.proved_dead("b")
+
+
+def spans_of(a: Endpoint) -> object:
+    from pdstage.transport import Spans  # noqa: PLC0415
+
+    return Spans(np.array([a.base]), np.array([a.base]), np.array([8]))
