@@ -40,6 +40,9 @@ VARIANTS = {
     "postbox-two": Variant("postbox", "two"),
 }
 
+for name in os.environ.get("PDSTAGE_TEST_TRANSPORTS", "").split():  # of whoever wrote one: see docs/transports.md
+    VARIANTS |= {f"{name}-{where}": Variant(name, where) for where in ("same", "two")}
+
 # What pip would write for a distribution with transports of its own; a spawned process inherits sys.path.
 sys.path.append(str(Path(__file__).parent / "installed"))
 

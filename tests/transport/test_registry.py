@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from transport import postbox
 
 from pdstage.errors import TransportError, UsageError
 from pdstage.transport import Transport, available, names, open_transport
@@ -114,3 +117,13 @@ def test_open_and_close_leave_nothing_behind(name, no_leaks):
     closed = [open_transport(name) for _ in range(4)]
     for transport in closed:
         transport.close()
+
+
+def test_the_worked_example_is_one_short_file_that_uses_nothing_private():
+    text = Path(postbox.__file__).read_text()
+    assert len(text.splitlines()) < 120
+    used = re.findall(r"^(?:from|import) (pdstage\S*)", text, re.MULTILINE)
+    assert set(used) == {"pdstage.errors", "pdstage.transport", "pdstage.transport.base"}
+    transport = open_transport("postbox")
+    assert type(transport).__module__ == postbox.__name__, "found by its entry point"
+    transport.close()
