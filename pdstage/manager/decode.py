@@ -360,8 +360,8 @@ class DecodeNode(Node[DecodeCore]):
     def _end(self, receiver: Receiver, error: PdstageError) -> None:
         """A room that never reached the core."""
         self._receivers.pop(receiver.key, None)
-        self.roster.end(receiver, error)
         self._give_row_back(receiver)
+        self.roster.end(receiver, error)
 
     def _on_changed(self, room: Room) -> None:
         receiver = self.roster.of(room)

@@ -340,8 +340,8 @@ class Driver(ABC, Generic[AnyCore]):
             self.socket.wake()
 
     def _push(self) -> bool:
-        """True if something is left for a turn: with a thread, all but messages, and a moment before it would wake;
-        what was done here, if the core should hear of it at once.
+        """True if something is left for a turn: with a thread, all but messages, a moment before it would wake, and
+        what was done here that the core should hear of at once.
         """
         with self._lock:
             effects = self._take_effects()

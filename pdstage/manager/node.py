@@ -24,7 +24,7 @@ from pdstage.metadata import WAYS
 from pdstage.plan import TOKEN_MAJOR
 from pdstage.protocol.config import Config
 from pdstage.protocol.messages import Offer, RowSpan
-from pdstage.protocol.room import NO_ROWS, OwnRows
+from pdstage.protocol.room import NO_ROWS, OwnRows, Room
 from pdstage.stager import Memory, Stager
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from pdstage.layout import Layout, Region
     from pdstage.manager.handle import Handle
     from pdstage.metadata import AuxRow, MetadataBuffers
-    from pdstage.protocol.room import Room
     from pdstage.protocol.session import Link
     from pdstage.topology import Topology
     from pdstage.transport import Transport
@@ -205,15 +204,17 @@ class Node(Driver[AnyCore]):
     # Rooms.
 
     def _lend(self, handle: Handle, row: AuxRow) -> MetadataBuffers:
-        """The handle's room has `row` until it is released. Raises `UsageError` for a row that is not its to have."""
+        """The handle's room has `row` until it is released; under the lock. Raises `UsageError` for a row that is not
+        its to have.
+        """
         if self.metadata is None:
             raise UsageError(
                 f"an aux row for room {handle.key!r} at a node without rows", remedy="give the node its `metadata`"
             )
-        self.metadata.lend(row)
-        self._lent[handle] = row
-        if handle.released:  # perhaps since we looked: then nobody else will
-            self._give_row_back(handle)
+        room = handle.room
+        if not (room.released if isinstance(room, Room) else handle.released):
+            self.metadata.lend(row)
+            self._lent[handle] = row
         return self.metadata
 
     def _give_row_back(self, handle: Handle) -> None:
@@ -223,9 +224,9 @@ class Node(Driver[AnyCore]):
 
     def _on_changed(self, room: Room) -> None:
         handle = self.roster.of(room)
-        super()._on_changed(room)
-        if handle is not None and handle.released:
+        if handle is not None and room.released:  # first: who sees `released` may free the row at once
             self._give_row_back(handle)
+        super()._on_changed(room)
 
     def poll_many(self, handles: Sequence[Handle]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
         """One turn in inline mode; then (states, released) of `handles`, to be MIN-reduced over TP ranks.

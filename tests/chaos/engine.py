@@ -13,11 +13,12 @@ from collections import Counter, deque
 from itertools import pairwise
 from typing import NamedTuple
 
-from pdstage import DecodeNode, PrefillNode, State
+from pdstage import AuxRow, DecodeNode, PrefillNode, State
 from pdstage.manager.handle import Handle
 from tests.chaos import truth
 from tests.chaos.pages import Pages
 from tests.chaos.plan import HUNG_AFTER_S, ROOM_S
+from tests.chaos.rows import Rows, make_rows, read
 
 ABORTS = 0.04
 _SWEEP_S = 0.25
@@ -56,6 +57,7 @@ class Room:
         self.ended = self.hung = False
         self.ended_at = now
         self.hold_until = now
+        self.row: AuxRow | None = None
         self.steps: deque = deque()
         """(time, what to do), in order."""
 
@@ -71,6 +73,7 @@ class Engine:
         self.rooms: list[Room] = []
         self.counts: Counter[str] = Counter()
         self._sweep_at = 0.0
+        self.rows = Rows(node.metadata or make_rows(), rng)
 
     def order(self, order: Order) -> None:
         self.waiting.append(order)
@@ -87,7 +90,7 @@ class Engine:
             self.rooms.append(self._begin(self.waiting.popleft()))
         if self.clock.now >= self._sweep_at:
             self._sweep_at = self.clock.now + _SWEEP_S
-            self.wrong(self.pages.sweep())
+            self.wrong(self.pages.sweep() + self.rows.sweep())
 
     def kept_back(self, longer_than_s: float) -> float:
         """The part of the pool in pages of rooms that ended so long ago and were not released."""
@@ -113,6 +116,8 @@ class Engine:
             self.wrong([f"room {room.order} hangs in {State(state).name} after {self.clock.now - room.since:.1f} s"])
         if room.ended and (free or (self.sabotage and state == State.FAILED)) and self.clock.now >= room.hold_until:
             self.wrong(self.pages.give_back(room.pages))
+            if room.row is not None and free:
+                self.wrong(self.rows.give_back(room.row))
             return False
         return True
 
@@ -150,13 +155,14 @@ class DecodeEngine(Engine):
 
     def _bind(self, room: Room) -> None:
         self.wrong(self.pages.lend(room.pages))
-        room.handle.bind(room.pages, room.order.tokens, prefix_tokens=room.order.prefix)
+        room.row = self.rows.take() if self.node.metadata is not None else None
+        room.handle.bind(room.pages, room.order.tokens, prefix_tokens=room.order.prefix, aux=room.row)
 
     def _succeeded(self, room: Room) -> None:
         order = room.order
         self.wrong(self.pages.delivered(order.serial, room.pages, order.prefix, order.tokens))
-        if room.handle.aux != truth.aux(order.serial):
-            self.wrong([f"room {order} has aux {room.handle.aux!r}"])
+        if (aux := read(room.handle.aux)) != truth.aux(order.serial):
+            self.wrong([f"room {order} has aux {aux!r}"])
         if order.tokens % self.pages.page:
             self.pages.append(room.pages[-1])  # the request is decoded on, whether its writers are quiet or not
         room.hold_until = self.clock.now + self.rng.choice((0.0, self.rng.uniform(0, 0.1)))
@@ -173,11 +179,18 @@ class PrefillEngine(Engine):
         for start, stop in self._cuts(order):
             at += self.rng.uniform(0, 0.1) if slow else 0.0
             room.steps.append((at, self._chunk(room, start, stop, layerwise)))
-        room.steps.append((at, lambda: room.handle.finish(aux=truth.aux(order.serial))))
+        room.steps.append((at, lambda: self._finish(room)))
         self._maybe_abort(room)
         while room.steps and room.steps[0][0] <= self.clock.now:
             room.steps.popleft()[1]()
         return room
+
+    def _finish(self, room: Room) -> None:
+        aux = truth.aux(room.order.serial)
+        room.row = self.rows.take()
+        if room.row is not None:
+            room.row["aux"] = list(aux)
+        room.handle.finish(aux=room.row if room.row is not None else aux)
 
     def _cuts(self, order: Order) -> list[tuple[int, int]]:
         inner = (

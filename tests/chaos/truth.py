@@ -26,8 +26,11 @@ def filler(generation: int) -> np.uint64:
     return np.uint64(_mixed_int(~generation & _MASK))
 
 
+AUX_NBYTES = 52
+
+
 def aux(serial: int) -> bytes:
-    return b"%d/" % serial + _mixed_int(serial).to_bytes(8, "little") * 4
+    return (b"%d/" % serial + _mixed_int(serial).to_bytes(8, "little") * 8)[:AUX_NBYTES]
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:

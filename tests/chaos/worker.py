@@ -24,6 +24,7 @@ from tests.chaos import account, network
 from tests.chaos.engine import DecodeEngine, Engine, PrefillEngine
 from tests.chaos.pages import Pages
 from tests.chaos.plan import CONFIG, Site
+from tests.chaos.rows import make_rows
 
 importlib.import_module("pdstage.manager")
 importlib.import_module("pdstage.transport.local")
@@ -110,6 +111,7 @@ def _node(job: Job, pages: Pages) -> PrefillNode | DecodeNode:
         common = {
             "transport": site.transport, "path": site.path, "config": replace(CONFIG, checksums=site.checksums),
             "bind": f"tcp://{job.host}:{port}", "insecure": bool(job.where), "staging_nbytes": job.staging_nbytes,
+            "aux": "rdma", "metadata": make_rows(),
         }  # fmt: skip
         try:
             if job.role == "prefill":

@@ -205,6 +205,40 @@ def test_a_row_is_its_rooms_until_released(site) -> None:
     pair.rows[1].free(theirs)
 
 
+def test_a_row_may_be_freed_by_who_sees_released(site, monkeypatch) -> None:
+    """However soon: an engine's thread looks at the handle while the node's thread brings it up to date."""
+    pair, seen = Pair(site), []
+    sender, ours, receiver, theirs, _ = pair.open(1)
+    for node, handle, rows, row in ((pair.p, sender, pair.rows[0], ours), (pair.d, receiver, pair.rows[1], theirs)):
+        changed = node.roster.changed
+
+        def look(room, changed=changed, handle=handle, rows=rows, row=row) -> None:
+            changed(room)
+            if handle.released and handle not in seen:
+                seen.append(handle)
+                rows.free(row)
+
+        monkeypatch.setattr(node.roster, "changed", look)
+    sender.finish(aux=ours)
+    drive(site.nodes, lambda: len(seen) == 2)
+    assert receiver.aux["output_ids"][0] == 1001
+
+
+def test_a_room_over_already_takes_no_row(site) -> None:
+    pair = Pair(site)
+    sender, ours, receiver, _, _ = pair.open(1)
+    drive(site.nodes, lambda: sender.prefix_tokens is not None)
+    receiver.abort()
+    drive(site.nodes, lambda: receiver.released and sender.released)
+    sender.finish(aux=ours)
+    pair.rows[0].free(ours)
+    late = pair.d.receive(2, "127.0.0.1:1", deadline_s=0.2)
+    drive(site.nodes, lambda: late.released)
+    row = pair.rows[1].allocate()
+    late.bind(pair.dst.allocate(4), 4, aux=row)
+    pair.rows[1].free(row)
+
+
 def test_rooms_that_fail_give_their_rows_back(site) -> None:
     """One that never met its peer, and one whose node closes."""
     pair = Pair(site)

@@ -170,8 +170,11 @@ def test_tickets_of_different_ways_are_different(ends):
     assert len(set(tickets)) == 6
 
 
-def test_death_is_proved_by_each_that_may_be_written_by():
+def test_ranks_of_one_host_use_local_and_death_is_proved_by_each_that_may_have_written():
     a, b = Endpoint("auto"), Remote("auto")
+    a.connect("b", b.describe())
+    a.prepare("b", [b.region()])
+    assert a.traits("b").name == "local"
     a.meet("b", b.describe())
     assert not a.proved_dead("b")
     b.kill()
@@ -179,15 +182,6 @@ def test_death_is_proved_by_each_that_may_be_written_by():
     a.forget("b")
     assert not a.proved_dead("b")
     a.close()
-
-
-def test_ranks_of_one_host_use_local():
-    a, b = Endpoint("auto"), Remote("auto")
-    a.connect("b", b.describe())
-    a.prepare("b", [b.region()])
-    assert a.traits("b").name == "local"
-    a.close()
-    b.shut()
 
 
 def test_closed_twice_and_open_ones_of_the_same_name_apart():
