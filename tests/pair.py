@@ -221,6 +221,7 @@ class World:
         slots: bool = False,
         exact: bool = False,
         fences: bool = True,
+        placed: bool = False,
         instances: bool = False,
         deadline_s: float = 1000.0,
         choose: Callable[[OutChunk], bool] | None = None,
@@ -228,6 +229,7 @@ class World:
     ) -> None:
         self.now = 0.0
         self.fences, self.instances, self.deadline_s = fences, instances, deadline_s
+        self.placed = placed  # prefill maps decode's lanes, and gathers straight into them
         self.choose = choose or (lambda _: self.path == "direct")
         self.pick: Callable[[int], int] = lambda _: 0
         self.lives, self.space = itertools.count(1), itertools.count(1)
@@ -558,17 +560,28 @@ class World:
         wire = wire_order(node.core.layout, chunk.record.link.layout)
         for offset, src in staged(node.core.layout, node.memory, select, chunk.source.items["kv"], chunk.rects, wire):  # type: ignore[arg-type]
             buffer[offset : offset + WIDTH] = src
+        if self.placed:
+            self._place(self.greeter(chunk.record.link.session), effect, buffer[: chunk.nbytes])
         node.core.gathered(effect.ticket, self.now, checksum=_checksum(chunk.record.link, buffer[: chunk.nbytes]))
         self.carry(node)
 
     def _write(self, node: Prefill, dst: Decode, effect: Write) -> None:
+        if not self.placed:
+            self._land_staged(dst, effect, node.buffers[effect.buffer][: effect.chunk.nbytes])
+        self._landed(node, dst, effect.ticket, effect.tag)
+
+    def _place(self, dst: Decode, effect: Gather, data: np.ndarray) -> None:
+        """A gather into the destination's memory is a write, whatever became of the room or session meanwhile."""
+        if dst.alive:
+            self._land_staged(dst, effect, data)
+
+    def _land_staged(self, dst: Decode, effect: Gather | Write, data: np.ndarray) -> None:
         chunk = effect.chunk
         self.check_lease(dst, chunk)
         where = (dst.staging.base, chunk.record.link.session, chunk.lane, chunk.cursor)
         self.must(where not in self.written, "I15", "a lease written twice")
         self.written.add(where)
-        dst.staging.at(effect.address, chunk.nbytes)[:] = node.buffers[effect.buffer][: chunk.nbytes]
-        self._landed(node, dst, effect.ticket, effect.tag)
+        dst.staging.at(effect.address, len(data))[:] = data
 
     def _direct(self, node: Prefill, dst: Decode, effect: WriteDirect) -> None:
         chunk = effect.chunk

@@ -30,6 +30,7 @@ LAYERS = {
         "tensors",
         "items",
         "native",
+        "shared",
     ],
     1: ["ownership", "plan", "convert", "ring", "cost", "metrics", "spans", "tables", "cut"],
     2: ["protocol"],

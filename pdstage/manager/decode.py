@@ -135,8 +135,8 @@ class DecodeNode(Node[DecodeCore]):
     ) -> None:
         super().__init__(
             pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_lanes,
-            staging=staging, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
-            copy_thread=copy_thread, insecure=insecure, keys=keys,
+            staging=staging, receives=True, bind=bind, config=config, progress=progress,
+            switch_interval_s=switch_interval_s, copy_thread=copy_thread, insecure=insecure, keys=keys,
         )  # fmt: skip
         lanes = tuple(m.LaneSpan(part.base, part.nbytes, part.kind, part.device) for part in self.parts)
         offer, *others = self._offers()

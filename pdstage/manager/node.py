@@ -62,6 +62,7 @@ class Node(Driver[AnyCore]):
         staging_nbytes: int,
         n_parts: int,
         staging: object,
+        receives: bool,
         bind: str,
         config: Config | None,
         progress: str,
@@ -82,16 +83,16 @@ class Node(Driver[AnyCore]):
         self._dead_check_at = 0.0
         self._gave_back = True
         self._pairs: dict[Link, Pair] = {}
-        self.memory = Memory(staging_nbytes, staging, pool.device)
-        self.parts = self.memory.parts(n_parts)
         self._copier = Copier(self._wake)
         copies_aside = has_core_to_spare() if copy_thread is None else copy_thread
         self.stager = Stager(pool, self._copier.submit if copies_aside else None, pool.runtime())
         self.transport = open_transport(transport) if isinstance(transport, str) else transport
         self.directory = Directory(self.keys)
-        exposed = [self.memory.region, *(self._pool_regions() if path != "staged" else ())]
         try:
-            self.transport.register(exposed)
+            mappable = receives and self.transport.traits.maps
+            self.memory = Memory(staging_nbytes, staging, pool.device, mappable=mappable)
+            self.parts = self.memory.parts(n_parts)
+            self.transport.register([self.memory.region, *(self._pool_regions() if path != "staged" else ())])
             identity = self.incarnation.to_bytes(8, "little")
             self.socket = ControlSocket(bind, identity=identity, insecure=insecure, keys=self.keys)
         except BaseException:
@@ -254,6 +255,8 @@ class Node(Driver[AnyCore]):
             log.error("closed while %s may still use this node's memory: it is kept", ", ".join(peers))
         self.transport.close()
         self.socket.close()
+        if self._gave_back:
+            self.memory.release()
         return self._gave_back
 
     def _close_rooms(self, timeout_s: float) -> None:

@@ -37,7 +37,7 @@ from pdstage.protocol.outbox import Phase
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.versions import VERSION
 from pdstage.spans import Index
-from pdstage.transport import Done, Inbound, PostFailed, Spans, Transport
+from pdstage.transport import Done, Inbound, Mapped, PostFailed, Spans, Transport
 
 if TYPE_CHECKING:
     import os
@@ -151,14 +151,15 @@ class PrefillNode(Node[PrefillCore]):
             raise UsageError(f"{n_buffers} send buffers", remedy="give at least 2, so that no destination holds all")
         super().__init__(
             pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_buffers,
-            staging=staging, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
-            copy_thread=copy_thread, insecure=insecure, keys=keys,
+            staging=staging, receives=False, bind=bind, config=config, progress=progress,
+            switch_interval_s=switch_interval_s, copy_thread=copy_thread, insecure=insecure, keys=keys,
         )  # fmt: skip
         self._stagings = Stagings(pool.layout)
         self._positional = {component.name for component in pool.layout.components if component.positional}
         self._direct_plans: dict[tuple[object, ...], DirectPlans] = {}
         self.posts = Posts(self.transport)
         self._waiting: list[tuple[Sender, Source, CudaEvent]] = []
+        self._placed: dict[int, Mapped] = {}
         offer, *others = self._offers()
         self.core = PrefillCore(
             self.incarnation, layout=pool.layout, topology=topology, transport=offer.transport,
@@ -262,10 +263,9 @@ class PrefillNode(Node[PrefillCore]):
 
     def _carry(self, effect: Effect) -> None:
         match effect:
-            case Gather(ticket, buffer, chunk):
+            case Gather(ticket, buffer, chunk, address):
                 link = chunk.record.link
-                held = self.parts[buffer]
-                dst = Region(held.base, min(held.nbytes, chunk.nbytes), held.kind, held.device)
+                dst = self._place(ticket, chunk, address) or self._part(buffer, chunk.nbytes)
                 pair = self._pair(link)
                 self.stager.gather(
                     ticket, chunk.record.shares, chunk.rects, wire=pair.wire, items=_indexes(chunk), dst=dst,
@@ -273,8 +273,8 @@ class PrefillNode(Node[PrefillCore]):
                     staged=link.converted and link.converted.offered,
                 )  # fmt: skip
             case Write(ticket, buffer, chunk, address, tag):
-                base = self.parts[buffer].base
-                self._post(ticket, chunk.record.link, _one_span(base, address, chunk.nbytes), tag)
+                spans = None if chunk.placed else _one_span(self.parts[buffer].base, address, chunk.nbytes)
+                self._post(ticket, chunk.record.link, spans, tag)
             case WriteDirect(ticket, chunk, tag):
                 self._write_direct(ticket, chunk, tag)
             case Scatter() | Send() | Changed() | Complaint() | Attach() | Detach():
@@ -284,6 +284,20 @@ class PrefillNode(Node[PrefillCore]):
 
     def _nbytes(self, effect: Effect) -> int:
         return effect.chunk.nbytes if isinstance(effect, Gather | Write | WriteDirect) else 0
+
+    def _place(self, ticket: int, chunk: OutChunk, address: int) -> Region | None:
+        """The chunk's lease, if it is mapped here: then it is gathered and written in one pass."""
+        where = label(chunk.record.link), address, chunk.nbytes
+        mapped = self.transport.mapped(*where) if self.pool.device == "cpu" else None
+        chunk.placed = mapped is not None
+        if mapped is None:
+            return None
+        self._placed[ticket] = mapped
+        return Region(mapped.address, chunk.nbytes)
+
+    def _part(self, buffer: int, nbytes: int) -> Region:
+        held = self.parts[buffer]
+        return Region(held.base, min(held.nbytes, nbytes), held.kind, held.device)
 
     def _write_direct(self, ticket: int, chunk: OutChunk, tag: bytes) -> None:
         record = chunk.record
@@ -299,9 +313,9 @@ class PrefillNode(Node[PrefillCore]):
         else:
             self._post(ticket, record.link, Spans(*spans), tag)
 
-    def _post(self, ticket: int, link: Link, spans: Spans, tag: bytes) -> None:
+    def _post(self, ticket: int, link: Link, spans: Spans | None, tag: bytes) -> None:
         error = self.posts.begin(ticket, label(link), spans, tag)
-        self.core.counters.descriptors += len(spans.nbytes)
+        self.core.counters.descriptors += len(spans.nbytes) if spans is not None else 0
         if error is not None:
             self._completed(ticket, error)
         elif self.transport.traits_of(label(link)).post_blocks:
@@ -319,6 +333,7 @@ class PrefillNode(Node[PrefillCore]):
                 self.core.completed(ticket, now, error, settled=settled)
 
     def _on_staged(self, copied: Copied, now: float) -> None:
+        self._placed.pop(copied.ticket, None)
         self.core.gathered(copied.ticket, now, copied.error, copied.checksum)
 
     def _choose(self, chunk: OutChunk) -> bool:
@@ -389,6 +404,7 @@ class PrefillNode(Node[PrefillCore]):
 
     def close(self, timeout_s: float = 5.0) -> bool:
         safe = super().close(timeout_s)
+        self._placed.clear()  # the copier has ended, and nobody asks what it did any more
         if self._bootstrap is not None:
             self._bootstrap.close()
         return safe

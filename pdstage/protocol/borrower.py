@@ -264,7 +264,7 @@ class Borrower(Host):
                 self.emit(WriteDirect(ticket, chunk, self._tag(chunk)))
             else:
                 chunk.phase = Phase.GATHERING
-                self.emit(Gather(ticket, buffer, chunk))
+                self.emit(Gather(ticket, buffer, chunk, self._address(chunk)))
 
     # What the driver reports.
 
@@ -274,14 +274,12 @@ class Borrower(Host):
         `checksum` is of the bytes gathered, where the session has checksums.
         """
         chunk, buffer = self._flights[ticket]
-        if error is not None or chunk.phase is Phase.DROPPED:
+        if error is not None or chunk.record.phase is not RecordPhase.LIVE:
             self._land(ticket, now, error)
             return
         chunk.phase = Phase.WRITING
-        lane = chunk.record.link.lanes[chunk.lane]
-        address = lane.base + chunk.cursor % lane.nbytes
         self.timers.set(("write", ticket), now + self.config.write_s)
-        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk, checksum)))
+        self.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk, checksum)))
 
     def completed(self, ticket: int, now: float, error: PdstageError | None = None, *, settled: bool = True) -> None:
         """A post ended. With `error` its outcome is unknown: it is never repeated, and the room fails.
@@ -316,6 +314,11 @@ class Borrower(Host):
                 self._orphans[ticket] = link.session
                 self._land(ticket, now, error)
 
+    def _address(self, chunk: OutChunk) -> int:
+        """Where its lease lies in the destination's memory."""
+        lane = chunk.record.link.lanes[chunk.lane]
+        return lane.base + chunk.cursor % lane.nbytes
+
     def _tag(self, chunk: OutChunk, checksum: int = 0) -> bytes:
         link = chunk.record.link
         lane, cursor = (m.DIRECT, 0) if chunk.direct else (chunk.lane, chunk.cursor)
@@ -331,9 +334,11 @@ class Borrower(Host):
         record.in_flight -= 1
         if chunk.phase is Phase.WRITING:
             self._written(chunk, now, error)
-        elif error is not None and chunk.phase is Phase.GATHERING and record.may_direct(chunk.rects):
+        elif error is None or record.phase is not RecordPhase.LIVE:
+            chunk.phase = Phase.DROPPED
+        elif record.may_direct(chunk.rects):
             self._go_direct(chunk, now)
-        elif error is not None:
+        else:
             chunk.phase = Phase.DROPPED
             self._fail_record(record, error, now)
         self._landed(record, now)

@@ -38,15 +38,23 @@ class Detach(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """Gather a chunk into send buffer `buffer`; answer `gathered(ticket)`."""
+    """Gather a chunk into send buffer `buffer`; answer `gathered(ticket)`.
+
+    Or straight into its lease, at `address` in the destination's memory, where that is mapped here. So a gather counts
+    as a write from when it is asked for: its lease is not given back, and Drained is not said, before it ended.
+    """
 
     ticket: int
     buffer: int
     chunk: OutChunk
+    address: int
 
 
 class Write(NamedTuple):
-    """Write send buffer `buffer` to the chunk's lease as one post; answer `completed(ticket)`."""
+    """Write send buffer `buffer` to the chunk's lease as one post; answer `completed(ticket)`.
+
+    Only the tag is left to be sent if the gather went straight there.
+    """
 
     ticket: int
     buffer: int

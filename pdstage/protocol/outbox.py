@@ -44,6 +44,7 @@ class Phase(Enum):
     READY = auto()
     """Queued: may be gathered and written now."""
     GATHERING = auto()
+    """Maybe straight into its lease: it is not DROPPED before that ended."""
     WRITING = auto()
     WRITTEN = auto()
     BROKEN = auto()
@@ -68,6 +69,8 @@ class OutChunk:
     cursor: int = 0
     waits_since: float = 0.0
     """Since when its data exists and it has no staging memory that it may write."""
+    placed: bool = False
+    """The driver's note: it is gathered straight into its lease, so that only its tag is left to be sent."""
 
     @property
     def tokens(self) -> dict[str, tuple[int, int]]:

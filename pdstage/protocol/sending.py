@@ -176,7 +176,7 @@ class Sending(Borrower):
         for chunk in record.chunks.values():
             if chunk.phase is not Phase.WRITTEN:
                 self.timers.cancel(("ask", chunk))
-                if chunk.phase not in (Phase.WRITING, Phase.BROKEN):
+                if chunk.phase not in (Phase.GATHERING, Phase.WRITING, Phase.BROKEN):
                     chunk.phase = Phase.DROPPED
 
     def _drain(self, record: Record, now: float) -> None:

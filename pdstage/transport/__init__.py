@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 from pdstage.errors import PdstageError, UsageError
 from pdstage.spans import Spans
 from pdstage.transport._auto import AutoTransport
-from pdstage.transport.base import Done, Event, Inbound, PostFailed, Traits, Transport
+from pdstage.transport.base import Done, Event, Inbound, Mapped, PostFailed, Traits, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +26,7 @@ __all__ = [
     "Done",
     "Event",
     "Inbound",
+    "Mapped",
     "PostFailed",
     "Spans",
     "Traits",

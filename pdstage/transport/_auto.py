@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from pdstage.layout import Region
     from pdstage.spans import Spans
+    from pdstage.transport.base import Mapped
 
 log = logging.getLogger(__name__)
 
@@ -175,6 +176,14 @@ class AutoTransport(Transport):
         over = self._link(peer)
         return self._ticket(over, over.post(peer, spans, tag))
 
+    def mapped(self, peer: str, address: int, nbytes: int) -> Mapped | None:
+        over = self._over.get(peer)
+        return over.mapped(peer, address, nbytes) if over is not None else None
+
+    def notify(self, peer: str, tag: bytes) -> int:
+        over = self._link(peer)
+        return self._ticket(over, over.notify(peer, tag))
+
     def poll(self) -> list[Event]:
         events: list[Event] = []
         for way in self._ways.values():
@@ -245,6 +254,7 @@ def _weakest(name: str, ways: Iterable[Transport], peer: str | None = None) -> T
         post_blocks=any(traits.post_blocks for traits in all_traits),
         fences=all(traits.fences for traits in all_traits),
         stops_reads=all(traits.stops_reads for traits in all_traits),
+        maps=any(traits.maps for traits in all_traits),
     )
 
 

@@ -43,6 +43,7 @@ class Traits:
     `notifies`: a post's tag reaches the peer's `poll` by itself, after the post's bytes; if not, the caller sends it as
     a message once the post is done. `post_blocks`: `post` may last as long as the write. `fences`: nothing of a peer
     lands here after `disconnect(peer)`. `stops_reads`: after it our posts to that peer read our memory no more.
+    `maps`: peers on this host map what is registered of `pdstage.shared` memory.
     A post of n spans and b bytes costs about `post_s + n * descriptor_s + b / bytes_per_s`.
     """
 
@@ -56,6 +57,7 @@ class Traits:
     bytes_per_s: float
     descriptor_s: float
     post_s: float
+    maps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,19 @@ class Transport(ABC):
         `TransportError`: then no byte is or will be written and there is no ticket.
         """
 
+    def mapped(self, peer: str, address: int, nbytes: int) -> Mapped | None:
+        """Where those bytes of the peer's prepared memory lie in this process, if a plain copy can write them.
+
+        The caller writes them itself and then posts their tag with `notify`. No `disconnect` stops it: until it is
+        done, its write is in flight, whatever `stops_reads` and `fences` say.
+        """
+        del peer, address, nbytes
+        return None
+
+    def notify(self, peer: str, tag: bytes) -> int:
+        """A post of a tag alone, after what was written where `mapped` said."""
+        raise UsageError(f"{self.traits.name} maps no memory of peer {peer!r}", remedy="post the bytes with their tag")
+
     @abstractmethod
     def poll(self) -> list[Event]:
         """What happened since the last poll, without blocking; also moves things on where the backend has no thread."""
@@ -182,6 +197,13 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives everything back. Tickets still open end without an event. May be repeated."""
+
+
+class Mapped(NamedTuple):
+    """A peer's memory in this process: it stays where it is while this value lives."""
+
+    address: int
+    held: object
 
 
 class Place(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import multiprocessing
@@ -148,3 +149,27 @@ def test_memory_of_a_forked_child_is_a_copy(site):
     assert ours.recv() is True
     child.join()
     node.turn()
+
+
+def n_shared() -> int:
+    """Open files of memory that other processes can map."""
+    names = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            names.append(str(fd.readlink()))
+    return sum(name.startswith("/memfd:pdstage") for name in names)
+
+
+def test_staging_memory_goes_with_the_close_of_a_node_that_is_kept(site):
+    """I14: an engine may hold the closed node for long."""
+    before = n_shared()
+    src, dst = Rank(page=4), Rank(page=8)
+    p, d = (
+        site.prefill(src, transport="local", progress="thread"),
+        site.decode(dst, transport="local", progress="thread"),
+    )
+    move(site, src, p, dst, d, 1)
+    assert n_shared() > before
+    assert d.close()
+    assert p.close()
+    assert n_shared() == before

@@ -52,6 +52,8 @@ def test_every_path(site, transport, path, progress):
     stats = p.stats()
     if path != "auto":
         assert stats[f"chunks_{path}"] == 6
+    if (transport, path) == ("local", "staged"):
+        assert stats["descriptors"] == 0  # gathered straight into their leases, in one pass
 
 
 @pytest.mark.parametrize(("src_tp", "dst_tp"), [(4, 2), (2, 4), (4, 1), (1, 4), (3, 2), (8, 4)])

@@ -9,6 +9,7 @@ import pytest
 from pdstage.errors import PeerError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
+from pdstage.protocol.effects import Send
 from pdstage.protocol.outbox import Phase, SendBuffers
 from pdstage.protocol.room import State
 from tests.pair import World, assert_flat, first, is_kind, is_message
@@ -179,3 +180,30 @@ def test_no_destination_has_every_send_buffer() -> None:
 
 class Named:
     """A destination."""
+
+
+def test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended() -> None:
+    """Where its memory is mapped at prefill a gather is a write, also of a room that failed meanwhile (I2)."""
+    world = World(placed=True, fences=False, write_s=50.0, drain_s=50.0)
+    world.hold(is_kind("gather"))
+    world.receive(1, 8, [0, 1])
+    sender = world.send(1, 8, [0, 1])
+    world.run(until=world.now)
+    (record,) = world.prefill[0].core.records.values()
+    (chunk,) = record.chunks.values()
+    assert chunk.phase is Phase.GATHERING
+    world.drop(is_message(m.CloseFailed))
+    core, link = world.prefill[0].core, record.link
+    core.abort(sender, "changed its mind", world.now)
+
+    def asked_for_it_back() -> list[m.AnyMessage]:
+        core.take_effects()
+        recall = m.Recall(record.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor, 0)
+        core.receive(b"D0", m.encode(link.session, link.heard + 1, recall), world.now)
+        return [m.decode(e.frame).message for e in core.take_effects() if isinstance(e, Send)]
+
+    assert not any(isinstance(message, m.Returned) for message in asked_for_it_back())
+    world.release_held()
+    world.run(until=world.now)  # the gather lands, and the ledger looks whose the lease is
+    assert chunk.phase is Phase.DROPPED
+    assert any(isinstance(message, m.Returned) for message in asked_for_it_back())

@@ -304,7 +304,7 @@ MUTANTS = [
         "what has not begun is not cancelled",
         "7 Abort, I8",
         "protocol/sending.py",
-        "                if chunk.phase not in (Phase.WRITING, Phase.BROKEN):\n",
+        "                if chunk.phase not in (Phase.GATHERING, Phase.WRITING, Phase.BROKEN):\n",
         "                if False:\n",
     ),
     Mutant(

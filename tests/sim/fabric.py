@@ -122,13 +122,27 @@ class FabricWorld(World):
             item.run = lambda item=item: self._land(post, item)
             post.pieces[item] = piece
             self.put(item)
-        where = (self.labels[dst], post.session, chunk.lane, chunk.cursor)
-        if not chunk.direct:
-            self.must(where not in self.written, "I15", f"{where} is written twice")
-            self.written.add(where)
+        if isinstance(effect, Write) and self.placed:
+            self._end_post(post)
+        elif not chunk.direct:
+            self._write_once(dst, chunk)
+
+    def _write_once(self, dst: Decode, chunk: OutChunk) -> None:
+        where = (self.labels[dst], chunk.record.link.session, chunk.lane, chunk.cursor)
+        self.must(where not in self.written, "I15", f"{where} is written twice")
+        self.written.add(where)
+
+    def _place(self, dst: Decode, effect: Gather, data: np.ndarray) -> None:
+        self._write_once(dst, effect.chunk)
+        if dst.alive:
+            self.check_lease(dst, effect.chunk)
+            for memory in (dst.staging, self.sides[dst].staged):
+                memory.at(effect.address, len(data))[:] = data  # type: ignore[union-attr]
 
     def _pieces(self, post: Post, effect: Write | WriteDirect) -> list[Piece]:
         n = self.scenario.n_pieces
+        if isinstance(effect, Write) and self.placed:
+            return []
         if isinstance(effect, WriteDirect):
             return [
                 Piece([(c.src, c.dst) for c in run], [(c.key, c.token, c.shard) for c in run])

@@ -66,6 +66,8 @@ class Scenario:
     checksums: bool
     fences: bool
     stops_reads: bool
+    placed: bool
+    """Gathers write straight into the lease. Nothing stops them then: never where `fences`."""
     n_lanes: int
     lane_nbytes: int
     n_buffers: int
@@ -95,7 +97,11 @@ class Scenario:
 
     def __str__(self) -> str:
         how = f"{self.path}, {self.n_lanes} lanes of {self.lane_nbytes} bytes, {self.n_pages} pages a rank"
-        traits = [name for name in ("instances", "checksums", "fences", "stops_reads", "calm") if getattr(self, name)]
+        traits = [
+            name
+            for name in ("instances", "checksums", "fences", "stops_reads", "placed", "calm")
+            if getattr(self, name)
+        ]
         return (
             f"seed {self.seed}: {self.prefill} prefill ranks -> {self.decode} decode ranks, {how}, {' '.join(traits)}"
         )
@@ -117,6 +123,7 @@ def draw(seed: int) -> Scenario:
         checksums=rng.random() < 0.5,
         fences=rng.random() < 0.6,
         stops_reads=rng.random() < 0.6,
+        placed=random.Random(f"placed/{seed}").random() < 0.5,
         n_lanes=rng.choice([1, 1, 2, 3]),
         lane_nbytes=rng.choice([512, 768, 1024, 2048]),
         n_buffers=rng.choice([1, 2, 2, 3]),
@@ -217,7 +224,7 @@ def smaller(scenario: Scenario) -> list[Scenario]:
     """Simpler worlds than `scenario`, for shrinking: each changes one thing."""
     plain = {
         "checksums": False, "dst_hnd": False, "dst_page": 4, "kind": "", "n_pieces": 1, "n_lanes": 1, "n_buffers": 2,
-        "heads": 2, "stops_reads": True, "fences": True,
+        "heads": 2, "stops_reads": True, "fences": True, "placed": False,
     }  # fmt: skip
     changes = [{name: value} for name, value in plain.items()]
     changes += [{side: n} for side in ("prefill", "decode") for n in range(1, getattr(scenario, side))]

@@ -49,7 +49,7 @@ class SimWorld(FabricWorld):
             lane_nbytes=scenario.lane_nbytes, n_lanes=scenario.n_lanes, n_buffers=scenario.n_buffers,
             buffer_nbytes=scenario.buffer_nbytes, path=scenario.path, dst_hnd=scenario.dst_hnd,
             dst_page=scenario.dst_page, slots=scenario.kind != "", exact=scenario.kind == "exact",
-            fences=scenario.fences, instances=scenario.instances,
+            fences=scenario.fences, placed=scenario.placed and not scenario.fences, instances=scenario.instances,
             deadline_s=scenario.deadline_s, checksums=scenario.checksums,
             choose=lambda c: scenario.path == "direct" or (scenario.path == "auto" and (c.number + c.record.epoch) % 2),
             **scenario.config,

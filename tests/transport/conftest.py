@@ -25,7 +25,7 @@ class Variant(NamedTuple):
 # Over tcp a write is asynchronous, as on a real network; over shared memory NIXL copies within the call.
 VARIANTS = {
     "local-same": Variant("local", "same"),
-    "local-two": Variant("local", "two"),
+    "local-two": Variant("local+shared", "two"),
     "local-numpy": Variant("local", "apart", {"PDSTAGE_NATIVE": "no"}),
     "auto-two": Variant("auto", "two"),
     "nixl-same": Variant("nixl", "same"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
-from transport.endpoint import Endpoint, Log, Remote
+from transport.endpoint import NBYTES, Endpoint, Log, Remote
 
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
@@ -32,7 +33,7 @@ def auto() -> AutoTransport:
 
 def end(transport: object) -> Endpoint:
     endpoint = Endpoint.__new__(Endpoint)
-    endpoint.own(transport)
+    endpoint.own(transport, np.zeros(NBYTES, np.uint8))
     return endpoint
 
 
@@ -169,8 +170,11 @@ def test_tickets_of_different_ways_are_different(ends):
     assert len(set(tickets)) == 6
 
 
-def test_death_is_proved_by_each_that_may_be_written_by():
+def test_ranks_of_one_host_use_local_and_death_is_proved_by_each_that_may_have_written():
     a, b = Endpoint("auto"), Remote("auto")
+    a.connect("b", b.describe())
+    a.prepare("b", [b.region()])
+    assert a.traits("b").name == "local"
     a.meet("b", b.describe())
     assert not a.proved_dead("b")
     b.kill()
@@ -178,15 +182,6 @@ def test_death_is_proved_by_each_that_may_be_written_by():
     a.forget("b")
     assert not a.proved_dead("b")
     a.close()
-
-
-def test_ranks_of_one_host_use_local():
-    a, b = Endpoint("auto"), Remote("auto")
-    a.connect("b", b.describe())
-    a.prepare("b", [b.region()])
-    assert a.traits("b").name == "local"
-    a.close()
-    b.shut()
 
 
 def test_closed_twice_and_open_ones_of_the_same_name_apart():
