@@ -1,4 +1,4 @@
-"""docs/kernels.md's measured part, made from bench/results: plots and the tables under them.
+"""The measured parts of docs/kernels.md and docs/transports.md, made from bench/results: plots and tables of them.
 
 Layer 6. Must not know how anything was measured. Only the plots need matplotlib.
 
@@ -19,7 +19,8 @@ import pdstage
 from pdstage.errors import UsageError
 
 ROOT = Path(pdstage.__file__).resolve().parent.parent
-PAGE, PLOTS, RESULTS = Path("docs/kernels.md"), Path("docs/plots"), Path("bench/results")
+PAGE, PATHS_PAGE = Path("docs/kernels.md"), Path("docs/transports.md")
+PLOTS, RESULTS = Path("docs/plots"), Path("bench/results")
 BEGIN, END = "<!-- measured: made by `make plots`, do not edit -->", "<!-- /measured -->"
 NO_GPU = "**No GPU has been measured yet.** Until one is, this page shows the host kernels, and nothing about a GPU."
 _HOST_NAME = re.compile(r"(gather|scatter), (\d+) (B|KiB) runs, 64 MiB")
@@ -103,6 +104,42 @@ def plots_of(held: dict[str, dict[str, Any]]) -> list[Plot]:
     return gpus or [host_plot(held["host-kernels"])]
 
 
+def path_plots(report: dict[str, Any]) -> list[Plot]:
+    """Staged and direct beside one bulk write by fragment size: one plot a transport, one curve a path and TP pair."""
+    cells: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in report["rows"]:
+        if row["point"].get("table") == "paths":
+            cells[row["point"]["transport"]].append(row["point"])
+    plots = []
+    for name, found in sorted(cells.items()):
+        points = [
+            (f"{path}, TP{cell['src_tp']} to TP{cell['dst_tp']}", cell["run_nbytes"], cell[path] / cell["raw"])
+            for cell in found
+            for path in ("staged", "direct")
+        ]
+        file = f"transfer-{re.sub(r'[^a-z0-9]+', '-', name.lower())}.svg"
+        words = f"{name}: a room's speed beside one bulk write", "bytes of one run", "share of a bulk write's speed"
+        plots.append(Plot(file, *words, _lines(points), [("target", 0.7)]))
+    return plots
+
+
+def paths_section(held: dict[str, dict[str, Any]]) -> str:
+    """docs/transports.md's measured part, or that nothing is."""
+    report, auto = held.get("transfer"), held.get("auto")
+    plots = path_plots(report) if report else []
+    text = [] if plots else ["**Not measured yet over fragment sizes.**", ""]
+    if report and plots:
+        text += [f"`transfer.json`: {report['machine']['cpu']}, {report['machine']['cores']} cores, "
+                 f"commit `{report['commit']}`, `{report['command']}`.", ""]  # fmt: skip
+    for plot in plots:
+        text += [f"![{plot.title}](plots/{plot.file})", "", *_table(plot), ""]
+    if auto:
+        text += [f"`auto.json`: commit `{auto['commit']}`, `{auto['command']}`.", ""]
+        text += [f"* {row['name']}: {row['value']:.0f} % ({row['detail']})" for row in auto["rows"] if not row["point"]]
+        text += [""]
+    return "\n".join([BEGIN, "", *text, END])
+
+
 def section(held: dict[str, dict[str, Any]]) -> str:
     """The page's measured part: what was measured, on what, and each plot with its numbers."""
     plots = plots_of(held)
@@ -137,12 +174,12 @@ def _missed(report: dict[str, Any]) -> list[str]:
     return text + [f"* {row['name']}: {row['value']:.4g} {row['unit']}, ratio {row['ratio']:.3g}" for row in missed]
 
 
-def written(page: str, part: str) -> str:
+def written(page: str, part: str, path: Path = PAGE) -> str:
     """The page with its measured part replaced. Raises `UsageError` where the page has no place for it."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise UsageError(f"{PAGE} has no measured part", remedy=f"put {BEGIN} and {END} into it", field="page")
+        raise UsageError(f"{path} has no measured part", remedy=f"put {BEGIN} and {END} into it", field="page")
     return before + part + after
 
 
@@ -175,11 +212,12 @@ def main(root: Path = ROOT) -> int:
         raise UsageError("plots need matplotlib", remedy="pip install 'pdstage[dev]'", field="matplotlib")
     held = reports(root)
     (root / PLOTS).mkdir(parents=True, exist_ok=True)
-    for plot in plots_of(held):
+    for plot in [*plots_of(held), *(path_plots(held["transfer"]) if "transfer" in held else ())]:
         draw(plot, root / PLOTS / plot.file)
         print(root / PLOTS / plot.file)
-    page = root / PAGE
-    page.write_text(written(page.read_text(), section(held)))
+    for path, part in ((PAGE, section(held)), (PATHS_PAGE, paths_section(held))):
+        page = root / path
+        page.write_text(written(page.read_text(), part, path))
     return 0
 
 

@@ -19,15 +19,16 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from pdstage.control.bootstrap import BootstrapServer
-from pdstage.layout import Region
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.config import Config
 from pdstage.protocol.room import State
 from pdstage.topology import Topology
-from pdstage.transport import Done, Spans, open_transport
 
 from .harness import Row
 from .ranks import Actor, Rank, Shape
+from .raw import Raw
+from .sides import PAIRS, RUNS, TCP, Sides, fabrics, median_ratio
+from .sides import Shape as Rooms
 
 HEAD_DIM = 128
 HEAD_NBYTES = 2 * HEAD_DIM
@@ -36,7 +37,6 @@ SEND_NBYTES, N_BUFFERS = 16 << 20, 4
 MAX_LANES_NBYTES = 64 << 20
 QUICK_NBYTES, NBYTES = 16 << 20, 128 << 20
 WAIT_S = 120.0
-TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
 _CONFIG = Config(max_silence_s=300.0)  # the nodes of the paths that are not measured are not polled
 
 
@@ -81,10 +81,8 @@ class _End(Actor):
     def __init__(self, transport: str, nbytes: int) -> None:
         self.nodes: dict[str, PrefillNode] | dict[str, DecodeNode] = {}
         self.active = ""
-        self.raw = open_transport(transport)
-        self.memory = np.ones(nbytes, np.uint8)
-        self.region = Region(self.memory.ctypes.data, nbytes)
-        self.raw.register([self.region])
+        self.raw = Raw(transport, nbytes)
+        self.describe, self.connect, self.write = self.raw.describe, self.raw.connect, self.raw.write
 
     def use(self, path: str) -> None:
         """From now on `idle` polls the node of `path`, or the raw write's end if that is empty."""
@@ -94,30 +92,12 @@ class _End(Actor):
         if self.active:
             self.nodes[self.active].turn(1e-3)
         else:
-            self.raw.poll()
-            time.sleep(5e-5)
+            self.raw.idle()
 
     def close(self) -> None:
         for node in self.nodes.values():
             node.close()
         self.raw.close()
-
-    def describe(self) -> tuple[bytes, Region]:
-        return self.raw.describe(), self.region
-
-    def connect(self, description: bytes, region: Region) -> None:
-        self.raw.connect("raw", description)
-        self.raw.prepare("raw", [region])
-        target, own = (np.array([one.base], np.int64) for one in (region, self.region))
-        self.spans = Spans(own, target, np.array([region.nbytes], np.int64))
-
-    def write(self) -> float:
-        """Seconds of one write of the whole region as one descriptor."""
-        start = time.perf_counter()
-        self.raw.post("raw", self.spans, b"raw")
-        while not any(isinstance(event, Done) for event in self.raw.poll()):
-            pass
-        return time.perf_counter() - start
 
 
 class Source(_End):
@@ -253,9 +233,9 @@ class Bed:
 
 
 def run(quick: bool, transport: str = "nixl") -> list[Row]:
-    """`quick`: three processes, small rooms. `transport` other than nixl is for looking, and has no targets."""
+    """`quick`: three processes, small rooms, few cells. `transport` is the targets' rows'; nixl where it is there."""
     nbytes = QUICK_NBYTES if quick else NBYTES
-    repeats = 3 if quick else 9
+    repeats = 3 if quick else 7
     rows = []
     for env, what in ((None, "shared memory"), (TCP, "TCP")):
         for src_tp, dst_tp in ((2, 1),) if quick else ((2, 1), (4, 2)):
@@ -266,7 +246,7 @@ def run(quick: bool, transport: str = "nixl") -> list[Row]:
         for src_tp in (1,) if quick else (1, 2):
             page = 1 if src_tp == 1 else 16  # so that runs of 1 KiB are all that one rank and another share
             rows.append(_against_raw(Case(src_tp, 1, 1024, nbytes, page), what, env, repeats, transport))
-    return rows
+    return [*rows, *_pipelined(quick), *_sweep(quick)]
 
 
 def _against_direct(
@@ -298,3 +278,58 @@ def _against_raw(case: Case, what: str, env: dict[str, str] | None, repeats: int
         target=0.7 if transport == "nixl" else None,
         detail="from bind to Success; raw: one descriptor of the same bytes",
     )
+
+
+def _pipelined(quick: bool) -> list[Row]:
+    """One room as chunks that overlap, beside the same room as one chunk: gathered, then written, then scattered."""
+    shape, run_nbytes = Rooms(1, 1, QUICK_NBYTES), 1024
+    rows = []
+    for fabric in fabrics():
+        with Sides(shape, fabric) as sides:
+            took: dict[int, list[float]] = {_CONFIG.chunk_nbytes: [], shape.nbytes: []}
+            for number in range(4 if quick else 22):
+                for chunk_nbytes, times in took.items():
+                    seconds = sides.room("staged", run_nbytes, chunk_nbytes=chunk_nbytes, check=not number)
+                    if number:
+                        times.append(seconds)
+        parts, whole = took.values()
+        speed = shape.nbytes / 1e9 / statistics.median(whole)
+        rows.append(
+            Row(
+                name=f"staged in chunks of 4 MiB beside one chunk, {fabric.name}, {QUICK_NBYTES >> 20} MiB",
+                value=speed / median_ratio(parts, whole),
+                baseline=speed,
+                unit="GB/s",
+                detail="what overlapping gather, write and scatter gains",
+            )
+        )
+    return rows
+
+
+def _sweep(quick: bool) -> list[Row]:
+    """Staged, direct and one bulk write of the same bytes, over fragment sizes and TP pairs; one process a side."""
+    shapes = [Rooms(2, 1, QUICK_NBYTES // 4)] if quick else [Rooms(*pair) for pair in PAIRS]
+    rows = []
+    for fabric in fabrics():
+        for shape in shapes:
+            with Sides(shape, fabric) as sides:
+                for run_nbytes in (1024, 65536) if quick else RUNS:
+                    took = sides.times(("staged", "direct", "raw"), run_nbytes, 2 if quick else 5)
+                    rows.append(_cell(fabric.name, shape, run_nbytes, took))
+    return rows
+
+
+def _cell(fabric: str, shape: Rooms, run_nbytes: int, took: dict[str, list[float]]) -> Row:
+    speeds = {way: shape.nbytes / 1e9 / statistics.median(times) for way, times in took.items()}
+    size = f"{run_nbytes} B" if run_nbytes < 1024 else f"{run_nbytes // 1024} KiB"
+    return Row(
+        name=f"staged beside direct, {fabric}, TP{shape.src_tp} -> TP{shape.dst_tp}, {size} runs, one process a side",
+        value=speeds["direct"] / median_ratio(took["staged"], took["direct"]),
+        baseline=speeds["direct"],
+        unit="GB/s",
+        detail=f"raw write {speeds['raw']:.2f} GB/s, staged {median_ratio(took['raw'], took['staged']):.2f} of it",
+        point={
+            "table": "paths", "transport": fabric, "src_tp": shape.src_tp, "dst_tp": shape.dst_tp,
+            "run_nbytes": run_nbytes, **speeds,
+        },
+    )  # fmt: skip

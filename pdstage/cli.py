@@ -1,4 +1,4 @@
-"""The `pdstage` command: demo, bench, bootstrap, instances, keys, sim.
+"""The `pdstage` command: demo, bench, calibrate, bootstrap, instances, keys, sim.
 
 Layer 6. Reads arguments and prints; each command's module is imported when that command is given, so that `--help`
 needs nothing installed.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from pdstage.control.keys import Keys
 
-BENCHES = ("plan", "wire", "host-kernels", "convert", "rooms", "keys", "transfer", "gpu")
+BENCHES = ("plan", "wire", "host-kernels", "convert", "rooms", "keys", "transfer", "auto", "gpu")
 DEFAULT_BIND = "127.0.0.1:8998"
 
 
@@ -42,6 +43,7 @@ def parser() -> Parser:
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
     bench.add_argument("--quick", action="store_true", help="fewer repetitions: a look, not a measurement")
     bench.set_defaults(run=_bench)
+    _add_calibrate(commands.add_parser("calibrate", help="measure what each transport costs here, for path auto"))
     bootstrap = commands.add_parser("bootstrap", help="run the directory in which prefill ranks announce themselves")
     bootstrap.add_argument(
         "--bind", default=DEFAULT_BIND, metavar="HOST:PORT", help="default %(default)s; port 0: a free one"
@@ -68,12 +70,15 @@ def _add_keys_options(command: argparse.ArgumentParser) -> None:
 
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:
-    from pdstage.demo.options import LAYOUTS, MODELS, PATHS, TRANSPORTS, Options  # noqa: PLC0415
+    from pdstage.demo.options import AUX, LAYOUTS, MODELS, PATHS, TRANSPORTS, Options  # noqa: PLC0415
 
     plain = Options()
     demo.add_argument("--model", choices=MODELS, default=plain.model, help="default %(default)s")
     demo.add_argument("--transport", choices=TRANSPORTS, default=plain.transport, help="default %(default)s")
     demo.add_argument("--path", choices=PATHS, default=plain.path, help="default %(default)s")
+    demo.add_argument(
+        "--aux", choices=AUX, default=plain.aux, help="how first tokens travel: by message or by the transport"
+    )
     for name, value, text in (
         ("--prefill-tp", plain.prefill_tp, "prefill ranks"),
         ("--decode-tp", plain.decode_tp, "decode ranks"),
@@ -114,6 +119,48 @@ def _bench(given: argparse.Namespace) -> int:
     result = run_named(given.name, given.quick)
     if given.json is not None:
         given.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def _add_calibrate(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--transport", default="all", metavar="NAME", help="one, or all that can be used; the default")
+    command.add_argument("--out", type=Path, metavar="FILE", help="write the numbers to FILE, for PDSTAGE_CALIBRATION")
+    command.add_argument("--json", action="store_true", help="print what --out would write instead of a table")
+    command.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
+    command.add_argument("--serve", metavar="ADDRESS", help="be the decode side, at tcp://HOST:PORT, until interrupted")
+    command.add_argument("--peer", metavar="ADDRESS", help="the decode side elsewhere; default: a process of its own")
+    command.add_argument(
+        "--bind", default="tcp://127.0.0.1:0", metavar="ADDRESS", help="of this side's node; default %(default)s"
+    )
+    command.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu or cuda:N; default %(default)s")
+    command.add_argument("--insecure", action="store_true", help="allow addresses that other machines can reach")
+    _add_keys_options(command)
+    command.set_defaults(run=_calibrate)
+
+
+def _calibrate(given: argparse.Namespace) -> int:
+    from pdstage.calibrate.caller import Caller, calibrate, own_peer, table  # noqa: PLC0415
+    from pdstage.calibrate.peer import Peer  # noqa: PLC0415
+
+    options = {"device": given.device, "keys": _keys_given(given), "insecure": given.insecure}
+    if given.serve is not None:
+        peer = Peer(given.serve, **options)
+        print(f"serving at {peer.endpoint}", flush=True)
+        try:
+            peer.serve()
+        finally:
+            peer.close()
+        return 0
+    with (
+        own_peer(given.device, given.keys) if given.peer is None else nullcontext(given.peer) as endpoint,
+        Caller(endpoint, bind=given.bind, **options) as caller,
+    ):
+        made, left_out = calibrate(caller, [given.transport], decode_host=given.peer or "", quick=given.quick)
+    print(made.to_json() if given.json else table(made))
+    for line in left_out:
+        print(f"left out: {line}", file=sys.stderr)
+    if given.out is not None:
+        made.write(given.out)
     return 0
 
 

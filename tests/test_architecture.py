@@ -30,13 +30,14 @@ LAYERS = {
         "tensors",
         "items",
         "native",
+        "shared",
     ],
-    1: ["ownership", "plan", "convert", "ring", "cost", "metrics", "spans", "tables", "cut"],
+    1: ["ownership", "plan", "convert", "ring", "cost", "metrics", "spans", "tables", "cut", "columns"],
     2: ["protocol"],
     3: ["kernels"],
-    4: ["stager", "control", "transport"],
+    4: ["stager", "metadata", "control", "transport"],
     5: ["manager", "node"],
-    6: ["integrations", "cli", "demo", "bench", "__main__"],
+    6: ["integrations", "cli", "calibrate", "demo", "bench", "__main__"],
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names}
 # Where each folder of the checkout is installed.
@@ -47,12 +48,13 @@ DOORS = {
     "mooncake": {"transport"},
     "nixl": {"transport"},
     "nixl_cu13": {"transport"},
+    "mori": {"transport"},
     "triton": {"kernels"},
     "cupy": {"kernels"},
 }
 PURE = {0, 1, 2}  # no thread, no socket, no clock in these
 IMPURE = {"threading", "socket", "time", "asyncio", "selectors", "subprocess", "multiprocessing", "torch"}
-LIGHT = {"torch", "zmq", "mooncake", "nixl", "nixl_cu13", "triton", "cupy", "transformers"}
+LIGHT = {"torch", "zmq", "mooncake", "nixl", "nixl_cu13", "mori", "triton", "cupy", "transformers"}
 FILE_LINES, FUNCTION_LINES, CLASS_LINES = 400, 60, 200
 
 

@@ -189,7 +189,7 @@ class CopyPlan {
             cut(i, rows, 1, nullptr, pieces);
             nbytes += (rows.stop - rows.start) * view.row_nbytes();
         }
-        const bool stream = nbytes >= detail::kScatterStreamNbytes;
+        const bool stream = nbytes >= detail::kStreamNbytes;
         carry_out(pieces, nbytes, stream, sum, [&](const Piece& piece) {
             const View& src = views_[piece.view].view;
             const View& dst = peer.views_[piece.view].view;
@@ -250,8 +250,7 @@ class CopyPlan {
             needed += (exact + kViewAlignment - 1) / kViewAlignment * kViewAlignment;
         }
         if (needed > nbytes) return {Fault::kTooSmall, 0, needed, nbytes};
-        const Call call{needed >= (kGather ? detail::kGatherStreamNbytes : detail::kScatterStreamNbytes),
-                        sum != nullptr};
+        const Call call{needed >= detail::kStreamNbytes, sum != nullptr};
         carry_out(pieces, needed, call.stream, sum, [&](const Piece& piece) {
             const Selected& selected = views_[piece.view];
             const auto c = static_cast<std::size_t>(selected.view.component);

@@ -37,11 +37,10 @@ std::int64_t fetched(std::int64_t nbytes) {
     return kGather && nbytes > 512 ? 256 : std::min(nbytes, kAheadNbytes);
 }
 
-// Staged bytes from which stores go past the caches. A gather's destination is read soon by the NIC's write, so it
-// keeps to the cache while one can hold it; scattered lines are the next reader's business, and each saves fetching a
-// line.
-inline constexpr std::int64_t kGatherStreamNbytes = 32 << 20;
-inline constexpr std::int64_t kScatterStreamNbytes = 4 << 20;
+// Staged bytes from which stores go past the caches, and each saves fetching a line: scattered lines are the next
+// reader's business, and a gather's first ones are out of a core's own cache before the write reads them. So it is for
+// the chunks of a long room; a smaller chunk keeps to the cache.
+inline constexpr std::int64_t kStreamNbytes = 2 << 20;
 
 class Cursor {
   public:

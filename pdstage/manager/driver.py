@@ -6,6 +6,9 @@ A turn is: receive -> lock -> feed the core -> take effects -> unlock -> carry t
 time. With `progress="inline"` every poll of the engine is a turn; with `progress="thread"` a thread of the node's own
 turns, and waits on the control socket and the transport in between. While it waits, an engine's call sends its messages
 itself: handing them over would cost a wake-up, and beside a busy thread a switch of the interpreter.
+
+Large copies are carried out one at a time, after everything else: what one of them leads to, the write of the chunk
+just gathered or the release of the lease just emptied, is under way before the next begins.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from pdstage.control.zmq import MAX_FRAMES
 from pdstage.errors import PdstageError, UsageError
 from pdstage.manager.handle import Roster
-from pdstage.protocol.effects import Attach, Changed, Complaint, Detach, Effect, Send
+from pdstage.protocol.effects import Attach, Changed, Complaint, Detach, Effect, Gather, HangUp, Scatter, Send
 from pdstage.protocol.session import Core
 
 if TYPE_CHECKING:
@@ -86,6 +90,7 @@ class Driver(ABC, Generic[AnyCore]):
         self._turning = threading.Lock()  # whose loop it is, waiting included
         self._acting = threading.Lock()  # who takes effects and carries them out, so that frames leave in their order
         self._kept: list[Effect] = []
+        self._copies: deque[Gather | Scatter] = deque()
         self._sleeps_until = 0.0
         self._lost: list[Link] = []
         self._outgoing: dict[bytes, list[bytes]] = {}
@@ -119,7 +124,7 @@ class Driver(ABC, Generic[AnyCore]):
             self.socket.wake()
             return False
         try:
-            heard = self._wait(wait_s) if wait_s > 0 else _EVERYTHING
+            heard = self._wait(wait_s) if wait_s > 0 and not self._copies else _EVERYTHING
             with self._acting:
                 while self._turn_once(heard) and not self._closed:
                     heard = _EVERYTHING
@@ -169,7 +174,7 @@ class Driver(ABC, Generic[AnyCore]):
 
         Messages wait for the end of the turn, so that several to one peer travel as one; none waits for a large copy.
         """
-        again = large = False
+        large = bool(self._copies)
         for effect in effects:
             if isinstance(effect, Send):
                 self._outgoing.setdefault(effect.route, []).append(effect.frame)
@@ -177,24 +182,38 @@ class Driver(ABC, Generic[AnyCore]):
                 large = self._nbytes(effect) >= _LARGE_NBYTES
         if large:
             self._flush()
+        again = False
         for effect in effects:
-            match effect:
-                case Send():
-                    pass
-                case Changed(room):
-                    self._on_changed(room)
-                case Complaint(route, error):
-                    log.warning("peer %s: %s", route.hex(), error)
-                case Attach(link, description):
-                    self._attach(link, description)
-                    again = True
-                case Detach(link):
-                    self._detach(link)
-                    again = True
-                case _:
-                    self._carry(effect)
-                    again = True
+            again |= self._carry_one(effect)
+        if self._copies:
+            self._carry(self._copies.popleft())
+            again = True
         return again
+
+    def _carry_one(self, effect: Effect) -> bool:
+        match effect:
+            case Send():
+                return False
+            case Changed(room):
+                self._on_changed(room)
+                return False
+            case Complaint(route, error):
+                log.warning("peer %s: %s", route.hex(), error)
+                return False
+            case Attach(link, offers):
+                self._attach(link, offers)
+            case Detach(link):
+                while self._copies:  # what they need of the session goes with it
+                    self._carry(self._copies.popleft())
+                self._detach(link)
+            case HangUp(route):
+                self._hang_up(route)
+                return False
+            case Gather() | Scatter() if self._nbytes(effect) >= _LARGE_NBYTES:
+                self._copies.append(effect)
+            case _:
+                self._carry(effect)
+        return True
 
     def _flush(self) -> None:
         outgoing, self._outgoing = self._outgoing, {}
@@ -264,12 +283,16 @@ class Driver(ABC, Generic[AnyCore]):
         """Whether an engine's event, which nobody announces, is waited for."""
 
     @abstractmethod
-    def _attach(self, link: Link, description: bytes) -> None:
+    def _attach(self, link: Link, offers: dict[str, bytes]) -> None:
         """A session began: tells the transport who its peer is."""
 
     @abstractmethod
     def _detach(self, link: Link) -> None:
         """A session is lost: the transport lets go of its peer."""
+
+    @abstractmethod
+    def _hang_up(self, route: bytes) -> None:
+        """Gives a connection up that this node made, unless somebody needs it by now."""
 
     @abstractmethod
     def _check_lost(self) -> None:
@@ -317,7 +340,9 @@ class Driver(ABC, Generic[AnyCore]):
             self.socket.wake()
 
     def _push(self) -> bool:
-        """True if something is left for a turn: with a thread, all but messages, and a moment before it would wake."""
+        """True if something is left for a turn: with a thread, all but messages, and a moment before it would wake;
+        what was done here, if the core should hear of it at once.
+        """
         with self._lock:
             effects = self._take_effects()
             next_at = self.core.next_at()
@@ -326,7 +351,8 @@ class Driver(ABC, Generic[AnyCore]):
             self._kept = effects
             return True
         if effects:
-            self._carry_out(effects)
+            # A write that blocks has ended by now, and announces itself to nobody.
+            early |= self._carry_out(effects)
             self._flush()
             self.roster.ring()
         return early

@@ -88,6 +88,40 @@ def test_the_page_is_made_from_the_committed_results():
         assert (plot.ROOT / plot.PLOTS / one.file).exists(), "run `make plots`"
 
 
+def paths_report(**more):
+    cells = [
+        {"table": "paths", "transport": "nixl, TCP", "src_tp": 4, "dst_tp": 2, "run_nbytes": run, "raw": 2.0, **speeds}
+        for run, speeds in ((1024, {"staged": 1.5, "direct": 0.5}), (256, {"staged": 1.4, "direct": 0.2}))
+    ]
+    rows = [Row(name="x", value=1.5, baseline=0.5, unit="GB/s", point=cell).to_dict() for cell in cells]
+    return {**gpu_report(), "name": "transfer", "machine": {"cpu": "c", "cores": 2}, "rows": rows, **more}
+
+
+def test_paths_are_shares_of_a_bulk_write():
+    [one] = plot.path_plots(paths_report())
+    assert one.file == "transfer-nixl-tcp.svg"
+    assert one.lines == [
+        plot.Line("direct, TP4 to TP2", [(256, 0.1), (1024, 0.25)]),
+        plot.Line("staged, TP4 to TP2", [(256, 0.7), (1024, 0.75)]),
+    ]
+    text = plot.paths_section({"transfer": paths_report()})
+    assert "plots/transfer-nixl-tcp.svg" in text and "0.75" in text and "Not measured" not in text
+
+
+def test_what_auto_reached_is_told_by_its_summary():
+    row = Row(name="cells within, all", value=96.0, baseline=100.0, unit="%", detail="48 of 50").to_dict()
+    text = plot.paths_section({"auto": paths_report(name="auto", rows=[row])})
+    assert "* cells within, all: 96 % (48 of 50)" in text
+    assert "Not measured" in text
+
+
+def test_the_page_of_transports_is_made_from_the_committed_results():
+    held = plot.reports()
+    assert plot.paths_section(held) in (plot.ROOT / plot.PATHS_PAGE).read_text(), "run `make plots`"
+    for one in plot.path_plots(held["transfer"]):
+        assert (plot.ROOT / plot.PLOTS / one.file).exists(), "run `make plots`"
+
+
 def test_a_page_without_the_part_is_refused():
     with pytest.raises(UsageError, match="no measured part"):
         plot.written("# a page", "part")

@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from pdstage.bench import rooms, transfer, wire
+from pdstage.bench import auto, rooms, sides, transfer, wire
 from pdstage.bench.harness import run_named, table
 
 
@@ -52,12 +52,21 @@ def test_a_failed_rank_is_told_and_not_waited_for():
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(transfer, "QUICK_NBYTES", 1 << 20)
+    monkeypatch.setattr(transfer, "fabrics", only_local)
+    monkeypatch.setattr(auto, "QUICK_NBYTES", 1 << 20)
+    monkeypatch.setattr(auto, "fabrics", only_local)
+
+
+def only_local() -> list[sides.Fabric]:
+    return [fabric for fabric in sides.fabrics() if fabric.name == "local"]
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed")
 def test_transfer(small):
     report = run_named("transfer", quick=True)
-    check(report, "staged beside direct", "one raw write, shared memory", "one raw write, TCP")
+    check(report, "staged beside direct", "one raw write, shared memory", "one raw write, TCP", "beside one chunk")
+    swept = [row["point"]["run_nbytes"] for row in report["rows"] if row["point"].get("table") == "paths"]
+    assert swept == [1024, 65536]
 
 
 def test_transfer_over_local_moves_the_right_bytes(small):
@@ -69,6 +78,47 @@ def test_transfer_over_local_moves_the_right_bytes(small):
     assert sorted(took) == ["direct", "raw", "staged"]
     assert n["direct"] == (1 << 20) / 256  # each run is one descriptor
     assert n["staged"] < 64
+
+
+def test_auto(small):
+    report = run_named("auto", quick=True)
+    check(report, "cells where auto is within 10 % of the better path, local", "256 B runs", "64 KiB runs")
+    cells = [row["point"] for row in report["rows"] if row["point"]]
+    assert all(cell["chosen"] in ("direct", "staged", "both") for cell in cells)
+
+
+def test_a_fabric_that_cannot_be_calibrated_is_left_out_in_words(monkeypatch, small):
+    monkeypatch.setattr(auto, "fabrics", lambda: [sides.Fabric("pigeon post", "pigeon", {})])
+    report = run_named("auto", quick=True)
+    assert report["rows"] == []
+    assert "pigeon post" in report["left_out"][0] and "no transport 'pigeon'" in report["left_out"][0]
+
+
+def test_autos_cells_are_held_against_the_better_path():
+    took = {"direct": [2.0, 4.0, 2.0], "staged": [1.0, 2.0, 1.0], "auto": [1.2, 2.4, 1.1]}
+    shape = sides.Shape(4, 2, 1 << 30)
+    bad = auto.cell(sides.Fabric("x", "x", {}), shape, 256, "staged", took)
+    assert bad.ratio == pytest.approx(1 / 1.2) and bad.met
+    awful = auto.cell(sides.Fabric("y", "y", {}), shape, 256, "direct", {**took, "auto": took["direct"]})
+    assert awful.ratio == pytest.approx(0.5) and not awful.met
+    good = auto.cell(sides.Fabric("y", "y", {}), shape, 512, "staged", {**took, "auto": took["staged"]})
+    assert [(row.value, row.met) for row in auto.summary([bad, awful, good])] == [
+        (pytest.approx(100 / 3), False), (0.0, False), (50.0, False),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", [(3, 2), (4, 4)])
+def test_sides_move_the_right_bytes(pair):
+    """Every head of every rank holds its source's mark, on either path; a mark that is off is found."""
+    with sides.Sides(sides.Shape(*pair, 1 << 20), only_local()[0]) as both:
+        for run in (256, 65536):
+            for path in ("staged", "direct", "auto"):
+                both.room(path, run, check=True)
+    shape = sides.Shape(2, 1, 1 << 20)
+    sink = sides.Sinks.__new__(sides.Sinks)
+    sink.shape, sink._memories = shape, [shape.pool(1, 0, 1)[1]]
+    with pytest.raises(AssertionError, match="other bytes"):
+        sink._check(256, shape.pages(256, 0))
 
 
 def test_a_wrong_byte_is_found():

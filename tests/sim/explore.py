@@ -60,6 +60,10 @@ QUICK = [
     ),
     Configuration(name="a crash, then again", shape=Shape(chunks=1), faults=Faults(loss=1, crash=1), again=1),
     Configuration(name="straight into pages", shape=Shape(path="direct"), faults=Faults(loss=1, abort=1, twice=1)),
+    Configuration(
+        name="a row in place", shape=Shape(chunks=1, rows=True), faults=Faults(loss=1, abort=1, twice=1, crash=1)
+    ),
+    Configuration(name="a row that fails", shape=Shape(chunks=1, rows=True), faults=Faults(late=1, broken=1)),
     Configuration(name="a false alarm", shape=Shape(), faults=Faults(late=1, broken=1)),
     Configuration(
         name="two writers of a room", shape=Shape(writers=2, instances=False, chunks=1), faults=Faults(crash=1)

@@ -1,0 +1,225 @@
+"""The asking side of a calibration: a prefill node, the sweep, and the file it makes.
+
+Layer 6. Times copies and bulk writes by themselves and rooms by either path end to end: medians of repeats in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+import numpy as np
+
+from pdstage.calibrate import fit
+from pdstage.calibrate import pool as pools
+from pdstage.calibrate.fit import Timed, Timings
+from pdstage.calibrate.peer import STAGING_NBYTES, WAIT_S, Answer, Copy, Failed, Pull, Question, Start, Stop, copies
+from pdstage.control.zmq import ControlSocket
+from pdstage.cost import CostModel
+from pdstage.errors import PdstageError, TransportError
+from pdstage.manager import PrefillNode
+from pdstage.manager.calibration import VERSION, Calibration
+from pdstage.manager.node import label
+from pdstage.topology import Topology
+from pdstage.transport import Done, PostFailed, Spans, available
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from pdstage.control.keys import Keys
+
+_answers = msgspec.msgpack.Decoder(Answer)
+_PATHS = ("direct", "staged")
+
+
+# Runs, bytes of a room or a copy, repeats.
+FULL = (pools.RUNS, (256 << 10, 1 << 20, 4 << 20, 16 << 20, 32 << 20), 7)
+QUICK = (pools.RUNS[::2], (256 << 10, 4 << 20, 16 << 20), 3)
+
+
+class Caller:
+    """A calibration with the peer at `endpoint`. A context manager."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        bind: str = "tcp://127.0.0.1:0",
+        device: str = "cpu",
+        keys: Keys | None = None,
+        insecure: bool = False,
+    ) -> None:
+        self._bind, self._keys, self._insecure = bind, keys, insecure
+        self._pool = pools.make(device)
+        self._socket = ControlSocket(None, identity=secrets.token_bytes(16), keys=keys, insecure=insecure)
+        self._route = self._socket.connect(endpoint)
+        self._endpoint = endpoint
+        self._next = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def measure(self, transport: str, *, quick: bool = False) -> CostModel:
+        """What `transport` costs from here to the peer. Raises what its nodes raise on either side."""
+        runs, sizes, repeats = QUICK if quick else FULL
+        self._ask(Start(transport))
+        with PrefillNode(
+            self._pool, Topology(), transport=transport, path="auto", bind=self._bind, staging_nbytes=STAGING_NBYTES,
+            keys=self._keys, insecure=self._insecure,
+        ) as node:  # fmt: skip
+            self._room(node, "staged", runs[0], pools.tokens(runs[0], sizes[0]))  # the two meet
+            gather, scatter = self._copies(node, runs, sizes, repeats)
+            bulk = self._bulk(node, sizes, repeats)
+            direct, staged = self._rooms(node, runs, sizes, repeats)
+        self._ask(Stop())
+        return fit.model(Timings(gather, scatter, bulk, direct, staged))
+
+    def _copies(
+        self, node: PrefillNode, runs: tuple[int, ...], sizes: tuple[int, ...], repeats: int
+    ) -> Iterator[list[Timed]]:
+        asked = [Copy(run, pools.tokens(run, size), repeats) for run in runs for size in sizes if size <= 4 << 20]
+        gathers = [copies(node.stager, self._pool, node.parts, one, into_pool=False) for one in asked]
+        yield [_timed(one.run, one.tokens, took) for one, took in zip(asked, gathers, strict=True)]
+        yield [_timed(one.run, one.tokens, self._ask(one, node)) for one in asked]
+
+    def _bulk(self, node: PrefillNode, sizes: tuple[int, ...], repeats: int) -> list[Timed]:
+        """Writes of one descriptor, out of a send buffer and into the lanes as leases would lie there."""
+        link = next(iter(node.core.links.values()))
+        found = []
+        for nbytes in (size for size in sizes if size <= 4 << 20):
+            took = []
+            for number in range(4 * repeats):
+                lane = link.lanes[number % len(link.lanes)]
+                at = number * nbytes % (lane.nbytes - nbytes + 1)
+                src = node.parts[number % len(node.parts)].base
+                spans = Spans(*(np.array([value], np.int64) for value in (src, lane.base + at, nbytes)))
+                start = time.perf_counter()
+                node.transport.post(label(link), spans, b"")
+                self._await_done(node)
+                took.append(time.perf_counter() - start)
+            found.append(Timed(nbytes, 1, 1, statistics.median(took)))
+        return found
+
+    def _await_done(self, node: PrefillNode) -> None:
+        until = time.monotonic() + WAIT_S
+        while time.monotonic() < until:
+            for event in node.transport.poll():
+                if isinstance(event, PostFailed):
+                    raise event.error
+                if isinstance(event, Done):
+                    return
+        raise TransportError(f"a write to {self._endpoint} did not end in {WAIT_S} s", remedy="look at the fabric")
+
+    def _rooms(
+        self, node: PrefillNode, runs: tuple[int, ...], sizes: tuple[int, ...], repeats: int
+    ) -> Iterator[list[Timed]]:
+        """Direct rooms, then staged ones; timed in turn, so that the machine's slow spells hit both alike."""
+        cases = [(run, pools.tokens(run, size)) for run in runs for size in sizes]
+        took: dict[tuple[str, int, int], list[float]] = {}
+        for number in range(repeats + 1):
+            for run, tokens in cases:
+                for path in _PATHS:
+                    seconds = self._room(node, path, run, tokens)
+                    if number:  # the first round warms up
+                        took.setdefault((path, run, tokens), []).append(seconds)
+        chunk_nbytes = min(node.parts[0].nbytes, node.config.chunk_nbytes)
+        for path in _PATHS:
+            yield [_timed(run, tokens, took[path, run, tokens], chunk_nbytes) for run, tokens in cases]
+
+    def _room(self, node: PrefillNode, path: str, run: int, tokens: int) -> float:
+        self._next += 1
+        node.paths.path = path
+        sender = node.send(self._next)
+        name = pools.component(run)
+        sender.chunk({name: pools.pages(run, tokens, self._next)}, {name: (0, tokens)})
+        sender.finish()
+        [took] = self._ask(Pull(self._next, node.bootstrap_address, run, tokens), node)
+        sender.wait_released(WAIT_S)
+        return took
+
+    def _ask(self, question: Question, node: PrefillNode | None = None) -> list[float]:
+        """The peer's answer; `node` goes on meanwhile."""
+        self._socket.send(self._route, [msgspec.msgpack.encode(question)])
+        until = time.monotonic() + 2 * WAIT_S
+        while time.monotonic() < until:
+            if node is not None:
+                node.turn(5e-4)
+            if self._socket.wait(0.0 if node is not None else 0.2).messages:
+                for _, (frame, *_) in self._socket.recv():
+                    answer: Answer = _answers.decode(frame)
+                    if isinstance(answer, Failed):
+                        raise TransportError(answer.why)
+                    return answer.seconds
+            for _, error in self._socket.take_refusals():
+                raise error
+        raise TransportError(
+            f"no answer from {self._endpoint}", remedy="is pdstage calibrate --serve running there, and reachable?"
+        )
+
+
+def _timed(run: int, tokens: int, took: list[float], chunk_nbytes: int = 1 << 62) -> Timed:
+    n_runs = tokens * pools.N_VIEWS
+    return Timed(n_runs * run, n_runs, -(-n_runs * run // chunk_nbytes), statistics.median(took))
+
+
+def calibrate(
+    caller: Caller, transports: Sequence[str], *, decode_host: str = "", quick: bool = False
+) -> tuple[Calibration, list[str]]:
+    """Measures each of `transports`; of ["all"] those that can be used here, and says why the others cannot."""
+    every, reasons = list(transports) == ["all"], available()
+    found: dict[str, CostModel] = {}
+    left_out = [reason for reason in reasons.values() if reason and every]
+    for name in [name for name, reason in reasons.items() if not reason] if every else transports:
+        try:
+            found[name] = caller.measure(name, quick=quick)
+        except PdstageError as error:
+            if not every:
+                raise
+            left_out.append(f"transport {name!r}: {error}")
+    here = socket.gethostname()
+    made_at = datetime.now(UTC).isoformat(timespec="seconds")
+    made = Calibration(
+        version=VERSION, made_at=made_at, prefill_host=here, decode_host=decode_host or here, transports=found
+    )
+    return made, left_out
+
+
+def table(made: Calibration) -> str:
+    """The numbers as text, a line each and a column a transport."""
+    units = {"bytes_per_s": (1e-9, "GB/s"), "run_s": (1e9, "ns"), "_s": (1e6, "us"), "": (1.0, "")}
+    lines = [["", *made.transports, ""]]
+    for field in fields(CostModel):
+        factor, unit = next(value for end, value in units.items() if field.name.endswith(end))
+        lines.append([field.name, *(f"{getattr(c, field.name) * factor:.4g}" for c in made.transports.values()), unit])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+@contextlib.contextmanager
+def own_peer(device: str = "cpu", keys: Path | None = None) -> Iterator[str]:
+    """The endpoint of a peer in a process of its own on this host, which ends with the context."""
+    command = [sys.executable, "-m", "pdstage.cli", "calibrate", "--serve", "tcp://127.0.0.1:0", "--device", device]
+    command += ["--keys", str(keys)] if keys is not None else []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise TransportError("the peer's process did not start", remedy="see what it printed")
+            yield line.split()[-1]
+        finally:
+            process.terminate()
+            process.wait()

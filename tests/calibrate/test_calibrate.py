@@ -1,0 +1,63 @@
+"""`pdstage calibrate` with real processes: numbers that can be, a file that nodes read, faults told in words."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pdstage import cli
+from pdstage.calibrate import caller as callers
+from pdstage.calibrate.caller import Caller, own_peer
+from pdstage.calibrate.peer import Copy, Pull
+from pdstage.control.keys import Keys
+from pdstage.errors import TransportError, UsageError
+from pdstage.manager.calibration import read
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(callers, "QUICK", ((256, 4096, 65536), (256 << 10, 4 << 20, 8 << 20), 2))
+
+
+def test_the_command_measures_writes_and_prints(tmp_path, capsys):
+    path = tmp_path / "costs.json"
+    assert cli.main(["calibrate", "--transport", "local", "--quick", "--out", str(path), "--json"]) == 0
+    made = read(path)
+    assert json.loads(capsys.readouterr().out) == json.loads(path.read_text())
+    cost = made.transports["local"]
+    assert cost.bytes_per_s > 0 and cost.descriptor_s > 0
+    assert 0 <= cost.overlap <= 1
+    assert made.prefill_host == made.decode_host
+
+
+def test_two_sides_that_hold_keys(tmp_path):
+    """As on two hosts: one serves, the other is told where; without the keys nothing is answered."""
+    key = tmp_path / "key"
+    keys = Keys.make(key)
+    with own_peer(keys=key) as endpoint, Caller(endpoint, keys=keys) as caller:
+        assert caller.measure("local", quick=True).bytes_per_s > 0
+        with pytest.raises(UsageError, match="key"):
+            Caller(endpoint)
+
+
+def test_faults_at_the_peer_are_told_in_words():
+    with own_peer() as endpoint, Caller(endpoint) as caller:
+        for question in (Pull(1, "tcp://127.0.0.1:1", 256, 16), Copy(256, 16, 1)):
+            with pytest.raises(TransportError, match="no transport was started"):
+                caller._ask(question)
+        with pytest.raises(TransportError, match="at the peer: no transport 'pigeon'"):
+            caller.measure("pigeon")
+        with pytest.raises(TransportError, match="cannot be read"):
+            caller._ask(Copy(1, 16, 1))
+
+
+def test_a_transport_that_is_not_there_ends_the_command_with_a_sentence():
+    done = subprocess.run(
+        [sys.executable, "-m", "pdstage.cli", "calibrate", "--transport", "pigeon"], capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "pigeon" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,109 @@
+"""The calibration file: read back as written, refused with the file's and the field's name, and used by nodes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pdstage import PrefillNode
+from pdstage.cost import CostModel
+from pdstage.errors import UsageError
+from pdstage.manager.calibration import ENVIRONMENT, Calibration, read
+from tests.manager.engine import Rank, drive
+
+COST = CostModel(bytes_per_s=5e9, descriptor_s=2e-6, post_s=1e-5)
+
+
+@pytest.fixture
+def made():
+    return Calibration(
+        version=1, made_at="2026-01-01T00:00:00+00:00", prefill_host="a", decode_host="b", transports={"local": COST}
+    )
+
+
+@pytest.fixture
+def path(made, tmp_path):
+    made.write(tmp_path / "costs.json")
+    return tmp_path / "costs.json"
+
+
+def test_it_is_read_as_it_was_written(made, path):
+    assert read(path) == made
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda held: held.update(version=2), "version"),
+        (lambda held: held.pop("transports"), "transports"),
+        (lambda held: held.update(colour="red"), "colour"),
+        (lambda held: held["transports"]["local"].update(bytes_per_s="fast"), "bytes_per_s"),
+        (lambda held: held["transports"]["local"].pop("descriptor_s"), "descriptor_s"),
+        (lambda held: held["transports"]["local"].update(overlap=2.0), "overlap"),
+    ],
+)
+def test_what_it_may_not_hold_is_refused_by_name(path, change, field):
+    held = json.loads(path.read_text())
+    change(held)
+    path.write_text(json.dumps(held))
+    with pytest.raises(UsageError) as caught:
+        read(path)
+    assert str(path) in str(caught.value) and field in str(caught.value)
+    assert field in caught.value.fields["field"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[1, 2]", b'{"version": 1'])
+def test_what_is_no_calibration_is_refused(path, content):
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match="calibrate"):
+        read(path)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(UsageError, match=r"nowhere\.json"):
+        read(tmp_path / "nowhere.json")
+
+
+def test_nodes_take_the_argument_then_the_environment_then_the_traits(site, path, made, tmp_path, monkeypatch):
+    rank = Rank()
+    traits = site.prefill(rank).transport.traits
+    defaults = CostModel(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
+    assert site.prefill(rank).cost_of(traits) == defaults
+    monkeypatch.setenv(ENVIRONMENT, str(path))
+    assert site.prefill(rank).cost_of(traits) == COST
+    other = CostModel(bytes_per_s=1e9, descriptor_s=1e-6, post_s=1e-5)
+    Calibration(version=1, made_at="", prefill_host="", decode_host="", transports={"local": other}).write(
+        tmp_path / "other.json"
+    )
+    assert site.prefill(rank, calibration=tmp_path / "other.json").cost_of(traits) == other
+    Calibration(version=1, made_at="", prefill_host="", decode_host="", transports={"nixl": other}).write(
+        tmp_path / "nixl.json"
+    )
+    assert site.prefill(rank, calibration=tmp_path / "nixl.json").cost_of(traits) == defaults
+
+
+def test_a_bad_file_is_refused_before_the_node_is_there(path, site):
+    path.write_text("{}")
+    rank = Rank()
+    with pytest.raises(UsageError, match="version"):
+        PrefillNode(rank.pool, rank.topology, transport="local", calibration=path)
+
+
+@pytest.mark.parametrize(("descriptor_s", "taken"), [(0.0, "direct"), (1e-3, "staged")])
+def test_auto_goes_by_the_file(site, made, tmp_path, descriptor_s, taken):
+    """The same room, by a transport whose descriptors cost nothing or everything."""
+    cost = CostModel(bytes_per_s=1e9, descriptor_s=descriptor_s, post_s=0.0)
+    path = tmp_path / "costs.json"
+    Calibration(version=1, made_at="", prefill_host="", decode_host="", transports={"local": cost}).write(path)
+    src, dst = Rank(page=4), Rank(page=4)
+    p, d = site.prefill(src, path="auto", calibration=path), site.decode(dst, path="auto")
+    pages, into = src.allocate(40), dst.allocate(40)
+    src.write(1, 40, pages)
+    receiver, sender = d.receive(1, site.address), p.send(1)
+    receiver.bind(into, 40)
+    sender.chunk(pages, 40)
+    sender.finish()
+    drive(site.nodes, lambda: receiver.released and sender.released)
+    assert dst.holds(1, 40, into)
+    assert p.stats()[f"chunks_{taken}"] == 1

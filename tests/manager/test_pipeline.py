@@ -1,0 +1,128 @@
+"""The stages of one room's chunks overlap: seen in the order of events, over a transport whose writes wait."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from pdstage import Config, State
+from pdstage.manager import driver
+from pdstage.transport.base import Done
+from pdstage.transport.local import LocalTransport
+from tests.manager.engine import QUICK, Rank, drive
+
+TOKENS, CHUNK_TOKENS = 4096, 512
+N_CHUNKS = TOKENS // CHUNK_TOKENS
+
+
+class HeldTransport(LocalTransport):
+    """`local`, but a post begins only with `let`; `log` takes what happens."""
+
+    def __init__(self, log: list[tuple[str, int]]) -> None:
+        super().__init__()
+        self.log, self.held, self._n, self._ours = log, deque(), 0, {}
+        self.hold = True
+
+    def post(self, peer, spans, tag):
+        self._n += 1
+        self.log.append(("write", self._n - 1))
+        self.held.append((-self._n, peer, spans, tag))
+        if not self.hold:
+            self.let()
+        return -self._n
+
+    def let(self) -> None:
+        ticket, *what = self.held.popleft()
+        self._ours[super().post(*what)] = ticket
+
+    def poll(self):
+        return [Done(self._ours.pop(one.ticket)) if isinstance(one, Done) else one for one in super().poll()]
+
+
+class Watched:
+    """One room of `N_CHUNKS` chunks, submitted and bound; `log` holds gathers, writes and scatters in their order."""
+
+    def __init__(self, site, **options) -> None:
+        self.log: list[tuple[str, int]] = []
+        self.transport = HeldTransport(self.log)
+        self.src, self.dst = (Rank(page=64, n_pages=80) for _ in range(2))
+        for tensor in (*self.src.k, *self.src.v):
+            tensor[:] = np.random.default_rng(len(self.log)).integers(0, 256, tensor.shape, np.uint8)
+        config = Config(retry_s=QUICK.retry_s, chunk_nbytes=CHUNK_TOKENS * 3 * 2 * 4 * 16)
+        assert config.chunk_nbytes > driver._LARGE_NBYTES
+        common = {"path": "staged", "config": config, "staging_nbytes": 4 << 20} | options
+        self.p = site.prefill(self.src, transport=self.transport, n_buffers=3, **common)
+        self.d = site.decode(self.dst, **common)
+        self._watch(self.p.stager, "gather")
+        self._watch(self.d.stager, "scatter")
+        self.pages, self.into = self.src.allocate(TOKENS), self.dst.allocate(TOKENS)
+        self.sender, self.receiver = self.p.send(1), self.d.receive(1, site.address)
+        self.receiver.bind(self.into, TOKENS)
+        self.sender.chunk(self.pages, TOKENS)
+        self.sender.finish()
+
+    def _watch(self, stager, what: str) -> None:
+        """Logs each copy as its end is told."""
+        poll, n = stager.poll, 0
+
+        def told():
+            nonlocal n
+            done = poll()
+            self.log.extend((what, n + i) for i in range(len(done)))
+            n += len(done)
+            return done
+
+        stager.poll = told
+
+    def until(self, *events: tuple[str, int]) -> None:
+        drive((self.p, self.d), lambda: set(events) <= set(self.log))
+
+    def end(self) -> None:
+        drive((self.p, self.d), lambda: self.receiver.released and self.sender.released)
+        assert self.receiver.wait(0) is self.sender.wait(0) is State.SUCCESS
+        for got, sent in zip((*self.dst.k, *self.dst.v), (*self.src.k, *self.src.v), strict=True):
+            assert np.array_equal(got[self.into], sent[self.pages])
+
+
+@pytest.mark.parametrize("progress", ["inline", "thread"])
+@pytest.mark.parametrize("copy_thread", [False, True])
+def test_while_a_write_is_open_the_next_is_gathered_and_the_last_scattered(site, copy_thread, progress):
+    room = Watched(site, copy_thread=copy_thread, progress=progress)
+    for k in range(N_CHUNKS):
+        around = [("gather", k + 1)] * (k + 1 < N_CHUNKS) + [("scatter", k - 1)] * (k > 0)
+        room.until(("write", k), *around)
+        assert len(room.transport.held) >= 1  # write k has not begun, and all around it is done
+        assert ("scatter", k) not in room.log
+        with room.p.use():
+            room.transport.let()
+        room.p.socket.wake()
+    room.end()
+
+
+def test_a_gathered_chunk_is_written_before_the_next_is_gathered(site):
+    """Else nothing is on its way while all free buffers are filled, and each is out of the cache when it is written."""
+    room = Watched(site)
+    room.transport.hold = False
+    room.end()
+    sent = [event for event in room.log if event[0] != "scatter"]
+    assert sent == [(what, k) for k in range(N_CHUNKS) for what in ("gather", "write")]
+
+
+def test_a_lease_is_given_back_before_the_next_chunk_is_scattered(site, monkeypatch):
+    """Several tags may come at once; what the first scatter frees is told before the second is made."""
+    room = Watched(site)
+    while len(room.transport.held) < 2:
+        room.until(("write", len(room.transport.held)))
+    flush = room.d._flush
+    monkeypatch.setattr(room.d, "_flush", lambda: (room.log.append(("flush", 0)), flush()))
+    room.transport.let()
+    room.transport.let()
+    room.until(("scatter", 1))
+    first, second = room.log.index(("scatter", 0)), room.log.index(("scatter", 1))
+    assert ("flush", 0) in room.log[first:second]
+    room.transport.hold = False
+    while room.transport.held:
+        room.transport.let()
+    room.end()

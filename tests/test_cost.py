@@ -1,0 +1,57 @@
+"""The cost model: a pure function of bytes, runs and chunks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdstage.cost import CostModel
+from pdstage.errors import UsageError
+
+COST = CostModel(
+    bytes_per_s=4e9, descriptor_s=1e-6, post_s=10e-6, bulk_bytes_per_s=8e9, gather_bytes_per_s=10e9, gather_run_s=10e-9,
+    scatter_bytes_per_s=5e9, scatter_run_s=20e-9, lease_s=300e-6, chunk_s=50e-6, overlap=1.0,
+)  # fmt: skip
+NBYTES = 40_000_000
+GATHER_S, WRITE_S, SCATTER_S = 4e-3 + 1e-3, 5e-3, 8e-3 + 2e-3  # of 100,000 runs
+
+
+def test_direct_pays_for_posts_descriptors_and_bytes():
+    assert COST.direct_s(NBYTES, 1000, 3) == pytest.approx(3 * 10e-6 + 1e-3 + 10e-3)
+
+
+def test_one_chunk_hides_nothing():
+    assert COST.staged_s(NBYTES, 100_000) == pytest.approx(350e-6 + GATHER_S + WRITE_S + SCATTER_S)
+
+
+def test_of_many_chunks_the_longest_stage_remains_and_one_chunk_of_the_others():
+    expected = 300e-6 + 10 * 50e-6 + SCATTER_S + (GATHER_S + WRITE_S) / 10
+    assert COST.staged_s(NBYTES, 100_000, 10) == pytest.approx(expected)
+
+
+def test_stages_that_take_turns_are_a_sum_however_many_chunks():
+    cost = replace(COST, overlap=0.0, chunk_s=0.0)
+    assert cost.staged_s(NBYTES, 100_000, 10) == pytest.approx(cost.staged_s(NBYTES, 100_000))
+
+
+def test_the_more_and_shorter_the_runs_the_more_for_staging():
+    cost = replace(COST, bulk_bytes_per_s=None)
+    prefers = [cost.prefers_direct(NBYTES, NBYTES // run, 10) for run in (256, 1024, 4096, 65536, NBYTES)]
+    assert prefers == sorted(prefers)
+    assert (prefers[0], prefers[-1]) == (False, True)
+
+
+def test_a_small_transfer_is_not_worth_a_lease():
+    assert COST.prefers_direct(4096, 16)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("bytes_per_s", 0.0), ("gather_bytes_per_s", -1.0), ("post_s", -1e-9), ("overlap", 1.5), ("lease_s", float("nan")),
+     ("chunk_s", float("inf"))],
+)  # fmt: skip
+def test_numbers_that_cannot_be_are_refused_by_name(field, value):
+    with pytest.raises(UsageError, match=field) as caught:
+        replace(COST, **{field: value})
+    assert caught.value.fields["field"] == field
