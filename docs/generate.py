@@ -148,20 +148,13 @@ def traits() -> str:
     """What each transport of the package declares, in the order in which "auto" prefers them."""
     found = []
     for path in sorted((ROOT / "pdstage" / "transport").glob("[a-z]*.py")):
-        tree = _Least().visit(ast.parse(path.read_text()))
+        tree = ast.parse(path.read_text())
         for node in tree.body:
             said = _values(node, _values(tree, {})) if isinstance(node, ast.ClassDef) else {}
             if "traits" in said:
                 found.append((-int(said.get("preference", 0)), trait_row(said["traits"])))
     head = "| | memory | tag | descriptors a post | blocks | fences | stops reads | post | descriptor | bytes |"
     return "\n".join([head, "|---|---|---|---:|---|---|---|---:|---:|---:|", *(row for _, row in sorted(found))])
-
-
-class _Least(ast.NodeTransformer):
-    """Of what depends on how a library was built, `more if built_so else less`, takes the less."""
-
-    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
-        return node.orelse
 
 
 def _values(body: ast.Module | ast.ClassDef, known: Mapping[str, Any]) -> dict[str, Any]:

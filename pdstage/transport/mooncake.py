@@ -20,6 +20,7 @@ import re
 import secrets
 import socket
 from collections import deque
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -79,7 +80,7 @@ class MooncakeTransport(Transport):
         name="mooncake",
         notifies=False,
         max_descriptors=65_536,
-        kinds=frozenset({"cpu", "cuda"} if getattr(library, "SUPPORT_CUDA", False) else {"cpu"}),
+        kinds=frozenset({"cpu"}),
         post_blocks=False,
         fences=False,
         stops_reads=False,
@@ -259,5 +260,8 @@ def _own_host() -> str:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
 
+
+if getattr(library, "SUPPORT_CUDA", False):  # not of the wheel that is named non-cuda
+    MooncakeTransport.traits = replace(MooncakeTransport.traits, kinds=frozenset({"cpu", "cuda"}))
 
 TRANSPORT = MooncakeTransport

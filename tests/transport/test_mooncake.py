@@ -121,7 +121,7 @@ def test_a_missing_library_names_its_package(monkeypatch):
 
 
 def test_both_sides_must_speak_one_protocol(a):
-    told = read_description("b", a.describe(), mooncake._Description, a.traits())
+    told = read_description("b", a.describe(), mooncake._Description, a.transport.traits)
     for wrong in ({"protocol": "rdma"}, {"host": "no host"}):
         fields = {name: getattr(told, name) for name in told.__struct_fields__} | wrong | {"life": "another"}
         with pytest.raises(PeerError, match="one protocol and an address"):
@@ -135,7 +135,7 @@ class Door:
     """A fixed port before a peer's own, which changes with its life: so each life has the same name."""
 
     def __init__(self, a: Endpoint) -> None:
-        self._traits, self._inside = a.traits(), 0
+        self._traits, self._inside = a.transport.traits, 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -249,7 +249,7 @@ def test_what_was_not_begun_when_its_peer_was_disconnected_is_never_sent(a, peer
 
 def test_a_host_where_nobody_answers_is_named_with_the_code(a):
     """As of a peer on another host, whose process cannot be seen to have ended."""
-    told = read_description("b", a.describe(), mooncake._Description, a.traits())
+    told = read_description("b", a.describe(), mooncake._Description, a.transport.traits)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     fields = {name: getattr(told, name) for name in told.__struct_fields__}
