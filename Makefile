@@ -13,7 +13,7 @@ ARGS ?=
 CPU_BENCHES := plan wire host-kernels convert rooms keys transfer auto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sim scale chaos fuzz lint types format bench gpu sanitize asan tsan micro plots docs \
+.PHONY: help setup demo test sim scale chaos fuzz soak lint types format bench gpu sanitize asan tsan micro plots docs \
     native sdist wheel clean distclean
 
 help:  ## Show this list.
@@ -63,6 +63,9 @@ scale: $(STAMP)  ## Simulate 1,000 prefill and 1,000 decode ranks and 100,000 ro
 chaos: $(STAMP)  ## Kill, stop, cut off and restart ranks for minutes (ARGS="--seed 7 --minutes 3 --transport nixl").
 	$(BIN)/python -m tests.chaos $(ARGS)
 
+soak: $(STAMP)  ## 10,000 short-lived peers of one node, for minutes (ARGS="at-once", "nodes --transport nixl").
+	$(BIN)/python -m tests.soak $(ARGS)
+
 lint: $(STAMP)  ## Check style: ruff and clang-format.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -100,7 +103,7 @@ micro:  ## Run the microbenchmarks with pytest-benchmark, those of the GPU where
 plots:  ## Make the plots of docs/kernels.md and docs/transports.md again from bench/results.
 	$(GPU_PYTHON) -m pdstage.bench.plot
 
-docs: $(STAMP)  ## Make the generated parts of docs/reliability.md again, from the code and the tests.
+docs: $(STAMP)  ## Make the generated parts of docs/ again, from the code and the tests.
 	$(BIN)/python docs/generate.py
 
 native: | $(BIN)/python  ## Build the C++ extension again, and fail if it cannot be built.

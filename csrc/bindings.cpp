@@ -258,6 +258,14 @@ std::pair<std::int64_t, int> write_peer(int pid, const Int64s& src, const Int64s
     return {result.written, result.error};
 }
 
+void copy_spans(const Int64s& src, const Int64s& dst, const Int64s& nbytes) {
+    if (src.size() != dst.size() || src.size() != nbytes.size())
+        throw std::invalid_argument("src, dst and nbytes must be of one length");
+    const auto n = static_cast<std::size_t>(src.size());
+    const Unlocked unlocked(std::accumulate(nbytes.data(), nbytes.data() + n, std::int64_t{0}));
+    pdstage::copy_spans(src.data(), dst.data(), nbytes.data(), n);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
@@ -293,6 +301,8 @@ PYBIND11_MODULE(_native, module) {
                "Returns (src_start, dst_start, count) of the runs where both lists step by one.");
     module.def("write_peer", &write_peer, py::arg("pid"), py::arg("src"), py::arg("dst"), py::arg("nbytes"),
                "Writes spans of this process into process `pid`; returns (bytes written, errno).");
+    module.def("copy_spans", &copy_spans, py::arg("src"), py::arg("dst"), py::arg("nbytes"),
+               "Copies spans of this process to other addresses of it.");
 
     // Calls that never block, and so keep the interpreter.
     module.def("is_readable", &pdstage::is_readable, py::arg("fd"), "Whether a descriptor is readable now.");

@@ -1,10 +1,12 @@
-"""The generated parts of docs/reliability.md: room diagram, deadlines, and which tests hold which invariant.
+"""The generated parts of docs: of reliability.md the room diagram, the deadlines, and which tests hold which invariant;
+of transports.md the table of traits.
 
     python docs/generate.py
 
 Room states come from `pdstage.protocol.room`, deadlines from `pdstage.protocol.config`, citations from the tests:
 an invariant is cited by its number (I7) in a test's docstring or comments, or in its module's docstring for them all.
-`tests/test_invariants.py` fails while the page is stale.
+Traits are read from the transports' source, since a transport imports only where its library is.
+`tests/test_invariants.py` fails while a page is stale.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections import Counter
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -23,11 +26,20 @@ sys.path.insert(0, str(ROOT))
 from pdstage.protocol import config  # noqa: E402
 from pdstage.protocol.room import TRANSITIONS, State  # noqa: E402
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
 PAGE = ROOT / "docs" / "reliability.md"
+TRANSPORTS_PAGE = ROOT / "docs" / "transports.md"
 N_INVARIANTS = 16
 CITED = re.compile(r"\bI(\d{1,2})\b")
 DEADLINES = {  # field: whose, what it bounds, what happens at its end
     "retry_s": ("both", "an unanswered question", "it is asked again"),
+    "retry_cap_s": (
+        "both",
+        "the pause between greetings, which doubles with each",
+        "it is asked again, until `hello_s`",
+    ),
     "hello_s": ("both", "a greeting: its answer, or the first frame after it", "its rooms fail, or it is forgotten"),
     "open_s": ("decode", "from Open to every writer's Opened", "the room fails"),
     "bind_s": ("decode", "from `receive()` to `bind()`", "the room fails"),
@@ -56,6 +68,11 @@ DEADLINES = {  # field: whose, what it bounds, what happens at its end
         "both",
         "the longest silence this node promises its peers",
         "they lose the session: all its rooms fail",
+    ),
+    "idle_s": (
+        "both",
+        "a session that no room of either side needs; the shorter of the two sides'",
+        "it ends in order, with its connection; the next room greets anew",
     ),
 }
 
@@ -127,20 +144,71 @@ def table() -> str:
     return "\n".join(rows)
 
 
+def traits() -> str:
+    """What each transport of the package declares, in the order in which "auto" prefers them."""
+    found = []
+    for path in sorted((ROOT / "pdstage" / "transport").glob("[a-z]*.py")):
+        tree = ast.parse(path.read_text())
+        for node in tree.body:
+            said = _values(node, _values(tree, {})) if isinstance(node, ast.ClassDef) else {}
+            if "traits" in said:
+                found.append((-int(said.get("preference", 0)), trait_row(said["traits"])))
+    head = "| | memory | tag | descriptors a post | blocks | fences | stops reads | post | descriptor | bytes |"
+    return "\n".join([head, "|---|---|---|---:|---|---|---|---:|---:|---:|", *(row for _, row in sorted(found))])
+
+
+def _values(body: ast.Module | ast.ClassDef, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Names that are given numbers, strings, sets of those or Traits, which are taken as dicts; of others none."""
+    names = {"frozenset": frozenset, "Traits": dict, "__builtins__": {}, **known}
+    found: dict[str, Any] = {}
+    for node in body.body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+        if isinstance(target, ast.Name):
+            used = {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
+            if used <= names.keys() | found.keys() and not any(
+                isinstance(part, ast.Attribute) for part in ast.walk(node.value)
+            ):
+                found[target.id] = eval(ast.unparse(node.value), {**names, **found})
+    return found
+
+
+def trait_row(told: dict[str, Any]) -> str:
+    """One transport's row, from the fields of its `Traits`."""
+
+    def yes(name: str) -> str:
+        return "yes" if told[name] else "no"
+
+    cells = [
+        f"`{told['name']}`",
+        ", ".join(sorted(told["kinds"])),
+        "with the write" if told["notifies"] else "by its caller",
+        f"{told['max_descriptors']:,}",
+        *map(yes, ("post_blocks", "fences", "stops_reads")),
+        f"{told['post_s'] * 1e6:g} us",
+        f"{told['descriptor_s'] * 1e6:g} us",
+        f"{told['bytes_per_s'] / 1e9:g} GB/s",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
 PARTS = {"rooms": diagram, "deadlines": deadlines, "invariants": table}
+PAGES = {PAGE: PARTS, TRANSPORTS_PAGE: {"traits": traits}}
 
 
-def written(page: str) -> str:
+def written(page: str, parts: Mapping[str, Callable[[], str]] = PARTS) -> str:
     """The page with its generated parts made anew."""
-    for name, make in PARTS.items():
+    for name, make in parts.items():
         begin, end = f"<!-- {name}: made by `make docs`, do not edit -->", f"<!-- /{name} -->"
         before, found, rest = page.partition(begin)
         _, closed, after = rest.partition(end)
         if not found or not closed:
-            raise SystemExit(f"{PAGE} has no place for {name}: put {begin} and {end} into it")
+            raise SystemExit(f"the page has no place for {name}: put {begin} and {end} into it")
         page = f"{before}{begin}\n\n{make()}\n\n{end}{after}"
     return page
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    for page, parts in PAGES.items():
+        page.write_text(written(page.read_text(), parts))

@@ -11,6 +11,7 @@ order:
     plan                         who sends which bytes to whom, and the order in which they are staged
     ownership, cut               the same where ranks hold different tokens: context parallelism on either side
     convert                      bf16 on one side and fp8 on the other: what is staged then
+    columns, metadata            the request's small row of first token and such, and the memory it lies in
     kernels                      gather and scatter; kernels/reference.py is the definition of correct
     ring                         staging memory as lanes of leases behind a watermark
     protocol                     the two cores, without sockets or clock: messages, room, prefill, decode
@@ -31,9 +32,11 @@ from pdstage.states import StateType
 from pdstage.topology import Axis, Topology
 
 if TYPE_CHECKING:
+    from pdstage.columns import Column
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.manager import DecodeNode, Items, PrefillNode, Receiver, Sender
+    from pdstage.metadata import AuxRow, MetadataBuffers
     from pdstage.protocol.config import Config
     from pdstage.protocol.room import State
 
@@ -41,7 +44,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Aborted",
+    "AuxRow",
     "Axis",
+    "Column",
     "Component",
     "Config",
     "DeadlineExceeded",
@@ -50,6 +55,7 @@ __all__ = [
     "Key",
     "Keys",
     "Layout",
+    "MetadataBuffers",
     "Owned",
     "PdstageError",
     "PeerError",
@@ -68,10 +74,13 @@ __all__ = [
 ]
 
 _LAZY = {
+    "AuxRow": "pdstage.metadata",
+    "Column": "pdstage.columns",
     "Config": "pdstage.protocol.config",
     "DecodeNode": "pdstage.manager",
     "Items": "pdstage.manager",
     "Keys": "pdstage.control.keys",
+    "MetadataBuffers": "pdstage.metadata",
     "Pool": "pdstage.kernels",
     "PrefillNode": "pdstage.manager",
     "Receiver": "pdstage.manager",

@@ -70,12 +70,15 @@ def _add_keys_options(command: argparse.ArgumentParser) -> None:
 
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:
-    from pdstage.demo.options import LAYOUTS, MODELS, PATHS, TRANSPORTS, Options  # noqa: PLC0415
+    from pdstage.demo.options import AUX, LAYOUTS, MODELS, PATHS, TRANSPORTS, Options  # noqa: PLC0415
 
     plain = Options()
     demo.add_argument("--model", choices=MODELS, default=plain.model, help="default %(default)s")
     demo.add_argument("--transport", choices=TRANSPORTS, default=plain.transport, help="default %(default)s")
     demo.add_argument("--path", choices=PATHS, default=plain.path, help="default %(default)s")
+    demo.add_argument(
+        "--aux", choices=AUX, default=plain.aux, help="how first tokens travel: by message or by the transport"
+    )
     for name, value, text in (
         ("--prefill-tp", plain.prefill_tp, "prefill ranks"),
         ("--decode-tp", plain.decode_tp, "decode ranks"),

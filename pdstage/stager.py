@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
+from pdstage import shared
 from pdstage.errors import UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import Region
@@ -44,18 +45,23 @@ _LARGE_NBYTES = 512 << 10
 class Memory:
     """Staging memory of this process: page-aligned, or a caller's tensor or array of bytes; on `device`, as the pool.
 
+    `mappable`: host memory is allocated such that peers on this host can map it, where the system has such memory.
     Raises `UsageError` for a tensor that is elsewhere.
     """
 
-    def __init__(self, nbytes: int, tensor: object = None, device: str = "cpu") -> None:
+    def __init__(self, nbytes: int, tensor: object = None, device: str = "cpu", *, mappable: bool = False) -> None:
         kind, _, number = device.partition(":")
         if tensor is None:
-            tensor = _host_memory(nbytes) if kind == "cpu" else _device_memory(nbytes, device)
+            tensor = _host_memory(nbytes, mappable) if kind == "cpu" else _device_memory(nbytes, device)
         base, nbytes, where = _address_of(tensor)
         if where.partition(":")[0] != kind or (number or "0") != (where.partition(":")[2] or "0"):
             raise UsageError(f"staging memory on {where} for a pool on {device}", remedy="give a tensor on its device")
-        self._held = tensor
+        self._held: object = tensor
         self.region = Region(base, nbytes, kind, int(number or 0))
+
+    def release(self) -> None:
+        """Nobody uses it any more; what was allocated here goes back to the system."""
+        self._held = None
 
     def parts(self, n: int) -> list[Region]:
         """`n` equal parts, each 256-byte aligned and a multiple of 256 bytes long."""
@@ -69,8 +75,11 @@ class Memory:
         return [Region(base + part * nbytes, nbytes, self.region.kind, self.region.device) for part in range(n)]
 
 
-def _host_memory(nbytes: int) -> NDArray[np.uint8]:
+def _host_memory(nbytes: int, mappable: bool) -> NDArray[np.uint8]:
     nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    if mappable:
+        with contextlib.suppress(OSError):
+            return shared.allocate(nbytes)
     # Private, so that it may be of huge pages; touched now, so that no first write pays for its pages.
     held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from pdstage.columns import Placed
 from pdstage.layout import Key, Layout, Owned, Region, Row, View
 from pdstage.plan import Rect, Share
 from pdstage.protocol import messages as m
@@ -46,7 +47,17 @@ HELLO = m.Hello(
 )  # fmt: skip
 FRAMES: dict[str, m.AnyMessage] = {
     "Hello": HELLO,
-    "Welcome": m.Welcome(_TOPOLOGY, _LAYOUT, "nixl", b"\xffagent", 10.0, (m.CHECKSUM_FEATURE,)),
+    "Hello, rows": m.Hello(
+        _TOPOLOGY, _LAYOUT, "nixl", b"", (m.LaneSpan(4096, 8192),), 10.0, (),
+        (Placed("output_ids", "int32", (16,), True, 0, 64), Placed("top", "bfloat16", (2, 4), False, 64, 16)),
+        m.RowSpan(0x9000, 128, 16, "cuda", 3), (m.Offer("local", b"pid"),),
+    ),
+    "Welcome, columns": m.Welcome(
+        _TOPOLOGY, _LAYOUT, "nixl", b"", 10.0, (), (Placed("output_ids", "int32", (16,), True, 0, 64),)
+    ),
+    "Welcome": m.Welcome(
+        _TOPOLOGY, _LAYOUT, "nixl", b"\xffagent", 10.0, (m.CHECKSUM_FEATURE,), (), (m.Offer("local", b"pid"),)
+    ),
     "HelloRefused": m.HelloRefused("format bf16 at prefill, fp8_e4m3 at decode"),
     "Ask": m.Ask(7, b"i13"),
     "Asking": m.Asking(7, True),
@@ -58,6 +69,7 @@ FRAMES: dict[str, m.AnyMessage] = {
         2**40, b"b\x00", (Share("kv", "k", (0, 8, 4), 0, 1),), (m.Asked("kv", 0, 8),),
         (m.Items("kv", 0, memoryview(b"\1\0\0\0\xff\xff\xff\x7f")),), 0, 1, True, 0, 0.5,
     ),
+    "Open, row": m.Open(7, b"i13", (), (), (), 0, 1, True, 0, 60.0, 5),
     "Opened, accepted": m.Opened(7, "accepted", ""),
     "Opened, refused": m.Opened(7, "refused", "the pool has no such room"),
     "Reserve": m.Reserve(7, 1, 2, 4096, _RECTS),
@@ -69,6 +81,8 @@ FRAMES: dict[str, m.AnyMessage] = {
     "CloseOk": m.CloseOk(7, (m.Written(1, 0, 8192), m.Written(2, m.DIRECT, 0)), None),
     "CloseOk, aux": m.CloseOk(7, (), b"aux\x00\xff"),
     "CloseOk, slots": m.CloseOk(7, (m.Written(1, 0, 8192),), None, (m.Given("mamba", 2),)),
+    "CloseOk, packed": m.CloseOk(7, (), b"\1\2\3\4", (), True),
+    "CloseOk, row": m.CloseOk(7, (m.Written(1, m.AUX, 0),), None),
     "CloseFailed": m.CloseFailed(7, "the engine gave it up"),
     "Closed": m.Closed(7),
     "Abort": m.Abort(7, "nobody waits for it", True),
@@ -77,10 +91,12 @@ FRAMES: dict[str, m.AnyMessage] = {
     "Heartbeat": m.Heartbeat(),
     "Bye": m.Bye(),
     "NoSession": m.NoSession(2**64 - 1),
+    "Tagged": m.Tagged(m.encode_tag(m.Tag(SESSION, 7, 1, 0, 8192, _RECTS, 5), COMPONENTS)),
 }  # fmt: skip
 TAGS = {
     "staged": m.Tag(SESSION, 7, 1, 0, 8192, _RECTS, 2**64 - 1),
     "direct": m.Tag(SESSION, 7, 2, m.DIRECT, 0, _RECTS[:1]),
+    "row": m.Tag(SESSION, 7, 3, m.AUX, 0, ()),
 }
 
 

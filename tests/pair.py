@@ -17,23 +17,38 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pdstage.columns import Column, Columns
 from pdstage.errors import TransportError
 from pdstage.layout import Key, Layout, Region, Row, View
 from pdstage.plan import HEAD_MAJOR, Rect, Select, Staging, selects, wire_order
 from pdstage.protocol import messages as m
 from pdstage.protocol.config import Config
 from pdstage.protocol.decode import DecodeCore, InRoom, Landing, PartPhase
-from pdstage.protocol.effects import Attach, Changed, Complaint, Detach, Gather, Scatter, Send, Write, WriteDirect
+from pdstage.protocol.effects import (
+    Attach,
+    Changed,
+    Complaint,
+    Detach,
+    Gather,
+    HangUp,
+    Scatter,
+    Send,
+    Write,
+    WriteDirect,
+    WriteRow,
+)
 from pdstage.protocol.handshake import _GOLDEN
 from pdstage.protocol.messages import room_key
-from pdstage.protocol.outbox import OutChunk, OutRoom
+from pdstage.protocol.outbox import GivenRow, OutChunk, OutRoom
 from pdstage.protocol.prefill import PrefillCore
-from pdstage.protocol.room import Room, State
+from pdstage.protocol.room import NO_ROWS, OwnRows, Room, State
 from pdstage.protocol.session import Link
 from pdstage.topology import Topology, shard_axis
 
 _space = itertools.count(1)
 PAGE, WIDTH = 4, 8
+N_ROWS = 8
+COLUMNS = (Column("token", "int32", (1,)), Column("logprobs", "float32", (5,)))
 
 
 class Memory:
@@ -130,6 +145,7 @@ class Prefill:
     core: PrefillCore
     memory: Memory
     buffers: list[np.ndarray]
+    rows: Memory
     alive: bool = True
     complaints: list[str] = field(default_factory=list)
     changes: list[tuple[bytes, int]] = field(default_factory=list)
@@ -141,10 +157,12 @@ class Decode:
     core: DecodeCore
     memory: Memory
     staging: Memory
+    rows: Memory
     alive: bool = True
     complaints: list[str] = field(default_factory=list)
     changes: list[tuple[bytes, int]] = field(default_factory=list)
     pages: dict[InRoom, list[int]] = field(default_factory=dict)
+    row_of: dict[InRoom, int] = field(default_factory=dict)
 
     def nonces(self) -> set[int]:
         """Its half of every session it has greeted with."""
@@ -221,18 +239,26 @@ class World:
         slots: bool = False,
         exact: bool = False,
         fences: bool = True,
+        notifies: bool = True,
+        placed: bool = False,
         instances: bool = False,
         deadline_s: float = 1000.0,
         choose: Callable[[OutChunk], bool] | None = None,
+        aux: str = "",
+        src_columns: tuple[Column, ...] = COLUMNS,
+        dst_columns: tuple[Column, ...] = COLUMNS,
         **config: float,
     ) -> None:
         self.now = 0.0
         self.fences, self.instances, self.deadline_s = fences, instances, deadline_s
+        self.notifies = notifies
+        self.placed = placed  # prefill maps decode's lanes, and gathers straight into them
         self.choose = choose or (lambda _: self.path == "direct")
         self.pick: Callable[[int], int] = lambda _: 0
         self.lives, self.space = itertools.count(1), itertools.count(1)
         self.written: set[tuple[object, ...]] = set()
         self.fenced: set[m.Session] = set()
+        self.aux, self.columns = aux, {"P": Columns(src_columns), "D": Columns(dst_columns)}
         self.heads, self.layers, self.n_pages, self.path = heads, (0, layers), n_pages, path
         self.dst_dp = dst_dp
         self.src_stages, self.dst_stages = src_stages or (self.layers,), dst_stages or (self.layers,)
@@ -244,6 +270,7 @@ class World:
         self.queue: list[Item] = []
         self.held: list[Item] = []
         self.log: list[str] = []
+        self.n_hung_up = 0
         self.rules: list[tuple[Callable[[Item], bool], str]] = []
         self.n_prefill, self.n_decode = prefill, decode
         self.prefill = [self.make_prefill(rank) for rank in range(prefill)]
@@ -257,14 +284,25 @@ class World:
             "heads": self.heads, "tp": place.tp_size, "rank": place.tp_rank, "layers": self.src_stages[place.pp_rank],
             "n_pages": self.n_pages, "page": self.src_page,
         }  # fmt: skip
-        memory = self.make_memory(pool_nbytes(**shape))
+        memory, (held, rows) = self.make_memory(pool_nbytes(**shape)), self.make_rows("P")
         core = PrefillCore(
             1000 + rank + 100 * life, layout=make_layout(memory, **shape, **self.kind), topology=place,
             transport="test", description=b"", n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes,
-            config=self.config, choose=self._choose,
+            config=self.config, choose=self._choose, notifies=self.notifies, rows=rows,
         )  # fmt: skip
         buffers = [np.zeros(self.buffer_nbytes, np.uint8) for _ in range(self.n_buffers)]
-        return Prefill(b"P%d" % rank, core, memory, buffers)
+        return Prefill(b"P%d" % rank, core, memory, buffers, held)
+
+    def make_rows(self, side: str) -> tuple[Memory, OwnRows]:
+        """A rank's aux rows, if this world has any: `aux` is "packed" for those that only travel in messages, "rows"
+        for those that may be written in place.
+        """
+        columns = self.columns[side]
+        if not self.aux:
+            return Memory(0, base=1), NO_ROWS
+        held = self.make_memory(N_ROWS * columns.row_nbytes)
+        span = m.RowSpan(held.base, columns.row_nbytes, N_ROWS)
+        return held, OwnRows(columns.placed, self.aux == "rows", span if self.aux == "rows" else None)
 
     def make_decode(self, rank: int, life: int = 0) -> Decode:
         place = staged_place(rank, self.n_decode, len(self.dst_stages), self.dst_dp)
@@ -273,12 +311,14 @@ class World:
             "n_pages": self.n_pages, "page": self.dst_page,
         }  # fmt: skip
         memory, staging = self.make_memory(pool_nbytes(**shape)), self.make_memory(self.lane_nbytes * self.n_lanes)
+        held, rows = self.make_rows("D")
         lanes = tuple(m.LaneSpan(staging.base + n * self.lane_nbytes, self.lane_nbytes) for n in range(self.n_lanes))
         core = DecodeCore(
             2000 + rank + 100 * life, layout=make_layout(memory, hnd=self.dst_hnd, **shape, **self.kind),
             topology=place, transport="test", description=b"", lanes=lanes, config=self.config,
+            notifies=self.notifies, rows=rows,
         )  # fmt: skip
-        node = Decode(b"D%d" % rank, core, memory, staging)
+        node = Decode(b"D%d" % rank, core, memory, staging, held)
         self.processes.append(node)
         return node
 
@@ -313,14 +353,24 @@ class World:
         return handle
 
     def bind(
-        self, handle: InRoom, tokens: int, pages: list[int], rank: int = 0, *, prefix: int = 0, priority: int = 0
+        self,
+        handle: InRoom,
+        tokens: int,
+        pages: list[int],
+        rank: int = 0,
+        *,
+        prefix: int = 0,
+        priority: int = 0,
+        row: int | None = None,
     ) -> None:
         node = self.decode[rank]
         node.pages[handle] = pages
+        if row is not None:
+            node.row_of[handle] = row
         data = memoryview(np.array(pages, np.int32)).cast("B")
         wire_items = (m.Items("kv", 0, data),) if self.path != "staged" else ()
         asked = (m.Asked("kv", prefix, tokens),)
-        node.core.bind(handle, asked, {"kv": pages}, self.now, wire_items=wire_items, priority=priority)
+        node.core.bind(handle, asked, {"kv": pages}, self.now, wire_items=wire_items, priority=priority, row=row)
         self.carry(node)
 
     def receive(
@@ -363,7 +413,18 @@ class World:
         self.carry(node)
         return source
 
-    def finish(self, handle: OutRoom, rank: int = 0, aux: bytes | None = b"aux") -> None:
+    def row(self, node: Prefill | Decode, number: int) -> np.ndarray:
+        """A row's bytes."""
+        nbytes = self.columns[node.name.decode()[0]].row_nbytes
+        return node.rows.at(node.rows.base + number * nbytes, nbytes)
+
+    def given_row(self, node: Prefill, number: int, fill: int) -> GivenRow:
+        """Row `number` of a prefill rank, every byte `fill`."""
+        held = self.row(node, number)
+        held[:] = fill
+        return GivenRow(node.rows.base + number * len(held), functools.partial(_view, held))
+
+    def finish(self, handle: OutRoom, rank: int = 0, aux: bytes | GivenRow | None = b"aux") -> None:
         self.prefill[rank].core.finish(handle, aux, self.now)
         self.carry(self.prefill[rank])
 
@@ -472,6 +533,9 @@ class World:
                 case WriteDirect() if isinstance(node, Prefill):
                     dst = self.greeter(effect.chunk.record.link.session)
                     self._post(node, dst, effect, self._direct)
+                case WriteRow() if isinstance(node, Prefill):
+                    dst = self.greeter(effect.chunk.record.link.session)
+                    self._post(node, dst, effect, self._row_lands)
                 case Scatter() if isinstance(node, Decode):
                     self.put(Item("scatter", node, node, lambda e=effect: self._scatter(node, e)))
                 case Complaint(_, error):
@@ -482,14 +546,37 @@ class World:
                     self.detach(node, link)
                 case Attach(link):
                     self.attach(node, link)
+                case HangUp(route):
+                    self.hang_up(node, route)
                 case _:
                     raise AssertionError(effect)
 
     def changed(self, node: Prefill | Decode, room: Room) -> None:
+        if isinstance(node, Decode) and isinstance(room, InRoom):
+            self.take_aux(node, room)
         node.changes.append((room.key, room.status))
+
+    def take_aux(self, node: Decode, room: InRoom) -> None:
+        """What the driver does before anybody sees a Success: a row that came in a message is put in its place."""
+        seen = any(key == room.key and status & 0x7F == State.SUCCESS for key, status in node.changes)
+        number = node.row_of.get(room)
+        if room.state is State.SUCCESS and room.shared and room.aux is not None and number is not None and not seen:
+            for column, data in room.shared.unpack(room.aux):
+                self.row(node, number)[column.offset : column.offset + column.nbytes] = np.frombuffer(data, np.uint8)
 
     def attach(self, node: Prefill | Decode, link: Link) -> None:
         """The transport connects to the session's peer; here it always can."""
+
+    def hang_up(self, node: Prefill | Decode, route: bytes) -> None:
+        """The connection goes, unless it is needed again; and with it what is on its way there and back."""
+        if not node.core.needs(route):
+            self.n_hung_up += 1
+            self.cut_off(lambda item: item.kind == "frame" and {item.src.name, item.dst.name} == {node.name, route})
+
+    def cut_off(self, want: Callable[[Item], bool]) -> None:
+        """What `want` accepts of all that is on its way never arrives."""
+        self.queue = [item for item in self.queue if not want(item)]
+        self.held = [item for item in self.held if not want(item)]
 
     def detach(self, node: Prefill | Decode, link: Link) -> None:
         if self.fences:
@@ -524,7 +611,9 @@ class World:
         node.core.fenced(link, self.now)
         self.carry(node)
 
-    def _post(self, node: Prefill, dst: Decode, effect: Write | WriteDirect, land: Callable[..., None]) -> None:
+    def _post(
+        self, node: Prefill, dst: Decode, effect: Write | WriteDirect | WriteRow, land: Callable[..., None]
+    ) -> None:
         def failed() -> None:
             if node.alive:
                 node.core.completed(effect.ticket, self.now, TransportError("disconnected"))
@@ -558,23 +647,40 @@ class World:
         wire = wire_order(node.core.layout, chunk.record.link.layout)
         for offset, src in staged(node.core.layout, node.memory, select, chunk.source.items["kv"], chunk.rects, wire):  # type: ignore[arg-type]
             buffer[offset : offset + WIDTH] = src
+        if self.placed:
+            self._place(self.greeter(chunk.record.link.session), effect, buffer[: chunk.nbytes])
         node.core.gathered(effect.ticket, self.now, checksum=_checksum(chunk.record.link, buffer[: chunk.nbytes]))
         self.carry(node)
 
     def _write(self, node: Prefill, dst: Decode, effect: Write) -> None:
+        if not self.placed:
+            self._land_staged(dst, effect, node.buffers[effect.buffer][: effect.chunk.nbytes])
+        self._landed(node, dst, effect.ticket, effect.tag)
+
+    def _place(self, dst: Decode, effect: Gather, data: np.ndarray) -> None:
+        """A gather into the destination's memory is a write, whatever became of the room or session meanwhile."""
+        if dst.alive:
+            self._land_staged(dst, effect, data)
+
+    def _land_staged(self, dst: Decode, effect: Gather | Write, data: np.ndarray) -> None:
         chunk = effect.chunk
         self.check_lease(dst, chunk)
         where = (dst.staging.base, chunk.record.link.session, chunk.lane, chunk.cursor)
         self.must(where not in self.written, "I15", "a lease written twice")
         self.written.add(where)
-        dst.staging.at(effect.address, chunk.nbytes)[:] = node.buffers[effect.buffer][: chunk.nbytes]
-        self._landed(node, dst, effect.ticket, effect.tag)
+        dst.staging.at(effect.address, len(data))[:] = data
 
     def _direct(self, node: Prefill, dst: Decode, effect: WriteDirect) -> None:
         chunk = effect.chunk
         self.check_pages(dst, chunk)
         for copy in direct_cells(node, dst, chunk):
             copy.dst[:] = copy.src
+        self._landed(node, dst, effect.ticket, effect.tag)
+
+    def _row_lands(self, node: Prefill, dst: Decode, effect: WriteRow) -> None:
+        self.check_pages(dst, effect.chunk)
+        for src, at, nbytes in effect.spans:
+            dst.rows.at(at, nbytes)[:] = node.rows.at(src, nbytes)
         self._landed(node, dst, effect.ticket, effect.tag)
 
     def check_lease(self, dst: Decode, chunk: OutChunk) -> None:
@@ -585,7 +691,7 @@ class World:
         self.must(held, "I2", "a write into released staging memory")
 
     def check_pages(self, dst: Decode, chunk: OutChunk) -> None:
-        """A byte of `chunk` lands in pages: is the room's part of its writer still open?"""
+        """A byte of `chunk` lands in pages or in a row: is the room's part of its writer still open?"""
         room = dst.core.epochs.get(chunk.record.epoch)
         part = room.parts.get(chunk.record.link.session) if room is not None else None
         self.must(part is not None and part.phase is not PartPhase.QUIET, "I2", "a write into released pages")
@@ -601,7 +707,8 @@ class World:
                 dst.core.tag(tag, self.now)
                 self.carry(dst)
 
-        self.put(Item("tag", node, dst, told, tag=tag))
+        if self.notifies:
+            self.put(Item("tag", node, dst, told, tag=tag))
         self.put(Item("done", node, node, done, tag=tag))
 
     def _scatter(self, node: Decode, effect: Scatter) -> None:
@@ -621,6 +728,10 @@ class World:
         for offset, dst in staged(node.core.layout, node.memory, select, node.pages[part.room], landing.rects, wire):
             dst[:] = src[offset : offset + WIDTH]
         return _checksum(part.link, src)
+
+
+def _view(held: np.ndarray) -> memoryview:
+    return memoryview(held)
 
 
 def _checksum(link: Link, staged_bytes: np.ndarray) -> int:

@@ -20,7 +20,7 @@ from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol.config import Config
 from pdstage.protocol.decode import DecodeCore
-from pdstage.protocol.effects import Gather, Scatter, Send, Write, WriteDirect
+from pdstage.protocol.effects import Gather, Scatter, Send, Write, WriteDirect, WriteRow
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.versions import VERSION
 from pdstage.topology import Topology
@@ -50,7 +50,7 @@ class End:
                         self.said.append(("frame", frame))
                     case Gather():
                         self.core.gathered(effect.ticket, self.now)
-                    case Write() | WriteDirect():
+                    case Write() | WriteDirect() | WriteRow():
                         self.said.append(("tag", effect.tag))
                         self.core.completed(effect.ticket, self.now)
                     case Scatter():

@@ -30,11 +30,12 @@ LAYERS = {
         "tensors",
         "items",
         "native",
+        "shared",
     ],
-    1: ["ownership", "plan", "convert", "ring", "cost", "metrics", "spans", "tables", "cut"],
+    1: ["ownership", "plan", "convert", "ring", "cost", "metrics", "spans", "tables", "cut", "columns"],
     2: ["protocol"],
     3: ["kernels"],
-    4: ["stager", "control", "transport"],
+    4: ["stager", "metadata", "control", "transport"],
     5: ["manager", "node"],
     6: ["integrations", "cli", "calibrate", "demo", "bench", "__main__"],
 }
@@ -46,12 +47,13 @@ DOORS = {
     "zmq": {"control"},
     "nixl": {"transport"},
     "nixl_cu13": {"transport"},
+    "mori": {"transport"},
     "triton": {"kernels"},
     "cupy": {"kernels"},
 }
 PURE = {0, 1, 2}  # no thread, no socket, no clock in these
 IMPURE = {"threading", "socket", "time", "asyncio", "selectors", "subprocess", "multiprocessing", "torch"}
-LIGHT = {"torch", "zmq", "nixl", "nixl_cu13", "triton", "cupy", "transformers"}
+LIGHT = {"torch", "zmq", "nixl", "nixl_cu13", "mori", "triton", "cupy", "transformers"}
 FILE_LINES, FUNCTION_LINES, CLASS_LINES = 400, 60, 200
 
 

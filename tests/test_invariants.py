@@ -1,14 +1,17 @@
-"""Every invariant is cited by the tests that hold it, and docs/reliability.md says the truth about both."""
+"""Every invariant is cited by the tests that hold it, and the generated parts of docs/ say the truth."""
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from pdstage.protocol.config import Config
+from pdstage.transport import available
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,9 +42,17 @@ def test_a_citation_is_found_where_it_stands(tmp_path: Path) -> None:
     assert found == {12: {"test_a.py": 2, "test_d.py": 1}}
 
 
-def test_the_page_is_not_stale() -> None:
-    page = generate.PAGE.read_text()
-    assert generate.written(page) == page, "run `make docs`"
+def test_no_page_is_stale() -> None:
+    for path, parts in generate.PAGES.items():
+        page = path.read_text()
+        assert generate.written(page, parts) == page, f"{path.name}: run `make docs`"
+
+
+def test_traits_read_from_the_source_are_those_declared() -> None:
+    table = generate.traits()
+    for name in (name for name, why_not in available().items() if not why_not):
+        declared = import_module(f"pdstage.transport.{name}").TRANSPORT.traits
+        assert generate.trait_row(asdict(declared)) in table.splitlines()
 
 
 def test_no_deadline_is_without_words(monkeypatch: pytest.MonkeyPatch) -> None:

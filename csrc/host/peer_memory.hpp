@@ -1,4 +1,5 @@
-// Writing into another process's memory on the same host, with process_vm_writev(2).
+// Writing into another process's memory on the same host: with process_vm_writev(2), or by a plain copy where it is
+// mapped.
 //
 // The kernel takes at most IOV_MAX spans a call, cuts a call at about 2 GiB, and may stop early at a page it cannot
 // write: it then reports the bytes it did copy and names the cause only on the next call. write_peer() hides all three.
@@ -12,6 +13,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 namespace pdstage {
 
@@ -88,6 +90,16 @@ inline WriteResult write_peer(pid_t pid, const std::int64_t* src, const std::int
         }
     }
     return {written, 0};
+}
+
+// Copies span i, [src[i], src[i] + nbytes[i]), to dst[i] of this same process, for i in [0, n) in order.
+inline void copy_spans(const std::int64_t* src, const std::int64_t* dst, const std::int64_t* nbytes, std::size_t n) {
+    for (std::size_t i = 0; i < n; ++i) {
+        if (nbytes[i] <= 0) continue;
+        std::memmove(reinterpret_cast<void*>(static_cast<std::uintptr_t>(dst[i])),
+                     reinterpret_cast<const void*>(static_cast<std::uintptr_t>(src[i])),
+                     static_cast<std::size_t>(nbytes[i]));
+    }
 }
 
 }  // namespace pdstage

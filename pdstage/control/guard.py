@@ -95,6 +95,10 @@ class Guard:
         self._failing: str | None = None  # why the accepted connection that closes next was refused
         self._broken_off: Counter[str] = Counter()
 
+    def forget(self, target: str) -> None:
+        """The socket tries `target` no more."""
+        self._broken_off.pop(target, None)
+
     def serve_sometimes(self) -> None:
         """For a caller that never waits: as `serve`, but most calls only look at the clock."""
         now = time.monotonic()
@@ -150,26 +154,31 @@ class Guard:
         if endpoint in self._targets:
             return endpoint
         port = endpoint.rpartition(":")[2]
-        named = (t for t in self._targets if t.rpartition(":")[2] == port and not _is_number(t))
+        # A copy: other threads connect and disconnect meanwhile.
+        named = (t for t in list(self._targets) if t.rpartition(":")[2] == port and not _is_number(t))
         return next(named, "")
 
     def _on_connect(self, what: int, value: int, target: str) -> None:
         if what == _GOOD:
             self._broken_off.pop(target, None)
-        if what not in _FAILED:
+        key = self._targets.get(target)
+        if what not in _FAILED or key is None:
             return
         if what == _BROKEN_OFF:
             self._broken_off[target] += 1
             if self._broken_off[target] < _BROKEN_OFF_IS_FINAL:
                 return
         self._broken_off.pop(target, None)
-        where, key = target.removeprefix("tcp://"), self._targets[target].hex()
+        where = target.removeprefix("tcp://")
         if what == _AUTH:
             why, remedy = "refuses this node's key", f"add {self._keys.public.hex()} to its allow list"
         elif what == _PROTOCOL and value == _OTHER_MECHANISM:
             why, remedy = "does not encrypt", "start it with keys"
         else:
-            why, remedy = f"does not prove to hold the key {key}", "see its log for why; look its address up again"
+            why, remedy = (
+                f"does not prove to hold the key {key.hex()}",
+                "see its log for why; look its address up again",
+            )
         error = PeerError(f"the peer at {where} {why}", remedy=f"{remedy}, or give both the same key file")
         self.refusals.append(Refusal(target, error))
         self._said.warn(target, str(error))

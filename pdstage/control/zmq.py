@@ -131,6 +131,7 @@ class ControlSocket:
         self._salt = secrets.token_bytes(16)
         self._generation = itertools.count()
         self._routes: dict[str, bytes] = {}
+        self._targets_at: dict[bytes, str] = {}  # the same, by route
         self._targets: dict[str, bytes] = {}  # what is connected to, with the key found there
         self._n_disconnects = 0
         self._context = zmq.Context(io_threads=1)
@@ -210,13 +211,13 @@ class ControlSocket:
                 remedy="give the endpoint a node published",
                 address=target,
             ) from error
-        self._routes[target], self._targets[target] = route, key
+        self._routes[target], self._targets_at[route], self._targets[target] = route, target, key
         return route
 
     def endpoint_of(self, route: bytes) -> str:
         """What `route` was connected to; of a peer that connected to us, its route in hexadecimal."""
         with self._using:
-            return next((target for target, known in self._routes.items() if known == route), route.hex())
+            return self._targets_at.get(route) or route.hex()
 
     def disconnect(self, route: bytes) -> None:
         """Drops a connection made by `connect` and what is queued for it. Unknown routes are ignored.
@@ -224,13 +225,15 @@ class ControlSocket:
         The next connection to the same endpoint is known there under another route than this one was.
         """
         with self._using:
-            target = next((target for target, known in self._routes.items() if known == route), None)
+            target = self._targets_at.get(route)
             if target is not None:
                 self._disconnect(target)
         self._port.look_again()
 
     def _disconnect(self, target: str) -> None:
-        del self._routes[target], self._targets[target]
+        del self._targets_at[self._routes.pop(target)], self._targets[target]
+        if self._guard is not None:
+            self._guard.forget(target)
         self._n_disconnects += 1
         self._socket.disconnect(target)
 

@@ -21,6 +21,7 @@ MODELS = ("llama", *FAMILIES)
 LAYOUTS = ("nhd", "hnd")
 TRANSPORTS = ("auto", "nixl", "local")
 PATHS = ("auto", "direct", "staged")
+AUX = ("tcp", "rdma")
 SHORTEST_PROMPT, LONGEST_PROMPT = 40, 360
 
 
@@ -92,6 +93,7 @@ class Options:
     model: str = "llama"
     transport: str = "auto"
     path: str = "auto"
+    aux: str = "tcp"
     prefill_tp: int = 4
     decode_tp: int = 2
     prefill_pp: int = 1
@@ -113,6 +115,7 @@ class Options:
             ("model", self.model, MODELS),
             ("transport", self.transport, TRANSPORTS),
             ("path", self.path, PATHS),
+            ("aux", self.aux, AUX),
             ("prefill-layout", self.prefill_layout, LAYOUTS),
             ("decode-layout", self.decode_layout, LAYOUTS),
         ):

@@ -66,15 +66,14 @@ class Job:
             topology=self.place,
             transport=self.options.transport,
             path=self.options.path,
+            aux=self.options.aux,
             bootstrap=bootstrap,
             deadline_s=self.options.deadline_s,
         )
 
 
 class Ready(NamedTuple):
-    """The rank is announced and waits to be told to start. `transport`: the one in use, told by prefill ranks."""
-
-    transport: str = ""
+    """The rank is announced and waits to be told to start."""
 
 
 class Prefilled(NamedTuple):
@@ -116,7 +115,7 @@ def prefill_rank(work: tuple[Job, str], pipe: Connection) -> None:
     job, bootstrap = work
     engine = _engine(job, [n for _, n in job.rooms])
     side = SendingSide(engine.pools, job.reach(bootstrap))
-    pipe.send(Ready(side.transport))
+    pipe.send(Ready())
     pipe.recv()
     for i, ((room, _), prompt) in enumerate(zip(job.rooms, job.prompts, strict=True)):
         pipe.send(Sent(i, *_send_room(job, engine, side, room, prompt, pipe=pipe)))
@@ -149,7 +148,7 @@ def decode_rank(work: tuple[Job, str], pipe: Connection) -> None:
     job, bootstrap = work
     n_new = job.options.new_tokens
     engine = _engine(job, [n + n_new for _, n in job.rooms])
-    side = ReceivingSide(engine.pools, job.reach(bootstrap))
+    side = ReceivingSide(engine.pools, job.reach(bootstrap), len(job.rooms))
     pipe.send(Ready())
     pipe.recv()
     held = [engine.admit(n, n_new) for _, n in job.rooms]

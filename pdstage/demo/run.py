@@ -94,8 +94,7 @@ def _conduct(crew: Crew, bars: Bars, outcome: Outcome, prompts: list[list[int]],
     _start(crew, jobs, model.network.state_dict(), bootstrap)
     outcome.truths = [true_continuation(model, options, prompt) for prompt in prompts]
     for _ in jobs:
-        _, ready = next(heard)
-        outcome.transports |= {ready.transport} - {""}
+        next(heard)
         bars.advance("started", 1)
     crew.tell("start", but=DIRECTORY)
     working = len(jobs)
@@ -124,6 +123,7 @@ def _take(message: object, outcome: Outcome, bars: Bars) -> None:
             room.nbytes += moved.nbytes
             room.descriptors += moved.descriptors
             room.paths.update(moved.paths)
+            outcome.transports.update(moved.over)
             room.began_at = min(room.began_at, began_at)
             room.handed_at = max(room.handed_at, handed_at)
         case Arrived(index, at):

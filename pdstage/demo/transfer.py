@@ -5,14 +5,14 @@ Layer 6 (demo). The only module here that calls the manager; must not know model
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdstage import DecodeNode, Items, Pool, PrefillNode, State
+from pdstage import AuxRow, DecodeNode, Items, MetadataBuffers, Pool, PrefillNode, State
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.demo.pools import NHD, PagedPool, SlotPool, Table, pages_for
 from pdstage.errors import DeadlineExceeded
+from pdstage.metadata import usual_columns
 from pdstage.tensors import build, mamba_conv, mamba_ssm, mla, paged_hnd, sglang_mha
 
 if TYPE_CHECKING:
@@ -29,15 +29,17 @@ if TYPE_CHECKING:
 
 STAGING_NBYTES = 16 << 20
 PAUSE_S = 0.005
-TOKEN = struct.Struct("<i")
+_OVER = "sessions_over_"
+COLUMNS = usual_columns(top_logprobs=0)
 
 
 class Moved(NamedTuple):
-    """What a prefill rank wrote for one room."""
+    """What a prefill rank wrote for one room, and over which transports it reaches its peers."""
 
     nbytes: int
     descriptors: int
     paths: tuple[str, ...]
+    over: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,7 @@ class Place:
     topology: Topology
     transport: str
     path: str
+    aux: str
     bootstrap: str
     deadline_s: float
 
@@ -98,6 +101,7 @@ class SendingSide:
     def __init__(self, pools: Mapping[str, demo_pools.Pool], place: Place) -> None:
         self._pages = {name: pool.shape.page_size for name, pool in pools.items() if isinstance(pool, PagedPool)}
         self._deadline_s = place.deadline_s
+        self._rows = MetadataBuffers(COLUMNS, n_rows=1)
         self._node = PrefillNode(
             pool_of(pools, place.topology),
             place.topology,
@@ -105,6 +109,8 @@ class SendingSide:
             bootstrap=place.bootstrap,
             path=place.path,
             staging_nbytes=STAGING_NBYTES,
+            aux=place.aux,
+            metadata=self._rows,
         )
         self._before = self._node.stats()
 
@@ -127,7 +133,9 @@ class SendingSide:
         return Items(table.items[first - before : pages_for(stop, page) - before], first_token=first * page)
 
     def finish(self, token: int) -> None:
-        self._sender.finish(aux=TOKEN.pack(token))
+        self._row = self._rows.allocate()
+        self._row["output_ids"] = token
+        self._sender.finish(aux=self._row)
 
     def settle(self) -> Moved:
         """Waits until the room's pages may be reused; says what was moved for it."""
@@ -136,16 +144,13 @@ class SendingSide:
             self._sender.wait_released(self._deadline_s)
         except TimeoutError as late:
             raise DeadlineExceeded(str(late), remedy="try fewer ranks or requests") from late
+        self._rows.free(self._row)
         now, before = self._node.stats(), self._before
         self._before = now
-        moved = {name: count - before[name] for name, count in now.items()}
+        moved = {name: count - before.get(name, 0) for name, count in now.items()}
         paths = tuple(path for path in ("staged", "direct") if moved[f"chunks_{path}"])
-        return Moved(moved["bytes_written"], moved["descriptors"], paths)
-
-    @property
-    def transport(self) -> str:
-        """The transport in use, which "auto" chose."""
-        return self._node.transport.traits.name
+        over = tuple(name.removeprefix(_OVER) for name in now if name.startswith(_OVER))
+        return Moved(moved["bytes_written"], moved["descriptors"], paths, over)
 
     def turn(self) -> None:
         self._node.turn()
@@ -157,14 +162,17 @@ class SendingSide:
 class ReceivingSide:
     """A decode rank's node: asks for rooms, each into pages of its own."""
 
-    def __init__(self, pools: Mapping[str, demo_pools.Pool], place: Place) -> None:
+    def __init__(self, pools: Mapping[str, demo_pools.Pool], place: Place, n_rooms: int) -> None:
         self._bootstrap = place.bootstrap
+        self._rows = MetadataBuffers(COLUMNS, n_rows=n_rooms)
         self._node = DecodeNode(
             pool_of(pools, place.topology),
             place.topology,
             transport=place.transport,
             path=place.path,
             staging_nbytes=STAGING_NBYTES,
+            aux=place.aux,
+            metadata=self._rows,
         )
         self._receivers: dict[str, Receiver] = {}
 
@@ -174,6 +182,7 @@ class ReceivingSide:
         receiver.bind(
             {name: Items(table.items, table.first_token) for name, table in tables.items()},
             tokens={name: (table.start, table.stop) for name, table in tables.items()},
+            aux=self._rows.allocate(),
         )
         self._receivers[room] = receiver
 
@@ -189,8 +198,9 @@ class ReceivingSide:
 
     def token(self, room: str) -> int:
         """The room's first new token, which prefill computed."""
-        (token,) = TOKEN.unpack(self._receivers[room].aux or b"")
-        return int(token)
+        row = self._receivers[room].aux
+        assert isinstance(row, AuxRow), "a Success without the row that prefill gave"
+        return int(row["output_ids"][0])
 
     def pause(self) -> None:
         """Waits a moment, or until something comes."""

@@ -60,7 +60,7 @@ def read(path: str | os.PathLike[str]) -> Calibration:
         ) from error
 
 
-def costs(given: str | os.PathLike[str] | None, transport: str, defaults: CostModel) -> CostModel:
-    """The costs of `transport` by the file `given`, or by the environment's; `defaults` where neither names it."""
+def costs(given: str | os.PathLike[str] | None) -> dict[str, CostModel]:
+    """What transports cost, by name, by the file `given`, or by the environment's; nothing where there is neither."""
     path = given or os.environ.get(ENVIRONMENT)
-    return read(path).transports.get(transport, defaults) if path else defaults
+    return dict(read(path).transports) if path else {}

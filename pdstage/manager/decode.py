@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, ClassVar, assert_never
+
+import numpy as np
 
 from pdstage.errors import Aborted, PdstageError, PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.handle import Handle
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check
 from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
+from pdstage.metadata import AuxRow
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore, InRoom
 from pdstage.protocol.effects import (
@@ -23,10 +26,12 @@ from pdstage.protocol.effects import (
     Detach,
     Effect,
     Gather,
+    HangUp,
     Scatter,
     Send,
     Write,
     WriteDirect,
+    WriteRow,
 )
 from pdstage.protocol.room import State
 from pdstage.protocol.versions import OLDEST
@@ -41,7 +46,9 @@ if TYPE_CHECKING:
     from pdstage.layout import Layout
     from pdstage.manager.driver import Heard
     from pdstage.manager.prefill import CudaEvent
+    from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
+    from pdstage.protocol.room import Room
     from pdstage.protocol.session import Link
     from pdstage.stager import Copied
     from pdstage.topology import Topology
@@ -50,21 +57,27 @@ if TYPE_CHECKING:
 class _Bound:
     """What `bind` was given, until the core may have it."""
 
-    __slots__ = ("after", "asked", "checked", "priority")
+    __slots__ = ("after", "asked", "checked", "priority", "row")
 
     def __init__(
-        self, checked: dict[str, Checked], asked: tuple[m.Asked, ...], priority: int, after: CudaEvent | None
+        self,
+        checked: dict[str, Checked],
+        asked: tuple[m.Asked, ...],
+        priority: int,
+        after: CudaEvent | None,
+        row: AuxRow | None,
     ) -> None:
         self.checked = checked
         self.asked = asked
         self.priority = priority
         self.after = after
+        self.row = row
 
 
 class Receiver(Handle):
     """One room at its decode rank. Its pages must stay reserved until `released`."""
 
-    __slots__ = ("bound",)
+    __slots__ = ("_aux", "bound")
 
     room: InRoom | None
     _node: DecodeNode
@@ -72,11 +85,15 @@ class Receiver(Handle):
     def __init__(self, node: DecodeNode, key: bytes) -> None:
         super().__init__(node, None, key)
         self.bound: _Bound | None = None
+        self._aux: bytes | AuxRow | None = None
 
     @property
-    def aux(self) -> bytes | None:
-        """The request's aux row as prefill gave it to `finish`; there once the state is Success."""
-        return self.room.aux if self.room is not None else None
+    def aux(self) -> bytes | AuxRow | None:
+        """The request's aux as prefill gave it to `finish`, bytes or a row; there once the state is Success.
+
+        A row is the one given to `bind`, of the columns that both sides have; its others hold what they held before.
+        """
+        return self._aux
 
     @property
     def ready_to_bind(self) -> bool:
@@ -91,6 +108,7 @@ class Receiver(Handle):
         prefix_tokens: int = 0,
         after: CudaEvent | None = None,
         priority: int = 0,
+        aux: AuxRow | None = None,
     ) -> None:
         """Publishes where the room's state goes: `tokens` (start, stop, by component; all that `items` cover if None).
         A rank that holds part of the tokens gives the whole range, and items for its own; where parts are contiguous,
@@ -98,9 +116,11 @@ class Receiver(Handle):
 
         Of components with positions, tokens below `prefix_tokens` are here already and are not sent. `after` is an
         event; until it is done the engine may still use the pages, and nothing is opened. Lower `priority` goes first.
-        Raises `UsageError` for items out of range, named twice or too few; the room stays unbound then.
+        `aux` is a row of the node's metadata buffers: the request's row goes there, on whatever way, and until
+        `released` a peer may write it. Raises `UsageError` for items out of range, named twice or too few, or a row
+        that is free or another room's; the room stays unbound then.
         """
-        self._node.bind(self, items, tokens, prefix_tokens=prefix_tokens, after=after, priority=priority)
+        self._node.bind(self, items, tokens, prefix_tokens=prefix_tokens, after=after, priority=priority, aux=aux)
 
     def abort(self, reason: str = "aborted by the engine") -> None:
         """Gives the room up: it fails here and at every writer. `released` tells when its pages are safe."""
@@ -114,6 +134,8 @@ class DecodeNode(Node[DecodeCore]):
     are split into `n_lanes` lanes. With `path="staged"` peers may write staging memory only; "direct" and "auto" let
     them write the pool. The other arguments are those of `PrefillNode`.
     """
+
+    _writes: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -132,17 +154,20 @@ class DecodeNode(Node[DecodeCore]):
         copy_thread: bool | None = None,
         insecure: bool = False,
         keys: Keys | str | os.PathLike[str] | None = None,
+        aux: str = "tcp",
+        metadata: MetadataBuffers | None = None,
     ) -> None:
         super().__init__(
             pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_lanes,
             staging=staging, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
-            copy_thread=copy_thread, insecure=insecure, keys=keys,
+            copy_thread=copy_thread, insecure=insecure, keys=keys, aux=aux, metadata=metadata,
         )  # fmt: skip
         lanes = tuple(m.LaneSpan(part.base, part.nbytes, part.kind, part.device) for part in self.parts)
+        offer, *others = self._offers()
         self.core = DecodeCore(
-            self.incarnation, layout=pool.layout, topology=topology, transport=self.transport.traits.name,
-            description=self.transport.describe(), lanes=lanes, config=self.config,
-            direct=path != "staged",
+            self.incarnation, layout=pool.layout, topology=topology, transport=offer.transport,
+            description=offer.description, lanes=lanes, config=self.config, direct=path != "staged",
+            others=tuple(others), notifies=self.transport.traits.notifies, rows=self.rows,
         )  # fmt: skip
         self._receivers: dict[bytes, Receiver] = {}
         self._binding: list[Receiver] = []
@@ -204,6 +229,7 @@ class DecodeNode(Node[DecodeCore]):
         prefix_tokens: int,
         after: CudaEvent | None,
         priority: int,
+        aux: AuxRow | None,
     ) -> None:
         layout = self.pool.layout
         checked = check(layout, items, tokens, unique=True)
@@ -218,7 +244,9 @@ class DecodeNode(Node[DecodeCore]):
                 raise UsageError(
                     f"room {receiver.key!r} is bound already", remedy="call bind() once", room=receiver.key
                 )
-            receiver.bound = _Bound(checked, tuple(sorted(asked)), priority, after)
+            if aux is not None:
+                self._lend(receiver, aux)
+            receiver.bound = _Bound(checked, tuple(sorted(asked)), priority, after, aux)
             self._binding.append(receiver)
         self.kick()
 
@@ -244,7 +272,10 @@ class DecodeNode(Node[DecodeCore]):
                     checksum=part.link.checksums, tokens=tokens, cut=pair.dst,
                     staged=part.link.converted and part.link.converted.taken,
                 )  # fmt: skip
-            case Gather() | Write() | WriteDirect() | Send() | Changed() | Complaint() | Attach() | Detach():
+            case (
+                Gather() | Write() | WriteDirect() | WriteRow() | Send() | Changed() | Complaint() | Attach() | Detach()
+                | HangUp()
+            ):  # fmt: skip
                 raise AssertionError(f"a decode core asked for {effect}")
             case _:
                 assert_never(effect)
@@ -323,19 +354,37 @@ class DecodeNode(Node[DecodeCore]):
                 time.monotonic(),
                 wire_items=wire_items,
                 priority=bound.priority,
+                row=bound.row.number if bound.row is not None else None,
             )
 
     def _end(self, receiver: Receiver, error: PdstageError) -> None:
         """A room that never reached the core."""
         self._receivers.pop(receiver.key, None)
         self.roster.end(receiver, error)
+        self._give_row_back(receiver)
 
-    def _on_changed(self, room: object) -> None:
-        super()._on_changed(room)  # type: ignore[arg-type]
+    def _on_changed(self, room: Room) -> None:
+        receiver = self.roster.of(room)
+        if isinstance(room, InRoom) and isinstance(receiver, Receiver) and room.state is State.SUCCESS:
+            self._take_aux(receiver, room)  # before anybody sees the Success
+        super()._on_changed(room)
         if isinstance(room, InRoom) and room.ended:
             held = self._receivers.get(room.key)
             if held is not None and held.room is room:
                 del self._receivers[room.key]
+
+    def _take_aux(self, receiver: Receiver, room: InRoom) -> None:
+        """What came by message is put into the row; what was written in place is there."""
+        if receiver.state is State.SUCCESS:
+            return
+        shared = room.shared
+        if shared is None or self.metadata is None:
+            receiver._aux = room.aux
+            return
+        row = self._lent.get(receiver) or AuxRow((), np.zeros(self.metadata.row_nbytes, np.uint8))
+        if room.aux is not None:
+            row.take(room.aux, shared)
+        receiver._aux = row.of(shared.dst)
 
     def _meet(self, link: Link, description: bytes) -> None:
         self.transport.meet(label(link), description)
@@ -348,8 +397,8 @@ class DecodeNode(Node[DecodeCore]):
     def _holds_nothing(self, link: Link) -> bool:
         return not self.core.holds(link)
 
-    def _is_fenced(self) -> bool:
-        return self.transport.traits.fences
+    def _is_fenced(self, link: Link) -> bool:
+        return self.transport.traits_of(label(link)).fences
 
     def _in_flight(self) -> bool:
         return self.core.holdings.lent  # a fabric without a thread of its own lands nothing while nobody asks

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 from pdstage.control.zmq import MAX_FRAMES
 from pdstage.errors import PdstageError, UsageError
 from pdstage.manager.handle import Roster
-from pdstage.protocol.effects import Attach, Changed, Complaint, Detach, Effect, Gather, Scatter, Send
+from pdstage.protocol.effects import Attach, Changed, Complaint, Detach, Effect, Gather, HangUp, Scatter, Send
 from pdstage.protocol.session import Core
 
 if TYPE_CHECKING:
@@ -200,12 +200,15 @@ class Driver(ABC, Generic[AnyCore]):
             case Complaint(route, error):
                 log.warning("peer %s: %s", route.hex(), error)
                 return False
-            case Attach(link, description):
-                self._attach(link, description)
+            case Attach(link, offers):
+                self._attach(link, offers)
             case Detach(link):
                 while self._copies:  # what they need of the session goes with it
                     self._carry(self._copies.popleft())
                 self._detach(link)
+            case HangUp(route):
+                self._hang_up(route)
+                return False
             case Gather() | Scatter() if self._nbytes(effect) >= _LARGE_NBYTES:
                 self._copies.append(effect)
             case _:
@@ -280,12 +283,16 @@ class Driver(ABC, Generic[AnyCore]):
         """Whether an engine's event, which nobody announces, is waited for."""
 
     @abstractmethod
-    def _attach(self, link: Link, description: bytes) -> None:
+    def _attach(self, link: Link, offers: dict[str, bytes]) -> None:
         """A session began: tells the transport who its peer is."""
 
     @abstractmethod
     def _detach(self, link: Link) -> None:
         """A session is lost: the transport lets go of its peer."""
+
+    @abstractmethod
+    def _hang_up(self, route: bytes) -> None:
+        """Gives a connection up that this node made, unless somebody needs it by now."""
 
     @abstractmethod
     def _check_lost(self) -> None:
@@ -333,7 +340,9 @@ class Driver(ABC, Generic[AnyCore]):
             self.socket.wake()
 
     def _push(self) -> bool:
-        """True if something is left for a turn: with a thread, all but messages, and a moment before it would wake."""
+        """True if something is left for a turn: with a thread, all but messages, and a moment before it would wake;
+        what was done here, if the core should hear of it at once.
+        """
         with self._lock:
             effects = self._take_effects()
             next_at = self.core.next_at()
@@ -342,7 +351,8 @@ class Driver(ABC, Generic[AnyCore]):
             self._kept = effects
             return True
         if effects:
-            self._carry_out(effects)
+            # A write that blocks has ended by now, and announces itself to nobody.
+            early |= self._carry_out(effects)
             self._flush()
             self.roster.ring()
         return early

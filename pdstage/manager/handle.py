@@ -99,6 +99,10 @@ class Roster:
         handle.status = room.status
         self._n_changes += 1
 
+    def of(self, room: Room) -> Handle | None:
+        """The room's handle, until the room is released."""
+        return self._handles.get(room)
+
     def changed(self, room: Room) -> None:
         """Brings the room's handle up to date; `ring` then wakes who waits for it."""
         handle = self._handles.get(room)

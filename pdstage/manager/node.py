@@ -9,20 +9,23 @@ import secrets
 import time
 from abc import abstractmethod
 from collections import Counter
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from pdstage.control.keys import keys_of
 from pdstage.control.zmq import ControlSocket
 from pdstage.convert import feeding
 from pdstage.cut import Pair
-from pdstage.errors import PdstageError, UsageError
+from pdstage.errors import PdstageError, TransportError, UsageError
 from pdstage.manager.copier import Copier, has_core_to_spare
 from pdstage.manager.driver import AnyCore, Driver, log
 from pdstage.manager.lookup import Directory
+from pdstage.manager.settings import settle
+from pdstage.metadata import WAYS
 from pdstage.plan import TOKEN_MAJOR
 from pdstage.protocol.config import Config
+from pdstage.protocol.messages import Offer, RowSpan
+from pdstage.protocol.room import NO_ROWS, OwnRows
 from pdstage.stager import Memory, Stager
-from pdstage.transport import Transport, open_transport
 
 if TYPE_CHECKING:
     import os
@@ -35,10 +38,12 @@ if TYPE_CHECKING:
     from pdstage.kernels import Pool
     from pdstage.layout import Layout, Region
     from pdstage.manager.handle import Handle
+    from pdstage.metadata import AuxRow, MetadataBuffers
+    from pdstage.protocol.room import Room
     from pdstage.protocol.session import Link
     from pdstage.topology import Topology
+    from pdstage.transport import Transport
 
-PATHS = ("auto", "direct", "staged")
 _DEAD_CHECK_S = 0.5
 _SWITCH_S = 1e-4
 
@@ -49,6 +54,8 @@ _kept_for_ever: list[object] = []
 
 class Node(Driver[AnyCore]):
     """One rank's node. Use as a context manager, or `close()` it: that ends its rooms and gives all memory back."""
+
+    _writes: ClassVar[bool]  # whether it is the one that writes to its peers
 
     def __init__(
         self,
@@ -67,34 +74,51 @@ class Node(Driver[AnyCore]):
         copy_thread: bool | None,
         insecure: bool,
         keys: Keys | str | os.PathLike[str] | None,
+        aux: str,
+        metadata: MetadataBuffers | None,
     ) -> None:
-        if path not in PATHS:
-            raise UsageError(f"path {path!r}", remedy=f"choose one of {', '.join(PATHS)}")
         config = config or Config()
-        if config.convert:
-            pool.check_converts(checksum=config.checksums)
+        _check_metadata(aux, metadata, config)
         super().__init__(config, progress, switch_interval_s)
         self.keys = keys_of(keys)
         self.pool, self.topology, self.path = pool, topology, path
         self.incarnation = secrets.randbits(63) | 1
         self._dead_check_at = 0.0
         self._gave_back = True
+        self.metadata = metadata
+        self._lent: dict[Handle, AuxRow] = {}
         self._pairs: dict[Link, Pair] = {}
-        self.memory = Memory(staging_nbytes, staging, pool.device)
-        self.parts = self.memory.parts(n_parts)
-        self._copier = Copier(self._wake)
-        copies_aside = has_core_to_spare() if copy_thread is None else copy_thread
-        self.stager = Stager(pool, self._copier.submit if copies_aside else None, pool.runtime())
-        self.transport = open_transport(transport) if isinstance(transport, str) else transport
-        self.directory = Directory(self.keys)
-        exposed = [self.memory.region, *(self._pool_regions() if path != "staged" else ())]
+        self.transport = settle(pool, path, config, transport, writes=self._writes)
         try:
-            self.transport.register(exposed)
+            mappable = not self._writes and self.transport.traits.maps
+            self.memory = Memory(staging_nbytes, staging, pool.device, mappable=mappable)
+            self.parts = self.memory.parts(n_parts)
+            self._copier = Copier(self._wake)
+            copies_aside = has_core_to_spare() if copy_thread is None else copy_thread
+            self.stager = Stager(pool, self._copier.submit if copies_aside else None, pool.runtime())
+            self.directory = Directory(self.keys)
+            self.transport.register([self.memory.region, *(self._pool_regions() if path != "staged" else ())])
+            self.rows = self._own_rows(aux)
             identity = self.incarnation.to_bytes(8, "little")
             self.socket = ControlSocket(bind, identity=identity, insecure=insecure, keys=self.keys)
         except BaseException:
             self.transport.close()
             raise
+        self._over: Counter[str] = Counter()
+
+    def _own_rows(self, aux: str) -> OwnRows:
+        """This node's side of aux. Rows that the transport cannot reach go by control message, whatever was asked."""
+        held, span = self.metadata, None
+        if held is None:
+            return NO_ROWS
+        if aux != "tcp":
+            base, nbytes, kind, device = held.region.base, held.row_nbytes, held.region.kind, held.region.device
+            try:
+                self.transport.register([held.region])
+                span = RowSpan(base, nbytes, held.n_rows, kind, device)
+            except (UsageError, TransportError) as error:
+                log.warning("aux rows go by control message, not by %r: %s", aux, error)
+        return OwnRows(held.columns.placed, aux != "tcp", span)
 
     def _wake(self) -> None:
         self.socket.wake()
@@ -108,13 +132,22 @@ class Node(Driver[AnyCore]):
     def _meet(self, link: Link, description: bytes) -> None:
         """Tells the transport who a session's peer is; raises `PdstageError` if that cannot be."""
 
-    def _attach(self, link: Link, description: bytes) -> None:
+    def _offers(self) -> list[Offer]:
+        """What this node tells its peers of its transports, best first."""
+        return [Offer(name, description) for name, description in self.transport.offers().items()]
+
+    def _attach(self, link: Link, offers: dict[str, bytes]) -> None:
         try:
-            self._meet(link, description)
+            self._meet(link, self.transport.described(offers))
         except PdstageError as error:
             log.warning("peer %s: %s", link.route.hex(), error)
             with self._lock:
                 self.core.lose(link, error, time.monotonic())
+            return
+        over = self.transport.traits_of(label(link)).name
+        log.info("peer %s: over %s", self.socket.endpoint_of(link.route), over)
+        with self._lock:
+            self._over[over] += 1
 
     @abstractmethod
     def _layouts(self, link: Link) -> tuple[Layout, Layout]:
@@ -147,22 +180,52 @@ class Node(Driver[AnyCore]):
             return
         self._dead_check_at = now + _DEAD_CHECK_S
         for link in list(self._lost):
-            if self._is_fenced() or self.transport.proved_dead(label(link)):
+            if self._is_fenced(link) or self.transport.proved_dead(label(link)):
                 with self._lock:
                     self.core.fenced(link, now)
             elif not self._holds_nothing(link):
                 continue
             self._lost.remove(link)
             self.transport.forget(label(link))
+            self._hang_up(link.route)
+
+    def _hang_up(self, route: bytes) -> None:
+        with self._lock:  # as in an engine's call that asks for this peer: it finds the connection, or makes a new one
+            lost = any(link.route == route for link in self._lost)  # still named by `unfenced`
+            if not lost and not self.core.needs(route):
+                self.socket.disconnect(route)
 
     @abstractmethod
-    def _is_fenced(self) -> bool:
+    def _is_fenced(self, link: Link) -> bool:
         """Whether the transport's disconnect alone makes a lost session harmless to this role."""
 
     def _holds_nothing(self, link: Link) -> bool:
         return False
 
     # Rooms.
+
+    def _lend(self, handle: Handle, row: AuxRow) -> MetadataBuffers:
+        """The handle's room has `row` until it is released. Raises `UsageError` for a row that is not its to have."""
+        if self.metadata is None:
+            raise UsageError(
+                f"an aux row for room {handle.key!r} at a node without rows", remedy="give the node its `metadata`"
+            )
+        self.metadata.lend(row)
+        self._lent[handle] = row
+        if handle.released:  # perhaps since we looked: then nobody else will
+            self._give_row_back(handle)
+        return self.metadata
+
+    def _give_row_back(self, handle: Handle) -> None:
+        row = self._lent.pop(handle, None)
+        if row is not None and self.metadata is not None:
+            self.metadata.give_back(row)
+
+    def _on_changed(self, room: Room) -> None:
+        handle = self.roster.of(room)
+        super()._on_changed(room)
+        if handle is not None and handle.released:
+            self._give_row_back(handle)
 
     def poll_many(self, handles: Sequence[Handle]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
         """One turn in inline mode; then (states, released) of `handles`, to be MIN-reduced over TP ranks.
@@ -200,13 +263,18 @@ class Node(Driver[AnyCore]):
                 self._lost.remove(link)
                 self.core.fenced(link, time.monotonic())
                 self.transport.forget(label(link))
+                self._hang_up(link.route)
         self.kick()
         return len(lost)
 
     def stats(self) -> dict[str, int]:
-        """Totals since the start, by name; see `pdstage.metrics.Counters`."""
+        """Totals since the start, by name; see `pdstage.metrics.Counters`.
+
+        And `sessions_over_NAME` of each transport: a decode node counts those that its writer may choose, as "a+b".
+        """
         with self._lock:
-            return self.core.counters.as_dict()
+            over = {f"sessions_over_{name}": n for name, n in self._over.items()}
+            return self.core.counters.as_dict() | over
 
     # The end.
 
@@ -228,12 +296,17 @@ class Node(Driver[AnyCore]):
             self._thread.join()
         self._copier.close()
         self._gave_back = self.core.memory_is_free or self.was_forked
-        if not self._gave_back:
-            _kept_for_ever.append((self.memory, self.pool))
+        if self._gave_back:
+            for handle in list(self._lent):
+                self._give_row_back(handle)
+        else:
+            _kept_for_ever.append((self.memory, self.pool, self.metadata))
             peers = sorted({self.socket.endpoint_of(link.route) for link in (*self.core.links.values(), *self._lost)})
             log.error("closed while %s may still use this node's memory: it is kept", ", ".join(peers))
         self.transport.close()
         self.socket.close()
+        if self._gave_back:
+            self.memory.release()
         return self._gave_back
 
     def _close_rooms(self, timeout_s: float) -> None:
@@ -256,6 +329,16 @@ class Node(Driver[AnyCore]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_metadata(aux: str, metadata: MetadataBuffers | None, config: Config) -> None:
+    if aux not in WAYS:
+        raise UsageError(f"aux {aux!r}", remedy=f"choose one of {', '.join(WAYS)}")
+    if aux != "tcp" and metadata is None:
+        raise UsageError(f"aux {aux!r} without aux rows", remedy="give the node its `metadata`")
+    if metadata is not None and metadata.row_nbytes > config.max_aux_nbytes:  # any row may have to go by message
+        what = f"aux rows of {metadata.row_nbytes} bytes, the limit is {config.max_aux_nbytes}"
+        raise UsageError(what, remedy="raise Config.max_aux_nbytes on both sides, or leave columns out")
 
 
 def label(link: Link) -> str:

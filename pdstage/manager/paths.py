@@ -1,6 +1,6 @@
 """Which path a chunk takes, and the plans of the direct one.
 
-Layer 5. Must not know transports: what they cost is given.
+Layer 5. Must not know transports: what a session's costs is given.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Paths:
     def __init__(
         self,
         path: str,
-        cost: CostModel,
+        cost_of: Callable[[Link], CostModel],
         *,
         layout: Layout,
         stagings: Stagings,
         pair_of: Callable[[Link], Pair],
         chunk_nbytes: int,
     ) -> None:
-        self.path, self.cost = path, cost
+        self.path, self._cost_of = path, cost_of
         self._layout, self._stagings, self._pair_of, self._chunk_nbytes = layout, stagings, pair_of, chunk_nbytes
         self._plans: dict[tuple[object, ...], DirectPlans] = {}
 
@@ -53,7 +53,8 @@ class Paths:
             tokens = record.link.common.tokens(rects)
             nbytes = stagings.of(record.shares, rects).nbytes(tokens)
             n_chunks = -(-nbytes // self._chunk_nbytes)
-        return self.cost.prefers_direct(nbytes, self.direct(record, rects).n_descriptors(tokens), n_chunks)
+        n_descriptors = self.direct(record, rects).n_descriptors(tokens)
+        return self._cost_of(record.link).prefers_direct(nbytes, n_descriptors, n_chunks)
 
     def direct(self, record: Record, rects: tuple[Rect, ...]) -> DirectPlans:
         layers = ((rect.component, rect.layer_start, rect.layer_stop) for rect in rects)

@@ -44,11 +44,16 @@ class Posts:
         """Whether a write to `peer` is under way."""
         return any(write.peer == peer for write in self._writes.values())
 
-    def begin(self, ticket: int, peer: str, spans: Spans, tag: bytes) -> PdstageError | None:
-        """Begins one write; an error means that it never began, and `ended` will not name it."""
+    def begin(self, ticket: int, peer: str, spans: Spans | None, tag: bytes) -> PdstageError | None:
+        """Begins one write; an error means that it never began, and `ended` will not name it.
+
+        None: the bytes are where they belong already, and only their tag is sent.
+        """
+        if spans is None:
+            return self._tell(ticket, peer, tag)
         if not len(spans.nbytes):
             return UsageError("a write of no bytes", remedy="send chunks with at least one token")
-        most = self._transport.traits.max_descriptors
+        most = self._transport.traits_of(peer).max_descriptors
         pieces = [spans] if len(spans.nbytes) <= most else [Spans(*part) for part in split(spans, max_descriptors=most)]
         write = self._writes[ticket] = _Write(peer, pieces, tag)
         self._post(ticket, write)
@@ -56,6 +61,15 @@ class Posts:
             return None
         del self._writes[ticket]
         return write.error
+
+    def _tell(self, ticket: int, peer: str, tag: bytes) -> PdstageError | None:
+        try:
+            post = self._transport.notify(peer, tag)
+        except PdstageError as error:
+            return error
+        write = self._writes[ticket] = _Write(peer, [], tag)
+        write.n_posted, self._tickets[post] = 1, ticket
+        return None
 
     def ended(self, event: Done | PostFailed) -> Iterator[tuple[int, PdstageError | None, bool]]:
         """The write that ended with this event, if one did, its error, and whether none of it can land any more."""

@@ -6,7 +6,8 @@ Layer 5. Must not know how the core decides; it carries out gathers and writes.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, assert_never
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, assert_never
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, rects
 from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
 from pdstage.manager.paths import Paths
 from pdstage.manager.posts import Posts
+from pdstage.metadata import AuxRow
 from pdstage.plan import Stagings
 from pdstage.protocol.effects import (
     Attach,
@@ -29,29 +31,32 @@ from pdstage.protocol.effects import (
     Detach,
     Effect,
     Gather,
+    HangUp,
     Scatter,
     Send,
     Write,
     WriteDirect,
+    WriteRow,
 )
 from pdstage.protocol.messages import RoomId, room_key
-from pdstage.protocol.outbox import Phase
+from pdstage.protocol.outbox import GivenRow, Phase
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.versions import VERSION
 from pdstage.spans import Index
-from pdstage.transport import Done, Inbound, PostFailed, Spans, Transport
+from pdstage.transport import Done, Inbound, Mapped, PostFailed, Spans, Traits, Transport
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from typing import Protocol
 
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.layout import Layout
     from pdstage.manager.driver import Heard
+    from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
-    from pdstage.protocol.outbox import OutChunk, OutRoom, Source
+    from pdstage.protocol.outbox import OutChunk, OutRoom
     from pdstage.protocol.session import Link
     from pdstage.stager import Copied
     from pdstage.topology import Topology
@@ -68,10 +73,14 @@ _OVER = (Phase.WRITTEN, Phase.DROPPED, Phase.BROKEN)
 class Sender(Handle):
     """One room at its prefill rank. Its chunks' pages must stay as they are until `released`."""
 
-    __slots__ = ()
+    __slots__ = ("finishing",)
 
     room: OutRoom
     _node: PrefillNode
+
+    def __init__(self, node: PrefillNode, room: OutRoom, key: bytes) -> None:
+        super().__init__(node, room, key)
+        self.finishing = False
 
     @property
     def prefix_tokens(self) -> int | None:
@@ -107,9 +116,16 @@ class Sender(Handle):
         """
         self._node.add_chunk(self, items, tokens, layers, ready)
 
-    def finish(self, aux: bytes | None = None, states: GivenItems | None = None) -> None:
-        """No more chunks. `aux` is the request's small row, for the destination; `states` a last chunk of slots."""
-        self._node.finish(self, aux, states)
+    def finish(
+        self, aux: bytes | AuxRow | None = None, states: GivenItems | None = None, ready: CudaEvent | None = None
+    ) -> None:
+        """No more chunks. `states` is a last chunk of slots.
+
+        `aux` is the request's small row, for the destination: bytes, or a row of the node's metadata buffers. Such a
+        row must stay as it is until `released`. `ready` is an event after which the row and `states` are there. Raises
+        `UsageError` for a second call, too many bytes or a row that is free or another room's.
+        """
+        self._node.finish(self, aux, states, ready)
 
     def abort(self, reason: str = "aborted by the engine") -> None:
         """Gives the room up: it fails here and at every destination."""
@@ -126,8 +142,12 @@ class PrefillNode(Node[PrefillCore]):
     and so does the directory. `progress` is "inline" (polls do the work) or "thread". `copy_thread` makes large
     host copies in a thread of their own; None does so where there are cores for it. `calibration` is a file that
     `pdstage calibrate` wrote, by which "auto" chooses; None: the one that PDSTAGE_CALIBRATION names, else the
-    transport's defaults. Raises `UsageError` or `TransportError`.
+    transport's defaults. `aux` is how rows of `metadata` travel: "tcp", by control message; "rdma", by the data
+    transport, from memory to memory, where both sides say so; "nvlink", the same, of rows on the device. What cannot go
+    so goes by message. Raises `UsageError` or `TransportError`.
     """
+
+    _writes: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -149,33 +169,33 @@ class PrefillNode(Node[PrefillCore]):
         calibration: str | os.PathLike[str] | None = None,
         insecure: bool = False,
         keys: Keys | str | os.PathLike[str] | None = None,
+        aux: str = "tcp",
+        metadata: MetadataBuffers | None = None,
     ) -> None:
         if n_buffers < 2:
             raise UsageError(f"{n_buffers} send buffers", remedy="give at least 2, so that no destination holds all")
+        self._costs = costs(calibration)
         super().__init__(
             pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_buffers,
             staging=staging, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
-            copy_thread=copy_thread, insecure=insecure, keys=keys,
+            copy_thread=copy_thread, insecure=insecure, keys=keys, aux=aux, metadata=metadata,
         )  # fmt: skip
         self._stagings = Stagings(pool.layout)
         self._positional = {component.name for component in pool.layout.components if component.positional}
         self.posts = Posts(self.transport)
-        traits = self.transport.traits
-        try:
-            cost = costs(calibration, traits.name, CostModel(traits.bytes_per_s, traits.descriptor_s, traits.post_s))
-        except UsageError:
-            self.transport.close()
-            self.socket.close()
-            raise
         chunk_nbytes = min(self.parts[0].nbytes, self.config.chunk_nbytes)
         self.paths = Paths(
-            path, cost, layout=pool.layout, stagings=self._stagings, pair_of=self._pair, chunk_nbytes=chunk_nbytes
-        )
-        self._waiting: list[tuple[Sender, Source, CudaEvent]] = []
+            path, lambda link: self.cost_of(self.transport.traits_of(label(link))), layout=pool.layout,
+            stagings=self._stagings, pair_of=self._pair, chunk_nbytes=chunk_nbytes,
+        )  # fmt: skip
+        self._waiting: list[tuple[Sender, CudaEvent, Callable[[float], None]]] = []
+        self._placed: dict[int, Mapped] = {}
+        offer, *others = self._offers()
         self.core = PrefillCore(
-            self.incarnation, layout=pool.layout, topology=topology, transport=self.transport.traits.name,
-            description=self.transport.describe(), n_buffers=n_buffers, buffer_nbytes=self.parts[0].nbytes,
-            config=self.config, choose=self.paths.prefers_direct, direct=path != "staged",
+            self.incarnation, layout=pool.layout, topology=topology, transport=offer.transport,
+            description=offer.description, n_buffers=n_buffers, buffer_nbytes=self.parts[0].nbytes,
+            config=self.config, choose=self.paths.prefers_direct, direct=path != "staged", others=tuple(others),
+            notifies=self.transport.traits.notifies, rows=self.rows,
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         try:
@@ -194,9 +214,17 @@ class PrefillNode(Node[PrefillCore]):
     def _publish(self, instance: str) -> None:
         advert = Advert(
             instance=instance, topology=self.topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
-            layout=self.pool.layout.digest(), transports=(self.transport.traits.name,), version=VERSION,
+            layout=self.pool.layout.digest(), transports=tuple(self.transport.offers()), version=VERSION,
         )  # fmt: skip
         self.directory.publish(self.bootstrap_address, lambda: advert)
+
+    def cost_of(self, traits: Traits) -> CostModel:
+        """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say."""
+        cost = self._costs.get(traits.name)
+        if cost is None:
+            cost = CostModel(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
+            self._costs[traits.name] = cost
+        return cost
 
     # What senders call.
 
@@ -217,25 +245,39 @@ class PrefillNode(Node[PrefillCore]):
         layers: tuple[int, int] | None,
         ready: CudaEvent | None,
     ) -> None:
+        if sender.finishing:
+            raise UsageError(f"room {sender.key!r} got a chunk after finish()", remedy="chunks come first")
         checked = check(self.pool.layout, items, tokens, unique=False)
         rects = rects_of(self.pool.layout, checked, layers)
         if rects:
             with self.use():
                 source = self.core.chunk(sender.room, rects, checked, time.monotonic(), ready=ready is None)
                 if ready is not None:
-                    self._waiting.append((sender, source, ready))
+                    self._await(sender, ready, partial(self.core.data_ready, sender.room, source))
         self.kick()
 
-    def finish(self, sender: Sender, aux: bytes | None, states: GivenItems | None) -> None:
-        if aux is not None and len(aux) > self.config.max_aux_nbytes:
+    def _await(self, sender: Sender, ready: CudaEvent, then: Callable[[float], None]) -> None:
+        self._waiting.append((sender, ready, then))
+
+    def finish(
+        self, sender: Sender, aux: bytes | AuxRow | None, states: GivenItems | None, ready: CudaEvent | None
+    ) -> None:
+        if isinstance(aux, bytes) and len(aux) > self.config.max_aux_nbytes:
             raise UsageError(
                 f"{len(aux)} aux bytes for room {sender.key!r}",
                 remedy=f"at most {self.config.max_aux_nbytes}, see Config",
             )
         if states is not None:
-            self.add_chunk(sender, states, None, None, None)
+            self.add_chunk(sender, states, None, None, ready)
         with self.use():
-            self.core.finish(sender.room, aux, time.monotonic())
+            if sender.room.finished or sender.finishing:
+                raise UsageError(f"room {sender.key!r} is finished already", remedy="call finish() once")
+            given = aux if not isinstance(aux, AuxRow) else GivenRow(self._lend(sender, aux).address(aux), aux.read)
+            sender.finishing = True
+            if ready is None:
+                self.core.finish(sender.room, given, time.monotonic())
+            else:
+                self._await(sender, ready, partial(self.core.finish, sender.room, given))
         self.kick()
 
     def abort(self, sender: Sender, reason: str) -> None:
@@ -274,10 +316,9 @@ class PrefillNode(Node[PrefillCore]):
 
     def _carry(self, effect: Effect) -> None:
         match effect:
-            case Gather(ticket, buffer, chunk):
+            case Gather(ticket, buffer, chunk, address):
                 link = chunk.record.link
-                held = self.parts[buffer]
-                dst = Region(held.base, min(held.nbytes, chunk.nbytes), held.kind, held.device)
+                dst = self._place(ticket, chunk, address) or self._part(buffer, chunk.nbytes)
                 pair = self._pair(link)
                 self.stager.gather(
                     ticket, chunk.record.shares, chunk.rects, wire=pair.wire, items=_indexes(chunk), dst=dst,
@@ -285,17 +326,34 @@ class PrefillNode(Node[PrefillCore]):
                     staged=link.converted and link.converted.offered,
                 )  # fmt: skip
             case Write(ticket, buffer, chunk, address, tag):
-                base = self.parts[buffer].base
-                self._post(ticket, chunk.record.link, _one_span(base, address, chunk.nbytes), tag)
+                spans = None if chunk.placed else _one_span(self.parts[buffer].base, address, chunk.nbytes)
+                self._post(ticket, chunk.record.link, spans, tag)
             case WriteDirect(ticket, chunk, tag):
                 self._write_direct(ticket, chunk, tag)
-            case Scatter() | Send() | Changed() | Complaint() | Attach() | Detach():
+            case WriteRow(ticket, chunk, spans, tag):
+                addresses = np.array(spans, np.int64)
+                self._post(ticket, chunk.record.link, Spans(*np.ascontiguousarray(addresses.T)), tag)
+            case Scatter() | Send() | Changed() | Complaint() | Attach() | Detach() | HangUp():
                 raise AssertionError(f"a prefill core asked for {effect}")
             case _:
                 assert_never(effect)
 
     def _nbytes(self, effect: Effect) -> int:
-        return effect.chunk.nbytes if isinstance(effect, Gather | Write | WriteDirect) else 0
+        return effect.chunk.nbytes if isinstance(effect, Gather | Write | WriteDirect | WriteRow) else 0
+
+    def _place(self, ticket: int, chunk: OutChunk, address: int) -> Region | None:
+        """The chunk's lease, if it is mapped here: then it is gathered and written in one pass."""
+        where = label(chunk.record.link), address, chunk.nbytes
+        mapped = self.transport.mapped(*where) if self.pool.device == "cpu" else None
+        chunk.placed = mapped is not None
+        if mapped is None:
+            return None
+        self._placed[ticket] = mapped
+        return Region(mapped.address, chunk.nbytes)
+
+    def _part(self, buffer: int, nbytes: int) -> Region:
+        held = self.parts[buffer]
+        return Region(held.base, min(held.nbytes, nbytes), held.kind, held.device)
 
     def _write_direct(self, ticket: int, chunk: OutChunk, tag: bytes) -> None:
         record = chunk.record
@@ -311,12 +369,12 @@ class PrefillNode(Node[PrefillCore]):
         else:
             self._post(ticket, record.link, Spans(*spans), tag)
 
-    def _post(self, ticket: int, link: Link, spans: Spans, tag: bytes) -> None:
+    def _post(self, ticket: int, link: Link, spans: Spans | None, tag: bytes) -> None:
         error = self.posts.begin(ticket, label(link), spans, tag)
-        self.core.counters.descriptors += len(spans.nbytes)
+        self.core.counters.descriptors += len(spans.nbytes) if spans is not None else 0
         if error is not None:
             self._completed(ticket, error)
-        elif self.transport.traits.post_blocks:
+        elif self.transport.traits_of(label(link)).post_blocks:
             # Several such writes in a row: the tags of the earlier ones move on only while the transport is asked.
             self._early += self.transport.poll()
 
@@ -326,11 +384,14 @@ class PrefillNode(Node[PrefillCore]):
             self.core.completed(ticket, time.monotonic(), error)
 
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
+        if isinstance(event, Done) and (told := event.figures):
+            self.core.counters.measured(told.nbytes, told.post_s, told.write_s)
         if not isinstance(event, Inbound):
             for ticket, error, settled in self.posts.ended(event):
                 self.core.completed(ticket, now, error, settled=settled)
 
     def _on_staged(self, copied: Copied, now: float) -> None:
+        self._placed.pop(copied.ticket, None)
         self.core.gathered(copied.ticket, now, copied.error, copied.checksum)
 
     def _layouts(self, link: Link) -> tuple[Layout, Layout]:
@@ -339,14 +400,15 @@ class PrefillNode(Node[PrefillCore]):
     def _meet(self, link: Link, description: bytes) -> None:
         lanes = [Region(lane.base, lane.nbytes, lane.kind, lane.device) for lane in link.lanes]
         self.transport.connect(label(link), description)
-        self.transport.prepare(label(link), [*lanes, *(link.layout.regions if link.exposes_pool else ())])
+        pool = link.layout.regions if link.exposes_pool else ()
+        self.transport.prepare(label(link), [*lanes, *pool, *_rows_of(link)])
 
     def _detach(self, link: Link) -> None:
         self.paths.forget(link)
         super()._detach(link)
 
-    def _is_fenced(self) -> bool:
-        return self.transport.traits.stops_reads
+    def _is_fenced(self, link: Link) -> bool:
+        return self.transport.traits_of(label(link)).stops_reads
 
     def _holds_nothing(self, link: Link) -> bool:
         return not self.posts.to(label(link))
@@ -368,16 +430,17 @@ class PrefillNode(Node[PrefillCore]):
     def _check_ready(self) -> None:
         with self._lock:
             waiting, self._waiting = self._waiting, []
-            for sender, source, ready in waiting:
+            for sender, ready, then in waiting:
                 if sender.room.ended:
                     continue
                 if ready.query():
-                    self.core.data_ready(sender.room, source, time.monotonic())
+                    then(time.monotonic())
                 else:
-                    self._waiting.append((sender, source, ready))
+                    self._waiting.append((sender, ready, then))
 
     def close(self, timeout_s: float = 5.0) -> bool:
         safe = super().close(timeout_s)
+        self._placed.clear()  # the copier has ended, and nobody asks what it did any more
         if self._bootstrap is not None:
             self._bootstrap.close()
         return safe
@@ -385,6 +448,11 @@ class PrefillNode(Node[PrefillCore]):
 
 def _indexes(chunk: OutChunk) -> Mapping[str, Index]:
     return {name: given.index for name, given in chunk.source.items.items()}  # type: ignore[attr-defined]
+
+
+def _rows_of(link: Link) -> tuple[Region, ...]:
+    rows = link.rows
+    return (Region(rows.base, rows.row_nbytes * rows.n_rows, rows.kind, rows.device),) if rows is not None else ()
 
 
 def _one_span(src: int, dst: int, nbytes: int) -> Spans:

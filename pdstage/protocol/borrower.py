@@ -11,12 +11,13 @@ from collections import OrderedDict
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from pdstage.columns import Span
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
 from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
-from pdstage.protocol.effects import Changed, Gather, Write, WriteDirect
+from pdstage.protocol.effects import Changed, Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.handshake import Host
-from pdstage.protocol.outbox import OutChunk, Phase, Record, RecordPhase, SendBuffers, Source, clip, split
+from pdstage.protocol.outbox import GivenRow, OutChunk, Phase, Record, RecordPhase, SendBuffers, Source, clip, split
 from pdstage.protocol.room import Event
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ class Borrower(Host):
     @abstractmethod
     def _maybe_close(self, record: Record, now: float) -> None:
         """A chunk of `record` needs no write any more."""
+
+    @abstractmethod
+    def _row_failed(self, record: Record, why: str) -> None:
+        """The aux row of `record` cannot be written in place: it goes by message."""
 
     @abstractmethod
     def _landed(self, record: Record, now: float) -> None:
@@ -138,6 +143,7 @@ class Borrower(Host):
         chunk = self._chunk(link, recall.epoch, recall.chunk)
         if chunk is not None and chunk.attempt == recall.attempt and not chunk.direct:
             if chunk.begun or chunk.phase is Phase.READY:
+                self._tell_tag(chunk, now)
                 return
             if chunk.phase in (Phase.ASKING, Phase.HELD):
                 self._recalled(chunk, now)
@@ -261,10 +267,19 @@ class Borrower(Host):
             if chunk.direct:
                 chunk.phase = Phase.WRITING
                 self.timers.set(("write", ticket), now + self.config.write_s)
-                self.emit(WriteDirect(ticket, chunk, self._tag(chunk)))
+                self.emit(self._row_write(ticket, chunk) if chunk.row else WriteDirect(ticket, chunk, self._tag(chunk)))
             else:
                 chunk.phase = Phase.GATHERING
-                self.emit(Gather(ticket, buffer, chunk))
+                self.emit(Gather(ticket, buffer, chunk, self._address(chunk)))
+
+    def _row_write(self, ticket: int, chunk: OutChunk) -> WriteRow:
+        """All that a room's aux row has in common with the one that its destination named."""
+        record, rows = chunk.record, chunk.record.link.rows
+        assert record.room is not None and isinstance(record.room.aux, GivenRow)
+        assert rows is not None and record.open.row is not None
+        src, dst = record.room.aux.address, rows.base + record.open.row * rows.row_nbytes
+        spans = tuple(Span(src + span.src_offset, dst + span.dst_offset, span.nbytes) for span in record.link.aux.spans)
+        return WriteRow(ticket, chunk, spans, self._tag(chunk))
 
     # What the driver reports.
 
@@ -274,14 +289,12 @@ class Borrower(Host):
         `checksum` is of the bytes gathered, where the session has checksums.
         """
         chunk, buffer = self._flights[ticket]
-        if error is not None or chunk.phase is Phase.DROPPED:
+        if error is not None or chunk.record.phase is not RecordPhase.LIVE:
             self._land(ticket, now, error)
             return
-        chunk.phase = Phase.WRITING
-        lane = chunk.record.link.lanes[chunk.lane]
-        address = lane.base + chunk.cursor % lane.nbytes
+        chunk.phase, chunk.checksum = Phase.WRITING, checksum
         self.timers.set(("write", ticket), now + self.config.write_s)
-        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk, checksum)))
+        self.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
 
     def completed(self, ticket: int, now: float, error: PdstageError | None = None, *, settled: bool = True) -> None:
         """A post ended. With `error` its outcome is unknown: it is never repeated, and the room fails.
@@ -316,11 +329,21 @@ class Borrower(Host):
                 self._orphans[ticket] = link.session
                 self._land(ticket, now, error)
 
-    def _tag(self, chunk: OutChunk, checksum: int = 0) -> bytes:
+    def _address(self, chunk: OutChunk) -> int:
+        """Where its lease lies in the destination's memory."""
+        lane = chunk.record.link.lanes[chunk.lane]
+        return lane.base + chunk.cursor % lane.nbytes
+
+    def _tag(self, chunk: OutChunk) -> bytes:
         link = chunk.record.link
-        lane, cursor = (m.DIRECT, 0) if chunk.direct else (chunk.lane, chunk.cursor)
-        tag = m.Tag(link.session, chunk.record.epoch, chunk.number, lane, cursor, chunk.rects, checksum)
+        tag = m.Tag(link.session, chunk.record.epoch, chunk.number, *chunk.where, chunk.rects, chunk.checksum)
         return m.encode_tag(tag, tuple(component.name for component in link.layout.components))
+
+    def _tell_tag(self, chunk: OutChunk, now: float) -> None:
+        """Where the transport carries no tags: says of a write that is done what its tag would."""
+        link = chunk.record.link
+        if link.tells_tags and chunk.phase is Phase.WRITTEN and link.session in self.links:
+            self.send(link, m.Tagged(self._tag(chunk)), now)
 
     def _land(self, ticket: int, now: float, error: PdstageError | None) -> None:
         """A gather or write ended: gives back what it held and moves its record on."""
@@ -331,9 +354,11 @@ class Borrower(Host):
         record.in_flight -= 1
         if chunk.phase is Phase.WRITING:
             self._written(chunk, now, error)
-        elif error is not None and chunk.phase is Phase.GATHERING and record.may_direct(chunk.rects):
+        elif error is None or record.phase is not RecordPhase.LIVE:
+            chunk.phase = Phase.DROPPED
+        elif record.may_direct(chunk.rects):
             self._go_direct(chunk, now)
-        elif error is not None:
+        else:
             chunk.phase = Phase.DROPPED
             self._fail_record(record, error, now)
         self._landed(record, now)
@@ -341,19 +366,27 @@ class Borrower(Host):
 
     def _written(self, chunk: OutChunk, now: float, error: PdstageError | None) -> None:
         record = chunk.record
+        if error is not None and chunk.row:  # nothing of it can land any more, else the session were lost by now
+            chunk.phase = Phase.BROKEN
+            record.unwritten -= 1
+            self._row_failed(record, f"the write of an aux row failed: {error.what}")
+            self._maybe_close(record, now)
+            return
         if error is not None:  # what landed is unknown: not repeated, and its lease is not given back as if unused
             chunk.phase = Phase.BROKEN
             self._fail_record(record, error, now)
             return
         chunk.phase = Phase.WRITTEN
         self.counters.bytes_written += chunk.nbytes
-        where = (m.DIRECT, 0) if chunk.direct else (chunk.lane, chunk.cursor)
-        if chunk.direct:
+        if chunk.row:
+            self.counters.aux_rows += 1
+        elif chunk.direct:
             self.counters.chunks_direct += 1
         else:
             self.counters.chunks_staged += 1
-        record.written.append(m.Written(chunk.number, *where))
+        record.written.append(m.Written(chunk.number, *chunk.where))
         record.unwritten -= 1
+        self._tell_tag(chunk, now)
         self._maybe_close(record, now)
 
     def _on_write_timer(self, ticket: int, now: float) -> None:

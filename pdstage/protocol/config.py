@@ -14,14 +14,17 @@ from pdstage.errors import UsageError
 class Config:
     """Deadlines and limits of one node; both roles read their own.
 
-    `retry_s`: every repeated question. Decode: `open_s` until Opened, `wait_s` until the first chunk, `transfer_s`
+    `retry_s`: every repeated question; a greeting's, and a farewell's, doubles with each try up to `retry_cap_s`, less
+    up to half of it at random. Decode: `open_s` until Opened, `wait_s` until the first chunk, `transfer_s`
     without new coverage, `recall_after_s`, `stuck_after_s`, `drain_s`. Prefill: `open_wait_s` from send to the last
     Open, `write_s` for one post, `fall_back_after_s` until a chunk that gets no staging memory
     goes direct, where it may. Both: `max_silence_s` is what this node promises its peers: it never stays silent
-    longer.
+    longer; a session that no room needs on either side ends in order once it was idle for `idle_s` of one of them,
+    and the next room greets anew.
     """
 
     retry_s: float = 0.25
+    retry_cap_s: float = 5.0
     hello_s: float = 60.0
     open_s: float = 30.0
     bind_s: float = 600.0
@@ -35,12 +38,14 @@ class Config:
     write_s: float = 60.0
     fall_back_after_s: float = 5.0
     max_silence_s: float = 10.0
+    idle_s: float = 300.0
     max_deadline_s: float = 3600.0
     """Prefill ends a room after this long, however long its destination wants to wait."""
     max_parked: int = 65_536
     max_parked_nbytes: int = 1 << 30
     max_half_open: int = 1_024
     max_peers: int = 4_096
+    """Beyond it the idlest session is asked to end for each new peer; where all are in use, the new one is refused."""
     max_aux_nbytes: int = 4 << 20
     chunk_nbytes: int = 4 << 20
     """Prefill splits longer chunks, so that gather, write and scatter of one room overlap."""

@@ -2,8 +2,9 @@
 
 Layer 2, pure: no socket, thread or clock. Inputs are its public methods, output is `take_effects()`.
 
-It stands on four floors: `session` (who talks), `handshake` (with whom), `lender` (the ledger of leases), `receiving`
-(the room table). Room table and ledger are apart: a room that ended may still be written to.
+It stands on five floors: `session` (who talks), `handshake` and `parting` (with whom, and how long), `lender` (the
+ledger of leases), `receiving` (the room table). Room table and ledger are apart: a room that ended may still be written
+to.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pdstage.protocol.holdings import Grant
 from pdstage.protocol.inbox import InRoom, Landing, Part, PartPhase
 from pdstage.protocol.queue import Request
 from pdstage.protocol.receiving import Receiving, too_late
-from pdstage.protocol.room import Event, State
+from pdstage.protocol.room import NO_ROWS, Event, OwnRows, State
 from pdstage.protocol.session import Link
 
 if TYPE_CHECKING:
@@ -31,14 +32,11 @@ if TYPE_CHECKING:
 
 _MOST_CLAIMS = 4096
 """Leases and waiting requests of one writer for one room: what it asks for beyond has to wait for those."""
-_MOST_REPEATS = 65_536
-"""Chunks of one writer beyond which one that brings nothing new is not noted."""
-
 __all__ = ["DecodeCore", "InRoom", "Landing", "Part", "PartPhase"]
 
 
 class DecodeCore(Receiving):
-    """The protocol's decode half."""
+    """The protocol's decode half. Not `notifies`: the transport carries no tags, so writers say them."""
 
     def __init__(
         self,
@@ -51,13 +49,20 @@ class DecodeCore(Receiving):
         lanes: tuple[m.LaneSpan, ...],
         config: Config,
         direct: bool = True,
+        notifies: bool = True,
+        others: tuple[m.Offer, ...] = (),
+        rows: OwnRows = NO_ROWS,
     ) -> None:
         offered = (
             (m.DIRECT_FEATURE, direct), (m.CHECKSUM_FEATURE, config.checksums), (m.CONVERT_FEATURE, config.convert),
+            (m.TAGS_FEATURE, not notifies),
         )  # fmt: skip
         features = tuple(name for name, offer in offered if offer)
-        hello = m.Hello(topology, layout, transport, description, lanes, config.max_silence_s, features)
-        super().__init__(incarnation, config, hello)
+        hello = m.Hello(
+            topology, layout, transport, description, lanes, config.max_silence_s, features, rows.columns,
+            rows.span if rows.wanted else None, others,
+        )  # fmt: skip
+        super().__init__(incarnation, config, hello, rows)
         self.stagings = Stagings(layout)
         self._components = tuple(component.name for component in layout.components)
         self._last_epoch = 0
@@ -67,10 +72,11 @@ class DecodeCore(Receiving):
             m.Opened: self._on_opened,
             m.Reserve: self._on_reserve,
             m.Returned: self._on_returned,
+            m.Tagged: self._on_tagged,
             m.CloseOk: self._on_close_ok,
             m.CloseFailed: self._on_close_failed,
             m.Drained: self._on_drained,
-            m.Heartbeat: lambda *_: None,
+            m.Heartbeat: self._on_heartbeat,
             m.Bye: self._on_bye,
         }
 
@@ -79,7 +85,8 @@ class DecodeCore(Receiving):
     def announce(self, key: bytes, writers: Mapping[int, bytes], now: float, *, deadline_s: float) -> InRoom:
         """The engine will receive this room from `writers` (number -> route). Greets those not known yet.
 
-        Raises `UsageError` if the room is being received already, or its writers are none or share a route.
+        Raises `UsageError` if the room is being received already, its writers are none or share a route, or there are
+        `max_peers` others and all in use.
         """
         if key in self.rooms:
             raise UsageError(
@@ -91,6 +98,7 @@ class DecodeCore(Receiving):
                 remedy="name each prefill rank once, at least one",
                 room=key,
             )
+        self._make_place(writers.values(), now)
         self._last_epoch += 1
         room = InRoom(key, self._last_epoch, dict(writers))
         room.deadline_s = deadline_s
@@ -112,9 +120,10 @@ class DecodeCore(Receiving):
         *,
         wire_items: tuple[m.Items, ...] = (),
         priority: int = 0,
+        row: int | None = None,
     ) -> None:
-        """Publishes the room's destinations. `wire_items` non-empty lets writers go direct. Call once `after`
-        completed.
+        """Publishes the room's destinations. `wire_items` non-empty lets writers go direct, `row` one of them write
+        that aux row. Call once `after` completed.
 
         Raises `UsageError` if it is bound already, or asks for a component twice, backwards, or that this layout lacks.
         """
@@ -135,6 +144,7 @@ class DecodeCore(Receiving):
             return
         room.bound, room.asked, room.items = True, asked, items
         room.wire_items, room.priority = wire_items, priority
+        room.row = row if self._rows.within_reach else None
         self.timers.cancel(("bind", room))
         self.timers.cancel(("asking", room))
         if room.state is State.WAITING_FOR_INPUT:
@@ -173,7 +183,7 @@ class DecodeCore(Receiving):
     # What the driver reports.
 
     def tag(self, data: bytes, now: float) -> None:
-        """One notification of the data plane, by transport or by control message."""
+        """One notification of the data plane."""
         self.counters.tags_received += 1
         try:
             link = self.links.get(m.tag_session(data))
@@ -222,6 +232,9 @@ class DecodeCore(Receiving):
                 stranded = self._stranded.get(frame.session)
                 if stranded is not None and stranded.route == route:
                     self._on_stranded(stranded, message.incarnation if isinstance(message, m.NoSession) else None, now)
+                self._on_farewell(route, frame.session)
+            case _ if self._is_leaving(route, frame.session):
+                pass  # it has not heard our Bye yet
             case _ if link is None:
                 self.send_loose(route, frame.session, m.NoSession(self.incarnation))
             case _:
@@ -289,14 +302,21 @@ class DecodeCore(Receiving):
         nbytes = stagings.of(part.shares, ask.rects).nbytes(part.link.common.tokens(ask.rects))
         return "" if nbytes == ask.nbytes else f"{ask.nbytes} bytes for what has {nbytes} here"
 
+    def _on_tagged(self, link: Link, told: m.Tagged, now: float) -> None:
+        """A tag that its writer says, and one said before is dropped like any tag that is had already (I7)."""
+        tag = m.decode_tag(told.tag, self._components)
+        if not link.tells_tags or tag.session != link.session:
+            raise PeerError("a tag as a message, which is not for this session to say", remedy="check the peer")
+        self.counters.tags_received += 1
+        if not self._on_tag(link, tag, now):
+            self.counters.tags_stale += 1
+
     def _on_tag(self, link: Link, tag: m.Tag, now: float) -> bool:
         part = self._part(link, tag.epoch)
         if part is None or part.room.ended or part.coverage is None:
             return False
-        if tag.lane == m.DIRECT:
-            if not part.direct or not tag.rects or part.coverage.problem(tag.rects) or tag.chunk in part.arrived:
-                return False
-            if part.coverage.covers(tag.rects) and len(part.arrived) >= _MOST_REPEATS:
+        if tag.lane in (m.DIRECT, m.AUX):
+            if not self._is_news(part, part.coverage, tag):
                 return False
             self._arrived(part, tag, now)
         else:
@@ -320,9 +340,10 @@ class DecodeCore(Receiving):
     def _arrived(self, part: Part, tag: m.Tag, now: float) -> None:
         room = part.room
         assert part.coverage is not None
-        fresh = not part.coverage.covers(tag.rects)
+        fresh = tag.lane == m.AUX or not part.coverage.covers(tag.rects)
         part.coverage.add(tag.rects)
         part.arrived.add(tag.chunk)
+        part.row_arrived |= tag.lane == m.AUX
         self._answered(part)
         if room.on(Event.MOVED):
             self.emit(Changed(room))
@@ -346,6 +367,8 @@ class DecodeCore(Receiving):
                 raise PeerError(
                     f"{len(close.aux)} aux bytes", remedy=f"at most {self.config.max_aux_nbytes}, see Config"
                 )
+            if close.packed and len(close.aux or b"") != link.aux.nbytes:
+                raise PeerError(f"an aux row packed in {len(close.aux or b'')} bytes", remedy="check the peer")
             part.closing = close
             written = {(w.lane, w.cursor) for w in close.written if w.lane != m.DIRECT}
             for grant in self.holdings.of(link, close.epoch):
@@ -356,7 +379,7 @@ class DecodeCore(Receiving):
             if shortfall:
                 self._fail(room, PeerError(f"prefill rank {part.number} {shortfall}"), now)
             elif part.has_aux:
-                room.aux = close.aux
+                self._take_aux(room, link, close)
         self._release_of(link, close.epoch, now)
         self.send(link, m.Closed(close.epoch), now)
         self._answered(part)
@@ -402,6 +425,8 @@ class DecodeCore(Receiving):
             case ("drain", Part() as part):
                 late = DeadlineExceeded(f"prefill rank {part.number} did not drain in {self.config.drain_s} s")
                 self.lose(part.link, late, now)
+            case (("bye" | "bye_until") as kind, Link() as link):
+                self._on_farewell_timer(kind, link, now)
             case ("linger", Part() as part):
                 self._abort_part(part, "finished", now)
             case ("stranded", Link() as link):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
+    from pdstage.columns import Span
     from pdstage.errors import PdstageError
     from pdstage.protocol.inbox import Landing
     from pdstage.protocol.outbox import OutChunk
@@ -24,11 +25,11 @@ class Send(NamedTuple):
 
 class Attach(NamedTuple):
     """A session began: tell the transport who its peer is. Prefill connects for its writes; decode only meets it, so
-    that its death can be proved.
+    that its death can be proved. `offers`: what the peer told of each of its transports, by name.
     """
 
     link: Link
-    description: bytes
+    offers: dict[str, bytes]
 
 
 class Detach(NamedTuple):
@@ -37,16 +38,30 @@ class Detach(NamedTuple):
     link: Link
 
 
+class HangUp(NamedTuple):
+    """Nobody at `route` is greeted or talked with any more: its connection may go, unless that has changed by then."""
+
+    route: bytes
+
+
 class Gather(NamedTuple):
-    """Gather a chunk into send buffer `buffer`; answer `gathered(ticket)`."""
+    """Gather a chunk into send buffer `buffer`; answer `gathered(ticket)`.
+
+    Or straight into its lease, at `address` in the destination's memory, where that is mapped here. So a gather counts
+    as a write from when it is asked for: its lease is not given back, and Drained is not said, before it ended.
+    """
 
     ticket: int
     buffer: int
     chunk: OutChunk
+    address: int
 
 
 class Write(NamedTuple):
-    """Write send buffer `buffer` to the chunk's lease as one post; answer `completed(ticket)`."""
+    """Write send buffer `buffer` to the chunk's lease as one post; answer `completed(ticket)`.
+
+    Only the tag is left to be sent if the gather went straight there.
+    """
 
     ticket: int
     buffer: int
@@ -60,6 +75,18 @@ class WriteDirect(NamedTuple):
 
     ticket: int
     chunk: OutChunk
+    tag: bytes
+
+
+class WriteRow(NamedTuple):
+    """Write the room's aux row straight into the destination's as one post; answer `completed(ticket)`.
+
+    `spans` are addresses here, there, and bytes.
+    """
+
+    ticket: int
+    chunk: OutChunk
+    spans: tuple[Span, ...]
     tag: bytes
 
 
@@ -83,4 +110,8 @@ class Complaint(NamedTuple):
     error: PdstageError
 
 
-Effect: TypeAlias = Send | Attach | Detach | Gather | Write | WriteDirect | Scatter | Changed | Complaint
+# fmt: off
+Effect: TypeAlias = (
+    Send | Attach | Detach | HangUp | Gather | Write | WriteDirect | WriteRow | Scatter | Changed | Complaint
+)
+# fmt: on

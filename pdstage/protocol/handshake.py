@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pdstage import convert
+from pdstage import columns, convert
 from pdstage.convert import Conversion
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError
 from pdstage.layout import Key
@@ -28,6 +28,8 @@ from pdstage.protocol.session import Core, Link
 from pdstage.protocol.told import layout_problem
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pdstage.layout import Layout
     from pdstage.plan import Share
     from pdstage.protocol.config import Config
@@ -56,6 +58,7 @@ class Peer:
     nonce: int
     """This end of the session to come; a lost session's successor has another."""
     link: Link | None = None
+    n_hellos: int = 0
     rooms: dict[InRoom, None] = field(default_factory=dict)
 
 
@@ -75,6 +78,10 @@ class Greeter(Core):
     @abstractmethod
     def _fail(self, room: InRoom, error: PdstageError, now: float) -> None: ...
 
+    @abstractmethod
+    def _hang_up(self, route: bytes) -> None:
+        """Nobody there is greeted any more."""
+
     def _on_other_version(self, route: bytes, error: OtherVersion) -> None:
         """The complaint is enough: nobody greets a decode node."""
 
@@ -91,7 +98,8 @@ class Greeter(Core):
 
     def _greet(self, peer: Peer, now: float) -> None:
         self.send_loose(peer.route, m.Session(peer.nonce, 0), self._hello)
-        self.repeat(("hello", peer), now)
+        self.back_off(("hello", peer), now, peer.n_hellos, peer.nonce)
+        peer.n_hellos += 1
 
     def _on_welcome(self, route: bytes, frame: m.Frame, welcome: m.Welcome, now: float) -> None:
         session = frame.session
@@ -105,24 +113,27 @@ class Greeter(Core):
         if problem:
             self._refused(peer, PeerError(f"a prefill rank does not fit: {problem}", remedy="match both sides"), now)
             return
-        link = Link(session, route, welcome.layout, welcome.topology, (), welcome.max_silence_s, now, half_open=False)
+        silence_s = welcome.max_silence_s
+        link = Link(session, route, welcome.layout, welcome.topology, (), silence_s, now, now, half_open=False)
         link.heard = frame.seq
         if (met := _agree(link, welcome, self._hello)) is not None:
             link.stagings = Stagings(met.taken)
+        self._say_left_out(link)
         self.links[session] = peer.link = link
         self.counters.sessions_opened += 1
         self._stop_greeting(peer)
         self.watch(link, now)
-        self.emit(Attach(link, welcome.description))
+        self.emit(Attach(link, m.offers(welcome)))
         self.send(link, m.Heartbeat(), now)
         self._met(peer, now)
 
     def _welcome_problem(self, welcome: m.Welcome) -> str:
-        if welcome.transport != self._hello.transport:
-            return f"transport {welcome.transport!r} at prefill, {self._hello.transport!r} at decode"
+        if problem := _apart(welcome, "prefill", self._hello, "decode"):
+            return problem
         if not 0 < welcome.max_silence_s < float("inf"):
             return "no finite max_silence_s"
-        return layout_problem(welcome.layout) or _misfit(welcome, self._hello)
+        problem = columns.problem(welcome.columns, columns.MAX_ROW_NBYTES)
+        return problem or layout_problem(welcome.layout) or _misfit(welcome, self._hello)
 
     def _on_hello_refused(self, route: bytes, frame: m.Frame, refused: m.HelloRefused, now: float) -> None:
         peer = self.peers.get(route)
@@ -137,6 +148,7 @@ class Greeter(Core):
         self.emit(Complaint(peer.route, error))
         for room in list(peer.rooms):
             self._fail(room, error, now)
+        self._hang_up(peer.route)
 
     def unreachable(self, route: bytes, error: PdstageError, now: float) -> None:
         """No connection to `route` can be made: the rooms that wait for its answer to Hello fail with `error`.
@@ -180,21 +192,28 @@ class Host(Core):
                 self.counters.frames_stale += 1
                 return
             problem = self._hello_problem(hello)
+            if not problem and len(self.links) >= self.config.max_peers:
+                self.counters.peers_crowded += 1
+                if self._ask_idlest(now):
+                    return  # by the time Hello comes again there is a place
+                problem = f"already {len(self.links)} peers, all in use; raise Config.max_peers, or route elsewhere"
             if problem:
                 self.counters.sessions_refused += 1
                 self.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
                 self.emit(Complaint(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides")))
                 return
             self._make_room(route, now)
-            link = Link(session, route, hello.layout, hello.topology, hello.lanes, hello.max_silence_s, now)
+            link = Link(session, route, hello.layout, hello.topology, hello.lanes, hello.max_silence_s, now, now)
             link.exposes_pool = m.DIRECT_FEATURE in hello.features
+            link.rows = hello.rows
             if (met := _agree(link, self._welcome, hello)) is not None:
                 link.stagings = Stagings(met.offered)
+            self._say_left_out(link)
             self.links[session] = link
             self._n_half_open += 1
             self.counters.sessions_opened += 1
             self.watch(link, now)
-            self.emit(Attach(link, hello.description))
+            self.emit(Attach(link, m.offers(hello)))
         self.send(link, self._welcome, now)
 
     def _on_other_version(self, route: bytes, error: OtherVersion) -> None:
@@ -202,16 +221,29 @@ class Host(Core):
         self.send_loose(route, m.Session(*error.session), m.HelloRefused(error.what))
 
     def _hello_problem(self, hello: m.Hello) -> str:
-        if hello.transport != self._welcome.transport:
-            return f"transport {hello.transport!r} at decode, {self._welcome.transport!r} at prefill"
-        if not 0 < len(hello.lanes) < m.DIRECT or any(lane.nbytes < 1 for lane in hello.lanes):
+        if problem := _apart(hello, "decode", self._welcome, "prefill"):
+            return problem
+        if not 0 < len(hello.lanes) < m.AUX or any(lane.nbytes < 1 for lane in hello.lanes):
             return f"{len(hello.lanes)} lanes, or an empty one"
         if not 0 < hello.max_silence_s < float("inf"):
             return "no finite max_silence_s"
-        return self._crowded() or layout_problem(hello.layout) or _misfit(self._welcome, hello)
+        return _rows_problem(hello) or layout_problem(hello.layout) or _misfit(self._welcome, hello)
 
-    def _crowded(self) -> str:
-        return f"already {len(self.links)} peers" if len(self.links) >= self.config.max_peers else ""
+    def _ask_idlest(self, now: float) -> bool:
+        """Asks the peer whose session was idle for longest to end it; False if there is none."""
+        unused = (link for link in self.links.values() if not link.half_open and not self.in_use(link))
+        idlest = min(unused, key=lambda link: link.used_at, default=None)
+        if idlest is not None:
+            idlest.spare, idlest.used_at = True, now  # one that does not go is not asked again before the others
+            self.send(idlest, m.Heartbeat(m.SPARE), now)
+        return idlest is not None
+
+    def in_use(self, link: Link) -> bool:
+        return bool(link.records)
+
+    def _on_heartbeat(self, link: Link, beat: m.Heartbeat, now: float) -> None:
+        if beat.idle == m.SPARE and not self.in_use(link):
+            self.send(link, m.Heartbeat(m.IDLE), now)
 
     def _make_room(self, route: bytes, now: float) -> None:
         """Of too many half-open sessions one is over: the oldest of the route that greets, else of all.
@@ -242,7 +274,7 @@ class Host(Core):
         if link.half_open:
             self._n_half_open -= 1
         else:
-            self.counters.sessions_lost += 1
+            self.count_end(link)
             self._never_again(link.session)
         return True
 
@@ -262,6 +294,8 @@ class Host(Core):
             raise PeerError("Open with an endless deadline", remedy="check the peer")
         if opened.items and not link.exposes_pool:
             raise PeerError("Open gives items, but Hello did not expose the pool", remedy="check the peer")
+        if opened.row is not None and (link.rows is None or opened.row >= link.rows.n_rows):
+            raise PeerError(f"Open names aux row {opened.row}, which Hello did not expose", remedy="check the peer")
         if opened.shares not in link.shares:
             check_shares(link.converted[:2] if link.converted else (self._welcome.layout, link.layout), opened.shares)
             if len(link.shares) >= _MOST_SHARES:
@@ -277,19 +311,43 @@ class Host(Core):
             check_items(link.layout, items, asked.get(items.component))
 
 
+def _rows_problem(hello: m.Hello) -> str:
+    rows = hello.rows
+    if rows is not None and rows.base + rows.n_rows * rows.row_nbytes >= 1 << 63:
+        return f"{rows.n_rows} aux rows at {rows.base}"
+    return columns.problem(hello.columns, rows.row_nbytes if rows is not None else columns.MAX_ROW_NBYTES)
+
+
 def _agree(link: Link, welcome: m.Welcome, hello: m.Hello) -> Conversion | None:
     """What both sides' greetings make of a session, the same on both; returns how its layouts are converted, if so."""
     link.common = Common.of(welcome.layout, hello.layout)
+    link.aux = columns.share(welcome.columns, hello.columns)
     link.checksums = m.CHECKSUM_FEATURE in welcome.features and m.CHECKSUM_FEATURE in hello.features
+    link.tells_tags = m.TAGS_FEATURE in welcome.features and m.TAGS_FEATURE in hello.features
     met = meeting(welcome, hello)
     link.converted = met if met.components else None
     return link.converted
+
+
+def _apart(theirs: m.Hello | m.Welcome, there: str, ours: m.Hello | m.Welcome, here: str) -> str:
+    told, own = m.offers(theirs), m.offers(ours)
+    if told.keys() & own.keys():
+        return ""
+    return f"transport {_either(told)} at {there}, {_either(own)} at {here}"
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(map(repr, names))
 
 
 def _misfit(welcome: m.Welcome, hello: m.Hello) -> str:
     def judged(met: Conversion) -> str:
         return incompatible(met.offered, met.taken, welcome.topology, hello.topology) or parted(met, hello.layout)
 
+    if (m.TAGS_FEATURE in welcome.features) != (m.TAGS_FEATURE in hello.features):
+        return f"transport {hello.transport!r} carries tags at one side only: run one version of it on both"
+    if lacks := columns.lacking(welcome.columns, hello.columns):
+        return lacks
     problem = judged(meeting(welcome, hello))
     if problem and not judged(convert.pair(welcome.layout, hello.layout)):
         problem += "; to convert in flight, set Config.convert on both sides"

@@ -14,6 +14,7 @@ from pdstage.protocol.room import Room
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pdstage.columns import Shared
     from pdstage.plan import Rect, Share
     from pdstage.protocol import messages as m
     from pdstage.protocol.coverage import Coverage
@@ -46,7 +47,13 @@ class Part:
     closing: m.CloseOk | None = None
     has_aux: bool = False
     direct: bool = False
+    row_arrived: bool = False
     reason: str = ""
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether its writer was told of memory of this room: of pages, or of the aux row."""
+        return self.direct or (self.has_aux and self.room.row is not None)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +81,8 @@ class InRoom(Room):
         "parts",
         "pending",
         "priority",
+        "row",
+        "shared",
         "wire_items",
         "writers",
     )
@@ -88,6 +97,10 @@ class InRoom(Room):
         self.wire_items: tuple[m.Items, ...] = ()
         self.asked: tuple[m.Asked, ...] = ()
         self.aux: bytes | None = None
+        self.row: int | None = None
+        """The number of the aux row that its writer may write."""
+        self.shared: Shared | None = None
+        """Once the aux is here, if it is a row: of which columns. Its bytes are in the row itself if `aux` is None."""
         self.pending = 0
         self.priority = 0
         self.deadline_s = 0.0

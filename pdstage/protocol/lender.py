@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdstage.protocol import messages as m
-from pdstage.protocol.handshake import Greeter
 from pdstage.protocol.holdings import Grant, Holdings
+from pdstage.protocol.parting import Parting
 
 if TYPE_CHECKING:
     from pdstage.protocol.config import Config
     from pdstage.protocol.session import Link
 
 
-class Lender(Greeter):
+class Lender(Parting):
     """The decode core's ledger of leases."""
 
     def __init__(self, incarnation: int, config: Config, hello: m.Hello) -> None:

@@ -15,6 +15,7 @@ from typing import Annotated, NamedTuple, TypeAlias, get_args
 import msgspec
 from msgspec import Meta
 
+from pdstage.columns import MAX_COLUMNS, MAX_ROW_NBYTES, Placed
 from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Layout  # noqa: TC001  (msgspec resolves these at run time)
 from pdstage.plan import Rect, Share
@@ -29,10 +30,16 @@ _FRAME_MAGIC, _TAG_MAGIC = b"Pd", b"Pt"
 MAX_RECTS = 64
 MAX_ROOM_NBYTES = 256
 MAX_REASON = 4096
-DIRECT_FEATURE, CHECKSUM_FEATURE, CONVERT_FEATURE = "direct", "checksum", "convert"
-"""What Hello and Welcome offer: decode's pages may be written in place; staged chunks may carry a checksum."""
+DIRECT_FEATURE, CHECKSUM_FEATURE, CONVERT_FEATURE, TAGS_FEATURE = "direct", "checksum", "convert", "tags"
+"""What Hello and Welcome offer: decode's pages may be written in place; staged chunks may carry a checksum; formats are
+converted; tags travel as messages, since the transport carries none.
+"""
 DIRECT = 0xFFFF
 """The lane number of a chunk written straight into the destination's pages."""
+AUX = 0xFFFE
+"""The lane number of the aux row, written straight into the row that Open named."""
+IN_USE, IDLE, SPARE = 0, 1, 2
+"""What a Heartbeat says of its session: rooms of the sender need it; none does; none does, and it had better end."""
 
 RoomId: TypeAlias = int | str | bytes
 
@@ -46,7 +53,9 @@ RoomKey: TypeAlias = Annotated[bytes, Meta(max_length=MAX_ROOM_NBYTES)]
 Described: TypeAlias = Annotated[bytes, Meta(max_length=4 << 20)]
 Features: TypeAlias = Annotated[tuple[Word, ...], Meta(max_length=64)]
 Rects: TypeAlias = Annotated[tuple[Rect, ...], Meta(max_length=MAX_RECTS)]
+TagBytes: TypeAlias = Annotated[bytes, Meta(max_length=_TAG.size + MAX_RECTS * _RECT.size)]
 Shares: TypeAlias = Annotated[tuple[Share, ...], Meta(max_length=4096)]
+AuxColumns: TypeAlias = Annotated[tuple[Placed, ...], Meta(max_length=MAX_COLUMNS)]
 
 
 def brief(reason: str) -> str:
@@ -96,6 +105,23 @@ class LaneSpan(NamedTuple):
     device: Device = 0
 
 
+class Offer(NamedTuple):
+    """One more transport that a node has, and what a peer's needs to reach it."""
+
+    transport: Word
+    description: Described
+
+
+class RowSpan(NamedTuple):
+    """Where a rank's aux rows lie: row r is `row_nbytes` bytes at `base + r * row_nbytes`."""
+
+    base: Number
+    row_nbytes: Annotated[int, Meta(ge=1, le=MAX_ROW_NBYTES)]
+    n_rows: Annotated[int, Meta(ge=1, le=1 << 30)]
+    kind: Word = "cpu"
+    device: Device = 0
+
+
 class Asked(NamedTuple):
     """What a room asks of one component: tokens (or slots) `[start, stop)`."""
 
@@ -114,12 +140,20 @@ class Items(NamedTuple):
     data: memoryview
 
 
+Offers: TypeAlias = Annotated[tuple[Offer, ...], Meta(max_length=16)]
+
+
 class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of the closed union `AnyMessage`. D>P means decode to prefill."""
 
 
 class Hello(Message, frozen=True, tag=1):
-    """D>P until Welcome or HelloRefused. Can we talk, and where may you write."""
+    """D>P until Welcome or HelloRefused. Can we talk, and where may you write.
+
+    `transport` is the one its sender prefers, `others` the rest: the writer chooses of those that both have.
+    `columns`: of the aux rows that decode takes. `rows`: where they lie, if they may be written there; an Open then
+    names one.
+    """
 
     topology: Topology
     layout: Layout
@@ -128,10 +162,13 @@ class Hello(Message, frozen=True, tag=1):
     lanes: Annotated[tuple[LaneSpan, ...], Meta(max_length=1 << 17)]
     max_silence_s: float
     features: Features
+    columns: AuxColumns = ()
+    rows: RowSpan | None = None
+    others: Offers = ()
 
 
 class Welcome(Message, frozen=True, tag=2):
-    """P>D, answer to Hello."""
+    """P>D, answer to Hello. `columns`: of the aux rows that prefill gives."""
 
     topology: Topology
     layout: Layout
@@ -139,6 +176,13 @@ class Welcome(Message, frozen=True, tag=2):
     description: Described
     max_silence_s: float
     features: Features
+    columns: AuxColumns = ()
+    others: Offers = ()
+
+
+def offers(told: Hello | Welcome) -> dict[str, bytes]:
+    """The transports that a greeting names, best first, each with what `connect` needs of it."""
+    return {told.transport: told.description} | {other.transport: other.description for other in told.others}
 
 
 class HelloRefused(Message, frozen=True, tag=3):
@@ -168,8 +212,8 @@ class Open(Message, frozen=True, tag=6):
 
     `asked` is of this writer: of contiguous parts of the tokens, what both ranks hold of those that the room asks for.
     `items` is empty unless the direct path may be taken. `destinations` counts the decode ranks that open this room
-    with this writer; `rank` is the asking one's number among its group. `aux`: this writer's Close carries the
-    request's aux bytes.
+    with this writer; `rank` is the asking one's number among its group. `aux`: this writer brings the request's aux:
+    in its Close, or by a write into `row`, the number of one of Hello's `rows`.
     """
 
     epoch: Number
@@ -182,6 +226,7 @@ class Open(Message, frozen=True, tag=6):
     aux: bool
     priority: int
     deadline_s: float
+    row: Number | None = None
 
 
 class Opened(Message, frozen=True, tag=7):
@@ -255,7 +300,7 @@ class Returned(Message, frozen=True, tag=13):
 
 
 class Written(NamedTuple):
-    """One chunk that a writer wrote: its lease, or `lane == DIRECT`."""
+    """One chunk that a writer wrote: its lease, or `lane` DIRECT or, of the aux row, AUX."""
 
     chunk: Number
     lane: Number
@@ -273,12 +318,14 @@ class CloseOk(Message, frozen=True, tag=14):
     """P>D until Closed or Abort: all this writer owes is written; here is what, and the aux bytes if asked for.
 
     `slots`: of each component without positions that this writer owes, how many there are; no more will come.
+    `packed`: `aux` is a row: the columns that both sides have, one after the other in the order of their names.
     """
 
     epoch: Number
     written: Annotated[tuple[Written, ...], Meta(max_length=1 << 20)]
     aux: bytes | None
     slots: Annotated[tuple[Given, ...], Meta(max_length=MAX_RECTS)] = ()
+    packed: bool = False
 
 
 class CloseFailed(Message, frozen=True, tag=15):
@@ -314,11 +361,16 @@ class Drained(Message, frozen=True, tag=18):
 
 
 class Heartbeat(Message, frozen=True, tag=19):
-    """Both ways, when nothing else was said for a while."""
+    """Both ways, when nothing else was said for a while. `idle`: whether the sender still needs the session.
+
+    Prefill answers SPARE with IDLE, if it is; decode, where both are idle and either wants it, with Bye.
+    """
+
+    idle: Number = IN_USE
 
 
 class Bye(Message, frozen=True, tag=20):
-    """Both ways: this process ends this session in order."""
+    """Both ways: this process ends this session in order. Prefill answers it with its own."""
 
 
 class NoSession(Message, frozen=True, tag=21):
@@ -330,10 +382,19 @@ class NoSession(Message, frozen=True, tag=21):
     incarnation: int
 
 
+class Tagged(Message, frozen=True, tag=22):
+    """P>D, once a write is done, where both sides offered `TAGS_FEATURE`: its tag, which the transport does not carry.
+
+    Said again in answer to a Recall of what was written, and with each repeated CloseOk. A tag had already is dropped.
+    """
+
+    tag: TagBytes
+
+
 # fmt: off
 AnyMessage: TypeAlias = (
     Hello | Welcome | HelloRefused | Ask | Asking | Open | Opened | Reserve | Lease | Refused | Watermark | Recall
-    | Returned | CloseOk | CloseFailed | Closed | Abort | Drained | Heartbeat | Bye | NoSession
+    | Returned | CloseOk | CloseFailed | Closed | Abort | Drained | Heartbeat | Bye | NoSession | Tagged
 )
 # fmt: on
 
@@ -345,7 +406,7 @@ class Frame(NamedTuple):
 
 
 class Tag(NamedTuple):
-    """What a finished write says of itself. `lane` DIRECT means in place; then `cursor` is 0.
+    """What a finished write says of itself. `lane` DIRECT means in place, AUX the aux row; then `cursor` is 0.
 
     `checksum` (`pdstage.kernels.checksum`) is of a staged chunk in a session where both sides offered it; else 0.
     """

@@ -11,10 +11,11 @@ from enum import Enum, auto
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from pdstage.protocol.messages import AUX, DIRECT
 from pdstage.protocol.room import Room
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pdstage.plan import Rect, Share, Staging, Stagings
     from pdstage.protocol.messages import Open, Session, Written
@@ -44,6 +45,7 @@ class Phase(Enum):
     READY = auto()
     """Queued: may be gathered and written now."""
     GATHERING = auto()
+    """Maybe straight into its lease: it is not DROPPED before that ended."""
     WRITING = auto()
     WRITTEN = auto()
     BROKEN = auto()
@@ -66,13 +68,24 @@ class OutChunk:
     attempt: int = 0
     lane: int = 0
     cursor: int = 0
+    checksum: int = 0
+    """Of its bytes as they were gathered, where the session has checksums."""
+    row: bool = False
+    """It is the room's aux row, which goes direct."""
     waits_since: float = 0.0
     """Since when its data exists and it has no staging memory that it may write."""
+    placed: bool = False
+    """The driver's note: it is gathered straight into its lease, so that only its tag is left to be sent."""
 
     @property
     def tokens(self) -> dict[str, tuple[int, int]]:
         """The token ranges to stage: the numbers of those that both ranks hold."""
         return self.record.link.common.tokens(self.rects)
+
+    @property
+    def where(self) -> tuple[int, int]:
+        """Lane and cursor, as its tag and Close say it."""
+        return (self.lane, self.cursor) if not self.direct else (AUX if self.row else DIRECT, 0)
 
     @property
     def begun(self) -> bool:
@@ -108,6 +121,9 @@ class Record:
     unwritten: int = 0
     in_flight: int = 0
     written: list[Written] = field(default_factory=list)
+    aux: bytes | None = None
+    """What its Close carries."""
+    packed: bool = False
     asked: dict[str, tuple[int, int]] = field(init=False)
     reason: str = ""
     _exposed: frozenset[str] = field(init=False)
@@ -134,10 +150,19 @@ class Record:
         return self.open.shares
 
 
+class GivenRow(NamedTuple):
+    """An aux row in this rank's memory, that stays as it is until its room is released; `read` gives its bytes."""
+
+    address: int
+    read: Callable[[], memoryview]
+
+
 class OutRoom(Room):
     """One room as its prefill rank sees it."""
 
-    __slots__ = ("aux", "deadline_s", "destinations", "finished", "in_flight", "n_destinations", "slots", "sources")
+    __slots__ = (
+        "aux", "deadline_s", "destinations", "finished", "in_flight", "n_destinations", "slots", "sources",
+    )  # fmt: skip
 
     def __init__(self, key: bytes) -> None:
         super().__init__(key)
@@ -147,7 +172,7 @@ class OutRoom(Room):
         self.destinations: dict[int, Record] = {}
         self.n_destinations = 0
         self.finished = False
-        self.aux: bytes | None = None
+        self.aux: bytes | GivenRow | None = None
         self.in_flight = 0
         self.deadline_s = 0.0
         """The last Open's. It holds for the engine too: a room never finished ends all the same."""

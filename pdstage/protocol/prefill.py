@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
-from pdstage.protocol.outbox import OutChunk, OutRoom, Phase, Record, RecordPhase, Source
+from pdstage.protocol.outbox import GivenRow, OutChunk, OutRoom, Phase, Record, RecordPhase, Source
+from pdstage.protocol.room import NO_ROWS, OwnRows
 from pdstage.protocol.sending import Sending
 from pdstage.protocol.session import Link
 
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class PrefillCore(Sending):
-    """The protocol's prefill half. `choose` says whether a chunk that may go direct should; not `direct`: none may."""
+    """The protocol's prefill half. `choose` says whether a chunk that may go direct should; not `direct`: none may.
+
+    Not `notifies`: the transport carries no tags, so they are said here.
+    """
 
     def __init__(
         self,
@@ -41,12 +45,19 @@ class PrefillCore(Sending):
         config: Config,
         choose: Callable[[OutChunk], bool],
         direct: bool = True,
+        notifies: bool = True,
+        others: tuple[m.Offer, ...] = (),
+        rows: OwnRows = NO_ROWS,
     ) -> None:
-        offered = ((m.CHECKSUM_FEATURE, config.checksums), (m.CONVERT_FEATURE, config.convert))
+        offered = (
+            (m.CHECKSUM_FEATURE, config.checksums), (m.CONVERT_FEATURE, config.convert), (m.TAGS_FEATURE, not notifies),
+        )  # fmt: skip
         features = tuple(name for name, offer in offered if offer)
-        welcome = m.Welcome(topology, layout, transport, description, config.max_silence_s, features)
+        welcome = m.Welcome(
+            topology, layout, transport, description, config.max_silence_s, features, rows.columns, others
+        )  # fmt: skip
         super().__init__(
-            incarnation, config, welcome, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose
+            incarnation, config, welcome, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose, rows=rows
         )  # fmt: skip
         self._direct = direct
         self._components = tuple(component.name for component in layout.components)
@@ -60,7 +71,7 @@ class PrefillCore(Sending):
             m.Recall: self._on_recall,
             m.Closed: self._on_closed,
             m.Abort: self._on_abort,
-            m.Heartbeat: lambda *_: None,
+            m.Heartbeat: self._on_heartbeat,
             m.Bye: self._on_bye,
         }
 
@@ -144,13 +155,16 @@ class PrefillCore(Sending):
                 self._advance(chunk)
         self._settle(now)
 
-    def finish(self, room: OutRoom, aux: bytes | None, now: float) -> None:
-        """No more chunks will come; `aux` goes to the destinations that want it."""
+    def finish(self, room: OutRoom, aux: bytes | GivenRow | None, now: float) -> None:
+        """No more chunks will come; `aux` goes to the destinations that want it.
+
+        A row goes straight into theirs where both sides have them within reach, else in their Close.
+        """
         if room.ended:
             return
         if room.finished:
             raise UsageError(f"room {room.key!r} is finished already", remedy="call finish() once", room=room.key)
-        if aux is not None and len(aux) > self.config.max_aux_nbytes:
+        if isinstance(aux, bytes) and len(aux) > self.config.max_aux_nbytes:
             raise UsageError(
                 f"room {room.key!r} has {len(aux)} aux bytes, the limit is {self.config.max_aux_nbytes}",
                 remedy="raise Config.max_aux_nbytes, or send it as a component",
@@ -161,8 +175,11 @@ class PrefillCore(Sending):
             if link.session in self.links:
                 self.send(link, m.Asking(epoch, True), now)
         for record in list(room.destinations.values()):
-            self._maybe_close(record, now)
+            if record.phase is RecordPhase.LIVE:
+                self._add_row(record)
+                self._maybe_close(record, now)
         self._maybe_complete(room)
+        self._settle(now)
 
     def abort(self, room: OutRoom, reason: str, now: float) -> None:
         self._fail(room, Aborted(f"room {room.key!r} was aborted at prefill: {reason}"), now)
@@ -293,6 +310,7 @@ class PrefillCore(Sending):
 
     def _on_bye(self, link: Link, bye: m.Bye, now: float) -> None:
         link.said_bye = True
+        self.send(link, m.Bye(), now)
         self.lose(link, PeerError("the decode node closed", remedy="route elsewhere"), now)
 
     # Time, and the end of sessions.
@@ -303,7 +321,7 @@ class PrefillCore(Sending):
                 self._ask_again(chunk, now)
             case ("close", Record() as record):
                 if record.phase is RecordPhase.CLOSING:
-                    self._close(record, now)
+                    self._close_again(record, now)
                 elif record.phase is RecordPhase.FAILING:
                     self._close_failed(record, now)
             case ("open_wait", OutRoom() as room):

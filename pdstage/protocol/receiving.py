@@ -19,7 +19,7 @@ from pdstage.protocol.effects import Changed, Complaint, Detach
 from pdstage.protocol.fit import lacking
 from pdstage.protocol.inbox import InRoom, Part, PartPhase
 from pdstage.protocol.lender import Lender
-from pdstage.protocol.room import Event, State
+from pdstage.protocol.room import Event, OwnRows, State
 from pdstage.protocol.slots import Slots
 
 if TYPE_CHECKING:
@@ -28,13 +28,16 @@ if TYPE_CHECKING:
     from pdstage.protocol.session import Link
 
 _MOST_DEALT = 4096
+_MOST_REPEATS = 65_536
+"""Chunks of one writer beyond which one that brings nothing new is not noted."""
 
 
 class Receiving(Lender):
     """The decode core's room table. A room is in `rooms` until it ends, in `epochs` until it is released."""
 
-    def __init__(self, incarnation: int, config: Config, hello: m.Hello) -> None:
+    def __init__(self, incarnation: int, config: Config, hello: m.Hello, rows: OwnRows) -> None:
         super().__init__(incarnation, config, hello)
+        self._rows = rows
         self.rooms: dict[bytes, InRoom] = {}
         self.epochs: dict[int, InRoom] = {}
         self.layout = hello.layout
@@ -119,6 +122,7 @@ class Receiving(Lender):
             part.has_aux,
             room.priority,
             room.deadline_s,
+            room.row if part.has_aux else None,
         )
         self.send(part.link, opening, now)
         self.repeat(("open", part), now)
@@ -228,6 +232,24 @@ class Receiving(Lender):
 
     # Parts.
 
+    def _is_news(self, part: Part, coverage: Coverage, tag: m.Tag) -> bool:
+        """Whether what a tag says was written in place may have been, and was not told before (I6, I7)."""
+        if tag.lane == m.AUX:
+            return part.has_aux and part.room.row is not None and not part.row_arrived and not tag.rects
+        if not part.direct or not tag.rects or coverage.problem(tag.rects) or tag.chunk in part.arrived:
+            return False
+        return not (coverage.covers(tag.rects) and len(part.arrived) >= _MOST_REPEATS)
+
+    def _take_aux(self, room: InRoom, link: Link, close: m.CloseOk) -> None:
+        """A row that came both ways, as its post was told to have failed, is what the message says."""
+        room.aux = close.aux
+        if close.packed or any(written.lane == m.AUX for written in close.written):
+            room.shared = link.aux
+        if close.packed and self._rows.wanted:
+            self.counters.aux_fallbacks += 1
+            what = "an aux row came by control message, not by the data transport"
+            self.say_once(link.route, what, "see prefill's log for why, and aux_fallbacks")
+
     def _shortfall(self, part: Part, close: m.CloseOk) -> str:
         """Why what a writer has brought is not all, in words; empty if it is.
 
@@ -262,14 +284,14 @@ class Receiving(Lender):
         """
         if self.links.pop(link.session, None) is None:
             return
-        self.counters.sessions_lost += 1
+        self.count_end(link)
         self.unwatch(link)
         self._dealt.clear()
         peer = self.peers.pop(link.route, None)
         for part in list(link.parts.values()):
             self._fail(part.room, error, now)
             self._stop_asking(part)
-            if not part.direct:  # it may still write staging memory, never this room's pages
+            if not part.writes_in_place:  # it may still write staging memory, never this room's own
                 self._quiet(part)
         if peer is not None:
             for room in list(peer.rooms):
@@ -281,6 +303,10 @@ class Receiving(Lender):
         if self.holds(link):
             self._stranded[link.session] = link
             self._ask_stranded(link, now)
+        self._hang_up(link.route)
+
+    def needs(self, route: bytes) -> bool:
+        return super().needs(route) or any(link.route == route for link in self._stranded.values())
 
     def _ask_stranded(self, link: Link, now: float) -> None:
         """Asks a lost session's writer whether it still knows the session, at the pace of a heartbeat.
@@ -289,7 +315,7 @@ class Receiving(Lender):
         transports too that fence nothing. The question is outside the session's order, so it keeps nothing alive.
         """
         if not self.holds(link):
-            del self._stranded[link.session]
+            self._leave_stranded(link)
             return
         self.send_loose(link.route, link.session, m.Heartbeat())
         self.timers.set(("stranded", link), now + self.config.max_silence_s / 3)
@@ -302,8 +328,9 @@ class Receiving(Lender):
             self._leave_stranded(link)
 
     def _leave_stranded(self, link: Link) -> None:
-        self._stranded.pop(link.session, None)
-        self.timers.cancel(("stranded", link))
+        if self._stranded.pop(link.session, None) is not None:
+            self.timers.cancel(("stranded", link))
+            self._hang_up(link.route)
 
     def fenced(self, link: Link, now: float) -> None:
         """After `Detach`: nothing of that session lands any more, so all it held is free."""
@@ -315,7 +342,7 @@ class Receiving(Lender):
         self._settle(now)
 
     def holds(self, link: Link) -> bool:
-        """Whether a lost session that is not fenced yet still keeps memory: leases, or pages it may write in place."""
+        """Whether a lost session that is not fenced yet still keeps memory: leases, or what it may write in place."""
         if self.holdings.of_session(link):
             return True
         return any(part.phase is not PartPhase.QUIET for part in link.parts.values())

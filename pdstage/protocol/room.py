@@ -6,10 +6,12 @@ Layer 2, pure. Must not know leases: what a room holds is kept apart and outlive
 from __future__ import annotations
 
 from enum import Enum, IntEnum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from pdstage.columns import Placed
     from pdstage.errors import PdstageError
+    from pdstage.protocol.messages import RowSpan
 
 
 class State(IntEnum):
@@ -45,6 +47,23 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.TRANSFERRING, Event.FAILED): State.FAILED,
 }
 """All else changes nothing: Success and Failed are terminal (I1), and a room moves once."""
+
+
+class OwnRows(NamedTuple):
+    """A node's own side of aux: the columns of its rows; whether rows are to travel by the data transport (else by
+    message); and where they lie, if it can reach them.
+    """
+
+    columns: tuple[Placed, ...] = ()
+    wanted: bool = False
+    span: RowSpan | None = None
+
+    @property
+    def within_reach(self) -> bool:
+        return self.wanted and self.span is not None
+
+
+NO_ROWS = OwnRows()
 
 
 class Room:

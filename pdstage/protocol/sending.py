@@ -17,7 +17,7 @@ from pdstage.protocol import messages as m
 from pdstage.protocol.borrower import Borrower
 from pdstage.protocol.effects import Changed, Complaint, Detach
 from pdstage.protocol.fit import lacking
-from pdstage.protocol.outbox import Ended, OutChunk, OutRoom, Phase, Record, RecordPhase
+from pdstage.protocol.outbox import Ended, GivenRow, OutChunk, OutRoom, Phase, Record, RecordPhase, Source
 from pdstage.protocol.parked import Askers, Parked
 from pdstage.protocol.room import Event
 from pdstage.protocol.slots import Slots
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from pdstage.errors import PdstageError
     from pdstage.protocol.config import Config
+    from pdstage.protocol.room import OwnRows
     from pdstage.protocol.session import Link
 
 _MOST_ENDED = 4096
@@ -44,10 +45,12 @@ class Sending(Borrower):
         n_buffers: int,
         buffer_nbytes: int,
         choose: Callable[[OutChunk], bool],
+        rows: OwnRows,
     ) -> None:
         super().__init__(
             incarnation, config, welcome, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose
         )  # fmt: skip
+        self._rows = rows
         self.rooms: dict[bytes, OutRoom] = {}
         self._slots = Slots(welcome.layout)
         self._fitting: set[frozenset[m.Session]] = set()
@@ -74,6 +77,8 @@ class Sending(Borrower):
                 self.emit(Changed(room))
         for source in room.sources:
             self._add(record, source, now)
+        if room.finished:
+            self._add_row(record)
         self._maybe_close(record, now)
 
     def _unwanted(self, room: OutRoom) -> str:
@@ -105,6 +110,7 @@ class Sending(Borrower):
             if problem:
                 self._fail(room, UsageError(problem, remedy="give as many as decode does", room=room.key), now)
                 return
+        self._set_aux(record, room)
         record.phase = RecordPhase.CLOSING
         self._close(record, now)
         self._maybe_complete(room)
@@ -127,10 +133,56 @@ class Sending(Borrower):
             self._end(room)
 
     def _close(self, record: Record, now: float) -> None:
-        aux = record.room.aux if record.room is not None and record.open.aux else None
-        close = m.CloseOk(record.epoch, tuple(record.written), aux, self._given(record))
+        written = tuple(record.written)
+        close = m.CloseOk(record.epoch, written, record.aux, self._given(record), record.packed)
         self.send(record.link, close, now)
         self.repeat(("close", record), now)
+
+    def _close_again(self, record: Record, now: float) -> None:
+        """Unanswered: what was lost may be a tag that was said, and decode waits for all that are listed."""
+        for chunk in record.chunks.values():
+            self._tell_tag(chunk, now)
+        self._close(record, now)
+
+    # The aux row.
+
+    def _add_row(self, record: Record) -> None:
+        """Puts the room's aux row on its way into the row that `record` named, where that is within reach."""
+        room, link = record.room, record.link
+        if room is None or not isinstance(room.aux, GivenRow) or not record.open.aux or not link.aux.spans:
+            return
+        why = self._no_row(record)
+        if why:
+            self._row_failed(record, why)
+            return
+        nbytes = sum(span.nbytes for span in link.aux.spans)
+        chunk = OutChunk(
+            record, len(record.chunks), Source((), {}, ready=True), (), nbytes, Phase.HELD, direct=True, row=True
+        )
+        record.chunks[chunk.number] = chunk
+        record.unwritten += 1
+        self._advance(chunk)
+
+    def _no_row(self, record: Record) -> str:
+        if not self._rows.within_reach:
+            return "aux rows are not within the data transport's reach, or not to be, at prefill"
+        if record.link.rows is None:
+            return "aux rows are not within the data transport's reach, or not to be, at decode"
+        return "a receiver was bound without an aux row" if record.open.row is None else ""
+
+    def _row_failed(self, record: Record, why: str) -> None:
+        if self._rows.wanted and record.phase is RecordPhase.LIVE:
+            self.counters.aux_fallbacks += 1
+            self.say_once(record.link.route, f"{why}: it goes by control message", "see aux_fallbacks")
+
+    def _set_aux(self, record: Record, room: OutRoom) -> None:
+        """What Close carries, as of now: soon the row may be another room's."""
+        aux, shared = room.aux, record.link.aux
+        if isinstance(aux, GivenRow):
+            by_write = any(written.lane == m.AUX for written in record.written)
+            record.packed = record.open.aux and bool(shared.src) and not by_write
+            aux = shared.pack(aux.read()) if record.packed else None
+        record.aux = aux if record.open.aux else None
 
     def _fail_record(self, record: Record, error: PdstageError, now: float) -> None:
         if record.room is not None:
@@ -176,7 +228,7 @@ class Sending(Borrower):
         for chunk in record.chunks.values():
             if chunk.phase is not Phase.WRITTEN:
                 self.timers.cancel(("ask", chunk))
-                if chunk.phase not in (Phase.WRITING, Phase.BROKEN):
+                if chunk.phase not in (Phase.GATHERING, Phase.WRITING, Phase.BROKEN):
                     chunk.phase = Phase.DROPPED
 
     def _drain(self, record: Record, now: float) -> None:

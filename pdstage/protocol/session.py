@@ -12,11 +12,15 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pdstage.columns import NOTHING
 from pdstage.errors import PeerError
 from pdstage.metrics import Counters
 from pdstage.ownership import EVERYTHING
 from pdstage.protocol.effects import Complaint, Effect, Send
 from pdstage.protocol.messages import (
+    IDLE,
+    IN_USE,
+    SPARE,
     AnyMessage,
     Bye,
     Frame,
@@ -38,6 +42,7 @@ from pdstage.protocol.versions import OtherVersion
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from pdstage.columns import Shared
     from pdstage.convert import Conversion
     from pdstage.errors import PdstageError
     from pdstage.layout import Layout
@@ -45,8 +50,12 @@ if TYPE_CHECKING:
     from pdstage.plan import Share, Stagings
     from pdstage.protocol.config import Config
     from pdstage.protocol.inbox import Part
+    from pdstage.protocol.messages import RowSpan
     from pdstage.protocol.outbox import Record
     from pdstage.topology import Topology
+
+
+_MOST_SAID = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -61,14 +70,24 @@ class Link:
     silence_s: float
     """What the peer promised: silent for longer, it is lost."""
     heard_at: float
+    used_at: float
+    """When a room last needed it: the last frame that was no heartbeat. No room of either side ends without one."""
     sent_at: float = 0.0
     n_sent: int = 0
     heard: int = 0
     half_open: bool = True
+    aux: Shared = NOTHING
+    """The columns of aux rows that both have."""
+    rows: RowSpan | None = None
+    """The peer's aux rows, if they may be written in place."""
+    spare: bool = False
+    """Its place is needed: it had better end."""
     exposes_pool: bool = False
     """The peer's pages may be written in place; else only its staging memory."""
     checksums: bool = False
     """Both sides offered them: staged chunks carry one."""
+    tells_tags: bool = False
+    """Both sides offered it: tags travel as messages."""
     converted: Conversion | None = None
     """Both offered to convert, and some formats differ: how the two layouts meet."""
     stagings: Stagings | None = None
@@ -99,6 +118,7 @@ class Core(ABC):
         self._effects: list[Effect] = []
         self._tickets = 0
         self._lateness = Lateness(config.max_silence_s)
+        self._said: set[str] = set()
 
     def take_effects(self) -> list[Effect]:
         """The effects since the last call, in order; the driver carries them out."""
@@ -195,6 +215,16 @@ class Core(ABC):
     def emit(self, effect: Effect) -> None:
         self._effects.append(effect)
 
+    def say_once(self, route: bytes, what: str, remedy: str) -> None:
+        """A complaint about what will be so for many rooms or peers."""
+        if what not in self._said and len(self._said) < _MOST_SAID:
+            self._said.add(what)
+            self.emit(Complaint(route, PeerError(what, remedy=f"{remedy}; this is said once")))
+
+    def _say_left_out(self, link: Link) -> None:
+        for what in link.aux.left_out:
+            self.say_once(link.route, f"aux column {what}: it is left out", "give it on both sides, or on neither")
+
     def send(self, link: Link, message: AnyMessage, now: float) -> None:
         link.n_sent += 1
         link.sent_at = now
@@ -224,12 +254,20 @@ class Core(ABC):
                 return True
             link.heard = frame.seq
             link.heard_at = now
+            if not isinstance(frame.message, Heartbeat):
+                link.used_at, link.spare = now, False
         return False
 
     def watch(self, link: Link, now: float) -> None:
         """Starts the two timers of a live session: our heartbeat and the peer's silence."""
         self.timers.set(("beat", link), now + self.config.max_silence_s / 3)
         self.timers.set(("silence", link), now + self._patience_s(link))
+
+    def count_end(self, link: Link) -> None:
+        if link.said_bye:
+            self.counters.sessions_ended += 1
+        else:
+            self.counters.sessions_lost += 1
 
     def unwatch(self, link: Link) -> None:
         self.timers.cancel(("beat", link))
@@ -240,7 +278,7 @@ class Core(ABC):
         if kind == "beat":
             due = link.sent_at + self.config.max_silence_s / 3
             if due <= now:
-                self.send(link, Heartbeat(), now)
+                self.send(link, Heartbeat(self._need_of(link, now)), now)
                 due = now + self.config.max_silence_s / 3
             self.timers.set(("beat", link), due)
             return False
@@ -250,6 +288,20 @@ class Core(ABC):
             return False
         return True
 
+    def needs(self, route: bytes) -> bool:
+        """Whether the connection to `route` is needed; those that peers made are theirs to give up."""
+        return True
+
+    @abstractmethod
+    def in_use(self, link: Link) -> bool:
+        """Whether a room of this side needs the session."""
+
+    def _need_of(self, link: Link, now: float) -> int:
+        """What a heartbeat says: a session that nobody needs costs both ends memory, and a connection."""
+        if self.in_use(link):
+            return IN_USE
+        return SPARE if link.spare or now - link.used_at >= self.config.idle_s else IDLE
+
     def _patience_s(self, link: Link) -> float:
         """A greeting that nobody follows up expires by our clock, whatever it promised."""
         return min(link.silence_s, self.config.hello_s) if link.half_open else link.silence_s
@@ -257,6 +309,24 @@ class Core(ABC):
     def repeat(self, key: Hashable, now: float) -> None:
         """Asks for `key` to come due again after `retry_s`: the side that waits repeats its question."""
         self.timers.set(key, now + self.config.retry_s)
+
+    def back_off(self, key: Hashable, now: float, n_tries: int, salt: int) -> None:
+        """As `repeat`, after `n_tries` in vain: twice as long each time up to `retry_cap_s`, less up to half of it.
+
+        The jitter is drawn from `salt` and `n_tries` alone: a fleet that lost one peer does not ask in step, and a core
+        does the same things again when it is given the same inputs.
+        """
+        longest_s = max(self.config.retry_s, self.config.retry_cap_s)
+        wait_s = min(self.config.retry_s * 2.0 ** min(n_tries, 64), longest_s)
+        self.timers.set(key, now + wait_s * (0.5 + 0.5 * drawn(salt + n_tries)))
+
+
+def drawn(salt: int) -> float:
+    """A number in [0, 1) that looks random: the finalizer of SplitMix64 (Steele, Lea, Flood 2014) of `salt`."""
+    z = salt * 0x9E37_79B9_7F4A_7C15 % (1 << 64)
+    z = (z ^ z >> 30) * 0xBF58_476D_1CE4_E5B9 % (1 << 64)
+    z = (z ^ z >> 27) * 0x94D0_49BB_1331_11EB % (1 << 64)
+    return (z ^ z >> 31) / (1 << 64)
 
 
 @dataclass(slots=True)

@@ -5,47 +5,63 @@ Layer 4. Must not know any backend: a module `x` here that defines a class `TRAN
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 import pkgutil
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, cast
 
-from pdstage.errors import UsageError
+from pdstage.errors import PdstageError, UsageError
 from pdstage.spans import Spans
-from pdstage.transport.base import Done, Event, Inbound, PostFailed, Traits, Transport
+from pdstage.transport._auto import AutoTransport
+from pdstage.transport._backend import Backend, Link, Told
+from pdstage.transport.base import Done, Event, Figures, Inbound, Mapped, PostFailed, Traits, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 __all__ = [
+    "Backend",
     "Done",
     "Event",
+    "Figures",
     "Inbound",
+    "Link",
+    "Mapped",
     "PostFailed",
     "Spans",
+    "Told",
     "Traits",
     "Transport",
     "available",
+    "moving",
     "names",
     "open_transport",
 ]
 
 ENTRY_POINTS = "pdstage.transports"
 
+log = logging.getLogger(__name__)
+
 
 def open_transport(name: str, **options: object) -> Transport:
-    """A new transport of that name; "auto" takes the most preferred that imports.
+    """A new transport of that name; "auto" is all that start here, and takes for each peer the most preferred.
 
-    `options` go to its constructor. Raises `UsageError` for an unknown name or option or a missing dependency, and what
-    the constructor raises.
+    `options` go to its constructor; auto has none. Raises `UsageError` for an unknown name or option or a missing
+    dependency, and what the constructor raises.
     """
-    kind = _preferred() if name == "auto" else _load(name)
+    if name == "auto" and not options:
+        return _auto()
+    kind = _load(name)
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as error:
         raise UsageError(f"transport {name!r}: {error}", remedy=f"see {kind.__module__}.{kind.__name__}") from error
+    if kind.caveat:
+        log.warning("transport %r: %s", name, kind.caveat)
     return kind(**options)
 
 
@@ -59,6 +75,16 @@ def available() -> dict[str, str]:
         except UsageError as error:
             reasons[name] = str(error)
     return reasons
+
+
+def moving(kinds: Collection[str]) -> list[str]:
+    """The names of the transports that import here and move memory of all these kinds, the most preferred first."""
+    found = {}
+    for name in names():
+        with contextlib.suppress(UsageError):
+            found[name] = _load(name)
+    able = [name for name, kind in found.items() if kind.traits.kinds >= set(kinds)]
+    return sorted(able, key=lambda name: -found[name].preference)
 
 
 def names() -> list[str]:
@@ -92,14 +118,22 @@ def _load(name: str) -> type[Transport]:
         ) from error
 
 
-def _preferred() -> type[Transport]:
+def _auto() -> Transport:
+    """The transports that may be chosen unasked, as one if they are several. One that does not start is left out."""
     kinds = []
     for name in names():
-        try:
+        with contextlib.suppress(UsageError):
             kinds.append(_load(name))
-        except UsageError:
+    ways: list[Transport] = []
+    for kind in sorted(kinds, key=lambda kind: -kind.preference):
+        if kind.preference < 1:
+            break
+        if not kind.traits.notifies:  # both sides must know before they meet whether tags travel as messages
             continue
-    best = max(kinds, key=lambda kind: kind.preference)
-    if best.preference < 1:
-        raise UsageError("no transport imports here", remedy=f"name one of {', '.join(names())} to learn why")
-    return best
+        try:
+            ways.append(kind())
+        except PdstageError as error:
+            log.warning("auto goes without transport %s: %s", kind.traits.name, error)
+    if not ways:
+        raise UsageError("no transport starts here", remedy=f"name one of {', '.join(names())} to learn why")
+    return AutoTransport(ways) if len(ways) > 1 else ways[0]

@@ -133,6 +133,15 @@ class Process:
             return written, self._gone()
         return written, self._reason(code) if code else None
 
+    def why_not_written(self, address: int) -> TransportError | None:
+        """Why this process may not write there; None if it may, or if only `write` will tell. Reads a byte of it."""
+        byte = np.empty(1, np.uint8)
+        local, remote = (np.array([at, 1], np.uint64) for at in (byte.ctypes.data, address))
+        if _libc().process_vm_readv(self.pid, local.ctypes.data, 1, remote.ctypes.data, 1, 0) == 1:
+            return None
+        code = ctypes.get_errno()
+        return self._reason(code) if code in (errno.EPERM, errno.ENOSYS) else None
+
     def _gone(self) -> TransportError:
         return TransportError(
             f"process {self.pid} of peer {self._peer!r} has ended",
@@ -218,9 +227,10 @@ def _started(pid: int) -> int:
 @cache
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.process_vm_writev.restype = ctypes.c_ssize_t
     pointer, number = ctypes.c_void_p, ctypes.c_ulong
-    libc.process_vm_writev.argtypes = [ctypes.c_int, pointer, number, pointer, number, number]
+    for call in (libc.process_vm_readv, libc.process_vm_writev):
+        call.restype = ctypes.c_ssize_t
+        call.argtypes = [ctypes.c_int, pointer, number, pointer, number, number]
     return libc
 
 

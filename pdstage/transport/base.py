@@ -12,7 +12,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 import msgspec
@@ -21,7 +21,7 @@ import numpy as np
 from pdstage.errors import PeerError, TransportError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -43,6 +43,7 @@ class Traits:
     `notifies`: a post's tag reaches the peer's `poll` by itself, after the post's bytes; if not, the caller sends it as
     a message once the post is done. `post_blocks`: `post` may last as long as the write. `fences`: nothing of a peer
     lands here after `disconnect(peer)`. `stops_reads`: after it our posts to that peer read our memory no more.
+    `maps`: peers on this host map what is registered of `pdstage.shared` memory.
     A post of n spans and b bytes costs about `post_s + n * descriptor_s + b / bytes_per_s`.
     """
 
@@ -56,13 +57,28 @@ class Traits:
     bytes_per_s: float
     descriptor_s: float
     post_s: float
+    maps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a backend measured of one post: descriptors as it merged them, bytes, and seconds.
+
+    `post_s` is what starting it took of the caller's time, `write_s` the time from then until it was seen to be done.
+    """
+
+    n_descriptors: int
+    nbytes: int
+    post_s: float
+    write_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Every byte of the post is in the peer's memory, and its tag is on its way."""
+    """Every byte of the post is in the peer's memory, and its tag is on its way. `figures` where asked for."""
 
     ticket: int
+    figures: Figures | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +107,8 @@ class Transport(ABC):
     """Writes this process's registered memory into peers'. A backend is one module with a class named `TRANSPORT`."""
 
     traits: ClassVar[Traits]
-    preference: ClassVar[int] = 0  # "auto" takes the highest that imports; below 1: only when asked for by name
+    preference: ClassVar[int] = 0  # "auto" takes the highest that reaches a peer; below 1: only when asked for by name
+    caveat: ClassVar[str] = ""  # what who chooses it should know; logged when it is opened
 
     @abstractmethod
     def register(self, regions: Sequence[Region]) -> None:
@@ -110,6 +127,19 @@ class Transport(ABC):
     @abstractmethod
     def describe(self) -> bytes:
         """What a peer's `connect` needs, as of now: describe after `register`, and again after more of it."""
+
+    def offers(self) -> dict[str, bytes]:
+        """What a node tells its peers: each transport it moves bytes by, best first, with its `describe`."""
+        return {self.traits.name: self.describe()}
+
+    def described(self, offers: Mapping[str, bytes]) -> bytes:
+        """Of a peer's `offers`, of which one at least is in our own: what `connect` and `meet` take."""
+        return offers[self.traits.name]
+
+    def traits_of(self, peer: str) -> Traits:
+        """The traits that hold between here and `peer`, from when it was connected or met until `forget`."""
+        del peer
+        return self.traits
 
     @abstractmethod
     def connect(self, peer: str, description: bytes) -> None:
@@ -142,6 +172,19 @@ class Transport(ABC):
         `TransportError`: then no byte is or will be written and there is no ticket.
         """
 
+    def mapped(self, peer: str, address: int, nbytes: int) -> Mapped | None:
+        """Where those bytes of the peer's prepared memory lie in this process, if a plain copy can write them.
+
+        The caller writes them itself and then posts their tag with `notify`. No `disconnect` stops it: until it is
+        done, its write is in flight, whatever `stops_reads` and `fences` say.
+        """
+        del peer, address, nbytes
+        return None
+
+    def notify(self, peer: str, tag: bytes) -> int:
+        """A post of a tag alone, after what was written where `mapped` said."""
+        raise UsageError(f"{self.traits.name} maps no memory of peer {peer!r}", remedy="post the bytes with their tag")
+
     @abstractmethod
     def poll(self) -> list[Event]:
         """What happened since the last poll, without blocking; also moves things on where the backend has no thread."""
@@ -169,6 +212,13 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives everything back. Tickets still open end without an event. May be repeated."""
+
+
+class Mapped(NamedTuple):
+    """A peer's memory in this process: it stays where it is while this value lives."""
+
+    address: int
+    held: object
 
 
 class Place(NamedTuple):
@@ -215,6 +265,10 @@ class Ranges:
         """Whether one region holds all of `[base, base + nbytes)`."""
         i = bisect_right(self._starts, base) - 1
         return i >= 0 and base + nbytes <= self._ends[i]
+
+    def index(self, addresses: Ints) -> Ints:
+        """The number in `regions` of the one that holds each address; they must be inside, as `find` has checked."""
+        return np.searchsorted(self._starts_array, addresses, side="right") - 1
 
     def find(self, addresses: Ints, nbytes: Ints) -> Place:
         """Where the spans lie. Sizes must be checked before: see `check_spans`.

@@ -1,14 +1,15 @@
-"""The transport within one host: a plain copy in one process, process_vm_writev(2) into another.
+"""The transport within one host: a plain copy in one process and into memory that another process shares, and
+process_vm_writev(2) into the rest of another process's.
 
 Layer 4. Must not know rooms, leases or what a tag means. Needs no package and no set-up: the embedded default.
 
 `post` copies before it returns, and its tag follows as a datagram; while the peer has no room for it, `Done` waits too.
-Nobody can stop a peer's process_vm_writev into this process: `fences` is false, and only a peer's proved death fences.
+Memory from `pdstage.shared` is mapped by peers, whose callers may write there themselves (`mapped`). Nobody can stop a
+peer's writes into this process: `fences` is false, and only a peer's proved death fences.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import weakref
@@ -19,15 +20,18 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from pdstage import native
+from pdstage import native, shared
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 from pdstage.layout import Region
+from pdstage.shared import Backing  # noqa: TC001  (msgspec resolves it at run time)
 from pdstage.transport._datagrams import MAX_NBYTES, Inbox, Outbox
+from pdstage.transport._mapped import There, copy
 from pdstage.transport._peer import Identity, Met, Process, allow_writers, own_identity
 from pdstage.transport.base import (
     Done,
     Event,
     Inbound,
+    Mapped,
     PostFailed,
     Ranges,
     Traits,
@@ -43,6 +47,8 @@ if TYPE_CHECKING:
 
     from pdstage.spans import Spans
 
+_SHARE = 'let the peer expose only staging memory that it allocates itself (path="staged"), or do what is said above'
+
 _here: weakref.WeakValueDictionary[str, LocalTransport] = weakref.WeakValueDictionary()
 
 
@@ -50,6 +56,8 @@ class _Description(msgspec.Struct, frozen=True, tag="pdstage.local.1", array_lik
     identity: Identity
     inbox: Annotated[str, Meta(max_length=100)]
     regions: list[tuple[int, int]]
+    shared: list[tuple[int, Backing]] = []
+    """Which of them peers can map: base, and of what they are."""
 
 
 class _Here:
@@ -69,15 +77,25 @@ class _Here:
             _here[self._name].own.find(spans.dst, spans.nbytes)
         except UsageError as error:  # another process survives a stray write; this one would take itself down
             return 0, TransportError(str(error), remedy="the peer unregistered memory that was still being written")
-        for src, dst, nbytes in zip(spans.src.tolist(), spans.dst.tolist(), spans.nbytes.tolist(), strict=True):
-            ctypes.memmove(dst, src, nbytes)
+        copy(spans)
         return int(spans.nbytes.sum()), None
+
+    def why_not_written(self, address: int) -> TransportError | None:
+        del address
+        return None
+
+    def unmap(self) -> None:
+        pass
+
+    def mapped(self, address: int, nbytes: int) -> Mapped | None:
+        transport = _here.get(self._name)
+        return Mapped(address, None) if transport is not None and transport.own.holds(address, nbytes) else None
 
 
 class _Link:
     """A connected peer: where to write, what may be written there, and its tags."""
 
-    def __init__(self, peer: str, description: _Description, target: Process | _Here) -> None:
+    def __init__(self, peer: str, description: _Description, target: There | _Here) -> None:
         self.peer = peer
         self.description = description
         self.target = target
@@ -113,8 +131,9 @@ class LocalTransport(Transport):
         bytes_per_s=5e9,
         descriptor_s=0.3e-6,
         post_s=12e-6,
+        maps=True,
     )
-    preference: ClassVar[int] = 10
+    preference: ClassVar[int] = 30
 
     def __init__(self) -> None:
         """Raises `UsageError` on a system that is not Linux."""
@@ -146,7 +165,9 @@ class LocalTransport(Transport):
     def describe(self) -> bytes:
         self._check_open()
         regions = [(region.base, region.nbytes) for region in self.own.regions]
-        return write_description(_Description(self._identity, self._inbox.name, regions))
+        backings = ((region.base, shared.backing(region.base, region.nbytes)) for region in self.own.regions)
+        mappable = [(base, backing) for base, backing in backings if backing is not None]
+        return write_description(_Description(self._identity, self._inbox.name, regions, mappable))
 
     def connect(self, peer: str, description: bytes) -> None:
         self._check_open()
@@ -173,7 +194,7 @@ class LocalTransport(Transport):
         self._check_open()
         self._met.add(peer, self._target(peer, read_description(peer, description, _Description, self.traits)))
 
-    def _target(self, peer: str, told: _Description) -> Process | _Here:
+    def _target(self, peer: str, told: _Description) -> There | _Here:
         told.identity.check_reachable_from(self._identity, peer)
         if told.identity == self._identity:
             return _Here(told.inbox)
@@ -183,7 +204,7 @@ class LocalTransport(Transport):
         except PdstageError:
             target.close()
             raise
-        return target
+        return There(target)
 
     def prepare(self, peer: str, regions: Sequence[Region]) -> None:
         link = self._link(peer)
@@ -195,28 +216,55 @@ class LocalTransport(Transport):
                 raise PeerError(
                     f"peer {peer!r} has not registered {region}", remedy="connect again with its newest description"
                 )
+        target = link.target
+        if isinstance(target, There):
+            target.map(link.description.shared, prepared.regions)
+        for region in prepared.regions:
+            why_not = None if target.mapped(region.base, region.nbytes) else target.why_not_written(region.base)
+            if why_not is not None:
+                raise PeerError(f"{region} is neither shared nor writable: {why_not}", remedy=_SHARE, region=region)
         link.prepared = prepared
+
+    def mapped(self, peer: str, address: int, nbytes: int) -> Mapped | None:
+        link = self._links.get(peer)
+        return (
+            link.target.mapped(address, nbytes) if link is not None and link.prepared.holds(address, nbytes) else None
+        )
 
     def post(self, peer: str, spans: Spans, tag: bytes) -> int:
         link = self._link(peer)
         check_spans(spans, self.traits)
         self.own.find(spans.src, spans.nbytes)
         link.prepared.find(spans.dst, spans.nbytes)
-        if len(tag) > MAX_NBYTES:
-            raise UsageError(f"a tag of {len(tag)} bytes", remedy=f"local carries at most {MAX_NBYTES}")
-        link.check_alive()
+        self._check_tag(link, tag)
         written, error = link.target.write(spans)
         if error is not None and written == 0:
             raise error
         ticket = next(self._tickets)
         if error is not None:
             self._tell(PostFailed(ticket, error))
-        elif tag:
+        else:
+            self._put(link, ticket, tag)
+        return ticket
+
+    def notify(self, peer: str, tag: bytes) -> int:
+        link = self._link(peer)
+        self._check_tag(link, tag)
+        ticket = next(self._tickets)
+        self._put(link, ticket, tag)
+        return ticket
+
+    def _check_tag(self, link: _Link, tag: bytes) -> None:
+        if len(tag) > MAX_NBYTES:
+            raise UsageError(f"a tag of {len(tag)} bytes", remedy=f"local carries at most {MAX_NBYTES}")
+        link.check_alive()
+
+    def _put(self, link: _Link, ticket: int, tag: bytes) -> None:
+        if tag:
             link.outbox.put(ticket, tag)
             self._send(link)
         else:
             self._tell(Done(ticket))
-        return ticket
 
     def poll(self) -> list[Event]:
         if self._closed:
@@ -239,6 +287,7 @@ class LocalTransport(Transport):
             self._give_up(link, TransportError(f"peer {peer!r} was disconnected before it took the tag"))
             self._blocked.discard(link)
             link.outbox.close()
+            link.target.unmap()
 
     def proved_dead(self, peer: str) -> bool:
         return self._met.all_gone(peer)

@@ -17,19 +17,16 @@ What was seen of NIXL 1.5.1 (UCX over tcp and over shared memory, 256 MiB in fli
 
 from __future__ import annotations
 
-import logging
-import os
 import secrets
 from collections import Counter, deque
-from importlib import import_module
 from itertools import count
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
-from pdstage.errors import PeerError, TransportError, UsageError
+from pdstage.errors import PeerError, UsageError
+from pdstage.transport._nixl_agent import MEMORY, Errors, Memory, attempt, descriptors, failed, figures, start
 from pdstage.transport._peer import Elsewhere, Identity, Met, Process, Target, own_identity
 from pdstage.transport._sockets import hold_bytes_of_the_dead
 from pdstage.transport.base import (
@@ -47,21 +44,11 @@ from pdstage.transport.base import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from pdstage.layout import Region
     from pdstage.spans import Spans
-    from pdstage.transport.base import Ints
 
-_api: Any = import_module("nixl._api")
-_bindings: Any = import_module("nixl._bindings")
-
-# NIXL's exceptions share no base class but Exception.
-_Errors: tuple[type[Exception], ...] = tuple(
-    kind for kind in vars(_bindings).values() if isinstance(kind, type) and issubclass(kind, Exception)
-)
-_StartErrors: tuple[type[Exception], ...] = (*_Errors, RuntimeError)
-_MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 MAX_TAG_NBYTES = 16 << 20
 _open_here: set[str] = set()
 
@@ -101,7 +88,10 @@ class NixlTransport(Transport):
 
     `progress_thread`: let UCX move on in a thread of its own; without it, only while `poll` is called, on both sides.
     NIXL 1.5.1's thread spins on a whole core even when idle (its Python API sets no delay), so it is off unless asked
-    for.
+    for. `n_threads`: so many threads share the posts of 1,024 descriptors and more. `devices`: the network devices to
+    use ("mlx5_0", "mlx5_1:1", "eth0"), instead of what UCX finds or `UCX_NET_DEVICES` says; UCX spreads a large write
+    over two of them. `numa_node`: keep those threads to its processors, and without `devices` the RDMA traffic to its
+    network cards. `telemetry`: measure each post, for `Done.figures` and the node's metrics.
     """
 
     traits: ClassVar[Traits] = Traits(
@@ -118,26 +108,30 @@ class NixlTransport(Transport):
     )
     preference: ClassVar[int] = 20
 
-    def __init__(self, *, progress_thread: bool = False) -> None:
-        """Raises `TransportError` if NIXL cannot start its UCX plugin."""
-        if "NIXL_LOG_LEVEL" not in os.environ:
-            logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints each start to stdout
+    def __init__(
+        self,
+        *,
+        progress_thread: bool = False,
+        n_threads: int = 0,
+        devices: Sequence[str] = (),
+        numa_node: int | None = None,
+        telemetry: bool = False,
+    ) -> None:
+        """Raises `UsageError` for a device or node not here, `TransportError` if NIXL cannot start its UCX plugin."""
         self._name = f"pdstage.{secrets.token_hex(16)}"
-        config = _api.nixl_agent_config(
-            enable_prog_thread=progress_thread,
-            backends=["UCX"],
-            sync_mode=_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+        self._agent: Any = start(
+            self._name,
+            progress_thread=progress_thread,
+            n_threads=n_threads,
+            devices=devices,
+            numa_node=numa_node,
+            telemetry=telemetry,
         )
-        try:
-            self._agent: Any = _api.nixl_agent(self._name, config)
-        except _StartErrors as error:
-            raise _failed("NIXL does not start", error) from error
-        if "UCX" not in self._agent.backends:
-            raise TransportError("NIXL has no UCX plugin here", remedy="install a NIXL with it, or set NIXL_PLUGIN_DIR")
+        self._telemetry = telemetry
         self._identity = own_identity()
         self._met = Met()
         _open_here.add(self._name)
-        self._memory = _Memory(self._agent)
+        self._memory = Memory(self._agent)
         self._links: dict[str, _Link] = {}
         self._flights: dict[int, _InFlight] = {}
         self._users: Counter[str] = Counter()  # of a remote agent: peers' labels and posts in flight
@@ -194,10 +188,10 @@ class NixlTransport(Transport):
         check_kinds(regions, self.traits)
         prepared = Ranges(link.prepared.whose, regions)
         for region in prepared.regions:
-            rows = self._agent.get_xfer_descs([(region.base, region.nbytes, region.device)], _MEMORY[region.kind])
+            rows = self._agent.get_xfer_descs([(region.base, region.nbytes, region.device)], MEMORY[region.kind])
             try:
                 known = self._agent.check_remote_metadata(link.description.agent, rows)
-            except _Errors:
+            except Errors:
                 known = False
             if not known:
                 raise PeerError(
@@ -210,19 +204,19 @@ class NixlTransport(Transport):
         check_spans(spans, self.traits)
         if len(tag) > MAX_TAG_NBYTES:
             raise UsageError(f"a tag of {len(tag)} bytes", remedy=f"nixl carries at most {MAX_TAG_NBYTES}")
-        local = _descriptors(spans.src, spans.nbytes, self._memory.own)
-        remote = _descriptors(spans.dst, spans.nbytes, link.prepared)
+        local = descriptors(spans.src, spans.nbytes, self._memory.own)
+        remote = descriptors(spans.dst, spans.nbytes, link.prepared)
         name = link.description.agent
         try:
             handle = self._agent.initialize_xfer("WRITE", local, remote, name, tag)
-        except _Errors as error:
-            raise _failed(f"no write to peer {peer!r} can begin", error) from error
+        except Errors as error:
+            raise failed(f"no write to peer {peer!r} can begin", error) from error
         ticket = next(self._tickets)
         self._flights[ticket] = _InFlight(handle, peer, name)
         self._users[name] += 1
         try:
             state = self._agent.transfer(handle)
-        except _Errors as error:
+        except Errors as error:
             self._end(ticket, error)
         else:
             self._advance(ticket, state)
@@ -234,15 +228,15 @@ class NixlTransport(Transport):
         for ticket, flight in list(self._flights.items()):
             try:
                 state = self._agent.check_xfer_state(flight.handle)
-            except _Errors as error:
+            except Errors as error:
                 self._end(ticket, error)
             else:
                 self._advance(ticket, state)
         try:
             for tags in self._agent.get_new_notifs().values():
                 self._events.extend(map(Inbound, tags))
-        except _Errors as error:
-            raise _failed("NIXL cannot read its notifications", error) from error
+        except Errors as error:
+            raise failed("NIXL cannot read its notifications", error) from error
         events = list(self._events)
         self._events.clear()
         return events
@@ -268,9 +262,9 @@ class NixlTransport(Transport):
         self._met.close()
         self._links.clear()
         for flight in self._flights.values():
-            _try(flight.handle.release)
+            attempt(flight.handle.release)
         for name in self._users:
-            _try(agent.remove_remote_agent, name)
+            attempt(agent.remove_remote_agent, name)
         self._memory.close()
         self._flights.clear()
         self._users.clear()
@@ -293,7 +287,7 @@ class NixlTransport(Transport):
         """Loads a peer's metadata, newer one over older; raises `PeerError` if NIXL refuses it."""
         try:
             named = self._agent.add_remote_agent(told.metadata)
-        except _Errors as error:
+        except Errors as error:
             raise PeerError(
                 f"NIXL refuses the metadata of peer {peer!r} ({error})",
                 remedy="install one version of NIXL on both sides",
@@ -302,7 +296,7 @@ class NixlTransport(Transport):
         name = named.decode() if isinstance(named, bytes) else named
         if name != told.agent:
             if name not in self._users:
-                _try(self._agent.remove_remote_agent, name)
+                attempt(self._agent.remove_remote_agent, name)
             raise PeerError(f"peer {peer!r} is {told.agent} but describes {name}", remedy="trust it no more", peer=peer)
 
     def _advance(self, ticket: int, state: str) -> None:
@@ -313,11 +307,11 @@ class NixlTransport(Transport):
         """Turns a post that ended into its event. Only here, and in close, is a handle released: never in flight."""
         flight = self._flights.pop(ticket)
         if error is None:
-            self._events.append(Done(ticket))
+            self._events.append(Done(ticket, figures(self._agent, flight.handle) if self._telemetry else None))
         else:
-            failed = _failed(f"a write to peer {flight.peer!r} failed", error)
-            self._events.append(PostFailed(ticket, failed, settled=False))
-        _try(flight.handle.release)
+            unknown = failed(f"a write to peer {flight.peer!r} failed", error)
+            self._events.append(PostFailed(ticket, unknown, settled=False))
+        attempt(flight.handle.release)
         self._let_go(flight.agent)
 
     def _let_go(self, name: str) -> None:
@@ -325,70 +319,7 @@ class NixlTransport(Transport):
         self._users[name] -= 1
         if not self._users[name]:
             del self._users[name]
-            _try(self._agent.remove_remote_agent, name)
-
-
-class _Memory:
-    """What this process registered with NIXL."""
-
-    def __init__(self, agent: Any) -> None:  # noqa: ANN401  (NIXL's classes have no types)
-        self.own = Ranges("this process's registered memory")
-        self._agent: Any = agent
-        self._held: dict[Region, Any] = {}
-
-    def register(self, regions: Sequence[Region]) -> None:
-        own = self.own.with_regions(regions)
-        new = [region for region in dict.fromkeys(regions) if region not in self._held]
-        try:
-            for region in new:
-                row = (region.base, region.nbytes, region.device, "")
-                self._held[region] = self._agent.register_memory([row], _MEMORY[region.kind], ["UCX"])
-        except _Errors as error:
-            for region in new:
-                if region in self._held:
-                    _try(self._agent.deregister_memory, self._held.pop(region), ["UCX"])
-            raise _failed(f"cannot register {new}", error, "check the addresses, and `ulimit -l` for RDMA") from error
-        self.own = own
-
-    def unregister(self, regions: Sequence[Region]) -> None:
-        self.own = self.own.without(regions)
-        for region in dict.fromkeys(regions):
-            try:
-                self._agent.deregister_memory(self._held.pop(region), ["UCX"])
-            except _Errors as error:
-                raise _failed(f"cannot unregister {region}", error) from error
-
-    def close(self) -> None:
-        for held in self._held.values():
-            _try(self._agent.deregister_memory, held, ["UCX"])
-        self._held.clear()
-        self._agent = None  # with its last reference NIXL's thread and sockets go
-
-
-def _try(release: Callable[..., None], *args: object) -> None:
-    """Gives something back to NIXL; a refusal is logged, since nothing can be done about it any more."""
-    try:
-        release(*args)
-    except _Errors:
-        logging.getLogger(__name__).warning("NIXL refused %s%r", release.__name__, args, exc_info=True)
-
-
-def _descriptors(addresses: Ints, nbytes: Ints, ranges: Ranges) -> Any:  # noqa: ANN401
-    """NIXL's list of the spans, checked against `ranges`; raises `UsageError` where they do not fit."""
-    kind, device = ranges.find(addresses, nbytes)
-    if len(addresses) == 1:
-        return _dlist(kind, [(int(addresses[0]), int(nbytes[0]), device)])
-    rows = np.empty((len(addresses), 3), dtype=np.uint64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, nbytes, device
-    return _dlist(kind, rows)
-
-
-def _dlist(kind: str, rows: object) -> Any:  # noqa: ANN401
-    return _bindings.nixlXferDList(_bindings.DRAM_SEG if kind == "cpu" else _bindings.VRAM_SEG, rows)
-
-
-def _failed(what: str, error: Exception, remedy: str = "run with NIXL_LOG_LEVEL=INFO to learn more") -> TransportError:
-    return TransportError(f"{what}: {type(error).__name__}({error})", remedy=remedy)
+            attempt(self._agent.remove_remote_agent, name)
 
 
 TRANSPORT = NixlTransport

@@ -69,18 +69,18 @@ def test_nodes_take_the_argument_then_the_environment_then_the_traits(site, path
     rank = Rank()
     traits = site.prefill(rank).transport.traits
     defaults = CostModel(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
-    assert site.prefill(rank).paths.cost == defaults
+    assert site.prefill(rank).cost_of(traits) == defaults
     monkeypatch.setenv(ENVIRONMENT, str(path))
-    assert site.prefill(rank).paths.cost == COST
+    assert site.prefill(rank).cost_of(traits) == COST
     other = CostModel(bytes_per_s=1e9, descriptor_s=1e-6, post_s=1e-5)
     Calibration(version=1, made_at="", prefill_host="", decode_host="", transports={"local": other}).write(
         tmp_path / "other.json"
     )
-    assert site.prefill(rank, calibration=tmp_path / "other.json").paths.cost == other
+    assert site.prefill(rank, calibration=tmp_path / "other.json").cost_of(traits) == other
     Calibration(version=1, made_at="", prefill_host="", decode_host="", transports={"nixl": other}).write(
         tmp_path / "nixl.json"
     )
-    assert site.prefill(rank, calibration=tmp_path / "nixl.json").paths.cost == defaults
+    assert site.prefill(rank, calibration=tmp_path / "nixl.json").cost_of(traits) == defaults
 
 
 def test_a_bad_file_is_refused_before_the_node_is_there(path, site):

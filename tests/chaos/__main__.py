@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000, help="of sites and faults")
     parser.add_argument("--minutes", type=float, default=7.0, help="begin no round that would end later")
     parser.add_argument("--seconds", type=float, default=25.0, help="of faults, a round")
-    parser.add_argument("--transport", choices=("local", "nixl", "both"), default="both")
+    parser.add_argument("--transport", choices=("local", "nixl", "auto", "both"), default="both")
     parser.add_argument("--parallel", type=int, default=2, help="sites at a time")
     parser.add_argument("--only", type=int, help="run this one round")
     parser.add_argument(

@@ -185,6 +185,62 @@ def test_disconnect_then_connect_again_at_once(make) -> None:
     assert ask_b(c, b, c.connect(b.endpoint)) == [b"last"]
 
 
+def test_quick_reconnects_beside_traffic_are_all_heard(make) -> None:
+    """Each connection answers and is answered, right after others to the same endpoint that were given up unused."""
+    a, b, busy = make(b"a"), make(b"b"), make(b"busy")
+    stop = threading.Event()
+
+    def echo() -> None:
+        while not stop.is_set():
+            b.wait(0.05)
+            for route, frames in b.recv():
+                b.send(route, frames)
+
+    def load() -> None:
+        routes = [busy.connect(node.endpoint) for node in (a, b)]
+        while not stop.is_set():
+            for route in routes:
+                busy.send(route, [bytes(2000)] * 10)
+            busy.wait(0.002)
+            busy.recv()
+
+    threads = [threading.Thread(target=echo), threading.Thread(target=load)]
+    for thread in threads:
+        thread.start()
+    try:
+        n_fds = [n_open()]
+        for i in range(200):
+            for _ in range(i % 3):
+                unused = a.connect(b.endpoint)
+                a.send(unused, [b"unheard"])
+                a.disconnect(unused)
+            route = a.connect(b.endpoint)
+            assert ask(a, route, b"%d" % i) == route
+            a.disconnect(route)
+            n_fds.append(n_open())
+        assert max(n_fds) <= n_fds[0] + 32, "connections given up stay open"
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def n_open() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def ask(node: ControlSocket, route: bytes, what: bytes) -> bytes:
+    """Sends once, and gives the route on which the echo comes."""
+    assert node.send(route, [what])
+    until = time.monotonic() + DEADLINE_S
+    while time.monotonic() < until:
+        node.wait(0.1)
+        for came, frames in node.recv():
+            if frames == [what]:
+                return came
+    raise AssertionError("the connection is deaf")
+
+
 def ask_b(a: ControlSocket, b: ControlSocket, route: bytes) -> list[bytes]:
     """Sends to b until the message asked about arrives: earlier ones may or may not."""
     until = time.monotonic() + DEADLINE_S

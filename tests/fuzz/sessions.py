@@ -16,7 +16,7 @@ from pdstage.errors import TransportError, UsageError
 from pdstage.plan import selects
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore
-from pdstage.protocol.effects import Complaint, Detach, Effect, Gather, Scatter, Send, Write, WriteDirect
+from pdstage.protocol.effects import Complaint, Detach, Effect, Gather, Scatter, Send, Write, WriteDirect, WriteRow
 from pdstage.protocol.inbox import InRoom
 from pdstage.protocol.outbox import OutRoom
 from pdstage.protocol.prefill import PrefillCore
@@ -79,7 +79,7 @@ class Hostile(World):
                 self._say(route, frame)
             case Gather(ticket=ticket):
                 self._later(lambda: core.gathered(ticket, self.now))  # type: ignore[union-attr]
-            case Write(ticket=ticket, tag=tag) | WriteDirect(ticket=ticket, tag=tag):
+            case Write(ticket=ticket, tag=tag) | WriteDirect(ticket=ticket, tag=tag) | WriteRow(ticket=ticket, tag=tag):
                 self._tell(tag)
                 self._later(lambda: core.completed(ticket, self.now))  # type: ignore[union-attr]
             case Scatter(ticket=ticket):
@@ -179,7 +179,9 @@ class Hostile(World):
 
     # What reaches the liar.
 
-    def _post(self, node: Prefill, dst: Decode, effect: Write | WriteDirect, land: Callable[..., None]) -> None:
+    def _post(
+        self, node: Prefill, dst: Decode, effect: Write | WriteDirect | WriteRow, land: Callable[..., None]
+    ) -> None:
         if dst is not self.liar:
             super()._post(node, dst, effect, land)
             return
@@ -187,6 +189,11 @@ class Hostile(World):
         if isinstance(effect, Write):
             lanes = tuple(lane for lane in link.lanes)
             check_inside([effect.address], [chunk.nbytes], lanes)  # type: ignore[arg-type]
+        elif isinstance(effect, WriteRow):
+            rows, (src, dst_at, nbytes) = link.rows, zip(*effect.spans, strict=True)
+            assert rows is not None
+            check_inside(dst_at, nbytes, (m.LaneSpan(rows.base, rows.row_nbytes * rows.n_rows),))  # type: ignore[arg-type]
+            check_inside(src, nbytes, (m.LaneSpan(node.rows.base, len(node.rows.bytes)),))  # type: ignore[arg-type]
         else:
             self._check_direct(node, effect)
         error = TransportError("refused") if self.draw.chance(24) else None

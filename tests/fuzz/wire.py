@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 
+from pdstage.columns import Columns, Placed, lacking, problem, share
 from pdstage.errors import PdstageError, PeerError, UsageError
 from pdstage.layout import Layout, Region
 from pdstage.plan import Rect, Share, selects, shares, wire_order
@@ -19,7 +20,7 @@ from pdstage.spans import DirectPlan, Index
 from pdstage.topology import Topology
 from pdstage.transport.local import LocalTransport
 from tests.fuzz.draw import Draw, altered_bytes, altered_msgpack, bent_msgpack
-from tests.pair import Memory, make_layout, pool_nbytes
+from tests.pair import COLUMNS, Memory, make_layout, pool_nbytes
 
 _HEAD = 28
 _SHAPE = {"heads": 2, "tp": 1, "rank": 0, "layers": (0, 2), "n_pages": 16}
@@ -37,14 +38,15 @@ def samples() -> tuple[m.AnyMessage, ...]:
     rect, layout, place = Rect("kv", 0, 8, 0, 2), own_layout(), Topology()
     lanes = (m.LaneSpan(1 << 40, 4096), m.LaneSpan((1 << 40) + 4096, 4096))
     items = (m.Items("kv", 0, memoryview(np.array([3, 1], np.int32)).cast("B")),)
+    columns = Columns(COLUMNS).placed
     share = (Share("kv", "k", (0, 2, 1), 0, 2), Share("kv", "v", (0, 2, 1), 0, 2))
     return (
-        m.Hello(place, layout, "test", b"", lanes, 10.0, ("direct", "checksum")),
-        m.Welcome(place, layout, "test", b"", 10.0, ("checksum",)),
+        m.Hello(place, layout, "test", b"", lanes, 10.0, ("direct", "checksum"), columns, m.RowSpan(1 << 41, 64, 8)),
+        m.Welcome(place, layout, "test", b"", 10.0, ("checksum",), columns),
         m.HelloRefused("no"),
         m.Ask(1, b"i1"),
         m.Asking(1, True),
-        m.Open(1, b"i1", share, (m.Asked("kv", 0, 8),), items, 0, 1, True, 0, 60.0),
+        m.Open(1, b"i1", share, (m.Asked("kv", 0, 8),), items, 0, 1, True, 0, 60.0, 3),
         m.Opened(1, "accepted", ""),
         m.Reserve(1, 0, 0, 256, (rect,)),
         m.Lease(1, 0, 0, 0, 0, 256, 0),
@@ -52,7 +54,7 @@ def samples() -> tuple[m.AnyMessage, ...]:
         m.Watermark(0, 4096),
         m.Recall(1, 0, 0, 0, 0, 0),
         m.Returned(1, 0, 0, 0, 0),
-        m.CloseOk(1, (m.Written(0, 0, 0),), b"aux", (m.Given("kv", 1),)),
+        m.CloseOk(1, (m.Written(0, 0, 0),), b"aux", (m.Given("kv", 1),), False),
         m.CloseFailed(1, "why"),
         m.Closed(1),
         m.Abort(1, "why", False),
@@ -60,6 +62,7 @@ def samples() -> tuple[m.AnyMessage, ...]:
         m.Heartbeat(),
         m.Bye(),
         m.NoSession(1),
+        m.Tagged(m.encode_tag(m.Tag(m.Session(1, 2), 1, 0, 0, 0, (rect,)), ("kv",))),
     )
 
 
@@ -91,10 +94,23 @@ def run_frame(data: bytes) -> None:
     again = m.encode(*frame)
     assert m.encode(*m.decode(again)) == again
     match frame.message:
-        case m.Hello(layout=layout) | m.Welcome(layout=layout):
+        case m.Hello(layout=layout, columns=columns) | m.Welcome(layout=layout, columns=columns):
             _use_layout(layout)
+            _use_columns(columns)
         case m.Open(items=items, asked=asked):
             _use_items(items, asked)
+
+
+def _use_columns(theirs: tuple[Placed, ...]) -> None:
+    """What a peer's columns make of a row: nothing outside of either."""
+    ours = Columns(COLUMNS)
+    for src, dst in ((ours.placed, theirs), (theirs, ours.placed)):
+        words = (problem(theirs, ours.row_nbytes), lacking(src, dst))
+        shared = share(src, dst)
+        assert all(len(each) < 8192 for each in (*words, *shared.left_out))
+        if not words[0]:
+            assert all(0 <= at <= ours.row_nbytes - n for s, d, n in shared.spans for at in (s, d))
+            assert sum(len(data) for _, data in shared.unpack(bytes(shared.nbytes))) == shared.nbytes
 
 
 def _use_layout(layout: Layout) -> None:

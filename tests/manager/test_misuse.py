@@ -243,6 +243,26 @@ def test_two_transports(site):
     assert "transport 'nixl' at decode, 'local' at prefill" in str(receiver.error)
 
 
+@pytest.mark.parametrize(
+    ("at_prefill", "at_decode", "over"),
+    [("auto", "auto", "local"), ("auto", "nixl", "nixl"), ("nixl", "auto", "nixl"), ("auto", "local", "local")],
+)
+def test_auto_talks_to_who_was_given_a_name(site, at_prefill, at_decode, over):
+    pytest.importorskip("nixl")
+    src, dst = Rank(), Rank()
+    p, d = site.prefill(src, transport=at_prefill), site.decode(dst, transport=at_decode)
+    receiver = d.receive(1, site.address)
+    receiver.bind([0], 4)
+    sender = p.send(1)
+    sender.chunk([0], 4)
+    sender.finish()
+    drive(site.nodes, lambda: receiver.released)
+    assert receiver.state is State.SUCCESS
+    assert {name: n for name, n in p.stats().items() if name.startswith("sessions_over")} == {
+        f"sessions_over_{over}": 1
+    }
+
+
 def test_garbage_on_the_control_socket(site):
     src, dst = Rank(), Rank()
     p, d = site.prefill(src), site.decode(dst)

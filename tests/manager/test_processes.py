@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
 
 import pytest
 
@@ -72,26 +70,3 @@ def test_two_prefill_processes_to_one_decode(site, transport, path):
         for pipe in remote.pipes:
             assert pipe.recv() == [State.SUCCESS] * rooms
             pipe.send("end")
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("path", ["staged", "direct"])
-def test_a_killed_prefill_process_fails_its_rooms_only(site, transport, path):
-    """I6, I10, I14: the room it was sending fails with a reason, and its pages and leases come back once its death is
-    proved.
-    """
-    dst = Rank(n_pages=128)
-    d = site.decode(dst, transport=transport, path=path)
-    with Remote(site.address, 1, transport, path, rooms=2, stop=1) as remote:
-        receivers = [d.receive(room, site.address) for room in range(2)]
-        for receiver in receivers:
-            receiver.bind(dst.allocate(TOKENS), TOKENS)
-        drive([d], lambda: receivers[0].state is State.SUCCESS and receivers[1].state is State.TRANSFERRING, 60)
-        (link,) = d.core.links.values()
-        os.kill(remote.processes[0].pid, signal.SIGKILL)
-        remote.processes[0].join()
-        drive([d], lambda: receivers[1].state is State.FAILED, 60)
-        assert "silent" in str(receivers[1].error)
-        drive([d], lambda: receivers[1].released and not d.core.holds(link), 60)
-        assert d.core.idle
-        assert receivers[0].state is State.SUCCESS

@@ -52,6 +52,8 @@ def test_every_path(site, transport, path, progress):
     stats = p.stats()
     if path != "auto":
         assert stats[f"chunks_{path}"] == 6
+    if (transport, path) == ("local", "staged"):
+        assert stats["descriptors"] == 0  # gathered straight into their leases, in one pass
 
 
 @pytest.mark.parametrize(("src_tp", "dst_tp"), [(4, 2), (2, 4), (4, 1), (1, 4), (3, 2), (8, 4)])
@@ -318,3 +320,26 @@ def test_calls_of_many_threads_keep_the_order_of_frames(site, progress):
         thread.join()
     assert {handle.wait(0) for pair in ended for handle in pair} == {State.SUCCESS}
     assert p.stats()["frames_stale"] == d.stats()["frames_stale"] == 0
+
+
+def test_what_a_call_did_is_heard_without_waiting(site, monkeypatch):
+    """A chunk given to an open room is written within the call: the next turn hears of it before it waits."""
+    src, dst = Rank(), Rank()
+    p, d = site.prefill(src, path="direct"), site.decode(dst, path="direct")
+    pages, sender = src.allocate(4), p.send(1)
+    receiver = d.receive(1, site.address)
+    receiver.bind(dst.allocate(4), 4)
+    drive(site.nodes, lambda: sender.prefix_tokens is not None)
+    p.turn()
+    wait, woken = p.socket.wait, []
+
+    def look(_: float, fds: tuple[int, ...] = ()):
+        ready = wait(0.0, fds)
+        woken.append(ready.woken)
+        return ready
+
+    monkeypatch.setattr(p.socket, "wait", look)
+    sender.chunk(pages, 4)
+    p.turn(60.0)
+    assert woken == [True]
+    assert p.stats()["chunks_direct"] == 1

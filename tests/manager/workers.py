@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from multiprocessing.connection import Connection
 
-from tests.manager.engine import Rank, drive, prefill_node
+from pdstage import State
+from tests.manager.engine import Rank, decode_node, drive, prefill_node
 
 TOKENS = 50
 
@@ -38,4 +39,15 @@ def serve_prefill(
             drive([node], pipe.poll, 60)
         drive([node], lambda: all(sender.released for sender in senders), 60)
         pipe.send([int(sender.state) for sender in senders])
+        drive([node], pipe.poll, 60)
+
+
+def serve_decode(pipe: Connection, address: str, transport: str) -> None:
+    """Receives room 0; says so once some of it is there, and then waits to be killed."""
+    pool = Rank(n_pages=256)
+    with decode_node(pool, transport=transport, path="staged") as node:
+        receiver = node.receive(0, address)
+        receiver.bind(pool.allocate(TOKENS), TOKENS)
+        drive([node], lambda: receiver.state is State.TRANSFERRING, 60)
+        pipe.send("half")
         drive([node], pipe.poll, 60)

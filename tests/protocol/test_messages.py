@@ -107,6 +107,7 @@ MESSAGES: dict[type, st.SearchStrategy] = {
     m.Heartbeat: st.builds(m.Heartbeat),
     m.Bye: st.builds(m.Bye),
     m.NoSession: st.builds(m.NoSession, U64),
+    m.Tagged: st.builds(m.Tagged, st.binary(max_size=128)),
 }
 ANY = st.one_of(list(MESSAGES.values()))
 

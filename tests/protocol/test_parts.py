@@ -64,7 +64,7 @@ class Parts(World):
             buffer_nbytes=self.buffer_nbytes, config=self.config, choose=self._choose,
         )  # fmt: skip
         buffers = [np.zeros(self.buffer_nbytes, np.uint8) for _ in range(self.n_buffers)]
-        return Prefill(b"P%d" % rank, core, memory, buffers)
+        return Prefill(b"P%d" % rank, core, memory, buffers, self.make_memory(1))
 
     def make_decode(self, rank: int, life: int = 0) -> Decode:
         memory, layout, topology = self.place(1, rank, self.dst_page)
@@ -73,7 +73,7 @@ class Parts(World):
             2000 + rank, layout=layout, topology=topology, transport="test", description=b"",
             lanes=(m.LaneSpan(staging.base, self.lane_nbytes),), config=self.config,
         )  # fmt: skip
-        self.processes.append(Decode(b"D%d" % rank, core, memory, staging))
+        self.processes.append(Decode(b"D%d" % rank, core, memory, staging, self.make_memory(1)))
         return self.processes[-1]
 
     def cells(self, node, pages, key, first, count, tokens):

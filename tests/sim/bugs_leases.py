@@ -85,6 +85,13 @@ MUTANTS = [
         "tests/protocol/test_rooms.py::test_a_failed_write_is_not_given_back_as_if_it_was_never_begun",
     ),
     Mutant(
+        "the lease of a chunk that is dropped while it is gathered is given back",
+        "6 used lease, I2",
+        "protocol/sending.py",
+        "                if chunk.phase not in (Phase.GATHERING, Phase.WRITING, Phase.BROKEN):",
+        "                if chunk.phase not in (Phase.WRITING, Phase.BROKEN):",
+    ),
+    Mutant(
         "Reserve is not repeated",
         "6 who asks again, I4",
         "protocol/borrower.py",
@@ -330,9 +337,9 @@ MUTANTS = [
         "a send buffer is free once its write began",
         "6 send buffers, I8",
         "protocol/borrower.py",
-        """        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk, checksum)))
+        """        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk)))
 """,
-        """        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk, checksum)))
+        """        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk)))
         self.buffers.free.append(buffer)
 """,
     ),

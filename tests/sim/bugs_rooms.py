@@ -358,4 +358,51 @@ MUTANTS = [
         "landing.part.link.checksums and checksum != landing.checksum:",
         "landing.part.link.checksums and not checksum:",
     ),
+    Mutant(
+        "a tag that was lost is not said again with CloseOk",
+        "7 tags by message, I10",
+        "protocol/sending.py",
+        "        for chunk in record.chunks.values():\n            self._tell_tag(chunk, now)\n        self._close(",
+        "        self._close(",
+    ),
+    Mutant(
+        "a tag that was lost is not said again to a Recall",
+        "7 tags by message, I12",
+        "protocol/borrower.py",
+        "                self._tell_tag(chunk, now)\n                return\n",
+        "                return\n",
+        "tests/protocol/test_said_tags.py",
+    ),
+    Mutant(
+        "a tag is said before its write is done",
+        "7 tags by message, I5",
+        "protocol/borrower.py",
+        "        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk)))\n",
+        "        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk)))\n"
+        "        if chunk.record.link.tells_tags:\n"
+        "            self.send(chunk.record.link, m.Tagged(self._tag(chunk)), now)\n",
+    ),
+    Mutant(
+        "a tag is said under a session that is lost",
+        "7 a lost session",
+        "protocol/borrower.py",
+        "        if link.tells_tags and chunk.phase is Phase.WRITTEN and link.session in self.links:\n",
+        "        if link.tells_tags and chunk.phase is Phase.WRITTEN:\n",
+        "tests/protocol/test_said_tags.py",
+    ),
+    Mutant(
+        "a tag is said of a write that failed",
+        "7 tags by message, I5",
+        "protocol/borrower.py",
+        "        if link.tells_tags and chunk.phase is Phase.WRITTEN and link.session in self.links:\n",
+        "        if link.tells_tags and chunk.begun and link.session in self.links:\n",
+    ),
+    Mutant(
+        "who says a tag may name any session",
+        "7 tags by message, I6",
+        "protocol/decode.py",
+        "        if not link.tells_tags or tag.session != link.session:\n",
+        "        if not link.tells_tags:\n",
+        "tests/protocol/test_said_tags.py",
+    ),
 ]

@@ -48,7 +48,7 @@ MUTANTS = [
         "Hello is not repeated",
         "7 Hello, I4",
         "protocol/handshake.py",
-        '        self.repeat(("hello", peer), now)\n',
+        '        self.back_off(("hello", peer), now, peer.n_hellos, peer.nonce)\n',
         "",
     ),
     Mutant(
@@ -63,8 +63,8 @@ MUTANTS = [
         "a half-open session replaces the old one at once",
         "7 half-open, I6",
         "protocol/handshake.py",
-        "            self.emit(Attach(link, hello.description))\n",
-        "            self.emit(Attach(link, hello.description))\n            self._confirm(link, now)\n",
+        "            self.emit(Attach(link, m.offers(hello)))\n",
+        "            self.emit(Attach(link, m.offers(hello)))\n            self._confirm(link, now)\n",
         "tests/protocol/test_session.py",
     ),
     Mutant(
@@ -130,7 +130,7 @@ MUTANTS = [
         "no heartbeat",
         "7 silence, I4",
         "protocol/session.py",
-        "                self.send(link, Heartbeat(), now)\n                due",
+        "                self.send(link, Heartbeat(self._need_of(link, now)), now)\n                due",
         "                due",
         "tests/protocol/test_traces.py",
     ),
@@ -185,7 +185,7 @@ MUTANTS = [
         "pages are free before the fence",
         "7 lost, I2",
         "protocol/receiving.py",
-        "            if not part.direct:  # it may still",
+        "            if not part.writes_in_place:  # it may still",
         "            if True:  # it may still",
     ),
     Mutant(

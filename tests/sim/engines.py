@@ -5,12 +5,15 @@ Must not know what the network does. A step that cannot be taken now (no page is
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
+from pdstage.protocol.outbox import GivenRow
 from tests.pair import PAGE, Decode, Prefill
 from tests.sim.scenario import Job
 from tests.sim.side import Violation, truth
@@ -19,10 +22,17 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pdstage.layout import Key
+    from pdstage.protocol.inbox import InRoom
     from pdstage.protocol.outbox import OutRoom, Source
     from pdstage.protocol.room import Room
     from tests.sim.side import Side
     from tests.sim.world import SimWorld
+
+
+@cache
+def aux_row(number: int, nbytes: int) -> bytes:
+    """What prefill's aux row of a room holds."""
+    return hashlib.shake_128(b"aux/%d" % number).digest(nbytes)
 
 
 @dataclass(eq=False, slots=True)
@@ -125,7 +135,10 @@ class Engines:
         side = self.world.sides[part.node]
         pages = side.take(part.room, self._n_pages(part), self._rng(part))
         job = part.job
-        self.world.bind(part.room, job.n_asked, pages, rank, prefix=min(job.prefix, job.n_asked), priority=job.priority)  # type: ignore[arg-type]
+        row = side.take_row(part.room) if job.uid % 7 != 3 else None
+        self.world.bind(
+            part.room, job.n_asked, pages, rank, prefix=min(job.prefix, job.n_asked), priority=job.priority, row=row
+        )  # type: ignore[arg-type]
 
     def _rng(self, part: Part) -> random.Random:
         return random.Random(f"pages/{self.world.scenario.seed}/{part.job.uid}/{part.rank}")
@@ -162,7 +175,13 @@ class Engines:
 
     def _finish(self, part: Part, _: int, __: object) -> None:
         room: OutRoom = part.room  # type: ignore[assignment]
-        part.node.core.finish(room, part.job.aux, self.world.now)  # type: ignore[union-attr]
+        aux, side = part.job.aux, self.world.sides[part.node]  # type: ignore[index]
+        number = side.take_row(room)
+        if number is not None:
+            side.fill_row(number, aux_row(part.job.number, side.row_nbytes))
+            row = self.world.row(part.node, number)  # type: ignore[arg-type]
+            aux = GivenRow(side.rows.base + number * side.row_nbytes, partial(memoryview, row))
+        part.node.core.finish(room, aux, self.world.now)  # type: ignore[union-attr, arg-type]
         self.world.carry(part.node)  # type: ignore[arg-type]
 
     # What the rooms must hold.
@@ -178,8 +197,31 @@ class Engines:
             raise Violation("I9", f"room {room.key!r} is a Success at {side.label} with another number of slots")
         stop = min(job.tokens, job.n_asked)
         side.check_delivered(room, lambda key: self.truth_of(room, key), min(job.prefix, stop), stop)  # type: ignore[arg-type]
-        if room.aux != job.aux:  # type: ignore[attr-defined]
+        if room.shared is not None:  # type: ignore[attr-defined]
+            self._check_row(side, room)  # type: ignore[arg-type]
+        elif room.aux != job.aux:  # type: ignore[attr-defined]
             raise Violation("I5", f"room {room.key!r} is a Success at {side.label} with aux {room.aux!r}")  # type: ignore[attr-defined]
+
+    def _check_row(self, side: Side, room: InRoom) -> None:
+        """What came in a message is taken as a node takes it; then every common column is what prefill's row held."""
+        assert room.shared is not None
+        nbytes = self.world.columns["P"].row_nbytes
+        true, number = aux_row(self.of[room].job.number, nbytes), side.row_of.get(room)
+        if room.aux is not None:
+            for column, data in room.shared.unpack(room.aux):
+                if number is not None:
+                    side.fill_row(number, bytes(data), column.offset)
+        elif number is None:
+            raise Violation("I5", f"room {room.key!r} is a Success at {side.label} with no row for its aux")
+        for ours, theirs in zip(room.shared.src, room.shared.dst, strict=True):
+            want = true[ours.offset : ours.offset + ours.nbytes]
+            if number is not None:
+                row = self.world.row(side.node, number)
+                found = row[theirs.offset : theirs.offset + theirs.nbytes].tobytes()
+                if found != want:
+                    raise Violation("I5", f"room {room.key!r} is a Success at {side.label} with other aux {ours.name}")
+        if room.aux is not None and room.aux != room.shared.pack(memoryview(true)):
+            raise Violation("I5", f"room {room.key!r} is a Success at {side.label} with an aux of another's")
 
     def check_calm(self) -> None:
         """Without faults every room finishes, at every rank (I11)."""

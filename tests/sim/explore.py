@@ -60,10 +60,19 @@ QUICK = [
     ),
     Configuration(name="a crash, then again", shape=Shape(chunks=1), faults=Faults(loss=1, crash=1), again=1),
     Configuration(name="straight into pages", shape=Shape(path="direct"), faults=Faults(loss=1, abort=1, twice=1)),
+    Configuration(
+        name="a row in place", shape=Shape(chunks=1, rows=True), faults=Faults(loss=1, abort=1, twice=1, crash=1)
+    ),
+    Configuration(name="a row that fails", shape=Shape(chunks=1, rows=True), faults=Faults(late=1, broken=1)),
     Configuration(name="a false alarm", shape=Shape(), faults=Faults(late=1, broken=1)),
     Configuration(
         name="two writers of a room", shape=Shape(writers=2, instances=False, chunks=1), faults=Faults(crash=1)
     ),
+    Configuration(name="tags are said", shape=Shape(notifies=False), faults=Faults(loss=2, abort=1, early=1)),
+    Configuration(
+        name="tags are said, of pages", shape=Shape(path="direct", notifies=False), faults=Faults(loss=2, abort=1)
+    ),
+    Configuration(name="tags are said, a crash", shape=Shape(chunks=1, notifies=False), faults=Faults(loss=1, crash=1)),
 ]
 """Complete within seconds."""
 

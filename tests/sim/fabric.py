@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pdstage.errors import TransportError
 from pdstage.plan import selects
-from pdstage.protocol.effects import Gather, Scatter, Write, WriteDirect
+from pdstage.protocol.effects import Gather, Scatter, Write, WriteDirect, WriteRow
 from tests.pair import Decode, Item, Prefill, World, cell, direct_cells
 from tests.sim.side import Side, Violation, offsets
 
@@ -110,7 +110,9 @@ class FabricWorld(World):
         if not holds:
             raise Violation(invariant, what)
 
-    def _post(self, node: Prefill, dst: Decode, effect: Write | WriteDirect, land: Callable[..., None]) -> None:
+    def _post(
+        self, node: Prefill, dst: Decode, effect: Write | WriteDirect | WriteRow, land: Callable[..., None]
+    ) -> None:
         del land
         chunk = effect.chunk
         assert chunk.record.room is not None
@@ -122,13 +124,33 @@ class FabricWorld(World):
             item.run = lambda item=item: self._land(post, item)
             post.pieces[item] = piece
             self.put(item)
-        where = (self.labels[dst], post.session, chunk.lane, chunk.cursor)
-        if not chunk.direct:
-            self.must(where not in self.written, "I15", f"{where} is written twice")
-            self.written.add(where)
+        if isinstance(effect, Write) and self.placed:
+            self._end_post(post)
+        elif not chunk.direct:
+            self._write_once(dst, chunk)
 
-    def _pieces(self, post: Post, effect: Write | WriteDirect) -> list[Piece]:
+    def _write_once(self, dst: Decode, chunk: OutChunk) -> None:
+        where = (self.labels[dst], chunk.record.link.session, chunk.lane, chunk.cursor)
+        self.must(where not in self.written, "I15", f"{where} is written twice")
+        self.written.add(where)
+
+    def _place(self, dst: Decode, effect: Gather, data: np.ndarray) -> None:
+        self._write_once(dst, effect.chunk)
+        if dst.alive:
+            self.check_lease(dst, effect.chunk)
+            for memory in (dst.staging, self.sides[dst].staged):
+                memory.at(effect.address, len(data))[:] = data  # type: ignore[union-attr]
+
+    def _pieces(self, post: Post, effect: Write | WriteDirect | WriteRow) -> list[Piece]:
         n = self.scenario.n_pieces
+        if isinstance(effect, Write) and self.placed:
+            return []
+        if isinstance(effect, WriteRow):
+            memory, rows = post.src.rows, post.dst.rows
+            return [
+                Piece([(memory.at(src, nbytes), rows.at(dst, nbytes))], offset=dst - rows.base)
+                for src, dst, nbytes in effect.spans
+            ]
         if isinstance(effect, WriteDirect):
             return [
                 Piece([(c.src, c.dst) for c in run], [(c.key, c.token, c.shard) for c in run])
@@ -160,13 +182,22 @@ class FabricWorld(World):
         """The source is read as it is now (I8)."""
         side = self.sides[post.src]
         self.must(not post.room.released, "I8", f"a write of room {post.room.key!r} reads released source memory")
-        if post.chunk.direct:
+        if post.chunk.row:
+            side.must_own_row(post.room, "I8", "a write reads")
+        elif post.chunk.direct:
             side.must_own(post.room, post.chunk.source.items["kv"], "I8", "a write reads")  # type: ignore[arg-type]
         piece.catch()
 
     def _put_down(self, post: Post, piece: Piece) -> None:
         assert piece.caught is not None
         side, chunk = self.sides[post.dst], post.chunk
+        if chunk.row:
+            self.check_pages(post.dst, chunk)
+            side.must_own_row(post.dst.core.epochs[chunk.record.epoch], "I2", "a write into")
+            ((_, dst),), (data,) = piece.copies, piece.caught
+            dst[:] = data
+            side.rows.at(side.rows.base + piece.offset, len(data))[:] = data
+            return
         if chunk.direct:
             self.check_pages(post.dst, chunk)
             room = post.dst.core.epochs[chunk.record.epoch]
@@ -194,7 +225,7 @@ class FabricWorld(World):
 
     def _end_post(self, post: Post) -> None:
         self.posts.remove(post)
-        if post.tagged:
+        if post.tagged and self.notifies:
             self.put(Item("tag", post.src, post.dst, lambda: self._tell_tag(post), tag=post.tag))
         if not post.failed:
             self.put(Item("done", post.src, post.src, lambda: self._tell_done(post), tag=post.tag))

@@ -57,6 +57,10 @@ class Shape:
     n_buffers: int = 2
     path: str = "staged"
     """"staged"; "direct"; or "auto": staged, and direct where that comes to nothing."""
+    notifies: bool = True
+    """Tags come with the data; else their writers say them."""
+    rows: bool = False
+    """Aux is a row that is written in place; else bytes."""
     deadlines: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -81,7 +85,7 @@ class Facts(NamedTuple):
     marks: tuple[tuple[Name, int], ...] = ()
     leases: dict[tuple[int, int], tuple[m.Session, str]] = {}  # noqa: RUF012
     writable: frozenset[tuple[m.Session, int, int]] = frozenset()
-    """What a write may be under way into: (session, lane, cursor) or (session, DIRECT, epoch)."""
+    """What a write may be under way into: (session, lane, cursor), or (session, DIRECT or AUX, epoch)."""
     landed: dict[Name, tuple[tuple[int, int], m.Session, int, int]] = {}  # noqa: RUF012
     """Of each scatter under way: the room, whose chunk, and its tokens."""
     epochs: dict[int, tuple[int, int]] = {}  # noqa: RUF012
@@ -116,6 +120,8 @@ def decode_facts(node: Node, shape: Shape) -> Facts:
         for part in room.parts.values():
             if part.direct and part.phase is not PartPhase.QUIET:
                 writable.add((part.link.session, m.DIRECT, room.epoch))
+            if part.has_aux and room.row is not None and part.phase is not PartPhase.QUIET:
+                writable.add((part.link.session, m.AUX, room.epoch))
     for landing in core._flights.values():
         must(not landing.part.room.released, "I2: a scatter runs into released pages")
         must(held._at.get((landing.grant.lane, landing.grant.cursor)) is landing.grant, "I2: it reads a freed lease")

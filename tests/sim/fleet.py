@@ -20,7 +20,18 @@ from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol.config import Config
 from pdstage.protocol.decode import DecodeCore
-from pdstage.protocol.effects import Changed, Complaint, Detach, Effect, Gather, Scatter, Send, Write, WriteDirect
+from pdstage.protocol.effects import (
+    Changed,
+    Complaint,
+    Detach,
+    Effect,
+    Gather,
+    Scatter,
+    Send,
+    Write,
+    WriteDirect,
+    WriteRow,
+)
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.room import State
 from pdstage.topology import Topology, shard_axis
@@ -303,7 +314,7 @@ class Fleet:
         match effect:
             case Gather(ticket):
                 self.at(now + times.gather_s, self._tell, node, node.core.gathered, ticket)
-            case Write(ticket, _, chunk, _, tag) | WriteDirect(ticket, chunk, tag):
+            case Write(ticket, _, chunk, _, tag) | WriteDirect(ticket, chunk, tag) | WriteRow(ticket, chunk, _, tag):
                 self.n_writes += 1
                 route = chunk.record.link.route
                 self.at(now + times.write_s, self._landed, node, route, ticket, tag, chunk.nbytes)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
+from pdstage.columns import Shared
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, TransportError, UsageError
 from pdstage.layout import Layout
 from pdstage.ownership import Common, Numbering
@@ -43,11 +44,16 @@ Handle = InRoom | OutRoom
 _CONSTANT = frozenset(
     {
         "config", "counters", "layout", "topology", "stagings", "_buffer_nbytes", "_choose", "_components", "_dealt",
-        "_direct", "_effects", "_handlers", "_hello", "_lateness", "_tickets", "_welcome",
+        "_direct", "_effects", "_handlers", "_hello", "_lateness", "_rows", "_said", "_tickets", "_welcome",
     }
 )  # fmt: skip
 _SILENT = {
-    "Link": {"heard_at", "sent_at", "n_sent", "heard", "layout", "topology", "lanes", "silence_s", "shares", "common"},
+    "Link": {
+        "heard_at", "used_at", "sent_at", "n_sent", "heard", "layout", "topology", "lanes", "silence_s", "shares",
+        "common", "aux", "rows",
+    },
+    "InRoom": {"shared"},
+    "Peer": {"n_hellos"},
     "Grant": {"granted_at"},
     "OutChunk": {"waits_since"},
     "_Need": {"numbers"},
@@ -55,7 +61,7 @@ _SILENT = {
     "Part": {"reason"},
     "Record": {"reason", "asked", "_exposed", "open"},  # session and epoch name the Open
     "Ended": {"reason"},
-}
+}  # fmt: skip
 """Fields without influence, by class."""
 GIVEN_UP = Aborted("what was said is left out")
 _ERRORS = (Aborted, DeadlineExceeded, PeerError, TransportError, UsageError)
@@ -227,7 +233,7 @@ def _thing(number: int) -> object:
     return _shared.things[number]
 
 
-_SHARED = (Common, Layout, Numbering, Topology, m.Open)
+_SHARED = (Common, Layout, Numbering, Shared, Topology, m.Open)
 _dispatch = {kind: lambda thing: (_thing, (_shared.number(thing),)) for kind in _SHARED}
 _dispatch[memoryview] = lambda view: (memoryview, (bytes(view),))
 _dispatch |= {kind: lambda _: (_thing, (0,)) for kind in _ERRORS}

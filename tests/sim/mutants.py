@@ -70,10 +70,17 @@ class Verdict(NamedTuple):
 
 
 def everyone() -> list[Mutant]:
-    from tests.sim import bugs_engine, bugs_leases, bugs_rooms, bugs_sessions  # noqa: PLC0415  (they import this)
+    from tests.sim import (  # noqa: PLC0415  (they import this)
+        bugs_aux,
+        bugs_engine,
+        bugs_leases,
+        bugs_parting,
+        bugs_rooms,
+        bugs_sessions,
+    )
 
-    lists = (bugs_leases.MUTANTS, bugs_rooms.MUTANTS, bugs_sessions.MUTANTS, bugs_engine.MUTANTS)
-    return [mutant for mutants in lists for mutant in mutants]
+    modules = (bugs_leases, bugs_rooms, bugs_sessions, bugs_parting, bugs_engine, bugs_aux)
+    return [mutant for module in modules for mutant in module.MUTANTS]
 
 
 def search(seed: int) -> None:

@@ -8,6 +8,7 @@ Here is what no input may do to a process (I1, I4, I6, I7); what must hold in ea
 from __future__ import annotations
 
 import zlib
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,9 +17,21 @@ from pdstage.errors import TransportError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore
-from pdstage.protocol.effects import Attach, Changed, Complaint, Detach, Gather, Scatter, Send, Write, WriteDirect
+from pdstage.protocol.effects import (
+    Attach,
+    Changed,
+    Complaint,
+    Detach,
+    Gather,
+    Scatter,
+    Send,
+    Write,
+    WriteDirect,
+    WriteRow,
+)
 from pdstage.protocol.handshake import _GOLDEN
 from pdstage.protocol.messages import room_key
+from pdstage.protocol.outbox import GivenRow
 from pdstage.protocol.room import State
 from tests.pair import World
 from tests.sim.facts import FIRST_EPOCH, Facts, Name, Shape, Violation, decode_facts, must, prefill_facts
@@ -27,6 +40,7 @@ from tests.sim.frozen import Armed, Core, Node, canonical, digest, flight_name, 
 Input = tuple[object, ...]
 
 
+IN_PLACE = (m.DIRECT, m.AUX)
 _ENDED = frozenset({State.SUCCESS, State.FAILED, State.SUCCESS | 0x80, State.FAILED | 0x80})
 
 
@@ -39,7 +53,7 @@ class Post(NamedTuple):
     room: tuple[int, int]
     tag: int
     where: tuple[int, int]
-    """(lane, cursor), or (DIRECT, epoch)."""
+    """(lane, cursor), (DIRECT, epoch) or (AUX, epoch)."""
 
 
 class Did(NamedTuple):
@@ -63,7 +77,8 @@ class Nodes:
         heads = 1 if shape.instances else shape.writers
         self.world = World(
             prefill=shape.writers, heads=heads, layers=1, lane_nbytes=shape.lane_nbytes, n_lanes=shape.n_lanes,
-            n_buffers=shape.n_buffers, path=shape.path, instances=shape.instances, **shape.deadlines,
+            n_buffers=shape.n_buffers, path=shape.path, instances=shape.instances, notifies=shape.notifies,
+            aux="rows" if shape.rows else "", **shape.deadlines,
         )  # fmt: skip
         self.names = [b"D0", *(b"P%d" % n for n in range(shape.writers))]
         self.templates: dict[tuple[int, int], Core] = {}
@@ -181,7 +196,9 @@ class Nodes:
         pages = list(range(-(-n_tokens // 4)))
         items = (m.Items("kv", 0, memoryview(np.array(pages, np.int32).tobytes())),) if shape.path != "staged" else ()
         node.handles[room, sum(known == room for known, _ in node.handles)] = handle
-        core.bind(handle, (m.Asked("kv", 0, n_tokens),), {"kv": pages}, 0.0, wire_items=items)
+        core.bind(
+            handle, (m.Asked("kv", 0, n_tokens),), {"kv": pages}, 0.0, wire_items=items, row=0 if shape.rows else None
+        )
 
     def _send(self, node: Node, room: int) -> None:
         shape, core = self.shape, node.core
@@ -190,7 +207,7 @@ class Nodes:
         for n in range(shape.chunks):
             rects = (Rect("kv", n * shape.tokens, (n + 1) * shape.tokens, 0, 1),)
             core.chunk(handle, rects, {"kv": []}, 0.0, ready=n < shape.chunks - shape.late)
-        core.finish(handle, b"aux", 0.0)
+        core.finish(handle, GivenRow(1 << 20, partial(memoryview, bytes(64))) if shape.rows else b"aux", 0.0)
 
     @staticmethod
     def _ticket(node: Node, flight: Name) -> int:
@@ -204,7 +221,7 @@ class Nodes:
             match effect:
                 case Send(route, frame):
                     sends.append((self.names.index(route), self.frame(frame)))
-                case Write() | WriteDirect():
+                case Write() | WriteDirect() | WriteRow():
                     posts.append(self._post(at, node, effect))
                 case Detach(link):
                     node.fencing[link.session] = link
@@ -215,15 +232,14 @@ class Nodes:
                     pass
         return tuple(sends), tuple(posts), tuple(lost), tuple(met)
 
-    def _post(self, at: int, node: Node, effect: Write | WriteDirect) -> Post:
+    def _post(self, at: int, node: Node, effect: Write | WriteDirect | WriteRow) -> Post:
         chunk = effect.chunk
         session = chunk.record.link.session
         room = next((name for name, room in node.handles.items() if room is chunk.record.room), None)
         assert room is not None
         flight = flight_name(node.core, effect.ticket)
-        if isinstance(effect, WriteDirect):
-            return Post(at, flight, session, room, self.tag(effect.tag), (m.DIRECT, chunk.record.epoch))
-        return Post(at, flight, session, room, self.tag(effect.tag), (chunk.lane, chunk.cursor))
+        where = (chunk.where[0], chunk.record.epoch) if chunk.direct else chunk.where
+        return Post(at, flight, session, room, self.tag(effect.tag), where)
 
     def frame(self, data: bytes) -> int:
         """The number of a frame, its seq made 1 (0 where it has none) and its words left out."""
@@ -233,6 +249,11 @@ class Nodes:
             fields = {name: getattr(message, name) for name in message.__struct_fields__}
             message = type(message)(**(fields | {"reason": "-"}))
         return self._number(m.encode(frame.session, min(frame.seq, 1), message), self.frames)
+
+    def said(self, frame: int) -> m.Tag | None:
+        """The tag that a frame says, if it says one."""
+        message = m.decode(self.frames[frame]).message
+        return m.decode_tag(message.tag, ("kv",)) if isinstance(message, m.Tagged) else None
 
     def tag(self, data: bytes) -> int:
         return self._number(data, self.tags)
@@ -261,10 +282,10 @@ class Nodes:
         facts = self.facts[before]
         if given[0] == "told":
             tag = m.decode_tag(self.tags[given[1]], ("kv",))  # type: ignore[index]
-            held = facts.leases.get((tag.lane, tag.cursor)) if tag.lane != m.DIRECT else None
+            held = facts.leases.get((tag.lane, tag.cursor)) if tag.lane not in IN_PLACE else None
             ended = dict(facts.rooms).get(facts.epochs.get(tag.epoch, (0, 0)), State.FAILED) in _ENDED
             stale = tag.session not in facts.sessions or ended
-            had = tag.lane != m.DIRECT and held != (tag.session, "granted")
+            had = tag.lane not in IN_PLACE and held != (tag.session, "granted")
             must(not (stale or had) or before == after, f"I6, I7: a tag that is stale or had already counts: {tag}")
         elif given[0] == "hear":
             frame = m.decode(self.frames[given[2]])  # type: ignore[index]

@@ -22,6 +22,7 @@ DEADLINES = {
     "open_wait_s": 10.0,
     "write_s": 5.0,
     "max_silence_s": 3.0,
+    "idle_s": 0.5,
     "fall_back_after_s": 2.0,
 }
 PATIENT = dict.fromkeys(DEADLINES, 1000.0) | {
@@ -66,6 +67,10 @@ class Scenario:
     checksums: bool
     fences: bool
     stops_reads: bool
+    notifies: bool
+    """Tags come with the data; else their writers say them as messages."""
+    placed: bool
+    """Gathers write straight into the lease. Nothing stops them then: never where `fences`."""
     n_lanes: int
     lane_nbytes: int
     n_buffers: int
@@ -83,6 +88,10 @@ class Scenario:
     eager: float
     """How soon a chunk's data is computed: the chance each time that an engine might say so."""
     calm: bool
+    aux: str = ""
+    """"" for bytes; "packed" for rows in messages, "rows" for rows written in place."""
+    more_columns: str = ""
+    """The side, "P" or "D", that has one the other lacks."""
     faults: Faults = field(default_factory=Faults)
 
     @property
@@ -95,7 +104,11 @@ class Scenario:
 
     def __str__(self) -> str:
         how = f"{self.path}, {self.n_lanes} lanes of {self.lane_nbytes} bytes, {self.n_pages} pages a rank"
-        traits = [name for name in ("instances", "checksums", "fences", "stops_reads", "calm") if getattr(self, name)]
+        traits = [
+            name
+            for name in ("instances", "checksums", "fences", "stops_reads", "notifies", "placed", "calm")
+            if getattr(self, name)
+        ]
         return (
             f"seed {self.seed}: {self.prefill} prefill ranks -> {self.decode} decode ranks, {how}, {' '.join(traits)}"
         )
@@ -117,6 +130,8 @@ def draw(seed: int) -> Scenario:
         checksums=rng.random() < 0.5,
         fences=rng.random() < 0.6,
         stops_reads=rng.random() < 0.6,
+        notifies=random.Random(f"notifies/{seed}").random() < 0.7,
+        placed=random.Random(f"placed/{seed}").random() < 0.5,
         n_lanes=rng.choice([1, 1, 2, 3]),
         lane_nbytes=rng.choice([512, 768, 1024, 2048]),
         n_buffers=rng.choice([1, 2, 2, 3]),
@@ -130,6 +145,8 @@ def draw(seed: int) -> Scenario:
         patience=rng.choice([2, 6, 12]),
         eager=rng.choice([0.02, 0.1, 1.0]),
         calm=calm,
+        aux=random.Random(f"aux/{seed}").choice(["", "packed", "rows", "rows"]),
+        more_columns=random.Random(f"columns/{seed}").choice(["", "P", "D"]),
         faults=_draw_noise(rng) if calm else _draw_faults(rng),
     )
 
@@ -217,7 +234,8 @@ def smaller(scenario: Scenario) -> list[Scenario]:
     """Simpler worlds than `scenario`, for shrinking: each changes one thing."""
     plain = {
         "checksums": False, "dst_hnd": False, "dst_page": 4, "kind": "", "n_pieces": 1, "n_lanes": 1, "n_buffers": 2,
-        "heads": 2, "stops_reads": True, "fences": True,
+        "heads": 2, "stops_reads": True, "fences": True, "notifies": True, "placed": False, "aux": "",
+        "more_columns": "",
     }  # fmt: skip
     changes = [{name: value} for name, value in plain.items()]
     changes += [{side: n} for side in ("prefill", "decode") for n in range(1, getattr(scenario, side))]

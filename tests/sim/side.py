@@ -16,7 +16,7 @@ import numpy as np
 from pdstage.layout import Key, View
 from pdstage.protocol.decode import InRoom
 from pdstage.protocol.room import Room
-from tests.pair import WIDTH, Decode, Memory, Prefill
+from tests.pair import N_ROWS, WIDTH, Decode, Memory, Prefill
 
 
 class Violation(AssertionError):
@@ -63,6 +63,10 @@ class Side:
         self.stalled_at: float | None = None
         self.late_s = 0.0
         self.closing_at: float | None = None
+        self.rows = Memory(len(node.rows.bytes), node.rows.base)
+        """What the aux rows must be; which are free, and whose the others are."""
+        self.free_rows = list(range(N_ROWS)) if len(node.rows.bytes) else []
+        self.row_of: dict[Room, int] = {}
         self._n_scribbles = 0
         for page in range(n_pages):
             self.scribble(page)
@@ -91,11 +95,36 @@ class Side:
         pages, copy = self.held.pop(room, ([], ()))
         if tuple(pages) != copy:
             raise Violation("I9", f"{self.label} changed the pages {copy} of room {room.key!r} to {pages}")
+        if room in self.row_of:
+            number = self.row_of.pop(room)
+            self.free_rows.append(number)
+            self.fill_row(number, bytes([self._n_scribbles % 256]) * self.row_nbytes)
         for page in pages:
             self.owner[page] = None
             self.free.append(page)
             self.scribble(page)
         self.delivered.pop(room, None)  # type: ignore[call-overload]
+
+    @property
+    def row_nbytes(self) -> int:
+        return len(self.rows.bytes) // N_ROWS
+
+    def take_row(self, room: Room) -> int | None:
+        """A free row, if one is; else the room goes without."""
+        if not self.free_rows:
+            return None
+        self.row_of[room] = self.free_rows.pop(0)
+        return self.row_of[room]
+
+    def fill_row(self, number: int, data: bytes | np.ndarray, offset: int = 0) -> None:
+        """The engine itself, or its node, writes a row."""
+        for memory in (self.node.rows, self.rows):
+            at = memory.base + number * self.row_nbytes + offset
+            memory.at(at, len(data))[:] = np.frombuffer(data, np.uint8)
+
+    def must_own_row(self, room: Room, invariant: str, what: str) -> None:
+        if room not in self.row_of:
+            raise Violation(invariant, f"{what} an aux row of {self.label}, which room {room.key!r} gave back")
 
     def must_own(self, room: Room, pages: list[int], invariant: str, what: str) -> None:
         for page in pages:
@@ -134,7 +163,7 @@ class Side:
 
     def check_memory(self) -> None:
         """Every byte of pool and staging is what the last one who might write it wrote (I2)."""
-        pairs = [(self.node.memory, self.image, "pool")]
+        pairs = [(self.node.memory, self.image, "pool"), (self.node.rows, self.rows, "aux rows")]
         if self.staged is not None:
             pairs.append((self.node.staging, self.staged, "staging"))  # type: ignore[union-attr]
         for memory, image, what in pairs:

@@ -14,7 +14,10 @@ from typing import NamedTuple
 from pdstage.protocol import messages as m
 from pdstage.protocol.room import State
 from tests.sim.facts import Shape, must
-from tests.sim.nodes import Did, Input, Nodes, Post
+from tests.sim.nodes import IN_PLACE, Did, Input, Nodes, Post
+
+ROW = (-1, 0)
+"""The tokens of an aux row, where tokens are named."""
 
 TAG, DONE, UNDER, OK, BAD, MAYBE, DEAD = 1, 2, 4, 8, 16, 32, 64
 """Of a write: its tag is to be told; its completion is; it may not have landed yet; it may have succeeded; it may have
@@ -112,7 +115,11 @@ class Steps:
         return state._replace(links=(*links[:link], links[link][1:], *links[link + 1 :]))
 
     def _hear(self, state: Global, node: int, src: int, link: int) -> Global:
-        return self._give(self._without_head(state, link), node, ("hear", src, state.links[link][0]))
+        frame = state.links[link][0]
+        after = self._without_head(state, link)
+        if node == 0 and (tag := self.nodes.said(frame)) is not None:
+            after = self._in_pages(after, tag)
+        return self._give(after, node, ("hear", src, frame))
 
     def _give(self, state: Global, node: int, given: Input) -> Global:
         self.trying = (node, given)
@@ -143,12 +150,14 @@ class Steps:
     def _posted(self, state: Global, did: Did) -> Global:
         writes = list(state.writes)
         for post in did.posts:
-            place = (post.session, post.where, post.flight if post.where[0] == m.DIRECT else ())
+            place = (post.session, post.where, post.flight if post.where[0] in IN_PLACE else ())
             for number in (*(n for n, _ in state.writes), *state.spent):
                 old = self.posts[number]
-                same = (old.session, old.where, old.flight if old.where[0] == m.DIRECT else ()) == place
+                same = (old.session, old.where, old.flight if old.where[0] in IN_PLACE else ()) == place
                 must(not same, f"I15: written twice: {post}")
-            flags = DONE | BAD if post.session in state.fenced else TAG | DONE | UNDER | OK
+            flags = DONE | BAD if post.session in state.fenced else DONE | UNDER | OK
+            if self.shape.notifies and post.session not in state.fenced:
+                flags |= TAG
             writes.append((self.post_number(post), flags))
         return state._replace(writes=tuple(sorted(writes)))
 
@@ -165,13 +174,18 @@ class Steps:
         return state._replace(writes=tuple(sorted(rest)))
 
     def _told(self, state: Global, number: int, flags: int, taken: int) -> Global:
-        post = self.posts[number]
+        told = self.posts[number].tag
         after = self._flag(state, number, flags & ~(taken | UNDER | BAD))
+        after = self._in_pages(after, m.decode_tag(self.nodes.tags[told], ("kv",)))
+        return self._give(self._spend(after, number), 0, ("told", told))
+
+    def _in_pages(self, state: Global, tag: m.Tag) -> Global:
+        """Decode learns of what landed: straight in pages it is delivered."""
         facts = self.nodes.facts[state.nodes[0]]
-        if post.where[0] == m.DIRECT and post.session in facts.sessions and post.where[1] in facts.epochs:
-            (rect,) = m.decode_tag(self.nodes.tags[post.tag], ("kv",)).rects
-            after = self._delivered(after, (facts.epochs[post.where[1]], post.session, rect.start, rect.stop))
-        return self._give(self._spend(after, number), 0, ("told", post.tag))
+        if tag.lane not in IN_PLACE or tag.session not in facts.sessions or tag.epoch not in facts.epochs:
+            return state
+        span = (tag.rects[0].start, tag.rects[0].stop) if tag.rects else ROW
+        return self._delivered(state, (facts.epochs[tag.epoch], tag.session, *span))
 
     def _delivered(self, state: Global, what: tuple[tuple[int, int], m.Session, int, int]) -> Global:
         return state._replace(delivered=tuple(sorted({*state.delivered, what})))
@@ -277,5 +291,12 @@ class Steps:
             if room == handle:
                 tokens.setdefault(session, set()).update(range(start, stop))
         whole = self.shape.tokens * self.shape.chunks
+        rows = sum(ROW[0] in each for each in tokens.values())
+        must(
+            not self.shape.rows or self.configuration.faults.broken > 0 or rows == 1,
+            f"I5: room {handle} succeeds without its aux row",
+        )
+        for each in tokens.values():
+            each.discard(ROW[0])
         enough = len(tokens) == len(self.shape.writers_of(handle[0])) and all(len(t) == whole for t in tokens.values())
         must(enough, f"I5: room {handle} succeeds with {state.delivered}")

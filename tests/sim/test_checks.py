@@ -191,7 +191,7 @@ MISTAKES: list[tuple[Callable[[Patch], None], set[str]]] = [
 @pytest.mark.parametrize(("mistake", "invariants"), MISTAKES, ids=lambda what: getattr(what, "__name__", ""))
 def test_a_mistake_is_found(mistake: Callable[[Patch], None], invariants: set[str], monkeypatch: Patch) -> None:
     mistake(monkeypatch)
-    scenarios = [draw(seed) for seed in range(120)]
+    scenarios = [draw(seed) for seed in range(200)]
     if mistake is never_recalls:  # several lanes, of which one is stuck, are rare elsewhere
         scenarios = [replace(made, path="staged", n_lanes=3, lane_nbytes=512, eager=0.02) for made in scenarios]
     assert found(scenarios) in invariants

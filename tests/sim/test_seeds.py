@@ -29,7 +29,7 @@ def test_every_invariant_holds_under_every_fault(block: int) -> None:
 def test_every_kind_of_fault_and_every_end_of_a_room_comes() -> None:
     summary = run_many(range(5000, 5060), workers=1)
     assert not summary.failed
-    faults = {"drop", "twice", "fail", "alter", "crash", "close", "stall", "resume", "cut", "heal", "abort"}
+    faults = {"drop", "twice", "fail", "alter", "crash", "close", "stall", "resume", "cut", "heal", "abort", "idle"}
     assert faults <= set(summary.counts)
     assert {"Success", "Aborted", "DeadlineExceeded", "PeerError", "TransportError"} <= set(summary.outcomes)
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pdstage.columns import Column
 from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore, InRoom
 from pdstage.protocol.room import Room, State
-from tests.pair import Decode, Item, Prefill
+from tests.pair import COLUMNS, Decode, Item, Prefill
 from tests.sim.checks import Checks
 from tests.sim.engines import Engines
 from tests.sim.fabric import FabricWorld
@@ -21,10 +22,13 @@ from tests.sim.scenario import Scenario
 from tests.sim.side import Side
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdstage.protocol.session import Link
 
 Event = tuple[object, ...]
 CLOSE_S = 5.0
+MORE = Column("more", "bfloat16", (9,))  # between the others
 TOLD = ("frame", "tag")
 FAILING = ("land", "done", "gather", "scatter")
 
@@ -49,7 +53,10 @@ class SimWorld(FabricWorld):
             lane_nbytes=scenario.lane_nbytes, n_lanes=scenario.n_lanes, n_buffers=scenario.n_buffers,
             buffer_nbytes=scenario.buffer_nbytes, path=scenario.path, dst_hnd=scenario.dst_hnd,
             dst_page=scenario.dst_page, slots=scenario.kind != "", exact=scenario.kind == "exact",
-            fences=scenario.fences, instances=scenario.instances,
+            fences=scenario.fences, notifies=scenario.notifies, placed=scenario.placed and not scenario.fences,
+            instances=scenario.instances,
+            aux=scenario.aux, src_columns=COLUMNS + (MORE,) * (scenario.more_columns == "P"),
+            dst_columns=COLUMNS + (MORE,) * (scenario.more_columns == "D"),
             deadline_s=scenario.deadline_s, checksums=scenario.checksums,
             choose=lambda c: scenario.path == "direct" or (scenario.path == "auto" and (c.number + c.record.epoch) % 2),
             **scenario.config,
@@ -79,6 +86,9 @@ class SimWorld(FabricWorld):
         self.ordinals[name] += 1
         item.key = f"{name} #{self.ordinals[name]}"
         self.waiting[item.key] = item
+
+    def cut_off(self, want: Callable[[Item], bool]) -> None:
+        self.waiting = {key: item for key, item in self.waiting.items() if not want(item)}
 
     def movable(self, item: Item) -> bool:
         """Whether the item may arrive now."""
@@ -335,6 +345,8 @@ class SimWorld(FabricWorld):
             self.carry(node)
 
     def detach(self, node: Prefill | Decode, link: Link) -> None:
+        if isinstance(node, Decode) and node.core._is_leaving(link.route, link.session):
+            self.counts["idle"] += 1
         self.put(Item("fence", node, node, lambda: self.fence(node, link), link))
 
     def _frame(self, node: Prefill | Decode, route: bytes, frame: bytes) -> None:

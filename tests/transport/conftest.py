@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from transport.endpoint import Endpoint, Log, Remote
+from transport.endpoint import Endpoint, Log, Remote, Saying
 
 from pdstage.transport import available
 
@@ -27,10 +30,17 @@ VARIANTS = {
     "local-same": Variant("local", "same"),
     "local-two": Variant("local", "two"),
     "local-numpy": Variant("local", "apart", {"PDSTAGE_NATIVE": "no"}),
+    "auto-two": Variant("auto", "two"),
     "nixl-same": Variant("nixl", "same"),
     "nixl-two": Variant("nixl", "two"),
     "nixl-tcp": Variant("nixl", "apart", {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}),
+    "mori-double": Variant("mori-double", "same"),
+    "postbox-same": Variant("postbox", "same"),
+    "postbox-two": Variant("postbox", "two"),
 }
+
+# What pip would write for a distribution with transports of its own; a spawned process inherits sys.path.
+sys.path.append(str(Path(__file__).parent / "installed"))
 
 
 def _params(*, processes: bool = False) -> list[object]:
@@ -39,7 +49,7 @@ def _params(*, processes: bool = False) -> list[object]:
     for name, variant in VARIANTS.items():
         if processes and variant.where == "same":
             continue
-        why_not = reasons[variant.transport]
+        why_not = reasons.get(variant.transport, "")
         params.append(pytest.param(variant, id=name, marks=[pytest.mark.skip(reason=why_not)] if why_not else []))
     return params
 
@@ -48,6 +58,8 @@ class Pair:
     """`a` writes to `b`, which it knows as "b"."""
 
     def __init__(self, variant: Variant, a: object, b: object) -> None:
+        if not a.notifies():
+            a, b = Saying(a), Saying(b)
         self.variant, self.a, self.b = variant, a, b
         self.log = Log(a, b)
 
@@ -89,8 +101,9 @@ class _Stock:
 
 
 @pytest.fixture(scope="session")
-def stock() -> object:
+def stock(tmp_path_factory: pytest.TempPathFactory) -> object:
     stock = _Stock()
+    os.environ["POSTBOX_DIR"] = str(tmp_path_factory.mktemp("postboxes"))  # those of killed processes stay there
     yield stock
     stock.shut()
 

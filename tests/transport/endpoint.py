@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import platform
 import select
 import signal
+import struct
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 from unittest import mock
 
 import numpy as np
 
+from pdstage import shared
 from pdstage.errors import PdstageError
 from pdstage.layout import Region
 from pdstage.transport import Done, Inbound, PostFailed, Spans, open_transport
@@ -19,16 +24,27 @@ from pdstage.transport import Done, Inbound, PostFailed, Spans, open_transport
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pdstage.transport import Transport
+
 NBYTES = 8 << 20
 DEADLINE_S = 30.0
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 4, 22, 38, 2
 
 
 class Endpoint:
-    """A transport and one registered region of NBYTES, addressed by offsets here and by addresses at the peer."""
+    """A transport and one registered region of NBYTES, addressed by offsets here and by addresses at the peer.
 
-    def __init__(self, name: str) -> None:
-        self.transport = open_transport(name)
-        self.memory = np.zeros(NBYTES, np.uint8)
+    `name` is the transport's, with "+shared" for memory that peers can map.
+    """
+
+    def __init__(self, name: str, **options: object) -> None:
+        transport, _, kind = name.partition("+")
+        memory = shared.allocate(NBYTES) if kind else np.zeros(NBYTES, np.uint8)
+        self.own(open_transport(transport, **options), memory)
+
+    def own(self, transport: Transport, memory: np.ndarray) -> None:
+        self.transport = transport
+        self.memory = memory
         self.base = self.memory.ctypes.data
         self.more: list[np.ndarray] = []
         self.transport.register([self.region()])
@@ -64,6 +80,25 @@ class Endpoint:
 
     def post_raw(self, peer: str, spans: Spans, tag: bytes) -> int:
         return self.transport.post(peer, spans, tag)
+
+    def stream(self, peer: str, address: int, n_posts: int) -> int:
+        """Writes all of the memory there, `n_posts` times one after the other, each time with other bytes.
+
+        Returns how many ended well; stops at the first that did not.
+        """
+        whole = np.array([[0, address, NBYTES]])
+        for i in range(n_posts):
+            self.memory[:] = 1 + i % 255
+            try:
+                ticket = self.post(peer, whole, b"")
+            except PdstageError:
+                return i
+            ended: list[object] = []
+            while not ended:
+                ended = [e for e in self.transport.poll() if not isinstance(e, Inbound) and e.ticket == ticket]
+            if isinstance(ended[0], PostFailed):
+                return i
+        return n_posts
 
     def poll(self) -> list[object]:
         return self.transport.poll()
@@ -110,15 +145,68 @@ class Endpoint:
     def pid(self) -> int:
         return os.getpid()
 
+    def n_agents(self) -> int:
+        """Remote agents that a NIXL transport has not let go of."""
+        return len(self.transport._users)
+
+    def n_fds(self) -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def n_sent(self, device: str) -> int:
+        """Bytes that a network device has sent so far."""
+        lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+        (told,) = [line.partition(":")[2] for line in lines if line.partition(":")[0].strip() == device]
+        return int(told.split()[8])
+
     def become_user(self, uid: int) -> None:
         os.setuid(uid)
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # as a process that was this user's from the start
 
-    def traits(self) -> object:
-        return self.transport.traits
+    def forbid_writing_to_processes(self) -> None:
+        """What containers' seccomp profiles do: process_vm_readv and process_vm_writev give EPERM in this thread."""
+        first = {"x86_64": 310, "aarch64": 270}[platform.machine()]
+        rows = [
+            (0x20, 0, 0, 0),
+            (0x15, 1, 0, first),
+            (0x15, 0, 1, first + 1),
+            (6, 0, 0, 0x50001),
+            (6, 0, 0, 0x7FFF0000),
+        ]
+        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in rows))
+        program = struct.pack("HxxxxxxP", len(rows), ctypes.addressof(code))
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        assert prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+        assert prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.c_char_p(program), 0, 0) == 0
+
+    def write_mapped(self, peer: str, address: int, data: bytes, tag: bytes) -> int | None:
+        """The ticket, or None if that memory of the peer is not mapped here."""
+        mapped = self.transport.mapped(peer, address, len(data))
+        if mapped is None:
+            return None
+        ctypes.memmove(mapped.address, data, len(data))
+        return self.transport.notify(peer, tag)
+
+    def traits(self, peer: str) -> object:
+        return self.transport.traits_of(peer)
+
+    def notifies(self) -> bool:
+        return self.transport.traits.notifies
 
 
-def _serve(pipe: object, name: str) -> None:
-    endpoint = Endpoint(name)
+def _enter(netns: str) -> None:
+    """As `ip netns exec` does it: the network namespace, and a sysfs that shows its devices."""
+    libc, new_mounts, slave, detach = ctypes.CDLL(None, use_errno=True), 0x20000, 0x84000, 2
+    with Path("/run/netns", netns).open() as space:
+        calls = [libc.setns(space.fileno(), 0), libc.unshare(new_mounts)]
+    calls += [libc.mount(b"", b"/", None, slave, None), libc.umount2(b"/sys", detach)]
+    calls += [libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None)]
+    assert calls[:3] + calls[4:] == [0] * 4, os.strerror(ctypes.get_errno())
+
+
+def _serve(pipe: object, name: str, netns: str, options: dict[str, object]) -> None:
+    if netns:
+        _enter(netns)
+    endpoint = Endpoint(name, **options)
     pipe.send((True, endpoint.region()))
     while True:
         try:
@@ -128,7 +216,7 @@ def _serve(pipe: object, name: str) -> None:
         try:
             if verb == "renew":
                 endpoint.close()
-                endpoint = Endpoint(name)
+                endpoint = Endpoint(name, **options)
                 result = endpoint.region()
             else:
                 result = getattr(endpoint, verb)(*args)
@@ -140,12 +228,14 @@ def _serve(pipe: object, name: str) -> None:
 
 
 class Remote:
-    """An endpoint in a process of its own, started afresh (spawn) with `environment` added."""
+    """An endpoint in a process of its own, started afresh (spawn) with `environment` added, in a network namespace."""
 
-    def __init__(self, name: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, environment: Mapping[str, str] | None = None, *, netns: str = "", **options: object
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, name), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, name, netns, options), daemon=True)
         with mock.patch.dict(os.environ, environment or {}):
             self._process.start()
         theirs.close()
@@ -166,6 +256,21 @@ class Remote:
         if verb.startswith("_"):
             raise AttributeError(verb)
         return lambda *args: self._ask(verb, *args)
+
+    def begin(self, verb: str, *args: object) -> None:
+        """Asks without waiting; the next call must be `finish`, once it `has_answered`."""
+        self._pipe.send((verb, args))
+
+    def has_answered(self, timeout_s: float = 0.0) -> bool:
+        return self._pipe.poll(timeout_s)
+
+    def finish(self) -> object:
+        return self._answer()
+
+    def peek(self, offset: int, nbytes: int) -> bytes:
+        """Its memory as it is, even while it is stopped."""
+        with Path(f"/proc/{self._process.pid}/mem").open("rb", buffering=0) as memory:
+            return os.pread(memory.fileno(), nbytes, self.base + offset)
 
     def _ask(self, verb: str, *args: object) -> object:
         self._pipe.send((verb, args))
@@ -193,6 +298,49 @@ class Remote:
         self._process.join(DEADLINE_S)
         if self._process.is_alive():
             self.kill()
+
+
+class Saying:
+    """An endpoint whose transport carries no tags: once a post is done its tag is said to the peer, as callers do."""
+
+    _by_description: ClassVar[dict[bytes, Saying]] = {}
+
+    def __init__(self, endpoint: object) -> None:
+        self._endpoint = endpoint
+        self._peers: dict[str, Saying] = {}
+        self._tags: dict[int, tuple[Saying, bytes]] = {}
+        self._heard: list[Inbound] = []
+
+    def __getattr__(self, verb: str) -> object:
+        return getattr(self._endpoint, verb)
+
+    def describe(self) -> bytes:
+        description = self._endpoint.describe()
+        self._by_description[description] = self
+        return description
+
+    def connect(self, peer: str, description: bytes) -> None:
+        self._endpoint.connect(peer, description)
+        self._peers[peer] = self._by_description.get(description, self)
+
+    def post(self, peer: str, spans: object, tag: bytes) -> int:
+        ticket = self._endpoint.post(peer, spans, tag)
+        if tag:
+            self._tags[ticket] = (self._peers[peer], tag)
+        return ticket
+
+    def poll(self) -> list[object]:
+        events = self._endpoint.poll()
+        for event in events:
+            peer, tag = self._tags.pop(event.ticket, (None, b""))
+            if peer is not None and isinstance(event, Done):
+                peer._heard.append(Inbound(tag))
+        heard, self._heard = self._heard, []
+        return events + heard
+
+    def poll_and_read(self, offset: int, nbytes: int) -> tuple[list[object], bytes]:
+        events = self.poll()
+        return events, self.read(offset, nbytes) if any(isinstance(event, Inbound) for event in events) else b""
 
 
 class Log:

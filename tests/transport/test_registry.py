@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import subprocess
 import sys
 
 import pytest
 
-from pdstage.errors import UsageError
+from pdstage.errors import TransportError, UsageError
 from pdstage.transport import Transport, available, names, open_transport
 
 
@@ -34,7 +35,8 @@ def test_unknown_option_is_named():
 
 
 def test_missing_dependency_names_what_to_install(monkeypatch):
-    monkeypatch.delitem(sys.modules, "pdstage.transport.nixl", raising=False)
+    for module in ("nixl", "_nixl_agent"):
+        monkeypatch.delitem(sys.modules, f"pdstage.transport.{module}", raising=False)
     for module in [name for name in sys.modules if name.partition(".")[0] == "nixl"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "nixl", None)
@@ -53,11 +55,28 @@ def test_a_fault_of_our_own_does_not_pass_for_a_missing_package(monkeypatch):
         open_transport("local")
 
 
-def test_auto_takes_nixl_where_it_imports():
-    if available()["nixl"]:
-        pytest.skip(available()["nixl"])
+def test_auto_offers_all_that_it_may_choose_of_and_local_first():
     transport = open_transport("auto")
-    assert transport.traits.name == "nixl"
+    imports = [name for name in ("local", "nixl") if not available()[name]]
+    assert list(transport.offers()) == imports
+    transport.close()
+
+
+def test_auto_has_no_options():
+    with pytest.raises(UsageError, match="'auto'"):
+        open_transport("auto", progress_thread=True)
+
+
+def test_auto_goes_without_what_does_not_start(monkeypatch, caplog):
+    def broken(self):
+        raise TransportError("no device", remedy="plug it in")
+
+    pytest.importorskip("nixl")
+    nixl = importlib.import_module("pdstage.transport.nixl").NixlTransport
+    monkeypatch.setattr(nixl, "__init__", broken)
+    transport = open_transport("auto")
+    assert list(transport.offers()) == ["local"]
+    assert "no device" in caplog.text
     transport.close()
 
 
@@ -77,7 +96,7 @@ def test_a_transport_of_another_distribution_is_found_by_its_entry_point(tmp_pat
     assert available()["pigeon"] == ""
     assert "nowhere" in available()["lost"]
     auto = open_transport("auto")
-    assert auto.traits.name != "pigeon"  # an unknown transport is never chosen unasked
+    assert "pigeon" not in auto.offers()  # an unknown transport is never chosen unasked
     auto.close()
 
 

@@ -1,0 +1,178 @@
+"""The columns of a request's aux row: where each lies, and which of them two sides have in common.
+
+Layer 1, pure. Must not know memory, rooms or messages.
+
+A row is one run of bytes: its columns in the order of their names, each at a multiple of 16 bytes, the row a multiple
+of 64 long. So two sides with the same columns have the same row, whatever order they gave them in, and one span is all
+of it. What travels between two that differ is the columns both have, matched by name: one more on either side moves
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from msgspec import Meta
+
+from pdstage.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+ITEMSIZES = {
+    "bool": 1, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
+    "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
+}  # fmt: skip
+"""The dtypes a column may have, by their names in torch, and bytes an element."""
+
+MAX_COLUMNS = 64
+MAX_ROW_NBYTES = 1 << 26
+_ALIGNMENT, _ROW_ALIGNMENT = 16, 64
+
+
+class Column(NamedTuple):
+    """One named value of every row: `shape` elements of `dtype` ("int32", "bfloat16", ...).
+
+    `required`: a peer that has no such column is refused when it is met; else the column is left out with it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    required: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZES[self.dtype]
+
+
+class Placed(NamedTuple):
+    """A column and where it lies in its rows, as peers tell each other. Its dtype may be one known to the peer only."""
+
+    name: Annotated[str, Meta(max_length=256)]
+    dtype: Annotated[str, Meta(max_length=256)]
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_ROW_NBYTES)], ...], Meta(max_length=8)]
+    required: bool
+    offset: Annotated[int, Meta(ge=0, le=MAX_ROW_NBYTES)]
+    nbytes: Annotated[int, Meta(ge=1, le=MAX_ROW_NBYTES)]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class Columns:
+    """A side's columns, placed."""
+
+    def __init__(self, columns: Iterable[Column]) -> None:
+        """Raises `UsageError` for a column given twice, of an unknown dtype or of no bytes, and for too many."""
+        self.given = tuple(sorted(columns))
+        names = [column.name for column in self.given]
+        if len(set(names)) != len(names) or not 0 < len(names) <= MAX_COLUMNS:
+            raise UsageError(f"aux columns {names}", remedy=f"give 1 to {MAX_COLUMNS}, each name once")
+        placed, end = [], 0
+        for column in self.given:
+            if column.dtype not in ITEMSIZES or min(column.shape, default=1) < 1 or not column.name:
+                raise UsageError(
+                    f"aux column {column.name!r} of {column.dtype!r}{list(column.shape)}",
+                    remedy=f"name it, and give one of {', '.join(ITEMSIZES)} and a shape of at least one element",
+                )
+            placed.append(Placed(*column, end, column.nbytes))
+            end += -(-column.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.placed = tuple(placed)
+        self.row_nbytes = -(-end // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        if self.row_nbytes > MAX_ROW_NBYTES:
+            raise UsageError(f"an aux row of {self.row_nbytes} bytes", remedy=f"at most {MAX_ROW_NBYTES}")
+
+
+class Span(NamedTuple):
+    """Bytes of a row here that belong in a row there."""
+
+    src_offset: int
+    dst_offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What prefill's rows (`src`) and decode's (`dst`) have in common, in the order of the names: the same on both."""
+
+    src: tuple[Placed, ...] = ()
+    dst: tuple[Placed, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """What is not common, in words."""
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Of the common columns one after the other, as they travel in a message."""
+        return sum(column.nbytes for column in self.src)
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """What a write from row to row is: one span where both sides have just these columns."""
+        spans: list[Span] = []
+        for src, dst in zip(self.src, self.dst, strict=True):
+            if spans:
+                last = spans[-1]
+                gaps = src.offset - last.src_offset - last.nbytes, dst.offset - last.dst_offset - last.nbytes
+                if gaps[0] == gaps[1] and 0 <= gaps[0] < _ALIGNMENT:  # no room for another column: padding on both
+                    spans[-1] = last._replace(nbytes=last.nbytes + gaps[0] + src.nbytes)
+                    continue
+            spans.append(Span(src.offset, dst.offset, src.nbytes))
+        return tuple(spans)
+
+    def pack(self, row: memoryview) -> bytes:
+        """The common columns of a row of prefill's, one after the other."""
+        return b"".join(row[column.offset : column.offset + column.nbytes] for column in self.src)
+
+    def unpack(self, packed: bytes) -> Iterator[tuple[Placed, memoryview]]:
+        """Each common column as decode places it, and its bytes."""
+        at, view = 0, memoryview(packed)
+        for column in self.dst:
+            yield column, view[at : at + column.nbytes]
+            at += column.nbytes
+
+
+NOTHING = Shared()
+
+
+def share(src: tuple[Placed, ...], dst: tuple[Placed, ...]) -> Shared:
+    """What prefill's columns and decode's have in common."""
+    at_prefill, at_decode = ({column.name: column for column in columns} for columns in (src, dst))
+    common, left_out = [], []
+    for name in sorted({*at_prefill, *at_decode}):
+        here, there = at_prefill.get(name), at_decode.get(name)
+        if here is None or there is None:
+            left_out.append(f"{name!r} only at {'decode' if here is None else 'prefill'}")
+        elif (here.dtype, here.shape, here.nbytes) != (there.dtype, there.shape, there.nbytes):
+            left_out.append(f"{name!r} {here} at prefill and {there} at decode")
+        else:
+            common.append((here, there))
+    return Shared(tuple(one for one, _ in common), tuple(other for _, other in common), tuple(left_out))
+
+
+def lacking(src: tuple[Placed, ...], dst: tuple[Placed, ...]) -> str:
+    """Which required column the two do not have in common, in words; empty if none."""
+    shared = {column.name for column in share(src, dst).src}
+    for side, columns in (("prefill", src), ("decode", dst)):
+        for column in columns:
+            if column.required and column.name not in shared:
+                other = next((o for o in (dst if columns is src else src) if o.name == column.name), None)
+                has = f"is {other} there" if other is not None else "is not there"
+                return f"aux column {column.name!r}, {column} and required at {side}, {has}"
+    return ""
+
+
+def problem(columns: tuple[Placed, ...], row_nbytes: int) -> str:
+    """What is wrong with a peer's columns of rows of `row_nbytes`, in words; empty if nothing is."""
+    if len({column.name for column in columns}) != len(columns):
+        return "an aux column named twice"
+    end = 0
+    for column in sorted(columns, key=lambda column: column.offset):
+        if column.offset < end or column.offset + column.nbytes > row_nbytes:
+            return f"aux column {column.name!r} outside its row, or in another column"
+        end = column.offset + column.nbytes
+    return ""

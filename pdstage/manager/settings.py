@@ -1,0 +1,66 @@
+"""Which of a node's settings go together: asked at its start, before memory is allocated or an address is bound.
+
+Layer 5. Must not know any transport by name: their traits say what each can.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdstage.errors import UsageError
+from pdstage.transport import moving, open_transport
+
+if TYPE_CHECKING:
+    from pdstage.kernels import Pool
+    from pdstage.protocol.config import Config
+    from pdstage.transport import Transport
+
+PATHS = ("auto", "direct", "staged")
+
+
+def settle(pool: Pool, path: str, config: Config, transport: str | Transport, *, writes: bool) -> Transport:
+    """The node's transport, open, once it is clear that it serves these settings; `writes` at prefill.
+
+    Raises `UsageError` that names the culprit and what would do; an open transport that was given is closed then.
+    """
+    try:
+        _check_path(path, config, writes=writes)
+        if config.convert:
+            pool.check_converts(checksum=config.checksums)
+        opened = open_transport(transport) if isinstance(transport, str) else transport
+    except UsageError:
+        if not isinstance(transport, str):
+            transport.close()
+        raise
+    try:
+        _check_memory(pool, opened)
+    except UsageError:
+        opened.close()
+        raise
+    return opened
+
+
+def _check_path(path: str, config: Config, *, writes: bool) -> None:
+    if path not in PATHS:
+        raise UsageError(f"path {path!r}", remedy=f"choose one of {', '.join(PATHS)}")
+    if writes and path == "direct" and config.checksums and not config.convert:  # what converts is staged all the same
+        raise UsageError(
+            'Config.checksums with path="direct": only what is staged carries a checksum',
+            remedy='choose path="staged" or "auto", or do without checksums',
+            path=path,
+        )
+
+
+def _check_memory(pool: Pool, transport: Transport) -> None:
+    """A pool lies on one device, and its staging memory with it: one kind is moved on every path."""
+    kind, traits = pool.device.partition(":")[0], transport.traits
+    if kind in traits.kinds:
+        return
+    able = ", ".join(moving([kind]))
+    raise UsageError(
+        f"transport {traits.name!r} moves {' and '.join(sorted(traits.kinds))} memory only, "
+        f"and this pool and its staging memory are on {pool.device}",
+        remedy=f"choose a transport that moves it: {able}" if able else "install one that moves it: none is here",
+        transport=traits.name,
+        device=pool.device,
+    )

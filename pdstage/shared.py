@@ -1,0 +1,106 @@
+"""Host memory that other processes of this host can map: a file without a name (memfd_create(2)) that cannot shrink.
+
+Layer 0. Must not know who maps it, nor what is in it.
+
+Memory that is mapped elsewhere is never given to anything else while one mapping is left: what a peer writes after its
+owner let go lands in pages that nobody has any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class Backing(NamedTuple):
+    """What memory is of: bytes `[offset, offset + nbytes)` of the file that is open here as `fd`."""
+
+    fd: int
+    inode: int
+    offset: int
+    nbytes: int
+
+
+class _Held(NamedTuple):
+    base: int
+    nbytes: int
+    fd: int
+    inode: int
+
+
+_held: dict[int, _Held] = {}
+
+
+def allocate(nbytes: int) -> NDArray[np.uint8]:
+    """`nbytes` of zeros, page-aligned; the file is closed with the array's last reference.
+
+    Raises `OSError` where the system has no such files.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, "memfd_create is Linux's")
+    fd = os.memfd_create("pdstage", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        held = mmap.mmap(fd, nbytes)
+        inode = os.fstat(fd).st_ino
+    except OSError:
+        os.close(fd)
+        raise
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        held.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(held, np.uint8)
+    memory[:: mmap.PAGESIZE] = 0  # touched now, so that no first write pays for its pages
+    base = memory.ctypes.data
+    _held[base] = _Held(base, nbytes, fd, inode)
+    weakref.finalize(held, _let_go, base)
+    return memory
+
+
+def backing(base: int, nbytes: int) -> Backing | None:
+    """What `[base, base + nbytes)` is of, if it was allocated here."""
+    for one in list(_held.values()):
+        if one.base <= base and base + nbytes <= one.base + one.nbytes:
+            return Backing(one.fd, one.inode, base - one.base, nbytes)
+    return None
+
+
+def attach(pid: int, told: Backing) -> NDArray[np.uint8]:
+    """Memory of process `pid`, as it tells of it, mapped here; unmapped with the array's last reference.
+
+    Raises `OSError` if it is not there, is of another kind, or this process may not: a file that its owner could
+    shrink would end this process, and one with a name may be anybody's.
+    """
+    path = Path(f"/proc/{pid}/fd/{told.fd}")
+    strange = FileNotFoundError(f"{path} is not the memory that was told of")
+    if not _is_its(path.stat(), told):  # before it is opened, which of some files is an act
+        raise strange
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+    try:
+        if not _is_its(os.fstat(fd), told) or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise strange
+        whole = mmap.mmap(fd, told.offset + told.nbytes)
+    finally:
+        os.close(fd)
+    return np.frombuffer(whole, np.uint8)[told.offset :]
+
+
+def _is_its(found: os.stat_result, told: Backing) -> bool:
+    """No directory holds it (so that a name given later makes no difference), and it is as large as was told."""
+    same = found.st_ino == told.inode and found.st_nlink == 0
+    return same and 0 <= told.offset < told.offset + told.nbytes <= found.st_size
+
+
+def _let_go(base: int) -> None:
+    os.close(_held.pop(base).fd)

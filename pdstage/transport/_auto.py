@@ -1,0 +1,265 @@
+"""Several transports as one: each peer is reached by the most preferred that both sides have and that gets there.
+
+Layer 4. Must not know any backend: it is given them, best first, and asks them what they can.
+
+A peer's transport is settled by `prepare`, when it is known what memory will be written: until then a backend may say
+that it cannot reach the peer, or memory of that kind there, and the next one is tried. One who is only written to
+(`meet`) does not learn what the writer settled on: so it counts on no more than every backend promises.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from pdstage.errors import PeerError, UsageError
+from pdstage.transport.base import (
+    Done,
+    Event,
+    Inbound,
+    PostFailed,
+    Ranges,
+    Traits,
+    Transport,
+    check_kinds,
+    read_description,
+    write_description,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from pdstage.layout import Region
+    from pdstage.spans import Spans
+    from pdstage.transport.base import Mapped
+
+log = logging.getLogger(__name__)
+
+
+class _Description(msgspec.Struct, frozen=True, tag="pdstage.auto.1", array_like=True):
+    offers: dict[str, bytes]
+
+
+class AutoTransport(Transport):
+    """Transport `auto`, over `ways`: open transports, the most preferred first, which it owns from now on."""
+
+    traits: ClassVar[Traits]
+
+    def __init__(self, ways: Sequence[Transport]) -> None:
+        self._ways = {way.traits.name: way for way in ways}
+        self.traits = _weakest("auto", ways)  # type: ignore[misc]
+        self._own = Ranges("this process's registered memory")
+        self._offers: dict[str, dict[str, bytes]] = {}
+        self._over: dict[str, Transport] = {}
+        self._met: dict[str, dict[str, Transport]] = {}
+        self._closed = False
+
+    def register(self, regions: Sequence[Region]) -> None:
+        self._check_open()
+        check_kinds(regions, self.traits)
+        own = self._own.with_regions(regions)
+        new = [region for region in dict.fromkeys(regions) if region not in self._own.regions]
+        done: list[tuple[Transport, list[Region]]] = []
+        try:
+            for way in self._ways.values():
+                movable = [region for region in new if region.kind in way.traits.kinds]
+                if movable:
+                    way.register(movable)
+                    done.append((way, movable))
+        except BaseException:
+            for way, movable in done:
+                way.unregister(movable)
+            raise
+        self._own = own
+
+    def unregister(self, regions: Sequence[Region]) -> None:
+        self._check_open()
+        self._own = self._own.without(regions)
+        for way in self._ways.values():
+            movable = [region for region in dict.fromkeys(regions) if region.kind in way.traits.kinds]
+            if movable:
+                way.unregister(movable)
+
+    def describe(self) -> bytes:
+        return self.described(self.offers())
+
+    def offers(self) -> dict[str, bytes]:
+        self._check_open()
+        return {name: way.describe() for name, way in self._ways.items()}
+
+    def described(self, offers: Mapping[str, bytes]) -> bytes:
+        return write_description(_Description(dict(offers)))
+
+    def connect(self, peer: str, description: bytes) -> None:
+        offers = self._read(peer, description)
+        over, ways = self._over.get(peer), self._common(offers)
+        if over is not None and over in ways:  # the same life stays where it is
+            ways = [over, *(way for way in ways if way is not over)]
+        self._connect_first(peer, offers, ways)
+
+    def _connect_first(self, peer: str, offers: Mapping[str, bytes], ways: Iterable[Transport]) -> None:
+        """Connects over the first of `ways` that can, and lets go of another one that it was connected over."""
+        refused: list[PeerError] = []
+        for way in ways:
+            name = way.traits.name
+            try:
+                way.connect(peer, offers[name])
+            except PeerError as error:
+                refused.append(error)
+                log.info("peer %s not over %s: %s", peer, name, error)
+                continue
+            before = self._over.get(peer)
+            if before is not None and before is not way:
+                before.disconnect(peer)
+            self._over[peer], self._offers[peer] = way, dict(offers)
+            self._met.setdefault(peer, {})[name] = way
+            return
+        raise _unreachable(peer, refused)
+
+    def meet(self, peer: str, description: bytes) -> None:
+        offers = self._read(peer, description)
+        refused: list[PeerError] = []
+        met: dict[str, Transport] = {}
+        for way in self._common(offers):
+            name = way.traits.name
+            try:
+                way.meet(peer, offers[name])
+            except PeerError as error:
+                refused.append(error)
+            else:
+                met[name] = way
+        if not met:
+            raise _unreachable(peer, refused)
+        self._met.setdefault(peer, {}).update(met)
+
+    def _read(self, peer: str, description: bytes) -> dict[str, bytes]:
+        self._check_open()
+        return read_description(peer, description, _Description, self.traits).offers
+
+    def _common(self, offers: Mapping[str, bytes]) -> list[Transport]:
+        return [way for name, way in self._ways.items() if name in offers]
+
+    def prepare(self, peer: str, regions: Sequence[Region]) -> None:
+        over = self._link(peer)
+        check_kinds(regions, self.traits)
+        offers = self._offers[peer]
+        kinds = {region.kind for region in (*regions, *self._own.regions)}
+        refused: list[PeerError] = []
+        for way in [over, *(way for way in self._common(offers) if way is not over)]:
+            name = way.traits.name
+            if not kinds <= way.traits.kinds:
+                what = f"{name} does not move {' and '.join(sorted(kinds - way.traits.kinds))} memory"
+                refused.append(PeerError(what, remedy="use memory of a kind that it moves"))
+                continue
+            try:
+                if way is not over:
+                    way.connect(peer, offers[name])
+                way.prepare(peer, regions)
+            except PeerError as error:
+                refused.append(error)
+                if way is not over:
+                    way.disconnect(peer)
+                continue
+            self._over[peer] = way
+            self._met[peer][name] = way
+            if way is not over:
+                over.disconnect(peer)
+            for why in refused:
+                log.info("peer %s over %s: %s", peer, name, why)
+            return
+        raise _unreachable(peer, refused)
+
+    def post(self, peer: str, spans: Spans, tag: bytes) -> int:
+        over = self._link(peer)
+        return self._ticket(over, over.post(peer, spans, tag))
+
+    def mapped(self, peer: str, address: int, nbytes: int) -> Mapped | None:
+        over = self._over.get(peer)
+        return over.mapped(peer, address, nbytes) if over is not None else None
+
+    def notify(self, peer: str, tag: bytes) -> int:
+        over = self._link(peer)
+        return self._ticket(over, over.notify(peer, tag))
+
+    def poll(self) -> list[Event]:
+        events: list[Event] = []
+        for way in self._ways.values():
+            for event in way.poll():
+                match event:
+                    case Inbound():
+                        events.append(event)
+                    case Done(ticket):
+                        events.append(Done(self._ticket(way, ticket)))
+                    case PostFailed(ticket):
+                        events.append(replace(event, ticket=self._ticket(way, ticket)))
+        return events
+
+    def filenos(self) -> Sequence[int]:
+        watched = [way.filenos() for way in self._ways.values()]
+        return [fd for fds in watched for fd in fds] if all(watched) else ()
+
+    def disconnect(self, peer: str) -> None:
+        self._offers.pop(peer, None)
+        over = self._over.pop(peer, None)
+        if over is not None:
+            over.disconnect(peer)
+
+    def traits_of(self, peer: str) -> Traits:
+        over, met = self._over.get(peer), self._met.get(peer)
+        if over is not None:
+            return over.traits_of(peer)
+        return _weakest("+".join(met), met.values(), peer) if met else self.traits
+
+    def proved_dead(self, peer: str) -> bool:
+        met = self._met.get(peer, {})
+        return bool(met) and all(way.proved_dead(peer) for way in met.values())
+
+    def forget(self, peer: str) -> None:
+        for way in self._met.pop(peer, {}).values():
+            way.forget(peer)
+
+    def close(self) -> None:
+        self._closed = True
+        for way in self._ways.values():
+            way.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this transport is closed", remedy="open a new one")
+
+    def _link(self, peer: str) -> Transport:
+        self._check_open()
+        over = self._over.get(peer)
+        if over is None:
+            raise UsageError(f"peer {peer!r} is not connected", remedy="connect it first", peer=peer)
+        return over
+
+    def _ticket(self, way: Transport, ticket: int) -> int:
+        """A ticket of one of the ways as one of ours: no two are equal, and each way's keep their order."""
+        return ticket * len(self._ways) + list(self._ways.values()).index(way)
+
+
+def _weakest(name: str, ways: Iterable[Transport], peer: str | None = None) -> Traits:
+    """What holds over every one of `ways`; a region needs only one that moves it. The costs are the first one's."""
+    all_traits = [way.traits if peer is None else way.traits_of(peer) for way in ways]
+    return replace(
+        all_traits[0],
+        name=name,
+        notifies=all(traits.notifies for traits in all_traits),
+        max_descriptors=min(traits.max_descriptors for traits in all_traits),
+        kinds=frozenset().union(*(traits.kinds for traits in all_traits)),
+        post_blocks=any(traits.post_blocks for traits in all_traits),
+        fences=all(traits.fences for traits in all_traits),
+        stops_reads=all(traits.stops_reads for traits in all_traits),
+        maps=any(traits.maps for traits in all_traits),
+    )
+
+
+def _unreachable(peer: str, refused: Sequence[PeerError]) -> PeerError:
+    if len(refused) == 1:
+        return refused[0]
+    why = "; ".join(map(str, refused)) or "it has none of ours"
+    return PeerError(f"no transport reaches peer {peer!r}: {why}", remedy="see what each of them says", peer=peer)

@@ -1,0 +1,75 @@
+"""Another process of this host to write to: memory that it shares is mapped here, the rest written by process number.
+
+Layer 4, beneath local.py. Must not know tags, tickets or registered regions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pdstage import native, shared
+from pdstage.transport.base import Mapped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from pdstage.errors import TransportError
+    from pdstage.layout import Region
+    from pdstage.shared import Backing
+    from pdstage.spans import Spans
+    from pdstage.transport._peer import Process
+
+log = logging.getLogger(__name__)
+
+
+class There:
+    """Another process, and what of its shared memory is mapped here."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._views: list[tuple[int, NDArray[np.uint8]]] = []
+        self.gone, self.close, self.why_not_written = process.gone, process.close, process.why_not_written
+
+    def unmap(self) -> None:
+        """Gives up what is mapped here, but for what `mapped` has given away."""
+        self._views = []
+
+    def map(self, told: Iterable[tuple[int, Backing]], regions: Iterable[Region]) -> None:
+        """Maps what of `regions` can be mapped, instead of what was before; `told`: base, and of what it is."""
+        self._views = []
+        for base, backing in told:
+            if not any(base <= region.base < base + backing.nbytes for region in regions):
+                continue
+            try:
+                self._views.append((base, shared.attach(self._process.pid, backing)))
+            except OSError as error:  # then it is written as memory that is not shared
+                log.info("memory of process %s is not mapped: %s", self._process.pid, error)
+
+    def mapped(self, address: int, nbytes: int) -> Mapped | None:
+        for base, view in self._views:
+            if base <= address and address + nbytes <= base + view.nbytes:
+                return Mapped(view.ctypes.data + address - base, view)
+        return None
+
+    def write(self, spans: Spans) -> tuple[int, TransportError | None]:
+        if self._views and len(spans.nbytes) == 1:
+            here = self.mapped(int(spans.dst[0]), int(spans.nbytes[0]))
+            if here is not None:
+                copy(spans._replace(dst=np.array([here.address], np.int64)))
+                return int(spans.nbytes[0]), None
+        return self._process.write(spans)
+
+
+def copy(spans: Spans) -> None:
+    """Copies spans of this process to other addresses of it."""
+    if native.ext is not None:
+        native.ext.copy_spans(*spans)
+        return
+    for src, dst, nbytes in zip(spans.src.tolist(), spans.dst.tolist(), spans.nbytes.tolist(), strict=True):
+        ctypes.memmove(dst, src, nbytes)

@@ -1,0 +1,165 @@
+"""NIXL's own objects: starting an agent, what it may raise, its descriptor lists and what is registered with it.
+
+Layer 4, beneath nixl.py, the one place that calls NIXL's start and its lists. Must not know peers, posts or tags.
+
+Lists are built for each post. Preparing them once and picking blocks by index, or describing spans of one stride by one
+row, is what NIXL 1.5.1 offers besides; neither was faster for a caller that has addresses (bench/micro/test_nixl.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pdstage.errors import TransportError, UsageError
+from pdstage.transport._fabric import device_ports, near_devices, on_node
+from pdstage.transport.base import Figures, Ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pdstage.layout import Region
+    from pdstage.transport.base import Ints
+
+_api: Any = import_module("nixl._api")
+_bindings: Any = import_module("nixl._bindings")
+
+# NIXL's exceptions share no base class but Exception.
+Errors: tuple[type[Exception], ...] = tuple(
+    kind for kind in vars(_bindings).values() if isinstance(kind, type) and issubclass(kind, Exception)
+)
+_StartErrors: tuple[type[Exception], ...] = (*Errors, RuntimeError)
+MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
+_NET_DEVICES = "UCX_NET_DEVICES"
+_environment = threading.Lock()
+
+
+def start(  # one keyword for each choice that NIXL or UCX leaves to its user
+    name: str, *, progress_thread: bool, n_threads: int, devices: Sequence[str], numa_node: int | None, telemetry: bool
+) -> Any:  # noqa: ANN401  (NIXL's classes have no types)
+    """A new agent with the UCX plugin. Raises `UsageError` for a choice this host does not have, `TransportError`."""
+    if n_threads < 0:
+        raise UsageError(f"n_threads={n_threads}", remedy="give 0 or more", field="n_threads")
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints each start to stdout
+    config = _api.nixl_agent_config(
+        enable_prog_thread=progress_thread,
+        capture_telemetry=telemetry,
+        num_threads=n_threads,
+        backends=["UCX"],
+        sync_mode=_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+    )
+    if not devices and numa_node is not None:
+        devices = near_devices(numa_node)
+    with on_node(numa_node), _only(device_ports(devices)):
+        try:
+            agent = _api.nixl_agent(name, config)
+        except _StartErrors as error:
+            raise failed("NIXL does not start", error) from error
+    if "UCX" not in agent.backends:
+        raise TransportError("NIXL has no UCX plugin here", remedy="install a NIXL with it, or set NIXL_PLUGIN_DIR")
+    return agent
+
+
+@contextmanager
+def _only(devices: list[str]) -> Iterator[None]:
+    """Has UCX, which starts meanwhile, use these devices only, whatever the environment says; none: what that says.
+
+    By the environment, since NIXL 1.5.1 passes UCX one plain device or several RDMA devices at their first port, and
+    takes its own documented `ucx_devices` without a word.
+    """
+    with _environment:  # also where none are named, lest another thread's choice be taken
+        before = os.environ.get(_NET_DEVICES)
+        if devices:
+            os.environ[_NET_DEVICES] = ",".join(devices)
+        try:
+            yield
+        finally:
+            if devices:
+                del os.environ[_NET_DEVICES]
+            if before is not None:
+                os.environ[_NET_DEVICES] = before
+
+
+class Memory:
+    """What this process registered with NIXL."""
+
+    def __init__(self, agent: Any) -> None:  # noqa: ANN401
+        self.own = Ranges("this process's registered memory")
+        self._agent: Any = agent
+        self._held: dict[Region, Any] = {}
+
+    def register(self, regions: Sequence[Region]) -> None:
+        own = self.own.with_regions(regions)
+        new = [region for region in dict.fromkeys(regions) if region not in self._held]
+        try:
+            for region in new:
+                row = (region.base, region.nbytes, region.device, "")
+                self._held[region] = self._agent.register_memory([row], MEMORY[region.kind], ["UCX"])
+        except Errors as error:
+            for region in new:
+                if region in self._held:
+                    attempt(self._agent.deregister_memory, self._held.pop(region), ["UCX"])
+            raise failed(f"cannot register {new}", error, "check the addresses, and `ulimit -l` for RDMA") from error
+        self.own = own
+
+    def unregister(self, regions: Sequence[Region]) -> None:
+        self.own = self.own.without(regions)
+        for region in dict.fromkeys(regions):
+            try:
+                self._agent.deregister_memory(self._held.pop(region), ["UCX"])
+            except Errors as error:
+                raise failed(f"cannot unregister {region}", error) from error
+
+    def close(self) -> None:
+        for held in self._held.values():
+            attempt(self._agent.deregister_memory, held, ["UCX"])
+        self._held.clear()
+        self._agent = None  # with its last reference NIXL's thread and sockets go
+
+
+def descriptors(addresses: Ints, nbytes: Ints, ranges: Ranges) -> Any:  # noqa: ANN401
+    """NIXL's list of the spans, each with its own device; raises `UsageError` where they do not fit `ranges`."""
+    kind, device = ranges.find(addresses, nbytes)
+    if len(addresses) == 1:
+        only = device if isinstance(device, int) else int(device[0])
+        return _dlist(kind, [(int(addresses[0]), int(nbytes[0]), only)])
+    rows = np.empty((len(addresses), 3), dtype=np.uint64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, nbytes, device
+    return _dlist(kind, rows)
+
+
+def _dlist(kind: str, rows: object) -> Any:  # noqa: ANN401
+    return _bindings.nixlXferDList(_bindings.DRAM_SEG if kind == "cpu" else _bindings.VRAM_SEG, rows)
+
+
+def figures(agent: Any, handle: Any) -> Figures | None:  # noqa: ANN401
+    """What NIXL measured of a post that ended well; nothing where it does not say."""
+    try:
+        told = agent.get_xfer_telemetry(handle)
+    except Errors:
+        return None
+    return Figures(
+        n_descriptors=told.descCount,
+        nbytes=told.totalBytes,
+        post_s=told.postDuration * 1e-6,
+        write_s=told.xferDuration * 1e-6,
+    )
+
+
+def attempt(release: Callable[..., None], *args: object) -> None:
+    """Gives something back to NIXL; a refusal is logged, since nothing can be done about it any more."""
+    try:
+        release(*args)
+    except Errors:
+        logging.getLogger(__name__).warning("NIXL refused %s%r", release.__name__, args, exc_info=True)
+
+
+def failed(what: str, error: Exception, remedy: str = "run with NIXL_LOG_LEVEL=INFO to learn more") -> TransportError:
+    return TransportError(f"{what}: {type(error).__name__}({error})", remedy=remedy)

@@ -1,0 +1,284 @@
+"""The transport over MORI-IO, AMD's point-to-point library, by its RDMA backend.
+
+Layer 4. Must not know rooms, leases or what a tag means. **This project has never run it on hardware**: its tests run
+it over a double of MORI-IO (tests/transport/mori_double.py), which holds a caller to the rules below and moves bytes.
+
+Written to the Python API of amd-mori 1.2.4 (`mori.io`; ROCm/mori: python/mori/io/engine.py, src/pybind/pybind_io.cpp,
+src/io/engine.cpp, src/io/rdma/); 1.0.0 has every call used here. What its sources say, and what follows:
+
+* A transfer is `session.batch_write(local_offsets, remote_offsets, sizes, uid)`, a session one local and one remote
+  memory: so a post becomes one batch for each pair of memories, made once, in runs as long as both sides allow.
+* `create_session` connects over TCP, may block and may raise: it is called by the first post of a pair.
+  `register_remote_engine` only notes an address: so `connect` never blocks.
+* The library writes to a status by its raw pointer: each is held until it has ended, or the engine is gone.
+* Nothing announces completion: statuses are polled. `pop_inbound_transfer_status` answers the peer for one transfer id,
+  which it would have to know, and carries no bytes: so `notifies` is false, and MORI's own notifications are off.
+* A batch that finds a send queue full waits 10 ms and fails, a part of it perhaps posted: no more than `max_in_flight`
+  descriptors to a peer are under way, and posts beyond wait here. No failure of a write begun is settled.
+* A queue pair that failed stays so: a peer is reached again in its next life, whose engine has another key.
+* Deregistering an engine ends no transfer: `fences` and `stops_reads` are false. No peer's death is proved here.
+* Statuses of the XGMI backend end only in a blocking wait: MORI_DISABLE_AUTO_XGMI=0, which adds it, is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections import Counter, deque
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from msgspec import Meta
+
+from pdstage.errors import PeerError, TransportError, UsageError
+from pdstage.layout import Region
+from pdstage.transport._backend import Backend, Link, Told
+from pdstage.transport._batches import Batch, batches
+from pdstage.transport.base import Done, PostFailed, Traits, write_description
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdstage.spans import Spans
+
+_io: Any = import_module("mori.io")
+_LOCATIONS = {"cpu": _io.MemoryLocationType.CPU, "cuda": _io.MemoryLocationType.GPU}
+
+
+class _Told(Told, frozen=True, tag="pdstage.mori.1", array_like=True):
+    """Of a peer: its life is its engine's key, and `memory` holds MORI's descriptor of each region."""
+
+    engine: Annotated[bytes, Meta(max_length=4096)]
+    memory: list[Annotated[bytes, Meta(max_length=4096)]]
+
+
+class _Way(Link):
+    """The way to a peer. Its posts keep it, and with it their sessions, after it was disconnected."""
+
+    def __init__(self, peer: str, told: Told) -> None:
+        self.memory: dict[Region, bytes] = {}
+        self.sessions: dict[tuple[Region, Region], Any] = {}
+        self.waiting: deque[_Post] = deque()
+        self.n_in_flight = 0
+        super().__init__(peer, told)
+        self.engine = _understood(peer, _io.EngineDesc, self.told.engine)
+        if self.engine.key != told.life:
+            raise PeerError(f"peer {peer!r} describes another's engine", remedy="trust it no more", peer=peer)
+
+    def learn(self, told: Told) -> None:
+        assert isinstance(told, _Told)
+        if len(told.memory) != len(told.regions):
+            raise PeerError(
+                f"peer {self.peer!r} describes too little memory", remedy="trust it no more", peer=self.peer
+            )
+        super().learn(told)
+        self.told: _Told = told
+        memory = dict(zip((Region(*pair) for pair in told.regions), told.memory, strict=True))
+        changed = {region for region, packed in self.memory.items() if memory.get(region) != packed}
+        self.sessions = {pair: session for pair, session in self.sessions.items() if pair[1] not in changed}
+        self.memory = memory
+
+
+class _Post:
+    """One ticket: its batches with their sessions, and the statuses of those that have begun."""
+
+    def __init__(self, ticket: int, way: _Way, writes: list[tuple[Any, Batch]]) -> None:
+        self.ticket, self.way, self.writes = ticket, way, writes
+        self.n_descriptors = sum(len(batch.sizes) for _, batch in writes)
+        self.statuses: list[Any] = []
+        self.error: TransportError | None = None
+
+    def has_ended(self) -> bool:
+        return all(status.Succeeded() or status.Failed() for status in self.statuses)
+
+
+class MoriTransport(Backend[_Way]):
+    """Transport `mori`.
+
+    `host`: the address of this host at which peers reach it; by default that of its default route.
+    `qp_per_transfer`: queue pairs to each peer. `max_in_flight`: descriptors under way to one peer at most.
+    """
+
+    traits: ClassVar[Traits] = Traits(
+        name="mori",
+        notifies=False,
+        max_descriptors=1024,
+        kinds=frozenset({"cpu", "cuda"}),
+        post_blocks=True,  # the first write of a pair of memories connects
+        fences=False,
+        stops_reads=False,
+        bytes_per_s=4e10,
+        descriptor_s=0.14e-6,  # docs/MORI-IO-BENCHMARK.md of ROCm/mori: 32,768 of 1 KiB in 4.6 ms, by one NIC
+        post_s=10e-6,
+    )
+    preference: ClassVar[int] = 0  # taken only when named
+    caveat: ClassVar[str] = "never run on hardware by this project; tested over a double of MORI-IO only"
+    told = _Told
+    link_type = _Way
+
+    def __init__(self, *, host: str = "", qp_per_transfer: int = 1, max_in_flight: int = 2048) -> None:
+        """Raises `UsageError` for what cannot work, `TransportError` if MORI-IO does not start (no RDMA device)."""
+        super().__init__()
+        least = self.traits.max_descriptors
+        if max_in_flight < least:
+            raise UsageError(f"max_in_flight={max_in_flight}", remedy=f"give at least {least}, one post")
+        if os.environ.get("MORI_DISABLE_AUTO_XGMI", "").startswith("0"):
+            raise UsageError("MORI_DISABLE_AUTO_XGMI=0 adds a backend whose end cannot be polled", remedy="unset it")
+        self._key = f"pdstage.{secrets.token_hex(16)}"
+        config = _io.RdmaBackendConfig(qp_per_transfer=qp_per_transfer, enable_notification=False)
+        try:
+            self._engine: Any = _io.IOEngine(self._key, _io.IOEngineConfig(host=host or _own_address(), port=0))
+            self._engine.create_backend(_io.BackendType.RDMA, config)
+        except RuntimeError as error:
+            raise _failed("MORI-IO does not start", error, "it needs an RDMA device: see ibv_devices") from error
+        self._max_in_flight = max_in_flight
+        self._memory: dict[Region, Any] = {}
+        self._users: Counter[str] = Counter()  # of a remote engine: peers' labels and posts that have not ended
+        self._flying: list[_Post] = []
+
+    def describe(self) -> bytes:
+        self.check_open()
+        engine = self._engine.get_engine_desc().pack()
+        regions = [(region.base, region.nbytes) for region in self.own.regions]
+        memory = [self._memory[region].pack() for region in self.own.regions]
+        return write_description(_Told(self._key, regions, engine, memory))
+
+    def _register(self, regions: Sequence[Region]) -> None:
+        done: dict[Region, Any] = {}
+        try:
+            for region in regions:
+                device = region.device if region.kind == "cuda" else -1
+                location = _LOCATIONS[region.kind]
+                done[region] = self._engine.register_memory(region.base, region.nbytes, device, location)
+        except RuntimeError as error:
+            for descriptor in done.values():
+                self._engine.deregister_memory(descriptor)
+            raise _failed(f"cannot register {list(regions)}", error, "check the addresses, and `ulimit -l`") from error
+        self._memory |= done
+
+    def _unregister(self, regions: Sequence[Region]) -> None:
+        for way in self.links.values():  # no session may outlive its memory
+            way.sessions = {pair: session for pair, session in way.sessions.items() if pair[0] not in regions}
+        for region in regions:
+            self._engine.deregister_memory(self._memory.pop(region))
+
+    def _attach(self, link: _Way) -> None:
+        if link.engine.key == self._key:
+            raise UsageError(f"peer {link.peer!r} is this transport itself", remedy="connect two transports")
+        if not self._users[link.engine.key]:
+            self._engine.register_remote_engine(link.engine)
+        self._users[link.engine.key] += 1
+
+    def _detach(self, link: _Way) -> None:
+        for post in link.waiting:
+            post.error = TransportError(f"peer {link.peer!r} was disconnected before this write began")
+            self._end(post)
+        link.waiting.clear()
+        self._let_go(link.engine)
+
+    def _write(self, link: _Way, ticket: int, spans: Spans, tag: bytes) -> None:
+        del tag  # not notifying: the caller sends it once the post is done
+        try:
+            writes = [(self._session(link, batch), batch) for batch in batches(spans, self.own, link.offered)]
+        except RuntimeError as error:
+            raise _failed(f"peer {link.peer!r} cannot be reached", error, "look at its log") from error
+        self._users[link.engine.key] += 1
+        link.waiting.append(_Post(ticket, link, writes))
+        self._begin(link)
+
+    def _session(self, way: _Way, batch: Batch) -> Any:  # noqa: ANN401
+        pair = batch.local, batch.remote
+        if pair not in way.sessions:
+            theirs = _understood(way.peer, _io.MemoryDesc, way.memory[batch.remote])
+            if (theirs.engine_key, theirs.data, theirs.size) != (
+                way.engine.key,
+                batch.remote.base,
+                batch.remote.nbytes,
+            ):
+                raise PeerError(f"peer {way.peer!r} describes other memory than it offers", remedy="trust it no more")
+            session = self._engine.create_session(self._memory[batch.local], theirs)
+            if session is None:
+                raise RuntimeError("no backend of MORI-IO joins these two memories")
+            way.sessions[pair] = session
+        return way.sessions[pair]
+
+    def _begin(self, way: _Way) -> None:
+        """Begins the posts that wait for a peer, as many as may be under way."""
+        while way.waiting and way.n_in_flight + way.waiting[0].n_descriptors <= self._max_in_flight:
+            post = way.waiting.popleft()
+            try:
+                for session, batch in post.writes:
+                    uid = self._engine.allocate_transfer_uid()
+                    status = session.batch_write(batch.local_offsets, batch.remote_offsets, batch.sizes, uid)
+                    post.statuses.append(status)
+            except RuntimeError as error:
+                post.error = _failed(f"no write to peer {way.peer!r} can begin", error)
+            way.n_in_flight += post.n_descriptors
+            self._flying.append(post)
+
+    def _progress(self) -> None:
+        flying, self._flying = self._flying, []
+        for post in flying:
+            if not post.has_ended():
+                self._flying.append(post)
+                continue
+            post.way.n_in_flight -= post.n_descriptors
+            self._end(post)
+            self._begin(post.way)
+
+    def _end(self, post: _Post) -> None:
+        """Turns a post that has ended into its event."""
+        failed = next((status for status in post.statuses if status.Failed()), None)
+        if post.error is None and failed is not None:
+            post.error = _failed(
+                f"a write to peer {post.way.peer!r} failed", RuntimeError(f"{failed.Code()}: {failed.Message()}")
+            )
+        if post.error is None:
+            self.events.append(Done(post.ticket))
+        else:
+            self.events.append(PostFailed(post.ticket, post.error, settled=not post.statuses))
+        self._let_go(post.way.engine)
+
+    def _let_go(self, engine: Any) -> None:  # noqa: ANN401
+        self._users[engine.key] -= 1
+        if not self._users[engine.key]:
+            del self._users[engine.key]
+            self._engine.deregister_remote_engine(engine)
+
+    def _shut(self) -> None:
+        for post in self._flying:
+            post.way.sessions.clear()
+            post.writes = []
+        for descriptor in self._memory.values():
+            self._engine.deregister_memory(descriptor)
+        self._engine.remove_backend(_io.BackendType.RDMA)  # joins the threads that write to the statuses
+        self._engine = None
+        self._flying.clear()
+        self._memory.clear()
+
+
+def _understood(peer: str, kind: Any, packed: bytes) -> Any:  # noqa: ANN401
+    try:
+        return kind.unpack(packed)
+    except RuntimeError as error:
+        raise PeerError(
+            f"MORI-IO does not understand peer {peer!r} ({error})", remedy="install one version of it on both sides"
+        ) from error
+
+
+def _own_address() -> str:
+    """This host's address on its default route; nothing is sent to learn it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1, RFC 5737
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def _failed(what: str, error: Exception, remedy: str = "mori.io.set_log_level('info') tells more") -> TransportError:
+    return TransportError(f"{what}: {error}", remedy=remedy)
+
+
+TRANSPORT = MoriTransport

@@ -1,0 +1,121 @@
+"""What the user of a node sees when a peer's process fails: the rows of docs/transports.md about rooms.
+
+A test names its row in its docstring. Each runs over every transport of this package that imports here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+
+from pdstage import DecodeNode, State
+from pdstage.transport import available
+from tests.manager.engine import Rank, drive, prefill_node
+from tests.manager.test_processes import Remote, spawn
+from tests.manager.workers import TOKENS, serve_decode
+
+TRANSPORTS = [name for name in ("local", "nixl", "mooncake") if not available().get(name, "unknown")]
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def half_sent(d: DecodeNode, dst: Rank, address: str) -> list:
+    """Receivers of two rooms: the first ends well, of the second half is there."""
+    receivers = [d.receive(room, address) for room in range(2)]
+    for receiver in receivers:
+        receiver.bind(dst.allocate(TOKENS), TOKENS)
+    drive([d], lambda: receivers[0].state is State.SUCCESS and receivers[1].state is State.TRANSFERRING, 60)
+    return receivers
+
+
+@pytest.mark.parametrize("path", ["staged", "direct"])
+def test_a_killed_prefill_process_fails_its_rooms_only(site, transport, path):
+    """Row: writer killed. I6, I10, I14: the room it was sending fails with a reason, and its pages and leases come back
+    once its death is proved.
+    """
+    dst = Rank(n_pages=128)
+    d = site.decode(dst, transport=transport, path=path)
+    with Remote(site.address, 1, transport, path, rooms=2, stop=1) as remote:
+        receivers = half_sent(d, dst, site.address)
+        (link,) = d.core.links.values()
+        os.kill(remote.processes[0].pid, signal.SIGKILL)
+        remote.processes[0].join()
+        drive([d], lambda: receivers[1].state is State.FAILED, 60)
+        assert "silent" in str(receivers[1].error)
+        drive([d], lambda: receivers[1].released and not d.core.holds(link), 60)
+        assert d.core.idle
+        assert receivers[0].state is State.SUCCESS
+    if path == "staged":
+        serves_again(site, d, dst, transport)
+
+
+def serves_again(site, d: DecodeNode, dst: Rank, transport: str) -> None:
+    """Row: writer restarted. The next life under the same address serves new rooms of a node that was not restarted."""
+    with Remote(site.address, 1, transport, "staged", rooms=1):
+        pages = dst.allocate(TOKENS)
+        receiver = d.receive(0, site.address)
+        receiver.bind(pages, TOKENS)
+        drive([d], lambda: receiver.released, 60)
+        assert receiver.state is State.SUCCESS
+        assert dst.holds(0, TOKENS, pages)
+
+
+def test_a_stopped_prefill_process_keeps_memory_out_of_use_until_it_goes_on(site, transport):
+    """Row: writer stopped. I2, I10: its room fails in time; what it may still write is given back once it says so."""
+    dst = Rank(n_pages=128)
+    d = site.decode(dst, transport=transport, path="staged")
+    with Remote(site.address, 1, transport, "staged", rooms=2, stop=1) as remote:
+        receivers = half_sent(d, dst, site.address)
+        os.kill(remote.processes[0].pid, signal.SIGSTOP)
+        drive([d], lambda: receivers[1].state is State.FAILED, 60)
+        assert "silent" in str(receivers[1].error)
+        assert receivers[0].state is State.SUCCESS
+        assert not receivers[1].released
+        assert d.unfenced()
+        os.kill(remote.processes[0].pid, signal.SIGCONT)
+        drive([d], lambda: receivers[1].released and not d.unfenced(), 60)
+
+
+@pytest.fixture
+def decode_process() -> Iterator[object]:
+    """Starts a decode rank in a process of its own: its process and its pipe."""
+    started = []
+
+    def start(address: str, transport: str) -> tuple[object, Connection]:
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=serve_decode, args=(theirs, address, transport), daemon=True)
+        process.start()
+        started.append(process)
+        return process, ours
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def test_a_killed_decode_process_fails_its_rooms_at_prefill(site, transport, decode_process):
+    """Row: receiver killed. I8, I10: the source's pages come back at once, since nothing reads them any more."""
+    src = Rank(n_pages=128)
+    with prefill_node(src, site.address, transport=transport, path="staged") as p:
+        pages = src.allocate(TOKENS)
+        src.write(0, TOKENS, pages)
+        sender = p.send(0)
+        sender.chunk(pages, (0, 20))
+        process, pipe = decode_process(site.address, transport)
+        drive([p], pipe.poll, 60)
+        assert pipe.recv() == "half"
+        process.kill()
+        process.join()
+        sender.chunk(pages, (20, TOKENS))
+        sender.finish()
+        drive([p], lambda: sender.state is State.FAILED and sender.released, 60)
+        assert "silent" in str(sender.error)
+        assert not p.unfenced()

@@ -1,0 +1,104 @@
+"""Settings of a node that cannot go together are refused at its start, in one sentence that names what would do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from pdstage.errors import UsageError
+from pdstage.kernels import Pool
+from pdstage.layout import Key, Region, Row, View
+from pdstage.topology import REPLICATED
+from pdstage.transport import available, moving
+from pdstage.transport.local import LocalTransport
+from tests.manager.engine import QUICK, Rank, decode_node, prefill_node
+
+VIEW = View(
+    key=Key("kv", "latent", 0), region=0, offset=0, n_items=16, item_stride=32, tokens_per_item=16,
+    rows=(Row(16, 2),), shards=1, shard_stride=2, width=2, axis=REPLICATED, format="bytes",
+)  # fmt: skip
+
+
+class HostOnly(LocalTransport):
+    """A transport of host memory, whatever `local` learns to move."""
+
+    traits = replace(LocalTransport.traits, name="host-only", kinds=frozenset({"cpu"}))
+    opened: ClassVar[list[HostOnly]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened.append(self)
+
+
+@pytest.fixture
+def opened(monkeypatch) -> list[HostOnly]:
+    """What nodes open as "local", to see that each is closed again."""
+    monkeypatch.setattr("pdstage.transport.local.TRANSPORT", HostOnly)
+    monkeypatch.setattr(HostOnly, "opened", [])
+    return HostOnly.opened
+
+
+def rank_on_a_device() -> Rank:
+    rank = Rank()
+    rank.pool = Pool([Region(1 << 40, 4096, "cuda")], [VIEW], "cuda:0")
+    return rank
+
+
+@pytest.mark.parametrize("path", ["auto", "direct", "staged"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_device_pool_over_a_transport_of_host_memory(site, opened, path, role):
+    """Nothing is allocated on the device: there is none here."""
+    make = decode_node if role == "decode" else partial(prefill_node, bootstrap=site.address)
+    with pytest.raises(UsageError, match=r"'host-only' moves cpu memory only, .* are on cuda:0") as info:
+        make(rank_on_a_device(), transport="local", path=path)
+    for name in ("nixl", "mooncake", "mori"):
+        assert (name in info.value.remedy) is (available().get(name) == "")
+    assert "local" not in info.value.remedy
+    assert info.value.fields == {"transport": "host-only", "device": "cuda:0"}
+    assert [transport._closed for transport in opened] == [True]
+
+
+@pytest.mark.parametrize("path", ["auto", "fast"])
+def test_an_open_transport_that_cannot_serve_is_closed(path):
+    transport = HostOnly()
+    with pytest.raises(UsageError):
+        decode_node(rank_on_a_device(), transport=transport, path=path)
+    with pytest.raises(UsageError, match="closed"):
+        transport.describe()
+
+
+def test_checksums_of_what_is_never_staged(site):
+    config = replace(QUICK, checksums=True)
+    with pytest.raises(UsageError, match=r'Config\.checksums with path="direct".*"staged"'):
+        prefill_node(Rank(), site.address, path="direct", config=config)
+    for path in ("auto", "staged"):
+        prefill_node(Rank(), site.address, path=path, config=config).close()
+    # What its peers send may be staged, whatever may be written here; and what converts is staged on every path.
+    decode_node(Rank(), path="direct", config=config).close()
+    prefill_node(Rank(), site.address, path="direct", config=replace(config, convert=True)).close()
+
+
+def test_a_converting_pool_is_asked_before_a_transport_is_opened(site, opened, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise UsageError("formats cannot be converted here")
+
+    monkeypatch.setattr(Pool, "check_converts", refuse)
+    with pytest.raises(UsageError, match="cannot be converted"):
+        decode_node(Rank(), config=replace(QUICK, convert=True))
+    assert not opened
+
+
+def test_staging_memory_that_is_too_small_closes_the_transport(site, opened):
+    with pytest.raises(UsageError, match="do not make"):
+        prefill_node(Rank(), site.address, staging=np.zeros(64, np.uint8))
+    assert [transport._closed for transport in opened] == [True]
+
+
+def test_who_moves_what(opened):
+    assert "local" in moving({"cpu"})
+    assert "local" not in moving({"cpu", "cuda"})
+    assert moving({"floppy"}) == []

@@ -1,0 +1,454 @@
+"""The aux row: written straight into the row that Open named, or packed in Close; both for the columns both have."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from pdstage.columns import Column
+from pdstage.errors import TransportError
+from pdstage.protocol import messages as m
+from pdstage.protocol.decode import PartPhase
+from pdstage.protocol.effects import WriteRow
+from pdstage.protocol.room import State
+from tests.pair import COLUMNS, Item, World, assert_flat, is_kind, is_message
+
+EXTRA = Column("hidden", "bfloat16", (7,))
+FILL, BEFORE = 0xA5, 0x11
+QUIET_S = 5.0
+
+
+def is_row(item: Item) -> bool:
+    """A frame, write, tag or completion of an aux row."""
+    return bool(item.tag) and m.decode_tag(item.tag, ("kv",)).lane == m.AUX
+
+
+def begin(world: World, room: int = 1, *, row: int | None = 3, rank: int = 0, handle=None):
+    """One room with a row on both sides; what it holds at decode before is `BEFORE`."""
+    world.row(world.decode[rank], row or 0)[:] = BEFORE
+    handle = world.receive(room, 8, [0, 1], rank, row=row)
+    world.fill(room, 8, [2, 3])
+    out = world.submit(room)
+    world.chunk(out, (0, 8), [2, 3])
+    world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
+    return handle, out
+
+
+def holds(world: World, handle, number: int = 3, rank: int = 0) -> None:
+    """Success, and each common column is there; whatever else the row holds is as it was."""
+    world.check(handle, int(handle.key[1:]), 8, rank)
+    assert handle.shared is not None
+    want = np.full(world.columns["D"].row_nbytes, BEFORE, np.uint8)
+    common = {column.name for column in handle.shared.dst}
+    row = world.row(world.decode[rank], number)
+    for column in world.columns["D"].placed:
+        found = row[column.offset : column.offset + column.nbytes]
+        want[: column.nbytes] = FILL if column.name in common else BEFORE
+        assert np.array_equal(found, want[: column.nbytes]), column.name
+
+
+def counts(world: World) -> tuple[int, int]:
+    """Rows written at prefill, and rooms that fell back there and at decode."""
+    prefill, decode = world.prefill[0].core.counters, world.decode[0].core.counters
+    assert prefill.aux_fallbacks == decode.aux_fallbacks
+    return prefill.aux_rows, prefill.aux_fallbacks
+
+
+@pytest.mark.parametrize("aux", ["packed", "rows"])
+@pytest.mark.parametrize("path", ["staged", "direct"])
+def test_a_row_arrives(aux: str, path: str) -> None:
+    world = World(aux=aux, path=path)
+    handle, out = begin(world)
+    world.run(QUIET_S)
+    holds(world, handle)
+    assert out.state is State.SUCCESS
+    assert out.released
+    assert handle.released
+    assert counts(world) == (int(aux == "rows"), 0)
+    closes = [item for item in world.log if "CloseOk" in item]
+    assert any("packed=True" in line for line in closes) == (aux == "packed")
+    assert_flat(world)
+    assert not world.prefill[0].complaints + world.decode[0].complaints
+
+
+def test_same_columns_are_one_span() -> None:
+    world = World(aux="rows", dst_columns=COLUMNS[::-1])
+    world.hold(is_kind("write"))
+    begin(world)
+    (effect,) = _row_writes(world)
+    assert len(effect.spans) == 1
+
+
+def _row_writes(world: World) -> list[WriteRow]:
+    found: list[WriteRow] = []
+    inner = world._post
+
+    def post(node, dst, effect, land) -> None:
+        if isinstance(effect, WriteRow):
+            found.append(effect)
+        inner(node, dst, effect, land)
+
+    world._post = post  # type: ignore[method-assign]
+    world.run()
+    return found
+
+
+@pytest.mark.parametrize("aux", ["packed", "rows"])
+@pytest.mark.parametrize("more", ["P", "D", "both"])
+def test_a_column_of_one_side_moves_nothing(more: str, aux: str) -> None:
+    """The extra one lies between the others on its side; it is left out, and that is said once for all rooms."""
+    src = (*COLUMNS, EXTRA) if more != "D" else COLUMNS
+    dst = (*COLUMNS, EXTRA._replace(name="kept" if more == "both" else EXTRA.name)) if more != "P" else COLUMNS
+    world = World(aux=aux, src_columns=src, dst_columns=dst)
+    handle, _ = begin(world)
+    world.run(QUIET_S)
+    holds(world, handle)
+    assert [column.name for column in handle.shared.dst] == ["logprobs", "token"]
+    again, _ = begin(world, 2)
+    world.run(2 * QUIET_S)
+    holds(world, again)
+    for node in world.nodes():
+        assert len(node.complaints) == (2 if more == "both" else 1)
+        assert "is left out" in node.complaints[0]
+    assert_flat(world)
+
+
+@pytest.mark.parametrize("aux", ["packed", "rows"])
+def test_a_column_of_another_shape_is_left_out_and_named_by_both(aux: str) -> None:
+    other = COLUMNS[1]._replace(shape=(6,))
+    world = World(aux=aux, dst_columns=(COLUMNS[0], other))
+    handle, _ = begin(world)
+    world.run(QUIET_S)
+    holds(world, handle)
+    assert [column.name for column in handle.shared.dst] == ["token"]
+    for node in world.nodes():
+        (said,) = node.complaints
+        assert "'logprobs' float32[5] at prefill and float32[6] at decode" in said
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("other", ["is not there", "is bfloat16[8] there"])
+def test_a_required_column_that_is_not_common_is_refused_at_hello(side: str, other: str) -> None:
+    needed = (*COLUMNS, EXTRA._replace(required=True))
+    without = COLUMNS if "not" in other else (*COLUMNS, EXTRA._replace(shape=(8,)))
+    src, dst = (needed, without) if side == "prefill" else (without, needed)
+    world = World(aux="rows", src_columns=src, dst_columns=dst)
+    handle = world.receive(1, 8, [0, 1], row=3)
+    world.run()
+    assert handle.state is State.FAILED
+    assert f"'hidden', bfloat16[7] and required at {side}, {other}" in str(handle.error)
+    assert not world.prefill[0].core.links
+
+
+# What goes wrong on the way.
+
+
+@pytest.mark.parametrize("how", ["drop", "twice", "late"])
+@pytest.mark.parametrize("what", ["tag", m.Open, m.Opened, m.CloseOk, m.Closed])
+def test_what_is_lost_late_or_told_twice(what: object, how: str) -> None:
+    """A lost frame costs time, a lost tag the room; nothing is taken twice, and Success never comes without the row
+    (I4, I5, I7).
+    """
+    world = World(aux="rows")
+    left = [1]
+
+    def want(item: Item) -> bool:
+        ours = item.kind == "tag" and is_row(item) if what == "tag" else is_message(what)(item)  # type: ignore[arg-type]
+        if ours and left[0]:
+            left[0] -= 1
+            return True
+        return False
+
+    {"drop": world.drop, "twice": world.duplicate, "late": world.hold}[how](want)
+    handle, _ = begin(world)
+    world.run(QUIET_S)
+    assert not left[0]
+    if how == "late":
+        if what == "tag":
+            assert not handle.ended
+        world.release_held()
+        world.run(2 * QUIET_S)
+    if what == "tag" and how == "drop":
+        world.run(world.config.transfer_s + world.config.drain_s)
+        assert handle.state is State.FAILED
+    else:
+        holds(world, handle)
+    assert handle.released
+    assert counts(world)[1] == 0
+    world.run(world.now + QUIET_S)
+    assert_flat(world)
+
+
+def test_close_that_overtakes_the_rows_tag_is_no_success() -> None:
+    """I5: the row may not be here yet, whatever the writer says."""
+    world = World(aux="rows")
+    world.hold(lambda item: item.kind == "tag" and is_row(item))
+    handle, _ = begin(world)
+    world.run(1.0)
+    part = next(iter(handle.parts.values()))
+    assert part.closing is not None
+    assert part.coverage is not None
+    assert part.coverage.complete
+    assert handle.state is State.TRANSFERRING
+    world.free()
+    world.run(2.0)
+    holds(world, handle)
+
+
+def test_an_aborted_room_is_released_when_the_row_can_land_no_more() -> None:
+    """I2, I8: the write is in flight on both sides' books, and lands after the Abort."""
+    world = World(aux="rows")
+    world.hold(lambda item: item.kind == "write" and is_row(item))
+    handle, out = begin(world)
+    world.run()
+    world.decode[0].core.abort(handle, "the test", world.now)
+    world.carry(world.decode[0])
+    world.run(1.0)
+    assert out.state is State.FAILED
+    assert handle.state is State.FAILED
+    assert not handle.released
+    assert not out.released
+    world.free()
+    world.run(2.0)
+    assert handle.released
+    assert out.released
+    assert_flat(world)
+
+
+@pytest.mark.parametrize("fences", [True, False])
+def test_a_lost_session_keeps_the_row_until_it_is_fenced(fences: bool) -> None:
+    """I2: with staged chunks only the row is memory of the room that its writer was told of."""
+    world = World(aux="rows", fences=fences)
+    world.hold(lambda item: item.kind == "write" and is_row(item))
+    handle, _ = begin(world)
+    world.run()
+    link = next(iter(world.decode[0].core.links.values()))
+    world.decode[0].core.lose(link, TransportError("gone"), world.now)
+    assert handle.state is State.FAILED
+    assert not handle.released
+    world.prefill[0].alive = False  # nobody proves anything
+    world.carry(world.decode[0])
+    world.run(1.0)
+    assert handle.released == fences
+    assert world.decode[0].core.holds(link) != fences
+    if not fences:
+        world.free()
+        world.run(2.0)  # lands, and the room's part is still open
+
+
+@pytest.mark.parametrize("partly", [False, True])
+def test_a_failed_write_falls_back_to_close(partly: bool) -> None:
+    """Its post is settled, so nothing of it can land on what the message brings."""
+    world = World(aux="rows")
+    world.hold(lambda item: item.kind == "write" and is_row(item))
+    handle, out = begin(world)
+    world.run()
+    (item,) = world.held
+    world.held.clear()
+    if partly:
+        world.row(world.decode[0], 3)[:40] = 0x77
+    core = world.prefill[0].core
+    (ticket,) = (ticket for ticket, (chunk, _) in core._flights.items() if chunk.row)
+    core.completed(ticket, world.now, TransportError("the post failed"))
+    world.carry(world.prefill[0])
+    world.run(QUIET_S)
+    row = world.row(world.decode[0], 3)
+    world.check(handle, 1, 8)
+    assert [c.name for c in handle.shared.dst if not (row[c.offset : c.offset + c.nbytes] == FILL).all()] == []
+    assert out.state is State.SUCCESS
+    assert counts(world) == (0, 1)
+    for node in world.nodes():
+        assert len(node.complaints) == 1
+        assert "control message" in node.complaints[0]
+    assert_flat(world)
+    assert item.tag
+
+
+def test_a_write_that_may_still_land_loses_the_session() -> None:
+    """I2: what the message brought would be overwritten, and the row is the engine's by then."""
+    world = World(aux="rows")
+    world.hold(lambda item: item.kind == "write" and is_row(item))
+    handle, out = begin(world)
+    world.run()
+    core = world.prefill[0].core
+    (ticket,) = (ticket for ticket, (chunk, _) in core._flights.items() if chunk.row)
+    core.completed(ticket, world.now, TransportError("who knows"), settled=False)
+    world.carry(world.prefill[0])
+    world.run(1.0)
+    assert out.state is State.FAILED
+    assert (core.counters.aux_fallbacks, core.counters.sessions_lost) == (0, 1)
+    world.run(world.config.max_silence_s * 3)
+    assert handle.state is State.FAILED
+
+
+def test_a_failed_write_whose_tag_came_all_the_same() -> None:
+    """The tag counts for nothing then: Close says what to take (I7)."""
+    world = World(aux="rows")
+    world.hold(lambda item: item.kind == "done" and is_row(item))
+    handle, _ = begin(world)
+    world.run()
+    world.held.clear()
+    core = world.prefill[0].core
+    (ticket,) = (ticket for ticket, (chunk, _) in core._flights.items() if chunk.row)
+    core.completed(ticket, world.now, TransportError("the completion is an error"))
+    world.carry(world.prefill[0])
+    world.run(QUIET_S)
+    holds(world, handle)
+    assert handle.aux is not None
+    assert counts(world) == (0, 1)
+
+
+def test_a_receiver_without_a_row_gets_it_packed() -> None:
+    world = World(aux="rows")
+    handle, _ = begin(world, row=None)
+    world.run(QUIET_S)
+    assert handle.state is State.SUCCESS
+    assert handle.shared is not None
+    assert handle.aux == bytes([FILL]) * handle.shared.nbytes
+    assert counts(world) == (0, 1)
+    assert "bound without an aux row" in world.prefill[0].complaints[0]
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_rows_out_of_reach_on_one_side_go_by_message(side: str) -> None:
+    """What a node does whose transport could not register them: said once, counted for each room."""
+    world = World(aux="rows")
+    for node in world.prefill if side == "prefill" else world.decode:
+        node.core._rows = node.core._rows._replace(span=None)
+    if side == "decode":
+        hello = world.decode[0].core._hello
+        world.decode[0].core._hello = msgspec.structs.replace(hello, rows=None)
+    for room in (1, 2):
+        handle, _ = begin(world, room)
+        world.run(room * QUIET_S)
+        assert handle.state is State.SUCCESS
+        assert handle.aux == bytes([FILL]) * handle.shared.nbytes
+    assert counts(world) == (0, 2)
+    assert [len(node.complaints) for node in world.nodes()] == [1, 1]
+    assert f"at {side}" in world.prefill[0].complaints[0]
+
+
+def test_bytes_and_nothing_are_as_ever() -> None:
+    """An engine may still give bytes, with rows on both sides, or nothing at all; neither is a fallback."""
+    for aux in (b"raw", None):
+        world = World(aux="rows")
+        handle = world.receive(1, 8, [0, 1], row=3)
+        world.fill(1, 8, [2, 3])
+        out = world.submit(1)
+        world.chunk(out, (0, 8), [2, 3])
+        world.finish(out, aux=aux)
+        world.run(QUIET_S)
+        world.check(handle, 1, 8)
+        assert (handle.aux, handle.shared) == (aux, None)
+        assert counts(world) == (0, 0)
+        assert_flat(world)
+
+
+def test_every_destination_gets_the_row_in_its_own() -> None:
+    world = World(decode=2, aux="rows")
+    handles = [world.receive(1, 8, [0, 1], rank, row=rank + 1) for rank in range(2)]
+    for rank in range(2):
+        world.row(world.decode[rank], rank + 1)[:] = BEFORE
+    world.fill(1, 8, [2, 3])
+    out = world.submit(1)
+    world.chunk(out, (0, 8), [2, 3])
+    world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
+    world.run(QUIET_S)
+    for rank, handle in enumerate(handles):
+        holds(world, handle, rank + 1, rank)
+    assert world.prefill[0].core.counters.aux_rows == 2
+
+
+def test_an_open_after_finish_gets_it_too() -> None:
+    world = World(aux="rows")
+    world.fill(1, 8, [2, 3])
+    out = world.submit(1)
+    world.chunk(out, (0, 8), [2, 3])
+    world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
+    world.row(world.decode[0], 3)[:] = BEFORE
+    handle = world.receive(1, 8, [0, 1], row=3)
+    world.run(QUIET_S)
+    holds(world, handle)
+
+
+# What a peer may not say.
+
+
+def _said(world: World, message: m.AnyMessage, side: str) -> str:
+    """What the node at `side` complains of when its peer says `message` in their session."""
+    node = world.prefill[0] if side == "prefill" else world.decode[0]
+    (link,) = node.core.links.values()
+    node.core.receive(link.route, m.encode(link.session, link.heard + 1, message), world.now)
+    world.carry(node)
+    assert not node.core.links, "the session goes on"
+    return node.complaints[-1]
+
+
+@pytest.mark.parametrize("aux", ["packed", "rows"])
+def test_a_row_that_was_not_exposed_is_refused(aux: str) -> None:
+    world = World(aux=aux)
+    world.receive(1, 8, [0, 1])
+    world.run()
+    opened = m.Open(9, b"i9", (), (), (), 0, 1, True, 0, 60.0, 8)
+    assert "aux row 8, which Hello did not expose" in _said(world, opened, "prefill")
+
+
+def test_a_packed_row_of_another_size_is_refused() -> None:
+    world = World(aux="rows")
+    handle = world.receive(1, 8, [0, 1], row=3)
+    world.run()
+    said = _said(world, m.CloseOk(handle.epoch, (), bytes(23), (), True), "decode")
+    assert "packed in 23 bytes" in said
+
+
+@pytest.mark.parametrize("row", [None, 3])
+def test_a_tag_of_a_row_counts_once_and_only_where_one_was_named(row: int | None) -> None:
+    """I6, I7: it changes nothing else, and is counted."""
+    world = World(aux="rows")
+    handle = world.receive(1, 8, [0, 1], row=row)
+    world.run()
+    core = world.decode[0].core
+    (link,) = core.links.values()
+    tag = m.encode_tag(m.Tag(link.session, handle.epoch, 0, m.AUX, 0, ()), ("kv",))
+    for _ in range(2):
+        core.tag(tag, world.now)
+    part = next(iter(handle.parts.values()))
+    assert part.row_arrived == (row is not None)
+    assert core.counters.tags_stale == (2 if row is None else 1)
+    assert part.phase is not PartPhase.QUIET
+    assert handle.state is (State.WAITING_FOR_INPUT if row is None else State.TRANSFERRING)
+
+
+def test_a_row_alone_does_not_end_the_wait_for_the_rest() -> None:
+    """I10: after it the room's data is waited for as after any chunk."""
+    world = World(aux="rows")
+    world.drop(lambda item: item.kind == "write" and not is_row(item))
+    handle, _ = begin(world)
+    world.run(world.config.transfer_s + 1)
+    assert handle.state is State.FAILED
+    assert "got nothing new" in str(handle.error)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: (*c, c[0]), "named twice"),
+        (lambda c: (c[0]._replace(offset=1 << 20), c[1]), "outside its row"),
+        (lambda c: (c[0], c[1]._replace(offset=c[0].offset)), "in another column"),
+    ],
+)
+def test_columns_that_make_no_row_are_refused(change, words: str) -> None:
+    for side in ("decode", "prefill"):
+        world = World(aux="rows")
+        core = getattr(world, side)[0].core
+        name = "_hello" if side == "decode" else "_welcome"
+        told = getattr(core, name)
+        columns = change(told.columns)
+        if side == "prefill" and "outside" in words:
+            continue  # it names no row's size
+        setattr(core, name, msgspec.structs.replace(told, columns=columns))
+        handle = world.receive(1, 8, [0, 1], row=3)
+        world.run()
+        assert handle.state is State.FAILED
+        assert words in str(handle.error)

@@ -1,0 +1,435 @@
+"""Sessions that nobody needs end in order, unseen by rooms; who does not answer is asked ever more seldom."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from pdstage.errors import PeerError, UsageError
+from pdstage.protocol import messages as m
+from pdstage.protocol.effects import Complaint, HangUp
+from pdstage.protocol.room import State
+from pdstage.protocol.session import drawn
+from tests.pair import Decode, Item, Prefill, World, assert_flat, is_kind, is_message, nth
+
+IDLE_S, BEAT_S = 20.0, 10.0 / 3
+
+
+def served(room: int = 1, **how: float) -> World:
+    """A world whose pair has served a room at time 0."""
+    world = World(**{"idle_s": IDLE_S, **how})
+    serve(world, room)
+    return world
+
+
+def serve(world: World, room: int) -> None:
+    handle = world.receive(room, 8, [0, 1])
+    world.send(room, 8, [0, 1])
+    world.run()
+    world.check(handle, room, 8)
+
+
+def strangers(world: World) -> bool:
+    """No end holds anything of the other: no session, greeting, farewell or timer (I14)."""
+    assert_flat(world)
+    return all(
+        not node.core.links and not len(node.core.timers) and node.core.next_at() is None for node in world.nodes()
+    ) and not any(node.core.peers or node.core._leaving for node in world.decode)
+
+
+def test_an_idle_session_ends_in_order_on_both_sides() -> None:
+    world = served()
+    (prefill,), (decode,) = world.prefill, world.decode
+    world.run(until=IDLE_S - 0.1)
+    assert prefill.core.links
+    assert decode.core.links
+    world.run(until=IDLE_S + BEAT_S + 0.1)
+    assert strangers(world)
+    assert prefill.core.counters.sessions_ended == decode.core.counters.sessions_ended == 1
+    assert decode.core.counters.sessions_idle == 1
+    assert prefill.core.counters.sessions_lost == decode.core.counters.sessions_lost == 0
+    assert prefill.complaints == decode.complaints == []
+    assert world.n_hung_up == 1
+    for way in ("D0>P0", "P0>D0"):
+        assert sum(f"frame {way} Bye" in line for line in world.log) == 1
+    serve(world, 2)
+    assert not world.decode[0].complaints
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_either_side_may_be_the_less_patient(side: str) -> None:
+    world = World(idle_s=1000.0)
+    node = world.prefill[0] if side == "prefill" else world.decode[0]
+    node.core.config = replace(node.core.config, idle_s=IDLE_S)
+    serve(world, 1)
+    world.run(until=IDLE_S - 0.1)
+    assert node.core.links
+    world.run(until=IDLE_S + BEAT_S + 0.1)
+    assert strangers(world)
+
+
+def test_rooms_keep_their_session_however_long_they_wait() -> None:
+    """Unbound, unsubmitted, half sent: a room's session is no idle one."""
+    world = served(wait_s=900.0, transfer_s=900.0, open_wait_s=900.0, bind_s=900.0)
+    (session,) = world.decode[0].core.links
+    unbound = world.announce(2)
+    world.run(until=100.0)
+    world.bind(unbound, 8, [0, 1])
+    world.run(until=200.0)
+    world.fill(2, 8, [0, 1])
+    sent = world.submit(2)
+    world.run(until=300.0)
+    world.chunk(sent, (0, 4), [0, 1])
+    world.run(until=400.0)
+    assert list(world.decode[0].core.links) == [session]
+    world.chunk(sent, (4, 8), [0, 1])
+    world.finish(sent)
+    world.run()
+    world.check(unbound, 2, 8)
+    world.run(until=400.0 + IDLE_S - 0.1)
+    assert list(world.decode[0].core.links) == [session], "idle from its last room's end"
+    world.run(until=400.0 + IDLE_S + 2 * BEAT_S)
+    assert strangers(world)
+
+
+def test_prefill_keeps_a_session_of_which_it_still_holds_a_room() -> None:
+    """A writer that owes nothing: decode is done with it when told, but its engine sends the room later (I10)."""
+    world = World(prefill=2, decode=2, idle_s=IDLE_S, open_wait_s=900.0)
+    handles = [world.receive(1, 8, [0, 1], rank) for rank in range(2)]
+    world.send(1, 8, [0, 1], 0)
+    world.run()
+    world.send(2, 8, [2, 3], 0)
+    world.run(until=10 * IDLE_S)
+    assert handles[0].state is State.SUCCESS
+    assert handles[0].released
+    late = world.prefill[1].core
+    assert {link.route for link in late.links.values()} == {b"D0", b"D1"}, "its record of D0's room waits for submit"
+    sent = world.send(1, 8, [0, 1], 1)
+    world.run()
+    assert sent.state is State.SUCCESS, sent.error
+    world.check(handles[1], 1, 8, 1)
+    world.run(until=20 * IDLE_S)
+    assert not late.links
+
+
+def test_a_room_that_waits_for_another_writer_keeps_its_sessions() -> None:
+    world = World(prefill=2, idle_s=IDLE_S, hello_s=900.0)
+    world.drop(lambda item: item.dst is world.prefill[1] or item.src is world.prefill[1])
+    handle = world.announce(1)
+    world.run(until=5 * IDLE_S)
+    (link,) = world.decode[0].core.links.values()
+    assert link.route == b"P0"
+    assert not handle.ended
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_lost_farewell_is_made_good_long_before_silence_would_tell(side: str) -> None:
+    """Bye, or its answer (I4)."""
+    world = served(max_silence_s=30.0)
+    lossy = world.prefill[0] if side == "prefill" else world.decode[0]
+    world.run(until=IDLE_S - 0.1)
+    world.drop(nth(0, lambda item: is_message(m.Bye)(item) and item.src is lossy))
+    world.run(until=IDLE_S + 12.0)
+    assert sum("Bye" in line for line in world.log) >= 2
+    assert strangers(world)
+    assert not world.prefill[0].complaints
+    assert world.prefill[0].core.counters.sessions_ended == 1
+
+
+# The next room comes at the very moment, and the network does its worst.
+
+TALK = 6
+"""Frames from the first heartbeat that says SPARE to the last answer, and one more."""
+
+
+def faulty(world: World, fault: str, at: int) -> None:
+    """From now on the frame number `at` is dropped, there twice, or held until time has passed."""
+    frames = itertools.count()
+    rule = {"drop": world.drop, "twice": world.duplicate, "late": world.hold}.get(fault)
+    if rule is not None:
+        rule(lambda item: item.kind == "frame" and next(frames) == at)
+
+
+@pytest.mark.parametrize("fault", ["none", "drop", "twice", "late"])
+@pytest.mark.parametrize("coming", range(TALK))
+def test_a_room_that_comes_while_its_session_ends_sees_nothing_of_it(fault: str, coming: int) -> None:
+    """The room comes before any frame of the farewell; one of the frames is lost, repeated or late (I4)."""
+    for at in range(2 * TALK if fault != "none" else 1):
+        world = served()
+        world.run(until=IDLE_S - 0.2)
+        world.hold(is_kind("frame"))
+        world.run(until=IDLE_S + BEAT_S + 0.1)
+        world.free()
+        n_frames, handles = itertools.count(), []
+
+        def come(item: Item, world=world, n_frames=n_frames, handles=handles) -> bool:
+            if item.kind == "frame" and next(n_frames) == coming and not handles:
+                handles.append(world.receive(2, 8, [2, 3]))
+                world.send(2, 8, [2, 3])
+            return False
+
+        world.drop(come)
+        faulty(world, fault, at)
+        world.run(until=world.now + 2.0)
+        if not handles:
+            come(Item("frame", world.decode[0], world.decode[0], print), n_frames=iter([coming]))
+        world.run(until=world.now + 2.0)
+        world.release_held()
+        world.run(until=world.now + 12.0)
+        world.check(handles[0], 2, 8)
+        assert handles[0].released
+        assert_flat_but_for_farewells(world)
+        assert len(world.prefill[0].core.links) <= 2
+        world.run(until=world.now + 3 * IDLE_S)
+        assert strangers(world), (at, [node.core.links for node in world.nodes()])
+
+
+def assert_flat_but_for_farewells(world: World) -> None:
+    assert not world.decode[0].core.rooms
+    assert not world.decode[0].core.epochs
+    assert not world.prefill[0].core.records
+
+
+@pytest.mark.parametrize("lost", [m.Bye, m.NoSession, m.Heartbeat])
+def test_a_farewell_that_is_never_answered_is_over_in_time(lost: type) -> None:
+    """The peer died as its session ended: Bye is said ever more seldom, until its silence says enough."""
+    world = served()
+    world.run(until=IDLE_S - 0.1)
+    world.drop(lambda item: is_message(m.Bye)(item) and item.src is world.prefill[0])
+    world.drop(lambda item: is_message(lost)(item) and item.src is world.prefill[0] and not world.decode[0].core.links)
+    world.run(until=IDLE_S + 2 * BEAT_S)
+    assert not world.decode[0].core.links
+    world.run(until=IDLE_S + 30.0)
+    assert strangers(world)
+    byes = sum("Bye" in line and "D0>P0" in line for line in world.log)
+    assert byes <= 8, f"{byes} farewells in 10 s"
+    assert world.n_hung_up == 1
+
+
+def test_a_session_greeted_anew_outlives_the_old_ones_late_frames() -> None:
+    """Whatever of the old session comes late changes nothing in the new one (I6)."""
+    world = served()
+    world.run(until=IDLE_S - 0.1)
+    old: list[Item] = []
+    world.drop(lambda item: is_kind("frame")(item) and old.append(item) is not None)
+    world.run(until=IDLE_S + 2 * BEAT_S)
+    assert {m.Heartbeat, m.Bye} <= {type(item.message) for item in old}
+    world.rules.clear()
+    serve(world, 2)
+    world.queue += old
+    world.run()
+    serve(world, 3)
+    world.queue += old
+    world.run(until=world.now + IDLE_S / 2)
+    assert len(world.prefill[0].core.links) == len(world.decode[0].core.links) == 1
+
+
+# At the limit.
+
+
+def instances(n_prefill: int, n_decode: int, **how: float) -> World:
+    return World(prefill=n_prefill, decode=n_decode, instances=True, heads=1, **how)
+
+
+def one_room(world: World, room: int, prefill: int, decode: int, *, send: bool = True):
+    handle = world.receive(room, 8, [0, 1], decode, prefill=prefill)
+    if send:
+        world.send(room, 8, [0, 1], prefill)
+    world.run()
+    return handle
+
+
+def test_prefill_makes_place_by_the_idlest() -> None:
+    world = instances(1, 4, max_peers=2)
+    core = world.prefill[0].core
+    for number, decode in enumerate((0, 1, 0)):
+        world.now += 1.0
+        assert one_room(world, number, 0, decode).state is State.SUCCESS
+    world.now += 1.0
+    handle = one_room(world, 9, 0, 2)
+    world.run(until=world.now + 1.0)
+    assert handle.state is State.SUCCESS
+    assert {link.route for link in core.links.values()} == {b"D0", b"D2"}, "D1 was idle for longest"
+    assert core.counters.peers_crowded == 1
+    assert core.counters.sessions_refused == 0
+    assert not world.decode[1].core.peers
+    assert world.decode[1].core.counters.sessions_idle == 1
+    assert one_room(world, 10, 0, 1).state in {State.BOOTSTRAPPING, State.SUCCESS}
+    world.run(until=world.now + 1.0)
+    assert {link.route for link in core.links.values()} == {b"D2", b"D1"}, "and may come back"
+
+
+def test_prefill_refuses_in_words_where_all_peers_are_in_use() -> None:
+    world = instances(1, 3, max_peers=2)
+    core = world.prefill[0].core
+    for decode in range(2):
+        one_room(world, decode, 0, decode, send=False)
+    handle = one_room(world, 5, 0, 2, send=False)
+    assert handle.state is State.FAILED
+    assert isinstance(handle.error, PeerError)
+    assert "already 2 peers, all in use; raise Config.max_peers" in str(handle.error)
+    assert core.counters.peers_crowded == core.counters.sessions_refused == 1
+    assert len(core.links) == 2
+
+
+def test_one_that_does_not_go_is_not_asked_before_the_others() -> None:
+    """D0 has an unbound room: prefill knows nothing of that, and goes on to the next."""
+    world = instances(1, 4, max_peers=2)
+    core = world.prefill[0].core
+    one_room(world, 1, 0, 0)
+    held = world.announce(2, 0, prefill=0)
+    world.run()
+    world.now += 1.0
+    one_room(world, 3, 0, 1)
+    core._ask_idlest(world.now)
+    world.carry(world.prefill[0])
+    world.run()
+    assert len(core.links) == 2, "D0 needs it"
+    handle = one_room(world, 4, 0, 2)
+    world.run(until=world.now + 3.0)
+    assert handle.state is State.SUCCESS
+    assert {link.route for link in core.links.values()} == {b"D0", b"D2"}
+    assert not held.ended
+
+
+def test_decode_makes_place_by_the_idlest() -> None:
+    world = instances(4, 1, max_peers=2)
+    core = world.decode[0].core
+    for number, prefill in enumerate((0, 1, 0, 2, 2)):
+        world.now += 1.0
+        assert one_room(world, number, prefill, 0).state is State.SUCCESS
+        assert len(core.peers) <= 2
+    assert set(core.peers) == {b"P0", b"P2"}
+    assert core.counters.peers_crowded == 1
+    assert not world.prefill[1].core.links
+
+
+def test_decode_says_so_where_all_peers_are_in_use() -> None:
+    world = instances(3, 1, max_peers=2)
+    core = world.decode[0].core
+    waiting = [one_room(world, n, n, 0, send=False) for n in range(2)]
+    with pytest.raises(
+        UsageError, match=r"talks with 2 peers, 1 more are needed and 0 are idle; raise Config.max_peers"
+    ):
+        world.announce(5, 0, prefill=2)
+    assert b"i5" not in core.rooms, "nothing was changed by the refused call"
+    assert set(core.peers) == {b"P0", b"P1"}
+    assert not any(handle.ended for handle in waiting)
+    world.send(0, 8, [0, 1], 0)
+    world.run()
+    assert one_room(world, 6, 2, 0).state is State.SUCCESS
+
+
+# Asking again.
+
+
+def hellos(world: World) -> list[float]:
+    """When the decode rank greeted."""
+    return [at for at, line in world.timed if "Hello" in line]
+
+
+class Timed(World):
+    """Notes when each frame leaves."""
+
+    def put(self, item: Item) -> None:
+        self.timed = [*getattr(self, "timed", []), (self.now, repr(item))]
+        super().put(item)
+
+
+def test_a_dead_endpoint_costs_bounded_work() -> None:
+    """A greeting is repeated after `retry_s`, doubled each time up to the cap, less up to half of it; then given up."""
+    world = Timed(retry_s=0.25, retry_cap_s=5.0, hello_s=60.0)
+    world.drop(is_kind("frame"))
+    handle = world.announce(1)
+    world.run(until=59.0)
+    at = hellos(world)
+    waits = [later - before for before, later in itertools.pairwise(at)]
+    longest = [min(0.25 * 2**n, 5.0) for n in range(len(waits))]
+    assert all(most / 2 <= wait <= most for wait, most in zip(waits, longest, strict=True)), waits
+    assert 15 <= len(at) <= 30
+    assert len({round(wait / most, 3) for wait, most in zip(waits, longest, strict=True)}) > len(waits) / 2, "jitter"
+    world.run(until=61.0)
+    assert handle.state is State.FAILED
+    assert world.n_hung_up == 1
+    n = len(world.timed)
+    world.run(until=1000.0)
+    assert len(world.timed) == n, "nobody is asked any more"
+    assert not len(world.decode[0].core.timers)
+    again = Timed(retry_s=0.25, retry_cap_s=5.0, hello_s=60.0)
+    again.drop(is_kind("frame"))
+    again.announce(1)
+    again.run(until=59.0)
+    assert hellos(again) == at, "the same inputs, the same waits"
+
+
+def test_after_an_answer_the_next_greeting_is_eager_again() -> None:
+    world = Timed(hello_s=60.0)
+    world.drop(is_kind("frame"))
+    world.announce(1)
+    world.run(until=30.0)
+    world.free()
+    world.run(until=36.0)
+    assert world.decode[0].core.links
+    world.timed = []
+    old: Prefill = world.prefill[0]
+    world.restart(old)
+    world.drop(is_kind("frame"))
+    world.run(until=60.0)
+    assert not world.decode[0].core.links
+    world.announce(2)
+    began = world.now
+    world.run(until=began + 0.8)
+    assert len([at for at in hellos(world) if at >= began]) >= 3
+
+
+def test_two_nodes_do_not_ask_in_step() -> None:
+    values = [drawn(salt) for salt in range(10_000)]
+    assert all(0 <= value < 1 for value in values)
+    assert 0.49 < sum(values) / len(values) < 0.51
+    tenths = [sum(int(value * 10) == n for value in values) for n in range(10)]
+    assert min(tenths) > 900
+
+
+def test_a_short_cap_is_no_shorter_than_the_base() -> None:
+    core = World(retry_s=1.0, retry_cap_s=0.1).decode[0].core
+    core.back_off(("x",), 0.0, 7, 1)
+    assert 0.5 <= core.timers.next_at() <= 1.0
+    core.back_off(("x",), 0.0, 10**9, 1)
+    assert core.timers.next_at() <= 1.0
+
+
+def test_a_connection_is_given_up_with_the_last_that_needs_it() -> None:
+    """Refused, lost, or never there; while a lost session's memory is asked about, its route is kept."""
+    world = World()
+    core = world.decode[0].core
+    core.announce(b"i1", {0: b"P9"}, 0.0, deadline_s=60.0)
+    core.unreachable(b"P9", PeerError("no keys"), 0.0)
+    effects = core.take_effects()
+    assert effects.count(HangUp(b"P9")) == 1
+    assert not core.needs(b"P9")
+    assert any(isinstance(effect, Complaint) for effect in effects)
+    stranded: Decode = World(fences=False, path="direct").decode[0]
+    assert not stranded.core.needs(b"P0")
+
+
+def test_a_stranded_sessions_route_is_kept_until_its_writer_answers() -> None:
+    world = World(fences=False, path="direct", max_silence_s=2.0)
+    handle = world.receive(1, 8, [0, 1])
+    world.run()
+    world.hold(is_kind("write"))
+    world.send(1, 8, [0, 1])
+    world.run()
+    world.drop(lambda item: item.kind == "frame" and item.src is world.prefill[0])
+    world.run(until=5.0)
+    core = world.decode[0].core
+    assert handle.state is State.FAILED
+    assert not core.links
+    assert core.needs(b"P0")
+    assert world.n_hung_up == 0
+    world.free()
+    world.run(until=30.0)
+    assert handle.released
+    assert not core.needs(b"P0")
+    assert world.n_hung_up == 1

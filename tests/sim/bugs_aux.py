@@ -1,0 +1,157 @@
+"""Deliberate bugs in the aux row's way: written in place, packed in Close, or one after the other (DESIGN 10)."""
+
+from __future__ import annotations
+
+from tests.sim.mutants import Mutant
+
+TESTS = "tests/protocol/test_aux.py"
+
+MUTANTS = [
+    Mutant(
+        "Close does not wait for the row",
+        "10 aux, I5",
+        "protocol/sending.py",
+        "        record.unwritten += 1\n        self._advance(chunk)",
+        "        self._advance(chunk)",
+    ),
+    Mutant(
+        "Success before the row's tag",
+        "10 aux, I5",
+        "protocol/decode.py",
+        "            if any(w.chunk not in part.arrived for w in close.written):",
+        "            if any(w.chunk not in part.arrived for w in close.written if w.lane != m.AUX):",
+        TESTS,
+    ),
+    Mutant(
+        "a row is free before the fence",
+        "10 aux, I2",
+        "protocol/inbox.py",
+        "        return self.direct or (self.has_aux and self.room.row is not None)",
+        "        return self.direct",
+        TESTS,
+    ),
+    Mutant(
+        "a row whose post may still land falls back",
+        "10 aux, I2",
+        "protocol/borrower.py",
+        "        if error is not None and not settled:\n            self._doubt(link.session)",
+        "        if error is not None and not settled and not self._flights[ticket][0].row:\n"
+        "            self._doubt(link.session)",
+        TESTS,
+    ),
+    Mutant(
+        "a failed row fails the room",
+        "10 aux, falls back",
+        "protocol/borrower.py",
+        "        if error is not None and chunk.row:",
+        "        if error is not None and chunk.row and not error:",
+        TESTS,
+    ),
+    Mutant(
+        "a failed row is never sent",
+        "10 aux, I5",
+        "protocol/sending.py",
+        "            by_write = any(written.lane == m.AUX for written in record.written)\n",
+        "            by_write = any(chunk.row for chunk in record.chunks.values())\n",
+    ),
+    Mutant(
+        "a failed row counts as written",
+        "10 aux, I5",
+        "protocol/borrower.py",
+        '            self._row_failed(record, f"the write of an aux row failed: {error.what}")\n',
+        "            record.written.append(m.Written(chunk.number, *chunk.where))\n",
+        TESTS,
+    ),
+    Mutant(
+        "a row is written although none was named",
+        "10 aux, I2",
+        "protocol/sending.py",
+        'return "a receiver was bound without an aux row" if record.open.row is None else ""',
+        'return ""',
+    ),
+    Mutant(
+        "rows are those of another room",
+        "10 aux, I2",
+        "protocol/borrower.py",
+        "rows.base + record.open.row * rows.row_nbytes",
+        "rows.base + record.epoch % rows.n_rows * rows.row_nbytes",
+    ),
+    Mutant(
+        "a column more moves the others, in place",
+        "10 aux, I5",
+        "columns.py",
+        "            spans.append(Span(src.offset, dst.offset, src.nbytes))",
+        "            spans.append(Span(src.offset, src.offset, src.nbytes))",
+    ),
+    Mutant(
+        "a column more moves the others, packed",
+        "10 aux, I5",
+        "columns.py",
+        "            yield column, view[at : at + column.nbytes]",
+        "            yield column, view[column.offset : column.offset + column.nbytes]",
+    ),
+    Mutant(
+        "spans are merged across a column that is not common",
+        "10 aux, I2",
+        "columns.py",
+        "                if gaps[0] == gaps[1] and 0 <= gaps[0] < _ALIGNMENT:",
+        "                if gaps[0] == gaps[1] and 0 <= gaps[0]:",
+        "tests/test_columns.py",
+    ),
+    Mutant(
+        "Close carries the row as it is when it is repeated",
+        "10 aux, I8",
+        "protocol/sending.py",
+        "        written = tuple(record.written)\n",
+        "        written = tuple(record.written)\n"
+        "        if record.room is not None:\n            self._set_aux(record, record.room)\n",
+    ),
+    Mutant(
+        "a row's tag counts where none was named",
+        "10 aux, I6",
+        "protocol/receiving.py",
+        "return part.has_aux and part.room.row is not None and not part.row_arrived and not tag.rects",
+        "return part.has_aux and not part.row_arrived and not tag.rects",
+        TESTS,
+    ),
+    Mutant(
+        "a row's tag counts twice",
+        "10 aux, I7",
+        "protocol/receiving.py",
+        "return part.has_aux and part.room.row is not None and not part.row_arrived and not tag.rects",
+        "return part.has_aux and part.room.row is not None and not tag.rects",
+        TESTS,
+    ),
+    Mutant(
+        "a row alone ends the wait",
+        "10 aux, I10",
+        "protocol/decode.py",
+        "        fresh = tag.lane == m.AUX or not part.coverage.covers(tag.rects)",
+        "        fresh = not part.coverage.covers(tag.rects)",
+        TESTS,
+    ),
+    Mutant(
+        "a peer names any row",
+        "11 security, I2",
+        "protocol/handshake.py",
+        "if opened.row is not None and (link.rows is None or opened.row >= link.rows.n_rows):",
+        "if opened.row is not None and link.rows is None:",
+        TESTS,
+    ),
+    Mutant(
+        "a packed row of any size is taken",
+        "11 security",
+        "protocol/decode.py",
+        '            if close.packed and len(close.aux or b"") != link.aux.nbytes:',
+        '            if close.packed and len(close.aux or b"") > link.aux.nbytes:',
+        TESTS,
+    ),
+    Mutant(
+        "a required column may be missing",
+        "10 columns",
+        "protocol/handshake.py",
+        "    if lacks := columns.lacking(welcome.columns, hello.columns):\n        return lacks\n",
+        "",
+        TESTS,
+    ),
+]

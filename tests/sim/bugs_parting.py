@@ -1,0 +1,176 @@
+"""Deliberate bugs in how sessions end that nobody needs, who makes place at the limit, and how greetings back off."""
+
+from __future__ import annotations
+
+from tests.sim.mutants import Mutant
+
+_FILE = "tests/protocol/test_parting.py"
+
+
+def _bug(name: str, rule: str, file: str, old: str, new: str) -> Mutant:
+    return Mutant(name, rule, f"protocol/{file}.py", old, new, _FILE)
+
+
+MUTANTS = [
+    _bug(
+        "decode ends a session that prefill still needs",
+        "parting, I10",
+        "parting",
+        "if beat.idle != m.IN_USE and m.SPARE in",
+        "if m.SPARE in",
+    ),
+    _bug(
+        "decode ends a session that its rooms need",
+        "parting, I10",
+        "parting",
+        "        return bool(link.parts) or (peer is not None and bool(peer.rooms))",
+        "        return peer is None",
+    ),
+    _bug(
+        "rooms that wait for another writer do not count",
+        "parting, I10",
+        "parting",
+        "        return bool(link.parts) or (peer is not None and bool(peer.rooms))",
+        "        return bool(link.parts)",
+    ),
+    _bug(
+        "prefill says that it needs no session",
+        "parting, I10",
+        "handshake",
+        "        return bool(link.records)",
+        "        return False",
+    ),
+    _bug(
+        "idle sessions never end",
+        "parting, I14",
+        "session",
+        "        return SPARE if link.spare or now - link.used_at >= self.config.idle_s else IDLE",
+        "        return IDLE",
+    ),
+    _bug(
+        "a session is idle from its beginning",
+        "parting, idle_s",
+        "session",
+        "                link.used_at, link.spare = now, False",
+        "                link.spare = False",
+    ),
+    _bug(
+        "Bye is not repeated",
+        "parting, I4",
+        "parting",
+        '        self.back_off(("bye", link), now, n_byes, link.session.decode)\n',
+        "",
+    ),
+    _bug(
+        "Bye is not answered",
+        "parting, I14",
+        "prefill",
+        "        self.send(link, m.Bye(), now)\n",
+        "",
+    ),
+    _bug(
+        "a lost answer to Bye is not asked for",
+        "parting, I4",
+        "parting",
+        "            self.send_loose(link.route, link.session, m.Heartbeat())\n",
+        "            pass\n",
+    ),
+    _bug(
+        "Bye is said for ever",
+        "parting, I14",
+        "parting",
+        '        self.timers.set(("bye_until", link), now + link.silence_s)\n',
+        "",
+    ),
+    _bug(
+        "the connection goes before Bye is heard",
+        "parting, I4",
+        "parting",
+        "        return route in self.peers or route in self._leaving",
+        "        return route in self.peers",
+    ),
+    _bug(
+        "connections are never given up",
+        "parting, I14",
+        "parting",
+        "            self.emit(HangUp(route))",
+        "            pass",
+    ),
+    _bug(
+        "a connection goes while a lost session's writer is asked over it",
+        "7 lost, I14",
+        "receiving",
+        "        return super().needs(route) or any(link.route == route for link in self._stranded.values())",
+        "        return super().needs(route)",
+    ),
+    _bug(
+        "at the limit prefill lets the latest go",
+        "max_peers",
+        "handshake",
+        "        idlest = min(unused",
+        "        idlest = max(unused",
+    ),
+    _bug(
+        "prefill asks the same idle peer again and again",
+        "max_peers",
+        "handshake",
+        "            idlest.spare, idlest.used_at = True, now",
+        "            idlest.spare = True",
+    ),
+    _bug(
+        "at the limit prefill refuses although a peer is idle",
+        "max_peers",
+        "handshake",
+        "                if self._ask_idlest(now):\n                    return",
+        "                if False:\n                    return",
+    ),
+    _bug(
+        "at the limit decode lets the latest go",
+        "max_peers",
+        "parting",
+        "key=lambda link: link.used_at)",
+        "key=lambda link: -link.used_at)",
+    ),
+    _bug(
+        "decode has as many peers as it likes",
+        "max_peers, I14",
+        "parting",
+        "        if len(unused) < n_over:",
+        "        if False:",
+    ),
+    _bug(
+        "prefill does not answer that it is idle",
+        "max_peers",
+        "handshake",
+        "            self.send(link, m.Heartbeat(m.IDLE), now)\n",
+        "            pass\n",
+    ),
+    _bug(
+        "greetings do not back off",
+        "retry_cap_s",
+        "session",
+        "self.config.retry_s * 2.0 ** min(n_tries, 64)",
+        "self.config.retry_s",
+    ),
+    _bug(
+        "greetings back off without end",
+        "retry_cap_s",
+        "session",
+        "        longest_s = max(self.config.retry_s, self.config.retry_cap_s)",
+        "        longest_s = 1e9",
+    ),
+    _bug(
+        "a fleet greets in step",
+        "retry_cap_s",
+        "session",
+        "wait_s * (0.5 + 0.5 * drawn(salt + n_tries))",
+        "wait_s",
+    ),
+    _bug(
+        "greetings go on after hello_s",
+        "hello_s, I14",
+        "handshake",
+        '        self.timers.cancel(("hello", peer))\n',
+        "",
+    ),
+]

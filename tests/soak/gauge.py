@@ -1,0 +1,83 @@
+"""What a node and its process hold, by name: descriptors, sockets, threads, memory, and the length of every table."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from pathlib import Path
+
+from pdstage import DecodeNode, PrefillNode
+from tests.chaos.account import n_fds, n_tasks
+
+CAPPED = {
+    "core._lost": 4096,  # lost sessions that no late Hello may begin again
+    "core._ended": 4096,
+    "roster._ended": 65_536,  # for `completions`
+}
+"""Tables that remember the last so many of what is over, by design."""
+
+
+def n_tcp() -> int:
+    """TCP sockets of this process, whatever their state: each that connects has a local port."""
+    own = {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return sum(f"socket:[{fields[9]}]" in own for fields in lines)
+
+
+def resident_nbytes() -> int:
+    """Resident memory, after what can be given back was."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) << 10
+
+
+def tables(node: DecodeNode | PrefillNode) -> dict[str, int]:
+    """The length of everything that has one, in the node and the parts it is made of."""
+    parts = {"node": node} | {
+        name: getattr(node, name) for name in ("core", "socket", "transport", "directory", "stager", "roster")
+    }
+    parts |= {f"core.{name}": held for name, held in _inner(node.core).items()}
+    parts |= {f"transport.{name}": held for name, held in _inner(node.transport).items()}
+    lengths = {}
+    for name, part in parts.items():
+        for field, value in _fields(part):
+            if hasattr(value, "__len__") and not isinstance(value, str | bytes | memoryview | tuple):
+                lengths[f"{name}.{field}"] = len(value)
+    return lengths
+
+
+def _inner(part: object) -> dict[str, object]:
+    """Its own objects of this package: timers, holdings, parked rooms, who was met."""
+    own = {name: value for name, value in _fields(part) if type(value).__module__.startswith("pdstage")}
+    return {name: value for name, value in own.items() if not isinstance(value, tuple)}
+
+
+def _fields(part: object) -> list[tuple[str, object]]:
+    slots = [name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*getattr(part, "__dict__", {}).items(), *((n, getattr(part, n)) for n in slots if hasattr(part, n))]
+
+
+class Gauge:
+    """Everything at one moment of rest."""
+
+    def __init__(self, node: DecodeNode | PrefillNode) -> None:
+        self.tables = tables(node)
+        self.counts = {"descriptors": n_fds(), "TCP sockets": n_tcp(), "threads": n_tasks()}
+        self.resident_nbytes = resident_nbytes()
+
+    def grown(self, before: Gauge) -> dict[str, tuple[int, int]]:
+        """What is more than it was, and more than its cap: (before, now)."""
+        counts = {name: (before.counts[name], now) for name, now in self.counts.items() if now > before.counts[name]}
+        grown = {
+            name: (before.tables.get(name, 0), now)
+            for name, now in self.tables.items()
+            if now > max(before.tables.get(name, 0), CAPPED.get(name, 0))
+        }
+        return counts | grown
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{n} {name}" for name, n in self.counts.items())
+        return f"{counts}, {sum(self.tables.values())} table entries, {self.resident_nbytes >> 10} KiB resident"

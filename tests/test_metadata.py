@@ -1,0 +1,145 @@
+"""Metadata buffers: rows, whose they are, and views of their columns without a copy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pdstage.columns import Column, Columns, share
+from pdstage.errors import UsageError
+from pdstage.metadata import (
+    AuxRow,
+    MetadataBuffers,
+    RowInUse,
+    RowNotAllocated,
+    RowsExhausted,
+    row_device,
+    usual_columns,
+)
+
+COLUMNS = (Column("ids", "int32", (4,)), Column("hidden", "bfloat16", (2, 3)), Column("room", "uint64", (1,)))
+
+
+def test_rows_are_disjoint_and_in_the_region() -> None:
+    held = MetadataBuffers(COLUMNS, 5)
+    rows = [held.allocate() for _ in range(5)]
+    assert {held.address(row) for row in rows} == {held.region.base + n * held.row_nbytes for n in range(5)}
+    for n, row in enumerate(rows):
+        row["ids"] = n + 1
+        row["room"] = [n + 100]
+    for n, row in enumerate(rows):
+        assert row["ids"].tolist() == [n + 1, 0, 0, 0]
+        assert row["room"].tolist() == [n + 100]
+    assert held.region.nbytes == 5 * held.row_nbytes
+
+
+def test_allocation_says_what_is_wrong() -> None:
+    held = MetadataBuffers(COLUMNS, 2)
+    first, second = held.allocate(), held.allocate()
+    with pytest.raises(RowsExhausted, match="all 2 aux rows"):
+        held.allocate()
+    held.free(first)
+    with pytest.raises(RowNotAllocated):
+        held.free(first)
+    again = held.allocate()
+    assert again.number == first.number
+    with pytest.raises(RowNotAllocated):  # its number is another request's by now
+        held.free(first)
+    with pytest.raises(RowNotAllocated):
+        MetadataBuffers(COLUMNS, 2).free(second)
+    held.lend(second)
+    with pytest.raises(RowInUse):
+        held.free(second)
+    with pytest.raises(RowInUse):
+        held.lend(second)
+    held.give_back(second)
+    held.free(second)
+    assert held.n_free == 1
+
+
+def test_views_are_of_the_memory_itself() -> None:
+    held = MetadataBuffers(COLUMNS, 1)
+    row = held.allocate()
+    row["ids"][2] = 7
+    assert row.tensor("ids").tolist() == [0, 0, 7, 0]
+    row.tensor("ids")[0] = 5
+    assert row["ids"].tolist() == [5, 0, 7, 0]
+    assert row.tensor("ids").data_ptr() == held.address(row) + row._at["ids"].offset
+    row["hidden"] = torch.arange(6, dtype=torch.float32).view(2, 3)
+    assert row.tensor("hidden").dtype is torch.bfloat16
+    assert row.tensor("hidden").tolist() == [[0, 1, 2], [3, 4, 5]]
+    row["hidden"] = [9.0]
+    assert row.tensor("hidden")[0, 0] == 9
+    assert len(row.read()) == held.row_nbytes
+    with pytest.raises(UsageError, match="which numpy lacks"):
+        row["hidden"]
+    with pytest.raises(UsageError, match="no column 'id'"):
+        row["id"]
+    with pytest.raises(UsageError, match="room for 4"):
+        row["ids"] = range(5)
+    assert "ids" in row
+    assert "id" not in row
+
+
+def test_memory_is_the_kind_that_was_asked_for() -> None:
+    """Tensors stand for a device's memory: the same rows and views."""
+    host = MetadataBuffers(COLUMNS, 2)
+    row = host.allocate()
+    on_device = AuxRow(host.columns.placed, torch.from_numpy(row.memory), row.number)
+    on_device["ids"] = [1, 2]
+    on_device["ids"] = torch.tensor([3])
+    assert isinstance(on_device["ids"], torch.Tensor)
+    assert on_device["ids"].tolist() == [3, 2, 0, 0]
+    assert bytes(on_device.read()) == bytes(row.read())
+    shared = share(host.columns.placed, Columns(COLUMNS[:1]).placed)
+    target = AuxRow((), torch.zeros(64, dtype=torch.uint8))
+    target.take(shared.pack(row.read()), shared)
+    assert target.of(shared.dst)["ids"].tolist() == [3, 2, 0, 0]
+    assert target.of(shared.dst).names == ("ids",)
+
+
+@pytest.mark.parametrize("columns", [[], [Column("a", "int32", (1,))] * 2])
+def test_what_makes_no_buffers(columns: list[Column]) -> None:
+    with pytest.raises(UsageError, match="aux"):
+        MetadataBuffers(columns, 1)
+    with pytest.raises(UsageError, match="0 aux rows"):
+        MetadataBuffers(COLUMNS, 0)
+
+
+@pytest.mark.parametrize(
+    ("aux", "pool", "kinds", "where"),
+    [
+        ("nvlink", "cuda:1", {"cpu", "cuda"}, "cuda:1"),
+        ("nvlink", "cuda:1", {"cpu"}, "cpu"),
+        ("nvlink", "cpu", {"cpu", "cuda"}, "cpu"),
+        ("rdma", "cuda:1", {"cpu", "cuda"}, "cpu"),
+        ("tcp", "cuda:1", {"cpu", "cuda"}, "cpu"),
+        ("intra_node_nvlink", "cuda:1", {"cuda"}, "cpu"),
+        ("nvlink", "cuda:1", {"cuda_ipc"}, "cpu"),
+    ],
+)
+def test_where_rows_live(aux: str, pool: str, kinds: set[str], where: str) -> None:
+    """DESIGN 10; names are equal or not, never part of one another."""
+    assert row_device(aux, pool, kinds) == where
+
+
+def test_the_usual_columns() -> None:
+    names = {column.name: (column.dtype, column.shape) for column in usual_columns(4096, speculative=True)}
+    assert names == {
+        "output_ids": ("int32", (16,)),
+        "cached_tokens": ("int32", (16,)),
+        "output_token_logprobs_val": ("float32", (16,)),
+        "output_token_logprobs_idx": ("int32", (16,)),
+        "output_top_logprobs_val": ("float32", (128,)),
+        "output_top_logprobs_idx": ("int32", (128,)),
+        "output_topk_p": ("float32", (16,)),
+        "output_topk_index": ("int64", (16,)),
+        "output_hidden_states": ("bfloat16", (4096,)),
+        "bootstrap_room": ("uint64", (8,)),
+    }
+    fewer = {column.name for column in usual_columns(top_logprobs=0)}
+    assert not fewer & {"output_top_logprobs_val", "output_topk_p", "output_hidden_states"}
+    row = MetadataBuffers(usual_columns(64), 1).allocate()
+    row["bootstrap_room"] = np.uint64(2**63 + 1)
+    assert int(row["bootstrap_room"][0]) == 2**63 + 1

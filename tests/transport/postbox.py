@@ -1,0 +1,99 @@
+"""A worked example: a transport of another distribution, in one file. Posts are files in the peer's directory.
+
+For processes of one host. The receiver copies a post into its memory when it polls, and renames the file, by which the
+sender knows. A lock on a file tells the living from the dead, since the kernel drops it with the process.
+Found by the entry point `postbox` of the group `pdstage.transports`; see docs/transports.md, "Your own transport".
+"""
+
+import ctypes
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from pdstage.errors import TransportError
+from pdstage.transport import Backend, Done, Inbound, Link, PostFailed, Told, Traits
+from pdstage.transport.base import write_description
+
+
+class Address(Told, frozen=True, tag="postbox.1", array_like=True):
+    """`life` is the path of the directory."""
+
+
+class Postbox(Backend):
+    traits = Traits("postbox", notifies=True, max_descriptors=1 << 16, kinds=frozenset({"cpu"}), post_blocks=True,
+        fences=False, stops_reads=True, bytes_per_s=1e9, descriptor_s=1e-6, post_s=1e-4)  # fmt: skip
+    told, link_type = Address, Link
+
+    def __init__(self):
+        super().__init__()
+        self._box = Path(tempfile.mkdtemp(prefix="postbox.", dir=os.environ.get("POSTBOX_DIR")))
+        self._alive = (self._box / "alive").open("w")
+        fcntl.flock(self._alive, fcntl.LOCK_EX)
+        self._met, self._sent = {}, {}
+
+    def describe(self):
+        self.check_open()
+        return write_description(Address(str(self._box), [(region.base, region.nbytes) for region in self.own.regions]))
+
+    def _write(self, link, ticket, spans, tag):
+        if is_dead(link.told.life):
+            raise TransportError(f"peer {link.peer!r} has ended")
+        header = msgspec.msgpack.encode((tag, spans.dst.tolist(), spans.nbytes.tolist()))
+        body = map(ctypes.string_at, spans.src.tolist(), spans.nbytes.tolist())
+        letter = Path(link.told.life, f"{ticket:012}-{self._box.name[8:]}.part")
+        letter.write_bytes(b"".join([len(header).to_bytes(8, "little"), header, *body]))
+        self._sent[ticket] = letter.rename(letter.with_suffix(".post"))  # whole, or not there
+
+    def _progress(self):
+        for letter in sorted(self._box.glob("*.post")):
+            content = letter.read_bytes()
+            at = 8 + int.from_bytes(content[:8], "little")
+            tag, dst, nbytes = msgspec.msgpack.decode(content[8:at], type=tuple[bytes, list[int], list[int]])
+            for address, n in zip(dst, nbytes, strict=True):
+                if self.own.holds(address, n):  # else it was unregistered, and is no peer's to write
+                    ctypes.memmove(address, content[at : at + n], n)
+                at += n
+            letter.rename(letter.with_suffix(".read"))
+            self.events.extend([Inbound(tag)] * bool(tag))
+        for ticket, letter in list(self._sent.items()):
+            if letter.with_suffix(".read").exists():
+                self.events.append(Done(ticket))
+            elif is_dead(letter.parent):
+                self.events.append(PostFailed(ticket, TransportError(f"the peer of {letter.parent} has ended")))
+            else:
+                continue
+            del self._sent[ticket]
+            letter.unlink(missing_ok=True)
+            letter.with_suffix(".read").unlink(missing_ok=True)
+
+    def _meet(self, peer, told):
+        self._met.setdefault(peer, set()).add(told.life)
+
+    def proved_dead(self, peer):
+        if peer not in self._met or not all(map(is_dead, self._met[peer])):
+            return False
+        self._progress()  # the dead write no more; what they had written lands when it is read
+        return True
+
+    def forget(self, peer):
+        self._met.pop(peer, None)
+
+    def _shut(self):
+        self._alive.close()
+        for box in {str(self._box), *(box for boxes in self._met.values() for box in boxes if is_dead(box))}:
+            shutil.rmtree(box, ignore_errors=True)
+
+
+def is_dead(box):
+    try:
+        with Path(box, "alive").open() as alive:
+            fcntl.flock(alive, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        pass
+    return True

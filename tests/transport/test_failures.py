@@ -1,0 +1,90 @@
+"""What a transport says when its library or a registration fails, and that the page about failures is whole.
+
+A test names its row of docs/transports.md in its docstring, as the ones here do; many are in test_contract.py, those
+about rooms in tests/manager/test_failures.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transport.conftest import VARIANTS
+
+from pdstage.errors import PeerError, TransportError
+from pdstage.transport import available
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARY = {"nixl": "nixl", "mooncake": "mooncake"}
+"""The package whose absence a transport must explain; the others need none."""
+BROKEN = {  # what makes a transport's library fail at its start, and what its error names
+    "nixl": (
+        {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "nowhere"},
+        r"NIXL does not start: nixlBackendError\(NIXL_ERR_",
+    ),
+}
+
+
+def run(code: str, **environment: str) -> str:
+    """What a fresh Python prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+REFUSED = """
+from pdstage.errors import {error}
+from pdstage.transport import open_transport
+try:
+    open_transport({name!r})
+except {error} as error:
+    print("SAID", error)
+"""
+
+
+@pytest.mark.parametrize("name", [name for name in LIBRARY if name in available()])
+def test_a_missing_library(name):
+    """Row: library missing."""
+    said = run(f"import sys; sys.modules[{LIBRARY[name]!r}] = None\n" + REFUSED.format(name=name, error="UsageError"))
+    assert re.search(rf'SAID transport {name!r} does not import here: .*; pip install "pdstage\[{name}\]"', said), said
+
+
+@pytest.mark.parametrize("name", [name for name in BROKEN if not available().get(name, "unknown")])
+def test_a_library_that_fails(name):
+    """Row: library error."""
+    environment, names = BROKEN[name]
+    assert re.search(f"SAID {names}", run(REFUSED.format(name=name, error="TransportError"), **environment))
+
+
+def test_a_region_that_the_peer_deregistered(linked):
+    """Row: region deregistered. Nobody stops a write to memory that is still mapped, except within one process."""
+    linked.deliver(b"before")
+    linked.b.unregister([linked.b.region()])
+    linked.a.fill(0, b"behind")
+    try:
+        linked.post([(0, 0, 6)], b"")
+    except TransportError as error:
+        assert "unregistered" in str(error)
+        assert linked.variant == VARIANTS["local-same"]
+    else:
+        n = len(linked.log.ended(linked.a))
+        linked.log.until(lambda: len(linked.log.ended(linked.a)) > n)
+        assert linked.b.read(0, 6) == b"behind"
+    linked.a.disconnect("b")
+    linked.a.connect("b", linked.b.describe())
+    with pytest.raises(PeerError, match="not registered"):
+        linked.a.prepare("b", [linked.b.region()])
+
+
+def test_every_row_is_tested_and_every_cited_row_is_there():
+    page = (ROOT / "docs/transports.md").read_text().partition("## When something fails")[2].partition("\n## ")[0]
+    rows = {line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")} - {"row"}
+    cited = {
+        row for path in (ROOT / "tests").rglob("test_*.py") for row in re.findall(r"Row: ([a-z ]+)\.", path.read_text())
+    }
+    assert rows == cited

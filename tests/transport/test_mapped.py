@@ -1,0 +1,167 @@
+"""Memory of a peer that is mapped here: its caller writes it, also where no process may write another."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from transport.endpoint import NBYTES, Endpoint, Log, Remote
+
+from pdstage.errors import PeerError, UsageError
+from pdstage.layout import Region
+from pdstage.transport.base import read_description, write_description
+from pdstage.transport.local import LocalTransport, _Description
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@pytest.fixture(scope="module")
+def stock() -> object:
+    b = Remote("local+shared")
+    yield b
+    b.shut()
+
+
+@pytest.fixture
+def ends(stock: Remote) -> object:
+    stock.renew()
+    a = Endpoint("local")
+    a.connect("b", stock.describe())
+    a.prepare("b", [stock.region()])
+    yield a, stock
+    a.close()
+
+
+def delivers(a: object, b: object) -> None:
+    log = Log(a, b)
+    ticket = a.post("b", [(0, b.base + 4096, 64)], b"post")
+    log.until(lambda: ticket in log.done(a) and b"post" in log.tags(b))
+    if not isinstance(a, Remote):
+        assert b.read(4096, 64) == a.read(0, 64)
+
+
+def test_bytes_written_there_are_the_peers_when_their_tag_comes(ends):
+    a, b = ends
+    a.fill(0, bytes(range(64)))
+    ticket = a.write_mapped("b", b.base + 100, b"straight", b"tag")
+    log = Log(a, b)
+    log.until(lambda: log.done(a) == [ticket] and log.tags(b) == [b"tag"])
+    assert b.read(99, 10) == b"\0straight\0"
+    delivers(a, b)
+    # Several spans go as before.
+    a.post("b", [(0, b.base, 8), (8, b.base + 200, 8)], b"many")
+    log.until(lambda: b"many" in log.tags(b))
+    assert b.read(200, 8) == bytes(range(8, 16))
+
+
+def test_only_what_was_prepared_is_mapped_and_only_while_connected(ends):
+    a, b = ends
+    a.prepare("b", [Region(b.base, 4096), Region(b.base + 8192, 64)])
+    mapped = a.transport.mapped
+    assert mapped("b", b.base, 4096)
+    assert mapped("b", b.base + 8192, 64)
+    for address, nbytes in ((b.base, 4097), (b.base + 4096, 1), (b.base - 1, 2), (b.base + 8192, 65)):
+        assert mapped("b", address, nbytes) is None
+    assert mapped("c", b.base, 1) is None
+    a.disconnect("b")
+    assert mapped("b", b.base, 1) is None
+    with pytest.raises(UsageError, match="not connected"):
+        a.transport.notify("b", b"tag")
+
+
+def test_memory_that_is_not_shared_is_not_mapped(ends):
+    a, b = ends
+    region = b.register_more()
+    a.connect("b", b.describe())
+    a.prepare("b", [b.region(), region])
+    assert a.write_mapped("b", region.base, b"no", b"") is None
+    a.fill(0, b"post")
+    a.post("b", [(0, region.base, 4)], b"")
+    assert b.read_more(4) == b"post"
+
+
+def test_a_copy_under_way_when_the_peer_is_let_go_harms_nobody(ends):
+    """It is the caller's write, and in flight: the mapping stays until its value goes."""
+    a, b = ends
+    mapped = a.transport.mapped("b", b.base, NBYTES)
+    n_fds = len(list(Path("/proc/self/fd").iterdir()))
+    a.disconnect("b")
+    ctypes.memset(mapped.address, 1, NBYTES)
+    b.renew()
+    ctypes.memset(mapped.address, 2, NBYTES)
+    assert not np.frombuffer(b.read(0, NBYTES), np.uint8).any()
+    del mapped
+    assert len(list(Path("/proc/self/fd").iterdir())) < n_fds
+
+
+def test_a_peer_that_lies_about_its_memory_is_written_as_if_it_shared_none(ends, caplog):
+    a, b = ends
+    told = read_description("b", b.describe(), _Description, LocalTransport.traits)
+    ((base, backing),) = told.shared
+    for lie in (backing._replace(fd=0), backing._replace(inode=7), backing._replace(nbytes=1 << 40)):
+        a.connect("b", write_description(msgspec.structs.replace(told, shared=[(base, lie)])))
+        a.prepare("b", [b.region()])
+        assert a.write_mapped("b", b.base, b"x", b"") is None
+    delivers(a, b)
+
+
+@pytest.mark.parametrize("native", ["", "no"])
+def test_shared_memory_is_written_where_no_process_may_write_another(stock, native):
+    a, b = Remote("local", {"PDSTAGE_NATIVE": native} if native else {}), stock
+    b.renew()
+    try:
+        a.forbid_writing_to_processes()
+        a.connect("b", b.describe())
+        a.prepare("b", [b.region()])
+        delivers(a, b)
+        assert a.write_mapped("b", b.base, b"x", b"") is not None
+        region = b.register_more()
+        a.connect("b", b.describe())
+        with pytest.raises(PeerError, match=r"neither shared nor writable.*EPERM.*path=.staged"):
+            a.prepare("b", [b.region(), region])
+        delivers(a, b)  # what was prepared before stands
+    finally:
+        a.shut()
+
+
+def test_auto_takes_another_transport_where_no_process_may_write_another():
+    pytest.importorskip("nixl")
+    a, b = Remote("auto"), Remote("auto")
+    try:
+        a.forbid_writing_to_processes()
+        a.connect("b", b.describe())
+        a.prepare("b", [b.region()])
+        assert a.traits("b").name == "nixl"
+    finally:
+        a.kill()
+        b.kill()
+
+
+@as_root
+def test_two_processes_of_a_user_without_capabilities():
+    a, b = Remote("local"), Remote("local+shared")
+    try:
+        for end in (b, a):
+            end.become_user(65534)
+        a.connect("b", b.describe())
+        a.prepare("b", [b.region()])
+        assert a.write_mapped("b", b.base, b"x", b"") is not None
+        delivers(a, b)
+    finally:
+        a.shut()
+        b.shut()
+
+
+def test_within_one_process_memory_is_where_it_is():
+    a, b = Endpoint("local"), Endpoint("local")
+    a.connect("b", b.describe())
+    a.prepare("b", [b.region()])
+    assert a.transport.mapped("b", b.base + 8, 8).address == b.base + 8
+    b.unregister([b.region()])
+    assert a.transport.mapped("b", b.base + 8, 8) is None
+    a.close()
+    b.close()

@@ -1,0 +1,260 @@
+"""What only the NIXL transport offers: network devices, NUMA nodes, threads, telemetry, devices of its descriptors."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transport.conftest import VARIANTS, Pair
+from transport.endpoint import NBYTES, Endpoint, Log, Remote
+
+pytest.importorskip("nixl._api", exc_type=ImportError)
+
+from pdstage.errors import UsageError
+from pdstage.layout import Region
+from pdstage.transport import PostFailed, _fabric, open_transport
+from pdstage.transport._nixl_agent import descriptors
+from pdstage.transport.base import Ranges
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
+OVER_TCP = {"UCX_TLS": "tcp,self"}
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch) -> Path:
+    """The sysfs of a host with two RDMA devices on two nodes, one of them with two ports."""
+    for name, node, ports in (("mlx5_0", 0, 1), ("mlx5_1", 1, 2)):
+        for port in range(1, ports + 1):
+            (tmp_path / "class/infiniband" / name / "ports" / str(port)).mkdir(parents=True)
+        (tmp_path / "class/infiniband" / name / "device").mkdir()
+        (tmp_path / "class/infiniband" / name / "device/numa_node").write_text(f"{node}\n")
+    for node, cpus in ((0, f"{min(os.sched_getaffinity(0))}\n"), (1, "4000-4003,4010\n")):
+        (tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
+        (tmp_path / f"devices/system/node/node{node}/cpulist").write_text(cpus)
+    monkeypatch.setattr(_fabric, "_SYS", tmp_path)
+    return tmp_path
+
+
+def test_devices_get_the_names_that_ucx_knows(host):
+    assert _fabric.device_ports(["mlx5_0", "lo"]) == ["mlx5_0:1", "lo"]
+    assert _fabric.device_ports(["mlx5_1"]) == ["mlx5_1:1", "mlx5_1:2"]
+    assert _fabric.device_ports(["mlx5_1:2"]) == ["mlx5_1:2"]
+    assert _fabric.near_devices(1) == ["mlx5_1"]
+    assert _fabric.near_devices(7) == []
+
+
+@pytest.mark.parametrize("wrong", [["mlx5_7"], ["mlx5_0:2"], ["lo:1"], ["lo", ""], "lo"])
+def test_a_device_that_is_not_here_is_refused_by_name(host, wrong):
+    with pytest.raises(UsageError, match="device") as refused:
+        open_transport("nixl", devices=wrong)
+    assert refused.value.fields == {"field": "devices"}
+    assert "lo" in str(refused.value)
+
+
+@pytest.mark.parametrize("node", [1, 2, -1])
+def test_a_node_without_a_processor_for_us_is_refused(host, node):
+    before = os.sched_getaffinity(0)
+    with pytest.raises(UsageError, match=f"node {node} "):
+        open_transport("nixl", numa_node=node)
+    assert os.sched_getaffinity(0) == before
+
+
+def test_threads_stay_on_their_node_and_the_caller_where_it_was(host):
+    (host / "class/infiniband/mlx5_0/device/numa_node").write_text("-1")
+    before, threads = os.sched_getaffinity(0), set(Path("/proc/self/task").iterdir())
+    transport = open_transport("nixl", numa_node=0, n_threads=2)
+    started = set(Path("/proc/self/task").iterdir()) - threads
+    assert len(started) >= 2
+    assert {frozenset(os.sched_getaffinity(int(thread.name))) for thread in started} == {frozenset({min(before)})}
+    assert os.sched_getaffinity(0) == before
+    transport.close()
+
+
+def test_a_negative_number_of_threads_is_refused():
+    with pytest.raises(UsageError, match="n_threads=-1"):
+        open_transport("nixl", n_threads=-1)
+
+
+def test_the_environment_is_as_before_and_the_option_goes_over_it(monkeypatch):
+    monkeypatch.setenv("UCX_NET_DEVICES", "nowhere")
+    transport = open_transport("nixl", devices=["lo"])  # with the other name UCX does not start
+    assert os.environ["UCX_NET_DEVICES"] == "nowhere"
+    transport.close()
+
+
+def test_posts_of_many_descriptors_are_shared_by_threads(stock):
+    a, b = Endpoint("nixl", n_threads=2, telemetry=True), Endpoint("nixl")
+    a.connect("b", b.describe())
+    a.prepare("b", [b.region()])
+    n, log = 4096, Log(a, b)
+    a.fill(0, data := np.random.default_rng(0).bytes(n * 64))
+    ticket = a.post("b", [(64 * i, b.base + 128 * i, 64) for i in range(n)], b"many")
+    log.until(lambda: log.done(a) == [ticket] and log.tags(b) == [b"many"])
+    assert np.frombuffer(b.read(0, n * 128), np.uint8).reshape(n, 128)[:, :64].tobytes() == data
+    a.close()
+    b.close()
+
+
+@pytest.mark.parametrize("telemetry", [False, True])
+def test_figures_of_a_post_where_they_were_asked_for(telemetry):
+    a, b = Endpoint("nixl", telemetry=telemetry), Endpoint("nixl")
+    a.connect("b", b.describe())
+    a.prepare("b", [b.region()])
+    a.post("b", [(0, b.base, 64), (128, b.base + 128, 4096)], b"")
+    log = Log(a, b)
+    log.until(lambda: log.ended(a))
+    (done,) = log.ended(a)
+    if telemetry:
+        assert (done.figures.n_descriptors, done.figures.nbytes) == (2, 4160)
+        assert done.figures.write_s >= done.figures.post_s >= 0
+    else:
+        assert done.figures is None
+    a.close()
+    b.close()
+
+
+def test_each_descriptor_names_the_device_its_memory_is_on():
+    """One post may read several GPUs' memory; where the regions are of several, a single span is no exception."""
+    two = Ranges("these", [Region(1 << 40, 4096, "cuda", 0), Region(1 << 41, 4096, "cuda", 3)])
+    rows = descriptors(ints(1 << 41, 1 << 40, (1 << 41) + 64), ints(64, 32, 16), two)
+    assert [rows[i] for i in range(3)] == [(1 << 41, 64, 3), (1 << 40, 32, 0), ((1 << 41) + 64, 16, 3)]
+    only = descriptors(ints((1 << 41) + 8), ints(8), two)
+    assert only[0] == ((1 << 41) + 8, 8, 3)
+    mixed = two.with_regions([Region(1 << 20, 4096)])
+    with pytest.raises(UsageError, match="post each kind by itself"):
+        descriptors(ints(1 << 20, 1 << 40), ints(8, 8), mixed)
+
+
+def lives(a: object, b: object, n: int, renew: object) -> None:
+    """`a` writes to each of `n` lives of `b`, and disconnects every second one before it ends; the next replaces it."""
+    log, seen, n_fds = Log(a), set(), []
+    for life in range(n):
+        b = renew()
+        seen.add(b.describe())
+        a.connect("b", b.describe())
+        a.prepare("b", [b.region()])
+        ticket = a.post("b", [(0, b.base, 64)], b"")
+        log.until(lambda ticket=ticket, b=b: b.poll() is not None and ticket in log.done(a))
+        if life % 2:
+            a.disconnect("b")
+            a.forget("b")
+        n_fds.append(a.n_fds())
+    a.disconnect("b")
+    a.forget("b")
+    b.close()
+    assert len(seen) == n
+    assert n_fds[-1] <= n_fds[1] + 1, n_fds
+
+
+def test_200_short_lived_peers_leave_no_agents_and_no_descriptors():
+    """I14."""
+    a, ends = Endpoint("nixl"), []
+
+    def renew() -> Endpoint:
+        for end in ends:
+            end.close()
+        ends[:] = [Endpoint("nixl")]
+        return ends[0]
+
+    known = []
+    connect = a.connect
+
+    def connected(peer: str, description: bytes) -> None:
+        connect(peer, description)
+        known.append(a.transport._links[peer].description.agent)
+
+    a.connect = connected
+    lives(a, ends, 200, renew)
+    assert len(set(known)) == 200
+    assert not [name for name in known if a.transport._agent.check_remote_metadata(name)]
+    assert not a.transport._users
+    a.close()
+
+
+def test_short_lived_peers_over_tcp_leave_no_descriptors(stock):
+    """I14: here each peer is a connection, whose other end goes away without a word."""
+    variant = VARIANTS["nixl-tcp"]
+    a, b = stock.remote(variant, "a"), stock.remote(variant, "b")
+
+    def renew() -> Remote:
+        b.renew()
+        return b
+
+    lives(a, b, 40, renew)
+    a.close()
+
+
+def test_the_agent_of_a_dead_peer_goes_with_its_last_post(stock):
+    """I14: not with `disconnect`, which would hide how the posts to a peer that is only stopped end."""
+    variant = VARIANTS["nixl-tcp"]
+    a, b = stock.remote(variant, "a"), Remote(variant.transport, variant.environment)
+    Pair(variant, a, b).connect().deliver(b"while it lives")
+    b.stop()
+    tickets = [a.post("b", [(0, b.base, NBYTES)], b"") for _ in range(4)]
+    a.disconnect("b")
+    assert a.n_agents() == 1
+    b.kill()
+    log = Log(a)
+    log.until(lambda: len(log.ended(a)) == len(tickets))
+    assert a.n_agents() == 0
+    assert all(isinstance(event, PostFailed) for event in log.ended(a)[-1:])
+    a.close()
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def two_hosts() -> object:
+    """Two network namespaces with two cables between them: devices a0 and a1 there, b0 and b1 here."""
+    spaces = [f"pdstage-{side}-{secrets.token_hex(3)}" for side in "ab"]
+    try:
+        for space in spaces:
+            ip("netns", "add", space)
+        for i in range(2):
+            ip("link", "add", f"a{i}", "netns", spaces[0], "type", "veth", "peer", f"b{i}", "netns", spaces[1])
+            for side, space in zip("ab", spaces, strict=True):
+                ip("-n", space, "addr", "add", f"10.77.{i}.{'_ab'.index(side)}/24", "dev", f"{side}{i}")
+                ip("-n", space, "link", "set", f"{side}{i}", "up")
+        for space in spaces:
+            ip("-n", space, "link", "set", "lo", "up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}")
+    finally:
+        made = [space for space in spaces if Path("/run/netns", space).exists()]
+    yield spaces
+    for space in made:
+        ip("netns", "del", space)
+
+
+@as_root
+@pytest.mark.parametrize("n_devices", [1, 2])
+def test_a_large_write_uses_the_devices_it_was_given(two_hosts, n_devices):
+    ends = [
+        Remote("nixl", OVER_TCP, netns=space, devices=[f"{side}{i}" for i in range(n_devices)])
+        for side, space in zip("ab", two_hosts, strict=True)
+    ]
+    a, b = ends
+    try:
+        a.connect("b", b.describe())
+        a.prepare("b", [b.region()])
+        a.fill(0, data := np.random.default_rng(0).bytes(NBYTES))
+        tickets = [a.post("b", [(0, b.base, NBYTES)], b"") for _ in range(4)]
+        log = Log(a, b)
+        log.until(lambda: sorted(log.done(a)) == tickets)
+        assert b.read(0, NBYTES) == data
+        sent = [a.n_sent(f"a{i}") for i in range(2)]
+        used = [nbytes > NBYTES for nbytes in sent]
+        assert used == [True, n_devices == 2], sent
+    finally:
+        for end in ends:
+            end.shut()
