@@ -29,7 +29,9 @@ class Timed(NamedTuple):
 
 
 class Timings(NamedTuple):
-    """All that is timed of one transport. `bulk` are writes of one descriptor, `direct` and `staged` whole rooms."""
+    """All that is timed of one transport. `direct` and `staged` are whole rooms, `bulk` writes of one descriptor; none
+    where gathers go straight into the peer's memory.
+    """
 
     gather: list[Timed]
     scatter: list[Timed]
@@ -64,7 +66,7 @@ def model(timed: Timings) -> CostModel:
     """Copies and bulk writes by themselves, then direct rooms, then what staged rooms take beyond their stages."""
     _, gather_run_s, gather_byte_s = _priced(timed.gather, lambda one: (1.0, one.n_runs, one.nbytes))
     _, scatter_run_s, scatter_byte_s = _priced(timed.scatter, lambda one: (1.0, one.n_runs, one.nbytes))
-    _, bulk_byte_s = _priced(timed.bulk, lambda one: (1.0, one.nbytes))
+    _, bulk_byte_s = _priced(timed.bulk, lambda one: (1.0, one.nbytes)) if timed.bulk else (0.0, 0.0)
     room_s, post_s, descriptor_s, byte_s = _priced(
         timed.direct, lambda one: (1.0, one.n_chunks - 1, one.n_runs, one.nbytes)
     )
