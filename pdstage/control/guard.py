@@ -85,6 +85,7 @@ class Guard:
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        self.sockets = (self._zap, self._monitor)
         self.fds = (int(self._zap.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD)))
         self.port = 0
         """Where the socket listens, once it does: what libzmq tells of an accepted connection is our end's address."""

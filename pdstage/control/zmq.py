@@ -29,7 +29,7 @@ from pdstage.control.port import ControlPort, open_port
 from pdstage.errors import TransportError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from pdstage.control.keys import Keys
     from pdstage.errors import PeerError
@@ -94,6 +94,12 @@ def _options(identity: bytes, max_frame_nbytes: int) -> dict[int, int | bytes]:
     }
 
 
+def _end(context: zmq.Context[zmq.Socket[bytes]], sockets: Iterable[zmq.Socket[bytes]]) -> None:
+    for socket in sockets:
+        socket.close(linger=0)
+    context.term()
+
+
 class ControlSocket:
     """A node's control socket. One thread at a time may wait and receive; any may send, connect and `wake` meanwhile.
 
@@ -145,8 +151,9 @@ class ControlSocket:
             self._context.destroy(linger=0)
             raise
         # A context collected before its sockets waits for them for ever, and garbage is collected in no order: a
-        # finalizer that holds both is what makes a node that nobody closed harmless.
-        self._finalizer = weakref.finalize(self, self._context.destroy, 0)
+        # finalizer that holds them all is what makes a node that nobody closed harmless.
+        sockets = (self._socket, *(self._guard.sockets if self._guard is not None else ()))
+        self._finalizer = weakref.finalize(self, _end, self._context, sockets)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._using = threading.Lock()
         self._port = open_port(self._socket, self._wake_fd, self._using)

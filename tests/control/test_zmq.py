@@ -601,3 +601,18 @@ def test_ipv6(make) -> None:
     node = make(b"six", bind="tcp://[::1]:0")
     assert node.endpoint.startswith("tcp://[::1]:")
     still_works(node, make)
+
+
+@pytest.mark.parametrize("keys", ["None", "Keys(bytes(range(32)), None)"])
+def test_one_that_nobody_closed_is_collected_with_all_that_refers_to_it(keys: str) -> None:
+    """As a node and its handles are. In a process of its own, since what goes wrong is that it never returns."""
+    code = (
+        "import gc\n"
+        "from pdstage.control.keys import Keys\n"
+        "from pdstage.control.zmq import ControlSocket\n"
+        "engine = type('Engine', (), {})()\n"
+        f"engine.itself, engine.socket = engine, ControlSocket(identity=b'node', keys={keys})\n"
+        "del engine\n"
+        "gc.collect()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
