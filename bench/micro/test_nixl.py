@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+pytest.importorskip("msgspec")
 pytest.importorskip("nixl._api", exc_type=ImportError)
 
 from pdstage.layout import Region

@@ -16,7 +16,7 @@ import msgspec
 from pdstage.control import directory_curve, directory_http
 from pdstage.control.address import Address
 from pdstage.control.directory import Advert, Conflict, Directory, Incomplete
-from pdstage.control.directory_api import KINDS, MAX_ANSWER_NBYTES, UNREADABLE, Adverts, Put, Refusal
+from pdstage.control.directory_api import KINDS, MAX_ANSWER_NBYTES, UNREADABLE, Put, adverts_of, refusal_of
 from pdstage.control.keys import Keys, keys_of
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 
@@ -136,7 +136,7 @@ class BootstrapClient:
     def read_adverts(self, answer: bytes) -> list[Advert]:
         """The adverts in an answer; raises `PeerError` for one that is none."""
         try:
-            return msgspec.json.decode(answer, type=Adverts).adverts
+            return adverts_of.decode(answer).adverts
         except UNREADABLE as error:
             raise self._not_ours(f"its adverts do not decode: {error}") from error
 
@@ -185,7 +185,7 @@ class BootstrapClient:
     def read_refusal(self, status: int, answer: bytes) -> PdstageError:
         """The error that an answer stands for."""
         try:
-            refusal = msgspec.json.decode(answer, type=Refusal)
+            refusal = refusal_of.decode(answer)
         except UNREADABLE:
             return self._not_ours(f"HTTP status {status}")
         if refusal.error == "incomplete":

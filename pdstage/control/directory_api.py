@@ -54,6 +54,13 @@ KINDS: tuple[tuple[str, int, type[PdstageError]], ...] = (
 )
 
 
+# Made before any thread decodes: two that decode the first of a type at once, while msgspec still looks its fields up,
+# end the process (msgspec 0.22, a null pointer).
+_puts = msgspec.json.Decoder(Put)
+adverts_of = msgspec.json.Decoder(Adverts)
+refusal_of = msgspec.json.Decoder(Refusal)
+
+
 def answer(directory: Directory, method: str, target: str, body: bytes) -> tuple[int, bytes]:
     """Status and body; whatever is asked, it raises nothing."""
     try:
@@ -93,7 +100,7 @@ def _answer(directory: Directory, method: str, path: str, query: dict[str, list[
 
 def _put(directory: Directory, body: bytes) -> object:
     try:
-        put = msgspec.json.decode(body, type=Put)
+        put = _puts.decode(body)
     except UNREADABLE as error:
         raise UsageError(f"the advert does not decode ({error})", remedy="check the peer's version") from error
     directory.publish(put.advert, put.ttl_s)

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pdstage.cost import CostModel  # noqa: TC001  (msgspec reads the annotation when it first decodes)
+from pdstage.cost import CostModel  # noqa: TC001  (msgspec reads the annotation)
 from pdstage.errors import UsageError
 
 VERSION = 1
@@ -40,6 +40,9 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise UsageError(f"cannot write {path} ({error.strerror})", remedy="name another file") from error
 
 
+_files = msgspec.json.Decoder(Calibration)
+
+
 def read(path: str | os.PathLike[str]) -> Calibration:
     """Raises `UsageError` that names the file, and the field where one is wrong."""
     try:
@@ -49,7 +52,7 @@ def read(path: str | os.PathLike[str]) -> Calibration:
             f"cannot read calibration file {path} ({error.strerror})", remedy="make one with pdstage calibrate"
         ) from error
     try:
-        return msgspec.json.decode(held, type=Calibration)
+        return _files.decode(held)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         found = re.search(r"`\$\.?(.*)`$|field `(\w+)`|^(\w+) is", str(error))
         raise UsageError(

@@ -310,7 +310,8 @@ class PrefillCore(Sending):
 
     def _on_bye(self, link: Link, bye: m.Bye, now: float) -> None:
         link.said_bye = True
-        self.send(link, m.Bye(), now)
+        if not self._in_flight(link.session):  # an answer proves it quiet; later NoSession does, to whoever asks again
+            self.send(link, m.Bye(), now)
         self.lose(link, PeerError("the decode node closed", remedy="route elsewhere"), now)
 
     # Time, and the end of sessions.

@@ -144,7 +144,8 @@ def test_options(site):
 def test_a_transport_whose_package_is_missing(site, monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl", None)
     monkeypatch.setitem(sys.modules, "nixl._api", None)
-    monkeypatch.delitem(sys.modules, "pdstage.transport.nixl", raising=False)
+    for module in ("nixl", "_nixl_agent"):
+        monkeypatch.delitem(sys.modules, f"pdstage.transport.{module}", raising=False)
     with pytest.raises(UsageError, match=r"pip install .*pdstage\[nixl\]"):
         decode_node(Rank(), transport="nixl")
 

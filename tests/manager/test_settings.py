@@ -55,8 +55,8 @@ def test_a_device_pool_over_a_transport_of_host_memory(site, opened, path, role)
     make = decode_node if role == "decode" else partial(prefill_node, bootstrap=site.address)
     with pytest.raises(UsageError, match=r"'host-only' moves cpu memory only, .* are on cuda:0") as info:
         make(rank_on_a_device(), transport="local", path=path)
-    for name in ("nixl", "mooncake", "mori"):
-        assert (name in info.value.remedy) is (available().get(name) == "")
+    for name in ("nixl", "mori"):  # mooncake: by its wheel
+        assert (name in info.value.remedy.replace(",", "").split()) is (available().get(name) == "")
     assert "local" not in info.value.remedy
     assert info.value.fields == {"transport": "host-only", "device": "cuda:0"}
     assert [transport._closed for transport in opened] == [True]

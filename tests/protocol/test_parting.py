@@ -9,7 +9,7 @@ import pytest
 
 from pdstage.errors import PeerError, UsageError
 from pdstage.protocol import messages as m
-from pdstage.protocol.effects import Complaint, HangUp
+from pdstage.protocol.effects import Complaint, HangUp, Send
 from pdstage.protocol.room import State
 from pdstage.protocol.session import drawn
 from tests.pair import Decode, Item, Prefill, World, assert_flat, is_kind, is_message, nth
@@ -433,3 +433,26 @@ def test_a_stranded_sessions_route_is_kept_until_its_writer_answers() -> None:
     assert handle.released
     assert not core.needs(b"P0")
     assert world.n_hung_up == 1
+
+
+def test_bye_is_not_answered_while_a_write_is_in_flight() -> None:
+    """The answer would prove the session quiet (I2): decode, which closes in a hurry, hears NoSession once it is."""
+    world = World(path="direct", fences=False)
+    world.hold(is_kind("write"))
+    world.receive(1, 8, [0, 1])
+    world.send(1, 8, [0, 1])
+    world.run(until=world.now)
+    (writer,), (link,) = world.prefill, world.prefill[0].core.links.values()
+
+    def say(message: m.AnyMessage, seq: int) -> list[m.AnyMessage]:
+        writer.core.take_effects()
+        writer.core.receive(b"D0", m.encode(link.session, seq, message), world.now)
+        return [m.decode(effect.frame).message for effect in writer.core.take_effects() if isinstance(effect, Send)]
+
+    assert world.held
+    assert say(m.Bye(), link.heard + 1) == []
+    assert link.session not in writer.core.links
+    assert say(m.Heartbeat(), 0) == []
+    world.release_held()
+    world.run(until=world.now)
+    assert say(m.Heartbeat(), 0) == [m.NoSession(writer.core.incarnation)]

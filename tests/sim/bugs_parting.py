@@ -65,8 +65,15 @@ MUTANTS = [
         "Bye is not answered",
         "parting, I14",
         "prefill",
-        "        self.send(link, m.Bye(), now)\n",
-        "",
+        "            self.send(link, m.Bye(), now)\n",
+        "            pass\n",
+    ),
+    _bug(
+        "Bye is answered while a write is in flight",
+        "parting, I2",
+        "prefill",
+        "        if not self._in_flight(link.session):  # an answer",
+        "        if True:  # an answer",
     ),
     _bug(
         "a lost answer to Bye is not asked for",

@@ -377,8 +377,8 @@ MUTANTS = [
         "a tag is said before its write is done",
         "7 tags by message, I5",
         "protocol/borrower.py",
-        "        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk)))\n",
-        "        self.emit(Write(ticket, buffer, chunk, address, self._tag(chunk)))\n"
+        "        self.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))\n",
+        "        self.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))\n"
         "        if chunk.record.link.tells_tags:\n"
         "            self.send(chunk.record.link, m.Tagged(self._tag(chunk)), now)\n",
     ),

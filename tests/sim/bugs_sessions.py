@@ -117,6 +117,7 @@ MUTANTS = [
         "protocol/prefill.py",
         "            if not isinstance(message, m.NoSession | m.Bye) and not self._in_flight(frame.session):",
         "            if not isinstance(message, m.NoSession | m.Bye):",
+        "tests/protocol/test_traces.py",
     ),
     Mutant(
         "NoSession is not said",

@@ -26,7 +26,7 @@ from typing import NamedTuple
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "pdstage"
 SEARCH = "simulation"
 N_STEPS = 400
-N_SEEDS = 150
+N_SEEDS = 600
 """Runs of the search before a mutant counts as unseen: its budget, whatever the machine."""
 _STUCK_S = 20.0
 _MOST_MEMORY = 6 << 30

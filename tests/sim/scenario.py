@@ -88,6 +88,8 @@ class Scenario:
     eager: float
     """How soon a chunk's data is computed: the chance each time that an engine might say so."""
     calm: bool
+    parting: bool = False
+    """Sessions that nobody needs end soon. That frees all there is to free, and so hides what was left: not often."""
     aux: str = ""
     """"" for bytes; "packed" for rows in messages, "rows" for rows written in place."""
     more_columns: str = ""
@@ -96,7 +98,8 @@ class Scenario:
 
     @property
     def config(self) -> dict[str, float]:
-        return PATIENT if self.calm else DEADLINES
+        deadlines = PATIENT if self.calm else DEADLINES
+        return deadlines if self.parting else deadlines | {"idle_s": 1000.0}
 
     @property
     def deadline_s(self) -> float:
@@ -106,7 +109,7 @@ class Scenario:
         how = f"{self.path}, {self.n_lanes} lanes of {self.lane_nbytes} bytes, {self.n_pages} pages a rank"
         traits = [
             name
-            for name in ("instances", "checksums", "fences", "stops_reads", "notifies", "placed", "calm")
+            for name in ("instances", "checksums", "fences", "stops_reads", "notifies", "placed", "parting", "calm")
             if getattr(self, name)
         ]
         return (
@@ -145,6 +148,7 @@ def draw(seed: int) -> Scenario:
         patience=rng.choice([2, 6, 12]),
         eager=rng.choice([0.02, 0.1, 1.0]),
         calm=calm,
+        parting=random.Random(f"parting/{seed}").random() < 0.25,
         aux=random.Random(f"aux/{seed}").choice(["", "packed", "rows", "rows"]),
         more_columns=random.Random(f"columns/{seed}").choice(["", "P", "D"]),
         faults=_draw_noise(rng) if calm else _draw_faults(rng),
@@ -234,8 +238,8 @@ def smaller(scenario: Scenario) -> list[Scenario]:
     """Simpler worlds than `scenario`, for shrinking: each changes one thing."""
     plain = {
         "checksums": False, "dst_hnd": False, "dst_page": 4, "kind": "", "n_pieces": 1, "n_lanes": 1, "n_buffers": 2,
-        "heads": 2, "stops_reads": True, "fences": True, "notifies": True, "placed": False, "aux": "",
-        "more_columns": "",
+        "heads": 2, "stops_reads": True, "fences": True, "notifies": True, "placed": False, "parting": False,
+        "aux": "", "more_columns": "",
     }  # fmt: skip
     changes = [{name: value} for name, value in plain.items()]
     changes += [{side: n} for side in ("prefill", "decode") for n in range(1, getattr(scenario, side))]

@@ -24,7 +24,7 @@ class Address(Told, frozen=True, tag="postbox.1", array_like=True):
 
 
 class Postbox(Backend):
-    traits = Traits("postbox", notifies=True, max_descriptors=1 << 16, kinds=frozenset({"cpu"}), post_blocks=True,
+    traits = Traits("postbox", notifies=True, max_descriptors=1 << 16, kinds=frozenset({"cpu"}), post_blocks=False,
         fences=False, stops_reads=True, bytes_per_s=1e9, descriptor_s=1e-6, post_s=1e-4)  # fmt: skip
     told, link_type = Address, Link
 
@@ -41,7 +41,7 @@ class Postbox(Backend):
 
     def _write(self, link, ticket, spans, tag):
         if is_dead(link.told.life):
-            raise TransportError(f"peer {link.peer!r} has ended")
+            raise TransportError(f"peer {link.peer!r} has ended", remedy="connect its next life")
         header = msgspec.msgpack.encode((tag, spans.dst.tolist(), spans.nbytes.tolist()))
         body = map(ctypes.string_at, spans.src.tolist(), spans.nbytes.tolist())
         letter = Path(link.told.life, f"{ticket:012}-{self._box.name[8:]}.part")
@@ -53,17 +53,23 @@ class Postbox(Backend):
             content = letter.read_bytes()
             at = 8 + int.from_bytes(content[:8], "little")
             tag, dst, nbytes = msgspec.msgpack.decode(content[8:at], type=tuple[bytes, list[int], list[int]])
+            if not all(map(self.own.holds, dst, nbytes)):  # unregistered since: no peer's to write any more
+                letter.rename(letter.with_suffix(".refused"))
+                continue
             for address, n in zip(dst, nbytes, strict=True):
-                if self.own.holds(address, n):  # else it was unregistered, and is no peer's to write
-                    ctypes.memmove(address, content[at : at + n], n)
+                ctypes.memmove(address, content[at : at + n], n)
                 at += n
             letter.rename(letter.with_suffix(".read"))
             self.events.extend([Inbound(tag)] * bool(tag))
         for ticket, letter in list(self._sent.items()):
             if letter.with_suffix(".read").exists():
                 self.events.append(Done(ticket))
+            elif letter.with_suffix(".refused").exists():
+                unregistered = TransportError("the peer has unregistered that memory", remedy="connect it again")
+                self.events.append(PostFailed(ticket, unregistered))
             elif is_dead(letter.parent):
-                self.events.append(PostFailed(ticket, TransportError(f"the peer of {letter.parent} has ended")))
+                gone = TransportError(f"the peer of {letter.parent} has ended", remedy="send it again")
+                self.events.append(PostFailed(ticket, gone))
             else:
                 continue
             del self._sent[ticket]
