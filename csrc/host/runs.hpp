@@ -59,7 +59,11 @@ struct AnyRun {
 inline constexpr bool kCanStream = true;
 
 inline void stream16(Byte* dst, const Byte* src) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)  // they do not see what the intrinsic stores
+    std::memcpy(dst, src, 16);
+#else
     _mm_stream_si128(reinterpret_cast<__m128i*>(dst), _mm_loadu_si128(reinterpret_cast<const __m128i*>(src)));
+#endif
 }
 
 inline void stream_line(Byte* dst, const Byte* src) {
