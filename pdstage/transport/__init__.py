@@ -79,12 +79,7 @@ def available() -> dict[str, str]:
 
 def moving(kinds: Collection[str]) -> list[str]:
     """The names of the transports that import here and move memory of all these kinds, the most preferred first."""
-    found = {}
-    for name in names():
-        with contextlib.suppress(UsageError):
-            found[name] = _load(name)
-    able = [name for name, kind in found.items() if kind.traits.kinds >= set(kinds)]
-    return sorted(able, key=lambda name: -found[name].preference)
+    return [name for name, kind in _importable() if kind.traits.kinds >= set(kinds)]
 
 
 def names() -> list[str]:
@@ -118,14 +113,19 @@ def _load(name: str) -> type[Transport]:
         ) from error
 
 
-def _auto() -> Transport:
-    """The transports that may be chosen unasked, as one if they are several. One that does not start is left out."""
-    kinds = []
+def _importable() -> list[tuple[str, type[Transport]]]:
+    """The transports that import here, by name, the most preferred first."""
+    found = []
     for name in names():
         with contextlib.suppress(UsageError):
-            kinds.append(_load(name))
+            found.append((name, _load(name)))
+    return sorted(found, key=lambda one: -one[1].preference)
+
+
+def _auto() -> Transport:
+    """The transports that may be chosen unasked, as one if they are several. One that does not start is left out."""
     ways: list[Transport] = []
-    for kind in sorted(kinds, key=lambda kind: -kind.preference):
+    for _, kind in _importable():
         if kind.preference < 1:
             break
         if not kind.traits.notifies:  # both sides must know before they meet whether tags travel as messages

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from pdstage.errors import PeerError, UsageError
+from pdstage.errors import PeerError
 from pdstage.transport.base import (
-    Done,
     Event,
     Inbound,
-    PostFailed,
     Ranges,
     Traits,
     Transport,
     check_kinds,
+    closed,
+    not_connected,
     read_description,
     write_description,
 )
@@ -188,13 +188,8 @@ class AutoTransport(Transport):
         events: list[Event] = []
         for way in self._ways.values():
             for event in way.poll():
-                match event:
-                    case Inbound():
-                        events.append(event)
-                    case Done(ticket):
-                        events.append(Done(self._ticket(way, ticket)))
-                    case PostFailed(ticket):
-                        events.append(replace(event, ticket=self._ticket(way, ticket)))
+                own = event if isinstance(event, Inbound) else replace(event, ticket=self._ticket(way, event.ticket))
+                events.append(own)
         return events
 
     def filenos(self) -> Sequence[int]:
@@ -228,13 +223,13 @@ class AutoTransport(Transport):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise UsageError("this transport is closed", remedy="open a new one")
+            raise closed()
 
     def _link(self, peer: str) -> Transport:
         self._check_open()
         over = self._over.get(peer)
         if over is None:
-            raise UsageError(f"peer {peer!r} is not connected", remedy="connect it first", peer=peer)
+            raise not_connected(peer)
         return over
 
     def _ticket(self, way: Transport, ticket: int) -> int:

@@ -15,7 +15,17 @@ from msgspec import Meta
 
 from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Region
-from pdstage.transport.base import Event, Ranges, Transport, check_kinds, check_spans, read_description
+from pdstage.transport.base import (
+    Event,
+    Ranges,
+    Transport,
+    check_kinds,
+    check_spans,
+    closed,
+    not_connected,
+    not_registered,
+    read_description,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,9 +147,7 @@ class Backend(Transport, Generic[AnyLink]):
         prepared = Ranges(link.prepared.whose, regions)
         for region in prepared.regions:
             if not link.offered.holds(region.base, region.nbytes):
-                raise PeerError(
-                    f"peer {peer!r} has not registered {region}", remedy="connect again with its newest description"
-                )
+                raise not_registered(peer, region)
         link.prepared = prepared
 
     def post(self, peer: str, spans: Spans, tag: bytes) -> int:
@@ -179,14 +187,14 @@ class Backend(Transport, Generic[AnyLink]):
     def check_open(self) -> None:
         """Raises `UsageError` once this transport is closed."""
         if self.closed:
-            raise UsageError("this transport is closed", remedy="open a new one")
+            raise closed()
 
     def link(self, peer: str) -> AnyLink:
         """Raises `UsageError` for a peer that is not connected."""
         self.check_open()
         link = self.links.get(peer)
         if link is None:
-            raise UsageError(f"peer {peer!r} is not connected", remedy="connect it first", peer=peer)
+            raise not_connected(peer)
         return link
 
     def _read(self, peer: str, description: bytes) -> Told:

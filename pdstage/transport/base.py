@@ -338,6 +338,23 @@ def check_kinds(regions: Iterable[Region], traits: Traits) -> None:
             )
 
 
+def closed() -> UsageError:
+    """What every verb but `close` and `poll` raises after `close`."""
+    return UsageError("this transport is closed", remedy="open a new one")
+
+
+def not_connected(peer: str) -> UsageError:
+    return UsageError(f"peer {peer!r} is not connected", remedy="connect it first", peer=peer)
+
+
+def is_itself(peer: str) -> UsageError:
+    return UsageError(f"peer {peer!r} is this transport itself", remedy="connect two transports", peer=peer)
+
+
+def not_registered(peer: str, region: Region) -> PeerError:
+    return PeerError(f"peer {peer!r} has not registered {region}", remedy="connect again with its newest description")
+
+
 def write_description(told: msgspec.Struct) -> bytes:
     """Encodes what `describe` gives, with a checksum in front: a backend's parser may not bear damage."""
     body = msgspec.msgpack.encode(told)

@@ -38,6 +38,10 @@ from pdstage.transport.base import (
     Transport,
     check_kinds,
     check_spans,
+    closed,
+    is_itself,
+    not_connected,
+    not_registered,
     read_description,
     write_description,
 )
@@ -177,7 +181,7 @@ class LocalTransport(Transport):
             link.description = told
             return
         if told.inbox == self._inbox.name:
-            raise UsageError(f"peer {peer!r} is this transport itself", remedy="connect two transports", peer=peer)
+            raise is_itself(peer)
         target = self._target(peer, told)
         fresh = _Link(peer, told, target)
         try:
@@ -213,9 +217,7 @@ class LocalTransport(Transport):
         offered = Ranges(f"what peer {peer!r} registered", (Region(*pair) for pair in link.description.regions))
         for region in prepared.regions:
             if not offered.holds(region.base, region.nbytes):
-                raise PeerError(
-                    f"peer {peer!r} has not registered {region}", remedy="connect again with its newest description"
-                )
+                raise not_registered(peer, region)
         target = link.target
         if isinstance(target, There):
             target.map(link.description.shared, prepared.regions)
@@ -310,13 +312,13 @@ class LocalTransport(Transport):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise UsageError("this transport is closed", remedy="open a new one")
+            raise closed()
 
     def _link(self, peer: str) -> _Link:
         self._check_open()
         link = self._links.get(peer)
         if link is None:
-            raise UsageError(f"peer {peer!r} is not connected", remedy="connect it first", peer=peer)
+            raise not_connected(peer)
         return link
 
     def _tell(self, event: Event) -> None:

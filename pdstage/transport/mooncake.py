@@ -41,6 +41,10 @@ from pdstage.transport.base import (
     Transport,
     check_kinds,
     check_spans,
+    closed,
+    is_itself,
+    not_connected,
+    not_registered,
     read_description,
     write_description,
 )
@@ -141,7 +145,7 @@ class MooncakeTransport(Transport):
         engine = self._open_engine()
         told = self._read(peer, description)
         if told.life == self._life:
-            raise UsageError(f"peer {peer!r} is this transport itself", remedy="connect two transports", peer=peer)
+            raise is_itself(peer)
         link = self._links.get(peer)
         if link is not None and link.told.life == told.life:
             link.told = told
@@ -173,9 +177,7 @@ class MooncakeTransport(Transport):
         known = Ranges(f"what peer {peer!r} registered", link.told.regions)
         for region in prepared.regions:
             if not known.holds(region.base, region.nbytes):
-                raise PeerError(
-                    f"peer {peer!r} has not registered {region}", remedy="connect again with its newest description"
-                )
+                raise not_registered(peer, region)
         link.prepared = prepared
 
     def meet(self, peer: str, description: bytes) -> None:
@@ -240,14 +242,14 @@ class MooncakeTransport(Transport):
 
     def _open_engine(self) -> Engine:
         if self._engine is None:
-            raise UsageError("this transport is closed", remedy="open a new one")
+            raise closed()
         return self._engine
 
     def _link(self, peer: str) -> _Link:
         self._open_engine()
         link = self._links.get(peer)
         if link is None:
-            raise UsageError(f"peer {peer!r} is not connected", remedy="connect it first", peer=peer)
+            raise not_connected(peer)
         return link
 
 

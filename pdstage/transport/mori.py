@@ -35,7 +35,7 @@ from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
 from pdstage.transport._backend import Backend, Link, Told
 from pdstage.transport._batches import Batch, batches
-from pdstage.transport.base import Done, PostFailed, Traits, write_description
+from pdstage.transport.base import Done, PostFailed, Traits, is_itself, write_description
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -165,7 +165,7 @@ class MoriTransport(Backend[_Way]):
 
     def _attach(self, link: _Way) -> None:
         if link.engine.key == self._key:
-            raise UsageError(f"peer {link.peer!r} is this transport itself", remedy="connect two transports")
+            raise is_itself(link.peer)
         if not self._users[link.engine.key]:
             self._engine.register_remote_engine(link.engine)
         self._users[link.engine.key] += 1

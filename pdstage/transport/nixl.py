@@ -27,7 +27,7 @@ from msgspec import Meta
 
 from pdstage.errors import PeerError, UsageError
 from pdstage.transport._nixl_agent import MEMORY, Errors, Memory, attempt, descriptors, failed, figures, start
-from pdstage.transport._peer import Elsewhere, Identity, Met, Process, Target, own_identity
+from pdstage.transport._peer import Here, Identity, Met, Target, own_identity, target_of
 from pdstage.transport._sockets import hold_bytes_of_the_dead
 from pdstage.transport.base import (
     Done,
@@ -39,6 +39,10 @@ from pdstage.transport.base import (
     Transport,
     check_kinds,
     check_spans,
+    closed,
+    is_itself,
+    not_connected,
+    not_registered,
     read_description,
     write_description,
 )
@@ -50,26 +54,12 @@ if TYPE_CHECKING:
     from pdstage.spans import Spans
 
 MAX_TAG_NBYTES = 16 << 20
-_open_here: set[str] = set()
 
 
 class _Description(msgspec.Struct, frozen=True, tag="pdstage.nixl.1", array_like=True):
     agent: Annotated[str, Meta(max_length=64)]
     metadata: bytes
     identity: Identity
-
-
-class _Here:
-    """A transport of this same process: it ends with its `close`."""
-
-    def __init__(self, agent: str) -> None:
-        self._agent = agent
-
-    def gone(self) -> bool:
-        return self._agent not in _open_here
-
-    def close(self) -> None:
-        pass
 
 
 class _Link(NamedTuple):
@@ -130,7 +120,7 @@ class NixlTransport(Transport):
         self._telemetry = telemetry
         self._identity = own_identity()
         self._met = Met()
-        _open_here.add(self._name)
+        Here.lives.add(self._name)
         self._memory = Memory(self._agent)
         self._links: dict[str, _Link] = {}
         self._flights: dict[int, _InFlight] = {}
@@ -155,7 +145,7 @@ class NixlTransport(Transport):
         self._check_open()
         told = read_description(peer, description, _Description, self.traits)
         if told.agent == self._name:
-            raise UsageError(f"peer {peer!r} is this transport itself", remedy="connect two transports", peer=peer)
+            raise is_itself(peer)
         link = self._links.get(peer)
         if link is not None and link.description == told:
             return
@@ -179,9 +169,7 @@ class NixlTransport(Transport):
         self._met.add(peer, self._target(peer, read_description(peer, description, _Description, self.traits)))
 
     def _target(self, peer: str, told: _Description) -> Target:
-        if told.identity == self._identity:
-            return _Here(told.agent)
-        return Process(told.identity, peer) if told.identity.is_visible_from(self._identity) else Elsewhere()
+        return target_of(told.identity, told.agent, self._identity, peer)
 
     def prepare(self, peer: str, regions: Sequence[Region]) -> None:
         link = self._link(peer)
@@ -194,9 +182,7 @@ class NixlTransport(Transport):
             except Errors:
                 known = False
             if not known:
-                raise PeerError(
-                    f"peer {peer!r} has not registered {region}", remedy="connect again with its newest description"
-                )
+                raise not_registered(peer, region)
         self._links[peer] = link._replace(prepared=prepared)
 
     def post(self, peer: str, spans: Spans, tag: bytes) -> int:
@@ -270,17 +256,17 @@ class NixlTransport(Transport):
         self._users.clear()
         self._events.clear()
         del agent
-        _open_here.discard(self._name)
+        Here.lives.discard(self._name)
 
     def _check_open(self) -> None:
         if self._agent is None:
-            raise UsageError("this transport is closed", remedy="open a new one")
+            raise closed()
 
     def _link(self, peer: str) -> _Link:
         self._check_open()
         link = self._links.get(peer)
         if link is None:
-            raise UsageError(f"peer {peer!r} is not connected", remedy="connect it first", peer=peer)
+            raise not_connected(peer)
         return link
 
     def _add_agent(self, peer: str, told: _Description) -> None:

@@ -141,6 +141,16 @@ def test_options(site):
             prefill_node(rank, site.address, **options)
 
 
+def one_room_succeeds(site, p, d) -> None:
+    receiver = d.receive(1, site.address)
+    receiver.bind([0], 4)
+    sender = p.send(1)
+    sender.chunk([0], 4)
+    sender.finish()
+    drive(site.nodes, lambda: receiver.released)
+    assert receiver.state is State.SUCCESS
+
+
 def test_a_transport_whose_package_is_missing(site, monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl", None)
     monkeypatch.setitem(sys.modules, "nixl._api", None)
@@ -252,13 +262,7 @@ def test_auto_talks_to_who_was_given_a_name(site, at_prefill, at_decode, over):
     pytest.importorskip("nixl")
     src, dst = Rank(), Rank()
     p, d = site.prefill(src, transport=at_prefill), site.decode(dst, transport=at_decode)
-    receiver = d.receive(1, site.address)
-    receiver.bind([0], 4)
-    sender = p.send(1)
-    sender.chunk([0], 4)
-    sender.finish()
-    drive(site.nodes, lambda: receiver.released)
-    assert receiver.state is State.SUCCESS
+    one_room_succeeds(site, p, d)
     assert {name: n for name, n in p.stats().items() if name.startswith("sessions_over")} == {
         f"sessions_over_{over}": 1
     }
@@ -279,13 +283,7 @@ def test_garbage_on_the_control_socket(site):
             dealer.close()
         with socket.create_connection(("127.0.0.1", int(p.socket.endpoint.rpartition(":")[2]))) as raw:
             raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
-        receiver = d.receive(1, site.address)
-        receiver.bind([0], 4)
-        sender = p.send(1)
-        sender.chunk([0], 4)
-        sender.finish()
-        drive(site.nodes, lambda: receiver.released)
-        assert receiver.state is State.SUCCESS
+        one_room_succeeds(site, p, d)
     finally:
         context.destroy(linger=0)
 

@@ -13,7 +13,7 @@ from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
 from pdstage.transport import open_transport
 from pdstage.transport._auto import AutoTransport
-from pdstage.transport.base import read_description, write_description
+from pdstage.transport.base import Done, Figures, read_description, write_description
 from pdstage.transport.local import LocalTransport, _Description
 
 
@@ -190,3 +190,12 @@ def test_closed_twice_and_open_ones_of_the_same_name_apart():
     first.close()
     assert second.describe()
     second.close()
+
+
+def test_what_a_way_measured_of_a_post_comes_through(monkeypatch):
+    way = LocalTransport()
+    monkeypatch.setattr(way, "poll", lambda: [Done(7, Figures(1, 4096, 1e-6, 2e-6))])
+    auto = AutoTransport([way])
+    (done,) = auto.poll()
+    assert done.figures == Figures(1, 4096, 1e-6, 2e-6)
+    auto.close()
