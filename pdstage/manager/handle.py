@@ -33,6 +33,12 @@ class Driver(Protocol):
     def wait_for(self, done: Callable[[], bool], timeout_s: float | None, what: str) -> None: ...
 
 
+class CudaEvent(Protocol):
+    """What an engine gives to wait for: `torch.cuda.Event`, or anything that says whether it is done."""
+
+    def query(self) -> bool: ...
+
+
 class Handle:
     """What an engine holds of one room. `status` is `state | released << 7`, kept by the driver for `poll_many`."""
 
