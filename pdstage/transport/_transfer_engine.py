@@ -97,8 +97,13 @@ class Engine:
         return waiting.pop() if waiting else cls(protocol, host, devices)
 
     def leave(self) -> None:
-        """Nothing is registered with it any more: the next transport may have it, unless connections are open."""
-        if not self.is_known:
+        """Nothing is registered with it any more: the next transport may have it, unless connections are open.
+
+        Those end here, whoever still holds this object: an error that a room keeps does, by its traceback.
+        """
+        if self.is_known:
+            self.raw = None
+        else:
             self.idle.setdefault(self.key, []).append(self)
 
     def name_of(self, host: str, port: int, life: str) -> str:
@@ -128,7 +133,7 @@ class Way:
     """One life of a peer's transport, as this engine reaches it; its posts in turn, whichever label they came by."""
 
     def __init__(self, engine: Engine, name: str) -> None:
-        self._owner, self._engine = engine, engine.raw
+        self._engine = engine
         self.name = name
         self.n_labels = 0
         self.waiting: deque[Post] = deque()
@@ -158,17 +163,19 @@ class Way:
                 if not post.n_under_way:
                     yield post
             elif self._is_open:
-                self._begun(post, self._engine.transfer_submit_write(self.name, *span))
+                self._begun(post, self._engine.raw.transfer_submit_write(self.name, *span))
             else:
-                self._owner.is_known = True
-                self._opener = threading.Thread(target=self._probe, args=span, name="pdstage-mooncake", daemon=True)
+                self._engine.is_known = True
+                self._opener = threading.Thread(
+                    target=self._probe, args=(self._engine.raw, *span), name="pdstage-mooncake", daemon=True
+                )
                 self._opener.start()
                 return
 
-    def _probe(self, src: int, dst: int, nbytes: int) -> None:
+    def _probe(self, raw: Any, src: int, dst: int, nbytes: int) -> None:  # noqa: ANN401
         """In a thread of its own: asks whether the peer is there, and begins the first transfer."""
-        code = self._engine.send_probe(self.name)
-        self._opened = (code, 0 if code else self._engine.transfer_submit_write(self.name, src, dst, nbytes))
+        code = raw.send_probe(self.name)
+        self._opened = (code, 0 if code else raw.transfer_submit_write(self.name, src, dst, nbytes))
 
     def _open(self) -> Iterator[Post]:
         code, transfer = self._opened or (0, 0)
@@ -192,7 +199,7 @@ class Way:
         """The transfers that ended, in about the order in which they began."""
         while self._under_way:
             transfer, post = self._under_way[0]
-            status = self._engine.transfer_check_status(transfer)
+            status = self._engine.raw.transfer_check_status(transfer)
             if status in _PENDING:
                 return
             self._under_way.popleft()

@@ -111,26 +111,26 @@ class MooncakeTransport(Transport):
         self._tickets = count(1)
 
     def register(self, regions: Sequence[Region]) -> None:
-        raw = self._open_engine().raw
+        engine = self._open_engine()
         check_kinds(regions, self.traits)
         own = self._own.with_regions(regions)
         done: list[Region] = []
         for region in (region for region in own.regions if region not in set(self._own.regions)):
             location = f"cuda:{region.device}" if region.kind == "cuda" else "*"
-            code = raw.register_memory(region.base, region.nbytes, location)
+            code = engine.raw.register_memory(region.base, region.nbytes, location)
             if code:
                 for other in done:
-                    raw.unregister_memory(other.base)
+                    engine.raw.unregister_memory(other.base)
                 what = f"Mooncake does not register {region}{said(code)}"
                 raise TransportError(what, remedy="check the address, and `ulimit -l` for RDMA", code=code)
             done.append(region)
         self._own = own
 
     def unregister(self, regions: Sequence[Region]) -> None:
-        raw = self._open_engine().raw
+        engine = self._open_engine()
         self._own = self._own.without(regions)
         for region in dict.fromkeys(regions):
-            code = raw.unregister_memory(region.base)
+            code = engine.raw.unregister_memory(region.base)
             if code:
                 raise TransportError(f"Mooncake does not unregister {region}{said(code)}", code=code)
 

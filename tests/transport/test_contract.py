@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import numpy as np
@@ -324,6 +325,23 @@ def test_posts_to_a_killed_peer_fail(mortal):
     assert mortal.a.poll() == []
     mortal.a.forget("b")
     assert not mortal.a.proved_dead("b")
+
+
+def test_an_error_that_is_kept_keeps_nothing_of_a_closed_transport(mortal):
+    """Rooms keep the errors they failed with, and an error its traceback: what that names must be let go by `close`."""
+    mortal.deliver(b"while it lives")
+    mortal.b.kill()
+    Log(mortal.a).until(lambda: mortal.a.proved_dead("b"))
+    kept = []
+    try:
+        mortal.post([(0, 0, 64)], b"to nobody")
+    except TransportError as error:
+        kept.append(error)
+    mortal.a.close()
+    n_fds = mortal.a.n_fds()
+    kept.clear()
+    gc.collect()
+    assert mortal.a.n_fds() == n_fds
 
 
 def test_nothing_of_a_writer_that_is_proved_dead_lands_any_more(mortal):
