@@ -45,7 +45,9 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) | $(BIN)/python
 	@$(MOONCAKE_IMPORTS) || echo "transport mooncake has no $(MOONCAKE_NEEDS): its tests are skipped until they are installed" \
 	    "(as root: apt-get install -y $(MOONCAKE_NEEDS))" >&2
 	$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	    e = p["optional-dependencies"]; print(*p["dependencies"], *e["demo"], *e["dev"], sep="\n")' > $(VENV)/requirements.txt
+	    e = p["optional-dependencies"]; \
+	    names = ("demo", "serve", "metrics", "top", "trace", "docs", "dev"); \
+	    print(*p["dependencies"], *(one for name in names for one in e[name]), sep="\n")' > $(VENV)/requirements.txt
 	$(PIP) install -q -c constraints.txt -r $(VENV)/requirements.txt
 	$(PIP) install -q --no-deps --no-build-isolation -e .
 	@$(BIN)/python -c 'from pdstage import native; print("pdstage is ready, host code:", native.active())'
