@@ -35,6 +35,7 @@ _PAUSE_S = 0.003
 _START_S = 15.0
 CLOSE_S = 4.0
 _WATCH_S = 0.5
+_SETTLE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +175,16 @@ def _report(engine: Engine) -> dict[str, object]:
     }
 
 
+def _left(before: tuple[list[str], list[str]]) -> list[Counter[str]]:
+    return [Counter(now) - Counter(then) for now, then in zip((account.fds(), account.threads()), before, strict=True)]
+
+
 def _close(engine: Engine, pipe: Connection, before: tuple[list[str], list[str]]) -> None:
     """Closes the node in order, and tells what it left behind. Memory it gave back is used at once, and watched."""
     free = engine.node.close(CLOSE_S)
-    left = [Counter(now) - Counter(then) for now, then in zip((account.fds(), account.threads()), before, strict=True)]
+    until = time.monotonic() + _SETTLE_S
+    while any(left := _left(before)) and time.monotonic() < until:  # a library's thread reads a file, or closes late
+        time.sleep(_PAUSE_S)
     if free:
         for room in engine.rooms:
             engine.pages.give_back(room.pages)
