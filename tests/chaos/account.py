@@ -67,27 +67,6 @@ def carved(node: DecodeNode | PrefillNode) -> float:
         return max(lane.quarantined_nbytes / lane.capacity for lane in node.core.holdings.lanes)
 
 
-def n_fds() -> int:
-    return len(fds())
-
-
-def fds() -> list[str]:
-    """What the open descriptors are, without their numbers.
-
-    Not the processor limits that Go's runtime, within Mooncake's wheel, opens at a moment of its own and keeps for ever
-    (release notes of Go 1.25, "Container-aware GOMAXPROCS").
-    """
-    kinds = []
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            kind = re.sub(r"\[\d+\]", "", str(link.readlink()))
-        except OSError:
-            continue
-        if not kind.startswith("/sys/fs/cgroup/") and not re.fullmatch(r"/proc/\d+/fd", kind):
-            kinds.append(kind)
-    return sorted(kinds)
-
-
 def threads() -> list[str]:
     """Python's threads by name, and how many the process has in all."""
     return sorted(thread.name for thread in threading.enumerate())
