@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-OPTIONAL = {"serve.md", "doctor.md", "metrics.md", "traces.md"}
+OPTIONAL = {"asyncio.md", "doctor.md", "environment.md", "metrics.md", "serve.md", "traces.md"}
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
 OWN_LINK = re.compile(r"\]\(((?!https?:|#)[^)#\s]+)")

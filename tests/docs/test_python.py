@@ -35,6 +35,7 @@ def test_every_block_runs(page: Path, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, f"{page.name}\n{done.stderr}"
+    assert not done.stdout + done.stderr, "a transfer that goes well says nothing"
 
 
 def test_what_is_included_is_run() -> None:
