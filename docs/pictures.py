@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import textwrap
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -279,11 +280,16 @@ def layers() -> Sheet:
         y = 15 + 56 * i
         sheet.box(20, y, 720, 46, COLOURS[layer % len(COLOURS)])
         sheet.text(36, y + 29, f"L{layer}", anchor="start", bold=True, size=15)
-        names = "  ".join(name for name in held.LAYERS[layer] if name in present)
-        sheet.text(80, y + 21, names, anchor="start", size=13 if len(names) < 80 else 11)
+        names = textwrap.wrap("  ".join(name for name in held.LAYERS[layer] if name in present), 105)
+        for line, words in enumerate(names):
+            sheet.text(80, y + (21 if len(names) == 1 else 15 + 13 * line), words, anchor="start", size=12)
         low = ", ".join(f"L{one}" for one in sorted(imported[layer], reverse=True))
         sheet.text(
-            80, y + 38, f"imports {low}" if low else "imports nothing of pdstage below it", anchor="start", size=11
+            80,
+            y + (38 if len(names) == 1 else 42),
+            f"imports {low}" if low else "imports nothing of pdstage below it",
+            anchor="start",
+            size=11,
         )
     return sheet
 
