@@ -6,6 +6,7 @@ A mark is an HTML comment on a line of its own, in front of the fence:
     <!-- run as: COMMANDS -->    the test's own smaller arguments, addresses or environment: same programs, same order
     <!-- same as: PAGE -->       that page, by its path, has the same block and runs it
     <!-- first: CODE -->         what the test does before it; a path under tests/docs/first for more than a line
+    <!-- beside: COMMAND -->     what the test has running beside it: with `serves`, which is then this command's
     <!-- serves: REGEX -->       it goes on until the page ends; the next block runs once its output has REGEX, whose
                                  named groups are variables of the shell from then on
 """
@@ -33,7 +34,7 @@ REASONS = {
     "minutes": "takes minutes whatever its arguments; .ci/run or another test has it",
 }
 _FENCE = re.compile(r"^ *```(\w*)")
-_MARK = re.compile(r"^ *<!-- (not run|run as|same as|first|serves): (.*?) -->$")
+_MARK = re.compile(r"^ *<!-- (not run|run as|same as|first|beside|serves): (.*?) -->$")
 
 
 @dataclass

@@ -53,8 +53,8 @@ class Shell:
         if block.first:
             self._finish(block.first, block)
         if "serves" in block.marks:
-            self._serve(script, block)
-        else:
+            self._serve(block.marks.get("beside", script), block)
+        if "serves" not in block.marks or "beside" in block.marks:
             self._finish(script, block)
 
     def _finish(self, script: str, block: Block) -> None:
