@@ -372,6 +372,7 @@ class PrefillNode(Node[PrefillCore]):
                     self._waiting.append((sender, ready, then))
 
     def close(self, timeout_s: float = 5.0) -> bool:
+        """As `DecodeNode.close`; the embedded bootstrap directory ends with it."""
         safe = super().close(timeout_s)
         self._placed.clear()  # the copier has ended, and nobody asks what it did any more
         if self._bootstrap is not None:

@@ -64,6 +64,30 @@ def test_every_public_name_is_in_the_reference(seen: dict[Path, Seen]) -> None:
     assert not missing, f"put them into docs/api.md: {missing}"
 
 
+def test_the_reference_shows_arguments(site: Path) -> None:
+    """A class by its constructor: its arguments with their defaults."""
+    text = re.sub(r"<[^>]+>", "", (site / "api.html").read_text())
+    for name, argument in (("PrefillNode", "n_buffers"), ("DecodeNode", "n_lanes"), ("Config", "chunk_nbytes")):
+        shown = re.search(rf"\b{name}\((.*?)\n\)", text, re.DOTALL)
+        assert shown, name
+        assert f"{argument}:" in shown[1], name
+
+
+def test_every_call_that_pages_name_is_in_the_reference(seen: dict[Path, Seen]) -> None:
+    owners = {"node": ("PrefillNode", "DecodeNode"), "sender": ("Sender",), "receiver": ("Receiver",)}
+    text = "".join(page.read_text() for page in PAGES)
+    named = set(re.findall(r"\b(node|sender|receiver)\.([a-z]\w*)", text))
+    assert len(named) > 15
+    anchors = seen[Path("api.html")].anchors
+    attributes = {"bootstrap_address", "error"}  # plain ones, which have no entry of their own
+    missing = [
+        f"{who}.{name}"
+        for who, name in sorted(named)
+        if name not in attributes and not any(f"pdstage.{owner}.{name}" in anchors for owner in owners[who])
+    ]
+    assert not missing
+
+
 def test_nothing_comes_from_elsewhere(seen: dict[Path, Seen]) -> None:
     """No font, script or picture of another host; and no diagram that a script from a CDN would have to draw."""
     outside = {str(page): [url for url in one.loads if re.match(r"(https?:)?//", url)] for page, one in seen.items()}
