@@ -7,7 +7,7 @@ from pdstage.cost import CostModel
 from pdstage.manager.calibration import VERSION, Calibration
 from pdstage.tensors import build, paged_nhd
 
-cost = CostModel(bytes_per_s=5e9, descriptor_s=2e-6, post_s=1e-5)
+cost = CostModel.linear(bytes_per_s=5e9, descriptor_s=2e-6, post_s=1e-5)
 Calibration(version=VERSION, made_at="", prefill_host="", decode_host="", transports={"local": cost}).write(
     Path("costs.json")
 )
