@@ -387,5 +387,5 @@ class Driver(ABC, Generic[AnyCore]):
         failed = PdstageError(f"the node's driver failed: {error!r}", remedy="see the cause; make a new node")
         failed.__cause__ = error
         if self._observed is not None:
-            self._observed.all_failed(failed)
+            self._observed.broke(failed)
         self.roster.fail(failed)

@@ -83,7 +83,9 @@ def draw(
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ModuleNotFoundError as missing:
-        raise UsageError(f"plots need {missing.name}", remedy="pip install matplotlib", field="matplotlib") from missing
+        raise UsageError(
+            f"plots need {missing.name}", remedy="pip install 'pdstage[trace]'", field="matplotlib"
+        ) from missing
     window = window_of(trace, room, from_ms, to_ms)
     lines, height = _placed(_rows(trace, window))
     if len(lines) > MOST_ROWS:
