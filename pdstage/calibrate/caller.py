@@ -44,7 +44,7 @@ _PATHS = ("direct", "staged")
 
 # Runs, bytes of a room or a copy, repeats.
 FULL = (pools.RUNS, (256 << 10, 1 << 20, 4 << 20, 16 << 20, 32 << 20), 7)
-QUICK = (pools.RUNS[::2], (256 << 10, 4 << 20, 16 << 20), 3)
+QUICK = (pools.RUNS[::3], (256 << 10, 4 << 20, 16 << 20), 3)
 
 
 class Caller:
@@ -90,7 +90,7 @@ class Caller:
     def _copies(
         self, node: PrefillNode, runs: tuple[int, ...], sizes: tuple[int, ...], repeats: int
     ) -> Iterator[list[Timed]]:
-        asked = [Copy(run, pools.tokens(run, size), repeats) for run in runs for size in sizes if size <= 4 << 20]
+        asked = [Copy(run, tokens, repeats) for run, tokens in _cases(runs, [n for n in sizes if n <= 4 << 20])]
         gathers = [copies(node.stager, self._pool, node.parts, one, into_pool=False) for one in asked]
         yield [_timed(one.run, one.tokens, took) for one, took in zip(asked, gathers, strict=True)]
         yield [_timed(one.run, one.tokens, self._ask(one, node)) for one in asked]
@@ -129,7 +129,7 @@ class Caller:
         self, node: PrefillNode, runs: tuple[int, ...], sizes: tuple[int, ...], repeats: int
     ) -> Iterator[list[Timed]]:
         """Direct rooms, then staged ones; timed in turn, so that the machine's slow spells hit both alike."""
-        cases = [(run, pools.tokens(run, size)) for run in runs for size in sizes]
+        cases = _cases(runs, sizes)
         took: dict[tuple[str, int, int], list[float]] = {}
         for number in range(repeats + 1):
             for run, tokens in cases:
@@ -172,6 +172,11 @@ class Caller:
         )
 
 
+def _cases(runs: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs and tokens; of long runs one token is more than the smaller sizes."""
+    return list(dict.fromkeys((run, pools.tokens(run, size)) for run in runs for size in sizes))
+
+
 def _timed(run: int, tokens: int, took: list[float], chunk_nbytes: int = 1 << 62) -> Timed:
     n_runs = tokens * pools.N_VIEWS
     return Timed(n_runs * run, n_runs, -(-n_runs * run // chunk_nbytes), statistics.median(took))
@@ -202,10 +207,12 @@ def calibrate(
 def table(made: Calibration) -> str:
     """The numbers as text, a line each and a column a transport."""
     units = {"bytes_per_s": (1e-9, "GB/s"), "run_s": (1e9, "ns"), "_s": (1e6, "us"), "": (1.0, "")}
-    lines = [["", *made.transports, ""]]
-    for field in fields(CostModel):
+    lines, costs = [["", *made.transports, ""]], made.transports.values()
+    for nbytes in sorted({nbytes for cost in costs for nbytes, _ in cost.descriptors}):
+        lines.append([f"descriptor of {nbytes} B", *(f"{cost.descriptor_s(nbytes) * 1e6:.4g}" for cost in costs), "us"])
+    for field in fields(CostModel)[1:]:
         factor, unit = next(value for end, value in units.items() if field.name.endswith(end))
-        lines.append([field.name, *(f"{getattr(c, field.name) * factor:.4g}" for c in made.transports.values()), unit])
+        lines.append([field.name, *(f"{getattr(c, field.name) * factor:.4g}" for c in costs), unit])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)).rstrip() for line in lines)
 

@@ -27,6 +27,10 @@ class Timed(NamedTuple):
     n_chunks: int
     seconds: float
 
+    @property
+    def run_nbytes(self) -> int:
+        return self.nbytes // self.n_runs
+
 
 class Timings(NamedTuple):
     """All that is timed of one transport. `direct` and `staged` are whole rooms, `bulk` writes of one descriptor; none
@@ -67,11 +71,13 @@ def model(timed: Timings) -> CostModel:
     _, gather_run_s, gather_byte_s = _priced(timed.gather, lambda one: (1.0, one.n_runs, one.nbytes))
     _, scatter_run_s, scatter_byte_s = _priced(timed.scatter, lambda one: (1.0, one.n_runs, one.nbytes))
     _, bulk_byte_s = _priced(timed.bulk, lambda one: (1.0, one.nbytes)) if timed.bulk else (0.0, 0.0)
-    room_s, post_s, descriptor_s, byte_s = _priced(
-        timed.direct, lambda one: (1.0, one.n_chunks - 1, one.n_runs, one.nbytes)
+    lengths = sorted({one.run_nbytes for one in timed.direct})
+    room_s, post_s, *descriptor_s = _priced(
+        timed.direct,
+        lambda one: (1.0, one.n_chunks - 1, *(one.n_runs * (one.run_nbytes == length) for length in lengths)),
     )
     stages = CostModel(
-        bytes_per_s=_rate(byte_s), descriptor_s=descriptor_s, post_s=post_s, bulk_bytes_per_s=_rate(bulk_byte_s),
+        tuple(zip(lengths, descriptor_s, strict=True)), post_s, bulk_bytes_per_s=_rate(bulk_byte_s),
         gather_bytes_per_s=_rate(gather_byte_s), gather_run_s=gather_run_s,
         scatter_bytes_per_s=_rate(scatter_byte_s), scatter_run_s=scatter_run_s, lease_s=0.0, chunk_s=0.0, overlap=0.0,
     )  # fmt: skip

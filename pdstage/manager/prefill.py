@@ -159,7 +159,7 @@ class PrefillNode(Node[PrefillCore]):
         """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say."""
         cost = self._costs.get(traits.name)
         if cost is None:
-            cost = CostModel(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
+            cost = CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
             self._costs[traits.name] = cost
         return cost
 
