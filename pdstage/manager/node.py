@@ -319,7 +319,7 @@ class Node(Driver[AnyCore]):
             log.error("closed while %s may still use this node's memory: it is kept", ", ".join(peers))
         self.transport.close()
         self.socket.close()
-        if self._observed is not None:
+        if self._observed is not None and not self.was_forked:
             self._observed.tell()
         if self._gave_back:
             self.memory.release()
