@@ -290,6 +290,12 @@ class DecodeNode(Node[DecodeCore]):
         self._give_row_back(receiver)
         self.roster.end(receiver, error)
 
+    def _close_rooms(self, timeout_s: float) -> None:
+        with self._lock:
+            for receiver in [one for one in self._receivers.values() if one.room is None]:
+                self._end(receiver, Aborted(f"room {receiver.key!r} was aborted: the node was closed"))
+        super()._close_rooms(timeout_s)
+
     def _on_changed(self, room: Room) -> None:
         receiver = self.roster.of(room)
         if isinstance(room, InRoom) and isinstance(receiver, Receiver) and room.state is State.SUCCESS:
