@@ -329,6 +329,13 @@ class ControlSocket:
         """libzmq's descriptor, edge-triggered: after it turns readable, and after each send, `recv` until empty."""
         return int(self._socket.getsockopt(zmq.FD))
 
+    def filenos(self) -> tuple[int, ...]:
+        """What an event loop watches instead of `wait`: after one of them turns readable, and after each send, call
+        `wait(0)` until it has nothing to tell.
+        """
+        guarded = self._guard.fds if self._guard is not None else ()
+        return (self.fileno(), self._wake_fd, *guarded)
+
     @property
     def closed(self) -> bool:
         return self._wake_fd < 0

@@ -5,6 +5,8 @@ Layer 5. Must not know which role its core has: `prefill` and `decode` do; nor t
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import secrets
 import time
 from abc import abstractmethod
@@ -29,7 +31,7 @@ from pdstage.stager import Memory, Stager
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -52,7 +54,10 @@ _kept_for_ever: list[object] = []
 
 
 class Node(Driver[AnyCore]):
-    """One rank's node. Use as a context manager, or `close()` it: that ends its rooms and gives all memory back."""
+    """One rank's node. Use as a context manager, or `close()` it: that ends its rooms and gives all memory back.
+
+    With `async with` the event loop goes on while the node closes, and turns it, if it is inline, until then.
+    """
 
     _writes: ClassVar[bool]  # whether it is the one that writes to its peers
 
@@ -104,6 +109,7 @@ class Node(Driver[AnyCore]):
             self.transport.close()
             raise
         self._over: Counter[str] = Counter()
+        self._turned: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
     def _own_rows(self, aux: str) -> OwnRows:
         """This node's side of aux. Rows that the transport cannot reach go by control message, whatever was asked."""
@@ -242,6 +248,20 @@ class Node(Driver[AnyCore]):
         with self._lock:
             return self.roster.take_ended()
 
+    async def completions_async(self) -> AsyncIterator[Handle]:
+        """The handles of rooms as they end, in an event loop, until the node is closed: `async for` goes through them.
+
+        Each is given once, here or by `completions`. An inline node gets turns while the next one is awaited.
+        """
+        while True:
+            handle = self.roster.pop_ended()
+            if handle is not None:
+                yield handle
+            elif self._closed:
+                return
+            else:
+                await self.wait_for_async(None, lambda: self.roster.has_ended or self._closed, None)
+
     def unfenced(self) -> dict[str, int]:
         """Peers whose lost sessions still keep memory of this node out of use, and how many such sessions each has.
 
@@ -304,11 +324,17 @@ class Node(Driver[AnyCore]):
             _kept_for_ever.append((self.memory, self.pool, self.metadata))
             peers = sorted({self.socket.endpoint_of(link.route) for link in (*self.core.links.values(), *self._lost)})
             log.error("closed while %s may still use this node's memory: it is kept", ", ".join(peers))
-        self.transport.close()
-        self.socket.close()
+        with self._turning:  # another thread's turn ends, and none begins
+            self.transport.close()
+            self.socket.close()
+        self.roster.ring_all()
         if self._gave_back:
             self.memory.release()
         return self._gave_back
+
+    async def close_async(self, timeout_s: float = 5.0) -> bool:
+        """`close` in an event loop, which goes on meanwhile; once begun it runs to its end, cancelled or not."""
+        return await asyncio.to_thread(self.close, timeout_s)
 
     def _close_rooms(self, timeout_s: float) -> None:
         deadline_at = time.monotonic() + timeout_s
@@ -330,6 +356,18 @@ class Node(Driver[AnyCore]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def __aenter__(self) -> Self:
+        """Inside, the running loop turns an inline node, whether anybody waits or not."""
+        if self._progress == "inline":
+            self._turned = self.pumps.running(self)
+            self._turned.__enter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        turned, self._turned = self._turned, contextlib.nullcontext()
+        turned.__exit__(None, None, None)
+        await self.close_async()
 
 
 def _check_metadata(aux: str, metadata: MetadataBuffers | None, config: Config) -> None:
