@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The layer table. A name covers the module and everything below it; a new module is added here, by its layer.
 LAYERS = {
     0: [
+        "environment",
         "errors",
         "topology",
         "layout",
