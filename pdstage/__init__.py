@@ -24,6 +24,7 @@ Importing this package imports neither torch nor zmq nor a transport: each comes
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING
 
 from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from pdstage.protocol.room import State
 
 __version__ = "0.1.0"
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # what is said is the application's to show
 
 __all__ = [
     "Aborted",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from contextlib import nullcontext
 from importlib import import_module
@@ -235,6 +236,7 @@ def _version() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0 good, 1 the demo's check is red, 2 bad arguments or a `PdstageError`, told in one line."""
     given = parser().parse_args(argv)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")  # warnings and worse, to stderr
     try:
         return int(given.run(given))
     except PdstageError as error:

@@ -33,7 +33,7 @@ LAYERS = {
         "native",
         "shared",
     ],
-    1: ["ownership", "plan", "convert", "ring", "cost", "metrics", "spans", "tables", "cut", "columns"],
+    1: ["ownership", "plan", "convert", "ring", "cost", "metrics", "spans", "tables", "cut", "columns", "complaints"],
     2: ["protocol"],
     3: ["kernels"],
     4: ["stager", "metadata", "control", "transport"],

@@ -20,6 +20,7 @@ BLOCKS = [code for page in PAGES for code in re.findall(r"```python\n(.*?)```", 
 def test_code(code):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+    assert not done.stdout + done.stderr, "a transfer that goes well says nothing"
 
 
 def test_there_is_code():

@@ -18,7 +18,7 @@ from zmq.utils import z85
 
 from pdstage.errors import UsageError
 
-log = logging.getLogger("pdstage")
+log = logging.getLogger(__name__)
 
 NBYTES: Final = 32
 _MOST_NBYTES = 4 << 20  # of a file; a list of 40,000 named keys

@@ -22,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
+from pdstage.complaints import Complaints
 from pdstage.control.zmq import MAX_FRAMES
 from pdstage.errors import PdstageError, UsageError
 from pdstage.manager.awaiting import Look, Pumps, until
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from pdstage.stager import Copied, Stager
     from pdstage.transport import Done, Inbound, PostFailed, Transport
 
-log = logging.getLogger("pdstage")
+log = logging.getLogger(__name__)
 
 _NAP_S = 100e-6
 _PATIENCE_S = 1e-3
@@ -97,6 +98,7 @@ class Driver(ABC, Generic[AnyCore]):
         self._sleeps_until = 0.0
         self._lost: list[Link] = []
         self._outgoing: dict[bytes, list[bytes]] = {}
+        self._complaints = Complaints()
         self._early: list[Done | PostFailed | Inbound] = []
         self._closed = False
         self._failure: BaseException | None = None
@@ -236,7 +238,7 @@ class Driver(ABC, Generic[AnyCore]):
                 self._on_changed(room)
                 return False
             case Complaint(route, error):
-                log.warning("peer %s: %s", route.hex(), error)
+                self._complain(route, error)
                 return False
             case Attach(link, offers):
                 self._attach(link, offers)
@@ -252,6 +254,11 @@ class Driver(ABC, Generic[AnyCore]):
             case _:
                 self._carry(effect)
         return True
+
+    def _complain(self, route: bytes, error: PdstageError) -> None:
+        peer = self.socket.name_of(route)
+        if text := self._complaints.due(peer, str(error), time.monotonic()):
+            log.warning("peer %s: %s", peer, text)
 
     def _flush(self) -> None:
         outgoing, self._outgoing = self._outgoing, {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from abc import abstractmethod
@@ -19,7 +20,7 @@ from pdstage.convert import feeding
 from pdstage.cut import Pair
 from pdstage.errors import PdstageError, TransportError, UsageError
 from pdstage.manager.copier import Copier, has_core_to_spare
-from pdstage.manager.driver import AnyCore, Driver, log
+from pdstage.manager.driver import AnyCore, Driver
 from pdstage.manager.lookup import Directory
 from pdstage.manager.settings import settle
 from pdstage.metadata import WAYS
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from pdstage.protocol.session import Link
     from pdstage.topology import Topology
     from pdstage.transport import Transport
+
+log = logging.getLogger(__name__)
 
 _DEAD_CHECK_S = 0.5
 _SWITCH_S = 1e-4
@@ -145,7 +148,7 @@ class Node(Driver[AnyCore]):
         try:
             self._meet(link, self.transport.described(offers))
         except PdstageError as error:
-            log.warning("peer %s: %s", link.route.hex(), error)
+            self._complain(link.route, error)
             with self._lock:
                 self.core.lose(link, error, time.monotonic())
             return
