@@ -145,12 +145,9 @@ def _calibrate(given: argparse.Namespace) -> int:
 
     options = {"device": given.device, "keys": _keys_given(given), "insecure": given.insecure}
     if given.serve is not None:
-        peer = Peer(given.serve, **options)
-        print(f"serving at {peer.endpoint}", flush=True)
-        try:
+        with Peer(given.serve, **options) as peer:
+            print(f"serving at {peer.endpoint}", flush=True)
             peer.serve()
-        finally:
-            peer.close()
         return 0
     with (
         own_peer(given.device, given.keys) if given.peer is None else nullcontext(given.peer) as endpoint,

@@ -96,9 +96,11 @@ class Node(Driver[AnyCore]):
         self._lent: dict[Handle, AuxRow] = {}
         self._pairs: dict[Link, Pair] = {}
         self.transport = settle(pool, path, config, transport, writes=self._writes)
-        try:
+        with contextlib.ExitStack() as opened:  # all of it is given back if the rest cannot be had
+            opened.callback(self.transport.close)
             mappable = not self._writes and self.transport.traits.maps
             self.memory = Memory(staging_nbytes, staging, pool.device, mappable=mappable)
+            opened.callback(self.memory.release)
             self.parts = self.memory.parts(n_parts)
             self._copier = Copier(self._wake)
             copies_aside = has_core_to_spare() if copy_thread is None else copy_thread
@@ -108,9 +110,7 @@ class Node(Driver[AnyCore]):
             self.rows = self._own_rows(aux)
             identity = self.incarnation.to_bytes(8, "little")
             self.socket = ControlSocket(bind, identity=identity, insecure=insecure, keys=self.keys)
-        except BaseException:
-            self.transport.close()
-            raise
+            opened.pop_all()
         self._over: Counter[str] = Counter()
         self._turned: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
