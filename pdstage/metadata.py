@@ -204,6 +204,7 @@ class MetadataBuffers:
 
     @property
     def n_free(self) -> int:
+        """Rows that `allocate` can still give."""
         return len(self._free)
 
     def allocate(self) -> AuxRow:
@@ -238,6 +239,7 @@ class MetadataBuffers:
         self._lent.discard(row.number)
 
     def address(self, row: AuxRow) -> int:
+        """Where the row begins, in the memory of `region`."""
         return self.region.base + row.number * self.row_nbytes
 
     def _check(self, row: AuxRow) -> None:

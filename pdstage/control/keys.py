@@ -74,6 +74,7 @@ class Keys:
         return keys
 
     def allows(self, public: bytes) -> bool:
+        """Whether the holder of this public key, 32 bytes, is let in."""
         return public == self.public or (self._allow is not None and public in self._allow.read())
 
     def candidates(self, first: bytes) -> list[bytes]:

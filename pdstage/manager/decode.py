@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from pdstage.topology import Topology
 
 
-class DecodeNode(Node[DecodeCore]):
+class DecodeNode(Node[DecodeCore, Receiver]):
     """One decode rank.
 
     `pool` holds the KV memory, `topology` the rank's place among those that receive a room together. `staging_nbytes`
@@ -158,6 +158,7 @@ class DecodeNode(Node[DecodeCore]):
         priority: int,
         aux: AuxRow | None,
     ) -> None:
+        """`Receiver.bind`."""
         layout = self.pool.layout
         checked = check(layout, items, tokens, unique=True)
         if prefix_tokens < 0:
@@ -178,6 +179,7 @@ class DecodeNode(Node[DecodeCore]):
         self.kick()
 
     def abort(self, receiver: Receiver, reason: str) -> None:
+        """`Receiver.abort`."""
         with self.use():
             if receiver.room is not None:
                 self.core.abort(receiver.room, reason, time.monotonic())

@@ -12,7 +12,7 @@ import secrets
 import time
 from abc import abstractmethod
 from collections import Counter
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar, cast
 
 from pdstage.control.keys import keys_of
 from pdstage.control.zmq import ControlSocket
@@ -21,6 +21,7 @@ from pdstage.cut import Pair
 from pdstage.errors import PdstageError, TransportError, UsageError
 from pdstage.manager.copier import Copier, has_core_to_spare
 from pdstage.manager.driver import AnyCore, Driver
+from pdstage.manager.handle import Handle
 from pdstage.manager.lookup import Directory
 from pdstage.manager.settings import settle
 from pdstage.metadata import WAYS
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.layout import Layout, Region
-    from pdstage.manager.handle import Handle
     from pdstage.metadata import AuxRow, MetadataBuffers
     from pdstage.protocol.session import Link
     from pdstage.topology import Topology
@@ -56,7 +56,10 @@ _kept_for_ever: list[object] = []
 """Memory of closed nodes that a peer may still write: given to nobody else in this process's life (I2)."""
 
 
-class Node(Driver[AnyCore]):
+AnyHandle = TypeVar("AnyHandle", bound=Handle)
+
+
+class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
     """One rank's node. Use as a context manager, or `close()` it: that ends its rooms and gives all memory back.
 
     With `async with` the event loop goes on while the node closes, and turns it, if it is inline, until then.
@@ -245,13 +248,13 @@ class Node(Driver[AnyCore]):
         self.progress_inline()
         return self.roster.statuses(handles)
 
-    def completions(self) -> list[Handle]:
+    def completions(self) -> list[AnyHandle]:
         """The handles whose rooms ended since the last call; of more than 65,536 the latest."""
         self.progress_inline()
         with self._lock:
-            return self.roster.take_ended()
+            return cast("list[AnyHandle]", self.roster.take_ended())
 
-    async def completions_async(self) -> AsyncIterator[Handle]:
+    async def completions_async(self) -> AsyncIterator[AnyHandle]:
         """The handles of rooms as they end, in an event loop, until the node is closed: `async for` goes through them.
 
         Each is given once, here or by `completions`. An inline node gets turns while the next one is awaited.
@@ -259,7 +262,7 @@ class Node(Driver[AnyCore]):
         while True:
             handle = self.roster.pop_ended()
             if handle is not None:
-                yield handle
+                yield cast("AnyHandle", handle)
             elif self._closed:
                 return
             else:
