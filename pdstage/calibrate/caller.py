@@ -68,6 +68,10 @@ class Caller:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hangs up. May be repeated."""
         self._socket.close()
 
     def measure(self, transport: str, *, quick: bool = False) -> CostModel:
