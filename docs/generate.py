@@ -1,5 +1,6 @@
 """The generated parts of docs: of reliability.md the deadlines, and which tests hold which invariant; of transports.md
-the table of traits; of tune.md that of `tuning`. And what `performance` and `pictures` beside it make.
+the table of traits; of tune.md that of `tuning`; of environment.md the variables. And what
+`performance` and `pictures` beside it make.
 
     python docs/generate.py
 
@@ -26,12 +27,14 @@ import performance  # noqa: E402
 import pictures  # noqa: E402
 import tuning  # noqa: E402
 
+from pdstage import environment  # noqa: E402
 from pdstage.protocol import config  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 PAGE = ROOT / "docs" / "reliability.md"
+ENVIRONMENT_PAGE = ROOT / "docs" / "environment.md"
 TRANSPORTS_PAGE = ROOT / "docs" / "transports.md"
 N_INVARIANTS = 16
 CITED = re.compile(r"\bI(\d{1,2})\b")
@@ -185,8 +188,24 @@ def trait_row(told: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def variables() -> str:
+    """Every environment variable that is read, by whom, and what it may be."""
+    head = ["| variable | may be | unset | what for | read by |", "|---|---|---|---|---|"]
+    return "\n".join(
+        [
+            *head,
+            *(f"| `{v.name}` | {v.values} | {v.unset} | {v.meaning} | {v.read_by} |" for v in environment.VARIABLES),
+        ]
+    )
+
+
 PARTS = {"deadlines": deadlines, "invariants": table}
-PAGES = {PAGE: PARTS, TRANSPORTS_PAGE: {"traits": traits}, ROOT / "docs" / "tune.md": {"tuning": tuning.table}}
+PAGES = {
+    PAGE: PARTS,
+    TRANSPORTS_PAGE: {"traits": traits},
+    ROOT / "docs" / "tune.md": {"tuning": tuning.table},
+    ENVIRONMENT_PAGE: {"variables": variables},
+}
 
 
 def written(page: str, parts: Mapping[str, Callable[[], str]] = PARTS) -> str:

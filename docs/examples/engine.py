@@ -37,7 +37,7 @@ class Pages:
 
     def pool(self) -> Pool:
         """What pdstage is told of this memory, once; `tp` is this rank's (size, rank)."""
-        return Pool.of(build(paged_nhd(self.k, self.v, total_heads=HEADS, tp=(1, 0))))
+        return Pool.of(build(paged_nhd(self.k, self.v, total_heads=HEADS, tp=(1, 0))), keep=(self.k, self.v))
 
     def count(self, n_tokens: int) -> int:
         return -(-n_tokens // self.page_size)

@@ -1,6 +1,6 @@
 """The asking side of a calibration: a prefill node, the sweep, and the file it makes.
 
-Layer 6. Times copies and bulk writes by themselves and rooms by either path end to end: medians of repeats in turn.
+Layer 6. Times copies by themselves and rooms by either path end to end: medians of repeats in turn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Self
 
 import msgspec
-import numpy as np
 
 from pdstage.calibrate import fit
 from pdstage.calibrate import pool as pools
@@ -28,9 +27,8 @@ from pdstage.cost import CostModel
 from pdstage.errors import PdstageError, TransportError
 from pdstage.manager import PrefillNode
 from pdstage.manager.calibration import VERSION, Calibration
-from pdstage.manager.node import label
 from pdstage.topology import Topology
-from pdstage.transport import Done, PostFailed, Spans, available
+from pdstage.transport import available
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -70,6 +68,10 @@ class Caller:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hangs up. May be repeated."""
         self._socket.close()
 
     def measure(self, transport: str, *, quick: bool = False) -> CostModel:
@@ -82,10 +84,9 @@ class Caller:
         ) as node:  # fmt: skip
             self._room(node, "staged", runs[0], pools.tokens(runs[0], sizes[0]))  # the two meet
             gather, scatter = self._copies(node, runs, sizes, repeats)
-            bulk = self._bulk(node, sizes, repeats)
             direct, staged = self._rooms(node, runs, sizes, repeats)
         self._ask(Stop())
-        return fit.model(Timings(gather, scatter, bulk, direct, staged))
+        return fit.model(Timings(gather, scatter, direct, staged))
 
     def _copies(
         self, node: PrefillNode, runs: tuple[int, ...], sizes: tuple[int, ...], repeats: int
@@ -94,36 +95,6 @@ class Caller:
         gathers = [copies(node.stager, self._pool, node.parts, one, into_pool=False) for one in asked]
         yield [_timed(one.run, one.tokens, took) for one, took in zip(asked, gathers, strict=True)]
         yield [_timed(one.run, one.tokens, self._ask(one, node)) for one in asked]
-
-    def _bulk(self, node: PrefillNode, sizes: tuple[int, ...], repeats: int) -> list[Timed]:
-        """Writes of one descriptor, out of a send buffer and into the lanes as leases would lie there."""
-        link = next(iter(node.core.links.values()))
-        if node.pool.device == "cpu" and node.transport.mapped(label(link), link.lanes[0].base, 1) is not None:
-            return []  # gathers go there
-        found = []
-        for nbytes in (size for size in sizes if size <= 4 << 20):
-            took = []
-            for number in range(4 * repeats):
-                lane = link.lanes[number % len(link.lanes)]
-                at = number * nbytes % (lane.nbytes - nbytes + 1)
-                src = node.parts[number % len(node.parts)].base
-                spans = Spans(*(np.array([value], np.int64) for value in (src, lane.base + at, nbytes)))
-                start = time.perf_counter()
-                node.transport.post(label(link), spans, b"")
-                self._await_done(node)
-                took.append(time.perf_counter() - start)
-            found.append(Timed(nbytes, 1, 1, statistics.median(took)))
-        return found
-
-    def _await_done(self, node: PrefillNode) -> None:
-        until = time.monotonic() + WAIT_S
-        while time.monotonic() < until:
-            for event in node.transport.poll():
-                if isinstance(event, PostFailed):
-                    raise event.error
-                if isinstance(event, Done):
-                    return
-        raise TransportError(f"a write to {self._endpoint} did not end in {WAIT_S} s", remedy="look at the fabric")
 
     def _rooms(
         self, node: PrefillNode, runs: tuple[int, ...], sizes: tuple[int, ...], repeats: int

@@ -8,8 +8,9 @@ import pytest
 
 from pdstage import PrefillNode
 from pdstage.cost import CostModel
+from pdstage.environment import CALIBRATION
 from pdstage.errors import UsageError
-from pdstage.manager.calibration import ENVIRONMENT, Calibration, read
+from pdstage.manager.calibration import Calibration, read
 from tests.manager.engine import Rank, drive
 
 COST = CostModel.linear(bytes_per_s=5e9, descriptor_s=2e-6, post_s=1e-5)
@@ -70,7 +71,7 @@ def test_nodes_take_the_argument_then_the_environment_then_the_traits(site, path
     traits = site.prefill(rank).transport.traits
     defaults = CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
     assert site.prefill(rank).cost_of(traits) == defaults
-    monkeypatch.setenv(ENVIRONMENT, str(path))
+    monkeypatch.setenv(CALIBRATION.name, str(path))
     assert site.prefill(rank).cost_of(traits) == COST
     other = CostModel.linear(bytes_per_s=1e9, descriptor_s=1e-6, post_s=1e-5)
     Calibration(version=1, made_at="", prefill_host="", decode_host="", transports={"local": other}).write(

@@ -36,9 +36,8 @@ def timings(noise: float = 0.0) -> Timings:
     return Timings(
         gather=[timed(b, n, 1, 20e-6 + n * TRUE.gather_run_s + b / TRUE.gather_bytes_per_s) for b, n, _ in small],
         scatter=[timed(b, n, 1, 20e-6 + n * TRUE.scatter_run_s + b / TRUE.scatter_bytes_per_s) for b, n, _ in small],
-        bulk=[timed(b, 1, 1, 30e-6 + b / 6e9) for b, _, _ in small],
         direct=[timed(b, n, c, ROOM_S + TRUE.direct_s(b, n, c)) for b, n, c in sizes],
-        staged=[timed(b, n, c, ROOM_S + TRUE.post_s + TRUE.staged_s(b, n, c)) for b, n, c in sizes],
+        staged=[timed(b, n, c, ROOM_S + TRUE.staged_s(b, n, c)) for b, n, c in sizes],
     )
 
 
@@ -74,15 +73,15 @@ def test_overlap_is_found_where_it_is():
     for overlap in (0.0, 0.3, 1.0):
         held = timings()
         true = replace(TRUE, overlap=overlap)
-        staged = [one._replace(seconds=ROOM_S + TRUE.post_s + true.staged_s(*one[:3])) for one in held.staged]
+        staged = [one._replace(seconds=ROOM_S + true.staged_s(*one[:3])) for one in held.staged]
         assert model(held._replace(staged=staged)).overlap == pytest.approx(overlap, abs=0.03)
 
 
 def test_without_a_write_of_its_own_a_staged_byte_costs_its_copies():
     """As where a gather goes straight into the peer's memory."""
     held, free = timings(), replace(TRUE, bulk_bytes_per_s=1e13)
-    staged = [one._replace(seconds=ROOM_S + TRUE.post_s + free.staged_s(*one[:3])) for one in held.staged]
-    found = model(held._replace(bulk=[], staged=staged))
+    staged = [one._replace(seconds=ROOM_S + free.staged_s(*one[:3])) for one in held.staged]
+    found = model(held._replace(staged=staged))
     for nbytes in (1 << 20, 32 << 20):
         what = nbytes, nbytes // 1024, -(-nbytes // CHUNK)
         assert found.staged_s(*what) == pytest.approx(free.staged_s(*what), rel=0.05)

@@ -22,6 +22,7 @@ LIMIT_S = 240
 SHELL_PAGES = [page for page in PAGES if any(block.language in SHELL for block in blocks(page))]
 INLINE = re.compile(r"`((?:pdstage|make|python3? -m) [^`\n]+)`")
 NOT_OURS = {"NAME", "FILE", "ADDRESS", "X", "..."}
+NO_COMMANDS = {"pdstage gather room-3 #2"}  # the name of a slice of a trace
 
 
 @pytest.fixture
@@ -166,7 +167,7 @@ def test_every_command_named_exists() -> None:
         elif words[:2] in (["python", "-m"], ["python3", "-m"]) and not words[2].startswith(("pytest", "pip")):
             module = ROOT / words[2].replace(".", "/")
             assert module.with_suffix(".py").exists() or module.is_dir(), said
-        elif words[0] == "pdstage" and not NOT_OURS & set(words):
+        elif words[0] == "pdstage" and not NOT_OURS & set(words) and command not in NO_COMMANDS:
             check_options(words[1:], said)
 
 

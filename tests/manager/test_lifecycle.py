@@ -166,3 +166,13 @@ def test_staging_memory_goes_with_the_close_of_a_node_that_is_kept(site):
     assert d.close()
     assert p.close()
     assert descriptors.count("/memfd:pdstage") == before
+
+
+def test_a_room_whose_prefill_is_still_looked_up_fails_when_its_node_closes(site):
+    """I10: no directory has answered yet, so that the core knows nothing of the room."""
+    d = site.decode(Rank())
+    receiver = d.receive(1, site.address)  # nobody has published there
+    assert d.close()
+    assert receiver.state is State.FAILED
+    assert receiver.released
+    assert "the node was closed" in str(receiver.error)
