@@ -60,6 +60,7 @@ def ended(a: Endpoint, *tickets: int) -> list[Done | PostFailed]:
 
 
 def test_a_protocol_nobody_knows():
+    """Row of mooncake: protocol not to be had."""
     with pytest.raises(UsageError, match="'carrier'.*tcp, rdma, nvlink, nvlink_intra"):
         open_transport("mooncake", protocol="carrier")
 
@@ -90,7 +91,7 @@ def test_a_host_that_is_none():
 
 
 def test_a_start_that_fails_names_the_code(monkeypatch, tmp_path):
-    """The library looks for itself, and finds no device."""
+    """Row of mooncake: library error. The library looks for itself, and finds no device."""
     if list(Path("/sys/class").glob("infiniband/*")):
         pytest.skip("this host has RDMA devices")
     (tmp_path / "mlx5_0").mkdir()
@@ -107,7 +108,7 @@ def test_the_environment_is_as_it_was(monkeypatch):
 
 
 def test_a_missing_library_names_its_package(monkeypatch):
-    """The wheel needs three libraries of the system, which pip cannot install."""
+    """Row of mooncake: library missing. The wheel needs three libraries of the system, which pip cannot install."""
 
     def missing(name):
         raise ImportError("libibverbs.so.1: cannot open shared object file: No such file or directory", name=name)
@@ -121,6 +122,7 @@ def test_a_missing_library_names_its_package(monkeypatch):
 
 
 def test_both_sides_must_speak_one_protocol(a):
+    """Row of mooncake: two protocols."""
     told = read_description("b", a.describe(), mooncake._Description, a.transport.traits)
     for wrong in ({"protocol": "rdma"}, {"host": "no host"}):
         fields = {name: getattr(told, name) for name in told.__struct_fields__} | wrong | {"life": "another"}
@@ -163,7 +165,10 @@ class Door:
 
 
 def test_a_peer_that_comes_back_on_the_same_port_is_written_where_it_is_now(a, peers):
-    """What the library knows of a name it never forgets; each life gets another."""
+    """Row of mooncake: post to a restarted peer.
+
+    What the library knows of a name it never forgets; each life gets another.
+    """
     door = Door(a)
     a.fill(0, b"bytes")
     for _ in range(3):
@@ -183,7 +188,10 @@ def assert_fails(a: Endpoint, b: Remote) -> None:
 
 
 def test_a_stopped_peer_keeps_no_other_waiting(a, peers):
-    """It is asked whether it is there by a thread of its own: posts to it wait, and nothing else does."""
+    """Row of mooncake: post to a stopped peer.
+
+    It is asked whether it is there by a thread of its own: posts to it wait, and nothing else does.
+    """
     stopped, b = peers(), peers()
     connect(a, "stopped", stopped)
     connect(a, "b", b)
@@ -196,7 +204,10 @@ def test_a_stopped_peer_keeps_no_other_waiting(a, peers):
 
 
 def test_a_failed_peer_that_goes_on_is_written_again(a, peers, monkeypatch):
-    """Its transfer fails by the library's deadline, unsettled; the next post asks whether it is there first."""
+    """Row of mooncake: a failed peer that goes on.
+
+    Its transfer fails by the library's deadline, unsettled; the next post asks whether it is there first.
+    """
     monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
     b = peers()
     connect(a, "b", b)
@@ -215,7 +226,7 @@ def test_a_failed_peer_that_goes_on_is_written_again(a, peers, monkeypatch):
 
 
 def test_what_the_peer_has_unregistered_is_refused_there(a, peers):
-    """And what it has not is written as before."""
+    """Row of mooncake: region deregistered. And what it has not is written as before."""
     b = peers()
     more = b.register_more()
     a.connect("b", b.describe())
@@ -234,6 +245,7 @@ def test_what_the_peer_has_unregistered_is_refused_there(a, peers):
 
 
 def test_what_was_not_begun_when_its_peer_was_disconnected_is_never_sent(a, peers):
+    """Row of mooncake: disconnected in flight."""
     b = peers()
     connect(a, "b", b)
     b.stop()
@@ -248,7 +260,10 @@ def test_what_was_not_begun_when_its_peer_was_disconnected_is_never_sent(a, peer
 
 
 def test_a_host_where_nobody_answers_is_named_with_the_code(a):
-    """As of a peer on another host, whose process cannot be seen to have ended."""
+    """Row of mooncake: post to a killed peer.
+
+    As of a peer on another host, whose process cannot be seen to have ended.
+    """
     told = read_description("b", a.describe(), mooncake._Description, a.transport.traits)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
