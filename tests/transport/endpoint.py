@@ -26,6 +26,7 @@ from pdstage.transport import Done, Inbound, PostFailed, Spans, open_transport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from multiprocessing.context import BaseContext
 
     from pdstage.transport import Transport
 
@@ -247,9 +248,15 @@ class Remote:
     """An endpoint in a process of its own, started afresh (spawn) with `environment` added, in a network namespace."""
 
     def __init__(
-        self, name: str, environment: Mapping[str, str] | None = None, *, netns: str = "", **options: object
+        self,
+        name: str,
+        environment: Mapping[str, str] | None = None,
+        *,
+        netns: str = "",
+        context: BaseContext | None = None,
+        **options: object,
     ) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = context or multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, name, netns, options), daemon=True)
         with mock.patch.dict(os.environ, environment or {}):
