@@ -98,7 +98,7 @@ class Caller:
     def _bulk(self, node: PrefillNode, sizes: tuple[int, ...], repeats: int) -> list[Timed]:
         """Writes of one descriptor, out of a send buffer and into the lanes as leases would lie there."""
         link = next(iter(node.core.links.values()))
-        if node.pool.device == "cpu" and node.transport.mapped(label(link), link.lanes[0].base, 1) is not None:
+        if node.transport.mapped(label(link), link.lanes[0].base, 1) is not None:
             return []  # gathers go there
         found = []
         for nbytes in (size for size in sizes if size <= 4 << 20):
