@@ -10,6 +10,7 @@ from transport.device_rank import N_ROOMS, STREAMS, TOKENS, DeviceRank, serve_de
 
 from pdstage import State
 from pdstage.control.bootstrap import BootstrapServer
+from pdstage.control.zmq import Ready
 from pdstage.kernels import pool
 from tests.manager.engine import drive, prefill_node
 
@@ -98,3 +99,20 @@ def test_a_killed_decode_gives_the_source_back_once_the_gather_into_it_is_over(a
             process.kill()
             process.join()
     del ours
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_node_does_not_sleep_over_the_end_of_a_copy_on_its_gpu(address, monkeypatch):
+    """Neither a socket nor the transport announces it: a room would take a pause of the driver longer for each copy."""
+    rank = DeviceRank()
+    with prefill_node(rank, address, transport=cuda_double.LocalDouble(), staging=staging()) as node:
+        slept = []
+        monkeypatch.setattr(node.socket, "wait", lambda wait_s, *_: slept.append(wait_s) or Ready(False, False, ()))
+        node.turn(10.0)
+        STREAMS.held = True
+        node.stager._stream.start(1, lambda stream, sum_ptr: None, checksum=False)
+        node.turn(10.0)
+        STREAMS.held = False
+        monkeypatch.undo()
+    assert slept[0] == 10.0
+    assert slept[1] < 1e-3
