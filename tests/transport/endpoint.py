@@ -227,7 +227,12 @@ def _enter(netns: str) -> None:
 def _serve(pipe: object, name: str, netns: str, options: dict[str, object]) -> None:
     if netns:
         _enter(netns)
-    endpoint = Endpoint(name, **options)
+    make = Endpoint
+    if "+gpu" in name:
+        from gpu.endpoint import GpuEndpoint  # noqa: PLC0415  (torch, and a GPU)
+
+        make = GpuEndpoint
+    endpoint = make(name, **options)
     pipe.send((True, endpoint.region()))
     while True:
         try:
@@ -237,7 +242,7 @@ def _serve(pipe: object, name: str, netns: str, options: dict[str, object]) -> N
         try:
             if verb == "renew":
                 endpoint.close()
-                endpoint = Endpoint(name, **options)
+                endpoint = make(name, **options)
                 result = endpoint.region()
             else:
                 result = getattr(endpoint, verb)(*args)
