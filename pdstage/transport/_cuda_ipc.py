@@ -219,6 +219,7 @@ class Mapping:
         weakref.finalize(self, give_back).atexit = False  # at exit the driver itself may be gone
 
 
+@cache
 def is_here() -> bool:
     """Whether device memory may come: CuPy and the driver's library are there. Initialises nothing: a process that has
     touched CUDA cannot fork workers that use it.

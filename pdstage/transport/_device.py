@@ -130,12 +130,15 @@ class Devices(Generic[Word]):
             raise PeerError(f"{what} of device memory", remedy="local needs one device here, and device memory there")
         (device,) = ours
         holders = [next(one for one in told if _inside(region, one)) for region in wanted]
-        views = [self._view(peer, one, device, same_process=same_process) for one in dict.fromkeys(holders)]
-        self.copies(device)
+        cuda = self._load()
+        try:
+            views = [self._view(peer, one, cuda, device, same_process=same_process) for one in dict.fromkeys(holders)]
+            self.copies(device)
+        except cuda.error as error:
+            raise self._refused(peer, str(error)) from error
         return Views(views)
 
-    def _view(self, peer: str, told: Told, device: int, *, same_process: bool) -> _View:
-        cuda = self._load()
+    def _view(self, peer: str, told: Told, cuda: Cuda, device: int, *, same_process: bool) -> _View:
         block = told.block
         if same_process:
             if told.device != device:
@@ -246,6 +249,8 @@ class Copies(Generic[Word]):
         self.running.append(_Running(word, event, held, failed))
 
     def ended(self) -> list[Ended[Word]]:
+        if not self.running:
+            return []
         ended = []
         try:
             with self._cuda.on(self._device):

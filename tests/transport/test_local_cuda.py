@@ -383,6 +383,19 @@ def test_auto_takes_another_transport_where_a_gpu_cannot_reach_the_other(runtime
     b.close()
 
 
+def test_a_device_that_makes_no_stream_is_refused_like_one_out_of_reach(runtime, stock, monkeypatch):
+    def refuse(flags):
+        raise cuda_double.CUDARuntimeError(2)
+
+    stock.renew()
+    monkeypatch.setattr(runtime, "streamCreateWithFlags", refuse)
+    a = Endpoint(DEVICE)
+    a.connect("b", stock.describe())
+    with pytest.raises(PeerError, match="not mapped: cudaError 2"):
+        a.prepare("b", [stock.region()])
+    a.close()
+
+
 def test_a_failed_device_ends_every_post_and_settles_none(ends, runtime):
     a, b = ends
     runtime.held = True
