@@ -43,6 +43,7 @@ SECTIONS = {
     "gemm": "gpu_beside:gemm",
     "decode": "gpu_beside:decode",
     "fused": "gpu_kernels:fused",
+    "ipc": "gpu_ipc:rows",
 }
 BUDGET_S = 330.0
 _SECTION_S = 150.0

@@ -79,11 +79,15 @@ class Case:
     def indexes(self, *, on_device: bool) -> dict[str, Index]:
         return {name: self.bed.index(items, on_device=on_device) for name, items in self.items.items()}
 
-    def works(self, variant: str, *, max_sms: int | None = None) -> dict[str, Work]:
-        """Gather and scatter by `variant`, ready to be called."""
+    def plan(self, variant: str) -> Plan:
         plan = self._plans.get(variant)
         if plan is None:
             plan = self._plans[variant] = plan_of(self.pool, self.select, TOKEN_MAJOR, variant)
+        return plan
+
+    def works(self, variant: str, *, max_sms: int | None = None) -> dict[str, Work]:
+        """Gather and scatter by `variant`, ready to be called."""
+        plan = self.plan(variant)
         at = (self.staging.data_ptr(), self.staging.numel(), self.index, self.tokens)
         stream = self.bed.stream()
         return {

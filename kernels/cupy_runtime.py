@@ -21,7 +21,7 @@ from .device import ordinal
 from .index_ring import IndexRing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
@@ -69,18 +69,19 @@ class Current:
     hundreds of MiB every rank of a node would take from the first one's device.
     """
 
-    __slots__ = ("_before", "_cuda", "_device")
+    __slots__ = ("_before", "_cuda", "_device", "_in_use")
 
-    def __init__(self, cuda: Any, device: int) -> None:  # noqa: ANN401  (a module without types)
+    def __init__(self, cuda: Any, device: int, in_use: Callable[[int], bool] | None = None) -> None:  # noqa: ANN401  (a module without types)
         self._cuda = cuda
         self._device = device
+        self._in_use = in_use or _in_use
 
     def __enter__(self) -> None:
         self._before = self._cuda.getDevice()
         self._cuda.setDevice(self._device)
 
     def __exit__(self, *error: object) -> None:
-        if self._before != self._device and _in_use(self._before):
+        if self._before != self._device and self._in_use(self._before):
             self._cuda.setDevice(self._before)
 
 

@@ -213,6 +213,11 @@ class Stager:
             done.append(self._done.popleft())
         return done
 
+    @property
+    def launched(self) -> bool:
+        """Whether copies are under way on a device: their end is announced to nobody, so `poll` must be asked."""
+        return self._stream is not None and self._stream.launched
+
     def forget(self, *staged: Layout) -> None:
         """Drops the plans of converted layouts whose session is over: no other session asks for them again."""
         gone = {id(layout) for layout in staged}
@@ -300,6 +305,10 @@ class _Stream:
         self._stream = runtime.new_stream()
         self._running: deque[_Running] = deque()
         self._spare: list[_Running] = []
+
+    @property
+    def launched(self) -> bool:
+        return bool(self._running)
 
     def start(self, ticket: int, copy: Callable[[int, int], None], checksum: bool) -> None:
         """Launches `copy(stream, sum_ptr)`; raises its `UsageError`, and then nothing is in the stream."""

@@ -51,7 +51,7 @@ DOORS = {
     "nixl_cu13": {"transport"},
     "mori": {"transport"},
     "triton": {"kernels"},
-    "cupy": {"kernels"},
+    "cupy": {"kernels", "transport"},
 }
 PURE = {0, 1, 2}  # no thread, no socket, no clock in these
 IMPURE = {"threading", "socket", "time", "asyncio", "selectors", "subprocess", "multiprocessing", "torch"}

@@ -302,7 +302,7 @@ class Driver(ABC, Generic[AnyCore]):
 
     def _wait(self, wait_s: float) -> Heard:
         fds = self.transport.filenos()
-        if self._expects():
+        if self._expects() or self.stager.launched:
             wait_s = min(wait_s, _NAP_S)
         if fds:
             ready = self.socket.wait(wait_s, fds)

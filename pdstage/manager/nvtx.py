@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pdstage.environment import NVTX
+from pdstage import environment
 from pdstage.protocol.effects import Effect, Gather, Scatter, Write, WriteDirect, WriteRow
 
 if TYPE_CHECKING:
@@ -49,4 +49,4 @@ def name(effect: Effect) -> str:
 
 def ranges_of(runtime: Runtime | None) -> Ranges | None:
     """The ranges of a pool's device, if they are asked for and there is one. Raises `UsageError` for another value."""
-    return Ranges(runtime) if NVTX.read() == "1" and runtime is not None else None
+    return Ranges(runtime) if environment.NVTX.read() == "1" and runtime is not None else None

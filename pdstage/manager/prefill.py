@@ -291,9 +291,9 @@ class PrefillNode(Node[PrefillCore, Sender]):
     def _place(self, ticket: int, chunk: OutChunk, address: int) -> Region | None:
         """The chunk's lease, if it is mapped here: then it is gathered and written in one pass."""
         where = label(chunk.record.link), address, chunk.nbytes
-        mapped = self.transport.mapped(*where) if self.pool.device == "cpu" else None
-        chunk.placed = mapped is not None
-        if mapped is None:
+        mapped = self.transport.mapped(*where)
+        chunk.placed = mapped is not None and mapped.kind == self.pool.device.partition(":")[0]
+        if mapped is None or not chunk.placed:
             return None
         self._placed[ticket] = mapped
         return Region(mapped.address, chunk.nbytes)

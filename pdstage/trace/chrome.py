@@ -148,9 +148,10 @@ def _flows(slices: dict[tuple[int, ...], list[tuple[Stage, int, int]]]) -> Itera
         ordered = sorted(chunk, key=lambda one: one[0].began_at)
         for place, (stage, pid, tid) in enumerate(ordered) if len(ordered) > 1 else ():
             phase = "s" if not place else "f" if place == len(ordered) - 1 else "t"
-            middle = _us(stage.began_at) + _lasted(stage) / 2
+            # A write's end may be seen after its chunk was scattered: so the arrow touches the write as it begins.
+            inside = _us(stage.began_at) + (min(0.5, _lasted(stage) / 2) if phase == "t" else _lasted(stage) / 2)
             arrow = {"ph": phase, "name": "chunk", "cat": "chunk", "id": number, "pid": pid, "tid": tid}
-            yield arrow | {"ts": round(middle, 3)} | ({"bp": "e"} if phase == "f" else {})
+            yield arrow | {"ts": round(inside, 3)} | ({"bp": "e"} if phase == "f" else {})
 
 
 def write(trace: Trace, path: Path) -> None:

@@ -120,5 +120,30 @@ class Outbox:
         self._socket.close()
 
 
+class Bell:
+    """A descriptor that is readable from `ring` until `lower`."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def ring(self) -> None:
+        if native.ext is not None:
+            native.ext.raise_event(self._fd)
+        else:
+            os.eventfd_write(self._fd, 1)
+
+    def lower(self) -> None:
+        if native.ext is not None:
+            native.ext.lower_event(self._fd)
+        else:
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
 def _socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)

@@ -1,17 +1,20 @@
-"""Another process of this host to write to: memory that it shares is mapped here, the rest written by process number.
+"""Whom `local` writes to: a transport of this same process, or another process of this host, whose shared memory is
+mapped here and the rest written by process number.
 
-Layer 4, beneath local.py. Must not know tags, tickets or registered regions.
+Layer 4, beneath local.py. Must not know tags or tickets.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 
 from pdstage import native, shared
+from pdstage.errors import TransportError, UsageError
 from pdstage.transport.base import Mapped
 
 if TYPE_CHECKING:
@@ -19,13 +22,61 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pdstage.errors import TransportError
     from pdstage.layout import Region
     from pdstage.shared import Backing
     from pdstage.spans import Spans
     from pdstage.transport._peer import Process
+    from pdstage.transport.base import Ranges
 
 log = logging.getLogger(__name__)
+
+
+class Owner(Protocol):
+    """A transport, as far as one of the same process looks into it."""
+
+    own: Ranges
+
+
+class Here:
+    """A transport of this same process: the counterpart of `There`."""
+
+    lives: ClassVar[weakref.WeakValueDictionary[str, Owner]] = weakref.WeakValueDictionary()
+    """The process's transports by their inboxes; `close` takes one out."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def gone(self) -> bool:
+        return self._name not in self.lives
+
+    def close(self) -> None:
+        pass
+
+    def write(self, spans: Spans) -> tuple[int, TransportError | None]:
+        error = self.why_not(spans)
+        if error is not None:
+            return 0, error
+        copy(spans)
+        return int(spans.nbytes.sum()), None
+
+    def why_not(self, spans: Spans) -> TransportError | None:
+        """Another process survives a stray write; this one would take itself down."""
+        try:
+            self.lives[self._name].own.find(spans.dst, spans.nbytes)
+        except UsageError as error:
+            return TransportError(str(error), remedy="the peer unregistered memory that was still being written")
+        return None
+
+    def why_not_written(self, address: int) -> TransportError | None:
+        del address
+        return None
+
+    def unmap(self) -> None:
+        pass
+
+    def mapped(self, address: int, nbytes: int) -> Mapped | None:
+        transport = self.lives.get(self._name)
+        return Mapped(address, None) if transport is not None and transport.own.holds(address, nbytes) else None
 
 
 class There:

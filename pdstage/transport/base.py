@@ -182,8 +182,9 @@ class Transport(ABC):
     def mapped(self, peer: str, address: int, nbytes: int) -> Mapped | None:
         """Where those bytes of the peer's prepared memory lie in this process, if a plain copy can write them.
 
-        The caller writes them itself and then posts their tag with `notify`. No `disconnect` stops it: until it is
-        done, its write is in flight, whatever `stops_reads` and `fences` say.
+        The caller writes them itself, device memory with kernels of the device that its own memory lies on, and once
+        that is done posts their tag with `notify`. No `disconnect` stops it: until it is done, its write is in flight,
+        whatever `stops_reads` and `fences` say.
         """
         del peer, address, nbytes
         return None
@@ -228,10 +229,11 @@ class Transport(ABC):
 
 
 class Mapped(NamedTuple):
-    """A peer's memory in this process: it stays where it is while this value lives."""
+    """A peer's memory in this process: it stays where it is while this value lives. `kind` says who can write it."""
 
     address: int
     held: object
+    kind: str = "cpu"
 
 
 class Place(NamedTuple):

@@ -1,31 +1,35 @@
 """The transport within one host: a plain copy in one process and into memory that another process shares, and
-process_vm_writev(2) into the rest of another process's.
+process_vm_writev(2) into the rest of another process's; device memory by CUDA IPC.
 
 Layer 4. Must not know rooms, leases or what a tag means. Needs no package and no set-up: the embedded default.
 
 `post` copies before it returns, and its tag follows as a datagram; while the peer has no room for it, `Done` waits too.
 Memory from `pdstage.shared` is mapped by peers, whose callers may write there themselves (`mapped`). Nobody can stop a
 peer's writes into this process: `fences` is false, and only a peer's proved death fences.
+
+Device memory goes between memories of one kind only. `post` puts its copies in a stream and returns; the tag leaves
+when `poll` finds them done, also after `disconnect`: so `stops_reads` is false of such a peer.
 """
 
 from __future__ import annotations
 
-import os
 import select
-import weakref
 from collections import deque
+from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
-from pdstage import native, shared
+from pdstage import shared
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 from pdstage.layout import Region
 from pdstage.shared import Backing  # noqa: TC001  (msgspec resolves it at run time)
-from pdstage.transport._datagrams import MAX_NBYTES, Inbox, Outbox
-from pdstage.transport._mapped import There, copy
+from pdstage.transport import _cuda_ipc
+from pdstage.transport._datagrams import MAX_NBYTES, Bell, Inbox, Outbox
+from pdstage.transport._device import KIND, ON_DEVICE, Devices, Told, Views
+from pdstage.transport._mapped import Here, There
 from pdstage.transport._peer import Identity, Met, Process, allow_writers, own_identity
 from pdstage.transport.base import (
     Done,
@@ -53,8 +57,6 @@ if TYPE_CHECKING:
 
 _SHARE = 'let the peer expose only staging memory that it allocates itself (path="staged"), or do what is said above'
 
-_here: weakref.WeakValueDictionary[str, LocalTransport] = weakref.WeakValueDictionary()
-
 
 class _Description(msgspec.Struct, frozen=True, tag="pdstage.local.1", array_like=True):
     identity: Identity
@@ -62,48 +64,23 @@ class _Description(msgspec.Struct, frozen=True, tag="pdstage.local.1", array_lik
     regions: list[tuple[int, int]]
     shared: list[tuple[int, Backing]] = []
     """Which of them peers can map: base, and of what they are."""
+    devices: list[Told] = []
+    """What is registered of device memory; `regions` has none of it."""
 
-
-class _Here:
-    """A transport of this same process, as a target: the counterpart of `Process`."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def gone(self) -> bool:
-        return self._name not in _here
-
-    def close(self) -> None:
-        pass
-
-    def write(self, spans: Spans) -> tuple[int, TransportError | None]:
-        try:
-            _here[self._name].own.find(spans.dst, spans.nbytes)
-        except UsageError as error:  # another process survives a stray write; this one would take itself down
-            return 0, TransportError(str(error), remedy="the peer unregistered memory that was still being written")
-        copy(spans)
-        return int(spans.nbytes.sum()), None
-
-    def why_not_written(self, address: int) -> TransportError | None:
-        del address
-        return None
-
-    def unmap(self) -> None:
-        pass
-
-    def mapped(self, address: int, nbytes: int) -> Mapped | None:
-        transport = _here.get(self._name)
-        return Mapped(address, None) if transport is not None and transport.own.holds(address, nbytes) else None
+    def offered(self, peer: str, kind: str) -> Ranges:
+        told = [one.region() for one in self.devices] if kind == KIND else [Region(*pair) for pair in self.regions]
+        return Ranges(f"what peer {peer!r} registered", told)
 
 
 class _Link:
     """A connected peer: where to write, what may be written there, and its tags."""
 
-    def __init__(self, peer: str, description: _Description, target: There | _Here) -> None:
+    def __init__(self, peer: str, description: _Description, target: There | Here) -> None:
         self.peer = peer
         self.description = description
         self.target = target
         self.prepared = Ranges(f"what was prepared for peer {peer!r}")
+        self.views = Views()
         self.outbox = Outbox(description.inbox)
 
     def check_alive(self) -> None:
@@ -119,6 +96,14 @@ class _Link:
         return TransportError(
             f"the transport of peer {self.peer!r} is gone", remedy="fail its rooms; it may connect anew", peer=self.peer
         )
+
+
+class _Copy(NamedTuple):
+    """What follows a copy of device memory that is done."""
+
+    ticket: int
+    link: _Link
+    tag: bytes
 
 
 class LocalTransport(Transport):
@@ -149,29 +134,40 @@ class LocalTransport(Transport):
         self._events: deque[Event] = deque()
         self._tickets = count(1)
         self._closed = False
+        self._devices: Devices[_Copy] = Devices(self._load_cuda)
+        self._peers_on_devices: set[str] = set()
+        if self._has_cuda():
+            self.traits = replace(self.traits, kinds=self.traits.kinds | {KIND}, stops_reads=False)  # type: ignore[misc]
         self._inbox = Inbox()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = Bell()
         self._epoll = select.epoll()
         self._epoll.register(self._inbox, select.EPOLLIN)
         self._epoll.register(self._bell, select.EPOLLIN)
-        _here[self._inbox.name] = self
+        Here.lives[self._inbox.name] = self
+
+    _has_cuda = staticmethod(_cuda_ipc.is_here)
+    _load_cuda = staticmethod(_cuda_ipc.here)
 
     def register(self, regions: Sequence[Region]) -> None:
         self._check_open()
         check_kinds(regions, self.traits)
         self.own = self.own.with_regions(regions)
+        self._devices.register(regions)
         allow_writers()
 
     def unregister(self, regions: Sequence[Region]) -> None:
         self._check_open()
         self.own = self.own.without(regions)
+        self._devices.unregister(regions)
 
     def describe(self) -> bytes:
         self._check_open()
-        regions = [(region.base, region.nbytes) for region in self.own.regions]
-        backings = ((region.base, shared.backing(region.base, region.nbytes)) for region in self.own.regions)
+        regions = [(region.base, region.nbytes) for region in self.own.regions if region.kind != KIND]
+        backings = ((base, shared.backing(base, nbytes)) for base, nbytes in regions)
         mappable = [(base, backing) for base, backing in backings if backing is not None]
-        return write_description(_Description(self._identity, self._inbox.name, regions, mappable))
+        return write_description(
+            _Description(self._identity, self._inbox.name, regions, mappable, self._devices.told())
+        )
 
     def connect(self, peer: str, description: bytes) -> None:
         self._check_open()
@@ -198,10 +194,10 @@ class LocalTransport(Transport):
         self._check_open()
         self._met.add(peer, self._target(peer, read_description(peer, description, _Description, self.traits)))
 
-    def _target(self, peer: str, told: _Description) -> There | _Here:
+    def _target(self, peer: str, told: _Description) -> There | Here:
         told.identity.check_reachable_from(self._identity, peer)
         if told.identity == self._identity:
-            return _Here(told.inbox)
+            return Here(told.inbox)
         target = Process(told.identity, peer)
         try:
             target.check_holds(told.inbox)
@@ -214,31 +210,54 @@ class LocalTransport(Transport):
         link = self._link(peer)
         check_kinds(regions, self.traits)
         prepared = Ranges(link.prepared.whose, regions)
-        offered = Ranges(f"what peer {peer!r} registered", (Region(*pair) for pair in link.description.regions))
+        offered = {kind: link.description.offered(peer, kind) for kind in self.traits.kinds}
         for region in prepared.regions:
-            if not offered.holds(region.base, region.nbytes):
+            if not offered[region.kind].holds(region.base, region.nbytes):
                 raise not_registered(peer, region)
         target = link.target
+        views = self._views(link, prepared.regions)
+        on_host = [region for region in prepared.regions if region.kind != KIND]
         if isinstance(target, There):
-            target.map(link.description.shared, prepared.regions)
-        for region in prepared.regions:
+            target.map(link.description.shared, on_host)
+        for region in on_host:
             why_not = None if target.mapped(region.base, region.nbytes) else target.why_not_written(region.base)
             if why_not is not None:
                 raise PeerError(f"{region} is neither shared nor writable: {why_not}", remedy=_SHARE, region=region)
-        link.prepared = prepared
+        link.prepared, link.views = prepared, views
+        if views:
+            self._peers_on_devices.add(peer)
+
+    def _views(self, link: _Link, regions: Sequence[Region]) -> Views:
+        """Where device memory of the peer lies here. A handle is opened only in the life of the peer that gave it."""
+        if any(region.kind == KIND for region in regions):
+            link.check_alive()
+        same_process = isinstance(link.target, Here)
+        views = self._devices.views(link.peer, link.description.devices, regions, same_process=same_process)
+        if views:
+            link.check_alive()
+        return views
+
+    def traits_of(self, peer: str) -> Traits:
+        traits = type(self).traits
+        return replace(traits, **ON_DEVICE) if peer in self._peers_on_devices else traits
 
     def mapped(self, peer: str, address: int, nbytes: int) -> Mapped | None:
         link = self._links.get(peer)
-        return (
-            link.target.mapped(address, nbytes) if link is not None and link.prepared.holds(address, nbytes) else None
-        )
+        if link is None or not link.prepared.holds(address, nbytes):
+            return None
+        on_device = link.views.mapped(address, nbytes)
+        if on_device is not None and isinstance(link.target, There):
+            return on_device
+        on_host = link.target.mapped(address, nbytes)
+        return on_device if on_host is not None and on_device is not None else on_host
 
     def post(self, peer: str, spans: Spans, tag: bytes) -> int:
         link = self._link(peer)
-        check_spans(spans, self.traits)
-        self.own.find(spans.src, spans.nbytes)
-        link.prepared.find(spans.dst, spans.nbytes)
+        check_spans(spans, self.traits_of(peer))
+        kinds = {self.own.find(spans.src, spans.nbytes).kind, link.prepared.find(spans.dst, spans.nbytes).kind}
         self._check_tag(link, tag)
+        if KIND in kinds:
+            return self._post_on_device(link, spans, tag, kinds)
         written, error = link.target.write(spans)
         if error is not None and written == 0:
             raise error
@@ -248,6 +267,25 @@ class LocalTransport(Transport):
         else:
             self._put(link, ticket, tag)
         return ticket
+
+    def _post_on_device(self, link: _Link, spans: Spans, tag: bytes, kinds: set[str]) -> int:
+        if len(kinds) > 1:
+            raise UsageError("a post between host and device memory", remedy="keep both sides' memory on one kind")
+        error = link.target.why_not(spans) if isinstance(link.target, Here) else None
+        if error is not None:
+            raise error
+        ticket = next(self._tickets)
+        self._devices.start(_Copy(ticket, link, tag), spans, link.views)
+        return ticket
+
+    def _follow_copies(self) -> None:
+        for (ticket, link, tag), error, settled in self._devices.ended():
+            if error is not None:
+                self._tell(PostFailed(ticket, error, settled))
+            elif tag and self._links.get(link.peer) is not link:
+                self._tell(PostFailed(ticket, _disconnected(link.peer)))
+            else:
+                self._put(link, ticket, tag)
 
     def notify(self, peer: str, tag: bytes) -> int:
         link = self._link(peer)
@@ -271,31 +309,35 @@ class LocalTransport(Transport):
     def poll(self) -> list[Event]:
         if self._closed:
             return []
+        self._follow_copies()
         for link in self._blocked.copy():
             self._send(link)
         events = list(self._events)
         if events:
             self._events.clear()
-            _lower(self._bell)
+            self._bell.lower()
         events.extend(map(Inbound, self._inbox.receive()))
         return events
 
     def filenos(self) -> Sequence[int]:
-        return () if self._closed else (self._epoll.fileno(),)
+        """None while copies are under way on a device, which announces the end of none."""
+        return () if self._closed or self._devices.under_way() else (self._epoll.fileno(),)
 
     def disconnect(self, peer: str) -> None:
         link = self._links.pop(peer, None)
         if link is not None:
-            self._give_up(link, TransportError(f"peer {peer!r} was disconnected before it took the tag"))
+            self._give_up(link, _disconnected(peer))
             self._blocked.discard(link)
             link.outbox.close()
             link.target.unmap()
+            link.views = Views()
 
     def proved_dead(self, peer: str) -> bool:
         return self._met.all_gone(peer)
 
     def forget(self, peer: str) -> None:
         self._met.forget(peer)
+        self._peers_on_devices.discard(peer)
 
     def close(self) -> None:
         if self._closed:
@@ -303,12 +345,13 @@ class LocalTransport(Transport):
         for peer in list(self._links):
             self.disconnect(peer)
         self._closed = True
-        _here.pop(self._inbox.name, None)
+        Here.lives.pop(self._inbox.name, None)
         self._met.close()
+        self._devices.close()
         self._events.clear()
         self._epoll.close()
         self._inbox.close()
-        os.close(self._bell)
+        self._bell.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -323,7 +366,7 @@ class LocalTransport(Transport):
 
     def _tell(self, event: Event) -> None:
         if not self._events:
-            _raise(self._bell)
+            self._bell.ring()
         self._events.append(event)
 
     def _send(self, link: _Link) -> None:
@@ -345,18 +388,8 @@ class LocalTransport(Transport):
             self._tell(PostFailed(ticket, error))
 
 
-def _raise(bell: int) -> None:
-    if native.ext is not None:
-        native.ext.raise_event(bell)
-    else:
-        os.eventfd_write(bell, 1)
-
-
-def _lower(bell: int) -> None:
-    if native.ext is not None:
-        native.ext.lower_event(bell)
-    else:
-        os.eventfd_read(bell)
+def _disconnected(peer: str) -> TransportError:
+    return TransportError(f"peer {peer!r} was disconnected before it took the tag")
 
 
 TRANSPORT = LocalTransport

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pdstage.bench import curves, gpu, gpu_kernels, harness, shapes, variants
+from pdstage.bench import curves, gpu, gpu_ipc, gpu_kernels, harness, shapes, variants
 from pdstage.errors import UsageError
 from pdstage.plan import Staging
 
@@ -145,6 +145,8 @@ def test_sections_give_rows(bed):
     needed = {(row.point["way"], row.point["wanted"]): row for row in rows if row.point["table"] == "sms needed"}
     assert set(needed) == {(way, n) for way in ("gather", "scatter") for n in (50, 400)}
     assert {row.target for row in needed.values()} == {2, 16}
+    rows = finite(gpu_ipc.rows(bed, True, TINY))
+    assert {row.point["run_nbytes"] for row in rows} == set(gpu_ipc.RUN_NBYTES)
     rows = finite(gpu_kernels.launch(bed, True, 64))
     assert [row.target for row in rows] == [15, 15]
 

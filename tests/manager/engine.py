@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pdstage import Config, DecodeNode, Pool, PrefillNode, Topology
-from pdstage.layout import ALL_TOKENS, Owned
+from pdstage.layout import ALL_TOKENS, Layout, Owned
 from pdstage.manager.node import Node
 from pdstage.tensors import build, paged_hnd, paged_nhd
 from pdstage.topology import shard_range
@@ -42,12 +42,15 @@ class Rank:
         self.page, self.hnd, self.n_pages, self.layers = page, hnd, n_pages, layers
         inner = (len(self.heads), page) if hnd else (page, len(self.heads))
         self.k, self.v = ([np.zeros((n_pages, *inner, DIM), np.uint8) for _ in range(layers)] for _ in "kv")
-        make = paged_hnd if hnd else paged_nhd
         self.topology = Topology(tp_size=tp, tp_rank=rank, cp_size=owned.size, cp_rank=owned.rank)
         self.owned = owned
-        layout = build(make(self.k, self.v, total_heads=HEADS, tp=(tp, rank)), owned={"kv": owned})
-        self.pool = Pool.of(layout, keep=(self.k, self.v))
+        self.pool = Pool.of(self.layout_of(), keep=(self.k, self.v))
         self._free = list(np.random.default_rng(rank).permutation(n_pages))
+
+    def layout_of(self) -> Layout:
+        """Of the tensors where they are now."""
+        make, tp = paged_hnd if self.hnd else paged_nhd, (self.topology.tp_size, self.topology.tp_rank)
+        return build(make(self.k, self.v, total_heads=HEADS, tp=tp), owned={"kv": self.owned})
 
     def allocate(self, tokens: int) -> np.ndarray:
         n = -(-tokens // self.page)

@@ -31,6 +31,8 @@ VARIANTS = {
     "local-same": Variant("local", "same"),
     "local-two": Variant("local+shared", "two"),
     "local-numpy": Variant("local", "apart", {"PDSTAGE_NATIVE": "no"}),
+    "local-cuda-same": Variant("local-double+cuda", "same"),
+    "local-cuda-two": Variant("local-double+cuda", "two"),
     "auto-two": Variant("auto", "two"),
     "nixl-same": Variant("nixl", "same"),
     "nixl-two": Variant("nixl", "two"),
@@ -54,7 +56,7 @@ def _params(*, processes: bool = False) -> list[object]:
     for name, variant in VARIANTS.items():
         if processes and variant.where == "same":
             continue
-        why_not = reasons.get(variant.transport, "")
+        why_not = reasons.get(variant.transport.partition("+")[0], "")
         params.append(pytest.param(variant, id=name, marks=[pytest.mark.skip(reason=why_not)] if why_not else []))
     return params
 

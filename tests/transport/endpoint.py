@@ -39,13 +39,23 @@ PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 4, 2
 class Endpoint:
     """A transport and one registered region of NBYTES, addressed by offsets here and by addresses at the peer.
 
-    `name` is the transport's, with "+shared" for memory that peers can map.
+    `name` is the transport's, with "+shared" for memory that peers can map, "+cuda" for the double's device memory.
     """
+
+    kind = "cpu"
 
     def __init__(self, name: str, **options: object) -> None:
         transport, _, kind = name.partition("+")
-        memory = shared.allocate(NBYTES) if kind else np.zeros(NBYTES, np.uint8)
+        self.kind = kind if kind == "cuda" else "cpu"
+        memory = shared.allocate(NBYTES) if kind == "shared" else self.allocate()
         self.own(open_transport(transport, **options), memory)
+
+    def allocate(self) -> np.ndarray:
+        if self.kind == "cpu":
+            return np.zeros(NBYTES, np.uint8)
+        from transport import cuda_double  # noqa: PLC0415  (imports `local`, which others are tried without)
+
+        return cuda_double.RUNTIME.allocate(NBYTES).view
 
     def own(self, transport: Transport, memory: np.ndarray) -> None:
         self.transport = transport
@@ -55,11 +65,11 @@ class Endpoint:
         self.transport.register([self.region()])
 
     def region(self) -> Region:
-        return Region(self.base, NBYTES)
+        return Region(self.base, NBYTES, self.kind)
 
     def register_more(self) -> Region:
-        self.more.append(np.zeros(NBYTES, np.uint8))
-        region = Region(self.more[-1].ctypes.data, NBYTES)
+        self.more.append(self.allocate())
+        region = Region(self.more[-1].ctypes.data, NBYTES, self.kind)
         self.transport.register([region])
         return region
 
@@ -115,8 +125,11 @@ class Endpoint:
         return events, self.read(offset, nbytes) if seen else b""
 
     def readable(self, timeout_s: float) -> bool:
-        waiter = select.poll()
-        for fd in self.transport.filenos():
+        """Also while there is nothing to wait on: then it must be asked."""
+        waiter, fds = select.poll(), self.transport.filenos()
+        if not fds:
+            return True
+        for fd in fds:
             waiter.register(fd, select.POLLIN)
         return bool(waiter.poll(timeout_s * 1e3))
 
@@ -146,6 +159,14 @@ class Endpoint:
 
     def close(self) -> None:
         self.transport.close()
+        if self.kind == "cuda":
+            self.give_up()
+
+    def give_up(self) -> None:
+        from transport import cuda_double  # noqa: PLC0415
+
+        for memory in (self.memory, *self.more):
+            cuda_double.RUNTIME.give_up(memory.ctypes.data)
 
     def pid(self) -> int:
         return os.getpid()
@@ -224,7 +245,12 @@ def _enter(netns: str) -> None:
 def _serve(pipe: object, name: str, netns: str, options: dict[str, object]) -> None:
     if netns:
         _enter(netns)
-    endpoint = Endpoint(name, **options)
+    make = Endpoint
+    if "+gpu" in name:
+        from gpu.endpoint import GpuEndpoint  # noqa: PLC0415  (torch, and a GPU)
+
+        make = GpuEndpoint
+    endpoint = make(name, **options)
     pipe.send((True, endpoint.region()))
     while True:
         try:
@@ -234,7 +260,7 @@ def _serve(pipe: object, name: str, netns: str, options: dict[str, object]) -> N
         try:
             if verb == "renew":
                 endpoint.close()
-                endpoint = Endpoint(name, **options)
+                endpoint = make(name, **options)
                 result = endpoint.region()
             else:
                 result = getattr(endpoint, verb)(*args)

@@ -13,6 +13,7 @@ from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
 from pdstage.transport import open_transport
 from pdstage.transport._auto import AutoTransport
+from pdstage.transport._device import Views
 from pdstage.transport.base import Done, Figures, read_description, write_description
 from pdstage.transport.local import LocalTransport, _Description
 
@@ -25,6 +26,9 @@ class Far(LocalTransport):
     """Moves device memory as well; a stand-in for a fabric, without a library."""
 
     traits = replace(LocalTransport.traits, name="far", kinds=frozenset({"cpu", "cuda"}), post_blocks=False)
+
+    def _views(self, link: object, regions: object) -> Views:
+        return Views()  # no device is looked for
 
 
 def auto() -> AutoTransport:

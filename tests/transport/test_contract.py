@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -189,7 +190,8 @@ def test_nothing_is_writable_before_prepare(pair):
 
 
 def test_prepare_replaces_and_narrows(linked):
-    linked.a.prepare("b", [Region(linked.b.base, 4096), Region(linked.b.base + 8192, 4096)])
+    whole = linked.b.region()
+    linked.a.prepare("b", [replace(whole, nbytes=4096), replace(whole, base=whole.base + 8192, nbytes=4096)])
     linked.a.fill(0, data := noise(64))
     linked.post([(0, 4032, 64), (0, 8192, 64)], b"edges")
     linked.log.until(lambda: linked.log.tags(linked.b))
@@ -201,7 +203,7 @@ def test_prepare_replaces_and_narrows(linked):
 
 def test_prepare_of_what_the_peer_has_not_registered_is_refused(linked):
     with pytest.raises(PeerError, match="not registered"):
-        linked.a.prepare("b", [Region(linked.b.base, NBYTES + 1)])
+        linked.a.prepare("b", [replace(linked.b.region(), nbytes=NBYTES + 1)])
     linked.deliver(b"the old state stays")
 
 
@@ -290,6 +292,8 @@ def test_filenos_tell_when_to_poll(linked):
     assert not linked.b.readable(0)
     assert not linked.a.readable(0)
     linked.post([(0, 0, 8)], b"tag")
+    if not linked.a.n_filenos():
+        pytest.skip("this transport must be asked while a post is under way")
     assert linked.b.readable(DEADLINE_S)
     assert linked.a.readable(DEADLINE_S)
     linked.log.until(lambda: linked.log.tags(linked.b) and linked.log.done(linked.a))

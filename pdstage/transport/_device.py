@@ -1,0 +1,293 @@
+"""Device memory in transport `local`: what peers may open of ours, where theirs lies here, and copies under way.
+
+Layer 4, beneath local.py, above _cuda_ipc.py. Must not know tags or sockets.
+
+A copy is put in a stream of the transport's own and followed by an event, which `poll` asks for and nobody waits for.
+What it writes stays mapped until the event says that it is done, whatever became of the peer or of the transport.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from pdstage.errors import PeerError, TransportError, UsageError
+from pdstage.layout import Region
+from pdstage.transport._cuda_ipc import Block  # noqa: TC001  (msgspec resolves it at run time)
+from pdstage.transport.base import Mapped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pdstage.spans import Spans
+    from pdstage.transport._cuda_ipc import Cuda, Mapping
+    from pdstage.transport.base import Ints
+
+log = logging.getLogger(__name__)
+
+KIND = "cuda"
+ON_DEVICE: dict[str, Any] = {
+    "kinds": frozenset({"cpu", KIND}), "max_descriptors": 4096, "post_blocks": False, "stops_reads": False,
+    "bytes_per_s": 50e9, "descriptor_s": 3e-6, "post_s": 20e-6,
+}  # fmt: skip
+"""What is other of a peer whose device memory is written. The figures are guesses: no GPU was there to measure them."""
+_OTHER_WAY = "use another transport between the two (auto does), or what is said above"
+
+Word = TypeVar("Word")
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True):
+    """One region as its owner tells of it: `block` opens the allocation that it lies in, or `why_not` says why none."""
+
+    base: int
+    nbytes: Annotated[int, Meta(gt=0)]
+    device: int
+    block: Block | None = None
+    why_not: str = ""
+
+    def region(self) -> Region:
+        return Region(self.base, self.nbytes, KIND, self.device)
+
+
+class _View(NamedTuple):
+    """A peer's region here: bytes at `base` there lie at `base + shift`, for as long as `held` lives."""
+
+    base: int
+    nbytes: int
+    shift: int
+    held: Mapping | None
+
+
+class Views:
+    """Where the device memory lies that was prepared of one peer."""
+
+    def __init__(self, views: Iterable[_View] = ()) -> None:
+        self._views = tuple(views)
+
+    def __bool__(self) -> bool:
+        return bool(self._views)
+
+    def mapped(self, address: int, nbytes: int) -> Mapped | None:
+        for view in self._views:
+            if view.base <= address and address + nbytes <= view.base + view.nbytes:
+                return Mapped(address + view.shift, view.held, KIND)
+        return None
+
+    def here(self, addresses: Ints) -> tuple[Ints, list[Mapping | None]]:
+        """Addresses of the peer as they are here, and what keeps them so. They lie in regions that were prepared."""
+        shifted = addresses.copy()
+        held = []
+        for view in self._views:
+            inside = (addresses >= view.base) & (addresses < view.base + view.nbytes)
+            if inside.any():
+                shifted[inside] += view.shift
+                held.append(view.held)
+        return shifted, held
+
+
+class Devices(Generic[Word]):
+    """The device memory of one transport. `load` gives CUDA, the first time that there is some."""
+
+    def __init__(self, load: Callable[[], Cuda]) -> None:
+        self._load = load
+        self._told: dict[Region, Told] = {}
+        self._copies: dict[int, Copies[Word]] = {}
+        self._said: set[str] = set()
+
+    def register(self, regions: Iterable[Region]) -> None:
+        """Memory that cannot be exported may be read by our posts; peers are told why they cannot write it."""
+        for region in regions:
+            if region in self._told or region.kind != KIND:
+                continue
+            block, why_not = None, ""
+            try:
+                block = self._load().export(region.base, region.nbytes)
+            except (UsageError, TransportError) as error:
+                why_not = str(error)
+                log.info("peers cannot map %s: %s", region, error)
+            self._told[region] = Told(region.base, region.nbytes, region.device, block, why_not)
+
+    def unregister(self, regions: Iterable[Region]) -> None:
+        for region in regions:
+            self._told.pop(region, None)
+
+    def told(self) -> list[Told]:
+        return list(self._told.values())
+
+    def views(self, peer: str, told: Sequence[Told], regions: Sequence[Region], *, same_process: bool) -> Views:
+        """Maps what of `regions` lies on a device. Raises `PeerError`, saying why, where one cannot be written."""
+        wanted = [region for region in regions if region.kind == KIND]
+        if not wanted and not self._told:
+            return Views()
+        ours = {region.device for region in self._told}
+        if not wanted or len(ours) != 1:
+            what = f"this rank has registered memory of {len(ours)} devices, and peer {peer!r} {len(wanted)} regions"
+            raise PeerError(f"{what} of device memory", remedy="local needs one device here, and device memory there")
+        (device,) = ours
+        holders = [next(one for one in told if _inside(region, one)) for region in wanted]
+        cuda = self._load()
+        try:
+            views = [self._view(peer, one, cuda, device, same_process=same_process) for one in dict.fromkeys(holders)]
+            self.copies(device)
+        except cuda.error as error:
+            raise self._refused(peer, str(error)) from error
+        return Views(views)
+
+    def _view(self, peer: str, told: Told, cuda: Cuda, device: int, *, same_process: bool) -> _View:
+        block = told.block
+        if same_process:
+            if told.device != device:
+                self._check_access(peer, cuda, device, told.device)
+                cuda.allow(device, told.device)
+            return _View(told.base, told.nbytes, 0, None)
+        if block is None:
+            raise self._refused(peer, told.why_not or "it exports no device memory")
+        if not block.base <= told.base <= told.base + told.nbytes <= block.base + block.nbytes:
+            raise PeerError(f"peer {peer!r} tells of memory outside its allocation", remedy="trust that peer no more")
+        seen = cuda.ordinal(block.uuid)
+        if seen is not None:  # else the driver alone can say, when it is asked to map it
+            self._check_access(peer, cuda, device, seen)
+        try:
+            mapping = cuda.open(block, device)
+        except TransportError as error:
+            raise self._refused(peer, str(error)) from error
+        return _View(told.base, told.nbytes, mapping.address - block.base, mapping)
+
+    def _check_access(self, peer: str, cuda: Cuda, device: int, other: int) -> None:
+        if not cuda.can_access(device, other):
+            raise self._refused(peer, f"device {device} cannot access device {other}")
+
+    def _refused(self, peer: str, why: str) -> PeerError:
+        if why not in self._said:
+            self._said.add(why)
+            log.warning("device memory of peers is not mapped: %s", why)
+        return PeerError(f"device memory of peer {peer!r} is not mapped: {why}", remedy=_OTHER_WAY, peer=peer)
+
+    def copies(self, device: int) -> Copies[Word]:
+        if device not in self._copies:
+            self._copies[device] = Copies(self._load(), device)
+        return self._copies[device]
+
+    def start(self, word: Word, spans: Spans, views: Views) -> None:
+        """Begins a copy of device memory; `ended` gives `word` back. Raises `TransportError`: then nothing moves."""
+        dst, held = views.here(spans.dst)
+        (copies,) = self._copies.values()
+        copies.start(word, spans._replace(dst=dst), held)
+
+    def ended(self) -> list[Ended[Word]]:
+        return [one for copies in self._copies.values() for one in copies.ended()]
+
+    def under_way(self) -> bool:
+        return any(copies.running for copies in self._copies.values())
+
+    def close(self) -> None:
+        for copies in self._copies.values():
+            copies.close()
+        self._copies.clear()
+        self._told.clear()
+
+
+def _inside(region: Region, told: Told) -> bool:
+    return told.base <= region.base and region.base + region.nbytes <= told.base + told.nbytes
+
+
+class Ended(NamedTuple, Generic[Word]):
+    """A copy that is over. Not `settled`: the device failed, and what of it may still land is unknown."""
+
+    word: Word
+    error: TransportError | None
+    settled: bool = True
+
+
+class _Running(NamedTuple, Generic[Word]):
+    word: Word
+    event: int
+    held: object
+    error: TransportError | None
+
+
+_orphans: list[Copies[Any]] = []
+"""Of transports that were closed with copies under way: their mappings stay until those have ended."""
+_orphans_lock = threading.Lock()
+
+
+class Copies(Generic[Word]):
+    """Copies in one stream of one device, in their order."""
+
+    def __init__(self, cuda: Cuda, device: int) -> None:
+        self._cuda, self._device = cuda, device
+        self.running: deque[_Running[Word]] = deque()
+        self._spare: list[int] = []
+        self._stream = cuda.new_stream(device)
+        reap()
+
+    def start(self, word: Word, spans: Spans, held: object) -> None:
+        """Raises `TransportError`, and then nothing moves; a fault after the first span is told with the ending."""
+        cuda, failed, n_begun = self._cuda, None, 0
+        try:
+            with cuda.on(self._device):
+                event = self._spare.pop() if self._spare else cuda.new_event(self._device)
+                columns = zip(spans.dst.tolist(), spans.src.tolist(), spans.nbytes.tolist(), strict=True)
+                try:
+                    for dst, src, nbytes in columns:
+                        cuda.copy(dst, src, nbytes, self._stream)
+                        n_begun += 1
+                except cuda.error as error:
+                    failed = _failed(error)
+                    if not n_begun:
+                        raise
+                cuda.record(event, self._stream)
+        except cuda.error as error:
+            if not n_begun:
+                raise _failed(error) from error
+            failed, event = _failed(error), 0
+        self.running.append(_Running(word, event, held, failed))
+
+    def ended(self) -> list[Ended[Word]]:
+        if not self.running:
+            return []
+        ended = []
+        try:
+            with self._cuda.on(self._device):
+                while self.running and self.running[0].event and self._cuda.done(self.running[0].event):
+                    one = self.running.popleft()
+                    self._spare.append(one.event)
+                    ended.append(Ended(one.word, one.error))
+            broken = bool(self.running) and not self.running[0].event
+            failed = self.running[0].error if broken else None
+        except self._cuda.error as error:
+            broken, failed = True, _failed(error)
+        if broken:  # a device that failed answers nothing ever again
+            ended += [Ended(one.word, one.error or failed, settled=False) for one in self.running]
+            self.running.clear()
+        return ended
+
+    def close(self) -> None:
+        """Gives the stream back, or leaves that to `reap` while copies are under way."""
+        if self.running:
+            with _orphans_lock:
+                _orphans.append(self)
+            return
+        try:
+            with self._cuda.on(self._device):
+                self._cuda.free(self._stream, self._spare)
+        except self._cuda.error as error:
+            log.warning("a stream is not given back: %s", error)
+
+
+def reap() -> None:
+    """Gives back what closed transports left under way and has ended."""
+    with _orphans_lock:
+        left, _orphans[:] = _orphans[:], []
+    for copies in left:
+        copies.ended()
+        copies.close()
+
+
+def _failed(error: Exception) -> TransportError:
+    return TransportError(f"a copy on the device failed: {error}", remedy="see the device's log; restart this process")

@@ -1,0 +1,61 @@
+"""An endpoint of transport `local` over a GPU's memory, for the contract suite, and in a process of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transport.endpoint import NBYTES, Endpoint
+
+from pdstage.layout import Region
+from pdstage.transport import open_transport
+
+
+class GpuEndpoint(Endpoint):
+    """Of "local+gpu" or "local+gpu:1". Its memory is torch's, in blocks that hold other tensors too."""
+
+    def __init__(self, name: str) -> None:
+        transport, _, place = name.partition("+")
+        self.device = torch.device(place.replace("gpu", "cuda"))
+        self.kind = self.device.type
+        self.own(open_transport(transport), self.allocate())
+
+    def allocate(self):
+        torch.empty(1 << 20, dtype=torch.uint8, device=self.device)
+        memory = torch.zeros(NBYTES, dtype=torch.uint8, device=self.device)
+        self.finish_work()
+        return memory
+
+    def finish_work(self):
+        if self.kind == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def own(self, transport, memory):
+        self.transport, self.memory, self.base = transport, memory, memory.data_ptr()
+        self.more = []
+        transport.register([self.region()])
+
+    def _region_of(self, memory):
+        return Region(memory.data_ptr(), NBYTES, self.kind, self.device.index or 0)
+
+    def region(self):
+        return self._region_of(self.memory)
+
+    def register_more(self):
+        self.more.append(self.allocate())
+        region = self._region_of(self.more[-1])
+        self.transport.register([region])
+        return region
+
+    def fill(self, offset, data):
+        held = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+        self.memory[offset : offset + len(data)] = held.to(self.device)
+        self.finish_work()
+
+    def read(self, offset, nbytes):
+        return self.memory[offset : offset + nbytes].cpu().numpy().tobytes()
+
+    def read_more(self, nbytes):
+        return self.more[-1][:nbytes].cpu().numpy().tobytes()
+
+    def give_up(self):
+        """Torch keeps the block: nothing is freed that a peer may have open."""

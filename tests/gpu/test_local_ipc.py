@@ -1,0 +1,142 @@
+"""What only CUDA IPC brings: gathers straight into another process's memory, handles that go stale, rooms of nodes."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("msgspec")
+pytest.importorskip("zmq")
+pytest.importorskip("cupy")
+
+from gpu import ranks  # noqa: E402  (needs torch)
+from gpu.endpoint import GpuEndpoint  # noqa: E402
+from gpu.plain import Plain, block  # noqa: E402
+from transport.endpoint import NBYTES, Log, Remote  # noqa: E402
+
+from pdstage import State  # noqa: E402
+from pdstage.control.bootstrap import BootstrapServer  # noqa: E402
+from pdstage.errors import PeerError, TransportError  # noqa: E402
+from tests.manager.engine import drive, prefill_node  # noqa: E402
+
+ITEMS = [3, 60, 8, 8, 0]
+TARGETS = [pytest.param("gpu:0", id="same-gpu"), pytest.param("gpu:1", id="peer-gpu", marks=pytest.mark.multigpu)]
+spawn = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(params=TARGETS)
+def ends(request):
+    """`a` here on GPU 0, and a process with memory on the target."""
+    if request.param == "gpu:1" and not torch.cuda.can_device_access_peer(0, 1):
+        pytest.skip("device 0 cannot access device 1")
+    a, b = GpuEndpoint("local+gpu:0"), Remote(f"local+{request.param}")
+    a.connect("b", b.describe())
+    a.prepare("b", [b.region()])
+    yield a, b
+    a.close()
+    b.shut()
+
+
+@pytest.mark.gpu
+def test_one_pass_into_a_peers_memory_equals_two(ends, variant):
+    """Gathered where it belongs, its event seen, its tag sent; and gathered into staging, then posted."""
+    a, b = ends
+    plain, stream, log = Plain(variant, n_views=5, width=384), torch.cuda.Stream(), Log(a, b)
+    out = plain.staging(len(ITEMS))
+    nbytes = out.numel()
+    mapped = a.transport.mapped("b", b.base + 4096, nbytes)
+    assert mapped.kind == "cuda"
+    busy = block(stream)
+    lists = plain.list(ITEMS, on_device=False), plain.tokens(len(ITEMS))
+    plain.plan.gather(mapped.address, nbytes, *lists, stream=stream)
+    done = stream.record_event()
+    assert not busy.query()
+    assert b.read(4096, nbytes) == bytes(nbytes), "the kernel cannot have run yet"
+    log.until(done.query)
+    one = a.transport.notify("b", b"one pass")
+    torch.cuda.synchronize()
+    plain.gather(out, ITEMS, on_device=False)
+    torch.cuda.synchronize()
+    a.memory[:nbytes] = out
+    a.finish_work()
+    two = a.post("b", [(0, b.base + NBYTES // 2, nbytes)], b"two passes")
+    log.until(lambda: log.done(a) == [one, two] and log.tags(b) == [b"one pass", b"two passes"])
+    staged = plain.expected(ITEMS).cpu().numpy().tobytes()
+    assert b.read(4096, nbytes) == staged
+    assert b.read(NBYTES // 2, nbytes) == staged
+    assert b.read(0, 4096) == bytes(4096)
+    assert b.read(4096 + nbytes, 4096) == bytes(4096)
+
+
+@pytest.mark.gpu
+def test_a_copy_to_a_process_that_is_killed_harms_nobody(ends):
+    """The memory stays until what was mapped is given up, and this process's context is whole."""
+    a, b = ends
+    mapped = a.transport.mapped("b", b.base, NBYTES)
+    stream = torch.cuda.Stream(0)
+    busy = block(stream)
+    b.kill()
+    with pytest.raises(TransportError, match="peer 'b'"):
+        a.post("b", [(0, b.base, 64)], b"tag")
+    log = Log(a)
+    log.until(busy.query)
+    a.disconnect("b")
+    log.until(lambda: a.proved_dead("b"))
+    assert mapped.address
+    del mapped
+    a.fill(0, b"whole")
+    assert a.read(0, 5) == b"whole"
+
+
+@pytest.mark.gpu
+def test_a_stale_handle_is_refused(ends):
+    a, b = ends
+    stale, region = b.describe(), b.region()
+    b.renew()
+    a.disconnect("b")
+    with pytest.raises((PeerError, TransportError)):
+        a.connect("b", stale)
+        a.prepare("b", [region])
+    a.connect("b", b.describe())
+    region = b.region()
+    b.kill()
+    with pytest.raises(TransportError):
+        a.prepare("b", [region])
+
+
+@pytest.mark.gpu
+def test_memory_of_expandable_segments_is_refused_in_words():
+    a = GpuEndpoint("local+gpu:0")
+    b = Remote("local+gpu:0", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    try:
+        a.connect("b", b.describe())
+        with pytest.raises(PeerError, match="expandable_segments"):
+            a.prepare("b", [b.region()])
+    finally:
+        b.shut()
+        a.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("transport", ["local", "auto"])
+def test_rooms_between_two_processes(target, transport):
+    """Prefill here, decode in another process, on one GPU and on two; `auto` goes by `local` between them."""
+    rank, (ours, theirs) = ranks.GpuRank("cuda:0"), spawn.Pipe()
+    with BootstrapServer("127.0.0.1:0") as server:
+        args = (theirs, server.address, target.replace("gpu", "cuda"), transport)
+        process = spawn.Process(target=ranks.serve_decode, args=args, daemon=True)
+        with prefill_node(rank, server.address, transport=transport, path="staged") as node:
+            process.start()
+            try:
+                senders = ranks.send(node, rank)
+                drive([node], lambda: all(sender.released for sender in senders) and ours.poll(), 60)
+                assert ours.recv() == [(int(State.SUCCESS), True)] * ranks.N_ROOMS
+                assert node.stats()["sessions_over_local"] == 1
+                ours.send("end")
+                process.join(60)
+            finally:
+                process.kill()
+                process.join()

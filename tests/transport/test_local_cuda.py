@@ -1,0 +1,451 @@
+"""Device memory over `local`, on the double of CUDA: what CUDA IPC asks for, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from transport import cuda_double
+from transport.cuda_double import MANAGED, POOL, VIRTUAL, Broken, LocalDouble, Runtime, cuda_of
+from transport.endpoint import NBYTES, Endpoint, Log, Remote
+from transport.postbox import Postbox
+
+from pdstage.errors import PeerError, TransportError, UsageError
+from pdstage.layout import Region
+from pdstage.transport import Done, PostFailed, Spans
+from pdstage.transport._auto import AutoTransport
+from pdstage.transport.base import read_description, write_description
+from pdstage.transport.local import LocalTransport, _Description
+
+DEVICE = "local-double+cuda"
+
+
+@pytest.fixture(scope="module")
+def stock() -> object:
+    b = Remote(DEVICE)
+    yield b
+    b.shut()
+
+
+def use(runtime: Runtime, monkeypatch) -> Runtime:
+    """It is this process's CUDA for one test."""
+    cuda = cuda_of(runtime)
+    monkeypatch.setattr(cuda_double, "RUNTIME", runtime)
+    monkeypatch.setattr(LocalDouble, "_load_cuda", staticmethod(lambda: cuda))
+    return runtime
+
+
+@pytest.fixture
+def runtime(monkeypatch) -> Runtime:
+    """This process's own, for one test."""
+    runtime = use(Runtime(), monkeypatch)
+    yield runtime
+    gc.collect()
+    assert not runtime.n_open(), "a mapping was not closed"
+    assert not runtime.streams, "a stream was not given back"
+
+
+@pytest.fixture
+def ends(runtime, stock) -> object:
+    stock.renew()
+    a = Endpoint(DEVICE)
+    a.connect("b", stock.describe())
+    a.prepare("b", [stock.region()])
+    yield a, stock
+    a.close()
+
+
+def altered(b, **changes) -> bytes:
+    """The description of `b`, one field of its one region changed."""
+    told = read_description("b", b.describe(), _Description, LocalTransport.traits)
+    (region,) = told.devices
+    return write_description(msgspec.structs.replace(told, devices=[msgspec.structs.replace(region, **changes)]))
+
+
+def block_of(b):
+    (region,) = read_description("b", b.describe(), _Description, LocalTransport.traits).devices
+    return region.block
+
+
+def test_a_post_is_over_when_its_event_is_and_the_tag_leaves_then(ends, runtime):
+    a, b = ends
+    runtime.held = True
+    a.fill(0, b"device")
+    ticket = a.post("b", [(0, b.base + 64, 6)], b"tag")
+    assert not a.n_filenos(), "nothing announces the end of a copy: the transport must be asked"
+    assert a.poll() == []
+    assert b.poll() == []
+    assert b.read(64, 6) == bytes(6)
+    runtime.held = False
+    log = Log(a, b)
+    log.until(lambda: log.ended(a) == [Done(ticket)] and log.tags(b) == [b"tag"])
+    assert b.read(63, 8) == b"\0device\0"
+    assert a.n_filenos() == 1
+
+
+def test_a_copy_in_flight_ends_after_disconnect_and_its_mapping_stays_so_long(ends, runtime):
+    a, b = ends
+    assert not a.traits("b").stops_reads
+    runtime.held = True
+    a.fill(0, b"late")
+    tickets = [a.post("b", [(0, b.base, 4)], tag) for tag in (b"told", b"")]
+    a.disconnect("b")
+    assert runtime.n_open() == 1
+    assert not a.traits("b").stops_reads
+    assert a.poll() == []
+    runtime.held = False
+    log = Log(a)
+    log.until(lambda: len(log.ended(a)) == 2)
+    failed, done = log.ended(a)
+    assert isinstance(failed, PostFailed)
+    assert [failed.ticket, done.ticket] == tickets
+    assert failed.settled
+    assert isinstance(done, Done)
+    assert b.read(0, 4) == b"late"
+    assert not runtime.n_open()
+    a.transport.forget("b")
+    assert a.traits("b").stops_reads
+
+
+def test_what_a_closed_transport_left_in_flight_is_given_back_when_it_has_ended(ends, runtime):
+    a, b = ends
+    runtime.held = True
+    a.post("b", [(0, b.base, 4)], b"tag")
+    a.close()
+    assert runtime.n_open() == 1, "closed while a copy writes it"
+    runtime.held = False
+    for _ in range(3):
+        other = Endpoint(DEVICE)
+        other.transport._devices.copies(0)
+        other.close()
+    assert not runtime.n_open()
+
+
+def test_a_gather_may_go_straight_into_a_peers_memory(ends, runtime):
+    a, b = ends
+    mapped = a.transport.mapped("b", b.base + 128, 64)
+    assert mapped.kind == "cuda"
+    ctypes.memset(mapped.address, 7, 64)  # as a kernel would
+    ticket = a.transport.notify("b", b"tag")
+    log = Log(a, b)
+    log.until(lambda: log.done(a) == [ticket] and log.tags(b) == [b"tag"])
+    assert b.read(127, 66) == b"\0" + b"\7" * 64 + b"\0"
+    for address, nbytes in ((b.base, NBYTES + 1), (b.base - 1, 2), (b.base + NBYTES, 1)):
+        assert a.transport.mapped("b", address, nbytes) is None
+    a.disconnect("b")
+    assert a.transport.mapped("b", b.base, 1) is None
+    assert runtime.n_open() == 1, "it is being written"
+    ctypes.memset(mapped.address, 8, 1)
+    del mapped
+    assert not runtime.n_open()
+
+
+def test_a_handle_is_opened_once_in_a_process(ends, runtime):
+    """Older drivers refuse the second time; the double does."""
+    a, b = ends
+    other = Endpoint(DEVICE)
+    other.connect("its b", b.describe())
+    other.prepare("its b", [b.region()])
+    a.connect("again", b.describe())
+    a.prepare("again", [b.region()])
+    a.prepare("b", [b.region()])
+    assert runtime.n_open() == 1
+    a.close()
+    assert runtime.n_open() == 1
+    other.fill(0, b"other")
+    ticket = other.post("its b", [(0, b.base, 5)], b"")
+    log = Log(other)
+    log.until(lambda: log.done(other) == [ticket])
+    assert b.read(0, 5) == b"other"
+    other.close()
+
+
+def test_regions_of_one_block_and_what_lies_beside_them(runtime, stock):
+    """Torch hands out parts of larger blocks: a handle is of the whole."""
+    stock.renew()
+    memory = runtime.allocate(4 * NBYTES)
+    a = LocalDouble()
+    parts = [Region(memory.address + NBYTES * i, NBYTES, "cuda") for i in (1, 3)]
+    a.register(parts)
+    told = read_description("a", a.describe(), _Description, LocalTransport.traits).devices
+    assert {one.block.base for one in told} == {memory.address}
+    assert {one.block.handle for one in told} == {runtime.ipcGetMemHandle(memory.address)}
+    stock.connect("a", a.describe())
+    stock.prepare("a", parts)
+    stock.fill(0, b"part")
+    stock.post("a", [(0, parts[1].base + 5, 4)], b"tag")
+    log = Log(stock, a)
+    log.until(lambda: log.tags(a))
+    at = 3 * NBYTES + 5
+    assert bytes(memory.view[at : at + 4]) == b"part"
+    assert np.count_nonzero(memory.view) == 4
+    with pytest.raises(Broken, match="another process has it open"):
+        runtime.free(memory.address)
+    stock.disconnect("a")
+    runtime.free(memory.address)
+    a.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [(VIRTUAL, "expandable_segments"), (MANAGED, "cudaMallocManaged"), (POOL, "cudaMallocAsync")]
+)
+def test_memory_that_cannot_be_exported_is_read_and_not_written(runtime, stock, how, said, caplog):
+    stock.renew()
+    memory = runtime.allocate(NBYTES, how=how)
+    region = Region(memory.address, NBYTES, "cuda")
+    a = LocalDouble()
+    a.register([region])
+    with pytest.raises(PeerError, match=f"not mapped.*{said}.*cudaMalloc"):
+        stock.connect("a", a.describe())
+        stock.prepare("a", [region])
+    a.connect("b", stock.describe())
+    a.prepare("b", [stock.region()])
+    memory.view[:4] = 1
+    src, dst, nbytes = (np.array([at], np.int64) for at in (memory.address, stock.base, 4))
+    a.post("b", Spans(src, dst, nbytes), b"")
+    log = Log(a)
+    log.until(lambda: log.ended(a))
+    assert stock.read(0, 5) == b"\1\1\1\1\0"
+    a.close()
+
+
+def test_a_region_over_two_allocations_cannot_be_exported(runtime):
+    memory = runtime.allocate(NBYTES)
+    with pytest.raises(UsageError, match="more than one allocation"):
+        cuda_of(runtime).export(memory.address + 1, NBYTES)
+
+
+def test_under_mps_nothing_is_exported(runtime, tmp_path, monkeypatch):
+    """The server goes on with what a killed client began."""
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    memory = runtime.allocate(NBYTES)
+    assert cuda_of(runtime).export(memory.address, NBYTES)
+    (tmp_path / "control").touch()
+    with pytest.raises(UsageError, match="MPS"):
+        cuda_of(runtime).export(memory.address, NBYTES)
+
+
+def test_a_handle_of_another_life_is_not_opened(ends, runtime):
+    a, b = ends
+    stale, region = b.describe(), b.region()
+    b.renew()
+    a.disconnect("b")
+    with pytest.raises((PeerError, TransportError)):
+        a.connect("b", stale)
+        a.prepare("b", [region])
+    c = Remote(DEVICE)
+    a.connect("c", c.describe())
+    region = c.region()
+    c.kill()
+    with pytest.raises(TransportError, match="ended|gone"):
+        a.prepare("c", [region])
+    assert not runtime.n_open()
+
+
+def test_an_allocation_that_was_freed_since_is_refused_in_words(ends, runtime):
+    a, b = ends
+    block = block_of(b)
+    handle = block.handle[:8] + bytes([block.handle[8] ^ 1]) + block.handle[9:]
+    a.connect("b", altered(b, block=block._replace(handle=handle)))
+    with pytest.raises(PeerError, match="not mapped: the driver does not map it: cudaError 400"):
+        a.prepare("b", [b.region()])
+    a.fill(0, b"as before")
+    a.post("b", [(0, b.base, 9)], b"")
+    log = Log(a)
+    log.until(lambda: log.done(a))
+    assert b.read(0, 9) == b"as before"
+
+
+def test_a_peer_that_tells_of_more_than_its_allocation_is_refused(ends):
+    a, b = ends
+    block = block_of(b)
+    longer = {"nbytes": NBYTES + 4096}
+    beyond = Region(b.base, NBYTES + 4096, "cuda")
+    a.connect("b", altered(b, **longer))
+    with pytest.raises(PeerError, match="outside its allocation"):
+        a.prepare("b", [beyond])
+    a.disconnect("b")
+    a.connect("b", altered(b, **longer, block=block._replace(nbytes=block.nbytes + 4096)))
+    with pytest.raises(PeerError, match="the driver maps"):
+        a.prepare("b", [beyond])
+
+
+def test_without_peer_access_it_is_said_once_and_nothing_is_opened(monkeypatch, stock, caplog):
+    stock.renew()
+    use(Runtime([1, 0], apart=True), monkeypatch)  # its device 0 is another GPU than the peer's
+    a = Endpoint(DEVICE)
+    with caplog.at_level(logging.WARNING):
+        for peer in ("b", "c"):
+            a.connect(peer, stock.describe())
+            with pytest.raises(PeerError, match="device 0 cannot access device 1"):
+                a.prepare(peer, [stock.region()])
+    assert len(caplog.records) == 1
+    a.close()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_gpu_that_only_the_peer_sees_is_for_the_driver_to_judge(monkeypatch, stock, apart):
+    """With CUDA_VISIBLE_DEVICES of one a rank, no rank sees the other's: both are device 0."""
+    stock.renew()
+    runtime = use(Runtime([1], apart=apart), monkeypatch)
+    a = Endpoint(DEVICE)
+    a.connect("b", stock.describe())
+    if apart:
+        with pytest.raises(PeerError, match="cudaError 217"):
+            a.prepare("b", [stock.region()])
+    else:
+        a.prepare("b", [stock.region()])
+        assert a.transport.mapped("b", stock.base, 1)
+    a.close()
+    gc.collect()
+    assert not runtime.n_open()
+
+
+def test_no_device_is_touched_that_nothing_lies_on(ends, runtime):
+    """A context takes hundreds of MiB, of a GPU that is another rank's at that."""
+    memory = runtime.allocate(NBYTES, device=1)
+    own = Runtime([0, 1])
+    cuda = cuda_of(own)
+    own.memory = {memory.address: memory}
+    cuda.export(memory.address, NBYTES)
+    assert own.contexts == {1}
+
+
+def test_within_a_process_kernels_of_one_gpu_are_let_into_the_others(runtime):
+    a, b = LocalDouble(), LocalDouble()
+    memory = [runtime.allocate(NBYTES, device=device) for device in (0, 1)]
+    regions = [Region(one.address, NBYTES, "cuda", one.device) for one in memory]
+    for one, region in zip((a, b), regions, strict=True):
+        one.register([region])
+    for label in ("b", "again"):
+        a.connect(label, b.describe())
+        a.prepare(label, [regions[1]])
+    assert runtime.enabled == {(0, 1)}
+    assert a.mapped("b", regions[1].base + 8, 8).address == regions[1].base + 8
+    b.unregister([regions[1]])
+    assert a.mapped("b", regions[1].base + 8, 8) is None
+    src, dst, nbytes = (np.array([at], np.int64) for at in (regions[0].base, regions[1].base, 4))
+    with pytest.raises(TransportError, match="unregistered"):
+        a.post("b", Spans(src, dst, nbytes), b"")
+    a.close()
+    b.close()
+
+
+def test_host_and_device_memory_do_not_meet(ends, runtime):
+    a, b = ends
+    host = Remote("local-double")
+    try:
+        a.connect("host", host.describe())
+        with pytest.raises(PeerError, match="device memory there"):
+            a.prepare("host", [host.region()])
+        host.connect("b", b.describe())
+        with pytest.raises(PeerError, match="device here"):
+            host.prepare("b", [b.region()])
+        array = np.zeros(64, np.uint8)
+        a.transport.register([Region(array.ctypes.data, 64)])
+        src, dst, nbytes = (np.array([at], np.int64) for at in (array.ctypes.data, b.base, 8))
+        with pytest.raises(UsageError, match="between host and device"):
+            a.post_raw("b", Spans(src, dst, nbytes), b"")
+    finally:
+        host.shut()
+
+
+class Fabric(Postbox):
+    """Of lower preference, and moves device memory as well: what nixl is to `local`."""
+
+    traits = replace(Postbox.traits, name="fabric", kinds=frozenset({"cpu", "cuda"}))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_auto_takes_another_transport_where_a_gpu_cannot_reach_the_other(runtime, apart, tmp_path, monkeypatch):
+    monkeypatch.setenv("POSTBOX_DIR", str(tmp_path))
+    runtime.apart = apart
+    a, b = (AutoTransport([LocalDouble(), Fabric()]) for _ in range(2))
+    memory = [runtime.allocate(4096, device=device) for device in (0, 1)]
+    regions = [Region(one.address, 4096, "cuda", one.device) for one in memory]
+    a.register(regions[:1])
+    b.register(regions[1:])
+    a.connect("b", b.describe())
+    a.prepare("b", regions[1:])
+    assert a.traits_of("b").name == ("fabric" if apart else "local-double")
+    memory[0].view[:8] = 5
+    a.post("b", Spans(*(np.array([at], np.int64) for at in (regions[0].base, regions[1].base, 8))), b"tag")
+    log = Log(a, b)
+    log.until(lambda: log.done(a) and log.tags(b) == [b"tag"])
+    assert memory[1].view[:9].tolist() == [5] * 8 + [0]
+    a.close()
+    b.close()
+
+
+def test_a_device_that_makes_no_stream_is_refused_like_one_out_of_reach(runtime, stock, monkeypatch):
+    def refuse(flags):
+        raise cuda_double.CUDARuntimeError(2)
+
+    stock.renew()
+    monkeypatch.setattr(runtime, "streamCreateWithFlags", refuse)
+    a = Endpoint(DEVICE)
+    a.connect("b", stock.describe())
+    with pytest.raises(PeerError, match="not mapped: cudaError 2"):
+        a.prepare("b", [stock.region()])
+    a.close()
+
+
+def test_a_failed_device_ends_every_post_and_settles_none(ends, runtime):
+    a, b = ends
+    runtime.held = True
+    tickets = [a.post("b", [(0, b.base, 4)], b"tag") for _ in range(3)]
+    runtime.broken = 700
+    ended = a.poll()
+    assert [event.ticket for event in ended] == tickets
+    assert not any(event.settled for event in ended)
+    assert "cudaError 700" in str(ended[0].error)
+    with pytest.raises(TransportError, match="cudaError 700"):
+        a.post("b", [(0, b.base, 4)], b"tag")
+    runtime.broken, runtime.held = 0, False
+    for stream in runtime.streams.values():
+        stream.work.clear()
+
+
+def test_a_fault_in_the_middle_of_a_post_is_told_when_what_had_begun_is_over(ends, runtime, monkeypatch):
+    a, b = ends
+    begin, n_spans = runtime.memcpyAsync, iter(range(2))
+
+    def memcpy(*args):
+        if next(n_spans, None) is None:
+            raise cuda_double.CUDARuntimeError(1)
+        begin(*args)
+
+    monkeypatch.setattr(runtime, "memcpyAsync", memcpy)
+    a.fill(0, b"\1" * 12)
+    ticket = a.post("b", [(0, b.base, 4), (4, b.base + 4, 4), (8, b.base + 8, 4)], b"tag")
+    log = Log(a, b)
+    log.until(lambda: log.ended(a))
+    (failed,) = log.ended(a)
+    assert (failed.ticket, failed.settled) == (ticket, True)
+    assert b.read(0, 12) == b"\1" * 8 + bytes(4)
+    assert log.tags(b) == []
+    with pytest.raises(TransportError, match="cudaError 1"):
+        a.post("b", [(0, b.base, 4)], b"tag")
+
+
+def test_host_memory_keeps_its_traits_beside_a_gpu(runtime):
+    a, b = Endpoint("local-double"), Endpoint("local-double")
+    a.connect("b", b.describe())
+    a.prepare("b", [b.region()])
+    assert a.traits("b") == LocalDouble.traits
+    assert a.transport.traits.kinds == {"cpu", "cuda"}
+    a.close()
+    b.close()
+
+
+def test_without_cuda_device_memory_is_refused_as_ever():
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("a GPU is here")
+    with pytest.raises(UsageError, match="kind"):
+        LocalTransport().register([Region(1 << 40, 64, "cuda")])

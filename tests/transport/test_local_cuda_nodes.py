@@ -1,0 +1,118 @@
+"""Rooms from one GPU to another of the same host, on the double: one pass into the lease, or two, and equal bytes."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+from transport import cuda_double, device_rank
+from transport.device_rank import N_ROOMS, STREAMS, TOKENS, DeviceRank, serve_decode, staging
+
+from pdstage import State
+from pdstage.control.bootstrap import BootstrapServer
+from pdstage.control.zmq import Ready
+from pdstage.kernels import pool
+from tests.manager.engine import drive, prefill_node
+
+spawn = multiprocessing.get_context("spawn")
+
+
+class TwoPasses(cuda_double.LocalDouble):
+    """Maps nothing for its callers: what is gathered is written by a copy."""
+
+    def mapped(self, peer, address, nbytes):
+        del peer, address, nbytes
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    device_rank.use_double(lambda name, double: monkeypatch.setitem(pool._BACKENDS, name, double))
+    STREAMS.held = False
+
+
+@pytest.fixture
+def address():
+    with BootstrapServer("127.0.0.1:0") as server:
+        yield server.address
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("transport", [cuda_double.LocalDouble, TwoPasses])
+def test_rooms_between_two_processes(address, transport):
+    """A tag that left before its gather or its copy were over would be seen: the scatter moves what is there then."""
+    rank = DeviceRank(n_pages=128)
+    before, ran = cuda_double.RUNTIME.n_copies, STREAMS.n_run
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=serve_decode, args=(theirs, address), daemon=True)
+    with prefill_node(rank, address, transport=transport(), path="staged", staging=staging()) as node:
+        process.start()
+        try:
+            senders = []
+            for room in range(N_ROOMS):
+                pages = rank.allocate(TOKENS)
+                rank.write(room, TOKENS, pages)
+                sender = node.send(room)
+                sender.chunk(pages, (0, 20))
+                sender.chunk(pages, (20, TOKENS))
+                sender.finish()
+                senders.append(sender)
+            drive([node], lambda: all(sender.released for sender in senders) and ours.poll(), 60)
+            assert ours.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
+            assert node.stats()["sessions_over_local-double"] == 1
+            assert STREAMS.n_run - ran >= N_ROOMS
+            n_copies = cuda_double.RUNTIME.n_copies - before
+            assert n_copies == 0 if transport is cuda_double.LocalDouble else n_copies >= N_ROOMS
+            ours.send("end")
+            process.join(60)
+        finally:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_killed_decode_gives_the_source_back_once_the_gather_into_it_is_over(address):
+    """I8: a gather reads its pages until its event, whatever became of the peer."""
+    rank = DeviceRank(n_pages=128)
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=serve_decode, args=(theirs, address), daemon=True)
+    with prefill_node(rank, address, transport=cuda_double.LocalDouble(), path="staged", staging=staging()) as node:
+        process.start()
+        try:
+            pages = rank.allocate(TOKENS)
+            rank.write(0, TOKENS, pages)
+            sender = node.send(0)
+            STREAMS.held = True
+            sender.chunk(pages, (0, TOKENS))
+            drive([node], lambda: node._placed, 60)
+            process.kill()
+            process.join()
+            drive([node], lambda: sender.state is State.FAILED, 60)
+            for _ in range(50):
+                node.turn()
+            assert not sender.released
+            assert cuda_double.RUNTIME.n_open() == 1, "the gather writes there"
+            STREAMS.held = False
+            drive([node], lambda: sender.released, 60)
+            assert not node._placed
+        finally:
+            STREAMS.held = False
+            process.kill()
+            process.join()
+    del ours
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_node_does_not_sleep_over_the_end_of_a_copy_on_its_gpu(address, monkeypatch):
+    """Neither a socket nor the transport announces it: a room would take a pause of the driver longer for each copy."""
+    rank = DeviceRank()
+    with prefill_node(rank, address, transport=cuda_double.LocalDouble(), staging=staging()) as node:
+        slept = []
+        monkeypatch.setattr(node.socket, "wait", lambda wait_s, *_: slept.append(wait_s) or Ready(False, False, ()))
+        node.turn(10.0)
+        STREAMS.held = True
+        node.stager._stream.start(1, lambda stream, sum_ptr: None, checksum=False)
+        node.turn(10.0)
+        STREAMS.held = False
+        monkeypatch.undo()
+    assert slept[0] == 10.0
+    assert slept[1] < 1e-3
