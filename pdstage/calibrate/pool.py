@@ -33,14 +33,7 @@ def make(device: str, nbytes: int = POOL_NBYTES) -> Pool:
     Rows are two runs apart, as where one side holds twice the heads of the other, so that no two runs join.
     """
     kind, _, number = device.partition(":")
-    if kind == "cpu":
-        held: Any = np.ones(nbytes, np.uint8)
-        base = held.ctypes.data
-    else:
-        import torch  # noqa: PLC0415
-
-        held = torch.ones(nbytes, dtype=torch.uint8, device=device)
-        base = held.data_ptr()
+    held, base = allocate(device, nbytes)
     views = [
         View(
             key=Key(component(run), role, layer), region=0, offset=number_of * n_items(run, nbytes) * 2 * PAGE * run,
@@ -50,7 +43,18 @@ def make(device: str, nbytes: int = POOL_NBYTES) -> Pool:
         for run in RUNS
         for number_of, (role, layer) in enumerate((role, layer) for role in "kv" for layer in range(LAYERS))
     ]  # fmt: skip
-    return Pool.of(Layout.of([Region(base, nbytes, kind, int(number or 0))], views), keep=held)
+    return Pool.of(Layout.of([Region(base, nbytes, kind, int(number or 0))], views), device, keep=held)
+
+
+def allocate(device: str, nbytes: int) -> tuple[Any, int]:
+    """Bytes on `device`, as a numpy array or a torch tensor, and their address."""
+    if device == "cpu":
+        held = np.ones(nbytes, np.uint8)
+        return held, held.ctypes.data
+    import torch  # noqa: PLC0415
+
+    tensor = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    return tensor, tensor.data_ptr()
 
 
 def n_items(run_nbytes: int, pool_nbytes: int = POOL_NBYTES) -> int:
