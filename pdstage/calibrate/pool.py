@@ -5,6 +5,7 @@ Layer 6. Must not know what is measured.
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,3 +79,29 @@ def shares(run_nbytes: int) -> tuple[Share, ...]:
 
 def rect(run_nbytes: int, n_tokens: int) -> Rect:
     return Rect(component(run_nbytes), 0, n_tokens, 0, LAYERS)
+
+
+def fill(pool: Pool, seed: int) -> None:
+    """Random bytes, so that no two places of a pool from `make` hold the same."""
+    held: Any = pool.keep
+    data = np.frombuffer(np.random.default_rng(seed).bytes(len(held)), np.uint8)
+    if isinstance(held, np.ndarray):
+        held[:] = data
+    else:
+        import torch  # noqa: PLC0415
+
+        held.copy_(torch.from_numpy(data.copy()))
+
+
+def content(pool: Pool, run_nbytes: int, n_tokens: int, items: NDArray[np.int32]) -> bytes:
+    """What the first `n_tokens` of `items` hold in a pool from `make`: view after view, token after token."""
+    held: Any = pool.keep
+    n = n_items(run_nbytes, len(held))
+    rows = held[: N_VIEWS * n * 2 * PAGE * run_nbytes].reshape(N_VIEWS, n, PAGE, 2, run_nbytes)
+    rows = rows[:, :, :, 0][:, items.tolist()]
+    data = rows if isinstance(held, np.ndarray) else rows.cpu().numpy()
+    return bytes(data.reshape(N_VIEWS, -1, run_nbytes)[:, :n_tokens].tobytes())
+
+
+def digest(pool: Pool, run_nbytes: int, n_tokens: int, items: NDArray[np.int32]) -> bytes:
+    return hashlib.blake2b(content(pool, run_nbytes, n_tokens, items), digest_size=32).digest()

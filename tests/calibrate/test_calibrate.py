@@ -46,11 +46,11 @@ def test_faults_at_the_peer_are_told_in_words():
     with own_peer() as endpoint, Caller(endpoint) as caller:
         for question in (Pull(1, "tcp://127.0.0.1:1", 256, 16), Copy(256, 16, 1)):
             with pytest.raises(TransportError, match="no transport was started"):
-                caller._ask(question)
+                caller.ask(question)
         with pytest.raises(TransportError, match="at the peer: no transport 'pigeon'"):
             caller.measure("pigeon")
         with pytest.raises(TransportError, match="cannot be read"):
-            caller._ask(Copy(1, 16, 1))
+            caller.ask(Copy(1, 16, 1))
 
 
 def test_a_transport_that_is_not_there_ends_the_command_with_a_sentence(capsys):
