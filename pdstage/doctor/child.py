@@ -148,7 +148,7 @@ def _judge(told: Told, code: int, *, hung: bool, deadline_s: float) -> None:
         told.why, told.end = f"did not answer within {deadline_s:g} s, at {told.step}", "hung"
     elif told.end == "crashed":
         how = f"died of {_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        told.why = f"its process {how} at {told.step}"
+        told.why = f"its process {how} at {told.step}{f' ({told.why})' if told.why else ''}"
 
 
 def _name(number: int) -> str:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from pdstage.doctor.found import Result, fail, ok, warn
 
 if TYPE_CHECKING:
-    from pdstage.doctor.child import Told
     from pdstage.doctor.site import Site
 
 _SOME_ARCHITECTURE = "sm_90"  # where no device says which
@@ -21,7 +20,7 @@ def host(site: Site) -> Result:
     told = site.ask("host_copy")
     if not told.good:
         return fail(
-            f"copies in host memory fail: {_why(told)}", "build the extension anew: make native", printed=told.printed
+            f"copies in host memory fail: {told.why}", "build the extension anew: make native", printed=told.printed
         )
     active = told.facts["active"]
     if active != "c++":
@@ -44,7 +43,7 @@ def nvrtc(site: Site) -> Result:
     told = site.ask("nvrtc", architecture=_architecture(site))
     if not told.good:
         remedy = told.remedy or 'install CuPy and NVRTC of one CUDA: pip install "pdstage[cuda13]"'
-        return fail(f"the copy kernel does not compile: {_why(told)}", remedy, **told.facts, printed=told.printed)
+        return fail(f"the copy kernel does not compile: {told.why}", remedy, **told.facts, printed=told.printed)
     facts = told.facts
     says = f"CuPy {facts['cupy']} with NVRTC {facts['nvrtc']} compiles the copy kernel for {_architecture(site)}"
     return ok(says, **facts)
@@ -57,7 +56,7 @@ def triton(site: Site) -> Result:
         return warn(says, 'pip install "pdstage[triton]"') if needed else ok(says)
     told = site.ask("triton")
     if not told.good:
-        return fail(f"Triton does not import: {_why(told)}", 'install it anew: pip install "pdstage[triton]"')
+        return fail(f"Triton does not import: {told.why}", 'install it anew: pip install "pdstage[triton]"')
     why = told.facts["why_not"]
     says = f"Triton {told.facts['version']}"
     return (
@@ -72,7 +71,7 @@ def torch(site: Site) -> Result:
         return ok("torch is not installed: pools are numpy arrays, or memory by address")
     told = site.ask("torch")
     if not told.good:
-        return fail(f"torch does not import: {_why(told)}", "install it anew")
+        return fail(f"torch does not import: {told.why}", "install it anew")
     facts = told.facts
     built = f"for CUDA {facts['cuda']}" if facts["cuda"] else "without CUDA"
     if _has_devices(site) and not facts["gpus"]:
@@ -89,7 +88,7 @@ def device(site: Site) -> Result | None:
     told = site.ask("device_copy", device=where)
     found = {key[8:]: why for key, why in told.facts.items() if key.startswith("backend ")}
     if not told.good:
-        return fail(f"copies on {where} fail, at {told.step}: {_why(told)}", told.remedy or "see dmesg", **told.facts)
+        return fail(f"copies on {where} fail, at {told.step}: {told.why}", told.remedy or "see dmesg", **told.facts)
     good = [name for name, why in found.items() if not why]
     if not good:
         whys = "; ".join(f"{name}: {why}" for name, why in found.items())
@@ -104,8 +103,3 @@ def _has_devices(site: Site) -> bool:
 def _architecture(site: Site) -> str:
     devices = site.ask("driver").facts.get("devices")
     return f"sm_{devices[0]['capability'].replace('.', '')}" if devices else _SOME_ARCHITECTURE
-
-
-def _why(told: Told) -> str:
-    last = told.printed.splitlines()[-1:] if told.end == "crashed" else []
-    return " ".join([told.why, *(f"({line.strip()})" for line in last)])

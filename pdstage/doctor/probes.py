@@ -11,8 +11,12 @@ import json
 import os
 import sys
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from pdstage.errors import PdstageError
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 PROBES = {
     "caller": "pdstage.doctor.caller",
@@ -53,6 +57,12 @@ class Say:
 
 def main(fd: int, name: str, given: str) -> None:
     say = Say(fd)
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        say.end("crashed", f"{kind.__name__}: {error}")
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = tell
     try:
         getattr(import_module(PROBES[name]), name)(say, **json.loads(given))
     except PdstageError as error:

@@ -90,7 +90,7 @@ def judge(name: str, told: Told, *, lanes: list[str], has_rdma: bool, wanted: tu
     remedy = next((held["remedy"] for held in failed.values()), "")
     if not told.good or not worked:
         why = told.why or "; ".join(problems)
-        how = f"installed, but not usable: {why}{_last_words(told)}"
+        how = f"installed, but not usable: {why}"
         return fail(how, _remedy(name, told, remedy), **_facts(usable=False, ways=[], says=how, told=told))
     says = f"usable over {', '.join(by)}"
     if name in ("nixl", "mooncake") and "rdma" not in by:
@@ -124,13 +124,6 @@ def _remedy(name: str, told: Told, from_way: str) -> str:
     return from_way or told.remedy or _WHEELS.get(name, "see what it prints when it is opened by name")
 
 
-def _last_words(told: Told) -> str:
-    """The last line of a trace: what an exception that nobody expects says."""
-    lines = told.printed.splitlines()
-    is_trace = "Traceback (most recent call last):" in lines
-    return f" ({lines[-1].strip()})" if told.end == "crashed" and is_trace else ""
-
-
 def _facts(*, usable: bool, ways: list[str], says: str, told: Told) -> dict[str, object]:
     verdict = Verdict(usable=usable, ways=ways, says=says)
     return {"verdict": verdict, "ended": told.end, "step": told.step, "tried": told.facts, "printed": told.printed}
@@ -150,7 +143,7 @@ def nixl_plugins(site: Site) -> Result | None:
     found |= _plugins_of(told)
     if not told.good:
         remedy = _WHEELS["nixl"]
-        return fail(f"NIXL's plugins cannot be asked for: {told.why}{_last_words(told)}", remedy, printed=told.printed)
+        return fail(f"NIXL's plugins cannot be asked for: {told.why}", remedy, printed=told.printed)
     loaded = [name for name, why in found.items() if not why]
     idle = [name for name, why in found.items() if why]
     says = f"{', '.join(loaded) or 'none'} start; listed, but not here: {', '.join(idle) or 'none'}"
