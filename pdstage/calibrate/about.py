@@ -8,9 +8,10 @@ from __future__ import annotations
 import platform
 import socket
 from functools import cache
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import PackageNotFoundError, PathDistribution, version
 from importlib.util import find_spec
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import zmq
@@ -20,6 +21,9 @@ from pdstage import native
 from pdstage.protocol import messages as m
 from pdstage.protocol import versions
 from pdstage.transport import names
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
 
 _Word = Annotated[str, Meta(max_length=256)]
 _FEATURES = (m.DIRECT_FEATURE, m.CHECKSUM_FEATURE, m.CONVERT_FEATURE, m.TAGS_FEATURE)
@@ -44,12 +48,9 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def this_side() -> Side:
-    own = _version("pdstage")
-    owners = packages_distributions()
-    transports = {"local": own}
-    for name in names():
-        if name != "local" and find_spec(name) is not None:
-            transports[name] = next((_version(owner) for owner in owners.get(name, [])), "")
+    own = _own_version()
+    found = {name: find_spec(name) for name in names() if name != "local"}
+    transports = {"local": own} | {name: _version_at(name, spec) for name, spec in found.items() if spec is not None}
     curve = ["curve"] if zmq.has("curve") else []
     return Side(
         host=socket.gethostname(), pdstage=own, wire=versions.VERSION, oldest_wire=versions.OLDEST,
@@ -58,8 +59,15 @@ def this_side() -> Side:
     )  # fmt: skip
 
 
-def _version(distribution: str) -> str:
+def _own_version() -> str:
     try:
-        return version(distribution)
+        return version("pdstage")
     except PackageNotFoundError:
         return ""
+
+
+def _version_at(name: str, spec: ModuleSpec) -> str:
+    """Of the distribution beside a package that is named after it; which files are whose takes a second to ask."""
+    folders = [Path(place).parent for place in spec.submodule_search_locations or ()]
+    found = sorted(path for folder in folders for path in folder.glob(f"{name}*.dist-info"))
+    return PathDistribution(found[0]).version if found else ""

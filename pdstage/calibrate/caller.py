@@ -88,15 +88,15 @@ class Caller:
         self._socket.close()
 
     @contextlib.contextmanager
-    def started(self, transport: str) -> Iterator[PrefillNode]:
+    def started(self, transport: str, *, wait_s: float = 2 * WAIT_S) -> Iterator[PrefillNode]:
         """A node here, and one at the peer that it may `room` with. Raises what either raises at its start."""
-        self.ask(Start(transport))
+        self.ask(Start(transport), wait_s=wait_s)
         with PrefillNode(
             self.pool, Topology(), transport=transport, path="auto", bind=self._bind, staging_nbytes=STAGING_NBYTES,
             keys=self._keys, insecure=self._insecure,
         ) as node:  # fmt: skip
             yield node
-        self.ask(Stop())
+        self.ask(Stop(), wait_s=wait_s)
 
     def measure(self, transport: str, *, quick: bool = False) -> CostModel:
         """What `transport` costs from here to the peer. Raises what its nodes raise on either side."""

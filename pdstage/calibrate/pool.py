@@ -84,7 +84,8 @@ def rect(run_nbytes: int, n_tokens: int) -> Rect:
 def fill(pool: Pool, seed: int) -> None:
     """Random bytes, so that no two places of a pool from `make` hold the same."""
     held: Any = pool.keep
-    data = np.frombuffer(np.random.default_rng(seed).bytes(len(held)), np.uint8)
+    draw = np.random.Generator(np.random.SFC64(seed))
+    data = draw.integers(0, 1 << 64, -(-len(held) // 8), np.uint64).view(np.uint8)[: len(held)]
     if isinstance(held, np.ndarray):
         held[:] = data
     else:

@@ -89,7 +89,7 @@ def caller(
             words.append(_agree(this_side(), there, transport))
         pools.fill(talk.pool, int.from_bytes(time.time_ns().to_bytes(8)) & 0xFFFF_FFFF)
         with steps.step("transport") as words:
-            node = stack.enter_context(talk.started(transport))
+            node = stack.enter_context(talk.started(transport, wait_s=wait_s))
             words.append(f"{transport} starts on both sides")
         with steps.step("bootstrap") as words:
             talk.ask(Find(node.bootstrap_address), node, wait_s=wait_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import msgspec
@@ -10,10 +11,10 @@ import pytest
 
 from pdstage import cli
 from pdstage.control.keys import Keys
-from pdstage.doctor import found, gpu, network, transports, ucx
+from pdstage.doctor import found, gpu, host, network, transports, ucx
 from pdstage.doctor.child import Told
 from pdstage.doctor.found import Found, Report
-from pdstage.doctor.show import Plain
+from pdstage.doctor.show import Coloured, Plain, show
 from pdstage.doctor.site import Asked, Site
 from tests.doctor.conftest import ROOT, doctor
 
@@ -37,20 +38,27 @@ def test_open_files(limit, level, code):
     assert bool(line.remedy) == (level != "ok")
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "device", "level"), [(8 << 20, "1", "fail"), (1 << 30, "1", "warn"), (8 << 20, "", "ok")]
-)
+@pytest.mark.parametrize(("nbytes", "device", "level"), [(4 << 20, "1", "fail"), (4 << 20, "", "ok")])
 def test_locked_memory_is_rdma_s(nbytes, device, level):
     run = doctor("--only", "host", before=RDMA.format(nbytes, device))
     assert run.line("memlock").level == level
     assert run.line("memlock").facts["nbytes"] == nbytes
 
 
+def test_locked_memory_for_staging_but_not_for_any_pool(monkeypatch):
+    """A limit this process may not raise its own to, so that the kernel's answer is stood in for."""
+    monkeypatch.setattr(host.resource, "getrlimit", lambda which: (1 << 30, 1 << 30))
+    monkeypatch.setattr(host, "_has_capability", lambda number: False)
+    monkeypatch.setattr(host, "rdma_ports", lambda: ["a port"])
+    assert host.memlock(SITE).level == "warn"
+
+
 def test_writing_to_processes_forbidden():
     """The direct path is out, and said to be; staged chunks go through shared memory, so that `local` is usable."""
     run = doctor("--only", "host,transports", "--transport", "local", before=SECCOMP)
     assert run.line("process memory").level == "warn" and run.line("process memory").facts["seccomp"] == "filtered"
-    assert "EPERM" in run.line("process memory").says and "SYS_PTRACE" in run.line("process memory").remedy
+    assert "EPERM" in run.line("process memory").says and "SYS_PTRACE" in run.line("process memory").says
+    assert run.line("process memory").remedy
     assert run.line("local").level == "warn" and "not over process_vm_writev" in run.line("local").says
     verdict = run.report.transports["local"]
     assert verdict.usable and verdict.ways == ["shared memory"] and run.code == 0
@@ -103,6 +111,25 @@ def test_the_report_is_what_the_schema_says():
     text = "\n".join(lines)
     assert all(f"{line.area}/{line.name}: {line.says}" in text for line in run.report.checks)
     assert "verdict: " in lines[-1]
+
+
+def test_with_colours_it_says_the_same(capsys, monkeypatch):
+    """Where somebody looks and rich is there; else plain lines."""
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "200")
+    line = Found(area="host", name="files", level="warn", says="1024 files", remedy="ulimit -n 65536")
+    report = Report(
+        version=1, made_at="", host="", pdstage="", verdict="warn", checks=[line], transports={}, peer=None
+    )  # fmt: skip
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    shown = show(print)
+    assert isinstance(shown, Coloured)
+    shown.line(line)
+    shown.end(report)
+    text = capsys.readouterr().out
+    assert all(words in text for words in ("warn", "1024 files", "-> ulimit -n 65536", "0 failed, 1 to look at, of 1"))
+    monkeypatch.setattr("pdstage.doctor.show.find_spec", lambda name: None)
+    assert isinstance(show(print), Plain)
 
 
 def tree(root: Path, *files: str, **contents: str) -> Path:
