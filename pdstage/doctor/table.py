@@ -21,6 +21,7 @@ from pdstage.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_MOST_S = 600
 _AT_ONCE = 3  # each waits for processes of its own most of the time
 
 
@@ -61,6 +62,10 @@ def checks(asked: Asked) -> list[Check]:
     unknown = [area for area in asked.areas if area not in AREAS]
     if unknown:
         raise UsageError(f"no area {unknown[0]!r}", remedy=f"choose of {', '.join(AREAS)}", field="only")
+    if not 1 <= asked.deadline_s <= _MOST_S:
+        raise UsageError(f"a deadline of {asked.deadline_s:g} s", remedy=f"give 1 to {_MOST_S}", field="deadline")
+    if "peer" in asked.areas and asked.areas != AREAS and not asked.peer:
+        raise UsageError("area 'peer' without a peer", remedy="name it with --peer HOST:PORT", field="peer")
     every = [
         *CHECKS,
         *(Check("transports", name, transports.check(name)) for name in transports.chosen(asked.transports)),

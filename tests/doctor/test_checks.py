@@ -90,10 +90,19 @@ def test_a_device_that_is_not_here():
     assert (run.line("driver").level, run.code) == ("fail", 1)
 
 
-def test_words_that_mean_nothing_are_refused(capsys):
-    for args in (["--transport", "pigeon"], ["--only", "weather"], ["--allow", "list"]):
-        assert cli.main(["doctor", *args]) == 2
-        assert args[1] in capsys.readouterr().err or args[0] == "--allow"
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--transport", "pigeon"], "no transport 'pigeon'"),
+        (["--only", "weather"], "no area 'weather'"),
+        (["--only", "peer"], "without a peer"),
+        (["--deadline", "0"], "a deadline of 0 s"),
+        (["--allow", "list"], "--allow without --keys"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused(capsys, args, said):
+    assert cli.main(["doctor", *args]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_the_report_is_what_the_schema_says():
