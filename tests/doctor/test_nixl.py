@@ -72,10 +72,10 @@ def test_broken(tmp_path, init, how, ended, at, said):
 
 def test_one_that_hangs_is_ended_at_its_deadline(tmp_path):
     hangs = WORKING.replace('self.create_backend("UCX")', "signal.pause()") % "pass"
-    run = doctor(*ONLY, "--deadline", "12", path=fake_nixl(tmp_path, api=hangs))
+    run = doctor(*ONLY, "--deadline", "8", path=fake_nixl(tmp_path, api=hangs))
     line = run.line("nixl")
     assert (line.level, run.code) == ("fail", 1)
-    assert line.facts["ended"] == "hung" and "within 12 s, at start, default" in line.says
+    assert line.facts["ended"] == "hung" and "within 8 s, at start, default" in line.says
 
 
 def test_a_plugin_that_takes_the_process_down_is_named_and_the_others_are_tried(tmp_path):

@@ -122,7 +122,7 @@ def test_a_transport_that_one_side_lacks(plain):
 def test_a_transport_that_breaks_at_the_peer():
     """Its process dies of the transport: this side says at which stage it fell silent."""
     with serving(before=BREAKS) as endpoint:
-        failed(ask(endpoint, "--transport", "local", "--deadline", "12"), "transport", "no answer")
+        failed(ask(endpoint, "--transport", "local", "--deadline", "8"), "transport", "no answer")
 
 
 @pytest.mark.skipif(not network.permitted(), reason="namespaces cannot be made here")
