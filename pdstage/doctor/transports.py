@@ -99,7 +99,8 @@ def judge(name: str, told: Told, *, lanes: list[str], has_rdma: bool, wanted: tu
     says += f" ({caveat})" if caveat else ""
     facts = _facts(usable=True, ways=by, says=says, told=told)
     if told.end == "crashed at exit" or peer_ended:
-        return warn(f"{says}, but {told.why or f'its process {peer_ended}'}", _LIBNL, **facts)
+        at_exit = _LIBNL if name == "nixl" else "exit codes of such processes lie: see what it loads"
+        return warn(f"{says}, but {told.why or f'its process {peer_ended}'}", at_exit, **facts)
     if problems:
         return warn(f"{says}; not over {'; '.join(problems)}", remedy, **facts)
     if has_rdma and name == "nixl" and "rdma" not in by:

@@ -211,7 +211,7 @@ def test_verdicts_by_way():
     none = verdict({"default": "no device", "tcp": "no device"})
     assert none.level == "fail" and not none.facts["verdict"].usable
     crashed = verdict({"default": ""}, lanes=["tcp"], peer_ended="died of signal 11")
-    assert crashed.level == "warn" and "died of signal 11" in crashed.says
+    assert crashed.level == "warn" and "died of signal 11" in crashed.says and "UCX_MODULES=^ib" in crashed.remedy
     mori = verdict({"default": ""}, name="mori")
     assert mori.level == "warn" and "never on hardware" in mori.says
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from pdstage.transport import available
@@ -23,14 +21,6 @@ def test_present():
     assert run.line("nixl").level == "ok" and run.code == 0, run.raw
     plugins = run.line("nixl plugins")
     assert "UCX" in plugins.facts["loaded"] and set(plugins.facts["loaded"]).isdisjoint(plugins.facts["not_loaded"])
-
-
-@present
-def test_present_but_ucx_finds_no_device():
-    run = doctor(*ONLY, UCX_TLS="self")
-    line = run.line("nixl")
-    assert (line.level, run.code) == ("fail", 1) and not run.report.transports["nixl"].usable
-    assert "nixlBackendError" in line.says and line.remedy
 
 
 def test_absent(blocked):
@@ -85,16 +75,13 @@ def test_a_plugin_that_takes_the_process_down_is_named_and_the_others_are_tried(
     assert line.facts["loaded"] == ["UCX", "POSIX"] and "SIGSEGV" in line.facts["crashed"]["GDS"]
 
 
-@present
 def test_a_process_that_crashes_at_its_very_end(tmp_path):
-    """As where a second libnl was loaded: the bytes have moved, but exit codes lie."""
-    real = importlib.util.find_spec("nixl")
+    """As where a second libnl was loaded: the bytes have moved, but exit codes lie. Any transport shows it."""
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, os, signal, sys\n"
-        "atexit.register(lambda: 'nixl' in sys.modules and os.kill(os.getpid(), signal.SIGSEGV))\n"
+        "atexit.register(lambda: 'pdstage.doctor.pair' in sys.modules and os.kill(os.getpid(), signal.SIGSEGV))\n"
     )
-    assert real is not None
-    run = doctor(*ONLY, path=tmp_path)
-    line = run.line("nixl")
-    assert line.level == "warn" and "SIGSEGV" in line.says and "UCX_MODULES=^ib" in line.remedy
-    assert run.report.transports["nixl"].usable
+    run = doctor("--only", "transports", "--transport", "local", path=tmp_path)
+    line = run.line("local")
+    assert line.level == "warn" and "SIGSEGV at exit" in line.says and line.remedy
+    assert run.report.transports["local"].usable
