@@ -10,7 +10,9 @@ from setuptools import Extension, setup
 
 # Folders of the checkout installed under pdstage: a top-level `kernels` is another project's import name.
 MAPPED = {"pdstage.bench": "bench", "pdstage.csrc": "csrc", "pdstage.kernels": "kernels"}
-PACKAGES = ["bench.micro", "bench.peers", "calibrate", "control", "demo", "manager", "protocol", "trace", "transport"]
+PACKAGES = [
+    "bench.micro", "bench.peers", "calibrate", "control", "demo", "doctor", "manager", "protocol", "trace", "transport",
+]  # fmt: skip
 SOURCE = Path("csrc/bindings.cpp")
 
 

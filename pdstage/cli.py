@@ -1,4 +1,4 @@
-"""The `pdstage` command: demo, bench, plot, calibrate, bootstrap, instances, keys, sim.
+"""The `pdstage` command: demo, bench, plot, calibrate, doctor, bootstrap, instances, keys, sim.
 
 Layer 6. Reads arguments and prints; each command's module is imported when that command is given, so that `--help`
 needs nothing installed.
@@ -21,6 +21,7 @@ from pdstage.errors import PdstageError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdstage.calibrate.peer import Peer
     from pdstage.control.keys import Keys
 
 BENCHES = ("plan", "wire", "host-kernels", "convert", "rooms", "keys", "transfer", "auto", "gpu")
@@ -47,6 +48,7 @@ def parser() -> Parser:
     bench.set_defaults(run=_bench)
     _add_plot(commands.add_parser("plot", help="draw a trace as a timeline"))
     _add_calibrate(commands.add_parser("calibrate", help="measure what each transport costs here, for path auto"))
+    _add_doctor(commands.add_parser("doctor", help="say what this node can do, and whether it can work with another"))
     bootstrap = commands.add_parser("bootstrap", help="run the directory in which prefill ranks announce themselves")
     bootstrap.add_argument(
         "--bind", default=DEFAULT_BIND, metavar="HOST:PORT", help="default %(default)s; port 0: a free one"
@@ -186,10 +188,7 @@ def _calibrate(given: argparse.Namespace) -> int:
 
     options = {"device": given.device, "keys": _keys_given(given), "insecure": given.insecure}
     if given.serve is not None:
-        with Peer(given.serve, **options) as peer:
-            print(f"serving at {peer.endpoint}", flush=True)
-            peer.serve()
-        return 0
+        return _serve(Peer(given.serve, **options))
     with (
         own_peer(given.device, given.keys) if given.peer is None else nullcontext(given.peer) as endpoint,
         Caller(endpoint, bind=given.bind, **options) as caller,
@@ -201,6 +200,69 @@ def _calibrate(given: argparse.Namespace) -> int:
     if given.out is not None:
         made.write(given.out)
     return 0
+
+
+def _serve(peer: Peer) -> int:
+    with peer:
+        print(f"serving at {peer.endpoint}", flush=True)
+        peer.serve()
+    return 0
+
+
+def _add_doctor(command: argparse.ArgumentParser) -> None:
+    from pdstage.doctor.site import AREAS  # noqa: PLC0415
+
+    command.add_argument("--json", action="store_true", help="print the report as JSON (docs/doctor.md)")
+    command.add_argument(
+        "--only", metavar="AREA,...", default=",".join(AREAS), help="of %(default)s; default: all of them"
+    )
+    command.add_argument(
+        "--transport",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="one that must work; default: what is installed",
+    )
+    command.add_argument("--device", default="cpu", metavar="DEVICE", help="where pools lie: cpu or cuda:N")
+    command.add_argument("--serve", metavar="HOST:PORT", help="be the other side of --peer, until interrupted")
+    command.add_argument("--peer", default="", metavar="HOST:PORT", help="work with the node that --serve runs on")
+    command.add_argument("--bind", default="", metavar="ADDRESS", help="of this side's node; default: towards the peer")
+    command.add_argument("--deadline", type=float, default=60.0, metavar="S", help="of a probe; default %(default)s")
+    command.add_argument("--insecure", action="store_true", help="allow addresses that other machines can reach")
+    _add_keys_options(command)
+    command.set_defaults(run=_doctor)
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    """The exit code is 1 where something that was asked for cannot work."""
+    if given.serve is not None:
+        from pdstage.calibrate.peer import Peer  # noqa: PLC0415
+
+        keys = _keys_given(given)
+        return _serve(Peer(_scheme(given.serve), device=given.device, keys=keys, insecure=given.insecure))
+    from pdstage.doctor.show import show  # noqa: PLC0415
+    from pdstage.doctor.site import Asked  # noqa: PLC0415
+    from pdstage.doctor.table import examine  # noqa: PLC0415
+
+    if given.allow is not None and given.keys is None:
+        raise UsageError("--allow without --keys", remedy="pass this side's own key file too", field="allow")
+    asked = Asked(
+        areas=tuple(given.only.split(",")), transports=tuple(given.transport), device=given.device, peer=given.peer,
+        bind=_scheme(given.bind), keys=str(given.keys or ""), allow=str(given.allow or ""), insecure=given.insecure,
+        deadline_s=given.deadline,
+    )  # fmt: skip
+    if given.json:
+        report = examine(asked)
+        print(report.to_json())
+    else:
+        shown = show(print)
+        report = examine(asked, shown.line)
+        shown.end(report)
+    return 1 if report.verdict == "fail" else 0
+
+
+def _scheme(address: str) -> str:
+    return address if "://" in address or not address else f"tcp://{address}"
 
 
 def _bootstrap(given: argparse.Namespace) -> int:
@@ -272,7 +334,10 @@ def _version() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 good, 1 the demo's check is red, 2 bad arguments or a `PdstageError`, told in one line."""
+    """The exit code: 0 good, 1 the demo's check or the doctor's verdict is red, 2 bad arguments or a `PdstageError`.
+
+    An error is told in one line.
+    """
     given = parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")  # warnings and worse, to stderr
     try:

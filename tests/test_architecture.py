@@ -38,7 +38,7 @@ LAYERS = {
     3: ["kernels"],
     4: ["stager", "metadata", "control", "transport"],
     5: ["manager", "node"],
-    6: ["integrations", "cli", "calibrate", "demo", "bench", "trace", "__main__"],
+    6: ["integrations", "cli", "calibrate", "demo", "doctor", "bench", "trace", "__main__"],
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names}
 # Where each folder of the checkout is installed.

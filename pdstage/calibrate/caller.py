@@ -21,7 +21,21 @@ import msgspec
 from pdstage.calibrate import fit
 from pdstage.calibrate import pool as pools
 from pdstage.calibrate.fit import Timed, Timings
-from pdstage.calibrate.peer import STAGING_NBYTES, WAIT_S, Answer, Copy, Failed, Pull, Question, Start, Stop, copies
+from pdstage.calibrate.peer import (
+    STAGING_NBYTES,
+    WAIT_S,
+    About,
+    Answer,
+    Copy,
+    Failed,
+    Known,
+    Pull,
+    Question,
+    Start,
+    Stop,
+    Took,
+    copies,
+)
 from pdstage.control.zmq import ControlSocket
 from pdstage.cost import CostModel
 from pdstage.errors import PdstageError, TransportError
@@ -34,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from pdstage.calibrate.about import Side
     from pdstage.control.keys import Keys
 
 _answers = msgspec.msgpack.Decoder(Answer)
@@ -58,7 +73,7 @@ class Caller:
         insecure: bool = False,
     ) -> None:
         self._bind, self._keys, self._insecure = bind, keys, insecure
-        self._pool = pools.make(device)
+        self.pool = pools.make(device)
         self._socket = ControlSocket(None, identity=secrets.token_bytes(16), keys=keys, insecure=insecure)
         self._route = self._socket.connect(endpoint)
         self._endpoint = endpoint
@@ -74,27 +89,33 @@ class Caller:
         """Hangs up. May be repeated."""
         self._socket.close()
 
+    @contextlib.contextmanager
+    def started(self, transport: str, *, wait_s: float = 2 * WAIT_S) -> Iterator[PrefillNode]:
+        """A node here, and one at the peer that it may `room` with. Raises what either raises at its start."""
+        self.ask(Start(transport), wait_s=wait_s)
+        with PrefillNode(
+            self.pool, Topology(), transport=transport, path="auto", bind=self._bind, staging_nbytes=STAGING_NBYTES,
+            keys=self._keys, insecure=self._insecure,
+        ) as node:  # fmt: skip
+            yield node
+        self.ask(Stop(), wait_s=wait_s)
+
     def measure(self, transport: str, *, quick: bool = False) -> CostModel:
         """What `transport` costs from here to the peer. Raises what its nodes raise on either side."""
         runs, sizes, repeats = QUICK if quick else FULL
-        self._ask(Start(transport))
-        with PrefillNode(
-            self._pool, Topology(), transport=transport, path="auto", bind=self._bind, staging_nbytes=STAGING_NBYTES,
-            keys=self._keys, insecure=self._insecure,
-        ) as node:  # fmt: skip
-            self._room(node, "staged", runs[0], pools.tokens(runs[0], sizes[0]))  # the two meet
+        with self.started(transport) as node:
+            self.room(node, "staged", runs[0], pools.tokens(runs[0], sizes[0]))  # the two meet
             gather, scatter = self._copies(node, runs, sizes, repeats)
             direct, staged = self._rooms(node, runs, sizes, repeats)
-        self._ask(Stop())
         return fit.model(Timings(gather, scatter, direct, staged))
 
     def _copies(
         self, node: PrefillNode, runs: tuple[int, ...], sizes: tuple[int, ...], repeats: int
     ) -> Iterator[list[Timed]]:
         asked = [Copy(run, tokens, repeats) for run, tokens in _cases(runs, [n for n in sizes if n <= 4 << 20])]
-        gathers = [copies(node.stager, self._pool, node.parts, one, into_pool=False) for one in asked]
+        gathers = [copies(node.stager, self.pool, node.parts, one, into_pool=False) for one in asked]
         yield [_timed(one.run, one.tokens, took) for one, took in zip(asked, gathers, strict=True)]
-        yield [_timed(one.run, one.tokens, self._ask(one, node)) for one in asked]
+        yield [_timed(one.run, one.tokens, self.ask(one, node).seconds) for one in asked]
 
     def _rooms(
         self, node: PrefillNode, runs: tuple[int, ...], sizes: tuple[int, ...], repeats: int
@@ -105,28 +126,51 @@ class Caller:
         for number in range(repeats + 1):
             for run, tokens in cases:
                 for path in _PATHS:
-                    seconds = self._room(node, path, run, tokens)
+                    seconds = self.room(node, path, run, tokens).seconds[0]
                     if number:  # the first round warms up
                         took.setdefault((path, run, tokens), []).append(seconds)
         chunk_nbytes = min(node.parts[0].nbytes, node.config.chunk_nbytes)
         for path in _PATHS:
             yield [_timed(run, tokens, took[path, run, tokens], chunk_nbytes) for run, tokens in cases]
 
-    def _room(self, node: PrefillNode, path: str, run: int, tokens: int) -> float:
-        self._next += 1
+    def room(
+        self, node: PrefillNode, path: str, run: int, tokens: int, *, wait_s: float = WAIT_S, look: bool = False
+    ) -> Took:
+        """One room to the peer. `look`: raises `TransportError` unless what came there is what was sent."""
+        number = self.next_room()
         node.paths.path = path
-        sender = node.send(self._next)
-        name = pools.component(run)
-        sender.chunk({name: pools.pages(run, tokens, self._next)}, {name: (0, tokens)})
+        sender = node.send(number)
+        name, pages = pools.component(run), pools.pages(run, tokens, number)
+        sender.chunk({name: pages}, {name: (0, tokens)})
         sender.finish()
-        [took] = self._ask(Pull(self._next, node.bootstrap_address, run, tokens), node)
-        sender.wait_released(WAIT_S)
+        took = self.ask(Pull(number, node.bootstrap_address, run, tokens, wait_s, look), node, wait_s=wait_s + 5)
+        sender.wait_released(wait_s)
+        if look and took.digest != pools.digest(self.pool, run, tokens, pages):
+            what = f"other bytes arrived than were sent, by the {path} path over {node.transport.traits.name}"
+            raise TransportError(what, remedy="do not use that transport here; report it")
         return took
 
-    def _ask(self, question: Question, node: PrefillNode | None = None) -> list[float]:
-        """The peer's answer; `node` goes on meanwhile."""
+    def next_room(self) -> int:
+        self._next += 1
+        return self._next
+
+    def about(self, wait_s: float = WAIT_S) -> Side:
+        """Who the peer is. Raises `TransportError` where it cannot say that: it is older."""
+        answer = self._answer(About(), None, wait_s)
+        if not isinstance(answer, Known):
+            raise _other_answer(self._endpoint)
+        return answer.side
+
+    def ask(self, question: Question, node: PrefillNode | None = None, *, wait_s: float = 2 * WAIT_S) -> Took:
+        """What it took at the peer; `node` goes on meanwhile. Raises `TransportError` with the peer's own reason."""
+        answer = self._answer(question, node, wait_s)
+        if not isinstance(answer, Took):
+            raise _other_answer(self._endpoint)
+        return answer
+
+    def _answer(self, question: Question, node: PrefillNode | None, wait_s: float) -> Took | Known:
         self._socket.send(self._route, [msgspec.msgpack.encode(question)])
-        until = time.monotonic() + 2 * WAIT_S
+        until = time.monotonic() + wait_s
         while time.monotonic() < until:
             if node is not None:
                 node.turn(5e-4)
@@ -134,18 +178,24 @@ class Caller:
                 for _, (frame, *_) in self._socket.recv():
                     answer: Answer = _answers.decode(frame)
                     if isinstance(answer, Failed):
-                        raise TransportError(answer.why)
-                    return answer.seconds
+                        remedy = answer.remedy or "see what the peer printed; run one release on both sides"
+                        raise TransportError(answer.why, remedy=remedy)
+                    return answer
             for _, error in self._socket.take_refusals():
                 raise error
         raise TransportError(
-            f"no answer from {self._endpoint}", remedy="is pdstage calibrate --serve running there, and reachable?"
+            f"no answer from {self._endpoint} in {wait_s:g} s",
+            remedy="is pdstage calibrate --serve (or doctor --serve) still running there, with keys as here?",
         )
 
 
 def _cases(runs: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Runs and tokens; of long runs one token is more than the smaller sizes."""
     return list(dict.fromkeys((run, pools.tokens(run, size)) for run in runs for size in sizes))
+
+
+def _other_answer(endpoint: str) -> TransportError:
+    return TransportError(f"{endpoint} answers another question", remedy="ask one peer from one place at a time")
 
 
 def _timed(run: int, tokens: int, took: list[float], chunk_nbytes: int = 1 << 62) -> Timed:

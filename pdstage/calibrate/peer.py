@@ -1,7 +1,8 @@
-"""The served side of a calibration: a decode node that receives what it is told to, and says how long that took.
+"""The served side of a calibration, and of the doctor's check with a peer: a decode node that receives what it is told
+to, and says how long that took.
 
 Layer 6. Must not know the sweep: the caller asks for one thing at a time. Questions and answers are msgpack, one frame
-each, over a control socket, with keys where that has them.
+each, over a control socket, with keys where that has them. Fields are only ever added, with a default: releases meet.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import msgspec
 from msgspec import Meta
 
 from pdstage.calibrate import pool as pools
+from pdstage.calibrate.about import Side, this_side
+from pdstage.control.bootstrap import BootstrapClient
 from pdstage.control.zmq import ControlSocket
 from pdstage.errors import PdstageError, UsageError
 from pdstage.manager import DecodeNode
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.layout import Region
+    from pdstage.manager import Receiver
     from pdstage.stager import Stager
 
 STAGING_NBYTES = 64 << 20
@@ -34,6 +38,8 @@ WAIT_S = 60.0
 
 Run: TypeAlias = Annotated[int, Meta(ge=pools.RUNS[0], le=pools.RUNS[-1])]
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 24)]
+Address: TypeAlias = Annotated[str, Meta(max_length=512)]
+Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=600)]
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -43,12 +49,35 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pull(msgspec.Struct, frozen=True, tag=True):
-    """Receive `room` of that many runs a view; the answer is the seconds from `bind` to Success."""
+    """Receive `room` of that many runs a view; the answer is the seconds from `bind` to Success.
+
+    `look`: and a digest of what has come.
+    """
 
     room: int
-    directory: Annotated[str, Meta(max_length=512)]
+    directory: Address
     run: Run
     tokens: Count
+    deadline_s: Seconds = WAIT_S
+    look: bool = False
+
+
+class About(msgspec.Struct, frozen=True, tag=True):
+    """Who are you."""
+
+
+class Find(msgspec.Struct, frozen=True, tag=True):
+    """Ask the directory at the caller; the answer is the seconds that took."""
+
+    directory: Address
+
+
+class Meet(msgspec.Struct, frozen=True, tag=True):
+    """Agree with the caller's node, for a room that is given up then; the answer is the seconds to Welcome."""
+
+    room: int
+    directory: Address
+    deadline_s: Seconds
 
 
 class Copy(msgspec.Struct, frozen=True, tag=True):
@@ -65,14 +94,20 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 class Took(msgspec.Struct, frozen=True, tag=True):
     seconds: list[float]
+    digest: bytes = b""
+
+
+class Known(msgspec.Struct, frozen=True, tag=True):
+    side: Side
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
     why: str
+    remedy: str = ""
 
 
-Question = Start | Pull | Copy | Stop
-Answer = Took | Failed
+Question = Start | Pull | Copy | Stop | About | Find | Meet
+Answer = Took | Known | Failed
 _questions = msgspec.msgpack.Decoder(Question)
 
 
@@ -116,25 +151,40 @@ class Peer:
 
     def _answer(self, frame: bytes) -> Answer:
         try:
-            question = _questions.decode(frame)
-            match question:
-                case Start():
-                    self._stop()
-                    self._node = DecodeNode(
-                        self._pool, Topology(), transport=question.transport, path="auto", bind=self._host,
-                        staging_nbytes=STAGING_NBYTES, keys=self._keys, insecure=self._insecure,
-                    )  # fmt: skip
-                case Pull():
-                    return Took([self._pull(question)])
-                case Copy():
-                    return Took(self._copy(question))
-                case Stop():
-                    self._stop()
+            return self._answer_to(_questions.decode(frame))
         except msgspec.DecodeError as error:
-            return Failed(f"the caller's question cannot be read: {error}")
-        except (PdstageError, TimeoutError) as error:
+            return Failed(f"the caller's question cannot be read: {error}", "run one release on both sides")
+        except PdstageError as error:
+            return Failed(f"at the peer: {error.what}", error.remedy)
+        except TimeoutError as error:
             return Failed(f"at the peer: {error}")
+
+    def _answer_to(self, question: Question) -> Answer:
+        match question:
+            case Start():
+                self._start(question.transport)
+            case Stop():
+                self._stop()
+            case Pull():
+                return self._pull(question)
+            case Copy():
+                return Took(self._copy(question))
+            case About():
+                return Known(this_side())
+            case Find():
+                begun = time.perf_counter()
+                BootstrapClient(question.directory, keys=self._keys).lookup()
+                return Took([time.perf_counter() - begun])
+            case Meet():
+                return self._meet(question)
         return Took([])
+
+    def _start(self, transport: str) -> None:
+        self._stop()
+        self._node = DecodeNode(
+            self._pool, Topology(), transport=transport, path="auto", bind=self._host,
+            staging_nbytes=STAGING_NBYTES, keys=self._keys, insecure=self._insecure,
+        )  # fmt: skip
 
     def _stop(self) -> None:
         node, self._node = self._node, None
@@ -146,18 +196,35 @@ class Peer:
             raise UsageError("no transport was started here", remedy="ask for Start first")
         return self._node
 
-    def _pull(self, asked: Pull) -> float:
-        node, name = self._started(), pools.component(asked.run)
-        receiver = node.receive(asked.room, asked.directory, deadline_s=WAIT_S)
+    def _meet(self, asked: Meet) -> Took:
+        begun = time.perf_counter()
+        receiver = self._connected(asked)
+        took = time.perf_counter() - begun
+        failed = receiver.state is State.FAILED
+        receiver.abort("they have met")
+        if failed:
+            receiver.wait(asked.deadline_s)  # raises why
+        receiver.wait_released(asked.deadline_s)
+        return Took([took])
+
+    def _connected(self, asked: Meet | Pull) -> Receiver:
+        """A room whose writer has agreed, or that has failed."""
+        node = self._started()
+        receiver = node.receive(asked.room, asked.directory, deadline_s=asked.deadline_s)
         while receiver.state is State.BOOTSTRAPPING:
             node.turn(1e-3)
+        return receiver
+
+    def _pull(self, asked: Pull) -> Took:
+        name, receiver = pools.component(asked.run), self._connected(asked)
         start = time.perf_counter()
         pages = pools.pages(asked.run, asked.tokens, -1 - asked.room & 0xFFFF)
         receiver.bind({name: pages}, {name: (0, asked.tokens)})
-        receiver.wait(WAIT_S)
+        receiver.wait(asked.deadline_s)
         took = time.perf_counter() - start
-        receiver.wait_released(WAIT_S)
-        return took
+        receiver.wait_released(asked.deadline_s)
+        digest = pools.digest(self._pool, asked.run, asked.tokens, pages) if asked.look else b""
+        return Took([took], digest)
 
     def _copy(self, asked: Copy) -> list[float]:
         node = self._started()

@@ -5,6 +5,7 @@ Layer 6. Must not know what is measured.
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,14 +34,7 @@ def make(device: str, nbytes: int = POOL_NBYTES) -> Pool:
     Rows are two runs apart, as where one side holds twice the heads of the other, so that no two runs join.
     """
     kind, _, number = device.partition(":")
-    if kind == "cpu":
-        held: Any = np.ones(nbytes, np.uint8)
-        base = held.ctypes.data
-    else:
-        import torch  # noqa: PLC0415
-
-        held = torch.ones(nbytes, dtype=torch.uint8, device=device)
-        base = held.data_ptr()
+    held, base = allocate(device, nbytes)
     views = [
         View(
             key=Key(component(run), role, layer), region=0, offset=number_of * n_items(run, nbytes) * 2 * PAGE * run,
@@ -50,7 +44,18 @@ def make(device: str, nbytes: int = POOL_NBYTES) -> Pool:
         for run in RUNS
         for number_of, (role, layer) in enumerate((role, layer) for role in "kv" for layer in range(LAYERS))
     ]  # fmt: skip
-    return Pool.of(Layout.of([Region(base, nbytes, kind, int(number or 0))], views), keep=held)
+    return Pool.of(Layout.of([Region(base, nbytes, kind, int(number or 0))], views), device, keep=held)
+
+
+def allocate(device: str, nbytes: int) -> tuple[Any, int]:
+    """Bytes on `device`, as a numpy array or a torch tensor, and their address."""
+    if device == "cpu":
+        held = np.ones(nbytes, np.uint8)
+        return held, held.ctypes.data
+    import torch  # noqa: PLC0415
+
+    tensor = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    return tensor, tensor.data_ptr()
 
 
 def n_items(run_nbytes: int, pool_nbytes: int = POOL_NBYTES) -> int:
@@ -74,3 +79,30 @@ def shares(run_nbytes: int) -> tuple[Share, ...]:
 
 def rect(run_nbytes: int, n_tokens: int) -> Rect:
     return Rect(component(run_nbytes), 0, n_tokens, 0, LAYERS)
+
+
+def fill(pool: Pool, seed: int) -> None:
+    """Random bytes, so that no two places of a pool from `make` hold the same."""
+    held: Any = pool.keep
+    draw = np.random.Generator(np.random.SFC64(seed))
+    data = draw.integers(0, 1 << 64, -(-len(held) // 8), np.uint64).view(np.uint8)[: len(held)]
+    if isinstance(held, np.ndarray):
+        held[:] = data
+    else:
+        import torch  # noqa: PLC0415
+
+        held.copy_(torch.from_numpy(data.copy()))
+
+
+def content(pool: Pool, run_nbytes: int, n_tokens: int, items: NDArray[np.int32]) -> bytes:
+    """What the first `n_tokens` of `items` hold in a pool from `make`: view after view, token after token."""
+    held: Any = pool.keep
+    n = n_items(run_nbytes, len(held))
+    rows = held[: N_VIEWS * n * 2 * PAGE * run_nbytes].reshape(N_VIEWS, n, PAGE, 2, run_nbytes)
+    rows = rows[:, :, :, 0][:, items.tolist()]
+    data = rows if isinstance(held, np.ndarray) else rows.cpu().numpy()
+    return bytes(data.reshape(N_VIEWS, -1, run_nbytes)[:, :n_tokens].tobytes())
+
+
+def digest(pool: Pool, run_nbytes: int, n_tokens: int, items: NDArray[np.int32]) -> bytes:
+    return hashlib.blake2b(content(pool, run_nbytes, n_tokens, items), digest_size=32).digest()

@@ -37,6 +37,7 @@ __all__ = [
     "Traits",
     "Transport",
     "available",
+    "load",
     "moving",
     "names",
     "open_transport",
@@ -55,7 +56,7 @@ def open_transport(name: str, **options: object) -> Transport:
     """
     if name == "auto" and not options:
         return _auto()
-    kind = _load(name)
+    kind = load(name)
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as error:
@@ -70,7 +71,7 @@ def available() -> dict[str, str]:
     reasons = {}
     for name in names():
         try:
-            _load(name)
+            load(name)
             reasons[name] = ""
         except UsageError as error:
             reasons[name] = str(error)
@@ -99,7 +100,8 @@ def _transport_of(path: str) -> object:
     return import_module(path).TRANSPORT
 
 
-def _load(name: str) -> type[Transport]:
+def load(name: str) -> type[Transport]:
+    """The class of that name. Raises `UsageError` for an unknown one, and where what it needs does not import."""
     loaders = _loaders()
     if name not in loaders:
         raise UsageError(f"no transport {name!r}", remedy=f"choose of auto, {', '.join(sorted(loaders))}", name=name)
@@ -118,7 +120,7 @@ def _importable() -> list[tuple[str, type[Transport]]]:
     found = []
     for name in names():
         with contextlib.suppress(UsageError):
-            found.append((name, _load(name)))
+            found.append((name, load(name)))
     return sorted(found, key=lambda one: -one[1].preference)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from pdstage import cli
 from pdstage.calibrate import caller as callers
+from pdstage.calibrate import pool as pools
 from pdstage.calibrate.caller import Caller, own_peer
 from pdstage.calibrate.peer import Copy, Pull
 from pdstage.control.keys import Keys
@@ -46,13 +47,22 @@ def test_faults_at_the_peer_are_told_in_words():
     with own_peer() as endpoint, Caller(endpoint) as caller:
         for question in (Pull(1, "tcp://127.0.0.1:1", 256, 16), Copy(256, 16, 1)):
             with pytest.raises(TransportError, match="no transport was started"):
-                caller._ask(question)
+                caller.ask(question)
         with pytest.raises(TransportError, match="at the peer: no transport 'pigeon'"):
             caller.measure("pigeon")
         with pytest.raises(TransportError, match="cannot be read"):
-            caller._ask(Copy(1, 16, 1))
+            caller.ask(Copy(1, 16, 1))
 
 
 def test_a_transport_that_is_not_there_ends_the_command_with_a_sentence(capsys):
     assert cli.main(["calibrate", "--transport", "pigeon"]) == 2
     assert "no transport 'pigeon'" in capsys.readouterr().err
+
+
+def test_a_pool_on_a_gpu_is_told_so(monkeypatch):
+    """Only the memory is stood in for: without a GPU there is none."""
+    torch = pytest.importorskip("torch")
+    make = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda n, *, dtype, device: make(n, dtype=dtype))
+    pool = pools.make("cuda:1")
+    assert (pool.device, pool.layout.regions[0].kind, pool.layout.regions[0].device) == ("cuda:1", "cuda", 1)
