@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
@@ -42,7 +43,7 @@ class CudaEvent(Protocol):
 class Handle:
     """What an engine holds of one room. `status` is `state | released << 7`, kept by the driver for `poll_many`."""
 
-    __slots__ = ("__weakref__", "_node", "error", "key", "room", "status")
+    __slots__ = ("__weakref__", "_node", "began_at", "error", "key", "room", "status")
 
     def __init__(self, node: Driver, room: object, key: bytes) -> None:
         self._node = node
@@ -50,6 +51,7 @@ class Handle:
         self.key = key
         self.status: int = State.BOOTSTRAPPING
         self.error: PdstageError | None = None
+        self.began_at = time.monotonic()
 
     @property
     def state(self) -> State:
@@ -108,6 +110,10 @@ class Roster:
     def of(self, room: Room) -> Handle | None:
         """The room's handle, until the room is released."""
         return self._handles.get(room)
+
+    def handles(self) -> list[Handle]:
+        """All of them, as they are now; any thread may ask."""
+        return list(self._handles.copy().values())  # copied in one step, whoever changes it meanwhile
 
     def changed(self, room: Room) -> None:
         """Brings the room's handle up to date; `ring` then wakes who waits for it."""
