@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdstage.control.zmq import ControlSocket
+    from pdstage.manager.observer import Observation
     from pdstage.protocol.config import Config
     from pdstage.protocol.room import Room
     from pdstage.protocol.session import Link
@@ -97,6 +98,7 @@ class Driver(ABC, Generic[AnyCore]):
         self._early: list[Done | PostFailed | Inbound] = []
         self._closed = False
         self._failure: BaseException | None = None
+        self._observed: Observation | None = None  # None: nobody observes, and nothing is timed
 
     @property
     def was_forked(self) -> bool:
@@ -131,6 +133,8 @@ class Driver(ABC, Generic[AnyCore]):
                     self.roster.ring()
                 self._flush()
                 self.roster.ring()  # last: who wakes earlier waits for the interpreter
+            if self._observed is not None:
+                self._observed.tell()
         except BaseException as error:
             self._fail_everything(error)
             raise
@@ -157,6 +161,8 @@ class Driver(ABC, Generic[AnyCore]):
             for event in events:
                 self._on_transport(event, now)
             for copied in staged:
+                if self._observed is not None:
+                    self._observed.copied(copied)
                 self._on_staged(copied, now)
             self.core.tick(now)
             effects = self._take_effects()
@@ -167,7 +173,10 @@ class Driver(ABC, Generic[AnyCore]):
 
     def _take_effects(self) -> list[Effect]:
         kept, self._kept = self._kept, []
-        return kept + self.core.take_effects()
+        fresh = self.core.take_effects()
+        if self._observed is not None:
+            self._observed.asked(fresh)
+        return kept + fresh
 
     def _carry_out(self, effects: list[Effect]) -> bool:
         """True if something was done here that the core should hear of at once.
@@ -302,6 +311,8 @@ class Driver(ABC, Generic[AnyCore]):
         """A connection came to nothing for want of keys; `route` is empty where the other side tried it."""
 
     def _on_changed(self, room: Room) -> None:
+        if self._observed is not None and (handle := self.roster.of(room)) is not None:
+            self._observed.changed(handle, room)
         self.roster.changed(room)
 
     # What engines' calls do.
@@ -375,4 +386,6 @@ class Driver(ABC, Generic[AnyCore]):
         self._failure = error
         failed = PdstageError(f"the node's driver failed: {error!r}", remedy="see the cause; make a new node")
         failed.__cause__ = error
+        if self._observed is not None:
+            self._observed.all_failed(failed)
         self.roster.fail(failed)

@@ -20,6 +20,7 @@ from pdstage.manager import status
 from pdstage.manager.copier import Copier, has_core_to_spare
 from pdstage.manager.driver import AnyCore, Driver, log
 from pdstage.manager.lookup import Directory
+from pdstage.manager.observer import Observation, Origin
 from pdstage.manager.settings import settle
 from pdstage.metadata import WAYS
 from pdstage.plan import TOKEN_MAJOR
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from pdstage.kernels import Pool
     from pdstage.layout import Layout, Region
     from pdstage.manager.handle import Handle
+    from pdstage.manager.observer import Observer
     from pdstage.manager.status import OpenRoom, Status
     from pdstage.metadata import AuxRow, MetadataBuffers
     from pdstage.protocol.session import Link
@@ -77,6 +79,7 @@ class Node(Driver[AnyCore]):
         keys: Keys | str | os.PathLike[str] | None,
         aux: str,
         metadata: MetadataBuffers | None,
+        observers: Sequence[Observer],
     ) -> None:
         config = config or Config()
         _check_metadata(aux, metadata, config)
@@ -84,6 +87,10 @@ class Node(Driver[AnyCore]):
         self.keys = keys_of(keys)
         self.pool, self.topology, self.path = pool, topology, path
         self.incarnation = secrets.randbits(63) | 1
+        self.observers = tuple(observers)
+        if observers:
+            origin = Origin(self.role, topology.unique_rank, topology, self.incarnation)
+            self._observed = Observation(origin, observers)
         self._dead_check_at = 0.0
         self._gave_back = True
         self.metadata = metadata
@@ -96,7 +103,8 @@ class Node(Driver[AnyCore]):
             self.parts = self.memory.parts(n_parts)
             self._copier = Copier(self._wake)
             copies_aside = has_core_to_spare() if copy_thread is None else copy_thread
-            self.stager = Stager(pool, self._copier.submit if copies_aside else None, pool.runtime())
+            clock = time.monotonic if observers else None
+            self.stager = Stager(pool, self._copier.submit if copies_aside else None, pool.runtime(), clock)
             self.directory = Directory(self.keys)
             self.transport.register([self.memory.region, *(self._pool_regions() if path != "staged" else ())])
             self.rows = self._own_rows(aux)
@@ -167,6 +175,8 @@ class Node(Driver[AnyCore]):
         return pair
 
     def _detach(self, link: Link) -> None:
+        if self._observed is not None:
+            self._observed.lost(link)
         self._pairs.pop(link, None)
         self.directory.forget()
         self.transport.disconnect(label(link))
@@ -329,6 +339,8 @@ class Node(Driver[AnyCore]):
             log.error("closed while %s may still use this node's memory: it is kept", ", ".join(peers))
         self.transport.close()
         self.socket.close()
+        if self._observed is not None:
+            self._observed.tell()
         if self._gave_back:
             self.memory.release()
         return self._gave_back

@@ -47,13 +47,14 @@ from pdstage.transport import Done, Inbound, Mapped, PostFailed, Spans, Traits, 
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.layout import Layout
     from pdstage.manager.driver import Heard
     from pdstage.manager.handle import CudaEvent
+    from pdstage.manager.observer import Observer
     from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
     from pdstage.protocol.outbox import OutChunk, OutRoom
@@ -77,7 +78,8 @@ class PrefillNode(Node[PrefillCore]):
     `pdstage calibrate` wrote, by which "auto" chooses; None: the one that PDSTAGE_CALIBRATION names, else the
     transport's defaults. `aux` is how rows of `metadata` travel: "tcp", by control message; "rdma", by the data
     transport, from memory to memory, where both sides say so; "nvlink", the same, of rows on the device. What cannot go
-    so goes by message. Raises `UsageError` or `TransportError`.
+    so goes by message. `observers` are told when rooms begin and end and how long each stage of a chunk took, as
+    `pdstage.manager.observer` says. Raises `UsageError` or `TransportError`.
     """
 
     _writes: ClassVar[bool] = True
@@ -104,6 +106,7 @@ class PrefillNode(Node[PrefillCore]):
         keys: Keys | str | os.PathLike[str] | None = None,
         aux: str = "tcp",
         metadata: MetadataBuffers | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         if n_buffers < 2:
             raise UsageError(f"{n_buffers} send buffers", remedy="give at least 2, so that no destination holds all")
@@ -112,6 +115,7 @@ class PrefillNode(Node[PrefillCore]):
             pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_buffers,
             staging=staging, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
             copy_thread=copy_thread, insecure=insecure, keys=keys, aux=aux, metadata=metadata,
+            observers=observers,
         )  # fmt: skip
         self._stagings = Stagings(pool.layout)
         self._positional = {component.name for component in pool.layout.components if component.positional}
@@ -167,6 +171,8 @@ class PrefillNode(Node[PrefillCore]):
             out = self.core.submit(room_key(room), time.monotonic())
             sender = Sender(self, out, out.key)
             self.roster.add(out, sender)
+            if self._observed is not None:
+                self._observed.opened(sender)
         self.kick()
         return sender
 
@@ -303,24 +309,35 @@ class PrefillNode(Node[PrefillCore]):
             self._post(ticket, record.link, Spans(*spans), tag)
 
     def _post(self, ticket: int, link: Link, spans: Spans | None, tag: bytes) -> None:
+        if self._observed is not None:
+            self._observed.began(ticket)
         error = self.posts.begin(ticket, label(link), spans, tag)
         self.core.counters.descriptors += len(spans.nbytes) if spans is not None else 0
         if error is not None:
             self._completed(ticket, error)
         elif self.transport.traits_of(label(link)).post_blocks:
             # Several such writes in a row: the tags of the earlier ones move on only while the transport is asked.
-            self._early += self.transport.poll()
+            early = self.transport.poll()
+            self._early += early
+            if self._observed is not None:
+                self._observed.polled(early)
 
     def _completed(self, ticket: int, error: PdstageError) -> None:
         """A write that never began."""
         with self._lock:
-            self.core.completed(ticket, time.monotonic(), error)
+            now = time.monotonic()
+            if self._observed is not None:
+                self._observed.written(ticket, now, error)
+            self.core.completed(ticket, now, error)
 
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
         if isinstance(event, Done) and (told := event.figures):
             self.core.counters.measured(told.nbytes, told.post_s, told.write_s)
         if not isinstance(event, Inbound):
+            ended_at = self._observed.post_ended(event.ticket) if self._observed is not None else 0.0
             for ticket, error, settled in self.posts.ended(event):
+                if self._observed is not None:
+                    self._observed.written(ticket, ended_at, error)
                 self.core.completed(ticket, now, error, settled=settled)
 
     def _on_staged(self, copied: Copied, now: float) -> None:
