@@ -1,4 +1,4 @@
-"""The `pdstage` command: demo, bench, calibrate, bootstrap, instances, keys, sim.
+"""The `pdstage` command: demo, bench, top, calibrate, bootstrap, instances, keys, sim.
 
 Layer 6. Reads arguments and prints; each command's module is imported when that command is given, so that `--help`
 needs nothing installed.
@@ -43,6 +43,7 @@ def parser() -> Parser:
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
     bench.add_argument("--quick", action="store_true", help="fewer repetitions: a look, not a measurement")
     bench.set_defaults(run=_bench)
+    _add_top(commands.add_parser("top", help="watch running nodes in the terminal, by their metrics endpoints"))
     _add_calibrate(commands.add_parser("calibrate", help="measure what each transport costs here, for path auto"))
     bootstrap = commands.add_parser("bootstrap", help="run the directory in which prefill ranks announce themselves")
     bootstrap.add_argument(
@@ -120,6 +121,25 @@ def _bench(given: argparse.Namespace) -> int:
     if given.json is not None:
         given.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
+
+
+def _add_top(top: argparse.ArgumentParser) -> None:
+    top.add_argument("endpoints", nargs="+", metavar="ENDPOINT", help="HOST:PORT or PORT, as --metrics-port printed it")
+    top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds a frame; default %(default)s")
+    top.add_argument("--once", action="store_true", help="print one frame and end; 1 if an endpoint did not answer")
+    top.add_argument("--svg", type=Path, metavar="FILE", help="draw one frame into FILE and end")
+    top.add_argument("--width", type=int, metavar="N", help="columns; default: the terminal's, and 132 for --svg")
+    top.add_argument("--frames", type=int, default=1, metavar="N", help="intervals before that one frame; default 1")
+    top.set_defaults(run=_top)
+
+
+def _top(given: argparse.Namespace) -> int:
+    from pdstage.watch.top import run  # noqa: PLC0415
+
+    return run(
+        given.endpoints, interval_s=given.interval, once=given.once, svg=given.svg, width=given.width,
+        frames=given.frames,
+    )  # fmt: skip
 
 
 def _add_calibrate(command: argparse.ArgumentParser) -> None:

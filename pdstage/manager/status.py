@@ -22,18 +22,19 @@ if TYPE_CHECKING:
     from pdstage.manager.handle import Handle
     from pdstage.manager.node import Node
     from pdstage.protocol.holdings import Grant
-    from pdstage.ring import Lane
 
 
 class LaneStatus(NamedTuple):
     """One staging lane of a decode node, in bytes.
 
-    Lent and not written yet, written and being scattered, carved out; and how far the watermark is behind the head,
-    padding and leases one lap ahead included, so that this may exceed the capacity.
+    Of its leases: those that may be written and were not yet, those that must wait for the watermark, one lap ahead,
+    and those that were written and are being scattered. Then what is carved out, and how far the watermark is behind
+    the head, padding and leases ahead included, so that this may exceed the capacity.
     """
 
     capacity_nbytes: int
     granted_nbytes: int
+    ahead_nbytes: int
     landed_nbytes: int
     quarantined_nbytes: int
     lag_nbytes: int
@@ -91,17 +92,32 @@ def read(node: Node[Any]) -> Status:
         if isinstance(core, DecodeCore):
             held = core.holdings
             grants = held.grants()
-            of_role = {"lanes": [LaneStatus(*_span_of(lane)) for lane in held.lanes], "n_waiting": held.n_waiting}
+            cursors = [(lane.capacity, lane.watermark, lane.head, lane.quarantined_nbytes) for lane in held.lanes]
+            of_role = {"n_waiting": held.n_waiting}
         else:
             assert isinstance(core, PrefillCore)
+            cursors = []
             of_role = {"n_buffers": len(node.parts), "n_buffers_free": len(core.buffers.free)}
             of_role["buffer_nbytes"] = node.parts[0].nbytes
         of_role["n_copies"] = len(core._flights)
-    if lanes := of_role.get("lanes"):
-        of_role["lanes"] = _with_leases(lanes, grants)
     return Status(
-        _info(node), counters, asdict(node.socket.counters), over, _by_state(node), n_sessions, n_unfenced, n_rows_lent=n_rows,
-        failed=node._failure is not None, **of_role,
+        _info(node), counters, asdict(node.socket.counters), over, _by_state(node), n_sessions, n_unfenced,
+        n_rows_lent=n_rows, lanes=_lanes(cursors, grants), failed=node._failure is not None, **of_role,
+    )  # fmt: skip
+
+
+def _lanes(cursors: list[tuple[int, int, int, int]], grants: list[Grant]) -> tuple[LaneStatus, ...]:
+    nbytes: Counter[tuple[int, str]] = Counter()
+    for grant in grants:
+        capacity, watermark, *_ = cursors[grant.lane]
+        shut = grant.state == "granted" and grant.end > watermark + capacity
+        nbytes[grant.lane, "ahead" if shut else grant.state] += grant.request.nbytes
+    return tuple(
+        LaneStatus(
+            capacity, nbytes[number, "granted"], nbytes[number, "ahead"], nbytes[number, "landed"], carved,
+            head - watermark,
+        )
+        for number, (capacity, watermark, head, carved) in enumerate(cursors)
     )  # fmt: skip
 
 
@@ -110,20 +126,6 @@ def _info(node: Node[Any]) -> tuple[str, ...]:
     places = ((place.tp_rank, place.tp_size), (place.pp_rank, place.pp_size), (place.cp_rank, place.cp_size))
     numbers = (f"{rank}/{size}" for rank, size in (*places, (place.dp_rank, place.dp_size)))
     return pdstage.__version__, node.transport.traits.name, node.path, *numbers
-
-
-def _span_of(lane: Lane) -> tuple[int, int, int, int, int]:
-    return lane.capacity, 0, 0, lane.quarantined_nbytes, lane.head - lane.watermark
-
-
-def _with_leases(lanes: list[LaneStatus], grants: list[Grant]) -> tuple[LaneStatus, ...]:
-    nbytes: Counter[tuple[int, str]] = Counter()
-    for grant in grants:
-        nbytes[grant.lane, grant.state] += grant.request.nbytes
-    return tuple(
-        lane._replace(granted_nbytes=nbytes[number, "granted"], landed_nbytes=nbytes[number, "landed"])
-        for number, lane in enumerate(lanes)
-    )
 
 
 def _by_state(node: Node[Any]) -> dict[str, int]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pdstage.errors import UsageError
 from pdstage.watch.catalogue import METRICS, NODE_LABELS
+from pdstage.watch.timings import Histogram, Timings
 
 try:
     from prometheus_client import REGISTRY
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from pdstage.manager.node import Node
     from pdstage.watch.catalogue import Metric
+    from pdstage.watch.timings import NodeTimings
 
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _TAKEN = {*NODE_LABELS, "le", *(label for metric in METRICS for label in metric.labels)}
@@ -95,14 +97,36 @@ class Collector:
         return (_family(metric) for metric in METRICS)
 
     def collect(self) -> Iterator[Family]:
-        told = [(node.status(), labels) for node, labels in self.nodes()]
+        told = [(node.status(), _timings_of(node), labels) for node, labels in self.nodes()]
         for metric in METRICS:
             family = _family(metric)
-            for status, labels in told:
-                for values, value in metric.read(status):
-                    own = dict(zip(metric.labels, values, strict=True))
-                    family.add_sample(metric.name, labels | own, float(value))
+            for status, timings, labels in told:
+                if metric.role not in ("", labels["role"]):
+                    continue
+                series = (*metric.read(status), *(metric.timed(timings) if timings is not None else ()))
+                for values, value in series:
+                    own = labels | dict(zip(metric.labels, values, strict=True))
+                    if isinstance(value, Histogram):
+                        _add_histogram(family, own, value)
+                    else:
+                        family.add_sample(metric.name, own, float(value))
             yield family
+
+
+def _add_histogram(family: Family, labels: dict[str, str], histogram: Histogram) -> None:
+    sum_s, n = histogram.sum_s, 0
+    for bound_s, count in zip((*histogram.bounds, float("inf")), list(histogram.counts), strict=True):
+        n += count
+        family.add_sample(
+            f"{family.name}_bucket", labels | {"le": "+Inf" if bound_s == float("inf") else str(bound_s)}, n
+        )
+    family.add_sample(f"{family.name}_count", labels, n)
+    family.add_sample(f"{family.name}_sum", labels, sum_s)
+
+
+def _timings_of(node: Node[Any]) -> NodeTimings | None:
+    found = next((one for one in node.observers if isinstance(one, Timings)), None)
+    return found.of(node.role, node.incarnation) if found is not None else None
 
 
 def register(
@@ -112,7 +136,7 @@ def register(
 
     Its samples carry the labels role ("prefill" or "decode"), rank (the topology's `unique_rank`) and `labels`; two
     nodes of one registry differ in one of them. Any number of nodes; each until its close. Scraping one reads a few
-    numbers under its lock. Raises `UsageError`.
+    numbers under its lock. Times are told of nodes whose `observers` hold a `Timings`. Raises `UsageError`.
     """
     extra = dict(labels or {})
     for name in extra:

@@ -143,7 +143,7 @@ def _say(start: Callable[..., object], status: str, text: str, kind: str = "text
 class _Handler(WSGIRequestHandler):
     timeout = _STALLED_S  # a client that says nothing keeps no thread
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (as the base class calls it)
+    def log_message(self, format: str, *args: object) -> None:
         log.debug(format, *args)
 
 
