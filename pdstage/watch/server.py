@@ -9,8 +9,9 @@ from __future__ import annotations
 import ipaddress
 import json
 import logging
+import socket
 import threading
-from socketserver import ThreadingMixIn
+from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -129,8 +130,6 @@ def is_loopback(host: str) -> bool:
 
 
 def _family_of(host: str) -> int:
-    import socket  # noqa: PLC0415  (one constant)
-
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
@@ -152,8 +151,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def server_bind(self) -> None:
         # The stdlib's asks the resolver for the host's name, which may take seconds.
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
+        TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
 

@@ -118,7 +118,7 @@ def test_lanes_are_told_while_leases_are_held(watched):
 
 
 def test_leases_beyond_the_watermark_are_told_apart(make_watched):
-    """A lane's granted, landed and quarantined bytes are never more than it has; what waits for the watermark is ahead."""
+    """Granted, landed and quarantined bytes are never more than a lane has; what waits for the watermark is ahead."""
     watched = make_watched(staging_nbytes=32 << 10)
     rooms = [watched.open(number, 16) for number in range(6)]
     ahead = 0.0
