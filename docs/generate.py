@@ -1,11 +1,12 @@
 """The generated parts of docs: of reliability.md the room diagram, the deadlines, and which tests hold which invariant;
-of transports.md the table of traits.
+of transports.md the table of traits; of metrics.md every metric.
 
     python docs/generate.py
 
 Room states come from `pdstage.protocol.room`, deadlines from `pdstage.protocol.config`, citations from the tests:
 an invariant is cited by its number (I7) in a test's docstring or comments, or in its module's docstring for them all.
-Traits are read from the transports' source, since a transport imports only where its library is.
+Metrics come from `pdstage.watch.catalogue`. Traits are read from the transports' source, since a transport imports only
+where its library is.
 `tests/test_invariants.py` fails while a page is stale.
 """
 
@@ -25,11 +26,13 @@ sys.path.insert(0, str(ROOT))
 
 from pdstage.protocol import config  # noqa: E402
 from pdstage.protocol.room import TRANSITIONS, State  # noqa: E402
+from pdstage.watch import catalogue  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 PAGE = ROOT / "docs" / "reliability.md"
+METRICS_PAGE = ROOT / "docs" / "metrics.md"
 TRANSPORTS_PAGE = ROOT / "docs" / "transports.md"
 N_INVARIANTS = 16
 CITED = re.compile(r"\bI(\d{1,2})\b")
@@ -193,8 +196,28 @@ def trait_row(told: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def metrics() -> str:
+    """Every metric that `pdstage.watch` exports, by section."""
+    lines: list[str] = []
+    for title, held in catalogue.SECTIONS.items():
+        lines += ["", f"### {title}", "", "| metric | type | unit | labels | |", "|---|---|---|---|---|"]
+        for one in held:
+            own = ", ".join(f"`{label}`" for label in one.labels)
+            whose = f" {one.role[0].upper()}" if one.role else ""
+            lines.append(f"| `{one.name}`{whose} | {one.kind} | {one.unit} | {own} | {one.text} |")
+    return "\n".join(lines[1:])
+
+
+def left_out() -> str:
+    return "\n".join(f"* `{name}`: {why}." for name, why in catalogue.LEFT_OUT.items())
+
+
 PARTS = {"rooms": diagram, "deadlines": deadlines, "invariants": table}
-PAGES = {PAGE: PARTS, TRANSPORTS_PAGE: {"traits": traits}}
+PAGES = {
+    PAGE: PARTS,
+    TRANSPORTS_PAGE: {"traits": traits},
+    METRICS_PAGE: {"metrics": metrics, "left-out": left_out},
+}
 
 
 def written(page: str, parts: Mapping[str, Callable[[], str]] = PARTS) -> str:

@@ -233,7 +233,7 @@ def test_bad_arguments_are_one_line(capsys, argv):
 
 
 def test_live_in_a_terminal_follows_the_node_and_its_size(make_watched):
-    """The command in a pseudo-terminal: frames follow what happens and the terminal's width; Ctrl-C ends it in order."""
+    """The command in a pseudo-terminal: frames follow what happens and its width; Ctrl-C ends it in order."""
     watched = make_watched(progress="thread")
     main, child = pty.openpty()
     ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 140, 0, 0))
