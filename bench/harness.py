@@ -27,7 +27,7 @@ from pdstage.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-NAMES = ("host-kernels", "convert", "plan", "wire", "rooms", "keys", "transfer", "auto", "gpu")
+NAMES = ("host-kernels", "convert", "plan", "wire", "rooms", "keys", "watch", "transfer", "auto", "gpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

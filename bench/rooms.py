@@ -22,6 +22,7 @@ from pdstage.control.zmq import ControlSocket
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.room import State
 from pdstage.topology import Topology
+from pdstage.watch.option import VARIABLE, Watching, asked_by_environment
 
 from .harness import Row, interleaved
 from .ranks import Actor, Rank, Shape
@@ -55,14 +56,18 @@ def run(quick: bool) -> list[Row]:
 
 
 class Pair:
-    """A prefill and a decode process, and the room numbers they have used; with `keys`, a key file, encrypted."""
+    """A prefill and a decode process, and the room numbers they have used; with `keys`, a key file, encrypted.
 
-    def __init__(self, transport: str, progress: str, keys: str | None = None) -> None:
+    `watched`: whether each has a metrics endpoint, at a port of its own; None: as the command said.
+    """
+
+    def __init__(self, transport: str, progress: str, keys: str | None = None, *, watched: bool | None = None) -> None:
         self.transport, self.progress = transport, progress
         self._bootstrap = BootstrapServer(keys=keys).start()
         options = {"transport": transport, "progress": progress, "staging_nbytes": 4 << 20, "keys": keys}
-        self.prefill = Rank(PrefillRank, self._bootstrap.address, options)
-        self.decode = Rank(DecodeRank, self._bootstrap.address, options)
+        env = {} if watched is None else {VARIABLE: "0" if watched else ""}
+        self.prefill = Rank(PrefillRank, self._bootstrap.address, options, env=env)
+        self.decode = Rank(DecodeRank, self._bootstrap.address, options, env=env)
         self._next = 0
 
     def __enter__(self) -> Self:
@@ -94,6 +99,7 @@ class _RoomRank(Actor):
 
     def __init__(self, progress: str) -> None:
         self.inline = progress == "inline"
+        self.watching = Watching(asked_by_environment())
         self.echo = ControlSocket(identity=secrets.token_bytes(8))
         self.route = b""
 
@@ -105,7 +111,12 @@ class _RoomRank(Actor):
 
     def close(self) -> None:
         self.node.close()
+        self.watching.close()
         self.echo.close()
+
+    def metrics_address(self) -> str:
+        """HOST:PORT of this rank's metrics; "" without."""
+        return self.watching.endpoint.address if self.watching.endpoint is not None else ""
 
     def begin(self, room: int) -> None:
         """Has the node start one room."""
@@ -146,7 +157,9 @@ class _RoomRank(Actor):
 class PrefillRank(_RoomRank):
     def __init__(self, bootstrap: str, options: dict[str, Any]) -> None:
         super().__init__(options["progress"])
-        self.node: PrefillNode = PrefillNode(TINY.pool(), Topology(), bootstrap=bootstrap, **options)
+        options = options | {"bootstrap": bootstrap, "observers": self.watching.observers}
+        self.node: PrefillNode = PrefillNode(TINY.pool(), Topology(), **options)
+        self.watching.expose(self.node)
         self.page = np.array([7])
         self.held: list[Sender] = []
 
@@ -194,7 +207,8 @@ class DecodeRank(_RoomRank):
     def __init__(self, bootstrap: str, options: dict[str, Any]) -> None:
         super().__init__(options["progress"])
         self.bootstrap = bootstrap
-        self.node: DecodeNode = DecodeNode(TINY.pool(), Topology(), **options)
+        self.node: DecodeNode = DecodeNode(TINY.pool(), Topology(), observers=self.watching.observers, **options)
+        self.watching.expose(self.node)
         self.held: list[Receiver] = []
 
     def begin(self, room: int) -> None:

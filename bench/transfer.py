@@ -23,6 +23,7 @@ from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.config import Config
 from pdstage.protocol.room import State
 from pdstage.topology import Topology
+from pdstage.watch.option import Watching, asked_by_environment
 
 from .harness import Row
 from .ranks import Actor, Rank, Shape
@@ -81,6 +82,7 @@ class _End(Actor):
     def __init__(self, transport: str, nbytes: int) -> None:
         self.nodes: dict[str, PrefillNode] | dict[str, DecodeNode] = {}
         self.active = ""
+        self.watching = Watching(asked_by_environment())
         self.raw = Raw(transport, nbytes)
         self.describe, self.connect, self.write = self.raw.describe, self.raw.connect, self.raw.write
 
@@ -97,7 +99,12 @@ class _End(Actor):
     def close(self) -> None:
         for node in self.nodes.values():
             node.close()
+        self.watching.close()
         self.raw.close()
+
+    def expose(self) -> None:
+        for path, node in self.nodes.items():
+            self.watching.expose(node, {"engine": path})
 
 
 class Source(_End):
@@ -111,10 +118,11 @@ class Source(_End):
         self.nodes: dict[str, PrefillNode] = {
             path: PrefillNode(
                 pool, topology, transport=transport, bootstrap=bootstrap, path=path, staging_nbytes=SEND_NBYTES,
-                n_buffers=N_BUFFERS, config=_CONFIG,
+                n_buffers=N_BUFFERS, config=_CONFIG, observers=self.watching.observers,
             )
             for path, bootstrap in boots.items()
         }  # fmt: skip
+        self.expose()
 
     def offer(self, path: str, room: int) -> None:
         self.use(path)
@@ -140,10 +148,12 @@ class Sink(_End):
         self.first_mark = rank * case.src_tp // case.dst_tp + 1
         self.nodes: dict[str, DecodeNode] = {
             path: DecodeNode(
-                self.pool, topology, transport=transport, path=path, staging_nbytes=case.lanes_nbytes, config=_CONFIG
+                self.pool, topology, transport=transport, path=path, staging_nbytes=case.lanes_nbytes, config=_CONFIG,
+                observers=self.watching.observers,
             )
             for path in boots
-        }
+        }  # fmt: skip
+        self.expose()
 
     def pull(self, path: str, room: int) -> tuple[float, float]:
         """When `bind` was called and when the state was Success, on the clock all processes share."""

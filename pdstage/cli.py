@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from contextlib import nullcontext
 from importlib import import_module
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from pdstage.control.keys import Keys
 
-BENCHES = ("plan", "wire", "host-kernels", "convert", "rooms", "keys", "transfer", "auto", "gpu")
+BENCHES = ("plan", "wire", "host-kernels", "convert", "rooms", "keys", "watch", "transfer", "auto", "gpu")
 DEFAULT_BIND = "127.0.0.1:8998"
 
 
@@ -42,6 +43,7 @@ def parser() -> Parser:
     bench.add_argument("name", metavar="NAME", help=f"one of {', '.join(BENCHES)}")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
     bench.add_argument("--quick", action="store_true", help="fewer repetitions: a look, not a measurement")
+    _add_metrics_port(bench)
     bench.set_defaults(run=_bench)
     _add_top(commands.add_parser("top", help="watch running nodes in the terminal, by their metrics endpoints"))
     _add_calibrate(commands.add_parser("calibrate", help="measure what each transport costs here, for path auto"))
@@ -68,6 +70,11 @@ def parser() -> Parser:
 def _add_keys_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--keys", type=Path, metavar="FILE", help="encrypt, and trust who holds this key file's key")
     command.add_argument("--allow", type=Path, metavar="FILE", help="with --keys: public keys of others to trust")
+
+
+def _add_metrics_port(command: argparse.ArgumentParser) -> None:
+    text = "serve every rank's metrics at 127.0.0.1, each at the first free port from this one on; see pdstage top"
+    command.add_argument("--metrics-port", type=int, metavar="PORT", help=text)
 
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:
@@ -98,6 +105,7 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
         text = f"memory order of a page's tokens and heads at {side}; default %(default)s"
         demo.add_argument(f"--{side}-layout", choices=LAYOUTS, default=layout, help=text)
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+    _add_metrics_port(demo)
     demo.set_defaults(run=_demo)
 
 
@@ -116,7 +124,10 @@ def _bench(given: argparse.Namespace) -> int:
     if given.name not in BENCHES:
         raise UsageError(f"no bench {given.name!r}", remedy=f"choose one of {', '.join(BENCHES)}", field="name")
     from pdstage.bench.harness import run_named  # noqa: PLC0415
+    from pdstage.watch.option import VARIABLE, checked  # noqa: PLC0415
 
+    if (port := checked(given.metrics_port)) is not None:
+        os.environ[VARIABLE] = str(port)
     result = run_named(given.name, given.quick)
     if given.json is not None:
         given.json.write_text(json.dumps(result, indent=2) + "\n")

@@ -13,6 +13,7 @@ import numpy as np
 from pdstage.demo.families import FAMILIES, KV_HEADS, N_LAYERS
 from pdstage.errors import UsageError
 from pdstage.topology import Topology
+from pdstage.watch.option import checked
 
 MAX_RANKS = 32
 MAX_REQUESTS = 256  # prompts differ in length, so no more than there are lengths
@@ -106,6 +107,7 @@ class Options:
     requests: int = 4
     seed: int = 0
     json: Path | None = None
+    metrics_port: int | None = None
     new_tokens: int = 32
     chunk_tokens: int = 48
     deadline_s: float = 300.0
@@ -150,6 +152,7 @@ class Options:
             )
         if self.seed < 0:
             raise UsageError(f"--seed is {self.seed}", remedy="give 0 or a positive number", field="seed")
+        checked(self.metrics_port)
         if self.json is not None and not self.json.absolute().parent.is_dir():
             raise UsageError(f"--json {self.json}: its folder does not exist", remedy="create it", field="json")
 

@@ -69,6 +69,7 @@ class Job:
             aux=self.options.aux,
             bootstrap=bootstrap,
             deadline_s=self.options.deadline_s,
+            metrics_port=self.options.metrics_port,
         )
 
 

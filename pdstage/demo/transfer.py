@@ -14,6 +14,7 @@ from pdstage.demo.pools import NHD, PagedPool, SlotPool, Table, pages_for
 from pdstage.errors import DeadlineExceeded
 from pdstage.metadata import usual_columns
 from pdstage.tensors import build, mamba_conv, mamba_ssm, mla, paged_hnd, sglang_mha
+from pdstage.watch.option import Watching
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,6 +53,7 @@ class Place:
     aux: str
     bootstrap: str
     deadline_s: float
+    metrics_port: int | None = None
 
 
 def serve_directory(_: None, pipe: Connection) -> None:
@@ -102,6 +104,7 @@ class SendingSide:
         self._pages = {name: pool.shape.page_size for name, pool in pools.items() if isinstance(pool, PagedPool)}
         self._deadline_s = place.deadline_s
         self._rows = MetadataBuffers(COLUMNS, n_rows=1)
+        self._watching = Watching(place.metrics_port)
         self._node = PrefillNode(
             pool_of(pools, place.topology),
             place.topology,
@@ -111,7 +114,9 @@ class SendingSide:
             staging_nbytes=STAGING_NBYTES,
             aux=place.aux,
             metadata=self._rows,
+            observers=self._watching.observers,
         )
+        self._watching.expose(self._node)
         self._before = self._node.stats()
 
     def open(self, room: str) -> None:
@@ -157,6 +162,7 @@ class SendingSide:
 
     def close(self) -> None:
         self._node.close()
+        self._watching.close()
 
 
 class ReceivingSide:
@@ -165,6 +171,7 @@ class ReceivingSide:
     def __init__(self, pools: Mapping[str, demo_pools.Pool], place: Place, n_rooms: int) -> None:
         self._bootstrap = place.bootstrap
         self._rows = MetadataBuffers(COLUMNS, n_rows=n_rooms)
+        self._watching = Watching(place.metrics_port)
         self._node = DecodeNode(
             pool_of(pools, place.topology),
             place.topology,
@@ -173,7 +180,9 @@ class ReceivingSide:
             staging_nbytes=STAGING_NBYTES,
             aux=place.aux,
             metadata=self._rows,
+            observers=self._watching.observers,
         )
+        self._watching.expose(self._node)
         self._receivers: dict[str, Receiver] = {}
 
     def expect(self, room: str, tables: demo_pools.Room) -> None:
@@ -211,3 +220,4 @@ class ReceivingSide:
 
     def close(self) -> None:
         self._node.close()
+        self._watching.close()

@@ -12,8 +12,26 @@ Layer 6. Must not know engines. Read `catalogue` (what is exported), `timings` (
 
 from __future__ import annotations
 
-from pdstage.watch.exporter import Registration, register
-from pdstage.watch.server import Endpoint, expose
-from pdstage.watch.timings import Timings
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdstage.watch.exporter import Registration, register
+    from pdstage.watch.server import Endpoint, expose
+    from pdstage.watch.timings import Timings
 
 __all__ = ["Endpoint", "Registration", "Timings", "expose", "register"]
+
+_LAZY = {  # commands that may be asked for metrics import `option` where prometheus_client need not be
+    "Endpoint": "pdstage.watch.server",
+    "Registration": "pdstage.watch.exporter",
+    "Timings": "pdstage.watch.timings",
+    "expose": "pdstage.watch.server",
+    "register": "pdstage.watch.exporter",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'pdstage.watch' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

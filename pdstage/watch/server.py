@@ -6,6 +6,7 @@ way.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import json
 import logging
@@ -41,18 +42,13 @@ class Endpoint:
     Close it, or use it as a context manager.
     """
 
-    def __init__(self, port: int, registry: CollectorRegistry, host: str, *, rooms: bool | None) -> None:
+    def __init__(self, port: int, registry: CollectorRegistry, host: str, *, n_ports: int, rooms: bool | None) -> None:
         local = is_loopback(host)
+        self.registry = registry
         self._collector = collector_of(registry)
         self._metrics = make_wsgi_app(registry)
         self._tells_rooms = local if rooms is None else rooms
-        family = type("_Server", (_Server,), {"address_family": _family_of(host)})
-        try:
-            self._server = family((host, port), _Handler)
-        except (OSError, OverflowError) as error:
-            raise UsageError(
-                f"no metrics endpoint at {host}:{port}: {error}", remedy="choose another port, or 0", field="port"
-            ) from error
+        self._server = _bind(host, port, n_ports)
         self._server.set_app(self._answer)
         bound = self._server.server_address[1]
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
@@ -104,14 +100,17 @@ def expose(
     registry: CollectorRegistry = REGISTRY,
     labels: Mapping[str, str] | None = None,
     rooms: bool | None = None,
+    n_ports: int = 1,
 ) -> Endpoint:
     """Serves the metrics of `nodes`, and of all else in `registry`, at http://host:port/metrics; port 0: a free one.
+
+    With `n_ports` at the first free port of that many, so that processes alike need not be told apart.
 
     `rooms`: whether /rooms names the rooms that are open longest; None: on loopback only, as what a router names its
     requests by may be nobody else's to know. Nothing is encrypted: what reaches the host reads the metrics. Raises
     `UsageError`.
     """
-    endpoint = Endpoint(port, registry, host, rooms=rooms)
+    endpoint = Endpoint(port, registry, host, n_ports=n_ports, rooms=rooms)
     try:
         for node in nodes:
             register(node, registry, labels=labels)
@@ -122,15 +121,24 @@ def expose(
     return endpoint
 
 
+def _bind(host: str, port: int, n_ports: int) -> _Server:
+    family = type("_Server", (_Server,), {"address_family": socket.AF_INET6 if ":" in host else socket.AF_INET})
+    for one in range(port, port + n_ports):
+        try:
+            return family((host, one), _Handler)  # type: ignore[no-any-return]
+        except (OSError, OverflowError) as error:
+            if one + 1 == port + n_ports or getattr(error, "errno", None) != errno.EADDRINUSE:
+                raise UsageError(
+                    f"no metrics endpoint at {host}:{one}: {error}", remedy="choose another port, or 0", field="port"
+                ) from error
+    raise UsageError(f"{n_ports} ports", remedy="give at least 1", field="n_ports")
+
+
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _family_of(host: str) -> int:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _say(start: Callable[..., object], status: str, text: str, kind: str = "text/plain; charset=utf-8") -> list[bytes]:
