@@ -16,13 +16,23 @@ import numpy as np
 
 from pdstage.kernels import Pool
 from pdstage.tensors import build, paged_nhd
+from pdstage.trace import tracing
+from pdstage.watch.option import Watching, asked_by_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from multiprocessing.connection import Connection
+    from pathlib import Path
+
+    from pdstage.manager.node import Node
+    from pdstage.manager.observer import Observer
 
 _START_S = 120.0
 _ANSWER_S = 300.0
+
+_folder: Path | None = None
+_observers: tuple[Observer, ...] = ()
+_watching = Watching(None)
 
 
 class Shape(NamedTuple):
@@ -48,6 +58,10 @@ class Shape(NamedTuple):
 class Actor:
     """What a rank's process runs. Its public methods are called from the parent, one at a time."""
 
+    def metrics_address(self) -> str:
+        """HOST:PORT of this rank's metrics; "" without."""
+        return _watching.endpoint.address if _watching.endpoint is not None else ""
+
     def idle(self) -> None:
         """Called again and again while no call is there; returns within about a millisecond."""
         time.sleep(1e-3)
@@ -62,7 +76,9 @@ class Rank:
     def __init__(self, make: Callable[..., Actor], *args: object, env: Mapping[str, str] | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, dict(env or {}), make, args), daemon=True)
+        trace = _folder / f"{time.monotonic_ns()}-{id(self)}.json" if _folder is not None else None
+        given = (theirs, dict(env or {}), trace, make, args)
+        self._process = context.Process(target=_serve, args=given, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -100,8 +116,38 @@ class Rank:
         return value
 
 
-def _serve(pipe: Connection, env: dict[str, str], make: Callable[..., Actor], args: tuple[object, ...]) -> None:
+@contextlib.contextmanager
+def traced(folder: Path) -> Iterator[None]:
+    """Every rank started meanwhile leaves a trace file of its nodes in `folder` at its end."""
+    global _folder  # noqa: PLW0603  (one bench runs at a time)
+    _folder = folder
+    try:
+        yield
+    finally:
+        _folder = None
+
+
+def observers() -> tuple[Observer, ...]:
+    """For a rank's nodes: whoever traces or watches this bench."""
+    return _observers
+
+
+def expose(node: Node[Any], labels: Mapping[str, str] | None = None) -> None:
+    """Serves a rank's node's metrics, if `--metrics-port` asked for it; `labels` tell it from the rank's others."""
+    _watching.expose(node, labels)
+
+
+def _serve(
+    pipe: Connection, env: dict[str, str], trace: Path | None, make: Callable[..., Actor], args: tuple[object, ...]
+) -> None:
+    global _observers, _watching  # noqa: PLW0603  (one rank a process)
     os.environ.update(env)
+    with tracing(trace) as tracers, Watching(asked_by_environment()) as _watching:
+        _observers = (*tracers, *_watching.observers)
+        _act(pipe, make, args)
+
+
+def _act(pipe: Connection, make: Callable[..., Actor], args: tuple[object, ...]) -> None:
     try:
         actor = make(*args)
         pipe.send((True, None))

@@ -22,10 +22,10 @@ from pdstage.control.zmq import ControlSocket
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.room import State
 from pdstage.topology import Topology
-from pdstage.watch.option import VARIABLE, Watching, asked_by_environment
+from pdstage.watch.option import VARIABLE
 
 from .harness import Row, interleaved
-from .ranks import Actor, Rank, Shape
+from .ranks import Actor, Rank, Shape, expose, observers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -99,7 +99,6 @@ class _RoomRank(Actor):
 
     def __init__(self, progress: str) -> None:
         self.inline = progress == "inline"
-        self.watching = Watching(asked_by_environment())
         self.echo = ControlSocket(identity=secrets.token_bytes(8))
         self.route = b""
 
@@ -111,12 +110,7 @@ class _RoomRank(Actor):
 
     def close(self) -> None:
         self.node.close()
-        self.watching.close()
         self.echo.close()
-
-    def metrics_address(self) -> str:
-        """HOST:PORT of this rank's metrics; "" without."""
-        return self.watching.endpoint.address if self.watching.endpoint is not None else ""
 
     def begin(self, room: int) -> None:
         """Has the node start one room."""
@@ -157,9 +151,10 @@ class _RoomRank(Actor):
 class PrefillRank(_RoomRank):
     def __init__(self, bootstrap: str, options: dict[str, Any]) -> None:
         super().__init__(options["progress"])
-        options = options | {"bootstrap": bootstrap, "observers": self.watching.observers}
-        self.node: PrefillNode = PrefillNode(TINY.pool(), Topology(), **options)
-        self.watching.expose(self.node)
+        self.node: PrefillNode = PrefillNode(
+            TINY.pool(), Topology(), bootstrap=bootstrap, observers=observers(), **options
+        )
+        expose(self.node)
         self.page = np.array([7])
         self.held: list[Sender] = []
 
@@ -207,8 +202,8 @@ class DecodeRank(_RoomRank):
     def __init__(self, bootstrap: str, options: dict[str, Any]) -> None:
         super().__init__(options["progress"])
         self.bootstrap = bootstrap
-        self.node: DecodeNode = DecodeNode(TINY.pool(), Topology(), observers=self.watching.observers, **options)
-        self.watching.expose(self.node)
+        self.node: DecodeNode = DecodeNode(TINY.pool(), Topology(), observers=observers(), **options)
+        expose(self.node)
         self.held: list[Receiver] = []
 
     def begin(self, room: int) -> None:

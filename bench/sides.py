@@ -24,7 +24,7 @@ from pdstage.protocol.room import State
 from pdstage.topology import Axis, Topology, shard_range
 from pdstage.transport import available
 
-from .ranks import Actor, Rank
+from .ranks import Actor, Rank, expose, observers
 from .raw import Raw
 
 if TYPE_CHECKING:
@@ -178,9 +178,10 @@ class Sources(_Side):
                 PrefillNode(
                     shape.pool(tp, rank, rank + 1)[0], Topology(tp_size=tp, tp_rank=rank), transport=transport,
                     bootstrap=directory, path="auto", staging_nbytes=N_BUFFERS * shape.nbytes // tp,
-                    n_buffers=N_BUFFERS, config=_CONFIG,
+                    n_buffers=N_BUFFERS, config=_CONFIG, observers=observers(),
                 )
             )  # fmt: skip
+            expose(self.nodes[-1])
 
     def offer(self, path: str, run: int, room: int, chunk_nbytes: int) -> None:
         self._until(lambda: all(handle.released for handle in self.handles))
@@ -211,9 +212,10 @@ class Sinks(_Side):
             self._memories.append(memory)
             node = DecodeNode(
                 pool, Topology(tp_size=tp, tp_rank=rank), transport=transport, path="auto",
-                staging_nbytes=max(8 << 20, 4 * shape.nbytes // tp), config=_CONFIG,
+                staging_nbytes=max(8 << 20, 4 * shape.nbytes // tp), config=_CONFIG, observers=observers(),
             )  # fmt: skip
             self.nodes.append(node)
+            expose(node)
 
     def pull(self, run: int, room: int, check: bool) -> float:
         """Seconds from the first rank's `bind` to the last one's Success."""

@@ -23,10 +23,9 @@ from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.config import Config
 from pdstage.protocol.room import State
 from pdstage.topology import Topology
-from pdstage.watch.option import Watching, asked_by_environment
 
 from .harness import Row
-from .ranks import Actor, Rank, Shape
+from .ranks import Actor, Rank, Shape, expose, observers
 from .raw import Raw
 from .sides import PAIRS, RUNS, TCP, Sides, fabrics, median_ratio
 from .sides import Shape as Rooms
@@ -82,9 +81,12 @@ class _End(Actor):
     def __init__(self, transport: str, nbytes: int) -> None:
         self.nodes: dict[str, PrefillNode] | dict[str, DecodeNode] = {}
         self.active = ""
-        self.watching = Watching(asked_by_environment())
         self.raw = Raw(transport, nbytes)
         self.describe, self.connect, self.write = self.raw.describe, self.raw.connect, self.raw.write
+
+    def expose(self) -> None:
+        for path, node in self.nodes.items():
+            expose(node, {"engine": path})
 
     def use(self, path: str) -> None:
         """From now on `idle` polls the node of `path`, or the raw write's end if that is empty."""
@@ -99,12 +101,7 @@ class _End(Actor):
     def close(self) -> None:
         for node in self.nodes.values():
             node.close()
-        self.watching.close()
         self.raw.close()
-
-    def expose(self) -> None:
-        for path, node in self.nodes.items():
-            self.watching.expose(node, {"engine": path})
 
 
 class Source(_End):
@@ -118,7 +115,7 @@ class Source(_End):
         self.nodes: dict[str, PrefillNode] = {
             path: PrefillNode(
                 pool, topology, transport=transport, bootstrap=bootstrap, path=path, staging_nbytes=SEND_NBYTES,
-                n_buffers=N_BUFFERS, config=_CONFIG, observers=self.watching.observers,
+                n_buffers=N_BUFFERS, config=_CONFIG, observers=observers(),
             )
             for path, bootstrap in boots.items()
         }  # fmt: skip
@@ -149,7 +146,7 @@ class Sink(_End):
         self.nodes: dict[str, DecodeNode] = {
             path: DecodeNode(
                 self.pool, topology, transport=transport, path=path, staging_nbytes=case.lanes_nbytes, config=_CONFIG,
-                observers=self.watching.observers,
+                observers=observers(),
             )
             for path in boots
         }  # fmt: skip

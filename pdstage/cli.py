@@ -1,4 +1,4 @@
-"""The `pdstage` command: demo, bench, top, calibrate, bootstrap, instances, keys, sim.
+"""The `pdstage` command: demo, bench, top, plot, calibrate, bootstrap, instances, keys, sim.
 
 Layer 6. Reads arguments and prints; each command's module is imported when that command is given, so that `--help`
 needs nothing installed.
@@ -44,8 +44,10 @@ def parser() -> Parser:
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
     bench.add_argument("--quick", action="store_true", help="fewer repetitions: a look, not a measurement")
     _add_metrics_port(bench)
+    _add_trace(bench)
     bench.set_defaults(run=_bench)
     _add_top(commands.add_parser("top", help="watch running nodes in the terminal, by their metrics endpoints"))
+    _add_plot(commands.add_parser("plot", help="draw a trace as a timeline"))
     _add_calibrate(commands.add_parser("calibrate", help="measure what each transport costs here, for path auto"))
     bootstrap = commands.add_parser("bootstrap", help="run the directory in which prefill ranks announce themselves")
     bootstrap.add_argument(
@@ -77,6 +79,12 @@ def _add_metrics_port(command: argparse.ArgumentParser) -> None:
     command.add_argument("--metrics-port", type=int, metavar="PORT", help=text)
 
 
+def _add_trace(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write a trace to FILE, for Perfetto or pdstage plot"
+    )
+
+
 def _add_demo(demo: argparse.ArgumentParser) -> None:
     from pdstage.demo.options import AUX, LAYOUTS, MODELS, PATHS, TRANSPORTS, Options  # noqa: PLC0415
 
@@ -106,6 +114,7 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
         demo.add_argument(f"--{side}-layout", choices=LAYOUTS, default=layout, help=text)
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
     _add_metrics_port(demo)
+    _add_trace(demo)
     demo.set_defaults(run=_demo)
 
 
@@ -123,12 +132,15 @@ def _demo(given: argparse.Namespace) -> int:
 def _bench(given: argparse.Namespace) -> int:
     if given.name not in BENCHES:
         raise UsageError(f"no bench {given.name!r}", remedy=f"choose one of {', '.join(BENCHES)}", field="name")
-    from pdstage.bench.harness import run_named  # noqa: PLC0415
+    from pdstage.bench.harness import run_named, run_traced  # noqa: PLC0415
     from pdstage.watch.option import VARIABLE, checked  # noqa: PLC0415
 
     if (port := checked(given.metrics_port)) is not None:
         os.environ[VARIABLE] = str(port)
-    result = run_named(given.name, given.quick)
+    if given.trace is None:
+        result = run_named(given.name, given.quick)
+    else:
+        result = run_traced(given.name, given.quick, given.trace)
     if given.json is not None:
         given.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
@@ -151,6 +163,34 @@ def _top(given: argparse.Namespace) -> int:
         given.endpoints, interval_s=given.interval, once=given.once, svg=given.svg, width=given.width,
         frames=given.frames,
     )  # fmt: skip
+
+
+def _add_plot(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "traces",
+        type=Path,
+        nargs="+",
+        metavar="TRACE",
+        help="what --trace wrote; files of several processes are merged",
+    )
+    command.add_argument(
+        "--out", type=Path, default=Path("timeline.png"), metavar="FILE", help="the picture; default %(default)s"
+    )
+    command.add_argument("--room", metavar="ROOM", help="the time of this room, the others pale")
+    command.add_argument("--from", dest="from_ms", type=float, metavar="MS", help="milliseconds after the first chunk")
+    command.add_argument("--to", dest="to_ms", type=float, metavar="MS", help="milliseconds after the first chunk")
+    command.add_argument("--merged", type=Path, metavar="FILE", help="write the merged trace to FILE")
+    command.set_defaults(run=_plot)
+
+
+def _plot(given: argparse.Namespace) -> int:
+    from pdstage.trace import chrome, load, plot  # noqa: PLC0415
+
+    trace = load(given.traces)
+    if given.merged is not None:
+        chrome.write(trace, given.merged)
+    plot.draw(trace, given.out, room=given.room, from_ms=given.from_ms, to_ms=given.to_ms)
+    return 0
 
 
 def _add_calibrate(command: argparse.ArgumentParser) -> None:

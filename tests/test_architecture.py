@@ -37,7 +37,7 @@ LAYERS = {
     3: ["kernels"],
     4: ["stager", "metadata", "control", "transport"],
     5: ["manager", "node"],
-    6: ["integrations", "cli", "calibrate", "demo", "bench", "watch", "__main__"],
+    6: ["integrations", "cli", "calibrate", "demo", "bench", "trace", "watch", "__main__"],
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names}
 # Where each folder of the checkout is installed.

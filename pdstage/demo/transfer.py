@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pdstage import Receiver, Topology
     from pdstage.demo import pools as demo_pools
     from pdstage.demo.holding import Spans
+    from pdstage.manager.observer import Observer
     from pdstage.tensors import Naming, Part
 
 STAGING_NBYTES = 16 << 20
@@ -54,6 +55,7 @@ class Place:
     bootstrap: str
     deadline_s: float
     metrics_port: int | None = None
+    observers: tuple[Observer, ...] = ()
 
 
 def serve_directory(_: None, pipe: Connection) -> None:
@@ -114,7 +116,7 @@ class SendingSide:
             staging_nbytes=STAGING_NBYTES,
             aux=place.aux,
             metadata=self._rows,
-            observers=self._watching.observers,
+            observers=(*place.observers, *self._watching.observers),
         )
         self._watching.expose(self._node)
         self._before = self._node.stats()
@@ -180,7 +182,7 @@ class ReceivingSide:
             staging_nbytes=STAGING_NBYTES,
             aux=place.aux,
             metadata=self._rows,
-            observers=self._watching.observers,
+            observers=(*place.observers, *self._watching.observers),
         )
         self._watching.expose(self._node)
         self._receivers: dict[str, Receiver] = {}

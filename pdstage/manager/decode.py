@@ -149,7 +149,7 @@ class DecodeNode(Node[DecodeCore]):
             except PdstageError as error:
                 del self._receivers[key]
                 if self._observed is not None:
-                    self._observed.failed(receiver, error)
+                    self._observed.never_began(receiver, error)
                 raise
         else:
             self.kick()
@@ -303,7 +303,7 @@ class DecodeNode(Node[DecodeCore]):
         self._receivers.pop(receiver.key, None)
         self._give_row_back(receiver)
         if self._observed is not None:
-            self._observed.failed(receiver, error)
+            self._observed.never_began(receiver, error)
         self.roster.end(receiver, error)
 
     def _on_changed(self, room: Room) -> None:

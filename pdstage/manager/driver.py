@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdstage.control.zmq import ControlSocket
+    from pdstage.manager.nvtx import Ranges
     from pdstage.manager.observer import Observation
     from pdstage.protocol.config import Config
     from pdstage.protocol.room import Room
@@ -99,6 +100,7 @@ class Driver(ABC, Generic[AnyCore]):
         self._closed = False
         self._failure: BaseException | None = None
         self._observed: Observation | None = None  # None: nobody observes, and nothing is timed
+        self._ranges: Ranges | None = None
 
     @property
     def was_forked(self) -> bool:
@@ -195,9 +197,16 @@ class Driver(ABC, Generic[AnyCore]):
         for effect in effects:
             again |= self._carry_one(effect)
         if self._copies:
-            self._carry(self._copies.popleft())
+            self._do(self._copies.popleft())
             again = True
         return again
+
+    def _do(self, effect: Effect) -> None:
+        if self._ranges is None:
+            self._carry(effect)
+        else:
+            with self._ranges.of(effect):
+                self._carry(effect)
 
     def _carry_one(self, effect: Effect) -> bool:
         match effect:
@@ -213,7 +222,7 @@ class Driver(ABC, Generic[AnyCore]):
                 self._attach(link, offers)
             case Detach(link):
                 while self._copies:  # what they need of the session goes with it
-                    self._carry(self._copies.popleft())
+                    self._do(self._copies.popleft())
                 self._detach(link)
             case HangUp(route):
                 self._hang_up(route)
@@ -221,7 +230,7 @@ class Driver(ABC, Generic[AnyCore]):
             case Gather() | Scatter() if self._nbytes(effect) >= _LARGE_NBYTES:
                 self._copies.append(effect)
             case _:
-                self._carry(effect)
+                self._do(effect)
         return True
 
     def _flush(self) -> None:
@@ -387,5 +396,5 @@ class Driver(ABC, Generic[AnyCore]):
         failed = PdstageError(f"the node's driver failed: {error!r}", remedy="see the cause; make a new node")
         failed.__cause__ = error
         if self._observed is not None:
-            self._observed.all_failed(failed)
+            self._observed.broke(failed)
         self.roster.fail(failed)

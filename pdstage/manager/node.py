@@ -20,6 +20,7 @@ from pdstage.manager import status
 from pdstage.manager.copier import Copier, has_core_to_spare
 from pdstage.manager.driver import AnyCore, Driver, log
 from pdstage.manager.lookup import Directory
+from pdstage.manager.nvtx import ranges_of
 from pdstage.manager.observer import Observation, Origin
 from pdstage.manager.settings import settle
 from pdstage.metadata import WAYS
@@ -104,7 +105,9 @@ class Node(Driver[AnyCore]):
             self._copier = Copier(self._wake)
             copies_aside = has_core_to_spare() if copy_thread is None else copy_thread
             clock = time.monotonic if observers else None
-            self.stager = Stager(pool, self._copier.submit if copies_aside else None, pool.runtime(), clock)
+            runtime = pool.runtime()
+            self._ranges = ranges_of(runtime)
+            self.stager = Stager(pool, self._copier.submit if copies_aside else None, runtime, clock)
             self.directory = Directory(self.keys)
             self.transport.register([self.memory.region, *(self._pool_regions() if path != "staged" else ())])
             self.rows = self._own_rows(aux)

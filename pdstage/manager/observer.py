@@ -82,7 +82,8 @@ class RoomEnded(NamedTuple):
 
 
 class RoomReleased(NamedTuple):
-    """Nothing touches the room's memory any more. Comes after `RoomEnded`, once; not of rooms that a close cut off."""
+    """Nothing touches the room's memory any more. Comes after `RoomEnded`, once; not where the driver failed or a
+    close did not wait for it."""
 
     room: RoomId
     number: int
@@ -189,15 +190,19 @@ class Observation:
             del self._rooms[handle]
             self._events.append(RoomReleased(seen.room, seen.number, time.monotonic()))
 
-    def failed(self, handle: Handle, error: PdstageError) -> None:
-        """A room that never reached the core, or that the driver's own failure took along."""
+    def never_began(self, handle: Handle, error: PdstageError) -> None:
+        """A room that never reached the core: nothing was said, so nothing is held."""
         seen = self._rooms.pop(handle, None)
-        if seen is not None and not seen.ended:
+        if seen is not None:
             self._ended(seen, State.FAILED, error)
+            self._events.append(RoomReleased(seen.room, seen.number, time.monotonic()))
 
-    def all_failed(self, error: PdstageError) -> None:
-        for handle in list(self._rooms):
-            self.failed(handle, error)
+    def broke(self, error: PdstageError) -> None:
+        """The driver failed, and with it all rooms that had not ended."""
+        seen, self._rooms = list(self._rooms.values()), {}
+        for one in seen:
+            if not one.ended:
+                self._ended(one, State.FAILED, error)
 
     def _ended(self, seen: _Seen, state: State, error: PdstageError | None) -> None:
         seen.ended = True

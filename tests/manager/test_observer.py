@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from pdstage import State
+from pdstage import State, UsageError
 from pdstage.manager.observer import RoomBound, RoomEnded, RoomOpened, RoomReleased, StageOver, room_id
 from pdstage.protocol.messages import room_key
 from tests.manager.engine import Rank, drive
@@ -149,9 +149,12 @@ def test_a_room_that_never_reached_the_core_ends_for_its_observer_too(site):
     d = site.decode(Rank(), observers=(seen,))
     receiver = d.receive("early", site.address)
     receiver.abort("changed its mind")
-    drive([d], lambda: bool(seen.of("decode", RoomEnded)))
-    (ended,) = seen.of("decode", RoomEnded)
-    assert (ended.room, ended.state, ended.bound_at) == ("early", State.FAILED, None)
+    with pytest.raises(UsageError):
+        d.receive("nowhere", "no address")
+    drive([d], lambda: len(seen.of("decode", RoomReleased)) == 2)
+    for ended, room in zip(seen.of("decode", RoomEnded), ("early", "nowhere"), strict=True):
+        assert (ended.room, ended.state, ended.bound_at) == (room, State.FAILED, None)
+    assert not d._observed._rooms
 
 
 def test_a_name_used_again_is_another_room(site):
