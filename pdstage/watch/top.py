@@ -61,6 +61,7 @@ class Top:
                 self._before[key] = node
                 if key in before:
                     self._history.setdefault(key, deque(maxlen=N_HISTORY)).append(view.bytes_per_s)
+        self._views.sort(key=_place)
         for key in set(self._history) - set(self._before):
             self._history[key].append(0.0)
 
@@ -69,6 +70,12 @@ class Top:
             self._answers, self._views, width=width, clock=time.strftime("%H:%M:%S"), interval_s=self._interval_s,
             history=self._history,
         )  # fmt: skip
+
+
+def _place(view: View) -> tuple[bool, list[tuple[bool, int, str]]]:
+    """Prefill first, then by rank: numbers by their value."""
+    parts = view.now.name.split()
+    return view.now.role != "prefill", [(not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in parts]
 
 
 def run(
