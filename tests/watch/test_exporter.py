@@ -84,9 +84,10 @@ def test_open_rooms_are_told_by_state_until_they_are_released(watched):
 
 
 def test_rooms_whose_prefill_is_still_looked_up_are_told(watched):
-    watched.d.receive("lost", "127.0.0.1:1")
+    receiver = watched.d.receive("lost", "127.0.0.1:1")
     assert watched.scrape()("pdstage_rooms", role="decode", state="bootstrapping") == 1
     assert [room.room for room in watched.d.oldest_rooms()] == ["lost"]
+    receiver.abort()
 
 
 def test_lanes_are_told_while_leases_are_held(watched):
@@ -307,6 +308,7 @@ def test_rooms_names_the_oldest_first(watched):
     assert [room["room"] for room in everything[1]["rooms"]] == ["first", "7", "ff00"]
     for _, sender, _ in opened:
         sender.abort()
+    watched.drive(lambda: all(receiver.released and sender.released for receiver, sender, _ in opened))
 
 
 def test_room_names_are_told_on_loopback_only_unless_asked(site):
