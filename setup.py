@@ -10,7 +10,9 @@ from setuptools import Extension, setup
 
 # Folders of the checkout installed under pdstage: a top-level `kernels` is another project's import name.
 MAPPED = {"pdstage.bench": "bench", "pdstage.csrc": "csrc", "pdstage.kernels": "kernels"}
-PACKAGES = ["bench.micro", "bench.peers", "calibrate", "control", "demo", "manager", "protocol", "transport"]
+PACKAGES = [
+    "bench.micro", "bench.peers", "calibrate", "control", "demo", "demo.serve", "manager", "protocol", "transport",
+]  # fmt: skip
 SOURCE = Path("csrc/bindings.cpp")
 
 
