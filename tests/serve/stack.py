@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import re
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 START_S = 180.0
 WAIT_S = 120.0
-_CHILD = re.compile(r"pdstage serve: (\w+)(?: \d+)? is at (\S+), process (\d+)")
+_CHILD = re.compile(r"pdstage serve: (\w+) ?(\d*) is at (\S+), process (\d+)")
 
 
 class Stack:
@@ -35,9 +34,10 @@ class Stack:
     def __init__(self, *argv: str) -> None:
         command = [sys.executable, "-u", "-m", "pdstage.cli", "serve", "all", "--port", "0", *argv]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._client = httpx.Client(timeout=30.0, trust_env=False, verify=False)
         self.said: list[str] = []
-        self.children: dict[str, list[tuple[str, int]]] = {"prefill": [], "decode": [], "router": []}
-        """URL and pid by role, in the order in which they were told; a restarted one is told again."""
+        self.children: dict[str, dict[int, tuple[str, int]]] = {"prefill": {}, "decode": {}, "router": {}}
+        """URL and pid, of each role by number; a restarted one takes its predecessor's place."""
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -56,6 +56,7 @@ class Stack:
             self.process.send_signal(signal.SIGINT)  # at once
             self.process.wait(60.0)
         self._reader.join()
+        self._client.close()
 
     def _read(self) -> None:
         with self.process.stdout as lines:
@@ -71,24 +72,28 @@ class Stack:
             assert line is not None, f"it ended before {what!r}:\n{''.join(self.said)}"
             self.said.append(line)
             if told := _CHILD.match(line):
-                self.children[told[1]].append((told[2], int(told[3])))
+                self.children[told[1]][int(told[2] or 0)] = told[3], int(told[4])
             if what in line:
                 return line
 
     @property
     def url(self) -> str:
-        return self.children["router"][-1][0]
+        return self.children["router"][0][0]
 
     def get(self, path: str, url: str = "") -> httpx.Response:
-        return httpx.get((url or self.url) + path, timeout=30.0, trust_env=False)
+        return self._client.get((url or self.url) + path)
 
     def stats(self, role: str, number: int = 0) -> dict[str, Any]:
         return self.get("/stats", self.children[role][number][0]).json()
 
-    def is_free(self, role: str, number: int = 0) -> bool:
-        """Whether a server has no job, and nobody has a page of it."""
-        told = self.stats(role, number)
-        return not told["jobs"] and not told["leaving"] and told["pages_available"] == told["pages"]
+    def wait_free(self, role: str, number: int = 0) -> None:
+        """Until a server has no job, and nobody has a page of it."""
+
+        def is_free() -> bool:
+            told = self.stats(role, number)
+            return not told["jobs"] and not told["leaving"] and told["pages_available"] == told["pages"]
+
+        wait_until(is_free, f"{role} {number} is free")
 
 
 def wait_until(done: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
@@ -124,12 +129,3 @@ def truth(model: str, prompt: str | list[int], max_tokens: int, *, ignore_eos: b
     if not ignore_eos and EOS in answer:
         answer = answer[: answer.index(EOS)]
     return "".join(map(syllable, answer))
-
-
-def events(lines: list[str]) -> list[Any]:
-    """The contents of server-sent events."""
-    return [
-        json.loads(line.removeprefix("data: "))
-        for line in lines
-        if line.startswith("data: ") and line != "data: [DONE]"
-    ]

@@ -1,4 +1,4 @@
-"""200 requests at once through all of it: every answer is the single process's, and none is lost."""
+"""Many requests at once through all of it: every answer is the single process's, and none is lost."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import random
 
 import httpx
 import pytest
-from serve.stack import Stack, truth
+from serve.stack import Stack, exists, truth, wait_until
 
-N = 200
+from pdstage import Keys
+
 NEW = 6
 
 
@@ -28,21 +29,51 @@ async def ask_all(url: str, bodies: list[dict]) -> list[httpx.Response]:
         return await asyncio.gather(*(client.post(f"{url}/v1/completions", json=body) for body in bodies))
 
 
-def hold_to_truth(stack: Stack, model: str, asked: list[list[int]], n_tokens: int) -> None:
+def hold_to_truth(stack: Stack, model: str, asked: list[list[int]]) -> None:
     bodies = [
-        {"model": f"pdstage-{model}", "prompt": prompt, "max_tokens": n_tokens, "ignore_eos": True} for prompt in asked
+        {"model": f"pdstage-{model}", "prompt": prompt, "max_tokens": NEW, "ignore_eos": True} for prompt in asked
     ]
     answers = asyncio.run(ask_all(stack.url, bodies))
     assert [answer.status_code for answer in answers] == [200] * len(asked), {a.text for a in answers if a.is_error}
     for prompt, answer in zip(asked, answers, strict=True):
-        assert answer.json()["choices"][0]["text"] == truth(model, prompt, n_tokens)
-        assert answer.json()["usage"]["prompt_tokens"] == len(prompt)
-        assert answer.json()["usage"]["completion_tokens"] == n_tokens
+        told = answer.json()
+        assert told["choices"][0] | {"text": truth(model, prompt, NEW)} == told["choices"][0]
+        assert told["usage"] == {
+            "prompt_tokens": len(prompt), "completion_tokens": NEW, "total_tokens": len(prompt) + NEW
+        }  # fmt: skip
+    for role in ("prefill", "decode"):
+        stack.wait_free(role)
+        told = stack.stats(role)
+        assert (told["done"], told["failed"]) == (len(asked), 0)
 
 
 @pytest.mark.slow
-def test_200_at_once():
-    # Pools for a fraction of them, so that requests wait, and kept prefixes are evicted.
+def test_200_at_once_at_tp_4_and_tp_2_over_nixl():
+    """In pools for a fraction of them: requests wait for pages, kept prefixes are found, and evicted for others."""
     with Stack("--pool-tokens", "1536", "--max-model-len", "160") as stack:
-        hold_to_truth(stack, "llama", prompts(N, 0), NEW)
-        print(stack.stats("prefill"), stack.stats("decode"))
+        hold_to_truth(stack, "llama", prompts(200, 0))
+        told = stack.stats("prefill")
+        assert told["cached_tokens"] > 0
+        assert told["pages_evicted"]["kv"] > 0
+        assert told["pdstage"]["sessions_over_nixl"] == 4 * 2
+        assert told["pdstage"]["rooms_succeeded"] == 4 * 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "prefill_tp", "decode_tp", "components"),
+    [("qwen3-next", 2, 4, {"kv", "mamba"}), ("gemma3", 4, 2, {"kv", "swa"})],
+)
+def test_states_and_windows(tmp_path, model, prefill_tp, decode_tp, components):
+    """A hybrid with linear attention, a model with sliding windows; prompts longer than a window among them.
+
+    In the end whoever started the processes is killed: they end too.
+    """
+    Keys.make(key := tmp_path / "cluster.key")
+    sizes = ("--prefill-tp", str(prefill_tp), "--decode-tp", str(decode_tp), "--max-running", "8")
+    with Stack("--model", model, *sizes, "--pool-tokens", "2048", "--keys", str(key)) as stack:
+        hold_to_truth(stack, model, prompts(12, 1))
+        assert set(stack.stats("decode")["pages"]) == components
+        pids = [pid for told in stack.children.values() for _, pid in told.values()]
+        stack.process.kill()
+        wait_until(lambda: not any(map(exists, pids)), "no process is left")

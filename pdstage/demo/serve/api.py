@@ -70,7 +70,8 @@ def parse(kind: str, body: object, limits: Limits, also: str = "") -> Asked:
     model = body.get("model")
     if model != limits.model:
         what = f"the model {model!r} does not exist here"
-        raise UsageError(what, remedy=f"there is {limits.model!r}", field="model", code="model_not_found")
+        code = "model_not_found" if isinstance(model, str) else None
+        raise UsageError(what, remedy=f"there is {limits.model!r}", field="model", code=code)
     prompt = _prompt(body.get("prompt")) if kind == COMPLETION else _chat(body.get("messages"))
     field = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     asked = Asked(

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -106,7 +107,11 @@ class Everything:
         self, servers: Sequence[tuple[str, Sequence[str]]], router: Sequence[str], *, drain_s: float,
         say: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._servers = [Child(f"{role} {i}", (role, *argv)) for i, (role, argv) in enumerate(servers)]
+        number: Counter[str] = Counter()
+        self._servers = []
+        for role, argv in servers:
+            self._servers.append(Child(f"{role} {number[role]}", (role, *argv)))
+            number[role] += 1
         self._router = Child(ROUTER, (ROUTER, *router))
         self._drain_s, self._say = drain_s, say
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()

@@ -66,11 +66,16 @@ class Peer:
     told: dict[str, Any] = field(default_factory=dict)
     n_running: int = 0
     n_missed: int = 0
+    why_down: str = ""
 
-    def down(self, why: object) -> None:
-        if self.is_up:
+    def down(self, why: str) -> None:
+        """Left out, until it says that it is ready."""
+        if why != self.why_down:
             log.warning("%s server %s is left out: %s", self.role, self.url, why)
-        self.is_up = False
+        self.is_up, self.why_down = False, why
+
+    def up(self, told: dict[str, Any]) -> None:
+        self.told, self.is_up, self.why_down = told, True, ""
 
 
 class Router:
@@ -116,18 +121,18 @@ class Router:
         except httpx.TimeoutException as late:  # it may be busy: once is no proof
             peer.n_missed += 1
             if peer.n_missed >= _MISSED_CHECKS:
-                peer.down(late)
+                peer.down(repr(late))
             return
         except (httpx.HTTPError, ValueError) as error:
-            peer.down(error)
+            peer.down(repr(error))
             return
         peer.n_missed = 0
         if told.get("role") != peer.role:
             peer.down(f"it says {said.text[:200]!r}")
         elif (served := self._served()) is not None and _served(told) != served and not peer.is_up:
-            log.warning("%s serves %s, the others %s", peer.url, _served(told), served)
+            peer.down(f"it serves {_served(told)}, the others {served}")
         else:
-            peer.told, peer.is_up = told, True
+            peer.up(told)
 
     def _served(self) -> tuple[Any, Any] | None:
         return next((_served(peer.told) for peer in self.peers if peer.is_up), None)
@@ -146,7 +151,9 @@ class Router:
 
     async def _ready(self, request: Request) -> Response:
         lacking = [role for role in (PREFILL, DECODE) if not any(p.is_up for p in self.peers if p.role == role)]
-        if lacking or web.is_leaving(request):
+        if web.is_leaving(request):
+            return web.failure(503, "the router is going", code="draining")
+        if lacking:
             return web.failure(503, f"no {' and no '.join(lacking)} server is ready", code="unavailable")
         return JSONResponse({"role": "router", "servers": self._servers()})
 
@@ -287,10 +294,10 @@ class Exchange:
         try:
             said = await self._client.send(request, stream=True)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            peer.down(error)
+            peer.down(repr(error))
             raise NotBegun(peer, f"the {peer.role} server cannot be reached", "unavailable") from error
         except httpx.HTTPError as error:
-            peer.down(error)
+            peer.down(repr(error))
             raise Failed(502, f"the {peer.role} server failed: {error!r}", "room_failed") from error
         if said.status_code == 503:
             content = await _read(said)

@@ -81,11 +81,11 @@ class Scheduler(ABC):
         self._side = side
         self.jobs: dict[str, Job] = {}
         self.leaving: list[Job] = []
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[Job], None], Job] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"{options.role}-scheduler", daemon=True)
         self.failure: BaseException | None = None
         self._on_failure: Callable[[], None] = lambda: None
-        self.n_done = 0
+        self.n_done = self.n_failed = 0
 
     # What the HTTP side calls, from its own thread.
 
@@ -95,11 +95,13 @@ class Scheduler(ABC):
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        self._calls.put(lambda: self._take(job))
+        if self.failure is not None:
+            job.end(error=_failed(self.failure))
+        self._calls.put((self._take, job))
 
     def cancel(self, job: Job) -> None:
         """Nobody waits for `job` any more: it ends here and at the other side."""
-        self._calls.put(lambda: self._fail(job, Aborted("the client went away")))
+        self._calls.put((self._on_cancel, job))
 
     def stop(self) -> None:
         """Ends the thread once all rooms are released, or are not after a while; then the nodes."""
@@ -113,6 +115,7 @@ class Scheduler(ABC):
             "jobs": len(self.jobs),
             "leaving": len(self.leaving),
             "done": self.n_done,
+            "failed": self.n_failed,
             "pages": {name: kind.n_items for name, kind in self.ledger.kinds.items()},
             "pages_available": {name: held.available for name, held in blocks.items()},
             "pages_kept": {name: held.n_kept for name, held in blocks.items()},
@@ -133,9 +136,11 @@ class Scheduler(ABC):
         except BaseException as error:  # the server ends by it: see `on_failure`
             self.failure = error
             log.exception("the scheduler of the %s server failed", self.options.role)
-            failed = error if isinstance(error, PdstageError) else PdstageError(f"the server failed: {error!r}")
+            while not self._calls.empty():
+                if (call := self._calls.get()) is not None:
+                    call[1].end(error=_failed(error))
             for job in list(self.jobs.values()):
-                job.end(error=failed)
+                job.end(error=_failed(error))
             self._on_failure()
         finally:
             self._side.close()
@@ -146,7 +151,8 @@ class Scheduler(ABC):
         try:
             call = self._calls.get_nowait() if busy else self._calls.get(timeout=wait_s)
             while call is not None:
-                call()
+                carry_out, job = call
+                carry_out(job)
                 call = self._calls.get_nowait()
         except queue.Empty:
             return True
@@ -193,12 +199,16 @@ class Scheduler(ABC):
         self.n_done += 1
         job.end(reason)
 
+    def _on_cancel(self, job: Job) -> None:
+        self._fail(job, Aborted("the client went away"))
+
     def _fail(self, job: Job, error: PdstageError) -> None:
         if self.jobs.get(job.key) is not job:
             return  # it ended meanwhile
         self._forget(job)
         del self.jobs[job.key]
         self.leaving.append(job)
+        self.n_failed += 1
         self._side.abort(job.room, error.what)
         job.end(error=error)
 
@@ -227,3 +237,7 @@ class Scheduler(ABC):
 
 class Overloaded(PdstageError):
     """More requests than this server takes."""
+
+
+def _failed(cause: BaseException) -> PdstageError:
+    return PdstageError(f"the server failed: {cause!r}", remedy="see its log")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 SERVER_ERROR = "server_error"
+MOST_NBYTES = 1 << 20
 
 
 class Gone(Exception):
@@ -95,13 +96,19 @@ def refusal(refused: UsageError) -> Response:
 
 
 async def body_of(request: Request) -> Any:  # noqa: ANN401  (whatever JSON holds)
-    """Raises `UsageError` for what is no JSON, `Gone` for a client that went away meanwhile."""
+    """Raises `UsageError` for what is no JSON, or too long, `Gone` for a client that went away meanwhile."""
+    body = bytearray()
     try:
-        return json.loads(await request.body())
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_NBYTES:
+                raise UsageError("the request's body is too long", remedy=f"send at most {MOST_NBYTES} bytes")
     except ClientDisconnect as error:
         raise Gone from error
+    try:
+        return json.loads(body)
     except ValueError as error:
-        raise UsageError(f"the request's body is no JSON: {error}", remedy="send JSON", field=None) from error
+        raise UsageError(f"the request's body is no JSON: {error}", remedy="send JSON") from error
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
