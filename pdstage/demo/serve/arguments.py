@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _LISTENING = ("host", "port", "with_parent", "drain_s", "timeout_s")
 # What all servers of `pdstage serve all` share, and what each side has of its own.
-_SHARED = ("model", "seed", "transport", "path", "keys", "pool_tokens", "max_model_len", "max_running", "max_waiting",
-           "chunk_tokens")  # fmt: skip
+_SHARED = ("model", "seed", "transport", "path", "keys", "metrics_port", "pool_tokens", "max_model_len", "max_running",
+           "max_waiting", "chunk_tokens")  # fmt: skip
 _OWN = ("tp", "page", "layout")
 
 
@@ -75,6 +75,10 @@ def _add_server(command: argparse.ArgumentParser) -> None:
     command.add_argument("--transport", choices=TRANSPORTS, default=usual.transport, help="default %(default)s")
     command.add_argument("--path", choices=PATHS, default=usual.path, help="default %(default)s")
     command.add_argument("--keys", type=Path, metavar="FILE", help="encrypt pdstage's messages with this key file")
+    command.add_argument(
+        "--metrics-port", type=int, metavar="PORT",
+        help="serve the ranks' metrics at 127.0.0.1, each server at the first free port from this one on",
+    )  # fmt: skip
     for name, value, text in (
         ("seed", usual.seed, "of the weights, the same for all"),
         ("pool-tokens", usual.pool_tokens, "tokens that a server's pages hold"),

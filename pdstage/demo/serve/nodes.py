@@ -15,6 +15,7 @@ from pdstage.demo.pools import PagedPool, pages_for
 from pdstage.demo.serve.options import PREFILL
 from pdstage.demo.transfer import pool_of
 from pdstage.errors import Aborted, PdstageError
+from pdstage.watch.option import Watching
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ _TOKEN_NBYTES = 4
 CLOSE_S = 2.0
 
 
-def make_nodes(options: ServerOptions, pools: Sequence[Mapping[str, Pool]]) -> list[Any]:
+def make_nodes(options: ServerOptions, pools: Sequence[Mapping[str, Pool]], watching: Watching) -> list[Any]:
     """One node a rank, `PrefillNode`s or `DecodeNode`s by the role; prefill's first one holds the directory.
 
     All nodes of a server are made here: whoever watches or traces them begins here.
@@ -44,12 +45,14 @@ def make_nodes(options: ServerOptions, pools: Sequence[Mapping[str, Pool]]) -> l
             common: dict[str, Any] = {
                 "transport": options.transport, "path": options.path, "staging_nbytes": STAGING_NBYTES,
                 "bind": f"tcp://{options.listening.host}:0", "config": config, "keys": options.keys,
+                "observers": watching.observers,
             }  # fmt: skip
             if options.role == PREFILL:
                 directory = nodes[0].bootstrap_address if nodes else None
                 nodes.append(PrefillNode(pool_of(held, place), place, bootstrap=directory, **common))
             else:
                 nodes.append(DecodeNode(pool_of(held, place), place, **common))
+            watching.expose(nodes[-1])
     except PdstageError:
         close(nodes)
         raise
@@ -73,7 +76,8 @@ class _Side:
     """What both sides do. A room is known by its handles, one a rank."""
 
     def __init__(self, options: ServerOptions, pools: Sequence[Mapping[str, Pool]]) -> None:
-        self.nodes = make_nodes(options, pools)
+        self._watching = Watching(options.metrics_port)
+        self.nodes = make_nodes(options, pools, self._watching)
 
     def poll(self, rooms: Sequence[Sequence[Any]]) -> list[Said]:
         """One turn of every node, and the least that its ranks say of each room."""
@@ -98,6 +102,7 @@ class _Side:
 
     def close(self) -> None:
         close(self.nodes)
+        self._watching.close()
 
 
 class PrefillSide(_Side):

@@ -11,6 +11,7 @@ from pathlib import Path  # noqa: TC003  (a field's type, kept readable at run t
 from pdstage.demo.options import LAYOUTS, MODELS, PATHS, TRANSPORTS, Options
 from pdstage.errors import UsageError
 from pdstage.topology import Topology
+from pdstage.watch.option import checked
 
 PREFILL, DECODE, ROUTER = "prefill", "decode", "router"
 TOLD = "serving at "  # then the URL: a process that is ready says so on its standard output
@@ -53,6 +54,7 @@ class ServerOptions:
     transport: str = "nixl"
     path: str = "auto"
     keys: Path | None = None
+    metrics_port: int | None = None
     pool_tokens: int = 8192
     max_model_len: int = 512
     max_running: int = 32
@@ -60,6 +62,7 @@ class ServerOptions:
     chunk_tokens: int = 48
 
     def __post_init__(self) -> None:
+        checked(self.metrics_port)
         for name, usual in (("tp", _DEFAULT_TP), ("page", _DEFAULT_PAGE), ("layout", _DEFAULT_LAYOUT)):
             object.__setattr__(self, name, getattr(self, name) or usual[self.role])
         for name, chosen, known in (
