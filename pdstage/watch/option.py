@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
-from pdstage.environment import METRICS_PORT
+from pdstage import environment
 from pdstage.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pdstage.manager.observer import Observer
     from pdstage.watch.server import Endpoint
 
-VARIABLE = METRICS_PORT.name
+VARIABLE = environment.METRICS_PORT.name
 """How a command tells its benches' ranks."""
 N_PORTS = 64
 """Each process takes the first free port from the given one on, and looks at this many."""
@@ -77,4 +77,4 @@ def checked(port: int | None) -> int | None:
 
 def asked_by_environment() -> int | None:
     """The port that the process above asked for."""
-    return checked(METRICS_PORT.read())
+    return checked(environment.METRICS_PORT.read())
