@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from pdstage import native
+from pdstage import environment, native
 from pdstage.errors import UsageError
 from pdstage.trace import check, merge_files
 from pdstage.watch.progress import progress
@@ -142,7 +142,7 @@ def machine() -> dict[str, Any]:
 
 def commit() -> str | None:
     """The checkout's commit, with "+" where files were changed; without git or its folder what PDSTAGE_COMMIT says."""
-    git, told = shutil.which("git"), os.environ.get("PDSTAGE_COMMIT") or None
+    git, told = shutil.which("git"), environment.COMMIT.read()
     if git is None:
         return told
 

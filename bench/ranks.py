@@ -132,7 +132,7 @@ def observers() -> tuple[Observer, ...]:
     return _observers
 
 
-def expose(node: Node[Any], labels: Mapping[str, str] | None = None) -> None:
+def expose(node: Node[Any, Any], labels: Mapping[str, str] | None = None) -> None:
     """Serves a rank's node's metrics, if `--metrics-port` asked for it; `labels` tell it from the rank's others."""
     _watching.expose(node, labels)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
+from pdstage import environment
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.kernels import Pool
 from pdstage.layout import Key, Layout, Region, Row, View
@@ -254,7 +255,7 @@ class Sides:
 
     def __init__(self, shape: Shape, fabric: Fabric, calibration: str = "") -> None:
         self.shape = shape
-        env = {**fabric.env, "PDSTAGE_CALIBRATION": calibration}
+        env = {**fabric.env, environment.CALIBRATION.name: calibration}
         self._directory = BootstrapServer().start()
         self._src, self._dst = (
             Rank(side, shape, self._directory.address, fabric.transport, env=env) for side in (Sources, Sinks)

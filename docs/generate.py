@@ -1,12 +1,12 @@
 """The generated parts of docs: of reliability.md the room diagram, the deadlines, and which tests hold which invariant;
-of transports.md the table of traits; of metrics.md every metric.
+of transports.md the table of traits; of environment.md the table of variables; of metrics.md every metric.
 
     python docs/generate.py
 
 Room states come from `pdstage.protocol.room`, deadlines from `pdstage.protocol.config`, citations from the tests:
 an invariant is cited by its number (I7) in a test's docstring or comments, or in its module's docstring for them all.
-Metrics come from `pdstage.watch.catalogue`. Traits are read from the transports' source, since a transport imports only
-where its library is.
+Metrics come from `pdstage.watch.catalogue`. Variables are those of `pdstage.environment`. Traits are read from the
+transports' source, since a transport imports only where its library is.
 `tests/test_invariants.py` fails while a page is stale.
 """
 
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from pdstage import environment  # noqa: E402
 from pdstage.protocol import config  # noqa: E402
 from pdstage.protocol.room import TRANSITIONS, State  # noqa: E402
 from pdstage.watch import catalogue  # noqa: E402
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 PAGE = ROOT / "docs" / "reliability.md"
 METRICS_PAGE = ROOT / "docs" / "metrics.md"
+ENVIRONMENT_PAGE = ROOT / "docs" / "environment.md"
 TRANSPORTS_PAGE = ROOT / "docs" / "transports.md"
 N_INVARIANTS = 16
 CITED = re.compile(r"\bI(\d{1,2})\b")
@@ -212,10 +214,22 @@ def left_out() -> str:
     return "\n".join(f"* `{name}`: {why}." for name, why in catalogue.LEFT_OUT.items())
 
 
+def variables() -> str:
+    """Every environment variable that is read, by whom, and what it may be."""
+    head = ["| variable | may be | unset | what for | read by |", "|---|---|---|---|---|"]
+    return "\n".join(
+        [
+            *head,
+            *(f"| `{v.name}` | {v.values} | {v.unset} | {v.meaning} | {v.read_by} |" for v in environment.VARIABLES),
+        ]
+    )
+
+
 PARTS = {"rooms": diagram, "deadlines": deadlines, "invariants": table}
 PAGES = {
     PAGE: PARTS,
     TRANSPORTS_PAGE: {"traits": traits},
+    ENVIRONMENT_PAGE: {"variables": variables},
     METRICS_PAGE: {"metrics": metrics, "left-out": left_out},
 }
 

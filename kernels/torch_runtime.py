@@ -95,7 +95,7 @@ class TorchRuntime:
             return bool(self._torch.cuda.is_current_stream_capturing())
 
     def push_range(self, name: str) -> None:
-        self._torch.cuda.nvtx.range_push(name)
+        self._torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
 
     def pop_range(self) -> None:
         self._torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 from contextlib import nullcontext
@@ -222,12 +223,9 @@ def _calibrate(given: argparse.Namespace) -> int:
 
     options = {"device": given.device, "keys": _keys_given(given), "insecure": given.insecure}
     if given.serve is not None:
-        peer = Peer(given.serve, **options)
-        print(f"serving at {peer.endpoint}", flush=True)
-        try:
+        with Peer(given.serve, **options) as peer:
+            print(f"serving at {peer.endpoint}", flush=True)
             peer.serve()
-        finally:
-            peer.close()
         return 0
     with (
         own_peer(given.device, given.keys) if given.peer is None else nullcontext(given.peer) as endpoint,
@@ -313,6 +311,7 @@ def _version() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0 good, 1 the demo's check is red, 2 bad arguments or a `PdstageError`, told in one line."""
     given = parser().parse_args(argv)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")  # warnings and worse, to stderr
     try:
         return int(given.run(given))
     except PdstageError as error:

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from pdstage.topology import Topology
 
 
-class DecodeNode(Node[DecodeCore]):
+class DecodeNode(Node[DecodeCore, Receiver]):
     """One decode rank.
 
     `pool` holds the KV memory, `topology` the rank's place among those that receive a room together. `staging_nbytes`
@@ -166,6 +166,7 @@ class DecodeNode(Node[DecodeCore]):
         priority: int,
         aux: AuxRow | None,
     ) -> None:
+        """`Receiver.bind`."""
         layout = self.pool.layout
         checked = check(layout, items, tokens, unique=True)
         if prefix_tokens < 0:
@@ -188,6 +189,7 @@ class DecodeNode(Node[DecodeCore]):
         self.kick()
 
     def abort(self, receiver: Receiver, reason: str) -> None:
+        """`Receiver.abort`."""
         with self.use():
             if receiver.room is not None:
                 self.core.abort(receiver.room, reason, time.monotonic())
@@ -305,6 +307,12 @@ class DecodeNode(Node[DecodeCore]):
         if self._observed is not None:
             self._observed.never_began(receiver, error)
         self.roster.end(receiver, error)
+
+    def _close_rooms(self, timeout_s: float) -> None:
+        with self._lock:
+            for receiver in [one for one in self._receivers.values() if one.room is None]:
+                self._end(receiver, Aborted(f"room {receiver.key!r} was aborted: the node was closed"))
+        super()._close_rooms(timeout_s)
 
     def _on_changed(self, room: Room) -> None:
         receiver = self.roster.of(room)

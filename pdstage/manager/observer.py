@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pdstage.topology import Topology
     from pdstage.transport import Done, Inbound, PostFailed
 
-log = logging.getLogger("pdstage")
+log = logging.getLogger(__name__)
 
 _LOST = TransportError("the session was lost during the write", remedy="see the peer's end, or the room's error")
 

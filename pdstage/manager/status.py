@@ -80,7 +80,7 @@ class OpenRoom(NamedTuple):
 STATES = tuple(state.name.lower() for state in State)
 
 
-def read(node: Node[Any]) -> Status:
+def read(node: Node[Any, Any]) -> Status:
     """The node's status. Any thread may ask, of a closed node too."""
     core = node.core
     of_role: dict[str, Any]
@@ -121,21 +121,21 @@ def _lanes(cursors: list[tuple[int, int, int, int]], grants: list[Grant]) -> tup
     )  # fmt: skip
 
 
-def _info(node: Node[Any]) -> tuple[str, ...]:
+def _info(node: Node[Any, Any]) -> tuple[str, ...]:
     place = node.topology
     places = ((place.tp_rank, place.tp_size), (place.pp_rank, place.pp_size), (place.cp_rank, place.cp_size))
     numbers = (f"{rank}/{size}" for rank, size in (*places, (place.dp_rank, place.dp_size)))
     return pdstage.__version__, node.transport.traits.name, node.path, *numbers
 
 
-def _by_state(node: Node[Any]) -> dict[str, int]:
+def _by_state(node: Node[Any, Any]) -> dict[str, int]:
     found = Counter(dict.fromkeys(range(len(STATES)), 0))
     for handle in node.handles():  # without the lock, and in steps between which other threads run
         found[handle.status & 0x7F] += 1
     return {STATES[state]: n for state, n in found.items()}
 
 
-def oldest(node: Node[Any], n: int) -> list[OpenRoom]:
+def oldest(node: Node[Any, Any], n: int) -> list[OpenRoom]:
     """The `n` rooms of the node that began first and are not released yet, the oldest first."""
     now = time.monotonic()
     slowest = heapq.nsmallest(n, node.handles(), key=_began_at)

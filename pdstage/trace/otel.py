@@ -89,7 +89,7 @@ class Spans:
         return held[1] if held is not None and held[0] == number else self._api.INVALID_SPAN
 
     def _opened(self, origin: Origin, event: RoomOpened) -> Span:
-        attributes = {
+        attributes: dict[str, Any] = {
             "pdstage.room.id": room_text(event.room), "pdstage.role": origin.role, "pdstage.rank": origin.rank,
             "pdstage.incarnation": f"{origin.incarnation:016x}",
         }  # fmt: skip

@@ -176,7 +176,7 @@ class _Picture:
             if (stop - start) * 1e3 / self.per_px_ms > 12 * len(life.room):
                 self.axes.text(
                     (self.ms(start) + self.ms(stop)) / 2, line.y, life.room, ha="center", va="center", fontsize=7.5,
-                    color=INK if life.state != "failed" else "#b03030", zorder=3, clip_on=True,
+                    color=INK if life.state != "failed" else "#b03030", zorder=8, clip_on=True,
                 )  # fmt: skip
 
     def _colour_of(self, life: RoomLife) -> str:
@@ -239,7 +239,7 @@ class _Picture:
         for kind, colour in COLOURS.items():
             took = [(stage.ended_at - stage.began_at) * 1e3 for stage in shown if stage.kind == kind]
             if took:
-                words = f"{NAMES.get(kind, kind)}  {len(took)} x {statistics.median(took):.3g} ms"
+                words = f"{NAMES.get(kind, kind)}: {len(took)}, {statistics.median(took):.3g} ms"
                 keys.append(Patch(color=colour, label=words))
         moved = sum(stage.nbytes for stage in shown if stage.kind in ("gather", "direct", "aux"))
         n_chunks = len({stage.claim for stage in shown})
@@ -251,6 +251,6 @@ class _Picture:
             handlelength=1.2, columnspacing=1.8, borderaxespad=0.3,
         )  # fmt: skip
         self.axes.annotate(
-            "n x median", (1, 1), xycoords="axes fraction", xytext=(6, 8), textcoords="offset points", fontsize=7.5,
+            "number, median", (1, 1), xycoords="axes fraction", xytext=(6, 8), textcoords="offset points", fontsize=7.5,
             color=FAINT, annotation_clip=False,
         )  # fmt: skip

@@ -5,10 +5,10 @@ Layer 6. Must not know the commands. Imports nothing of what metrics need unless
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
+from pdstage import environment
 from pdstage.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pdstage.manager.observer import Observer
     from pdstage.watch.server import Endpoint
 
-VARIABLE = "PDSTAGE_METRICS_PORT"
+VARIABLE = environment.METRICS_PORT.name
 """How a command tells its benches' ranks."""
 N_PORTS = 64
 """Each process takes the first free port from the given one on, and looks at this many."""
@@ -40,7 +40,7 @@ class Watching:
 
             self.observers = (Timings(),)
 
-    def expose(self, node: Node[Any], labels: Mapping[str, str] | None = None) -> None:
+    def expose(self, node: Node[Any, Any], labels: Mapping[str, str] | None = None) -> None:
         """The first call opens the endpoint; `labels` tell several nodes of one process apart."""
         if self._port is None:
             return
@@ -77,5 +77,4 @@ def checked(port: int | None) -> int | None:
 
 def asked_by_environment() -> int | None:
     """The port that the process above asked for."""
-    given = os.environ.get(VARIABLE, "")
-    return checked(int(given)) if given.isdigit() else None
+    return checked(environment.METRICS_PORT.read())

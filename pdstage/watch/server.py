@@ -94,7 +94,7 @@ class Endpoint:
 
 
 def expose(
-    *nodes: Node[Any],
+    *nodes: Node[Any, Any],
     port: int,
     host: str = "127.0.0.1",
     registry: CollectorRegistry = REGISTRY,

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from pdstage import State, UsageError
+from pdstage import Config, State, UsageError
 from pdstage.manager.observer import RoomBound, RoomEnded, RoomOpened, RoomReleased, StageOver, room_id
 from pdstage.protocol.messages import room_key
 from tests.manager.engine import Rank, drive
@@ -229,3 +229,34 @@ def test_nobody_observing_times_nothing(site):
 def test_room_ids_survive_their_keys(room):
     assert room_id(room_key(room)) == room
     assert type(room_id(room_key(room))) is type(room)
+
+
+def test_a_chunk_that_waited_in_vain_and_went_direct(site):
+    """Decode's only lane is full of leases nobody writes: a chunk falls back, and its wait is told before its write."""
+    seen = Recorder()
+    src, dst = Rank(), Rank()
+    config = Config(retry_s=0.02, fall_back_after_s=0.1, max_silence_s=3.0, recall_after_s=30.0)
+    p = site.prefill(src, observers=(seen,), config=config)
+    p.paths.path = "auto"
+    p.core._choose = lambda chunk: False
+    d = site.decode(dst, staging_nbytes=8192, n_lanes=1, path="auto", config=config)
+    wanting = [d.receive(room, site.address) for room in ("first", "second")]
+    first, second = p.send("first"), p.send("second")
+    for receiver in wanting:
+        receiver.bind(dst.allocate(16), 16)  # 6 KiB of K and V of three layers: two do not fit the lane
+    first.chunk(src.allocate(16), (0, 16), ready=Never())
+    drive([p, d], lambda: bool(d.core.holdings.lent))
+    second.chunk(src.allocate(16), (0, 16))
+    second.finish()
+    drive([p, d], lambda: second.state is State.SUCCESS)
+    kinds = [stage.kind for stage in seen.of("prefill", StageOver)]
+    assert kinds == ["lease_wait", "direct"]
+    waited, written = seen.of("prefill", StageOver)
+    assert waited.ended_at - waited.began_at >= 0.1
+    assert waited.ended_at <= written.began_at
+    assert {waited.room, written.room} == {"second"}
+
+
+class Never:
+    def query(self) -> bool:
+        return False
