@@ -111,6 +111,11 @@ SGLANG = Variable(
     "Where the GPU benchmark finds SGLang's kernels, to measure them in the same run.",
     "`pdstage bench gpu`, `make gpu`",
 )  # fmt: skip
+NVTX = Variable(
+    "PDSTAGE_NVTX", _one_of("0", "1"), "`1` or `0`", "none",
+    "NVTX ranges around what a node asks of its device, for Nsight Systems.",
+    "a node with a pool on a device, as it is made",
+)  # fmt: skip
 TEST_TRANSPORTS = Variable(
     "PDSTAGE_TEST_TRANSPORTS", str.split, "names with spaces between", "the project's own only",
     "Further transports for the contract suite.",
@@ -129,8 +134,7 @@ METRICS_PORT = Variable(
 )  # fmt: skip
 
 VARIABLES: tuple[Variable[object], ...] = (
-    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, SGLANG, METRICS_PORT, TEST_TRANSPORTS,
-    GPU_TESTS,
+    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, SGLANG, METRICS_PORT, NVTX, TEST_TRANSPORTS, GPU_TESTS,
 )  # fmt: skip
 
 _warned_of: set[str] = set()
