@@ -13,7 +13,7 @@ ARGS ?=
 MOONCAKE_NEEDS := libibverbs1 libnuma1 libcurl4
 MOONCAKE_IMPORTS = $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
 APT_INSTALL = DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(MOONCAKE_NEEDS)
-CPU_BENCHES := plan wire host-kernels convert rooms keys transfer auto
+CPU_BENCHES := plan wire host-kernels convert rooms keys watch transfer auto
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test sim scale chaos fuzz soak lint types format bench gpu sanitize asan tsan micro plots docs site \

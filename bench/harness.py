@@ -25,14 +25,31 @@ import numpy as np
 from pdstage import environment, native
 from pdstage.errors import UsageError
 from pdstage.trace import check, merge_files
+from pdstage.watch.progress import progress
 
 from . import ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-TRACED = ("rooms", "keys", "transfer", "auto")
-NAMES = ("host-kernels", "convert", "plan", "wire", "rooms", "keys", "transfer", "auto", "gpu")
+    from pdstage.watch.progress import Advance
+
+TRACED = ("rooms", "keys", "watch", "transfer", "auto")
+NAMES = ("host-kernels", "convert", "plan", "wire", "rooms", "keys", "watch", "transfer", "auto", "gpu")
+
+
+class _Progress:
+    """Shown while a bench runs: a row that is made is a measurement that is done."""
+
+    def __init__(self) -> None:
+        self.advance: Advance | None = None
+
+    def row(self, row: Row) -> None:
+        if self.advance is not None:
+            self.advance(row.name)
+
+
+_progress = _Progress()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +70,9 @@ class Row:
     better: Literal["higher", "lower"] = "higher"
     detail: str = ""
     point: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _progress.row(self)
 
     @property
     def ratio(self) -> float:
@@ -142,7 +162,11 @@ def run_named(name: str, quick: bool = False) -> dict[str, Any]:
     if name not in NAMES:
         raise UsageError(f"no bench {name!r}", remedy=f"use one of {', '.join(NAMES)}", name=name)
     module = importlib.import_module(f"{__package__}.{name.replace('-', '_')}")
-    found: list[Row] | Measured = module.run(quick)
+    try:
+        with progress(name) as _progress.advance:
+            found: list[Row] | Measured = module.run(quick)
+    finally:
+        _progress.advance = None
     measured = found if isinstance(found, Measured) else Measured(found, {}, [], [])
     report = {
         "name": name,

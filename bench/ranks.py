@@ -17,12 +17,14 @@ import numpy as np
 from pdstage.kernels import Pool
 from pdstage.tensors import build, paged_nhd
 from pdstage.trace import tracing
+from pdstage.watch.option import Watching, asked_by_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from multiprocessing.connection import Connection
     from pathlib import Path
 
+    from pdstage.manager.node import Node
     from pdstage.manager.observer import Observer
 
 _START_S = 120.0
@@ -30,6 +32,7 @@ _ANSWER_S = 300.0
 
 _folder: Path | None = None
 _observers: tuple[Observer, ...] = ()
+_watching = Watching(None)
 
 
 class Shape(NamedTuple):
@@ -54,6 +57,10 @@ class Shape(NamedTuple):
 
 class Actor:
     """What a rank's process runs. Its public methods are called from the parent, one at a time."""
+
+    def metrics_address(self) -> str:
+        """HOST:PORT of this rank's metrics; "" without."""
+        return _watching.endpoint.address if _watching.endpoint is not None else ""
 
     def idle(self) -> None:
         """Called again and again while no call is there; returns within about a millisecond."""
@@ -121,16 +128,22 @@ def traced(folder: Path) -> Iterator[None]:
 
 
 def observers() -> tuple[Observer, ...]:
-    """For a rank's nodes: whoever traces this bench."""
+    """For a rank's nodes: whoever traces or watches this bench."""
     return _observers
+
+
+def expose(node: Node[Any, Any], labels: Mapping[str, str] | None = None) -> None:
+    """Serves a rank's node's metrics, if `--metrics-port` asked for it; `labels` tell it from the rank's others."""
+    _watching.expose(node, labels)
 
 
 def _serve(
     pipe: Connection, env: dict[str, str], trace: Path | None, make: Callable[..., Actor], args: tuple[object, ...]
 ) -> None:
-    global _observers
+    global _observers, _watching  # noqa: PLW0603  (one rank a process)
     os.environ.update(env)
-    with tracing(trace) as _observers:
+    with tracing(trace) as tracers, Watching(asked_by_environment()) as _watching:
+        _observers = (*tracers, *_watching.observers)
         _act(pipe, make, args)
 
 

@@ -22,9 +22,10 @@ from pdstage.control.zmq import ControlSocket
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.room import State
 from pdstage.topology import Topology
+from pdstage.watch.option import VARIABLE
 
 from .harness import Row, interleaved
-from .ranks import Actor, Rank, Shape, observers
+from .ranks import Actor, Rank, Shape, expose, observers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -55,14 +56,18 @@ def run(quick: bool) -> list[Row]:
 
 
 class Pair:
-    """A prefill and a decode process, and the room numbers they have used; with `keys`, a key file, encrypted."""
+    """A prefill and a decode process, and the room numbers they have used; with `keys`, a key file, encrypted.
 
-    def __init__(self, transport: str, progress: str, keys: str | None = None) -> None:
+    `watched`: whether each has a metrics endpoint, at a port of its own; None: as the command said.
+    """
+
+    def __init__(self, transport: str, progress: str, keys: str | None = None, *, watched: bool | None = None) -> None:
         self.transport, self.progress = transport, progress
         self._bootstrap = BootstrapServer(keys=keys).start()
         options = {"transport": transport, "progress": progress, "staging_nbytes": 4 << 20, "keys": keys}
-        self.prefill = Rank(PrefillRank, self._bootstrap.address, options)
-        self.decode = Rank(DecodeRank, self._bootstrap.address, options)
+        env = {} if watched is None else {VARIABLE: "0" if watched else ""}
+        self.prefill = Rank(PrefillRank, self._bootstrap.address, options, env=env)
+        self.decode = Rank(DecodeRank, self._bootstrap.address, options, env=env)
         self._next = 0
 
     def __enter__(self) -> Self:
@@ -149,6 +154,7 @@ class PrefillRank(_RoomRank):
         self.node: PrefillNode = PrefillNode(
             TINY.pool(), Topology(), bootstrap=bootstrap, observers=observers(), **options
         )
+        expose(self.node)
         self.page = np.array([7])
         self.held: list[Sender] = []
 
@@ -197,6 +203,7 @@ class DecodeRank(_RoomRank):
         super().__init__(options["progress"])
         self.bootstrap = bootstrap
         self.node: DecodeNode = DecodeNode(TINY.pool(), Topology(), observers=observers(), **options)
+        expose(self.node)
         self.held: list[Receiver] = []
 
     def begin(self, room: int) -> None:

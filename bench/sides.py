@@ -25,7 +25,7 @@ from pdstage.protocol.room import State
 from pdstage.topology import Axis, Topology, shard_range
 from pdstage.transport import available
 
-from .ranks import Actor, Rank, observers
+from .ranks import Actor, Rank, expose, observers
 from .raw import Raw
 
 if TYPE_CHECKING:
@@ -182,6 +182,7 @@ class Sources(_Side):
                     n_buffers=N_BUFFERS, config=_CONFIG, observers=observers(),
                 )
             )  # fmt: skip
+            expose(self.nodes[-1])
 
     def offer(self, path: str, run: int, room: int, chunk_nbytes: int) -> None:
         self._until(lambda: all(handle.released for handle in self.handles))
@@ -215,6 +216,7 @@ class Sinks(_Side):
                 staging_nbytes=max(8 << 20, 4 * shape.nbytes // tp), config=_CONFIG, observers=observers(),
             )  # fmt: skip
             self.nodes.append(node)
+            expose(node)
 
     def pull(self, run: int, room: int, check: bool) -> float:
         """Seconds from the first rank's `bind` to the last one's Success."""

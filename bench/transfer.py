@@ -25,7 +25,7 @@ from pdstage.protocol.room import State
 from pdstage.topology import Topology
 
 from .harness import Row
-from .ranks import Actor, Rank, Shape, observers
+from .ranks import Actor, Rank, Shape, expose, observers
 from .raw import Raw
 from .sides import PAIRS, RUNS, TCP, Sides, fabrics, median_ratio
 from .sides import Shape as Rooms
@@ -84,6 +84,10 @@ class _End(Actor):
         self.raw = Raw(transport, nbytes)
         self.describe, self.connect, self.write = self.raw.describe, self.raw.connect, self.raw.write
 
+    def expose(self) -> None:
+        for path, node in self.nodes.items():
+            expose(node, {"engine": path})
+
     def use(self, path: str) -> None:
         """From now on `idle` polls the node of `path`, or the raw write's end if that is empty."""
         self.active = path
@@ -115,6 +119,7 @@ class Source(_End):
             )
             for path, bootstrap in boots.items()
         }  # fmt: skip
+        self.expose()
 
     def offer(self, path: str, room: int) -> None:
         self.use(path)
@@ -145,6 +150,7 @@ class Sink(_End):
             )
             for path in boots
         }  # fmt: skip
+        self.expose()
 
     def pull(self, path: str, room: int) -> tuple[float, float]:
         """When `bind` was called and when the state was Success, on the clock all processes share."""

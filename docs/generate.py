@@ -1,5 +1,5 @@
 """The generated parts of docs: of reliability.md the deadlines, and which tests hold which invariant; of transports.md
-the table of traits; of tune.md that of `tuning`; of environment.md the variables. And what
+the table of traits; of tune.md that of `tuning`; of environment.md the variables; of metrics.md every metric. And what
 `performance` and `pictures` beside it make.
 
     python docs/generate.py
@@ -29,11 +29,13 @@ import tuning  # noqa: E402
 
 from pdstage import environment  # noqa: E402
 from pdstage.protocol import config  # noqa: E402
+from pdstage.watch import catalogue  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 PAGE = ROOT / "docs" / "reliability.md"
+METRICS_PAGE = ROOT / "docs" / "metrics.md"
 ENVIRONMENT_PAGE = ROOT / "docs" / "environment.md"
 TRANSPORTS_PAGE = ROOT / "docs" / "transports.md"
 N_INVARIANTS = 16
@@ -188,6 +190,22 @@ def trait_row(told: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def metrics() -> str:
+    """Every metric that `pdstage.watch` exports, by section."""
+    lines: list[str] = []
+    for title, held in catalogue.SECTIONS.items():
+        lines += ["", f"### {title}", "", "| metric | type | unit | labels | |", "|---|---|---|---|---|"]
+        for one in held:
+            own = ", ".join(f"`{label}`" for label in one.labels)
+            whose = f" {one.role[0].upper()}" if one.role else ""
+            lines.append(f"| `{one.name}`{whose} | {one.kind} | {one.unit} | {own} | {one.text} |")
+    return "\n".join(lines[1:])
+
+
+def left_out() -> str:
+    return "\n".join(f"* `{name}`: {why}." for name, why in catalogue.LEFT_OUT.items())
+
+
 def variables() -> str:
     """Every environment variable that is read, by whom, and what it may be."""
     head = ["| variable | may be | unset | what for | read by |", "|---|---|---|---|---|"]
@@ -205,6 +223,7 @@ PAGES = {
     TRANSPORTS_PAGE: {"traits": traits},
     ROOT / "docs" / "tune.md": {"tuning": tuning.table},
     ENVIRONMENT_PAGE: {"variables": variables},
+    METRICS_PAGE: {"metrics": metrics, "left-out": left_out},
 }
 
 

@@ -1,4 +1,4 @@
-"""The `pdstage` command: demo, bench, plot, calibrate, doctor, bootstrap, instances, keys, sim.
+"""The `pdstage` command: demo, serve, bench, top, plot, calibrate, doctor, bootstrap, instances, keys, sim.
 
 Layer 6. Reads arguments and prints; each command's module is imported when that command is given, so that `--help`
 needs nothing installed.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from contextlib import nullcontext
 from importlib import import_module
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pdstage.calibrate.peer import Peer
     from pdstage.control.keys import Keys
 
-BENCHES = ("plan", "wire", "host-kernels", "convert", "rooms", "keys", "transfer", "auto", "gpu")
+BENCHES = ("plan", "wire", "host-kernels", "convert", "rooms", "keys", "watch", "transfer", "auto", "gpu")
 DEFAULT_BIND = "127.0.0.1:8998"
 
 
@@ -40,12 +41,15 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"pdstage {_version()}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _add_demo(commands.add_parser("demo", help="move a real model's KV cache between ranks and go on decoding from it"))
+    _add_serve(commands.add_parser("serve", help="serve a tiny model's completions, prefill and decode apart"))
     bench = commands.add_parser("bench", help="measure one part against its baselines")
     bench.add_argument("name", metavar="NAME", help=f"one of {', '.join(BENCHES)}")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
     bench.add_argument("--quick", action="store_true", help="fewer repetitions: a look, not a measurement")
+    _add_metrics_port(bench)
     _add_trace(bench)
     bench.set_defaults(run=_bench)
+    _add_top(commands.add_parser("top", help="watch running nodes in the terminal, by their metrics endpoints"))
     _add_plot(commands.add_parser("plot", help="draw a trace as a timeline"))
     _add_calibrate(commands.add_parser("calibrate", help="measure what each transport costs here, for path auto"))
     _add_doctor(commands.add_parser("doctor", help="say what this node can do, and whether it can work with another"))
@@ -72,6 +76,11 @@ def parser() -> Parser:
 def _add_keys_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--keys", type=Path, metavar="FILE", help="encrypt, and trust who holds this key file's key")
     command.add_argument("--allow", type=Path, metavar="FILE", help="with --keys: public keys of others to trust")
+
+
+def _add_metrics_port(command: argparse.ArgumentParser) -> None:
+    text = "serve every rank's metrics at 127.0.0.1, each at the first free port from this one on; see pdstage top"
+    command.add_argument("--metrics-port", type=int, metavar="PORT", help=text)
 
 
 def _add_trace(command: argparse.ArgumentParser) -> None:
@@ -109,6 +118,7 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
         text = f"memory order of a page's tokens and heads at {side}; default %(default)s"
         demo.add_argument(f"--{side}-layout", choices=LAYOUTS, default=layout, help=text)
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+    _add_metrics_port(demo)
     _add_trace(demo)
     demo.set_defaults(run=_demo)
 
@@ -124,11 +134,20 @@ def _demo(given: argparse.Namespace) -> int:
     return 0 if run(options).good else 1
 
 
+def _add_serve(serve: argparse.ArgumentParser) -> None:
+    from pdstage.demo.serve.arguments import add  # noqa: PLC0415
+
+    add(serve)
+
+
 def _bench(given: argparse.Namespace) -> int:
     if given.name not in BENCHES:
         raise UsageError(f"no bench {given.name!r}", remedy=f"choose one of {', '.join(BENCHES)}", field="name")
     from pdstage.bench.harness import run_named, run_traced  # noqa: PLC0415
+    from pdstage.watch.option import VARIABLE, checked  # noqa: PLC0415
 
+    if (port := checked(given.metrics_port)) is not None:
+        os.environ[VARIABLE] = str(port)
     if given.trace is None:
         result = run_named(given.name, given.quick)
     else:
@@ -136,6 +155,25 @@ def _bench(given: argparse.Namespace) -> int:
     if given.json is not None:
         given.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
+
+
+def _add_top(top: argparse.ArgumentParser) -> None:
+    top.add_argument("endpoints", nargs="+", metavar="ENDPOINT", help="HOST:PORT or PORT, as --metrics-port printed it")
+    top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds a frame; default %(default)s")
+    top.add_argument("--once", action="store_true", help="print one frame and end; 1 if an endpoint did not answer")
+    top.add_argument("--svg", type=Path, metavar="FILE", help="draw one frame into FILE and end")
+    top.add_argument("--width", type=int, metavar="N", help="columns; default: the terminal's, and 132 for --svg")
+    top.add_argument("--frames", type=int, default=1, metavar="N", help="intervals before that one frame; default 1")
+    top.set_defaults(run=_top)
+
+
+def _top(given: argparse.Namespace) -> int:
+    from pdstage.watch.top import run  # noqa: PLC0415
+
+    return run(
+        given.endpoints, interval_s=given.interval, once=given.once, svg=given.svg, width=given.width,
+        frames=given.frames,
+    )  # fmt: skip
 
 
 def _add_plot(command: argparse.ArgumentParser) -> None:

@@ -79,6 +79,12 @@ def _there(text: str) -> Path:
     return path
 
 
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) <= 65535):
+        raise ValueError("it is no port")
+    return int(text)
+
+
 NATIVE = Variable(
     "PDSTAGE_NATIVE", _one_of("yes", "no"), "`yes` or `no`", "goes on with numpy where there is no extension",
     "Whether the C++ extension is built and used: `yes` makes its absence an error, `no` leaves it out.",
@@ -121,8 +127,14 @@ GPU_TESTS = Variable(
     "`pytest tests/gpu`",
 )  # fmt: skip
 
+METRICS_PORT = Variable(
+    "PDSTAGE_METRICS_PORT", _port, "0 to 65535; 0: a free port", "nothing is served",
+    "The first port of the metrics endpoints that a bench's ranks serve, as `--metrics-port` asks for them.",
+    "each rank of `pdstage bench`",
+)  # fmt: skip
+
 VARIABLES: tuple[Variable[object], ...] = (
-    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, SGLANG, NVTX, TEST_TRANSPORTS, GPU_TESTS,
+    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, SGLANG, METRICS_PORT, NVTX, TEST_TRANSPORTS, GPU_TESTS,
 )  # fmt: skip
 
 _warned_of: set[str] = set()

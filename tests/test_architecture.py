@@ -38,7 +38,7 @@ LAYERS = {
     3: ["kernels"],
     4: ["stager", "metadata", "control", "transport"],
     5: ["manager", "node"],
-    6: ["integrations", "cli", "calibrate", "demo", "doctor", "bench", "trace", "__main__"],
+    6: ["integrations", "cli", "calibrate", "demo", "doctor", "bench", "trace", "watch", "__main__"],
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names}
 # Where each folder of the checkout is installed.
@@ -56,6 +56,7 @@ DOORS = {
 PURE = {0, 1, 2}  # no thread, no socket, no clock in these
 IMPURE = {"threading", "socket", "time", "asyncio", "selectors", "subprocess", "multiprocessing", "torch"}
 LIGHT = {"torch", "zmq", "mooncake", "nixl", "nixl_cu13", "mori", "triton", "cupy", "transformers"}
+LIGHT |= {"prometheus_client", "rich"}
 FILE_LINES, FUNCTION_LINES, CLASS_LINES = 400, 60, 200
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from pdstage.demo.families import FAMILIES, KV_HEADS, N_LAYERS
 from pdstage.errors import UsageError
 from pdstage.topology import Topology
+from pdstage.watch.option import checked
 
 MAX_RANKS = 32
 MAX_REQUESTS = 256  # prompts differ in length, so no more than there are lengths
@@ -107,6 +108,7 @@ class Options:
     requests: int = 4
     seed: int = 0
     json: Path | None = None
+    metrics_port: int | None = None
     trace: Path | None = None
     new_tokens: int = 32
     chunk_tokens: int = 48
@@ -153,6 +155,7 @@ class Options:
             )
         if self.seed < 0:
             raise UsageError(f"--seed is {self.seed}", remedy="give 0 or a positive number", field="seed")
+        checked(self.metrics_port)
         for name, file in (("json", self.json), ("trace", self.trace)):
             if file is not None and not file.absolute().parent.is_dir():
                 raise UsageError(f"--{name} {file}: its folder does not exist", remedy="create it", field=name)

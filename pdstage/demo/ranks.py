@@ -77,6 +77,7 @@ class Job:
             aux=(self.side == "decode" and self.options.decode_aux) or self.options.aux,
             bootstrap=bootstrap,
             deadline_s=self.options.deadline_s,
+            metrics_port=self.options.metrics_port,
             observers=observers,
         )
 

@@ -15,6 +15,7 @@ from pdstage.demo.pools import NHD, PagedPool, SlotPool, Table, pages_for
 from pdstage.errors import DeadlineExceeded
 from pdstage.metadata import usual_columns
 from pdstage.tensors import build, mamba_conv, mamba_ssm, mla, paged_hnd, sglang_mha
+from pdstage.watch.option import Watching
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,6 +61,7 @@ class Place:
     aux: str
     bootstrap: str
     deadline_s: float
+    metrics_port: int | None = None
     observers: tuple[Observer, ...] = ()
 
 
@@ -116,6 +118,7 @@ class SendingSide:
         self._pages = {name: pool.shape.page_size for name, pool in pools.items() if isinstance(pool, PagedPool)}
         self._deadline_s = place.deadline_s
         self._rows = MetadataBuffers(COLUMNS, n_rows=1)
+        self._watching = Watching(place.metrics_port)
         self._node = PrefillNode(
             pool_of(pools, place.topology),
             place.topology,
@@ -125,8 +128,9 @@ class SendingSide:
             staging_nbytes=STAGING_NBYTES,
             aux=place.aux,
             metadata=self._rows,
-            observers=place.observers,
+            observers=(*place.observers, *self._watching.observers),
         )
+        self._watching.expose(self._node)
         self._before = self._node.stats()
 
     def open(self, room: str) -> None:
@@ -176,6 +180,7 @@ class SendingSide:
 
     def close(self) -> None:
         self._node.close()
+        self._watching.close()
 
 
 class ReceivingSide:
@@ -184,6 +189,7 @@ class ReceivingSide:
     def __init__(self, pools: Mapping[str, demo_pools.Pool], place: Place, n_rooms: int) -> None:
         self._bootstrap = place.bootstrap
         self._rows = MetadataBuffers(COLUMNS, n_rows=n_rooms)
+        self._watching = Watching(place.metrics_port)
         self._node = DecodeNode(
             pool_of(pools, place.topology),
             place.topology,
@@ -192,8 +198,9 @@ class ReceivingSide:
             staging_nbytes=STAGING_NBYTES,
             aux=place.aux,
             metadata=self._rows,
-            observers=place.observers,
+            observers=(*place.observers, *self._watching.observers),
         )
+        self._watching.expose(self._node)
         self._receivers: dict[str, Receiver] = {}
 
     def expect(self, room: str, tables: demo_pools.Room) -> None:
@@ -235,3 +242,4 @@ class ReceivingSide:
 
     def close(self) -> None:
         self._node.close()
+        self._watching.close()

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pdstage.kernels import Pool
     from pdstage.layout import Layout
     from pdstage.manager.driver import Heard
-    from pdstage.manager.handle import CudaEvent
+    from pdstage.manager.handle import CudaEvent, Handle
     from pdstage.manager.observer import Observer
     from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
@@ -196,6 +196,10 @@ class DecodeNode(Node[DecodeCore, Receiver]):
             else:
                 self._end(receiver, Aborted(f"room {receiver.key!r} was aborted: {reason}"))
         self.kick()
+
+    def handles(self) -> list[Handle]:
+        unknown = [one for one in self._receivers.copy().values() if one.room is None]  # prefill is being looked up
+        return unknown + self.roster.handles()
 
     # What the core asks for.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -51,7 +52,7 @@ class Waiter(NamedTuple):
 class Handle:
     """What an engine holds of one room. `status` is `state | released << 7`, kept by the driver for `poll_many`."""
 
-    __slots__ = ("__weakref__", "_node", "error", "key", "room", "status", "waiters")
+    __slots__ = ("__weakref__", "_node", "began_at", "error", "key", "room", "status", "waiters")
 
     def __init__(self, node: Driver, room: object, key: bytes) -> None:
         self._node = node
@@ -59,6 +60,7 @@ class Handle:
         self.key = key
         self.status: int = State.BOOTSTRAPPING
         self.error: PdstageError | None = None
+        self.began_at = time.monotonic()
         self.waiters: list[Waiter] = []
 
     @property
@@ -146,6 +148,10 @@ class Roster:
     def of(self, room: Room) -> Handle | None:
         """The room's handle, until the room is released."""
         return self._handles.get(room)
+
+    def handles(self) -> list[Handle]:
+        """All of them, as they are now; any thread may ask."""
+        return list(self._handles.copy().values())  # copied in one step, whoever changes it meanwhile
 
     def changed(self, room: Room) -> None:
         """Brings the room's handle up to date; `ring` then wakes who waits for it."""

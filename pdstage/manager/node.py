@@ -19,6 +19,7 @@ from pdstage.control.zmq import ControlSocket
 from pdstage.convert import feeding
 from pdstage.cut import Pair
 from pdstage.errors import PdstageError, TransportError, UsageError
+from pdstage.manager import status
 from pdstage.manager.copier import Copier, has_core_to_spare
 from pdstage.manager.driver import AnyCore, Driver
 from pdstage.manager.handle import Handle
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from pdstage.kernels import Pool
     from pdstage.layout import Layout, Region
     from pdstage.manager.observer import Observer
+    from pdstage.manager.status import OpenRoom, Status
     from pdstage.metadata import AuxRow, MetadataBuffers
     from pdstage.protocol.session import Link
     from pdstage.topology import Topology
@@ -97,9 +99,9 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         self.keys = keys_of(keys)
         self.pool, self.topology, self.path = pool, topology, path
         self.incarnation = secrets.randbits(63) | 1
+        self.observers = tuple(observers)
         if observers:
-            role = "prefill" if self._writes else "decode"
-            origin = Origin(role, topology.unique_rank, topology, self.incarnation)
+            origin = Origin(self.role, topology.unique_rank, topology, self.incarnation)
             self._observed = Observation(origin, observers)
         self._dead_check_at = 0.0
         self._gave_back = True
@@ -315,6 +317,27 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         with self._lock:
             over = {f"sessions_over_{name}": n for name, n in self._over.items()}
             return self.core.counters.as_dict() | over
+
+    def status(self) -> Status:
+        """What this node does and holds at this moment, in plain numbers; any thread may ask."""
+        return status.read(self)
+
+    def oldest_rooms(self, n: int = 10) -> list[OpenRoom]:
+        """The `n` rooms that began first and still hold something here, the oldest first; any thread may ask."""
+        return status.oldest(self, n)
+
+    def handles(self) -> list[Handle]:
+        """Every room that holds something here, ended ones until they are released; any thread may ask."""
+        return self.roster.handles()
+
+    @property
+    def role(self) -> str:
+        """ "prefill" or "decode"."""
+        return "prefill" if self._writes else "decode"
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     # The end.
 

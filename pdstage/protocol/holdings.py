@@ -70,6 +70,15 @@ class Holdings:
         return bool(self._at)
 
     @property
+    def n_waiting(self) -> int:
+        """Requests without a lease."""
+        return len(self._queue)
+
+    def grants(self) -> list[Grant]:
+        """Every live lease, in no order."""
+        return list(self._at.values())
+
+    @property
     def contended(self) -> bool:
         """Something waits: a request without a lease or a lease without its bytes."""
         return bool(self._queue) or any(self._closed)

@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from pdstage.bench import auto, rooms, sides, transfer, wire
+from pdstage.bench import auto, load, rooms, sides, transfer, watch, wire
 from pdstage.bench.harness import run_named, table
 
 
@@ -42,6 +42,18 @@ def test_rooms(monkeypatch):
     monkeypatch.setattr(rooms, "WINDOW", 16)
     report = run_named("rooms", quick=True)
     check(report, "rooms a second", "idle main threads, p50", "busy main threads, p99", "open beside", "poll_many")
+
+
+def test_watch(monkeypatch):
+    monkeypatch.setattr(watch, "QUICK", (20, 1, 50, 2))
+    monkeypatch.setattr(watch, "EVERY_S", 0.1)
+    report = run_named("watch", quick=True)
+    check(report, "rooms a second, watched", "idle, p50, watched, thread", "/metrics, 50 rooms open", "/rooms")
+
+
+def test_load_ends_and_leaves_nobody_behind(monkeypatch):
+    monkeypatch.setattr(load, "END_S", 0.1)
+    assert load.load(0.5, "local", "staged") > 0
 
 
 def test_a_failed_rank_is_told_and_not_waited_for():

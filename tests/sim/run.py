@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from pdstage.watch.progress import progress
 from tests.sim.scenario import Faults, Scenario, draw, smaller
 from tests.sim.scheduler import Scheduler
 from tests.sim.side import Violation
@@ -226,13 +227,20 @@ def run_many(seeds: Iterable[int], *, steps: int = STEPS, workers: int = 2) -> S
     """Every seed, over `workers` processes."""
     summary = Summary()
     given = [(seed, steps) for seed in seeds]
+
+    def add(told: Report | tuple[int, str]) -> None:
+        summary.add(told)
+        advance(f"seeds, {len(summary.failed)} failed" if summary.failed else "")
+
     if workers == 1:
-        for one in given:
-            summary.add(one_of_many(one))
+        with progress("seeds", len(given)) as advance:
+            for one in given:
+                add(one_of_many(one))
         return summary
-    with multiprocessing.get_context("fork").Pool(workers) as pool:
+    # The bar's thread begins after the fork: a child would have its locks as they happened to be.
+    with multiprocessing.get_context("fork").Pool(workers) as pool, progress("seeds", len(given)) as advance:
         for told in pool.imap_unordered(one_of_many, given, chunksize=8):
-            summary.add(told)
+            add(told)
     return summary
 
 

@@ -1,0 +1,170 @@
+"""The dashboard, the alert rules and the page speak of metrics that are exported, and leave none out silently."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from pdstage import DecodeNode, Topology, cli
+from pdstage.watch import catalogue, expose
+from tests.manager.engine import Rank
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+BOARD = json.loads((DOCS / "grafana" / "pdstage.json").read_text())
+PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+ALERTS = (DOCS / "grafana" / "alerts.yaml").read_text()
+PAGE = (DOCS / "metrics.md").read_text()
+EXPORTED = {
+    metric.name + end: {*catalogue.NODE_LABELS, *metric.labels, *extra}
+    for metric in catalogue.METRICS
+    for end, extra in (
+        {"_bucket": ("le",), "_count": (), "_sum": ()} if metric.kind == "histogram" else {"": ()}
+    ).items()
+}
+TARGETS = {"job", "instance"}  # what Prometheus adds itself
+NOT_ON_THE_BOARD = {
+    "pdstage_send_buffer_bytes": "a constant of the node's start",
+    "pdstage_transport_posted_bytes_total": "of the measured posts alone; the board shows all bytes that were written",
+}
+NAME, MATCHED, GROUPED = (
+    re.compile(r"\bpdstage_\w+"),
+    re.compile(r"(pdstage_\w+)\{([^}]*)\}"),
+    re.compile(r"by \(([^)]*)\)"),
+)
+
+
+def expressions() -> list[str]:
+    alerts = re.findall(r"expr: (?:>\n)?((?:.+\n)(?: {10}.+\n)*)", ALERTS)
+    assert len(alerts) == ALERTS.count("- alert:")
+    return [target["expr"] for panel in PANELS for target in panel["targets"]] + alerts
+
+
+def family(name: str) -> str:
+    return re.sub(r"_(bucket|count|sum)$", "", name) if name in EXPORTED and name not in NAMES else name
+
+
+NAMES = {metric.name for metric in catalogue.METRICS}
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_an_expression_names_what_is_exported(expression):
+    names = NAME.findall(expression)
+    assert names
+    assert not [name for name in names if name not in EXPORTED], "not exported"
+    labels = set.intersection(*(EXPORTED[name] for name in names)) | TARGETS
+    for by in GROUPED.findall(expression):
+        assert {label.strip() for label in by.split(",")} <= labels, expression
+    for name, matchers in MATCHED.findall(expression):
+        used = set(re.findall(r"(\w+)\s*=~?", matchers))
+        assert used <= EXPORTED[name] | TARGETS, (name, used)
+    for opening, closing in ("()", "{}", "[]"):
+        assert expression.count(opening) == expression.count(closing)
+    if "_total" in expression:
+        assert "rate(" in expression or "increase(" in expression, "a counter's value alone says nothing"
+
+
+def test_every_metric_is_on_the_board_or_left_out_with_a_reason():
+    board = {family(name) for panel in PANELS for t in panel["targets"] for name in NAME.findall(t["expr"])}
+    assert NAMES - board == set(NOT_ON_THE_BOARD)
+
+
+def test_legends_show_labels_that_their_expression_keeps():
+    for panel in PANELS:
+        for target in panel["targets"]:
+            kept = {label.strip() for by in GROUPED.findall(target["expr"]) for label in by.split(",")}
+            assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= kept, target
+
+
+def test_values_of_matched_labels_are_ones_that_occur(watched):
+    """`state="used"` and the like: a value that no series has would show nothing, for ever."""
+    watched.move(1)
+    told = watched.scrape()
+    held = {(name, *pair) for name, labels in told.of for pair in labels}
+    for expression in expressions():
+        for name, matchers in MATCHED.findall(expression):
+            for label, operator, values in re.findall(r'(\w+)(=~?)"([^"$]*)"', matchers):
+                for value in values.split("|") if operator == "=~" else [values]:
+                    assert (name, label, value) in held, (name, label, value)
+
+
+def test_panels_do_not_overlap_and_ids_are_their_own():
+    cells = [
+        (x, y)
+        for panel in BOARD["panels"]
+        for place in [panel["gridPos"]]
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+    ids = [panel["id"] for panel in BOARD["panels"]]
+    assert len(ids) == len(set(ids))
+    titles = [panel["title"] for panel in BOARD["panels"]]
+    assert len(titles) == len(set(titles))
+
+
+def test_alert_rules_are_yaml_with_an_expression_each():
+    yaml = pytest.importorskip("yaml")
+    rules = [rule for group in yaml.safe_load(ALERTS)["groups"] for rule in group["rules"]]
+    assert len({rule["alert"] for rule in rules}) == len(rules) == ALERTS.count("- alert:")
+    for rule in rules:
+        assert rule["expr"].strip()
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert set(rule["annotations"]) == {"summary", "description"}
+
+
+def test_names_and_units_follow_the_convention():
+    for metric in catalogue.METRICS:
+        assert re.fullmatch(r"pdstage(_[a-z]+)+", metric.name)
+        assert metric.name.endswith("_total") == (metric.kind == "counter")
+        assert metric.name.endswith("_info") == (metric.kind == "info")
+        assert metric.kind != "histogram" or metric.unit == "seconds"
+        assert metric.text.endswith(".")
+        assert metric.name == metric.name.lower()
+    assert len(NAMES) == len(catalogue.METRICS)
+    pairs = itertools.permutations(NAMES, 2)
+    assert not [pair for pair in pairs if pair[0] in {f"{pair[1]}{end}" for end in ("_bucket", "_count", "_sum")}]
+
+
+def test_the_page_has_every_metric():
+    for metric in catalogue.METRICS:
+        assert f"| `{metric.name}`" in PAGE
+
+
+def test_the_example_runs(monkeypatch):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    made = []
+
+    def free_port(*nodes, port):
+        assert port == 9470
+        made.append(expose(*nodes, port=0, registry=registry))
+        return made[-1]
+
+    from prometheus_client import CollectorRegistry  # noqa: PLC0415
+
+    registry, rank = CollectorRegistry(), Rank()
+    monkeypatch.setattr("pdstage.watch.expose", free_port)
+    names = {"DecodeNode": DecodeNode, "pool": rank.pool, "topology": Topology()}
+    try:
+        exec(code, names)
+    finally:
+        for endpoint in made:
+            endpoint.close()
+        names["node"].close()
+
+
+def test_the_commands_run(watched, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = re.findall(r"^pdstage (top .*)$", PAGE, re.MULTILINE)
+    assert len(lines) == 3
+    for line in lines:
+        argv = [one for one in shlex.split(line, comments=True) if not one.endswith(("9471", "decode-7:9470"))]
+        argv = [watched.endpoint.address if one == "9470" else one for one in argv]
+        if argv[2:]:  # the live one is driven by test_top
+            assert cli.main([*argv, "--interval", "0.1"]) == 0
+    assert (tmp_path / "top.svg").exists()

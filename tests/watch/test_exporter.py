@@ -1,0 +1,376 @@
+"""What a scrape tells is what the nodes did, in the forms that Prometheus takes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+
+from pdstage import State, Topology, UsageError
+from pdstage.watch import Timings, catalogue, expose, register
+from pdstage.watch.exporter import collector_of
+from tests.manager.engine import Rank
+from tests.watch.conftest import TOKENS, Samples, get, status_of
+
+
+def test_a_moved_room_is_told_by_both_sides(watched):
+    watched.move(1)
+    told, nbytes = watched.scrape(), TOKENS * Rank().layers * 2 * 4 * 16
+    for role in ("prefill", "decode"):
+        assert told("pdstage_rooms_opened_total", role=role, rank="0") == 1
+        assert told("pdstage_rooms_ended_total", role=role, outcome="success") == 1
+        assert told("pdstage_rooms_ended_total", role=role, outcome="failed") == 0
+        assert told("pdstage_room_seconds_count", role=role, outcome="success") == 1
+        assert told("pdstage_sessions", role=role) == 1
+        assert told("pdstage_node_info", role=role, transport="local", path="staged", tp="0/1") == 1
+    n_chunks = told("pdstage_chunks_written_total", path="staged")
+    assert n_chunks >= 1
+    assert told("pdstage_chunks_written_total", path="direct") == 0
+    assert told("pdstage_tags_received_total") == n_chunks
+    assert told("pdstage_leases_total", role="decode", event="granted") == n_chunks
+    for stage in ("lease_wait", "gather", "write", "scatter"):
+        assert told("pdstage_stage_seconds_count", stage=stage) == n_chunks, stage
+    assert told("pdstage_chunk_latency_seconds_count", path="staged") == n_chunks
+    assert told("pdstage_stage_bytes_total", stage="scatter") >= nbytes
+    assert told("pdstage_written_bytes_total") == told("pdstage_stage_bytes_total", stage="scatter")
+    latency = told("pdstage_chunk_latency_seconds_sum", path="staged")
+    assert latency >= told("pdstage_stage_seconds_sum", stage="lease_wait") > 0
+    assert told("pdstage_room_seconds_sum", role="prefill", outcome="success") >= latency
+
+
+def test_the_direct_path_is_told_as_such(make_watched):
+    watched = make_watched(path="direct")
+    watched.move(1)
+    told = watched.scrape()
+    n_chunks = told("pdstage_chunks_written_total", path="direct")
+    assert n_chunks == told("pdstage_stage_seconds_count", stage="direct") >= 1
+    assert told("pdstage_chunk_latency_seconds_count", path="direct") == n_chunks
+    assert told("pdstage_descriptors_total") >= n_chunks
+    assert told("pdstage_stage_seconds_count", stage="scatter") == 0
+
+
+def test_failed_rooms_are_told_by_their_errors_class(watched):
+    receiver, sender, _ = watched.open("doomed")
+    sender.abort("the engine changed its mind")
+    watched.drive(lambda: receiver.released and sender.released)
+    told = watched.scrape()
+    for handle, role in ((sender, "prefill"), (receiver, "decode")):
+        assert handle.state is State.FAILED
+        assert told("pdstage_room_failures_total", role=role, error=type(handle.error).__name__) == 1
+        assert told("pdstage_room_seconds_count", role=role, outcome="failed") == 1
+    assert told("pdstage_room_transfer_seconds_count", role="prefill", outcome="failed") == 0, "nothing moved"
+
+
+def test_open_rooms_are_told_by_state_until_they_are_released(watched):
+    receiver, sender, pages = watched.open("slow")
+    watched.drive(lambda: receiver.state is State.WAITING_FOR_INPUT and sender.state is State.WAITING_FOR_INPUT)
+    assert watched.scrape()("pdstage_rooms", role="decode", state="waiting_for_input") == 1
+    sender.chunk(pages, (0, 12))
+    watched.drive(lambda: receiver.state is State.TRANSFERRING)
+    told = watched.scrape()
+    for role in ("prefill", "decode"):
+        states = {state: told("pdstage_rooms", role=role, state=state) for state in ("transferring", "success")}
+        assert states == {"transferring": 1, "success": 0}
+    sender.chunk(pages, (12, TOKENS))
+    sender.finish()
+    watched.drive(lambda: receiver.released and sender.released)
+    told = watched.scrape()
+    assert sum(value for (name, _), value in told.of.items() if name == "pdstage_rooms") == 0
+
+
+def test_rooms_whose_prefill_is_still_looked_up_are_told(watched):
+    receiver = watched.d.receive("lost", "127.0.0.1:1")
+    assert watched.scrape()("pdstage_rooms", role="decode", state="bootstrapping") == 1
+    assert [room.room for room in watched.d.oldest_rooms()] == ["lost"]
+    receiver.abort()
+
+
+def test_lanes_are_told_while_leases_are_held(watched):
+    """What a chunk holds of a lane: granted as long as its writer waits for data, nothing after it was scattered."""
+    receiver, sender, pages = watched.open("held")
+
+    class Later:
+        done = False
+
+        def query(self) -> bool:
+            return self.done
+
+    later = Later()
+    sender.chunk(pages, TOKENS, ready=later)
+    sender.finish()
+    watched.drive(lambda: watched.d.stats()["leases_granted"] > 0)
+    told = watched.scrape()
+    granted = sum(told("pdstage_lane_leased_bytes", lane=lane, state="granted") for lane in "01")
+    lag = sum(told("pdstage_lane_watermark_lag_bytes", lane=lane) for lane in "01")
+    assert 0 < granted <= lag
+    assert granted <= sum(told("pdstage_lane_capacity_bytes", lane=lane) for lane in "01")
+    later.done = True
+    watched.drive(lambda: receiver.released and sender.released)
+    told = watched.scrape()
+    for (name, _), value in told.of.items():
+        if name in ("pdstage_lane_leased_bytes", "pdstage_lane_watermark_lag_bytes", "pdstage_lane_quarantined_bytes"):
+            assert value == 0, name
+    assert told("pdstage_send_buffers", state="free") == 4
+
+
+def test_leases_beyond_the_watermark_are_told_apart(make_watched):
+    """Granted, landed and quarantined bytes are never more than a lane has; what waits for the watermark is ahead."""
+    watched = make_watched(staging_nbytes=32 << 10)
+    rooms = [watched.open(number, 16) for number in range(6)]
+    ahead = 0.0
+    for _, sender, pages in rooms:
+        sender.chunk(pages, 16)
+        sender.finish()
+    while not all(receiver.released and sender.released for receiver, sender, _ in rooms):
+        watched.p.turn(1e-4)
+        watched.d.turn(1e-4)
+        for lane in watched.d.status().lanes:
+            assert lane.granted_nbytes + lane.landed_nbytes + lane.quarantined_nbytes <= lane.capacity_nbytes
+            ahead = max(ahead, lane.ahead_nbytes)
+    assert ahead > 0
+    assert all(receiver.state is State.SUCCESS for receiver, _, _ in rooms)
+
+
+def test_everything_in_the_catalogue_is_exported_and_nothing_else(watched):
+    watched.move(1)
+    told = watched.scrape()
+    suffixes = {"histogram": ("_bucket", "_count", "_sum")}
+    wanted = {m.name + end for m in catalogue.METRICS for end in suffixes.get(m.kind, ("",))}
+    assert told.names == wanted
+    for metric in catalogue.METRICS:
+        family = told.families[metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name]
+        assert family.documentation == metric.text
+        assert family.type == {"info": "gauge"}.get(metric.kind, metric.kind)
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} == {*catalogue.NODE_LABELS, *metric.labels}, sample
+
+
+def test_every_counter_is_exported():
+    """A counter that the cores get later must be exported, or this says so."""
+    read: set[str] = set()
+
+    class Spy(dict):
+        def __getitem__(self, field):
+            read.add(field)
+            return 0
+
+    class Asked:
+        counters, control, sessions_over, rooms, lanes, info = Spy(), Spy(), {}, {}, (), ()
+
+        def __getattr__(self, name):
+            return 0
+
+    for metric in catalogue.METRICS:
+        list(metric.read(Asked()))
+    from pdstage.control.zmq import ControlCounters  # noqa: PLC0415
+    from pdstage.metrics import Counters  # noqa: PLC0415
+
+    fields = {*Counters.__dataclass_fields__, *ControlCounters.__dataclass_fields__}
+    assert fields - read == set(catalogue.LEFT_OUT)
+
+
+def test_openmetrics_is_valid_too(watched):
+    watched.move(1)
+    text = generate_openmetrics(watched.registry).decode()
+    names = {family.name for family in parse_openmetrics(text)}
+    assert "pdstage_chunk_latency_seconds" in names
+    assert "pdstage_node" in names, "an info family"
+
+
+def test_histograms_are_cumulative_and_end_in_their_count(watched):
+    for room in range(5):
+        watched.move(room, 16)
+    text = get(watched.endpoint.address)
+    buckets = {}
+    for (name, labels), value in Samples(text).of.items():
+        if name == "pdstage_stage_seconds_bucket":
+            own = dict(labels)
+            buckets.setdefault((own["role"], own["stage"]), []).append((float(own["le"]), value))
+    assert len(buckets) == 6
+    for (role, stage), held in buckets.items():
+        counts = [count for _, count in sorted(held)]
+        assert counts == sorted(counts)
+        assert counts[-1] == Samples(text)("pdstage_stage_seconds_count", role=role, stage=stage)
+
+
+# Registering.
+
+
+def test_several_nodes_of_one_process_are_told_apart(site):
+    registry = CollectorRegistry()
+    ranks = [Rank(tp=2, rank=number) for number in range(2)]
+    for rank in ranks:
+        register(site.decode(rank), registry, labels={"engine": "a"})
+    register(site.decode(Rank()), registry, labels={"engine": "b"})
+    told = Samples(generate_latest(registry).decode())
+    assert told("pdstage_node_failed", rank="1", engine="a") == 0
+    assert told("pdstage_node_failed", rank="0", engine="b") == 0
+    assert len([1 for name, _ in told.of if name == "pdstage_node_failed"]) == 3
+
+
+def test_two_nodes_alike_are_refused_until_one_is_gone(site):
+    registry = CollectorRegistry()
+    first, second = site.decode(Rank()), site.decode(Rank())
+    register(first, registry)
+    with pytest.raises(UsageError, match="role='decode', rank='0'"):
+        register(second, registry)
+    first.close()
+    with register(second, registry):
+        assert b"pdstage_node_failed{" in generate_latest(registry)
+    assert b"pdstage_node_failed{" not in generate_latest(registry), "closed registrations are told no more"
+
+
+@pytest.mark.parametrize("name", ["role", "le", "lane", "9lives", "__own", "a-b", ""])
+def test_labels_that_cannot_be_are_refused(site, name):
+    with pytest.raises(UsageError, match="label"):
+        register(site.decode(Rank()), CollectorRegistry(), labels={name: "x"})
+
+
+def test_a_closed_or_collected_node_is_told_no_more(site):
+    registry = CollectorRegistry()
+    node = site.decode(Rank())
+    register(node, registry)
+    assert b"pdstage_node_failed{" in generate_latest(registry)
+    node.close()
+    assert b"pdstage_node_failed{" not in generate_latest(registry)
+
+
+def test_the_exporter_keeps_no_node():
+    class Node:
+        closed = False
+
+    registry, node = CollectorRegistry(), Node()
+    registration = collector_of(registry).add(node, {"role": "decode", "rank": "0"})
+    held = weakref.ref(node)
+    del node
+    gc.collect()
+    assert held() is None
+    assert registration.node is None
+
+
+def test_a_node_without_timings_tells_everything_but_times(site):
+    registry = CollectorRegistry()
+    register(site.decode(Rank()), registry)
+    told = Samples(generate_latest(registry).decode())
+    assert told("pdstage_rooms_opened_total") == 0
+    assert not [name for name in told.names if name.startswith("pdstage_stage_seconds")]
+
+
+def test_a_second_registration_beside_an_engines_own_metrics(site):
+    """An engine's registry keeps its own families, and a family of ours is there once."""
+    from prometheus_client import Counter  # noqa: PLC0415
+
+    registry = CollectorRegistry()
+    Counter("engine_tokens", "Tokens.", registry=registry).inc(3)
+    register(site.decode(Rank()), registry)
+    register(site.prefill(Rank()), registry)
+    text = generate_latest(registry).decode()
+    assert "engine_tokens_total 3.0" in text
+    assert text.count("# TYPE pdstage_rooms gauge") == 1
+
+
+def test_one_timings_serves_several_nodes(site):
+    timings = Timings()
+    p, d = site.prefill(Rank(), observers=[timings]), site.decode(Rank(), observers=[timings])
+    registry = CollectorRegistry()
+    register(p, registry)
+    register(d, registry)
+    told = Samples(generate_latest(registry).decode())
+    assert told("pdstage_stage_seconds_count", role="prefill", stage="gather") == 0
+    assert told("pdstage_stage_seconds_count", role="decode", stage="scatter") == 0
+
+
+def test_the_unique_rank_is_the_label(site):
+    rank = Rank(tp=2, rank=1)
+    rank.topology = Topology(tp_size=2, tp_rank=1, dp_size=3, dp_rank=2)
+    assert register(site.decode(rank), CollectorRegistry()).labels == {"role": "decode", "rank": "5"}
+
+
+# The endpoint.
+
+
+def test_rooms_names_the_oldest_first(watched):
+    import json  # noqa: PLC0415
+
+    ids = ["first", 7, b"\xff\x00"]
+    opened = [watched.open(room, 8) for room in ids]
+    told = json.loads(get(watched.endpoint.address, "/rooms?n=2"))
+    assert [[room["room"] for room in one["rooms"]] for one in told] == [["first", "7"]] * 2
+    assert told[0]["labels"] == {"role": "prefill", "rank": "0"}
+    ages = [room["age_s"] for room in told[1]["rooms"]]
+    assert ages == sorted(ages, reverse=True)
+    everything = json.loads(get(watched.endpoint.address, "/rooms?n=nonsense"))
+    assert [room["room"] for room in everything[1]["rooms"]] == ["first", "7", "ff00"]
+    for _, sender, _ in opened:
+        sender.abort()
+    watched.drive(lambda: all(receiver.released and sender.released for receiver, sender, _ in opened))
+
+
+def test_room_names_are_told_on_loopback_only_unless_asked(site):
+    node = site.decode(Rank())
+    with expose(node, port=0, host="0.0.0.0", registry=CollectorRegistry()) as endpoint:
+        address = f"127.0.0.1:{endpoint.port}"
+        assert status_of(address, "/rooms") == 403
+        assert status_of(address, "/metrics") == 200
+    with expose(node, port=0, host="0.0.0.0", registry=CollectorRegistry(), rooms=True) as endpoint:
+        assert status_of(f"127.0.0.1:{endpoint.port}", "/rooms") == 200
+
+
+def test_other_paths_and_health(watched):
+    assert status_of(watched.endpoint.address, "/") == 404
+    assert status_of(watched.endpoint.address, "/rooms/../../etc/passwd") == 404
+    assert get(watched.endpoint.address, "/healthz") == "ok\n"
+
+
+def test_a_port_in_use_is_one_error(watched):
+    with pytest.raises(UsageError, match=str(watched.endpoint.port)):
+        expose(port=watched.endpoint.port, registry=CollectorRegistry())
+    with pytest.raises(UsageError, match="70000"):
+        expose(port=70000, registry=CollectorRegistry())
+
+
+def test_a_client_that_says_nothing_delays_no_scrape(watched):
+    import socket  # noqa: PLC0415
+
+    host, port = watched.endpoint.address.split(":")
+    with socket.create_connection((host, int(port))) as silent:
+        silent.sendall(b"GET /met")
+        assert watched.scrape()("pdstage_node_failed", role="decode") == 0
+
+
+def test_scrapes_beside_working_nodes_always_parse_and_never_fall(make_watched):
+    """Scrapes from several threads while rooms move: no error, no counter that falls, all rooms Success."""
+    watched = make_watched(progress="thread")
+    over, problems = threading.Event(), []
+
+    def scrape() -> None:
+        last = 0.0
+        try:
+            while not over.is_set():
+                told = watched.scrape()
+                now = told("pdstage_rooms_ended_total", role="decode", outcome="success")
+                assert now >= last
+                last = now
+        except BaseException as error:  # noqa: BLE001  (it is raised below)
+            problems.append(error)
+
+    threads = [threading.Thread(target=scrape) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for room in range(60):
+        receiver, sender, pages = watched.open(room, 8)
+        sender.chunk(pages, 8)
+        sender.finish()
+        receiver.wait_released(60)
+        sender.wait_released(60)
+        watched.free(room)
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert not problems, problems
+    assert watched.scrape()("pdstage_rooms_ended_total", role="decode", outcome="success") == 60
