@@ -13,6 +13,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -21,12 +22,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from pdstage import native
+from pdstage import environment, native
 from pdstage.errors import UsageError
+from pdstage.trace import check, merge_files
+
+from . import ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+TRACED = ("rooms", "keys", "transfer", "auto")
 NAMES = ("host-kernels", "convert", "plan", "wire", "rooms", "keys", "transfer", "auto", "gpu")
 
 
@@ -117,7 +122,7 @@ def machine() -> dict[str, Any]:
 
 def commit() -> str | None:
     """The checkout's commit, with "+" where files were changed; without git or its folder what PDSTAGE_COMMIT says."""
-    git, told = shutil.which("git"), os.environ.get("PDSTAGE_COMMIT") or None
+    git, told = shutil.which("git"), environment.COMMIT.read()
     if git is None:
         return told
 
@@ -154,6 +159,19 @@ def run_named(name: str, quick: bool = False) -> dict[str, Any]:
         print(f"left out: {line}")
     for line in measured.failed:
         print(f"failed: {line}")
+    return report
+
+
+def run_traced(name: str, quick: bool, trace: Path) -> dict[str, Any]:
+    """`run_named`, with a trace of all its nodes written to `trace`. Its numbers include what tracing costs."""
+    if name not in TRACED:
+        raise UsageError(f"bench {name} moves no rooms", remedy=f"trace one of {', '.join(TRACED)}", field="trace")
+    check(trace)
+    with tempfile.TemporaryDirectory(prefix="pdstage-trace-") as folder, ranks.traced(Path(folder)):
+        report = run_named(name, quick)
+        merge_files(Path(folder).iterdir(), trace)
+    report["left_out"].append("the numbers include what tracing costs")
+    print(report["left_out"][-1])
     return report
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pdstage
+from pdstage import environment
 from pdstage.errors import UsageError
 
 from . import curves, gpu, harness
@@ -41,7 +42,7 @@ TOOLS = (
     ("synccheck", "bulk"),
 )
 # Few cases, and each tensor in memory of its own: inside a cached block nothing is out of bounds.
-_SANITIZED = {"PDSTAGE_GPU_TESTS": "few", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+_SANITIZED = {environment.GPU_TESTS.name: "few", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 _GOOD_EXITS = (0, 5)  # pytest: all good, and nothing chosen
 
 

@@ -16,13 +16,20 @@ import numpy as np
 
 from pdstage.kernels import Pool
 from pdstage.tensors import build, paged_nhd
+from pdstage.trace import tracing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from multiprocessing.connection import Connection
+    from pathlib import Path
+
+    from pdstage.manager.observer import Observer
 
 _START_S = 120.0
 _ANSWER_S = 300.0
+
+_folder: Path | None = None
+_observers: tuple[Observer, ...] = ()
 
 
 class Shape(NamedTuple):
@@ -62,7 +69,9 @@ class Rank:
     def __init__(self, make: Callable[..., Actor], *args: object, env: Mapping[str, str] | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, dict(env or {}), make, args), daemon=True)
+        trace = _folder / f"{time.monotonic_ns()}-{id(self)}.json" if _folder is not None else None
+        given = (theirs, dict(env or {}), trace, make, args)
+        self._process = context.Process(target=_serve, args=given, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -100,8 +109,32 @@ class Rank:
         return value
 
 
-def _serve(pipe: Connection, env: dict[str, str], make: Callable[..., Actor], args: tuple[object, ...]) -> None:
+@contextlib.contextmanager
+def traced(folder: Path) -> Iterator[None]:
+    """Every rank started meanwhile leaves a trace file of its nodes in `folder` at its end."""
+    global _folder  # noqa: PLW0603  (one bench runs at a time)
+    _folder = folder
+    try:
+        yield
+    finally:
+        _folder = None
+
+
+def observers() -> tuple[Observer, ...]:
+    """For a rank's nodes: whoever traces this bench."""
+    return _observers
+
+
+def _serve(
+    pipe: Connection, env: dict[str, str], trace: Path | None, make: Callable[..., Actor], args: tuple[object, ...]
+) -> None:
+    global _observers
     os.environ.update(env)
+    with tracing(trace) as _observers:
+        _act(pipe, make, args)
+
+
+def _act(pipe: Connection, make: Callable[..., Actor], args: tuple[object, ...]) -> None:
     try:
         actor = make(*args)
         pipe.send((True, None))

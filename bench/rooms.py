@@ -24,7 +24,7 @@ from pdstage.protocol.room import State
 from pdstage.topology import Topology
 
 from .harness import Row, interleaved
-from .ranks import Actor, Rank, Shape
+from .ranks import Actor, Rank, Shape, observers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -146,7 +146,9 @@ class _RoomRank(Actor):
 class PrefillRank(_RoomRank):
     def __init__(self, bootstrap: str, options: dict[str, Any]) -> None:
         super().__init__(options["progress"])
-        self.node: PrefillNode = PrefillNode(TINY.pool(), Topology(), bootstrap=bootstrap, **options)
+        self.node: PrefillNode = PrefillNode(
+            TINY.pool(), Topology(), bootstrap=bootstrap, observers=observers(), **options
+        )
         self.page = np.array([7])
         self.held: list[Sender] = []
 
@@ -194,7 +196,7 @@ class DecodeRank(_RoomRank):
     def __init__(self, bootstrap: str, options: dict[str, Any]) -> None:
         super().__init__(options["progress"])
         self.bootstrap = bootstrap
-        self.node: DecodeNode = DecodeNode(TINY.pool(), Topology(), **options)
+        self.node: DecodeNode = DecodeNode(TINY.pool(), Topology(), observers=observers(), **options)
         self.held: list[Receiver] = []
 
     def begin(self, room: int) -> None:

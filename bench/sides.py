@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
+from pdstage import environment
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.kernels import Pool
 from pdstage.layout import Key, Layout, Region, Row, View
@@ -24,7 +25,7 @@ from pdstage.protocol.room import State
 from pdstage.topology import Axis, Topology, shard_range
 from pdstage.transport import available
 
-from .ranks import Actor, Rank
+from .ranks import Actor, Rank, observers
 from .raw import Raw
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class Sources(_Side):
                 PrefillNode(
                     shape.pool(tp, rank, rank + 1)[0], Topology(tp_size=tp, tp_rank=rank), transport=transport,
                     bootstrap=directory, path="auto", staging_nbytes=N_BUFFERS * shape.nbytes // tp,
-                    n_buffers=N_BUFFERS, config=_CONFIG,
+                    n_buffers=N_BUFFERS, config=_CONFIG, observers=observers(),
                 )
             )  # fmt: skip
 
@@ -211,7 +212,7 @@ class Sinks(_Side):
             self._memories.append(memory)
             node = DecodeNode(
                 pool, Topology(tp_size=tp, tp_rank=rank), transport=transport, path="auto",
-                staging_nbytes=max(8 << 20, 4 * shape.nbytes // tp), config=_CONFIG,
+                staging_nbytes=max(8 << 20, 4 * shape.nbytes // tp), config=_CONFIG, observers=observers(),
             )  # fmt: skip
             self.nodes.append(node)
 
@@ -252,7 +253,7 @@ class Sides:
 
     def __init__(self, shape: Shape, fabric: Fabric, calibration: str = "") -> None:
         self.shape = shape
-        env = {**fabric.env, "PDSTAGE_CALIBRATION": calibration}
+        env = {**fabric.env, environment.CALIBRATION.name: calibration}
         self._directory = BootstrapServer().start()
         self._src, self._dst = (
             Rank(side, shape, self._directory.address, fabric.transport, env=env) for side in (Sources, Sinks)

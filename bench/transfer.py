@@ -25,7 +25,7 @@ from pdstage.protocol.room import State
 from pdstage.topology import Topology
 
 from .harness import Row
-from .ranks import Actor, Rank, Shape
+from .ranks import Actor, Rank, Shape, observers
 from .raw import Raw
 from .sides import PAIRS, RUNS, TCP, Sides, fabrics, median_ratio
 from .sides import Shape as Rooms
@@ -111,7 +111,7 @@ class Source(_End):
         self.nodes: dict[str, PrefillNode] = {
             path: PrefillNode(
                 pool, topology, transport=transport, bootstrap=bootstrap, path=path, staging_nbytes=SEND_NBYTES,
-                n_buffers=N_BUFFERS, config=_CONFIG,
+                n_buffers=N_BUFFERS, config=_CONFIG, observers=observers(),
             )
             for path, bootstrap in boots.items()
         }  # fmt: skip
@@ -140,10 +140,11 @@ class Sink(_End):
         self.first_mark = rank * case.src_tp // case.dst_tp + 1
         self.nodes: dict[str, DecodeNode] = {
             path: DecodeNode(
-                self.pool, topology, transport=transport, path=path, staging_nbytes=case.lanes_nbytes, config=_CONFIG
+                self.pool, topology, transport=transport, path=path, staging_nbytes=case.lanes_nbytes, config=_CONFIG,
+                observers=observers(),
             )
             for path in boots
-        }
+        }  # fmt: skip
 
     def pull(self, path: str, room: int) -> tuple[float, float]:
         """When `bind` was called and when the state was Success, on the clock all processes share."""

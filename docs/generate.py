@@ -1,11 +1,12 @@
 """The generated parts of docs: of reliability.md the room diagram, the deadlines, and which tests hold which invariant;
-of transports.md the table of traits.
+of transports.md the table of traits; of environment.md the table of variables.
 
     python docs/generate.py
 
 Room states come from `pdstage.protocol.room`, deadlines from `pdstage.protocol.config`, citations from the tests:
 an invariant is cited by its number (I7) in a test's docstring or comments, or in its module's docstring for them all.
-Traits are read from the transports' source, since a transport imports only where its library is.
+Variables are those of `pdstage.environment`. Traits are read from the transports' source, since a transport imports
+only where its library is.
 `tests/test_invariants.py` fails while a page is stale.
 """
 
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from pdstage import environment  # noqa: E402
 from pdstage.protocol import config  # noqa: E402
 from pdstage.protocol.room import TRANSITIONS, State  # noqa: E402
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 PAGE = ROOT / "docs" / "reliability.md"
+ENVIRONMENT_PAGE = ROOT / "docs" / "environment.md"
 TRANSPORTS_PAGE = ROOT / "docs" / "transports.md"
 N_INVARIANTS = 16
 CITED = re.compile(r"\bI(\d{1,2})\b")
@@ -193,8 +196,19 @@ def trait_row(told: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def variables() -> str:
+    """Every environment variable that is read, by whom, and what it may be."""
+    head = ["| variable | may be | unset | what for | read by |", "|---|---|---|---|---|"]
+    return "\n".join(
+        [
+            *head,
+            *(f"| `{v.name}` | {v.values} | {v.unset} | {v.meaning} | {v.read_by} |" for v in environment.VARIABLES),
+        ]
+    )
+
+
 PARTS = {"rooms": diagram, "deadlines": deadlines, "invariants": table}
-PAGES = {PAGE: PARTS, TRANSPORTS_PAGE: {"traits": traits}}
+PAGES = {PAGE: PARTS, TRANSPORTS_PAGE: {"traits": traits}, ENVIRONMENT_PAGE: {"variables": variables}}
 
 
 def written(page: str, parts: Mapping[str, Callable[[], str]] = PARTS) -> str:

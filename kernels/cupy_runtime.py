@@ -170,6 +170,16 @@ class CupyRuntime:
     def capturing(self, stream: int) -> bool:
         return bool(self._cuda.streamIsCapturing(stream))
 
+    def push_range(self, name: str) -> None:
+        from cupy.cuda import nvtx  # noqa: PLC0415
+
+        nvtx.RangePush(name)
+
+    def pop_range(self) -> None:
+        from cupy.cuda import nvtx  # noqa: PLC0415
+
+        nvtx.RangePop()
+
     def new_stream(self) -> int:
         with self.current():
             stream = self._stream(non_blocking=True, priority=-1000)  # the runtime clamps it to the greatest there is

@@ -54,6 +54,11 @@ class Runtime(Protocol):
     def capturing(self, stream: int) -> bool:
         """Whether the stream records a graph: then nothing may be uploaded whose memory is used again later."""
 
+    def push_range(self, name: str) -> None:
+        """Begins an NVTX range of the calling thread, for a profiler; `pop_range` ends the latest."""
+
+    def pop_range(self) -> None: ...
+
 
 class Slot:
     """One piece of the ring: belongs to one call from `put` to `give`, and to its kernel until the event is done."""

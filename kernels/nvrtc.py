@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import environment
 from ..errors import PdstageError, UsageError
 
 if TYPE_CHECKING:
@@ -70,9 +71,9 @@ def architecture_of(capability: int) -> str:
 
 def cache_folder() -> Path:
     """Where images are kept: PDSTAGE_CACHE_DIR, else pdstage under XDG_CACHE_HOME, by default ~/.cache."""
-    named = os.environ.get("PDSTAGE_CACHE_DIR")
-    if named:
-        return Path(named)
+    named = environment.CACHE_DIR.read()
+    if named is not None:
+        return named
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdstage"
     except RuntimeError as error:

@@ -94,6 +94,12 @@ class TorchRuntime:
         with self._current(stream):
             return bool(self._torch.cuda.is_current_stream_capturing())
 
+    def push_range(self, name: str) -> None:
+        self._torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+
+    def pop_range(self) -> None:
+        self._torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
     def _current(self, handle: int) -> AbstractContextManager[object]:
         """Inside, the stream is the current one; to switch costs microseconds, so only where it is not already."""
         current = self._torch.cuda.current_stream()

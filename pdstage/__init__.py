@@ -24,6 +24,7 @@ Importing this package imports neither torch nor zmq nor a transport: each comes
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING
 
 from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from pdstage.protocol.room import State
 
 __version__ = "0.1.0"
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # what is said is the application's to show
 
 __all__ = [
     "Aborted",
@@ -92,4 +95,9 @@ _LAZY = {
 def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'pdstage' has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

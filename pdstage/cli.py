@@ -1,4 +1,4 @@
-"""The `pdstage` command: demo, serve, bench, calibrate, bootstrap, instances, keys, sim.
+"""The `pdstage` command: demo, serve, bench, plot, calibrate, bootstrap, instances, keys, sim.
 
 Layer 6. Reads arguments and prints; each command's module is imported when that command is given, so that `--help`
 needs nothing installed.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from contextlib import nullcontext
 from importlib import import_module
@@ -43,7 +44,9 @@ def parser() -> Parser:
     bench.add_argument("name", metavar="NAME", help=f"one of {', '.join(BENCHES)}")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
     bench.add_argument("--quick", action="store_true", help="fewer repetitions: a look, not a measurement")
+    _add_trace(bench)
     bench.set_defaults(run=_bench)
+    _add_plot(commands.add_parser("plot", help="draw a trace as a timeline"))
     _add_calibrate(commands.add_parser("calibrate", help="measure what each transport costs here, for path auto"))
     bootstrap = commands.add_parser("bootstrap", help="run the directory in which prefill ranks announce themselves")
     bootstrap.add_argument(
@@ -68,6 +71,12 @@ def parser() -> Parser:
 def _add_keys_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--keys", type=Path, metavar="FILE", help="encrypt, and trust who holds this key file's key")
     command.add_argument("--allow", type=Path, metavar="FILE", help="with --keys: public keys of others to trust")
+
+
+def _add_trace(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write a trace to FILE, for Perfetto or pdstage plot"
+    )
 
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:
@@ -98,6 +107,7 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
         text = f"memory order of a page's tokens and heads at {side}; default %(default)s"
         demo.add_argument(f"--{side}-layout", choices=LAYOUTS, default=layout, help=text)
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+    _add_trace(demo)
     demo.set_defaults(run=_demo)
 
 
@@ -121,11 +131,42 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
 def _bench(given: argparse.Namespace) -> int:
     if given.name not in BENCHES:
         raise UsageError(f"no bench {given.name!r}", remedy=f"choose one of {', '.join(BENCHES)}", field="name")
-    from pdstage.bench.harness import run_named  # noqa: PLC0415
+    from pdstage.bench.harness import run_named, run_traced  # noqa: PLC0415
 
-    result = run_named(given.name, given.quick)
+    if given.trace is None:
+        result = run_named(given.name, given.quick)
+    else:
+        result = run_traced(given.name, given.quick, given.trace)
     if given.json is not None:
         given.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def _add_plot(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "traces",
+        type=Path,
+        nargs="+",
+        metavar="TRACE",
+        help="what --trace wrote; files of several processes are merged",
+    )
+    command.add_argument(
+        "--out", type=Path, default=Path("timeline.png"), metavar="FILE", help="the picture; default %(default)s"
+    )
+    command.add_argument("--room", metavar="ROOM", help="the time of this room, the others pale")
+    command.add_argument("--from", dest="from_ms", type=float, metavar="MS", help="milliseconds after the first chunk")
+    command.add_argument("--to", dest="to_ms", type=float, metavar="MS", help="milliseconds after the first chunk")
+    command.add_argument("--merged", type=Path, metavar="FILE", help="write the merged trace to FILE")
+    command.set_defaults(run=_plot)
+
+
+def _plot(given: argparse.Namespace) -> int:
+    from pdstage.trace import chrome, load, plot  # noqa: PLC0415
+
+    trace = load(given.traces)
+    if given.merged is not None:
+        chrome.write(trace, given.merged)
+    plot.draw(trace, given.out, room=given.room, from_ms=given.from_ms, to_ms=given.to_ms)
     return 0
 
 
@@ -151,12 +192,9 @@ def _calibrate(given: argparse.Namespace) -> int:
 
     options = {"device": given.device, "keys": _keys_given(given), "insecure": given.insecure}
     if given.serve is not None:
-        peer = Peer(given.serve, **options)
-        print(f"serving at {peer.endpoint}", flush=True)
-        try:
+        with Peer(given.serve, **options) as peer:
+            print(f"serving at {peer.endpoint}", flush=True)
             peer.serve()
-        finally:
-            peer.close()
         return 0
     with (
         own_peer(given.device, given.keys) if given.peer is None else nullcontext(given.peer) as endpoint,
@@ -242,6 +280,7 @@ def _version() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0 good, 1 the demo's check is red, 2 bad arguments or a `PdstageError`, told in one line."""
     given = parser().parse_args(argv)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")  # warnings and worse, to stderr
     try:
         return int(given.run(given))
     except PdstageError as error:

@@ -47,6 +47,7 @@ class Column(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Of one row's value."""
         return math.prod(self.shape) * ITEMSIZES[self.dtype]
 
 

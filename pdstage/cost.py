@@ -6,6 +6,7 @@ calibration all.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, fields
 
 from pdstage.errors import UsageError
@@ -15,18 +16,20 @@ from pdstage.errors import UsageError
 class CostModel:
     """What bytes cost between two hosts: seconds, and bytes per second.
 
-    A write of n descriptors and b bytes takes `post_s + n * descriptor_s + b / bytes_per_s`; one of a single
-    descriptor, out of a send buffer that was just filled, moves `bulk_bytes_per_s` (None: `bytes_per_s`). `gather_*`
-    and `scatter_*` are the copies' bytes per second and seconds a run. `lease_s` is what a staged transfer takes longer
-    however small it is, the round trip for its lease, and `chunk_s` what each of its chunks adds, its post included.
-    `overlap`, from 0 to 1, is the share of the shorter stages that hides behind the longest, once several chunks are
-    under way: 1 where each of gather, write and scatter has a processor or a card of its own, 0 where they take turns.
+    A write takes `post_s` and what its descriptors take. `descriptors` says that of one by its length, as (bytes,
+    seconds) with rising bytes: between two of them a straight line, below the first as much as that, beyond the last in
+    proportion. No one line fits them all, since fabrics change their protocol with the length: NIXL over TCP takes
+    longer for 64 KiB than for twice 32 KiB. A single descriptor out of a send buffer that was just filled moves
+    `bulk_bytes_per_s` (None: as `descriptors` say). `gather_*` and `scatter_*` are the copies' bytes per second and
+    seconds a run. `lease_s` is what a staged transfer takes longer however small it is, the round trip for its lease,
+    and `chunk_s` what each of its chunks adds, its post included. `overlap`, from 0 to 1, is the share of the shorter
+    stages that hides behind the longest, once several chunks are under way: 1 where each of gather, write and scatter
+    has a processor or a card of its own, 0 where they take turns.
 
     Raises `UsageError` for a number that cannot be, naming it.
     """
 
-    bytes_per_s: float
-    descriptor_s: float
+    descriptors: tuple[tuple[int, float], ...]
     post_s: float
     bulk_bytes_per_s: float | None = None
     gather_bytes_per_s: float = 4e9
@@ -37,8 +40,28 @@ class CostModel:
     chunk_s: float = 120e-6
     overlap: float = 0.5
 
+    @classmethod
+    def linear(cls, bytes_per_s: float, descriptor_s: float, post_s: float) -> CostModel:
+        """Of a transport that was not measured: a descriptor of b bytes takes `descriptor_s + b / bytes_per_s`."""
+        far = 1 << 40
+        return cls(((0, descriptor_s), (far, descriptor_s + far / bytes_per_s)), post_s)
+
     def __post_init__(self) -> None:
-        for field in fields(self):
+        lengths = [nbytes for nbytes, _ in self.descriptors]
+        if not lengths or lengths != sorted(set(lengths)) or lengths[0] < 0 or lengths[-1] < 1:
+            raise UsageError(
+                f"descriptors are of {lengths} bytes",
+                remedy="give (bytes, seconds) with rising bytes, at least one",
+                field="descriptors",
+            )
+        for _, seconds in self.descriptors:
+            if not 0 <= seconds < float("inf"):
+                raise UsageError(
+                    f"of descriptors one takes {seconds} s",
+                    remedy="times are at least 0 and finite",
+                    field="descriptors",
+                )
+        for field in fields(self)[1:]:
             value = getattr(self, field.name)
             least, most = (0.0, 1.0 if field.name == "overlap" else float("inf"))
             rate = field.name.endswith("bytes_per_s")
@@ -50,16 +73,29 @@ class CostModel:
                 )
 
     def direct_s(self, nbytes: int, n_descriptors: int, n_chunks: int = 1) -> float:
-        return n_chunks * self.post_s + n_descriptors * self.descriptor_s + nbytes / self.bytes_per_s
+        return n_chunks * self.post_s + n_descriptors * self.descriptor_s(nbytes / max(n_descriptors, 1))
+
+    def descriptor_s(self, nbytes: float) -> float:
+        """What one descriptor of so many bytes takes."""
+        points = self.descriptors
+        at = bisect_left(points, nbytes, key=lambda point: point[0])
+        if at == 0:
+            return points[0][1]
+        if at == len(points):
+            last, seconds = points[-1]
+            return seconds * nbytes / last
+        (before, less), (after, more) = points[at - 1], points[at]
+        return less + (more - less) * (nbytes - before) / (after - before)
 
     def staged_s(self, nbytes: int, n_runs: int, n_chunks: int = 1) -> float:
         """A pipeline of three stages: the first chunk fills it and the last drains it, so nothing hides for those.
 
         `n_runs` are copied on either side.
         """
+        write_s = nbytes / self.bulk_bytes_per_s if self.bulk_bytes_per_s else self.descriptor_s(nbytes)
         stages_s = (
             n_runs * self.gather_run_s + nbytes / self.gather_bytes_per_s,
-            nbytes / (self.bulk_bytes_per_s or self.bytes_per_s),
+            write_s,
             n_runs * self.scatter_run_s + nbytes / self.scatter_bytes_per_s,
         )
         hidden_s = self.overlap * (sum(stages_s) - max(stages_s)) * (n_chunks - 1) / n_chunks

@@ -112,6 +112,7 @@ class View:
 
     @property
     def rows_per_item(self) -> int:
+        """Rows that one item has; of caches that compress, fewer than tokens."""
         return self.tokens_per_item // self.tokens_per_row
 
     @property
@@ -183,10 +184,12 @@ class Owned:
 
     @property
     def interleaved(self) -> bool:
+        """Whether ranks take turns, `interleave` tokens at a time."""
         return self.size > 1 and self.interleave > 0
 
     @property
     def contiguous(self) -> bool:
+        """Whether each rank holds one run of the sequence."""
         return self.size > 1 and self.interleave == 0
 
     def part_of(self, n: int) -> tuple[int, int]:
@@ -245,10 +248,12 @@ class Component:
 
     @property
     def tokens_per_item(self) -> int:
+        """Tokens of a page; the same in all its views."""
         return self.views[0].tokens_per_item
 
     @property
     def n_items(self) -> int:
+        """Pages or slots there are."""
         return self.views[0].n_items
 
 
@@ -305,10 +310,12 @@ class Layout:
         )  # fmt: skip
 
     def views(self) -> Iterator[View]:
+        """Every view, component by component."""
         for component in self.components:
             yield from component.views
 
     def by_key(self) -> Mapping[Key, View]:
+        """Every view, by what identifies it on both sides."""
         return self._by_key
 
     @cached_property

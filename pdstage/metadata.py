@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections import deque
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 
@@ -160,7 +160,8 @@ class MetadataBuffers:
     """`n_rows` rows of `columns` in one piece of memory on `device` ("cpu", "cuda:0").
 
     A row is *allocated* by the engine, and *lent* while a room has it: from `bind` or `finish` until that room is
-    `released`. It is freed by the engine, after that. Used by one thread at a time, but for what nodes do.
+    `released`. It is freed by the engine, after that. Used by one thread at a time, but for what nodes do. A context
+    manager; the node goes inside it.
     """
 
     def __init__(self, columns: Iterable[Column], n_rows: int, device: str = "cpu") -> None:
@@ -183,13 +184,33 @@ class MetadataBuffers:
         self._free = deque(range(n_rows))
         self._allocated: dict[int, Held] = {}
         self._lent: set[int] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """Hands out no more rows. The memory goes with the last row that somebody holds or a room has.
+
+        Close the node first. May be repeated.
+        """
+        self._free.clear()
+        self._closed = True
+        if not self._lent:  # else a room has one that its peer may still write
+            self._memory = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def n_free(self) -> int:
+        """Rows that `allocate` can still give."""
         return len(self._free)
 
     def allocate(self) -> AuxRow:
         """A row for one request, holding what the last one left. Raises `RowsExhausted`."""
+        if self._closed:
+            raise UsageError("these metadata buffers are closed", remedy="make new ones")
         if not self._free:
             raise RowsExhausted(f"all {self.n_rows} aux rows are allocated", remedy="free rows of rooms released")
         number = self._free.popleft()
@@ -203,7 +224,8 @@ class MetadataBuffers:
         if row.number in self._lent:
             raise RowInUse(f"aux row {row.number} is in use by a room", remedy="free it once the room is released")
         del self._allocated[row.number]
-        self._free.append(row.number)
+        if not self._closed:
+            self._free.append(row.number)
 
     def lend(self, row: AuxRow) -> None:
         """A room has the row from now on. Raises as `free` does."""
@@ -217,6 +239,7 @@ class MetadataBuffers:
         self._lent.discard(row.number)
 
     def address(self, row: AuxRow) -> int:
+        """Where the row begins, in the memory of `region`."""
         return self.region.base + row.number * self.row_nbytes
 
     def _check(self, row: AuxRow) -> None:

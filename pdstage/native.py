@@ -9,9 +9,9 @@ machine that has both; PDSTAGE_NATIVE=yes makes a missing extension an error at 
 from __future__ import annotations
 
 import importlib
-import os
 from typing import TYPE_CHECKING
 
+from pdstage import environment
 from pdstage.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _open() -> ModuleType | None:
-    wanted = os.environ.get("PDSTAGE_NATIVE", "")
+    wanted = environment.NATIVE.read()
     if wanted == "no":
         return None
     try:

@@ -106,11 +106,17 @@ def _address_of(tensor: object) -> tuple[int, int, str]:
 
 
 class Copied(NamedTuple):
-    """A gather or scatter that ended: its error or None, and the checksum of what moved, where one was asked for."""
+    """A gather or scatter that ended: its error or None, and the checksum of what moved, where one was asked for.
+
+    Times are 0 without a clock, and where it never began. On a device it began when it was launched, and ended when
+    that was seen.
+    """
 
     ticket: int
     error: PdstageError | None
     checksum: int = 0
+    began_at: float = 0.0
+    ended_at: float = 0.0
 
 
 class _What(NamedTuple):
@@ -131,7 +137,8 @@ class Stager:
 
     `submit`, if given, runs a function on another thread: copies of `_LARGE_NBYTES` or more in host memory go there, so
     that the caller can write one chunk while the next is gathered. A plan may be used from several threads at once.
-    `runtime` is the device's, for pools on one: all copies go to one stream of its own.
+    `runtime` is the device's, for pools on one: all copies go to one stream of its own. `clock` times copies, for who
+    wants to know.
     """
 
     def __init__(
@@ -139,10 +146,12 @@ class Stager:
         pool: Pool,
         submit: Callable[[Callable[[], None]], None] | None = None,
         runtime: Runtime | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.pool = pool
         self._submit = submit
-        self._stream = _Stream(runtime) if runtime is not None else None
+        self._clock = clock or _no_clock
+        self._stream = _Stream(runtime, self._clock) if runtime is not None else None
         self._plans: dict[tuple[object, ...], _Plans] = {}
         self._done: deque[Copied] = deque()
 
@@ -220,13 +229,13 @@ class Stager:
             return
 
         def run() -> None:
-            total = np.zeros(1, np.uint64)
+            total, began_at = np.zeros(1, np.uint64), self._clock()
             try:
                 _copy_all(plans, what, copy, None, total.ctypes.data if what.checksum else 0)
             except UsageError as error:
                 self._done.append(Copied(ticket, error))
             else:
-                self._done.append(Copied(ticket, None, int(total[0])))
+                self._done.append(Copied(ticket, None, int(total[0]), began_at, self._clock()))
 
         if self._submit is not None and nbytes >= _LARGE_NBYTES:
             self._submit(run)
@@ -258,6 +267,10 @@ class Stager:
         return tuple((number, plan(pools[number], run)) for number, run in runs)
 
 
+def _no_clock() -> float:
+    return 0.0
+
+
 def _copy_all(plans: _Plans, what: _What, copy: _Copy, stream: int | None, sum_ptr: int) -> None:
     """Each plan's part of the staged bytes, one after the other; they add to one checksum."""
     if what.cut is None or not what.cut.key:
@@ -275,13 +288,15 @@ class _Running(NamedTuple):
     ticket: int
     event: object
     total: NDArray[np.uint64]
+    began_at: float = 0.0
 
 
 class _Stream:
     """Copies on a device, in one stream, each followed by an event that is asked for and never waited for."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, clock: Callable[[], float]) -> None:
         self._runtime = runtime
+        self._clock = clock
         self._stream = runtime.new_stream()
         self._running: deque[_Running] = deque()
         self._spare: list[_Running] = []
@@ -289,14 +304,14 @@ class _Stream:
     def start(self, ticket: int, copy: Callable[[int, int], None], checksum: bool) -> None:
         """Launches `copy(stream, sum_ptr)`; raises its `UsageError`, and then nothing is in the stream."""
         spare = self._spare.pop() if self._spare else self._new()
-        spare.total[0] = 0
+        spare.total[0], began_at = 0, self._clock()
         try:
             copy(self._stream, spare.total.ctypes.data if checksum else 0)
         except UsageError:
             self._spare.append(spare)
             raise
         self._runtime.record(spare.event, self._stream)
-        self._running.append(spare._replace(ticket=ticket))
+        self._running.append(spare._replace(ticket=ticket, began_at=began_at))
 
     def _new(self) -> _Running:
         return _Running(0, self._runtime.event(), self._runtime.pinned(8).view(np.uint64))
@@ -306,5 +321,5 @@ class _Stream:
         while self._running and self._runtime.done(self._running[0].event):
             one = self._running.popleft()
             self._spare.append(one)
-            ended.append(Copied(one.ticket, None, int(one.total[0])))
+            ended.append(Copied(one.ticket, None, int(one.total[0]), one.began_at, self._clock()))
         return ended

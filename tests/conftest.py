@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from pathlib import Path
 
 import pytest
+
+from tests import descriptors
 
 
 def _n_cuda_devices() -> int:
@@ -32,8 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def no_leaks() -> object:
     """Fails the test if it leaves threads or open file descriptors behind."""
-    threads, n_fds = set(threading.enumerate()), len(list(Path("/proc/self/fd").iterdir()))
+    threads, before = set(threading.enumerate()), descriptors.kinds()
     yield
     left = [thread.name for thread in set(threading.enumerate()) - threads if thread.is_alive()]
     assert not left, f"threads left behind: {left}"
-    assert len(list(Path("/proc/self/fd").iterdir())) <= n_fds, "file descriptors left behind"
+    assert not descriptors.left(before), "file descriptors left behind"

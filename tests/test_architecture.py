@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The layer table. A name covers the module and everything below it; a new module is added here, by its layer.
 LAYERS = {
     0: [
+        "environment",
         "errors",
         "topology",
         "layout",
@@ -32,12 +33,12 @@ LAYERS = {
         "native",
         "shared",
     ],
-    1: ["ownership", "plan", "convert", "ring", "cost", "metrics", "spans", "tables", "cut", "columns"],
+    1: ["ownership", "plan", "convert", "ring", "cost", "metrics", "spans", "tables", "cut", "columns", "complaints"],
     2: ["protocol"],
     3: ["kernels"],
     4: ["stager", "metadata", "control", "transport"],
     5: ["manager", "node"],
-    6: ["integrations", "cli", "calibrate", "demo", "bench", "__main__"],
+    6: ["integrations", "cli", "calibrate", "demo", "bench", "trace", "__main__"],
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names}
 # Where each folder of the checkout is installed.

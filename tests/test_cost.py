@@ -9,8 +9,9 @@ import pytest
 from pdstage.cost import CostModel
 from pdstage.errors import UsageError
 
-COST = CostModel(
-    bytes_per_s=4e9, descriptor_s=1e-6, post_s=10e-6, bulk_bytes_per_s=8e9, gather_bytes_per_s=10e9, gather_run_s=10e-9,
+LINEAR = CostModel.linear(bytes_per_s=4e9, descriptor_s=1e-6, post_s=10e-6)
+COST = replace(
+    LINEAR, bulk_bytes_per_s=8e9, gather_bytes_per_s=10e9, gather_run_s=10e-9,
     scatter_bytes_per_s=5e9, scatter_run_s=20e-9, lease_s=300e-6, chunk_s=50e-6, overlap=1.0,
 )  # fmt: skip
 NBYTES = 40_000_000
@@ -19,6 +20,19 @@ GATHER_S, WRITE_S, SCATTER_S = 4e-3 + 1e-3, 5e-3, 8e-3 + 2e-3  # of 100,000 runs
 
 def test_direct_pays_for_posts_descriptors_and_bytes():
     assert COST.direct_s(NBYTES, 1000, 3) == pytest.approx(3 * 10e-6 + 1e-3 + 10e-3)
+
+
+def test_between_two_lengths_a_descriptor_takes_what_lies_between():
+    cost = replace(COST, descriptors=((1000, 1e-6), (2000, 5e-6), (4000, 2e-6)))
+    for nbytes, seconds in ((1, 1e-6), (1000, 1e-6), (1500, 3e-6), (2000, 5e-6), (3000, 3.5e-6), (8000, 4e-6)):
+        assert cost.descriptor_s(nbytes) == pytest.approx(seconds)
+        assert cost.direct_s(100 * nbytes, 100, 1) == pytest.approx(10e-6 + 100 * seconds)
+
+
+def test_a_length_that_is_dear_by_itself_is_staged():
+    """NIXL over TCP: 64 KiB by a slower protocol than 32 KiB, so that the longer runs are the ones to stage."""
+    cost = replace(COST, lease_s=0.0, chunk_s=0.0, descriptors=((1 << 15, 12e-6), (1 << 16, 48e-6), (1 << 18, 60e-6)))
+    assert [cost.prefers_direct(NBYTES, NBYTES // (1 << n)) for n in (15, 16, 18)] == [True, False, True]
 
 
 def test_one_chunk_hides_nothing():
@@ -48,8 +62,9 @@ def test_a_small_transfer_is_not_worth_a_lease():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("bytes_per_s", 0.0), ("gather_bytes_per_s", -1.0), ("post_s", -1e-9), ("overlap", 1.5), ("lease_s", float("nan")),
-     ("chunk_s", float("inf"))],
+    [("descriptors", ()), ("descriptors", ((256, 1e-6), (256, 2e-6))), ("descriptors", ((0, 1e-6),)),
+     ("descriptors", ((256, float("nan")),)), ("bulk_bytes_per_s", 0.0), ("gather_bytes_per_s", -1.0),
+     ("post_s", -1e-9), ("overlap", 1.5), ("lease_s", float("nan")), ("chunk_s", float("inf"))],
 )  # fmt: skip
 def test_numbers_that_cannot_be_are_refused_by_name(field, value):
     with pytest.raises(UsageError, match=field) as caught:

@@ -6,19 +6,15 @@ import fcntl
 import gc
 import mmap
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pdstage import shared
 from pdstage.shared import Backing
+from tests import descriptors
 
 PAGE = mmap.PAGESIZE
-
-
-def n_fds() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def told_of(memory: np.ndarray, offset: int = 0, nbytes: int = 0) -> Backing:
@@ -47,7 +43,7 @@ def test_only_what_was_allocated_here_can_be_told_of():
 
 def test_it_goes_with_its_last_reference_and_a_mapping_outlives_it():
     gc.collect()
-    before, held = n_fds(), len(shared._held)
+    before, held = descriptors.count("memfd"), len(shared._held)
     memory = shared.allocate(PAGE)
     mapped = shared.attach(os.getpid(), told_of(memory))
     del memory
@@ -56,7 +52,7 @@ def test_it_goes_with_its_last_reference_and_a_mapping_outlives_it():
     mapped[:] = 1  # nobody else has these pages
     del mapped
     gc.collect()
-    assert n_fds() == before
+    assert descriptors.count("memfd") == before
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from pdstage import environment
 from pdstage.bench import curves, shapes
 from pdstage.bench.gpu_kernels import Case, model_case
 from pdstage.bench.harness import Row
@@ -33,16 +33,14 @@ if TYPE_CHECKING:
     from pdstage.bench.bed import Bed, Work
 
 FILE = Path("srt/disaggregation/common/staging_buffer.py")
-VARIABLE = "PDSTAGE_SGLANG"
 TARGET = 1.5
 PAIRS = tuple(pair for pair in shapes.PAIRS if pair.model in (shapes.LLAMA_70B, shapes.QWEN3_235B))
 
 
 def find() -> Path | None:
     """The file, from PDSTAGE_SGLANG or the installed package; None if neither is there."""
-    given = os.environ.get(VARIABLE)
-    if given:
-        path = Path(given)
+    path = environment.SGLANG.read()
+    if path is not None:
         if path.is_file():
             return path
         return next(iter(sorted(path.rglob(FILE.name))), None)
@@ -200,7 +198,7 @@ def rows(bed: Bed, quick: bool) -> Iterator[Row]:
     """Every comparison, and last the geometric mean of each kernel's and direction's ratios."""
     path = find()
     if path is None:
-        bed.left_out.append(f"SGLang: not installed, and {VARIABLE} names no {FILE.name}")
+        bed.left_out.append(f"SGLang: not installed, and {environment.SGLANG.name} names no {FILE.name}")
         return
     peer = Peer(path)
     found: list[Row] = []

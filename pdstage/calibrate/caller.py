@@ -1,6 +1,6 @@
 """The asking side of a calibration: a prefill node, the sweep, and the file it makes.
 
-Layer 6. Times copies and bulk writes by themselves and rooms by either path end to end: medians of repeats in turn.
+Layer 6. Times copies by themselves and rooms by either path end to end: medians of repeats in turn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Self
 
 import msgspec
-import numpy as np
 
 from pdstage.calibrate import fit
 from pdstage.calibrate import pool as pools
@@ -28,9 +27,8 @@ from pdstage.cost import CostModel
 from pdstage.errors import PdstageError, TransportError
 from pdstage.manager import PrefillNode
 from pdstage.manager.calibration import VERSION, Calibration
-from pdstage.manager.node import label
 from pdstage.topology import Topology
-from pdstage.transport import Done, PostFailed, Spans, available
+from pdstage.transport import available
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,7 +42,7 @@ _PATHS = ("direct", "staged")
 
 # Runs, bytes of a room or a copy, repeats.
 FULL = (pools.RUNS, (256 << 10, 1 << 20, 4 << 20, 16 << 20, 32 << 20), 7)
-QUICK = (pools.RUNS[::2], (256 << 10, 4 << 20, 16 << 20), 3)
+QUICK = (pools.RUNS[::3], (256 << 10, 4 << 20, 16 << 20), 3)
 
 
 class Caller:
@@ -70,6 +68,10 @@ class Caller:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hangs up. May be repeated."""
         self._socket.close()
 
     def measure(self, transport: str, *, quick: bool = False) -> CostModel:
@@ -82,54 +84,23 @@ class Caller:
         ) as node:  # fmt: skip
             self._room(node, "staged", runs[0], pools.tokens(runs[0], sizes[0]))  # the two meet
             gather, scatter = self._copies(node, runs, sizes, repeats)
-            bulk = self._bulk(node, sizes, repeats)
             direct, staged = self._rooms(node, runs, sizes, repeats)
         self._ask(Stop())
-        return fit.model(Timings(gather, scatter, bulk, direct, staged))
+        return fit.model(Timings(gather, scatter, direct, staged))
 
     def _copies(
         self, node: PrefillNode, runs: tuple[int, ...], sizes: tuple[int, ...], repeats: int
     ) -> Iterator[list[Timed]]:
-        asked = [Copy(run, pools.tokens(run, size), repeats) for run in runs for size in sizes if size <= 4 << 20]
+        asked = [Copy(run, tokens, repeats) for run, tokens in _cases(runs, [n for n in sizes if n <= 4 << 20])]
         gathers = [copies(node.stager, self._pool, node.parts, one, into_pool=False) for one in asked]
         yield [_timed(one.run, one.tokens, took) for one, took in zip(asked, gathers, strict=True)]
         yield [_timed(one.run, one.tokens, self._ask(one, node)) for one in asked]
-
-    def _bulk(self, node: PrefillNode, sizes: tuple[int, ...], repeats: int) -> list[Timed]:
-        """Writes of one descriptor, out of a send buffer and into the lanes as leases would lie there."""
-        link = next(iter(node.core.links.values()))
-        if node.pool.device == "cpu" and node.transport.mapped(label(link), link.lanes[0].base, 1) is not None:
-            return []  # gathers go there
-        found = []
-        for nbytes in (size for size in sizes if size <= 4 << 20):
-            took = []
-            for number in range(4 * repeats):
-                lane = link.lanes[number % len(link.lanes)]
-                at = number * nbytes % (lane.nbytes - nbytes + 1)
-                src = node.parts[number % len(node.parts)].base
-                spans = Spans(*(np.array([value], np.int64) for value in (src, lane.base + at, nbytes)))
-                start = time.perf_counter()
-                node.transport.post(label(link), spans, b"")
-                self._await_done(node)
-                took.append(time.perf_counter() - start)
-            found.append(Timed(nbytes, 1, 1, statistics.median(took)))
-        return found
-
-    def _await_done(self, node: PrefillNode) -> None:
-        until = time.monotonic() + WAIT_S
-        while time.monotonic() < until:
-            for event in node.transport.poll():
-                if isinstance(event, PostFailed):
-                    raise event.error
-                if isinstance(event, Done):
-                    return
-        raise TransportError(f"a write to {self._endpoint} did not end in {WAIT_S} s", remedy="look at the fabric")
 
     def _rooms(
         self, node: PrefillNode, runs: tuple[int, ...], sizes: tuple[int, ...], repeats: int
     ) -> Iterator[list[Timed]]:
         """Direct rooms, then staged ones; timed in turn, so that the machine's slow spells hit both alike."""
-        cases = [(run, pools.tokens(run, size)) for run in runs for size in sizes]
+        cases = _cases(runs, sizes)
         took: dict[tuple[str, int, int], list[float]] = {}
         for number in range(repeats + 1):
             for run, tokens in cases:
@@ -172,6 +143,11 @@ class Caller:
         )
 
 
+def _cases(runs: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs and tokens; of long runs one token is more than the smaller sizes."""
+    return list(dict.fromkeys((run, pools.tokens(run, size)) for run in runs for size in sizes))
+
+
 def _timed(run: int, tokens: int, took: list[float], chunk_nbytes: int = 1 << 62) -> Timed:
     n_runs = tokens * pools.N_VIEWS
     return Timed(n_runs * run, n_runs, -(-n_runs * run // chunk_nbytes), statistics.median(took))
@@ -202,10 +178,12 @@ def calibrate(
 def table(made: Calibration) -> str:
     """The numbers as text, a line each and a column a transport."""
     units = {"bytes_per_s": (1e-9, "GB/s"), "run_s": (1e9, "ns"), "_s": (1e6, "us"), "": (1.0, "")}
-    lines = [["", *made.transports, ""]]
-    for field in fields(CostModel):
+    lines, costs = [["", *made.transports, ""]], made.transports.values()
+    for nbytes in sorted({nbytes for cost in costs for nbytes, _ in cost.descriptors}):
+        lines.append([f"descriptor of {nbytes} B", *(f"{cost.descriptor_s(nbytes) * 1e6:.4g}" for cost in costs), "us"])
+    for field in fields(CostModel)[1:]:
         factor, unit = next(value for end, value in units.items() if field.name.endswith(end))
-        lines.append([field.name, *(f"{getattr(c, field.name) * factor:.4g}" for c in made.transports.values()), unit])
+        lines.append([field.name, *(f"{getattr(c, field.name) * factor:.4g}" for c in costs), unit])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)).rstrip() for line in lines)
 

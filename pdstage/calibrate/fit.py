@@ -16,7 +16,10 @@ from pdstage.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from numpy.typing import ArrayLike
+
 _LEAST = 1e-13  # seconds a byte: what is too cheap to be measured
+_TURNS = 5
 
 
 class Timed(NamedTuple):
@@ -27,29 +30,30 @@ class Timed(NamedTuple):
     n_chunks: int
     seconds: float
 
+    @property
+    def run_nbytes(self) -> int:
+        return self.nbytes // self.n_runs
+
 
 class Timings(NamedTuple):
-    """All that is timed of one transport. `direct` and `staged` are whole rooms, `bulk` writes of one descriptor; none
-    where gathers go straight into the peer's memory.
-    """
+    """All that is timed of one transport: copies by themselves, and whole rooms by either path."""
 
     gather: list[Timed]
     scatter: list[Timed]
-    bulk: list[Timed]
     direct: list[Timed]
     staged: list[Timed]
 
 
-def non_negative(columns: Sequence[Sequence[float]], target: Sequence[float], unit: Sequence[float]) -> list[float]:
+def non_negative(columns: Sequence[ArrayLike], target: ArrayLike, unit: ArrayLike) -> list[float]:
     """Coefficients of at least 0 with which `columns` add up to `target`, each row's error counted in its `unit`.
 
     Where the best one would be below 0, the one that is so by most is 0 and the others are fitted again: no price makes
     up for another.
     """
-    if len(target) < len(columns):
-        raise UsageError(f"{len(target)} timings for {len(columns)} numbers", remedy="time more sizes")
     units = np.array(unit, np.float64)
     rows, wanted = np.array(columns, np.float64).T / units[:, None], np.array(target, np.float64) / units
+    if rows.shape[0] < rows.shape[1]:
+        raise UsageError(f"{rows.shape[0]} timings for {rows.shape[1]} numbers", remedy="time more sizes")
     scale = np.abs(rows).max(axis=0)  # bytes and descriptors differ by many orders of magnitude
     kept = [number for number in range(len(columns)) if scale[number] > 0]
     found = np.zeros(len(columns))
@@ -63,34 +67,47 @@ def non_negative(columns: Sequence[Sequence[float]], target: Sequence[float], un
 
 
 def model(timed: Timings) -> CostModel:
-    """Copies and bulk writes by themselves, then direct rooms, then what staged rooms take beyond their stages."""
+    """Copies by themselves, then direct rooms, then what staged rooms take beyond their copies."""
     _, gather_run_s, gather_byte_s = _priced(timed.gather, lambda one: (1.0, one.n_runs, one.nbytes))
     _, scatter_run_s, scatter_byte_s = _priced(timed.scatter, lambda one: (1.0, one.n_runs, one.nbytes))
-    _, bulk_byte_s = _priced(timed.bulk, lambda one: (1.0, one.nbytes)) if timed.bulk else (0.0, 0.0)
-    room_s, post_s, descriptor_s, byte_s = _priced(
-        timed.direct, lambda one: (1.0, one.n_chunks - 1, one.n_runs, one.nbytes)
+    lengths = sorted({one.run_nbytes for one in timed.direct})
+    first_s, post_s, *descriptor_s = _priced(
+        timed.direct,
+        lambda one: (1.0, one.n_chunks - 1, *(one.n_runs * (one.run_nbytes == length) for length in lengths)),
     )
     stages = CostModel(
-        bytes_per_s=_rate(byte_s), descriptor_s=descriptor_s, post_s=post_s, bulk_bytes_per_s=_rate(bulk_byte_s),
+        tuple(zip(lengths, descriptor_s, strict=True)), post_s,
         gather_bytes_per_s=_rate(gather_byte_s), gather_run_s=gather_run_s,
         scatter_bytes_per_s=_rate(scatter_byte_s), scatter_run_s=scatter_run_s, lease_s=0.0, chunk_s=0.0, overlap=0.0,
     )  # fmt: skip
-    return _pipelined(stages, timed.staged, room_s)
+    return _pipelined(stages, timed.staged, first_s - post_s)
 
 
 def _pipelined(stages: CostModel, staged: list[Timed], room_s: float) -> CostModel:
-    """Of staged rooms: what a lease and a chunk add, and how far the stages overlap; `room_s` every room takes."""
-    seconds = np.array([one.seconds for one in staged])
-    columns = [[1.0] * len(staged), [float(one.n_chunks) for one in staged]]
+    """Of staged rooms: what a lease, a chunk and a byte's write add, and how far the stages overlap.
+
+    A room by either path takes `room_s` besides. What the write adds depends on whether it is the longest stage, which
+    depends on what it adds: a few turns settle that.
+    """
+    nbytes, n_runs, n_chunks, seconds = (np.array(column, np.float64) for column in zip(*staged, strict=True))
+    gather_s = n_runs * stages.gather_run_s + nbytes / stages.gather_bytes_per_s
+    scatter_s = n_runs * stages.scatter_run_s + nbytes / stages.scatter_bytes_per_s
+    longer_s, shorter_s = np.maximum(gather_s, scatter_s), np.minimum(gather_s, scatter_s)
     best, least = stages, np.inf
     for overlap in np.linspace(0.0, 1.0, 41):
-        tried = replace(stages, overlap=float(overlap))
-        known = np.array([tried.staged_s(one.nbytes, one.n_runs, one.n_chunks) for one in staged]) + room_s
-        lease_s, chunk_s = non_negative(columns, (seconds - known).tolist(), seconds.tolist())
-        left = (known + lease_s + chunk_s * np.array(columns[1])) / seconds - 1
-        error = float(np.square(left).sum())
+        shown = 1 - overlap * (n_chunks - 1) / n_chunks
+        lease_s, chunk_s, byte_s = 0.0, 0.0, np.inf
+        for _ in range(_TURNS):
+            longest = byte_s * nbytes >= longer_s
+            known = room_s + np.where(longest, longer_s * shown, longer_s) + shorter_s * shown
+            columns = [np.ones_like(nbytes), n_chunks, np.where(longest, nbytes, nbytes * shown)]
+            lease_s, chunk_s, byte_s = non_negative(columns, seconds - known, seconds)
+        bulk_bytes_per_s, share = _rate(byte_s), float(overlap)
+        tried = replace(stages, bulk_bytes_per_s=bulk_bytes_per_s, lease_s=lease_s, chunk_s=chunk_s, overlap=share)
+        found = [room_s + tried.staged_s(one.nbytes, one.n_runs, one.n_chunks) for one in staged]
+        error = float(np.square(np.array(found) / seconds - 1).sum())
         if error < least:
-            best, least = replace(tried, lease_s=lease_s, chunk_s=chunk_s), error
+            best, least = tried, error
     return best
 
 

@@ -7,7 +7,7 @@ each, over a control socket, with keys where that has them.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Self, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -77,7 +77,10 @@ _questions = msgspec.msgpack.Decoder(Question)
 
 
 class Peer:
-    """Answers one question after the other, at `bind`; its node listens on the same host, at a port of its own."""
+    """Answers one question after the other, at `bind`; its node listens on the same host, at a port of its own.
+
+    A context manager.
+    """
 
     def __init__(self, bind: str, *, device: str = "cpu", keys: Keys | None = None, insecure: bool = False) -> None:
         self._keys, self._insecure = keys, insecure
@@ -101,8 +104,15 @@ class Peer:
                     self._socket.send(route, [msgspec.msgpack.encode(self._answer(frame))])
 
     def close(self) -> None:
+        """Ends the node and stops listening. May be repeated."""
         self._stop()
         self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _answer(self, frame: bytes) -> Answer:
         try:

@@ -17,7 +17,7 @@ from pdstage.topology import Axis
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-RUNS = tuple(256 << n for n in range(9))  # 256 B to 64 KiB
+RUNS = (*(256 << n for n in range(9)), 256 << 10)  # 256 B to 64 KiB, and what is as long as whole pages
 POOL_NBYTES = 128 << 20  # several times what a core's own caches hold, and than what one room takes
 LAYERS, PAGE = 8, 16
 N_VIEWS = 2 * LAYERS

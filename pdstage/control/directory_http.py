@@ -12,6 +12,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
+from pdstage.complaints import Complaints
 from pdstage.control import directory_api as api
 from pdstage.errors import PdstageError
 
@@ -74,6 +75,7 @@ class Server(ThreadingHTTPServer):
         self.directory = directory
         self._open: dict[socket.socket, float] = {}
         self._open_lock = threading.Lock()
+        self._complaints = Complaints()
         self.address_family = socket.AF_INET6 if address.is_ipv6 else socket.AF_INET
         super().__init__(("" if address.is_wildcard and not address.is_ipv6 else address.host, address.port), Handler)
 
@@ -92,10 +94,16 @@ class Server(ThreadingHTTPServer):
         """Takes every connection; where there are too many, the one that has waited longest makes room."""
         with self._open_lock:
             if len(self._open) >= _MAX_CONNECTIONS:
-                log.warning("bootstrap: %d connections are open, dropped the oldest", len(self._open))
+                self._warn_of_many()
                 self._drop(next(iter(self._open)))
             self._open[request] = time.monotonic()
         return True
+
+    def _warn_of_many(self) -> None:
+        where = f"{self.server_name}:{self.server_port}"
+        what = f"bootstrap at {where}: {_MAX_CONNECTIONS} connections are open; the oldest makes room for each new one"
+        if text := self._complaints.due(where, what, time.monotonic()):
+            log.warning("%s", text)
 
     def service_actions(self) -> None:
         """Drops who has sent no request in its time: the handler's own timeout begins anew with each byte."""

@@ -16,11 +16,12 @@ import os
 import socket as sockets
 import struct
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 
+from pdstage.complaints import Complaints
 from pdstage.control.address import Address
 from pdstage.errors import PeerError
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from pdstage.control.keys import Keys
 
-log = logging.getLogger("pdstage")
+log = logging.getLogger(__name__)
 
 _ZAP = "inproc://zeromq.zap.01"
 _MONITOR = "inproc://pdstage.monitor"
@@ -45,8 +46,6 @@ _OTHER_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 _POLLIN = int(zmq.POLLIN)
 _MOST_AT_ONCE = 4096
 _LOOK_S = 0.005
-_SAY_AGAIN_S = 60.0
-_MOST_SAID = 1024
 _BROKEN_OFF_IS_FINAL = 3
 """A server that does not know the client's idea of its key says nothing: it hangs up, as one that ends just then."""
 
@@ -91,7 +90,7 @@ class Guard:
         """Where the socket listens, once it does: what libzmq tells of an accepted connection is our end's address."""
         self.refusals: list[Refusal] = []
         self._look_at = 0.0
-        self._said = _Said()
+        self._complaints = Complaints()
         self._hosts: dict[int, str] = {}  # of accepted connections, by descriptor
         self._failing: str | None = None  # why the accepted connection that closes next was refused
         self._broken_off: Counter[str] = Counter()
@@ -182,7 +181,7 @@ class Guard:
             )
         error = PeerError(f"the peer at {where} {why}", remedy=f"{remedy}, or give both the same key file")
         self.refusals.append(Refusal(target, error))
-        self._said.warn(target, str(error))
+        self._warn(target, error)
 
     def _refuse(self, host: str, why: str) -> None:
         error = PeerError(
@@ -190,24 +189,11 @@ class Guard:
             remedy="if it belongs to this cluster, give it the cluster's key file, or add its key to the allow list",
         )
         self.refusals.append(Refusal("", error))
-        self._said.warn(host, str(error))
+        self._warn(host, error)
 
-
-class _Said:
-    """Each complaint about each address once a minute, however often a peer tries."""
-
-    def __init__(self) -> None:
-        self._at: OrderedDict[tuple[str, str], float] = OrderedDict()
-
-    def warn(self, about: str, text: str) -> None:
-        now, key = time.monotonic(), (about, text)
-        if now - self._at.get(key, -_SAY_AGAIN_S) < _SAY_AGAIN_S:
-            return
-        self._at[key] = now
-        self._at.move_to_end(key)
-        if len(self._at) > _MOST_SAID:
-            self._at.popitem(last=False)
-        log.warning("%s", text)
+    def _warn(self, peer: str, error: PeerError) -> None:
+        if text := self._complaints.due(peer, str(error), time.monotonic()):
+            log.warning("%s", text)
 
 
 def _why_theirs(what: int, value: int) -> str:

@@ -18,7 +18,7 @@ from zmq.utils import z85
 
 from pdstage.errors import UsageError
 
-log = logging.getLogger("pdstage")
+log = logging.getLogger(__name__)
 
 NBYTES: Final = 32
 _MOST_NBYTES = 4 << 20  # of a file; a list of 40,000 named keys
@@ -74,6 +74,7 @@ class Keys:
         return keys
 
     def allows(self, public: bytes) -> bool:
+        """Whether the holder of this public key, 32 bytes, is let in."""
         return public == self.public or (self._allow is not None and public in self._allow.read())
 
     def candidates(self, first: bytes) -> list[bytes]:

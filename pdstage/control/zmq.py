@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import math
 import os
+import re
 import secrets
 import threading
 import time
@@ -39,6 +40,8 @@ MAX_FRAMES = 4096
 """Frames of one message: libzmq caps a frame's size but not their number."""
 _MAX_MESSAGES_A_RECV = 1024
 _HIGH_WATER = 4096
+_AGAIN = re.compile(rb"#\d+$")
+"""What a node adds to its identity for each connection after one it gave up."""
 
 
 @dataclass(slots=True)
@@ -226,6 +229,11 @@ class ControlSocket:
         with self._using:
             return self._targets_at.get(route) or route.hex()
 
+    def name_of(self, route: bytes) -> str:
+        """As `endpoint_of`, for people: a peer that connected to us has one name, however often it did so."""
+        with self._using:
+            return self._targets_at.get(route) or _AGAIN.sub(b"", route.removeprefix(b"=")).hex() or "unknown"
+
     def disconnect(self, route: bytes) -> None:
         """Drops a connection made by `connect` and what is queued for it. Unknown routes are ignored.
 
@@ -328,6 +336,13 @@ class ControlSocket:
     def fileno(self) -> int:
         """libzmq's descriptor, edge-triggered: after it turns readable, and after each send, `recv` until empty."""
         return int(self._socket.getsockopt(zmq.FD))
+
+    def filenos(self) -> tuple[int, ...]:
+        """What an event loop watches instead of `wait`: after one of them turns readable, and after each send, call
+        `wait(0)` until it has nothing to tell.
+        """
+        guarded = self._guard.fds if self._guard is not None else ()
+        return (self.fileno(), self._wake_fd, *guarded)
 
     @property
     def closed(self) -> bool:

@@ -5,6 +5,7 @@ Layer 6 (demo). Must not know what the processes do.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import signal
 import time
@@ -109,6 +110,7 @@ class Crew:
 
 
 def _run(work: Work, job: object, pipe: Connection) -> None:
+    logging.basicConfig(format="%(processName)s: %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it ends us
     with pipe:
         try:

@@ -106,6 +106,7 @@ class Options:
     requests: int = 4
     seed: int = 0
     json: Path | None = None
+    trace: Path | None = None
     new_tokens: int = 32
     chunk_tokens: int = 48
     deadline_s: float = 300.0
@@ -150,8 +151,9 @@ class Options:
             )
         if self.seed < 0:
             raise UsageError(f"--seed is {self.seed}", remedy="give 0 or a positive number", field="seed")
-        if self.json is not None and not self.json.absolute().parent.is_dir():
-            raise UsageError(f"--json {self.json}: its folder does not exist", remedy="create it", field="json")
+        for name, file in (("json", self.json), ("trace", self.trace)):
+            if file is not None and not file.absolute().parent.is_dir():
+                raise UsageError(f"--{name} {file}: its folder does not exist", remedy="create it", field=name)
 
     @property
     def prefill(self) -> Side:

@@ -23,14 +23,17 @@ from pdstage.demo.options import Options, Side  # noqa: TC001  (pickled with the
 from pdstage.demo.pools import PagedPool, PagedShape, pages_for
 from pdstage.demo.transfer import Moved, Place, ReceivingSide, SendingSide
 from pdstage.topology import Topology  # noqa: TC001  (pickled with the job)
+from pdstage.trace import tracing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
     from pdstage.demo.engine import Engine
+    from pdstage.manager.observer import Observer
 
 LISTEN_S = 0.01
+TRACE = ".trace.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,12 @@ class Job:
     def weights(self) -> Path:
         return self.folder / f"{self.side}-{self.rank}.pt"
 
-    def reach(self, bootstrap: str) -> Place:
+    @property
+    def trace(self) -> Path | None:
+        """Where this rank's part of the run's trace goes, if one was asked for."""
+        return self.folder / f"{self.side}-{self.rank}{TRACE}" if self.options.trace is not None else None
+
+    def reach(self, bootstrap: str, observers: tuple[Observer, ...]) -> Place:
         """`bootstrap` is HOST:PORT of the directory."""
         return Place(
             topology=self.place,
@@ -69,6 +77,7 @@ class Job:
             aux=self.options.aux,
             bootstrap=bootstrap,
             deadline_s=self.options.deadline_s,
+            observers=observers,
         )
 
 
@@ -113,8 +122,13 @@ class Finished(NamedTuple):
 def prefill_rank(work: tuple[Job, str], pipe: Connection) -> None:
     """Prefills prompt by prompt, handing each chunk over as soon as it is computed. `work`: the job, the directory."""
     job, bootstrap = work
+    with tracing(job.trace) as observers:
+        _prefill(job, job.reach(bootstrap, observers), pipe)
+
+
+def _prefill(job: Job, place: Place, pipe: Connection) -> None:
     engine = _engine(job, [n for _, n in job.rooms])
-    side = SendingSide(engine.pools, job.reach(bootstrap))
+    side = SendingSide(engine.pools, place)
     pipe.send(Ready())
     pipe.recv()
     for i, ((room, _), prompt) in enumerate(zip(job.rooms, job.prompts, strict=True)):
@@ -146,9 +160,14 @@ def _send_room(
 def decode_rank(work: tuple[Job, str], pipe: Connection) -> None:
     """Waits until every room is complete on every rank, continues all of them, then runs the negative controls."""
     job, bootstrap = work
+    with tracing(job.trace) as observers:
+        _decode(job, job.reach(bootstrap, observers), pipe)
+
+
+def _decode(job: Job, place: Place, pipe: Connection) -> None:
     n_new = job.options.new_tokens
     engine = _engine(job, [n + n_new for _, n in job.rooms])
-    side = ReceivingSide(engine.pools, job.reach(bootstrap), len(job.rooms))
+    side = ReceivingSide(engine.pools, place, len(job.rooms))
     pipe.send(Ready())
     pipe.recv()
     held = [engine.admit(n, n_new) for _, n in job.rooms]

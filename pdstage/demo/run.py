@@ -16,9 +16,10 @@ from rich.console import Console
 from pdstage.demo.crew import Crew
 from pdstage.demo.families import FAMILIES
 from pdstage.demo.llama import slice_weights
-from pdstage.demo.ranks import Arrived, Decoded, Finished, Job, Prefilled, Sent, decode_rank, prefill_rank
+from pdstage.demo.ranks import TRACE, Arrived, Decoded, Finished, Job, Prefilled, Sent, decode_rank, prefill_rank
 from pdstage.demo.report import Bars, Report, RoomReport, path_of, show
 from pdstage.demo.transfer import serve_directory
+from pdstage.trace import check, merge_files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +44,7 @@ def run(options: Options) -> Report:
     """Runs the demo and prints its table. Raises `PdstageError` naming the rank that failed."""
     # The table needs some 90 columns; a pipe claims 80.
     console, prompts = Console(width=max(100, Console().width)), options.prompts()
+    check(options.trace)
     outcome = Outcome([RoomReport(len(prompt)) for prompt in prompts])
     with (
         tempfile.TemporaryDirectory(prefix="pdstage-demo-") as folder,
@@ -50,6 +52,8 @@ def run(options: Options) -> Report:
         Crew(*_preload(options), deadline_s=options.deadline_s) as crew,
     ):
         _conduct(crew, bars, outcome, prompts, _jobs(options, Path(folder), prompts))
+        if options.trace is not None:
+            merge_files(Path(folder).glob(f"*{TRACE}"), options.trace)
     for room, tokens, truth in zip(outcome.rooms, outcome.finished.tokens, outcome.truths, strict=True):
         room.identical = identical([tokens], [truth])
     report = _report(options, outcome)

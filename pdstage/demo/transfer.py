@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pdstage import Receiver, Topology
     from pdstage.demo import pools as demo_pools
     from pdstage.demo.holding import Spans
+    from pdstage.manager.observer import Observer
     from pdstage.tensors import Naming, Part
 
 STAGING_NBYTES = 16 << 20
@@ -52,6 +53,7 @@ class Place:
     aux: str
     bootstrap: str
     deadline_s: float
+    observers: tuple[Observer, ...] = ()
 
 
 def serve_directory(_: None, pipe: Connection) -> None:
@@ -111,6 +113,7 @@ class SendingSide:
             staging_nbytes=STAGING_NBYTES,
             aux=place.aux,
             metadata=self._rows,
+            observers=place.observers,
         )
         self._before = self._node.stats()
 
@@ -173,6 +176,7 @@ class ReceivingSide:
             staging_nbytes=STAGING_NBYTES,
             aux=place.aux,
             metadata=self._rows,
+            observers=place.observers,
         )
         self._receivers: dict[str, Receiver] = {}
 

@@ -5,19 +5,21 @@ Layer 5. Must not know how anything was measured. JSON with a version; a file th
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
 
+from pdstage import environment
 from pdstage.cost import CostModel  # noqa: TC001  (msgspec reads the annotation)
 from pdstage.errors import UsageError
 
+if TYPE_CHECKING:
+    import os
+
 VERSION = 1
-ENVIRONMENT = "PDSTAGE_CALIBRATION"
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -65,5 +67,5 @@ def read(path: str | os.PathLike[str]) -> Calibration:
 
 def costs(given: str | os.PathLike[str] | None) -> dict[str, CostModel]:
     """What transports cost, by name, by the file `given`, or by the environment's; nothing where there is neither."""
-    path = given or os.environ.get(ENVIRONMENT)
+    path = given or environment.CALIBRATION.read()
     return dict(read(path).transports) if path else {}

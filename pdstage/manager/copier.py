@@ -8,14 +8,17 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 class Copier:
-    """Runs functions in the order given, in a daemon thread that starts with the first; calls `wake` after each."""
+    """Runs functions in the order given, in a daemon thread that starts with the first; calls `wake` after each.
+
+    A context manager.
+    """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -34,6 +37,12 @@ class Copier:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

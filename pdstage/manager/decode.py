@@ -39,6 +39,7 @@ from pdstage.transport import Done, Inbound, PostFailed, Transport
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
     from pdstage.control.bootstrap import Advert
     from pdstage.control.keys import Keys
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from pdstage.layout import Layout
     from pdstage.manager.driver import Heard
     from pdstage.manager.handle import CudaEvent
+    from pdstage.manager.observer import Observer
     from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
     from pdstage.protocol.room import Room
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
     from pdstage.topology import Topology
 
 
-class DecodeNode(Node[DecodeCore]):
+class DecodeNode(Node[DecodeCore, Receiver]):
     """One decode rank.
 
     `pool` holds the KV memory, `topology` the rank's place among those that receive a room together. `staging_nbytes`
@@ -83,11 +85,13 @@ class DecodeNode(Node[DecodeCore]):
         keys: Keys | str | os.PathLike[str] | None = None,
         aux: str = "tcp",
         metadata: MetadataBuffers | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         super().__init__(
             pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_lanes,
             staging=staging, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
             copy_thread=copy_thread, insecure=insecure, keys=keys, aux=aux, metadata=metadata,
+            observers=observers,
         )  # fmt: skip
         lanes = tuple(m.LaneSpan(part.base, part.nbytes, part.kind, part.device) for part in self.parts)
         offer, *others = self._offers()
@@ -128,6 +132,8 @@ class DecodeNode(Node[DecodeCore]):
                     f"room {room!r} is being received already", remedy="wait for its end, or abort it", room=room
                 )
             receiver = self._receivers[key] = Receiver(self, key)
+            if self._observed is not None:
+                self._observed.opened(receiver)
             adverts = self.directory.cached(prefill, dp_rank, instance)
             if adverts is not None:
                 self._announce(receiver, adverts, deadline_s)
@@ -140,8 +146,10 @@ class DecodeNode(Node[DecodeCore]):
 
             try:
                 self.directory.lookup(prefill, dp_rank, instance, until, answer)
-            except PdstageError:
+            except PdstageError as error:
                 del self._receivers[key]
+                if self._observed is not None:
+                    self._observed.never_began(receiver, error)
                 raise
         else:
             self.kick()
@@ -158,6 +166,7 @@ class DecodeNode(Node[DecodeCore]):
         priority: int,
         aux: AuxRow | None,
     ) -> None:
+        """`Receiver.bind`."""
         layout = self.pool.layout
         checked = check(layout, items, tokens, unique=True)
         if prefix_tokens < 0:
@@ -174,10 +183,13 @@ class DecodeNode(Node[DecodeCore]):
             if aux is not None:
                 self._lend(receiver, aux)
             receiver.bound = Bound(checked, tuple(sorted(asked)), priority, after, aux)
+            if self._observed is not None:
+                self._observed.bound(receiver)
             self._binding.append(receiver)
         self.kick()
 
     def abort(self, receiver: Receiver, reason: str) -> None:
+        """`Receiver.abort`."""
         with self.use():
             if receiver.room is not None:
                 self.core.abort(receiver.room, reason, time.monotonic())
@@ -288,7 +300,15 @@ class DecodeNode(Node[DecodeCore]):
         """A room that never reached the core."""
         self._receivers.pop(receiver.key, None)
         self._give_row_back(receiver)
+        if self._observed is not None:
+            self._observed.never_began(receiver, error)
         self.roster.end(receiver, error)
+
+    def _close_rooms(self, timeout_s: float) -> None:
+        with self._lock:
+            for receiver in [one for one in self._receivers.values() if one.room is None]:
+                self._end(receiver, Aborted(f"room {receiver.key!r} was aborted: the node was closed"))
+        super()._close_rooms(timeout_s)
 
     def _on_changed(self, room: Room) -> None:
         receiver = self.roster.of(room)

@@ -22,23 +22,28 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
+from pdstage.complaints import Complaints
 from pdstage.control.zmq import MAX_FRAMES
 from pdstage.errors import PdstageError, UsageError
+from pdstage.manager.awaiting import Look, Pumps, until
 from pdstage.manager.handle import Roster
 from pdstage.protocol.effects import Attach, Changed, Complaint, Detach, Effect, Gather, HangUp, Scatter, Send
 from pdstage.protocol.session import Core
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pdstage.control.zmq import ControlSocket
+    from pdstage.manager.handle import Handle
+    from pdstage.manager.nvtx import Ranges
+    from pdstage.manager.observer import Observation
     from pdstage.protocol.config import Config
     from pdstage.protocol.room import Room
     from pdstage.protocol.session import Link
     from pdstage.stager import Copied, Stager
     from pdstage.transport import Done, Inbound, PostFailed, Transport
 
-log = logging.getLogger("pdstage")
+log = logging.getLogger(__name__)
 
 _NAP_S = 100e-6
 _PATIENCE_S = 1e-3
@@ -82,6 +87,7 @@ class Driver(ABC, Generic[AnyCore]):
             raise UsageError(f"progress {progress!r}", remedy='choose "inline" or "thread"')
         self.config = config
         self.roster = Roster()
+        self.pumps = Pumps()
         self._progress = progress
         self._switch_interval_s = switch_interval_s
         self._thread: threading.Thread | None = None
@@ -94,9 +100,12 @@ class Driver(ABC, Generic[AnyCore]):
         self._sleeps_until = 0.0
         self._lost: list[Link] = []
         self._outgoing: dict[bytes, list[bytes]] = {}
+        self._complaints = Complaints()
         self._early: list[Done | PostFailed | Inbound] = []
         self._closed = False
         self._failure: BaseException | None = None
+        self._observed: Observation | None = None  # None: nobody observes, and nothing is timed
+        self._ranges: Ranges | None = None
 
     @property
     def was_forked(self) -> bool:
@@ -124,19 +133,56 @@ class Driver(ABC, Generic[AnyCore]):
             self.socket.wake()
             return False
         try:
-            heard = self._wait(wait_s) if wait_s > 0 and not self._copies else _EVERYTHING
-            with self._acting:
-                while self._turn_once(heard) and not self._closed:
-                    heard = _EVERYTHING
-                    self.roster.ring()
-                self._flush()
-                self.roster.ring()  # last: who wakes earlier waits for the interpreter
+            if not self._closed:
+                self._turn(self._wait(wait_s) if wait_s > 0 and not self._copies else _EVERYTHING)
         except BaseException as error:
             self._fail_everything(error)
             raise
         finally:
             self._turning.release()
+        if self.pumps:
+            self.socket.wake()  # for what was sent the socket may have taken in the word of an arrival
         return True
+
+    def _turn(self, heard: Heard) -> None:
+        with self._acting:
+            while self._turn_once(heard) and not self._closed:
+                heard = _EVERYTHING
+                self.roster.ring()
+            self._flush()
+            self.roster.ring()  # last: who wakes earlier waits for the interpreter
+        if self._observed is not None:
+            self._observed.tell()
+
+    def look(self) -> Look | None:
+        """A turn for an event loop, which watches instead of this node's waiting; None if another thread is in one.
+
+        Raises nothing: whoever waits in the loop is woken, and asks.
+        """
+        if not self._turning.acquire(blocking=False):
+            return None
+        try:
+            if self._closed or self._failure is not None:
+                return Look(_LOOK_S, ())
+            fds = self.transport.filenos()
+            self.socket.wait(0.0)  # wakings until here are answered by this turn
+            self._turn(_EVERYTHING)
+            ready = self.socket.wait(0.0, fds)  # libzmq's descriptor tells of an arrival once: none may be left
+            pause_s = 0.0 if any(ready) else self._pause_s(fds)
+            return Look(pause_s, (*self.socket.filenos(), *fds))
+        except Exception as error:
+            log.exception("the node's turn in an event loop failed")
+            self._fail_everything(error)
+            return Look(_LOOK_S, ())
+        finally:
+            self._turning.release()
+
+    def _pause_s(self, fds: Sequence[int]) -> float:
+        """How long a loop that watches the socket and `fds` may do without a turn."""
+        pause_s = self._patience_s()
+        if self._expects() or (not fds and self._in_flight()):
+            return min(pause_s, _NAP_S)
+        return min(pause_s, _PATIENCE_S) if not fds and self._must_ask() else pause_s
 
     def _turn_once(self, heard: Heard) -> bool:
         """Asks only those who said that they have something: each call gives the interpreter to a busy main thread."""
@@ -157,6 +203,8 @@ class Driver(ABC, Generic[AnyCore]):
             for event in events:
                 self._on_transport(event, now)
             for copied in staged:
+                if self._observed is not None:
+                    self._observed.copied(copied)
                 self._on_staged(copied, now)
             self.core.tick(now)
             effects = self._take_effects()
@@ -167,7 +215,10 @@ class Driver(ABC, Generic[AnyCore]):
 
     def _take_effects(self) -> list[Effect]:
         kept, self._kept = self._kept, []
-        return kept + self.core.take_effects()
+        fresh = self.core.take_effects()
+        if self._observed is not None:
+            self._observed.asked(fresh)
+        return kept + fresh
 
     def _carry_out(self, effects: list[Effect]) -> bool:
         """True if something was done here that the core should hear of at once.
@@ -186,9 +237,16 @@ class Driver(ABC, Generic[AnyCore]):
         for effect in effects:
             again |= self._carry_one(effect)
         if self._copies:
-            self._carry(self._copies.popleft())
+            self._do(self._copies.popleft())
             again = True
         return again
+
+    def _do(self, effect: Effect) -> None:
+        if self._ranges is None:
+            self._carry(effect)
+        else:
+            with self._ranges.of(effect):
+                self._carry(effect)
 
     def _carry_one(self, effect: Effect) -> bool:
         match effect:
@@ -198,13 +256,13 @@ class Driver(ABC, Generic[AnyCore]):
                 self._on_changed(room)
                 return False
             case Complaint(route, error):
-                log.warning("peer %s: %s", route.hex(), error)
+                self._complain(route, error)
                 return False
             case Attach(link, offers):
                 self._attach(link, offers)
             case Detach(link):
                 while self._copies:  # what they need of the session goes with it
-                    self._carry(self._copies.popleft())
+                    self._do(self._copies.popleft())
                 self._detach(link)
             case HangUp(route):
                 self._hang_up(route)
@@ -212,8 +270,13 @@ class Driver(ABC, Generic[AnyCore]):
             case Gather() | Scatter() if self._nbytes(effect) >= _LARGE_NBYTES:
                 self._copies.append(effect)
             case _:
-                self._carry(effect)
+                self._do(effect)
         return True
+
+    def _complain(self, route: bytes, error: PdstageError) -> None:
+        peer = self.socket.name_of(route)
+        if text := self._complaints.due(peer, str(error), time.monotonic()):
+            log.warning("peer %s: %s", peer, text)
 
     def _flush(self) -> None:
         outgoing, self._outgoing = self._outgoing, {}
@@ -302,6 +365,8 @@ class Driver(ABC, Generic[AnyCore]):
         """A connection came to nothing for want of keys; `route` is empty where the other side tried it."""
 
     def _on_changed(self, room: Room) -> None:
+        if self._observed is not None and (handle := self.roster.of(room)) is not None:
+            self._observed.changed(handle, room)
         self.roster.changed(room)
 
     # What engines' calls do.
@@ -336,7 +401,7 @@ class Driver(ABC, Generic[AnyCore]):
                 raise
             finally:
                 self._acting.release()
-        if wake:
+        if wake or self.pumps:
             self.socket.wake()
 
     def _push(self) -> bool:
@@ -357,22 +422,31 @@ class Driver(ABC, Generic[AnyCore]):
             self.roster.ring()
         return early
 
-    def wait_for(self, done: Callable[[], bool], timeout_s: float | None, what: str) -> None:
-        """Turns (or lets the thread turn) until `done()`; raises `TimeoutError` after `timeout_s`."""
+    def wait_for(self, handle: Handle, done: Callable[[], bool], timeout_s: float | None) -> None:
+        """Turns (or lets the thread turn) until `done()`, which only a change of `handle`'s room makes true.
+
+        Raises `TimeoutError` after `timeout_s`, and `UsageError` if the node ends first.
+        """
         deadline_at = None if timeout_s is None else time.monotonic() + timeout_s
         while not done():
             self.use()
             left_s = 1.0 if deadline_at is None else deadline_at - time.monotonic()
             if left_s <= 0:
-                raise TimeoutError(f"{what} did not get there in {timeout_s} s")
+                raise TimeoutError(f"room {handle.key!r} did not get there in {timeout_s} s")
             if self._progress == "inline":
                 self.turn(min(left_s, self._patience_s()))
             else:
-                self.roster.wait(done, min(left_s, _LOOK_S))
+                self.roster.wait(handle, done, min(left_s, _LOOK_S))
+
+    async def wait_for_async(self, handle: Handle | None, done: Callable[[], bool], timeout_s: float | None) -> None:
+        """`wait_for` in an event loop, which turns an inline node; None: what a change of any room makes true."""
+        await until(self, handle, done, timeout_s, inline=self._progress == "inline")
 
     def _fail_everything(self, error: BaseException) -> None:
         """The driver's last resort: no room may hang because the driver broke."""
         self._failure = error
         failed = PdstageError(f"the node's driver failed: {error!r}", remedy="see the cause; make a new node")
         failed.__cause__ = error
+        if self._observed is not None:
+            self._observed.broke(failed)
         self.roster.fail(failed)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import queue
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from pdstage.protocol.room import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -30,7 +30,9 @@ class Driver(Protocol):
 
     def progress_inline(self) -> None: ...
 
-    def wait_for(self, done: Callable[[], bool], timeout_s: float | None, what: str) -> None: ...
+    def wait_for(self, handle: Handle, done: Callable[[], bool], timeout_s: float | None) -> None: ...
+
+    async def wait_for_async(self, handle: Handle, done: Callable[[], bool], timeout_s: float | None) -> None: ...
 
 
 class CudaEvent(Protocol):
@@ -39,10 +41,17 @@ class CudaEvent(Protocol):
     def query(self) -> bool: ...
 
 
+class Waiter(NamedTuple):
+    """Who waits for `done`, and how that is woken, in whatever thread."""
+
+    done: Callable[[], bool]
+    wake: Callable[[], None]
+
+
 class Handle:
     """What an engine holds of one room. `status` is `state | released << 7`, kept by the driver for `poll_many`."""
 
-    __slots__ = ("__weakref__", "_node", "error", "key", "room", "status")
+    __slots__ = ("__weakref__", "_node", "error", "key", "room", "status", "waiters")
 
     def __init__(self, node: Driver, room: object, key: bytes) -> None:
         self._node = node
@@ -50,6 +59,7 @@ class Handle:
         self.key = key
         self.status: int = State.BOOTSTRAPPING
         self.error: PdstageError | None = None
+        self.waiters: list[Waiter] = []
 
     @property
     def state(self) -> State:
@@ -68,14 +78,38 @@ class Handle:
 
     def wait(self, timeout_s: float | None = None) -> State:
         """Until the room ended; then its state, or raises its error if it failed. `TimeoutError` after `timeout_s`."""
-        self._node.wait_for(lambda: self.status & 0x7F in _ENDED, timeout_s, f"room {self.key!r}")
-        if self.error is not None:
-            raise self.error
-        return self.state
+        self._node.wait_for(self, self._has_ended, timeout_s)
+        return self._outcome()
 
     def wait_released(self, timeout_s: float | None = None) -> None:
         """Until the room's memory may be reused. `TimeoutError` after `timeout_s`."""
-        self._node.wait_for(lambda: self.status >= 0x80, timeout_s, f"room {self.key!r}")
+        self._node.wait_for(self, self._is_released, timeout_s)
+
+    async def wait_async(self, timeout_s: float | None = None) -> State:
+        """`wait` in an event loop, which goes on meanwhile: returns and raises what `wait` does.
+
+        Cancelling it gives up the waiting, not the room: that is what `abort` is for. An inline node gets its turns
+        from this loop while anybody waits here for a room of its, or inside `async with node`; a long copy of its then
+        holds the loop up. A node with a thread goes on by itself. Thousands may wait at a time: a wait costs neither a
+        thread nor a turn.
+        """
+        await self._node.wait_for_async(self, self._has_ended, timeout_s)
+        return self._outcome()
+
+    async def wait_released_async(self, timeout_s: float | None = None) -> None:
+        """`wait_released` in an event loop; see `wait_async`."""
+        await self._node.wait_for_async(self, self._is_released, timeout_s)
+
+    def _has_ended(self) -> bool:
+        return self.status & 0x7F in _ENDED
+
+    def _is_released(self) -> bool:
+        return self.status >= 0x80
+
+    def _outcome(self) -> State:
+        if self.error is not None:
+            raise self.error
+        return self.state
 
 
 MOST_ENDED = 65_536
@@ -91,7 +125,11 @@ class Roster:
     def __init__(self) -> None:
         self._handles: dict[Room, Handle] = {}
         self._ended: deque[Handle] = deque(maxlen=MOST_ENDED)
-        self._waiters: list[tuple[Callable[[], bool], queue.SimpleQueue[None]]] = []
+        # Lists and dictionaries whose single calls are each whole: waiters come and go in any thread, and when garbage
+        # is collected, where a lock could be held by whom it interrupts.
+        self._waiters: dict[Waiter, None] = {}
+        self._of_any_end: list[Waiter] = []
+        self._due: deque[list[Waiter]] = deque()  # of what changed since the last `ring`
         self._n_changes = 0
         self._polled_at = -1
         self._polled: Sequence[Handle] = []
@@ -118,7 +156,9 @@ class Roster:
         handle.error = room.error
         handle.status = room.status
         if room.ended and not had_ended:
-            self._ended.append(handle)
+            self._add_ended(handle)
+        if handle.waiters:
+            self._due.append(handle.waiters)
         if room.released:
             del self._handles[room]
         self._n_changes += 1
@@ -127,9 +167,15 @@ class Roster:
         """Fails a handle whose room never reached the core: nothing was said, so nothing is held."""
         handle.error = error
         handle.status = State.FAILED | 0x80
-        self._ended.append(handle)
+        self._add_ended(handle)
+        self._due.append(handle.waiters)
         self._n_changes += 1
         self.ring()
+
+    def _add_ended(self, handle: Handle) -> None:
+        self._ended.append(handle)
+        if self._of_any_end:
+            self._due.append(self._of_any_end)
 
     def fail(self, error: PdstageError) -> None:
         """Fails every handle that has not ended."""
@@ -138,12 +184,23 @@ class Roster:
                 handle.error = error
                 handle.status = State.FAILED
         self._n_changes += 1
-        self.ring()
+        self.ring_all()
 
     def take_ended(self) -> list[Handle]:
         ended = list(self._ended)
         self._ended.clear()
         return ended
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `take_ended` has something to give."""
+        return bool(self._ended)
+
+    def pop_ended(self) -> Handle | None:
+        """The first of what `take_ended` would give; None if nothing."""
+        with contextlib.suppress(IndexError):
+            return self._ended.popleft()
+        return None
 
     def statuses(self, handles: Sequence[Handle]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
         """(states, released) of `handles`; remembered while neither they nor any room changes."""
@@ -154,19 +211,42 @@ class Roster:
         return (self._statuses & 0x7F).view(np.int8), self._statuses >> np.uint8(7)
 
     def ring(self) -> None:
-        """Wakes each waiting thread whose `done` is true: asked here, as any other would only take the interpreter."""
-        for done, bell in tuple(self._waiters):
-            if done():
-                bell.put(None)
+        """Wakes each of those who wait for a room that changed, if what they wait for is there: any other would only
+        take the interpreter.
+        """
+        while self._due:
+            try:
+                waiters = self._due.popleft()
+            except IndexError:  # another thread took it
+                return
+            for done, wake in tuple(waiters):
+                if done():
+                    wake()
 
-    def wait(self, done: Callable[[], bool], timeout_s: float) -> None:
-        """Until a change made `done` true, or `timeout_s` is over. May return early."""
-        bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        waiter = (done, bell)
-        self._waiters.append(waiter)
+    def ring_all(self) -> None:
+        """Wakes everybody: the node ends, and what they wait for may never be."""
+        for waiter in tuple(self._waiters):
+            waiter.wake()
+
+    @contextlib.contextmanager
+    def waiting(self, handle: Handle | None, done: Callable[[], bool], wake: Callable[[], None]) -> Iterator[None]:
+        """Inside, `wake` is called once `handle`'s room, or with None any room, changed and `done()`; perhaps again.
+
+        Ask `done()` inside before waiting: it may be so already.
+        """
+        waiter, waiters = Waiter(done, wake), self._of_any_end if handle is None else handle.waiters
+        self._waiters[waiter] = None
+        waiters.append(waiter)
         try:
+            yield
+        finally:
+            waiters.remove(waiter)
+            del self._waiters[waiter]
+
+    def wait(self, handle: Handle, done: Callable[[], bool], timeout_s: float) -> None:
+        """Until a change of `handle`'s room made `done` true, or `timeout_s` is over. May return early."""
+        bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        with self.waiting(handle, done, lambda: bell.put(None)):
             if not done():
                 with contextlib.suppress(queue.Empty):
                     bell.get(timeout=timeout_s)
-        finally:
-            self._waiters.remove(waiter)

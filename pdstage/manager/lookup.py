@@ -10,7 +10,7 @@ import queue
 import random
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from pdstage.control.bootstrap import Advert, BootstrapClient, Incomplete
 from pdstage.errors import DeadlineExceeded, PdstageError, TransportError
@@ -27,7 +27,10 @@ _TTL_S = 15.0
 
 
 class Directory:
-    """Lookups and publications, in a daemon thread that starts with the first of them. Answers come on that thread."""
+    """Lookups and publications, in a daemon thread that starts with the first of them. Answers come on that thread.
+
+    A context manager.
+    """
 
     def __init__(self, keys: Keys | None = None, *, cache_s: float = 2.0) -> None:
         self._keys = keys
@@ -73,6 +76,12 @@ class Directory:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _run(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)

@@ -5,11 +5,14 @@ Layer 5. Must not know which role its core has: `prefill` and `decode` do; nor t
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import secrets
 import time
 from abc import abstractmethod
 from collections import Counter
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar, cast
 
 from pdstage.control.keys import keys_of
 from pdstage.control.zmq import ControlSocket
@@ -17,8 +20,11 @@ from pdstage.convert import feeding
 from pdstage.cut import Pair
 from pdstage.errors import PdstageError, TransportError, UsageError
 from pdstage.manager.copier import Copier, has_core_to_spare
-from pdstage.manager.driver import AnyCore, Driver, log
+from pdstage.manager.driver import AnyCore, Driver
+from pdstage.manager.handle import Handle
 from pdstage.manager.lookup import Directory
+from pdstage.manager.nvtx import ranges_of
+from pdstage.manager.observer import Observation, Origin
 from pdstage.manager.settings import settle
 from pdstage.metadata import WAYS
 from pdstage.plan import TOKEN_MAJOR
@@ -29,7 +35,7 @@ from pdstage.stager import Memory, Stager
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -37,11 +43,13 @@ if TYPE_CHECKING:
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.layout import Layout, Region
-    from pdstage.manager.handle import Handle
+    from pdstage.manager.observer import Observer
     from pdstage.metadata import AuxRow, MetadataBuffers
     from pdstage.protocol.session import Link
     from pdstage.topology import Topology
     from pdstage.transport import Transport
+
+log = logging.getLogger(__name__)
 
 _DEAD_CHECK_S = 0.5
 _SWITCH_S = 1e-4
@@ -51,8 +59,14 @@ _kept_for_ever: list[object] = []
 """Memory of closed nodes that a peer may still write: given to nobody else in this process's life (I2)."""
 
 
-class Node(Driver[AnyCore]):
-    """One rank's node. Use as a context manager, or `close()` it: that ends its rooms and gives all memory back."""
+AnyHandle = TypeVar("AnyHandle", bound=Handle)
+
+
+class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
+    """One rank's node. Use as a context manager, or `close()` it: that ends its rooms and gives all memory back.
+
+    With `async with` the event loop goes on while the node closes, and turns it, if it is inline, until then.
+    """
 
     _writes: ClassVar[bool]  # whether it is the one that writes to its peers
 
@@ -75,6 +89,7 @@ class Node(Driver[AnyCore]):
         keys: Keys | str | os.PathLike[str] | None,
         aux: str,
         metadata: MetadataBuffers | None,
+        observers: Sequence[Observer],
     ) -> None:
         config = config or Config()
         _check_metadata(aux, metadata, config)
@@ -82,28 +97,36 @@ class Node(Driver[AnyCore]):
         self.keys = keys_of(keys)
         self.pool, self.topology, self.path = pool, topology, path
         self.incarnation = secrets.randbits(63) | 1
+        if observers:
+            role = "prefill" if self._writes else "decode"
+            origin = Origin(role, topology.unique_rank, topology, self.incarnation)
+            self._observed = Observation(origin, observers)
         self._dead_check_at = 0.0
         self._gave_back = True
         self.metadata = metadata
         self._lent: dict[Handle, AuxRow] = {}
         self._pairs: dict[Link, Pair] = {}
         self.transport = settle(pool, path, config, transport, writes=self._writes)
-        try:
+        with contextlib.ExitStack() as opened:  # all of it is given back if the rest cannot be had
+            opened.callback(self.transport.close)
             mappable = not self._writes and self.transport.traits.maps
             self.memory = Memory(staging_nbytes, staging, pool.device, mappable=mappable)
+            opened.callback(self.memory.release)
             self.parts = self.memory.parts(n_parts)
             self._copier = Copier(self._wake)
             copies_aside = has_core_to_spare() if copy_thread is None else copy_thread
-            self.stager = Stager(pool, self._copier.submit if copies_aside else None, pool.runtime())
+            clock = time.monotonic if observers else None
+            runtime = pool.runtime()
+            self._ranges = ranges_of(runtime)
+            self.stager = Stager(pool, self._copier.submit if copies_aside else None, runtime, clock)
             self.directory = Directory(self.keys)
             self.transport.register([self.memory.region, *(self._pool_regions() if path != "staged" else ())])
             self.rows = self._own_rows(aux)
             identity = self.incarnation.to_bytes(8, "little")
             self.socket = ControlSocket(bind, identity=identity, insecure=insecure, keys=self.keys)
-        except BaseException:
-            self.transport.close()
-            raise
+            opened.pop_all()
         self._over: Counter[str] = Counter()
+        self._turned: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
     def _own_rows(self, aux: str) -> OwnRows:
         """This node's side of aux. Rows that the transport cannot reach go by control message, whatever was asked."""
@@ -139,7 +162,7 @@ class Node(Driver[AnyCore]):
         try:
             self._meet(link, self.transport.described(offers))
         except PdstageError as error:
-            log.warning("peer %s: %s", link.route.hex(), error)
+            self._complain(link.route, error)
             with self._lock:
                 self.core.lose(link, error, time.monotonic())
             return
@@ -165,6 +188,8 @@ class Node(Driver[AnyCore]):
         return pair
 
     def _detach(self, link: Link) -> None:
+        if self._observed is not None:
+            self._observed.lost(link)
         self._pairs.pop(link, None)
         self.directory.forget()
         self.transport.disconnect(label(link))
@@ -236,11 +261,25 @@ class Node(Driver[AnyCore]):
         self.progress_inline()
         return self.roster.statuses(handles)
 
-    def completions(self) -> list[Handle]:
+    def completions(self) -> list[AnyHandle]:
         """The handles whose rooms ended since the last call; of more than 65,536 the latest."""
         self.progress_inline()
         with self._lock:
-            return self.roster.take_ended()
+            return cast("list[AnyHandle]", self.roster.take_ended())
+
+    async def completions_async(self) -> AsyncIterator[AnyHandle]:
+        """The handles of rooms as they end, in an event loop, until the node is closed: `async for` goes through them.
+
+        Each is given once, here or by `completions`. An inline node gets turns while the next one is awaited.
+        """
+        while True:
+            handle = self.roster.pop_ended()
+            if handle is not None:
+                yield cast("AnyHandle", handle)
+            elif self._closed:
+                return
+            else:
+                await self.wait_for_async(None, lambda: self.roster.has_ended or self._closed, None)
 
     def unfenced(self) -> dict[str, int]:
         """Peers whose lost sessions still keep memory of this node out of use, and how many such sessions each has.
@@ -304,11 +343,19 @@ class Node(Driver[AnyCore]):
             _kept_for_ever.append((self.memory, self.pool, self.metadata))
             peers = sorted({self.socket.endpoint_of(link.route) for link in (*self.core.links.values(), *self._lost)})
             log.error("closed while %s may still use this node's memory: it is kept", ", ".join(peers))
-        self.transport.close()
-        self.socket.close()
+        with self._turning:  # another thread's turn ends, and none begins
+            self.transport.close()
+            self.socket.close()
+        self.roster.ring_all()
+        if self._observed is not None and not self.was_forked:
+            self._observed.tell()
         if self._gave_back:
             self.memory.release()
         return self._gave_back
+
+    async def close_async(self, timeout_s: float = 5.0) -> bool:
+        """`close` in an event loop, which goes on meanwhile; once begun it runs to its end, cancelled or not."""
+        return await asyncio.to_thread(self.close, timeout_s)
 
     def _close_rooms(self, timeout_s: float) -> None:
         deadline_at = time.monotonic() + timeout_s
@@ -330,6 +377,18 @@ class Node(Driver[AnyCore]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def __aenter__(self) -> Self:
+        """Inside, the running loop turns an inline node, whether anybody waits or not."""
+        if self._progress == "inline":
+            self._turned = self.pumps.running(self)
+            self._turned.__enter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        turned, self._turned = self._turned, contextlib.nullcontext()
+        turned.__exit__(None, None, None)
+        await self.close_async()
 
 
 def _check_metadata(aux: str, metadata: MetadataBuffers | None, config: Config) -> None:

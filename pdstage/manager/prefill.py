@@ -47,13 +47,14 @@ from pdstage.transport import Done, Inbound, Mapped, PostFailed, Spans, Traits, 
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.layout import Layout
     from pdstage.manager.driver import Heard
     from pdstage.manager.handle import CudaEvent
+    from pdstage.manager.observer import Observer
     from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
     from pdstage.protocol.outbox import OutChunk, OutRoom
@@ -65,19 +66,22 @@ if TYPE_CHECKING:
 _OVER = (Phase.WRITTEN, Phase.DROPPED, Phase.BROKEN)
 
 
-class PrefillNode(Node[PrefillCore]):
+class PrefillNode(Node[PrefillCore, Sender]):
     """One prefill rank.
 
     `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name or an open transport.
     `bootstrap` is the directory to publish to; None embeds one on the host of `bind`, at `bootstrap_address`.
-    `staging_nbytes` are split into `n_buffers` send buffers. `path` is "auto" (by cost), "staged" or "direct". `bind`
-    is the control socket's address; beyond loopback it takes `keys`, a key file's path or `Keys`, or `insecure=True`,
-    and so does the directory. `progress` is "inline" (polls do the work) or "thread". `copy_thread` makes large
-    host copies in a thread of their own; None does so where there are cores for it. `calibration` is a file that
-    `pdstage calibrate` wrote, by which "auto" chooses; None: the one that PDSTAGE_CALIBRATION names, else the
-    transport's defaults. `aux` is how rows of `metadata` travel: "tcp", by control message; "rdma", by the data
-    transport, from memory to memory, where both sides say so; "nvlink", the same, of rows on the device. What cannot go
-    so goes by message. Raises `UsageError` or `TransportError`.
+    `staging_nbytes` are split into `n_buffers` send buffers; `staging` is a tensor or numpy array to use for them
+    instead of memory of the node's own. `path` is "auto" (by cost), "staged" or "direct". `bind` is the control
+    socket's address; beyond loopback it takes `keys`, a key file's path or `Keys`, or else `insecure` must be true, and
+    so for the directory. `config` holds deadlines and limits. `progress` is "inline" (polls do the work) or "thread";
+    then `switch_interval_s` is the most that Python's switch interval may be in this process, None leaves it as it is.
+    `copy_thread` makes large host copies in a thread of their own; None does so where there are cores for it.
+    `calibration` is a file that `pdstage calibrate` wrote, by which "auto" chooses; None: the one that
+    PDSTAGE_CALIBRATION names, else the transport's defaults. `aux` is how rows of `metadata` travel: "tcp", by control
+    message; "rdma", by the data transport, from memory to memory, where both sides say so; "nvlink", the same, of rows
+    on the device. What cannot go so goes by message. `observers` are told when rooms begin and end and how long each
+    stage of a chunk took, as `pdstage.manager.observer` says. Raises `UsageError` or `TransportError`.
     """
 
     _writes: ClassVar[bool] = True
@@ -104,6 +108,7 @@ class PrefillNode(Node[PrefillCore]):
         keys: Keys | str | os.PathLike[str] | None = None,
         aux: str = "tcp",
         metadata: MetadataBuffers | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         if n_buffers < 2:
             raise UsageError(f"{n_buffers} send buffers", remedy="give at least 2, so that no destination holds all")
@@ -112,6 +117,7 @@ class PrefillNode(Node[PrefillCore]):
             pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_buffers,
             staging=staging, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
             copy_thread=copy_thread, insecure=insecure, keys=keys, aux=aux, metadata=metadata,
+            observers=observers,
         )  # fmt: skip
         self._stagings = Stagings(pool.layout)
         self._positional = {component.name for component in pool.layout.components if component.positional}
@@ -155,7 +161,7 @@ class PrefillNode(Node[PrefillCore]):
         """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say."""
         cost = self._costs.get(traits.name)
         if cost is None:
-            cost = CostModel(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
+            cost = CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
             self._costs[traits.name] = cost
         return cost
 
@@ -167,6 +173,8 @@ class PrefillNode(Node[PrefillCore]):
             out = self.core.submit(room_key(room), time.monotonic())
             sender = Sender(self, out, out.key)
             self.roster.add(out, sender)
+            if self._observed is not None:
+                self._observed.opened(sender)
         self.kick()
         return sender
 
@@ -178,6 +186,7 @@ class PrefillNode(Node[PrefillCore]):
         layers: tuple[int, int] | None,
         ready: CudaEvent | None,
     ) -> None:
+        """`Sender.chunk`."""
         if sender.finishing:
             raise UsageError(f"room {sender.key!r} got a chunk after finish()", remedy="chunks come first")
         checked = check(self.pool.layout, items, tokens, unique=False)
@@ -195,6 +204,7 @@ class PrefillNode(Node[PrefillCore]):
     def finish(
         self, sender: Sender, aux: bytes | AuxRow | None, states: GivenItems | None, ready: CudaEvent | None
     ) -> None:
+        """`Sender.finish`."""
         if isinstance(aux, bytes) and len(aux) > self.config.max_aux_nbytes:
             raise UsageError(
                 f"{len(aux)} aux bytes for room {sender.key!r}",
@@ -214,11 +224,13 @@ class PrefillNode(Node[PrefillCore]):
         self.kick()
 
     def abort(self, sender: Sender, reason: str) -> None:
+        """`Sender.abort`."""
         with self.use():
             self.core.abort(sender.room, reason, time.monotonic())
         self.kick()
 
     def prefix_tokens(self, room: OutRoom) -> int | None:
+        """`Sender.prefix_tokens`."""
         with self.use():
             if not room.n_destinations or len(room.destinations) < room.n_destinations:
                 return None
@@ -226,6 +238,7 @@ class PrefillNode(Node[PrefillCore]):
             return min((start for name, (start, _) in asked if name in self._positional), default=0)
 
     def max_chunk_tokens(self, room: OutRoom) -> int | None:
+        """`Sender.max_chunk_tokens`."""
         with self.use():
             if not room.n_destinations or len(room.destinations) < room.n_destinations:
                 return None
@@ -241,6 +254,7 @@ class PrefillNode(Node[PrefillCore]):
             return min(most, default=None)
 
     def backlog_nbytes(self, room: OutRoom) -> int:
+        """`Sender.backlog_nbytes`."""
         with self.use():
             chunks = (c for record in room.destinations.values() for c in record.chunks.values())
             return sum(chunk.nbytes for chunk in chunks if chunk.phase not in _OVER)
@@ -303,24 +317,35 @@ class PrefillNode(Node[PrefillCore]):
             self._post(ticket, record.link, Spans(*spans), tag)
 
     def _post(self, ticket: int, link: Link, spans: Spans | None, tag: bytes) -> None:
+        if self._observed is not None:
+            self._observed.began(ticket)
         error = self.posts.begin(ticket, label(link), spans, tag)
         self.core.counters.descriptors += len(spans.nbytes) if spans is not None else 0
         if error is not None:
             self._completed(ticket, error)
         elif self.transport.traits_of(label(link)).post_blocks:
             # Several such writes in a row: the tags of the earlier ones move on only while the transport is asked.
-            self._early += self.transport.poll()
+            early = self.transport.poll()
+            self._early += early
+            if self._observed is not None:
+                self._observed.polled(early)
 
     def _completed(self, ticket: int, error: PdstageError) -> None:
         """A write that never began."""
         with self._lock:
-            self.core.completed(ticket, time.monotonic(), error)
+            now = time.monotonic()
+            if self._observed is not None:
+                self._observed.written(ticket, now, error)
+            self.core.completed(ticket, now, error)
 
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
         if isinstance(event, Done) and (told := event.figures):
             self.core.counters.measured(told.nbytes, told.post_s, told.write_s)
         if not isinstance(event, Inbound):
+            ended_at = self._observed.post_ended(event.ticket) if self._observed is not None else 0.0
             for ticket, error, settled in self.posts.ended(event):
+                if self._observed is not None:
+                    self._observed.written(ticket, ended_at, error)
                 self.core.completed(ticket, now, error, settled=settled)
 
     def _on_staged(self, copied: Copied, now: float) -> None:
@@ -372,6 +397,7 @@ class PrefillNode(Node[PrefillCore]):
                     self._waiting.append((sender, ready, then))
 
     def close(self, timeout_s: float = 5.0) -> bool:
+        """As of every node; then ends the bootstrap directory that it embeds, if it does."""
         safe = super().close(timeout_s)
         self._placed.clear()  # the copier has ended, and nobody asks what it did any more
         if self._bootstrap is not None:

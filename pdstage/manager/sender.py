@@ -52,6 +52,7 @@ class Sender(Handle):
         self,
         items: GivenItems,
         tokens: GivenTokens = None,
+        *,
         layers: tuple[int, int] | None = None,
         ready: CudaEvent | None = None,
     ) -> None:
@@ -64,7 +65,7 @@ class Sender(Handle):
         self._node.add_chunk(self, items, tokens, layers, ready)
 
     def finish(
-        self, aux: bytes | AuxRow | None = None, states: GivenItems | None = None, ready: CudaEvent | None = None
+        self, aux: bytes | AuxRow | None = None, *, states: GivenItems | None = None, ready: CudaEvent | None = None
     ) -> None:
         """No more chunks. `states` is a last chunk of slots.
 

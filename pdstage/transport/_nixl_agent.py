@@ -37,6 +37,8 @@ Errors: tuple[type[Exception], ...] = tuple(
 _StartErrors: tuple[type[Exception], ...] = (*Errors, RuntimeError)
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 _NET_DEVICES = "UCX_NET_DEVICES"
+log = logging.getLogger(__name__)
+
 _environment = threading.Lock()
 
 
@@ -158,7 +160,7 @@ def attempt(release: Callable[..., None], *args: object) -> None:
     try:
         release(*args)
     except Errors:
-        logging.getLogger(__name__).warning("NIXL refused %s%r", release.__name__, args, exc_info=True)
+        log.warning("NIXL refused %s%r", release.__name__, args, exc_info=True)
 
 
 def failed(what: str, error: Exception, remedy: str = "run with NIXL_LOG_LEVEL=INFO to learn more") -> TransportError:

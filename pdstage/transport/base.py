@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -107,7 +107,10 @@ Event = Done | PostFailed | Inbound
 
 
 class Transport(ABC):
-    """Writes this process's registered memory into peers'. A backend is one module with a class named `TRANSPORT`."""
+    """Writes this process's registered memory into peers'. A backend is one module with a class named `TRANSPORT`.
+
+    A context manager; a node that is given one owns it from then on, and closes it.
+    """
 
     traits: ClassVar[Traits]
     preference: ClassVar[int] = 0  # "auto" takes the highest that reaches a peer; below 1: only when asked for by name
@@ -216,6 +219,12 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives everything back. Tickets still open end without an event. May be repeated."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Mapped(NamedTuple):

@@ -14,6 +14,8 @@ torch = pytest.importorskip("torch")
 from pdstage.bench import harness, shapes  # noqa: E402  (needs torch)
 from pdstage.bench.bed import Bed  # noqa: E402
 from pdstage.bench.peers import sglang  # noqa: E402
+from pdstage.environment import SGLANG  # noqa: E402
+from pdstage.errors import UsageError  # noqa: E402
 
 STAND_IN = """
 import torch
@@ -98,14 +100,15 @@ def peer(path):
 
 def test_the_file_is_found_by_its_folder_or_itself(path, monkeypatch):
     for given in (path, path.parent.parent):
-        monkeypatch.setenv(sglang.VARIABLE, str(given))
+        monkeypatch.setenv(SGLANG.name, str(given))
         assert sglang.find() == path
-    monkeypatch.setenv(sglang.VARIABLE, str(path.parent.parent / "y"))
-    assert sglang.find() is None
+    monkeypatch.setenv(SGLANG.name, str(path.parent.parent / "y"))
+    with pytest.raises(UsageError, match=r"PDSTAGE_SGLANG='.*/y': there is no such file or folder"):
+        sglang.find()
 
 
 def test_without_it_the_comparison_is_left_out(monkeypatch, bed, tmp_path):
-    monkeypatch.setenv(sglang.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(SGLANG.name, str(tmp_path))
     assert list(sglang.rows(bed, True)) == []
     assert len(bed.left_out) == 1
     assert "SGLang" in bed.left_out[0]

@@ -8,11 +8,12 @@ import pytest
 
 from pdstage import PrefillNode
 from pdstage.cost import CostModel
+from pdstage.environment import CALIBRATION
 from pdstage.errors import UsageError
-from pdstage.manager.calibration import ENVIRONMENT, Calibration, read
+from pdstage.manager.calibration import Calibration, read
 from tests.manager.engine import Rank, drive
 
-COST = CostModel(bytes_per_s=5e9, descriptor_s=2e-6, post_s=1e-5)
+COST = CostModel.linear(bytes_per_s=5e9, descriptor_s=2e-6, post_s=1e-5)
 
 
 @pytest.fixture
@@ -38,8 +39,8 @@ def test_it_is_read_as_it_was_written(made, path):
         (lambda held: held.update(version=2), "version"),
         (lambda held: held.pop("transports"), "transports"),
         (lambda held: held.update(colour="red"), "colour"),
-        (lambda held: held["transports"]["local"].update(bytes_per_s="fast"), "bytes_per_s"),
-        (lambda held: held["transports"]["local"].pop("descriptor_s"), "descriptor_s"),
+        (lambda held: held["transports"]["local"].update(post_s="fast"), "post_s"),
+        (lambda held: held["transports"]["local"].pop("descriptors"), "descriptors"),
         (lambda held: held["transports"]["local"].update(overlap=2.0), "overlap"),
     ],
 )
@@ -68,11 +69,11 @@ def test_a_file_that_is_not_there(tmp_path):
 def test_nodes_take_the_argument_then_the_environment_then_the_traits(site, path, made, tmp_path, monkeypatch):
     rank = Rank()
     traits = site.prefill(rank).transport.traits
-    defaults = CostModel(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
+    defaults = CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
     assert site.prefill(rank).cost_of(traits) == defaults
-    monkeypatch.setenv(ENVIRONMENT, str(path))
+    monkeypatch.setenv(CALIBRATION.name, str(path))
     assert site.prefill(rank).cost_of(traits) == COST
-    other = CostModel(bytes_per_s=1e9, descriptor_s=1e-6, post_s=1e-5)
+    other = CostModel.linear(bytes_per_s=1e9, descriptor_s=1e-6, post_s=1e-5)
     Calibration(version=1, made_at="", prefill_host="", decode_host="", transports={"local": other}).write(
         tmp_path / "other.json"
     )
@@ -93,7 +94,7 @@ def test_a_bad_file_is_refused_before_the_node_is_there(path, site):
 @pytest.mark.parametrize(("descriptor_s", "taken"), [(0.0, "direct"), (1e-3, "staged")])
 def test_auto_goes_by_the_file(site, made, tmp_path, descriptor_s, taken):
     """The same room, by a transport whose descriptors cost nothing or everything."""
-    cost = CostModel(bytes_per_s=1e9, descriptor_s=descriptor_s, post_s=0.0)
+    cost = CostModel.linear(bytes_per_s=1e9, descriptor_s=descriptor_s, post_s=0.0)
     path = tmp_path / "costs.json"
     Calibration(version=1, made_at="", prefill_host="", decode_host="", transports={"local": cost}).write(path)
     src, dst = Rank(page=4), Rank(page=4)

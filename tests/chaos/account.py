@@ -67,21 +67,6 @@ def carved(node: DecodeNode | PrefillNode) -> float:
         return max(lane.quarantined_nbytes / lane.capacity for lane in node.core.holdings.lanes)
 
 
-def n_fds() -> int:
-    return len(list(Path("/proc/self/fd").iterdir())) - 1  # iterating holds one
-
-
-def fds() -> list[str]:
-    """What the open descriptors are, without their numbers."""
-    kinds = []
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            kinds.append(re.sub(r"\[\d+\]", "", str(link.readlink())))
-        except OSError:
-            continue
-    return sorted(kinds)
-
-
 def threads() -> list[str]:
     """Python's threads by name, and how many the process has in all."""
     return sorted(thread.name for thread in threading.enumerate())

@@ -70,13 +70,13 @@ def draw_site(seed: int, number: int, transport: str, *, namespaces: bool) -> Si
     src_tp, dst_tp = SIZES[number % len(SIZES)]
     page = rng.choice((8, 16))
     apart = namespaces and kind == "nixl"
+    path = rng.choice(("staged", "direct", "auto", "direct"))
     return Site(
-        src_tp, dst_tp, kind,
-        path=rng.choice(("staged", "direct", "auto", "direct")),
+        src_tp, dst_tp, kind, path=path,
         src_progress=rng.choice(("inline", "thread")), dst_progress=rng.choice(("inline", "thread")),
         src_hnd=rng.random() < 0.5, dst_hnd=rng.random() < 0.5,
         src_page=page, dst_page=rng.choice((page, 16)),
-        n_lanes=rng.choice((1, 2, 3)), checksums=rng.random() < 0.3,
+        n_lanes=rng.choice((1, 2, 3)), checksums=rng.random() < 0.3 and path != "direct",
         # Within one network shared memory would go around every cut.
         fabric="tcp,self" if apart or (kind == "nixl" and rng.random() < 0.5) else "",
         namespaces=apart,

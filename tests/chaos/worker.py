@@ -20,6 +20,7 @@ import numpy as np  # noqa: F401  (loaded before the processes are forked)
 from pdstage import DecodeNode, PrefillNode, Topology
 from pdstage.errors import TransportError
 from pdstage.transport import open_transport
+from tests import descriptors
 from tests.chaos import account, network
 from tests.chaos.engine import DecodeEngine, Engine, PrefillEngine
 from tests.chaos.pages import Pages
@@ -70,9 +71,9 @@ def run(job: Job, pipe: Connection) -> None:
         os.environ["UCX_TLS"] = job.site.fabric
     os.environ["UCX_LOG_LEVEL"] = "fatal"  # what it says of killed peers fills the log
     open_transport(job.site.transport).close()  # so that what a library keeps for ever is there already
-    before = (account.fds(), account.threads())
+    before = (descriptors.kinds(), account.threads())
     engine = _engine(job, pipe)
-    pipe.send(("ready", (os.getpid(), _port(engine.node.socket.endpoint), account.n_fds())))
+    pipe.send(("ready", (os.getpid(), _port(engine.node.socket.endpoint), descriptors.count())))
     progress = job.site.src_progress if job.role == "prefill" else job.site.dst_progress
     _serve(engine, pipe, inline=progress == "inline")
     _close(engine, pipe, before)
@@ -166,7 +167,7 @@ def _report(engine: Engine) -> dict[str, object]:
     return {
         "held": held,
         "carved": max(account.carved(engine.node), engine.kept_back(CONFIG.drain_s)),
-        "fds": account.n_fds(),
+        "fds": descriptors.count(),
         "sessions": len(engine.node.core.links),
         "fences": engine.node.transport.traits.fences,
         "stats": engine.node.stats(),
@@ -174,10 +175,10 @@ def _report(engine: Engine) -> dict[str, object]:
     }
 
 
-def _close(engine: Engine, pipe: Connection, before: tuple[list[str], list[str]]) -> None:
+def _close(engine: Engine, pipe: Connection, before: tuple[Counter[str], list[str]]) -> None:
     """Closes the node in order, and tells what it left behind. Memory it gave back is used at once, and watched."""
     free = engine.node.close(CLOSE_S)
-    left = [Counter(now) - Counter(then) for now, then in zip((account.fds(), account.threads()), before, strict=True)]
+    left = [descriptors.left(before[0]), Counter(account.threads()) - Counter(before[1])]
     if free:
         for room in engine.rooms:
             engine.pages.give_back(room.pages)

@@ -16,7 +16,6 @@ import pytest
 import zmq
 
 from pdstage import native
-from pdstage.control import guard
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer, Conflict, Incomplete
 from pdstage.control.keys import Keys
@@ -240,13 +239,6 @@ def test_a_complaint_is_made_once_and_every_refusal_counted(make, caplog, tmp_pa
     assert server.counters.refused == 5
     assert caplog.text.count("refused a connection from 127.0.0.1") == 1
     assert caplog.text.count("refuses this node's key") == 1
-
-
-def test_complaints_are_kept_of_so_many_addresses_only() -> None:
-    said = guard._Said()
-    for i in range(5000):
-        said.warn(f"10.0.{i // 256}.{i % 256}", "refused")
-    assert len(said._at) <= 1024
 
 
 def test_nobody_gets_in_where_the_handler_is_gone(make) -> None:

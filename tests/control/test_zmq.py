@@ -21,6 +21,7 @@ from pdstage import native
 from pdstage.control import port
 from pdstage.control.zmq import MAX_FRAMES, ControlSocket, route_of
 from pdstage.errors import TransportError, UsageError
+from tests import descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -208,7 +209,7 @@ def test_quick_reconnects_beside_traffic_are_all_heard(make) -> None:
     for thread in threads:
         thread.start()
     try:
-        n_fds = [n_open()]
+        n_fds = [descriptors.count()]
         for i in range(200):
             for _ in range(i % 3):
                 unused = a.connect(b.endpoint)
@@ -217,16 +218,12 @@ def test_quick_reconnects_beside_traffic_are_all_heard(make) -> None:
             route = a.connect(b.endpoint)
             assert ask(a, route, b"%d" % i) == route
             a.disconnect(route)
-            n_fds.append(n_open())
+            n_fds.append(descriptors.count())
         assert max(n_fds) <= n_fds[0] + 32, "connections given up stay open"
     finally:
         stop.set()
         for thread in threads:
             thread.join()
-
-
-def n_open() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def ask(node: ControlSocket, route: bytes, what: bytes) -> bytes:

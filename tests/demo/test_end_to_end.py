@@ -10,7 +10,9 @@ import pytest
 
 from pdstage.demo.options import ModelShape, Options
 from pdstage.plan import shard_overlap
+from pdstage.trace import load
 from pdstage.transport import available
+from tests.trace.test_trace import check_document
 
 pytest.importorskip("torch")
 pytest.importorskip("rich")
@@ -49,8 +51,12 @@ def needs(transport: str) -> None:
 def test_decoding_goes_on_token_for_token(tmp_path, transport, path, prefill_tp, decode_tp, kv_heads):
     needs(transport)
     sizes = ("--prefill-tp", prefill_tp, "--decode-tp", decode_tp, "--kv-heads", kv_heads)
-    code, told, said = demo(tmp_path, "--transport", transport, "--path", path, *map(str, sizes))
+    trace = tmp_path / "trace.json"
+    options = ("--transport", transport, "--path", path, "--trace", str(trace))
+    code, told, said = demo(tmp_path, *options, *map(str, sizes))
     assert code == 0, said
+    check_document(json.loads(trace.read_text()))
+    assert len(load([trace]).nodes) == prefill_tp + decode_tp
     assert told["tokens_identical"] is True
     assert told["negative_control_caught"] is True
     assert told["transport"] == (transport if transport != "auto" else "local")

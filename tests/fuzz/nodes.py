@@ -15,6 +15,7 @@ import numpy as np
 
 from pdstage import Config, DecodeNode, Pool, PrefillNode, Topology, native
 from pdstage.convert import Encoding, fp8_token_head, mxfp8
+from pdstage.errors import PdstageError
 from pdstage.layout import Layout, Region
 from pdstage.manager.node import Node
 from pdstage.plan import Share
@@ -26,7 +27,8 @@ from tests.fuzz.draw import Draw, altered_bytes
 from tests.fuzz.wire import alter_frame, bend_frame, samples
 
 _LAYERS, _HEADS, _DIM, _PAGE, _PAGES = 2, 2, 32, 4, 16
-_WAIT_S = 10.0
+_WAIT_S = 30.0
+_TRIES, _SLOW_S = 3, 3.0
 
 
 def _pool(format: str = "bf16") -> tuple[np.ndarray, Layout]:
@@ -140,7 +142,21 @@ def _lie_to_decode(bed: _Bed, draw: Draw) -> None:
 
 
 def _serve(bed: _Bed) -> None:
-    """The nodes still serve each other, byte for byte."""
+    """The nodes still serve each other, byte for byte.
+
+    A room may fail on a machine so busy that somebody seems silent; that takes seconds, and the next is well.
+    """
+    for _ in range(_TRIES):
+        began = time.monotonic()
+        error = _room(bed)
+        if error is None:
+            return
+        assert time.monotonic() - began > _SLOW_S, error
+    raise error
+
+
+def _room(bed: _Bed) -> PdstageError | None:
+    """The error of a room that failed."""
     room = next(bed.rooms)
     bed.dst[:] = 0
     receiver = bed.decode.receive(room, prefill=bed.prefill.bootstrap_address)
@@ -152,9 +168,14 @@ def _serve(bed: _Bed) -> None:
     while not (receiver.released and sender.released):
         _turn(bed.prefill)
         _turn(bed.decode)
-        assert time.monotonic() < until, (receiver.poll(), sender.poll())
-    assert receiver.aux == b"aux", receiver.error
+        if receiver.error is not None:
+            sender.abort()
+        assert time.monotonic() < until, (receiver.poll(), receiver.error, sender.poll(), sender.error)
+    if receiver.error is not None:
+        return receiver.error
+    assert receiver.aux == b"aux"
     assert np.array_equal(bed.dst[:, :, [7, 2]], bed.src[:, :, [4, 6]])
+    return None
 
 
 def seeds() -> list[bytes]:

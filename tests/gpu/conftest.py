@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
+from pdstage import environment
 from pdstage.bench import variants
 
 HOST = pytest.param(variants.HOST, id="host")  # the same checks on the CPU: they must be able to pass, and to fail
 ON_GPU = [pytest.param(name, id=name.replace(" ", "-"), marks=pytest.mark.gpu) for name in variants.ON_GPU]
-FEW = os.environ.get("PDSTAGE_GPU_TESTS") == "few"  # what a sanitizer, some fifty times slower, has time for
+FEW = environment.GPU_TESTS.read() == "few"  # what a sanitizer, some fifty times slower, has time for
 
 
 def pytest_generate_tests(metafunc):

@@ -254,7 +254,7 @@ def test_unless_both_sides_offer_it_other_formats_are_refused(site, who):
         PeerError, match=r"format bf16 at prefill, fp8_e4m3:tensor:0x1.47ae14.* at decode; .* set Config.convert"
     ):
         receiver.wait(0)
-    assert p.stats()["sessions_refused"] == 1
+    assert p.stats()["sessions_refused"] >= 1  # a greeting is repeated while its answer is on the way
 
 
 REFUSED = {

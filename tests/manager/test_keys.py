@@ -14,6 +14,7 @@ from pdstage import Config, DeadlineExceeded, Keys, PdstageError, PeerError, Sta
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer
 from pdstage.transport import available
+from tests import descriptors
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
 from tests.manager.test_processes import Remote
 from tests.manager.workers import TOKENS
@@ -167,13 +168,13 @@ def test_what_a_wiretap_sees_of_a_room(keys, keyed):
 
 
 def test_bad_keys_make_no_node(tmp_path):
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    before = descriptors.kinds()
     (tmp_path / "k").write_text("rubbish")
     (tmp_path / "k").chmod(0o600)
     for make in (lambda: prefill_node(Rank(), None, keys=tmp_path / "k"), lambda: decode_node(Rank(), keys="absent")):
         with pytest.raises(UsageError, match="pdstage keys FILE"):
             make()
-    assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208
+    assert not descriptors.left(before)
 
 
 @pytest.mark.parametrize("transport", [name for name in ("local", "nixl") if not available().get(name, "unknown")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import multiprocessing
@@ -10,7 +9,6 @@ import os
 import signal
 import time
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +16,7 @@ import pytest
 from pdstage import State
 from pdstage.manager import node as node_module
 from pdstage.transport import available
+from tests import descriptors
 from tests.chaos import account
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
 from tests.manager.test_processes import Remote
@@ -29,7 +28,7 @@ TRANSPORTS = [name for name in ("local", "nixl", "mooncake") if not available().
 def held() -> Counter[str]:
     """This process's file descriptors, by what they are, and its threads, by name."""
     gc.collect()
-    return Counter(account.fds() + account.threads())
+    return descriptors.kinds() + Counter(account.threads())
 
 
 def leaks(before: Counter[str], n_turns: int, timeout: float = 10) -> Counter[str]:
@@ -154,25 +153,26 @@ def test_memory_of_a_forked_child_is_a_copy(site):
     node.turn()
 
 
-def n_shared() -> int:
-    """Open files of memory that other processes can map."""
-    names = []
-    for fd in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
-            names.append(str(fd.readlink()))
-    return sum(name.startswith("/memfd:pdstage") for name in names)
-
-
 def test_staging_memory_goes_with_the_close_of_a_node_that_is_kept(site):
     """I14: an engine may hold the closed node for long."""
-    before = n_shared()
+    before = descriptors.count("/memfd:pdstage")
     src, dst = Rank(page=4), Rank(page=8)
     p, d = (
         site.prefill(src, transport="local", progress="thread"),
         site.decode(dst, transport="local", progress="thread"),
     )
     move(site, src, p, dst, d, 1)
-    assert n_shared() > before
+    assert descriptors.count("/memfd:pdstage") > before
     assert d.close()
     assert p.close()
-    assert n_shared() == before
+    assert descriptors.count("/memfd:pdstage") == before
+
+
+def test_a_room_whose_prefill_is_still_looked_up_fails_when_its_node_closes(site):
+    """I10: no directory has answered yet, so that the core knows nothing of the room."""
+    d = site.decode(Rank())
+    receiver = d.receive(1, site.address)  # nobody has published there
+    assert d.close()
+    assert receiver.state is State.FAILED
+    assert receiver.released
+    assert "the node was closed" in str(receiver.error)

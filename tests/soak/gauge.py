@@ -8,7 +8,8 @@ import gc
 from pathlib import Path
 
 from pdstage import DecodeNode, PrefillNode
-from tests.chaos.account import n_fds, n_tasks
+from tests import descriptors
+from tests.chaos.account import n_tasks
 
 CAPPED = {
     "core._lost": 4096,  # lost sessions that no late Hello may begin again
@@ -69,7 +70,7 @@ class Gauge:
 
     def __init__(self, node: DecodeNode | PrefillNode) -> None:
         self.tables = tables(node)
-        self.counts = {"descriptors": n_fds(), "TCP sockets": n_tcp(), "threads": n_tasks()}
+        self.counts = {"descriptors": descriptors.count(), "TCP sockets": n_tcp(), "threads": n_tasks()}
         self.resident_nbytes = resident_nbytes()
 
     def grown(self, before: Gauge) -> dict[str, tuple[int, int]]:

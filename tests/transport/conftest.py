@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 from transport.endpoint import Endpoint, Log, Remote, Saying
 
+from pdstage import environment
 from pdstage.transport import available
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ VARIANTS = {
     "postbox-two": Variant("postbox", "two"),
 }
 
-for name in os.environ.get("PDSTAGE_TEST_TRANSPORTS", "").split():  # of whoever wrote one: see docs/transports.md
+for name in environment.TEST_TRANSPORTS.read() or ():  # of whoever wrote one: see docs/transports.md
     VARIANTS |= {f"{name}-{where}": Variant(name, where) for where in ("same", "two")}
 
 # What pip would write for a distribution with transports of its own; a spawned process inherits sys.path.

@@ -8,7 +8,6 @@ import mmap
 import os
 import socket
 import zlib
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -22,6 +21,7 @@ from pdstage.errors import PeerError, TransportError
 from pdstage.transport import _peer
 from pdstage.transport.base import read_description, write_description
 from pdstage.transport.local import LocalTransport, _Description
+from tests import descriptors
 
 WRITERS = [pytest.param(_peer._write_peer, id="numpy")]
 if native.ext is not None:
@@ -35,10 +35,6 @@ def ends() -> object:
     yield a, b
     b.shut()
     a.close()
-
-
-def n_fds() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def altered(description: bytes, **changes: object) -> bytes:
@@ -110,16 +106,16 @@ def test_death_is_proved_after_disconnect_and_not_before_it_happens(ends):
 def test_peers_forgotten_hold_no_descriptors(ends):
     """I14: each session with one process that lives on is met under a name of its own."""
     a, b = ends
-    before = n_fds()
+    before = descriptors.count("pidfd")
     for i in range(10):
         a.connect(str(i), b.describe())
         a.disconnect(str(i))
         a.meet(f"met {i}", b.describe())
-    assert n_fds() == before + 20
+    assert descriptors.count("pidfd") == before + 20
     for i in range(10):
         a.forget(str(i))
         a.forget(f"met {i}")
-    assert n_fds() == before
+    assert descriptors.count("pidfd") == before
     a.forget("never met")
 
 

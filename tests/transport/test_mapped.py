@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -15,6 +14,7 @@ from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.transport.base import read_description, write_description
 from pdstage.transport.local import LocalTransport, _Description
+from tests import descriptors
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
@@ -88,14 +88,14 @@ def test_a_copy_under_way_when_the_peer_is_let_go_harms_nobody(ends):
     """It is the caller's write, and in flight: the mapping stays until its value goes."""
     a, b = ends
     mapped = a.transport.mapped("b", b.base, NBYTES)
-    n_fds = len(list(Path("/proc/self/fd").iterdir()))
+    n_mapped = descriptors.count("memfd")
     a.disconnect("b")
     ctypes.memset(mapped.address, 1, NBYTES)
     b.renew()
     ctypes.memset(mapped.address, 2, NBYTES)
     assert not np.frombuffer(b.read(0, NBYTES), np.uint8).any()
     del mapped
-    assert len(list(Path("/proc/self/fd").iterdir())) < n_fds
+    assert descriptors.count("memfd") < n_mapped
 
 
 def test_a_peer_that_lies_about_its_memory_is_written_as_if_it_shared_none(ends, caplog):

@@ -1,0 +1,40 @@
+"""Which of many complaints are said: a log must bear a peer that does the same wrong thing a thousand times a second.
+
+Layer 1, pure: the clock is an argument. Must not know what is complained of, nor where that is written.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+AGAIN_S = 60.0
+MOST_A_PEER = 16
+_MOST_PEERS = 1024
+
+
+class _Window(NamedTuple):
+    began_at: float
+    said: set[str]
+
+
+class Complaints:
+    """Each complaint about each peer once a minute, and about one peer at most `MOST_A_PEER` in that time."""
+
+    def __init__(self) -> None:
+        self._windows: OrderedDict[str, _Window] = OrderedDict()
+
+    def due(self, peer: str, text: str, now: float) -> str:
+        """What to say of `text` about `peer` now (monotonic seconds); empty for nothing."""
+        window = self._windows.get(peer)
+        if window is None or now - window.began_at >= AGAIN_S:
+            window = self._windows[peer] = _Window(now, set())
+            self._windows.move_to_end(peer)
+            if len(self._windows) > _MOST_PEERS:
+                self._windows.popitem(last=False)
+        if text in window.said or len(window.said) == MOST_A_PEER:
+            return ""
+        window.said.add(text)
+        if len(window.said) == MOST_A_PEER:
+            return f"{text}; more about it is left out for {AGAIN_S:.0f} s"
+        return text

@@ -1,0 +1,133 @@
+"""The environment variables this project reads: one table, and the one way to read them.
+
+Layer 0. Must not know what reads them. `docs/environment.md` shows the table; what is not in it is warned of, once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from pdstage.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+PREFIX = "PDSTAGE_"
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T_co]):
+    """One variable. `parse` makes its value of the text, or raises `ValueError` saying what is wrong with it.
+
+    `values` says what may be given, `unset` what holds without it, `read_by` who looks at it, and when.
+    """
+
+    name: str
+    parse: Callable[[str], T_co]
+    values: str
+    unset: str
+    meaning: str
+    read_by: str
+
+    def read(self) -> T_co | None:
+        """Its value as of now; None where it is unset or empty. Raises `UsageError` for one that it cannot have."""
+        _warn_of_unknown()
+        text = os.environ.get(self.name, "")
+        if not text:
+            return None
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise UsageError(
+                f"{self.name}={text!r}: {error}", remedy=f"set it to {self.values}, or unset it", variable=self.name
+            ) from error
+
+
+def _one_of(*values: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in values:
+            raise ValueError(f"it is not {' or '.join(values)}")
+        return text
+
+    return parse
+
+
+def _file(text: str) -> Path:
+    if not (path := Path(text)).is_file():
+        raise ValueError("there is no such file")
+    return path
+
+
+def _folder(text: str) -> Path:
+    if (path := Path(text)).exists() and not path.is_dir():
+        raise ValueError("it is no folder")
+    return path
+
+
+def _there(text: str) -> Path:
+    if not (path := Path(text)).exists():
+        raise ValueError("there is no such file or folder")
+    return path
+
+
+NATIVE = Variable(
+    "PDSTAGE_NATIVE", _one_of("yes", "no"), "`yes` or `no`", "goes on with numpy where there is no extension",
+    "Whether the C++ extension is built and used: `yes` makes its absence an error, `no` leaves it out.",
+    "`setup.py`, and the first import of `pdstage.native`",
+)  # fmt: skip
+CALIBRATION = Variable(
+    "PDSTAGE_CALIBRATION", _file, "a file that `pdstage calibrate --out` wrote", "the transports' own estimates",
+    "What each transport costs here, by which `path=\"auto\"` chooses.",
+    "`PrefillNode(calibration=None)`, as it is made",
+)  # fmt: skip
+CACHE_DIR = Variable(
+    "PDSTAGE_CACHE_DIR", _folder, "a folder, which is made if need be",
+    "`pdstage` in `XDG_CACHE_HOME`, by default `~/.cache`",
+    "Where compiled CUDA kernels are kept.",
+    "the first copy by the CUDA kernels",
+)  # fmt: skip
+COMMIT = Variable(
+    "PDSTAGE_COMMIT", str, "a commit", "unknown where there is no git",
+    "The commit that benchmark results name where the tree has no git folder.",
+    "`pdstage bench`, `make gpu`",
+)  # fmt: skip
+SGLANG = Variable(
+    "PDSTAGE_SGLANG", _there, "SGLang's `staging_buffer.py`, or a folder that holds it", "the installed package's",
+    "Where the GPU benchmark finds SGLang's kernels, to measure them in the same run.",
+    "`pdstage bench gpu`, `make gpu`",
+)  # fmt: skip
+TEST_TRANSPORTS = Variable(
+    "PDSTAGE_TEST_TRANSPORTS", str.split, "names with spaces between", "the project's own only",
+    "Further transports for the contract suite.",
+    "`pytest tests/transport`",
+)  # fmt: skip
+GPU_TESTS = Variable(
+    "PDSTAGE_GPU_TESTS", _one_of("few"), "`few`", "all cases",
+    "Draws few cases a test, as many as a sanitizer has time for.",
+    "`pytest tests/gpu`",
+)  # fmt: skip
+
+VARIABLES: tuple[Variable[object], ...] = (
+    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, SGLANG, TEST_TRANSPORTS, GPU_TESTS,
+)  # fmt: skip
+
+_warned_of: set[str] = set()
+
+
+def _warn_of_unknown() -> None:
+    """A name that nothing reads is most often one that was misspelt."""
+    known = {variable.name for variable in VARIABLES}
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
+        if name not in known and name not in _warned_of:
+            _warned_of.add(name)
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            log.warning("nothing reads the environment variable %s; the nearest known one is %s", name, near)

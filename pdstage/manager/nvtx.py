@@ -1,0 +1,57 @@
+"""NVTX ranges around what a node asks of its device, for Nsight Systems.
+
+Layer 5. Must not know the device's library: its runtime does. With PDSTAGE_NVTX=1, and only where the pool is on a
+device. A range is of the host's call, a launch or a post; the profiler shows what the device did of it.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pdstage.errors import UsageError
+from pdstage.protocol.effects import Effect, Gather, Scatter, Write, WriteDirect, WriteRow
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pdstage.kernels.index_ring import Runtime
+
+ENVIRONMENT = "PDSTAGE_NVTX"
+_NAMES = {Gather: "gather", Write: "write", WriteDirect: "direct write", WriteRow: "aux row", Scatter: "scatter"}
+
+
+class Ranges:
+    """The ranges of one device."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    @contextmanager
+    def of(self, effect: Effect) -> Iterator[None]:
+        self._runtime.push_range(name(effect))
+        try:
+            yield
+        finally:
+            self._runtime.pop_range()
+
+
+def name(effect: Effect) -> str:
+    """As a profiler shows it: what is done, of which room and chunk."""
+    match effect:
+        case Gather() | Write() | WriteDirect() | WriteRow():
+            key, chunk = effect.chunk.record.open.room, effect.chunk.number
+        case Scatter():
+            key, chunk = effect.landing.part.room.key, effect.landing.grant.request.chunk
+        case _:
+            return f"pdstage {type(effect).__name__.lower()}"
+    return f"pdstage {_NAMES[type(effect)]} {key[1:].decode(errors='replace')} #{chunk}"
+
+
+def ranges_of(runtime: Runtime | None) -> Ranges | None:
+    """The ranges of a pool's device, if they are asked for and there is one. Raises `UsageError` for another value."""
+    asked = os.environ.get(ENVIRONMENT, "")
+    if asked not in ("", "0", "1"):
+        raise UsageError(f"{ENVIRONMENT}={asked!r}", remedy="set it to 1 or 0, or unset it", field=ENVIRONMENT)
+    return Ranges(runtime) if asked == "1" and runtime is not None else None

@@ -1,0 +1,207 @@
+"""What the library logs: nothing where all is well, and each documented warning once."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import re
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from pdstage import State
+from pdstage.control import directory_http
+from pdstage.control.bootstrap import BootstrapClient, BootstrapServer
+from pdstage.control.keys import Keys
+from tests.manager.engine import Rank, decode_node, drive, prefill_node
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = 30
+PAGE = (ROOT / "docs" / "environment.md").read_text()
+DOCUMENTED = set(re.findall(r"^\| `(pdstage[.\w]*)` \| `(.*?)` \|", PAGE, re.MULTILINE))
+
+
+def modules():
+    """The library's own modules: commands, demo and benchmarks may print."""
+    for folder in ("pdstage", "kernels"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inner = path.relative_to(ROOT / folder)
+            linked = any((ROOT / folder / parent).is_symlink() for parent in inner.parents)
+            if not linked and inner.parts[0] not in ("cli.py", "demo"):
+                parts = inner.with_suffix("").parts
+                name = ".".join(("pdstage", *(["kernels"] if folder == "kernels" else []), *parts))
+                yield name.removesuffix(".__init__"), ast.parse(path.read_text())
+
+
+def calls(tree: ast.Module):
+    return [(ast.unparse(node.func), node.args) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def test_each_module_has_its_own_logger_and_none_prints() -> None:
+    for name, tree in modules():
+        for called, args in calls(tree):
+            assert called not in ("print", "sys.stdout.write", "sys.stderr.write", "warnings.warn"), name
+            if called.endswith("getLogger"):
+                assert ast.unparse(args[0]) in ("__name__", "'nixl'"), name
+
+
+def test_every_warning_is_documented() -> None:
+    said = {
+        (name, args[0].value)
+        for name, tree in modules()
+        for called, args in calls(tree)
+        if called in ("log.warning", "log.error", "log.exception", "log.critical")
+    }
+    assert said == DOCUMENTED
+
+
+def move(site, p, d, src, dst, room: int) -> None:
+    pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
+    src.write(room, TOKENS, pages)
+    receiver, sender = d.receive(room, site.address), p.send(room)
+    receiver.bind(into, TOKENS)
+    sender.chunk(pages, TOKENS)
+    sender.finish(aux=b"token")
+    drive([p, d], lambda: receiver.released and sender.released, 60)
+    assert receiver.state is State.SUCCESS
+    assert dst.holds(room, TOKENS, into)
+
+
+@pytest.mark.parametrize("transport", ["local", "nixl", "auto"])
+@pytest.mark.parametrize("keys", [False, True], ids=["plain", "keys"])
+def test_a_transfer_that_goes_well_warns_of_nothing(transport, keys, caplog, tmp_path):
+    """From the nodes' making to their closing; and nothing that is said holds a secret."""
+    if transport == "nixl":
+        pytest.importorskip("nixl")
+    held = Keys.make(tmp_path / "key") if keys else None
+    src, dst = Rank(page=4), Rank(page=8, hnd=True)
+    with caplog.at_level(logging.DEBUG, "pdstage"), BootstrapServer(keys=held) as site:
+        options = {"keys": held, "transport": transport}
+        with prefill_node(src, site.address, **options) as p, decode_node(dst, **options) as d:
+            for room in (1, 2):
+                move(site, p, d, src, dst, room)
+    ours = [record for record in caplog.records if record.name.startswith("pdstage")]
+    assert ours, "that over which transport the peer is reached is said, if asked for"
+    assert [record.getMessage() for record in ours if record.levelno >= logging.WARNING] == []
+    if held is not None:
+        text = "\n".join(record.getMessage() for record in ours)
+        assert held.secret.hex() not in text
+        assert zmq.utils.z85.encode(held.secret).decode() not in text
+
+
+def test_by_default_nothing_is_shown():
+    """An application that has not asked for logs gets none, also of a warning."""
+    code = (
+        "import logging, pdstage.environment\n"
+        "pdstage.environment.COMMIT.read()\n"
+        "print(logging.getLogger('pdstage').handlers, logging.getLogger('pdstage').level)"
+    )
+    env = {"PYTHONPATH": str(ROOT), "PDSTAGE_MISSPELT": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[<NullHandler (NOTSET)>] 0"
+    assert done.stderr == ""
+
+
+def warnings(caplog, logger: str) -> list[str]:
+    said = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert {record.name for record in said} <= {logger}
+    return [record.getMessage() for record in said]
+
+
+def test_a_peer_that_is_refused_again_and_again_is_named_once(site, caplog):
+    """Its greetings are repeated for as long as rooms ask for it."""
+    p, d = site.prefill(Rank()), site.decode(Rank(layers=4))
+    for room in range(3):
+        receiver = d.receive(room, site.address)
+        receiver.bind([0], 4)
+        drive([p, d], lambda receiver=receiver: receiver.released)
+        assert "4 at decode" in str(receiver.error)
+    said = warnings(caplog, "pdstage.manager.driver")
+    assert len(said) == 2, "once on each side"
+    assert sum(p.socket.endpoint in text for text in said) == 1, "the one it asked is named by its address"
+    assert p.stats()["sessions_refused"] >= 3
+
+
+def test_a_peer_that_sends_garbage_is_named_once_and_counted(site, caplog):
+    d = site.decode(Rank())
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.setsockopt(zmq.IDENTITY, b"stranger")
+        stranger.connect(d.socket.endpoint)
+        for _ in range(500):
+            stranger.send_multipart([b"\x00garbage"])
+        drive([d], lambda: d.stats()["frames_malformed"] >= 500)
+    said = warnings(caplog, "pdstage.manager.driver")
+    assert len(said) == 1
+    assert said[0].startswith(f"peer {b'stranger'.hex()}: ")
+
+
+def test_aux_rows_out_of_reach_are_told_of_once(site, caplog):
+    from dataclasses import replace  # noqa: PLC0415
+
+    from pdstage.metadata import MetadataBuffers, usual_columns  # noqa: PLC0415
+
+    rows = MetadataBuffers(usual_columns(top_logprobs=0), 4)
+    rows.region = replace(rows.region, kind="cuda")
+    site.decode(Rank(), aux="rdma", metadata=rows)
+    assert len(warnings(caplog, "pdstage.manager.node")) == 1
+
+
+def test_a_directory_with_too_many_connections_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(directory_http, "_MAX_CONNECTIONS", 2)
+    with BootstrapServer() as server:
+        host, _, port = server.address.rpartition(":")
+        held = [socket.create_connection((host, int(port)), timeout=20) for _ in range(8)]
+        BootstrapClient(server.address, timeout_s=20.0).instances()  # answered after all of those were taken
+        for one in held:
+            one.close()
+    (said,) = warnings(caplog, "pdstage.control.directory_http")
+    assert server.address in said
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_node_whose_thread_ends_says_why_once(site, caplog, monkeypatch):
+    d = site.decode(Rank(), progress="thread")
+
+    def broken(*_: object) -> None:
+        raise OSError("the socket is gone")
+
+    monkeypatch.setattr(d, "_turn_once", broken)
+    d.socket.wake()
+    d._thread.join(20)
+    (said,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert (said.name, said.getMessage()) == ("pdstage.manager.driver", "the node's thread ended")
+    assert "the socket is gone" in caplog.text
+
+
+def test_a_transport_that_gives_nothing_back_says_so(caplog):
+    agent = pytest.importorskip("pdstage.transport._nixl_agent")
+
+    def release() -> None:
+        raise next(iter(agent.Errors))("busy")
+
+    agent.attempt(release)
+    assert warnings(caplog, "pdstage.transport._nixl_agent") == ["NIXL refused release()"]
+
+
+def test_ever_more_rooms_say_ever_the_same(site, caplog):
+    """Nothing is said a room: a log does not grow with what is served."""
+    src, dst = Rank(page=4), Rank(page=8)
+    p, d = site.prefill(src), site.decode(dst)
+    with caplog.at_level(logging.INFO, "pdstage"):
+        move(site, p, d, src, dst, 1)
+        before = Counter(record.name for record in caplog.records)
+        for room in range(2, 8):
+            pages, into = np.arange(8), np.arange(4)
+            receiver, sender = d.receive(room, site.address), p.send(room)
+            receiver.bind(into, TOKENS)
+            sender.chunk(pages, TOKENS)
+            sender.finish()
+            drive([p, d], lambda receiver=receiver, sender=sender: receiver.released and sender.released)
+    assert Counter(record.name for record in caplog.records) == before
