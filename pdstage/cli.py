@@ -89,6 +89,7 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     demo.add_argument(
         "--aux", choices=AUX, default=plain.aux, help="how first tokens travel: by message or by the transport"
     )
+    demo.add_argument("--decode-aux", choices=AUX, help="decode's word on that, if not the same")
     for name, value, text in (
         ("--prefill-tp", plain.prefill_tp, "prefill ranks"),
         ("--decode-tp", plain.decode_tp, "decode ranks"),

@@ -105,6 +105,11 @@ SGLANG = Variable(
     "Where the GPU benchmark finds SGLang's kernels, to measure them in the same run.",
     "`pdstage bench gpu`, `make gpu`",
 )  # fmt: skip
+NVTX = Variable(
+    "PDSTAGE_NVTX", _one_of("0", "1"), "`1` or `0`", "none",
+    "NVTX ranges around what a node asks of its device, for Nsight Systems.",
+    "a node with a pool on a device, as it is made",
+)  # fmt: skip
 TEST_TRANSPORTS = Variable(
     "PDSTAGE_TEST_TRANSPORTS", str.split, "names with spaces between", "the project's own only",
     "Further transports for the contract suite.",
@@ -117,7 +122,7 @@ GPU_TESTS = Variable(
 )  # fmt: skip
 
 VARIABLES: tuple[Variable[object], ...] = (
-    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, SGLANG, TEST_TRANSPORTS, GPU_TESTS,
+    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, SGLANG, NVTX, TEST_TRANSPORTS, GPU_TESTS,
 )  # fmt: skip
 
 _warned_of: set[str] = set()

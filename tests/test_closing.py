@@ -21,8 +21,9 @@ from pdstage.manager.copier import Copier
 from pdstage.manager.lookup import Directory
 from pdstage.metadata import usual_columns
 from pdstage.transport import available, open_transport
+from tests import descriptors
 from tests.manager.engine import Rank, decode_node, prefill_node
-from tests.manager.test_lifecycle import held, leaks, n_shared
+from tests.manager.test_lifecycle import held, leaks
 
 N = 2
 
@@ -170,11 +171,11 @@ def test_a_node_that_cannot_be_made_leaves_nothing_open(options, error):
             decode_node(Rank(), **options)
 
     once()
-    before, shared = held(), n_shared()
+    before, shared = held(), descriptors.count("/memfd:pdstage")
     for _ in range(N):
         once()
     assert not leaks(before, n_turns=N)
-    assert n_shared() == shared
+    assert descriptors.count("/memfd:pdstage") == shared
 
 
 def test_a_node_whose_address_is_taken_leaves_nothing_open():
@@ -185,11 +186,11 @@ def test_a_node_whose_address_is_taken_leaves_nothing_open():
                 decode_node(Rank(), bind=taken.endpoint)
 
         once()
-        before, shared = held(), n_shared()
+        before, shared = held(), descriptors.count("/memfd:pdstage")
         for _ in range(N):
             once()
         assert not leaks(before, n_turns=N)
-        assert n_shared() == shared
+        assert descriptors.count("/memfd:pdstage") == shared
 
 
 def test_a_prefill_node_that_cannot_publish_leaves_nothing_open():
@@ -198,8 +199,8 @@ def test_a_prefill_node_that_cannot_publish_leaves_nothing_open():
             prefill_node(Rank(), "127.0.0.1:1")
 
     once()
-    before, shared = held(), n_shared()
+    before, shared = held(), descriptors.count("/memfd:pdstage")
     for _ in range(N):
         once()
     assert not leaks(before, n_turns=N)
-    assert n_shared() == shared
+    assert descriptors.count("/memfd:pdstage") == shared

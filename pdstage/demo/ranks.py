@@ -21,7 +21,7 @@ from pdstage.demo.holding import SPARE_PAGES, Holding
 from pdstage.demo.llama import ShardedLlama, head_share
 from pdstage.demo.options import Options, Side  # noqa: TC001  (pickled with the job)
 from pdstage.demo.pools import PagedPool, PagedShape, pages_for
-from pdstage.demo.transfer import Moved, Place, ReceivingSide, SendingSide
+from pdstage.demo.transfer import Moved, Place, ReceivingSide, SendingSide, digest
 from pdstage.topology import Topology  # noqa: TC001  (pickled with the job)
 from pdstage.trace import tracing
 
@@ -74,7 +74,7 @@ class Job:
             topology=self.place,
             transport=self.options.transport,
             path=self.options.path,
-            aux=self.options.aux,
+            aux=(self.side == "decode" and self.options.decode_aux) or self.options.aux,
             bootstrap=bootstrap,
             deadline_s=self.options.deadline_s,
             observers=observers,
@@ -103,6 +103,12 @@ class Arrived(NamedTuple):
 
     room: int
     at: float
+
+
+class Rows(NamedTuple):
+    """Digests of the rows that a decode rank has, by room."""
+
+    digests: tuple[int, ...]
 
 
 class Decoded(NamedTuple):
@@ -175,6 +181,7 @@ def _decode(job: Job, place: Place, pipe: Connection) -> None:
         side.expect(room, tables)
     _await_rooms(job, side, engine.group, pipe)
     contexts = [Context(tables, n, side.token(room)) for (room, n), tables in zip(job.rooms, held, strict=True)]
+    pipe.send(Rows(tuple(digest(side.row(room)) for room, _ in job.rooms)))
 
     def stepped() -> None:
         side.turn()

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RoomReport:
-    """One room's way. Times are seconds on the machine's monotonic clock, the same one in every process.
+    """One room's way. `rows`: digests of its aux row on all ranks, one if all is well.
+
+    Times are seconds on the machine's monotonic clock, the same one in every process.
 
     `began_at`: its first chunk was handed over; `handed_at`: its last one; `came_at`: the last decode rank had all.
     """
@@ -33,6 +35,7 @@ class RoomReport:
     nbytes: int = 0
     descriptors: int = 0
     paths: set[str] = field(default_factory=set)
+    rows: set[int] = field(default_factory=set)
     began_at: float = float("inf")
     handed_at: float = 0.0
     came_at: float = 0.0
@@ -50,7 +53,11 @@ class RoomReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The run's JSON, key for key. `new_tokens` counts all rooms'; `seconds`: first chunk to last room."""
+    """The run's JSON, key for key. `new_tokens` counts all rooms'; `seconds`: first chunk to last room.
+
+    `rows_identical`: of each room every decode rank has the aux row that prefill gave; `aux_rows` of them were written
+    by the transport, `aux_fallbacks` were to be, and came by message.
+    """
 
     transport: str
     path: str
@@ -66,10 +73,13 @@ class Report:
     bytes_moved: int
     descriptors: int
     seconds: float
+    rows_identical: bool
+    aux_rows: int
+    aux_fallbacks: int
 
     @property
     def good(self) -> bool:
-        return self.tokens_identical and self.negative_control_caught
+        return self.tokens_identical and self.rows_identical and self.negative_control_caught
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -127,6 +137,7 @@ def show(console: Console, options: Options, report: Report, rooms: Sequence[Roo
 
 def _legend(options: Options, report: Report, margin: float) -> list[str]:
     same = "[green]identical to[/]" if report.tokens_identical else "[red]NOT the same as[/]"
+    rows = "[green]identical[/]" if report.rows_identical else "[red]NOT the same[/]"
     caught = "[green]caught[/]" if report.negative_control_caught else "[red]NOT caught[/]"
     return [
         "[dim]ms: from the first chunk until every decode rank has the room; later chunks are computed meanwhile",
@@ -134,6 +145,8 @@ def _legend(options: Options, report: Report, margin: float) -> list[str]:
         f"model: {report.model}",
         *_pools(options),
         f"tokens: {report.new_tokens} new ones, {same} those of one process (closest two logits: {margin:.1g} apart)",
+        f"aux rows: {rows} on both sides; {report.aux_rows} written by the transport, {report.aux_fallbacks} to be "
+        "but sent by message",
         f"negative control: in each component ({', '.join(options.components)}) one received page or slot overwritten "
         f"with noise on one decode rank, {caught} by the same check",
     ]

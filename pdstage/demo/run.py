@@ -16,7 +16,7 @@ from rich.console import Console
 from pdstage.demo.crew import Crew
 from pdstage.demo.families import FAMILIES
 from pdstage.demo.llama import slice_weights
-from pdstage.demo.ranks import TRACE, Arrived, Decoded, Finished, Job, Prefilled, Sent, decode_rank, prefill_rank
+from pdstage.demo.ranks import TRACE, Arrived, Decoded, Finished, Job, Prefilled, Rows, Sent, decode_rank, prefill_rank
 from pdstage.demo.report import Bars, Report, RoomReport, path_of, show
 from pdstage.demo.transfer import serve_directory
 from pdstage.trace import check, merge_files
@@ -38,6 +38,8 @@ class Outcome:
     truths: list[Truth] = field(default_factory=list)
     transports: set[str] = field(default_factory=set)
     finished: Finished = field(default_factory=Finished)
+    aux_rows: int = 0
+    aux_fallbacks: int = 0
 
 
 def run(options: Options) -> Report:
@@ -126,6 +128,9 @@ def _take(message: object, outcome: Outcome, bars: Bars) -> None:
             room = outcome.rooms[index]
             room.nbytes += moved.nbytes
             room.descriptors += moved.descriptors
+            room.rows.add(moved.row)
+            outcome.aux_rows += moved.aux_rows
+            outcome.aux_fallbacks += moved.aux_fallbacks
             room.paths.update(moved.paths)
             outcome.transports.update(moved.over)
             room.began_at = min(room.began_at, began_at)
@@ -133,6 +138,9 @@ def _take(message: object, outcome: Outcome, bars: Bars) -> None:
         case Arrived(index, at):
             outcome.rooms[index].came_at = max(outcome.rooms[index].came_at, at)
             bars.advance("arrived", 1)
+        case Rows(digests):
+            for room, row in zip(outcome.rooms, digests, strict=True):
+                room.rows.add(row)
         case Decoded(n):
             bars.advance("decoded", n)
         case Finished(tokens) if tokens:
@@ -161,4 +169,7 @@ def _report(options: Options, outcome: Outcome) -> Report:
         bytes_moved=sum(room.nbytes for room in rooms),
         descriptors=sum(room.descriptors for room in rooms),
         seconds=max(room.came_at for room in rooms) - min(room.began_at for room in rooms),
+        rows_identical=all(len(room.rows) == 1 for room in rooms),
+        aux_rows=outcome.aux_rows,
+        aux_fallbacks=outcome.aux_fallbacks,
     )

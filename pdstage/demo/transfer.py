@@ -5,6 +5,7 @@ Layer 6 (demo). The only module here that calls the manager; must not know model
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,10 +36,16 @@ COLUMNS = usual_columns(top_logprobs=0)
 
 
 class Moved(NamedTuple):
-    """What a prefill rank wrote for one room, and over which transports it reaches its peers."""
+    """What a prefill rank wrote for one room, and over which transports it reaches its peers.
+
+    `row`: a digest of the row that it gave. `aux_rows` of those rows went by the transport, `aux_fallbacks` were to.
+    """
 
     nbytes: int
     descriptors: int
+    row: int
+    aux_rows: int
+    aux_fallbacks: int
     paths: tuple[str, ...]
     over: tuple[str, ...]
 
@@ -97,6 +104,11 @@ def _states(component: str, pool: SlotPool, tp: tuple[int, int]) -> list[Part]:
     ]
 
 
+def digest(row: AuxRow) -> int:
+    """Of all its columns' bytes."""
+    return zlib.crc32(b"".join(row[name].tobytes() for name in sorted(row.names)))
+
+
 class SendingSide:
     """A prefill rank's node. Rooms are sent one at a time, so that what each moved can be told apart."""
 
@@ -118,6 +130,7 @@ class SendingSide:
         self._before = self._node.stats()
 
     def open(self, room: str) -> None:
+        self._room = room
         self._sender = self._node.send(room)
 
     def chunk(self, room: demo_pools.Room, spans: Spans) -> None:
@@ -137,7 +150,8 @@ class SendingSide:
 
     def finish(self, token: int) -> None:
         self._row = self._rows.allocate()
-        self._row["output_ids"] = token
+        self._row["bootstrap_room"] = zlib.crc32(self._room.encode())
+        self._row["output_ids"] = self._row["output_token_logprobs_idx"] = token
         self._sender.finish(aux=self._row)
 
     def settle(self) -> Moved:
@@ -147,13 +161,15 @@ class SendingSide:
             self._sender.wait_released(self._deadline_s)
         except TimeoutError as late:
             raise DeadlineExceeded(str(late), remedy="try fewer ranks or requests") from late
+        row = digest(self._row)
         self._rows.free(self._row)
         now, before = self._node.stats(), self._before
         self._before = now
         moved = {name: count - before.get(name, 0) for name, count in now.items()}
         paths = tuple(path for path in ("staged", "direct") if moved[f"chunks_{path}"])
         over = tuple(name.removeprefix(_OVER) for name in now if name.startswith(_OVER))
-        return Moved(moved["bytes_written"], moved["descriptors"], paths, over)
+        rows = (moved["aux_rows"], moved["aux_fallbacks"])
+        return Moved(moved["bytes_written"], moved["descriptors"], row, *rows, paths, over)
 
     def turn(self) -> None:
         self._node.turn()
@@ -200,11 +216,15 @@ class ReceivingSide:
         complete: NDArray[np.bool_] = states == State.SUCCESS
         return complete
 
-    def token(self, room: str) -> int:
-        """The room's first new token, which prefill computed."""
+    def row(self, room: str) -> AuxRow:
+        """What prefill gave beside the caches."""
         row = self._receivers[room].aux
         assert isinstance(row, AuxRow), "a Success without the row that prefill gave"
-        return int(row["output_ids"][0])
+        return row
+
+    def token(self, room: str) -> int:
+        """The room's first new token, which prefill computed."""
+        return int(self.row(room)["output_ids"][0])
 
     def pause(self) -> None:
         """Waits a moment, or until something comes."""

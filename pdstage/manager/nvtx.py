@@ -6,11 +6,10 @@ device. A range is of the host's call, a launch or a post; the profiler shows wh
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pdstage.errors import UsageError
+from pdstage.environment import NVTX
 from pdstage.protocol.effects import Effect, Gather, Scatter, Write, WriteDirect, WriteRow
 
 if TYPE_CHECKING:
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
     from pdstage.kernels.index_ring import Runtime
 
-ENVIRONMENT = "PDSTAGE_NVTX"
 _NAMES = {Gather: "gather", Write: "write", WriteDirect: "direct write", WriteRow: "aux row", Scatter: "scatter"}
 
 
@@ -51,7 +49,4 @@ def name(effect: Effect) -> str:
 
 def ranges_of(runtime: Runtime | None) -> Ranges | None:
     """The ranges of a pool's device, if they are asked for and there is one. Raises `UsageError` for another value."""
-    asked = os.environ.get(ENVIRONMENT, "")
-    if asked not in ("", "0", "1"):
-        raise UsageError(f"{ENVIRONMENT}={asked!r}", remedy="set it to 1 or 0, or unset it", field=ENVIRONMENT)
-    return Ranges(runtime) if asked == "1" and runtime is not None else None
+    return Ranges(runtime) if NVTX.read() == "1" and runtime is not None else None

@@ -37,6 +37,9 @@ Errors: tuple[type[Exception], ...] = tuple(
 _StartErrors: tuple[type[Exception], ...] = (*Errors, RuntimeError)
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 _NET_DEVICES = "UCX_NET_DEVICES"
+_TCP_GIVES_UP = "UCX_TCP_USER_TIMEOUT"
+_GIVES_UP_AFTER = "60s"
+"""As a post's deadline. UCX's keepalive is silent while bytes wait for an answer: there Linux tries for 15 minutes."""
 log = logging.getLogger(__name__)
 
 _environment = threading.Lock()
@@ -59,7 +62,7 @@ def start(  # one keyword for each choice that NIXL or UCX leaves to its user
     )
     if not devices and numa_node is not None:
         devices = near_devices(numa_node)
-    with on_node(numa_node), _only(device_ports(devices)):
+    with on_node(numa_node), _choices(device_ports(devices)):
         try:
             agent = _api.nixl_agent(name, config)
         except _StartErrors as error:
@@ -70,23 +73,25 @@ def start(  # one keyword for each choice that NIXL or UCX leaves to its user
 
 
 @contextmanager
-def _only(devices: list[str]) -> Iterator[None]:
+def _choices(devices: list[str]) -> Iterator[None]:
     """Has UCX, which starts meanwhile, use these devices only, whatever the environment says; none: what that says.
 
     By the environment, since NIXL 1.5.1 passes UCX one plain device or several RDMA devices at their first port, and
-    takes its own documented `ucx_devices` without a word.
+    takes its own documented `ucx_devices` without a word; of what UCX does over TCP it passes nothing.
     """
     with _environment:  # also where none are named, lest another thread's choice be taken
-        before = os.environ.get(_NET_DEVICES)
+        wanted = {_TCP_GIVES_UP: os.environ.get(_TCP_GIVES_UP, _GIVES_UP_AFTER)}
         if devices:
-            os.environ[_NET_DEVICES] = ",".join(devices)
+            wanted[_NET_DEVICES] = ",".join(devices)
+        before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
         try:
             yield
         finally:
-            if devices:
-                del os.environ[_NET_DEVICES]
-            if before is not None:
-                os.environ[_NET_DEVICES] = before
+            for name, value in before.items():
+                del os.environ[name]
+                if value is not None:
+                    os.environ[name] = value
 
 
 class Memory:

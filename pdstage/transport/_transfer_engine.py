@@ -13,7 +13,8 @@ What was seen of Mooncake 0.3.13.post1 over tcp, and what follows here:
   predecessor's data port. A zero before the port is another name for the same place: each life has one of its own.
 * It keeps four connections to each peer that it has sent to (MC_TCP_LANES_PER_PEER), of dead ones too: only its end
   closes them. That takes up to a second, and the interpreter's lock with it: so an engine that no peer was met with is
-  kept for the next transport of this process.
+  kept for the next transport of this process. Over tcp one that only sends needs no registered memory, and starts in a
+  millisecond: mooncake.py takes a fresh one for new peers when many have gone, and ends it with its last.
 """
 
 from __future__ import annotations
@@ -90,6 +91,10 @@ class Engine:
         self.port: int = self.raw.get_rpc_port()
         self.is_known = False
         """Connections of peers, or to them, may be open."""
+        self.n_ways = 0
+        """Lives of peers that are reached by it now."""
+        self.n_left = 0
+        """Lives that were: over tcp it keeps their connections."""
 
     @classmethod
     def take(cls, protocol: str, host: str, devices: str) -> Engine:
@@ -141,6 +146,12 @@ class Way:
         self._is_open = False
         self._opener: threading.Thread | None = None
         self._opened: tuple[int, int] | None = None
+        engine.n_ways += 1
+
+    def leave(self) -> None:
+        """Nobody uses this way any more."""
+        self._engine.n_ways -= 1
+        self._engine.n_left += 1
 
     @property
     def at_rest(self) -> bool:

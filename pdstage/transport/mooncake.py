@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from pdstage.spans import Spans
     from pdstage.transport._peer import Target
 
+MOST_LEFT = 16
+"""So many lives that are gone, of four connections each, one engine may have left behind when a new one comes."""
 _HOST = re.compile(r"[0-9A-Za-z.:_-]{1,255}")
 
 
@@ -100,6 +102,8 @@ class MooncakeTransport(Transport):
         if host and not _HOST.fullmatch(host):
             raise UsageError(f"host {host!r}", remedy="give an address or a name, without a port", field="host")
         self._engine: Engine | None = Engine.take(protocol, host or _own_host(), devices)
+        self._sending = self._engine
+        self._engines = {self._engine}  # and those before `_sending` that still reach somebody
         self._life = secrets.token_hex(16)
         Here.lives.add(self._life)
         self._identity = own_identity()
@@ -150,14 +154,27 @@ class MooncakeTransport(Transport):
         if link is not None and link.told.life == told.life:
             link.told = told
             return
+        way = self._ways.get(told.life)
+        if way is None:  # if the connection fails below, the next poll takes it away
+            sending = self._fresh(engine)
+            way = self._ways[told.life] = Way(sending, sending.name_of(told.host, told.port, told.life))
         target = target_of(told.identity, told.life, self._identity, peer)
         self._met.add(peer, target)
         self.disconnect(peer)
-        way = self._ways.get(told.life)
-        if way is None:
-            way = self._ways[told.life] = Way(engine, engine.name_of(told.host, told.port, told.life))
         way.n_labels += 1
         self._links[peer] = _Link(peer, told, way, target)
+
+    def _fresh(self, engine: Engine) -> Engine:
+        """What writes to a life not met yet: another engine, once the last has left many connections behind.
+
+        Peers write to `engine`, which `describe` names, whichever that is. Not over RDMA, where memory would have to be
+        registered twice and nothing of the kind was seen.
+        """
+        before = self._sending
+        if before.n_left >= MOST_LEFT and engine.key[0] == "tcp":
+            self._sending = Engine.take(*engine.key)
+            self._engines.add(self._sending)
+        return self._sending
 
     def _read(self, peer: str, description: bytes) -> _Description:
         told = read_description(peer, description, _Description, self.traits)
@@ -203,6 +220,12 @@ class MooncakeTransport(Transport):
             self._move(way)
             if not way.n_labels and way.at_rest:
                 del self._ways[life]
+                way.leave()
+        if len(self._engines) > 1:
+            for engine in self._engines - {self._engine, self._sending}:
+                if not engine.n_ways:
+                    self._engines.remove(engine)
+                    engine.leave()
         events = list(self._events)
         self._events.clear()
         return events
@@ -233,7 +256,8 @@ class MooncakeTransport(Transport):
             return
         for region in self._own.regions:
             engine.raw.unregister_memory(region.base)
-        engine.leave()
+        for each in self._engines:
+            each.leave()
         Here.lives.discard(self._life)
         self._met.close()
         self._links.clear()

@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections import Counter, deque
+from collections import deque
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -53,14 +53,24 @@ class _Told(Told, frozen=True, tag="pdstage.mori.1", array_like=True):
     memory: list[Annotated[bytes, Meta(max_length=4096)]]
 
 
+class _Target:
+    """A peer's engine: all labels that name it share its queue pairs, and so what waits and what is under way."""
+
+    def __init__(self, engine: Any) -> None:  # noqa: ANN401
+        self.engine = engine
+        self.n_users = 0  # labels, and posts that have not ended
+        self.waiting: deque[_Post] = deque()
+        self.n_in_flight = 0  # descriptors
+
+
 class _Way(Link):
     """The way to a peer. Its posts keep it, and with it their sessions, after it was disconnected."""
+
+    target: _Target
 
     def __init__(self, peer: str, told: Told) -> None:
         self.memory: dict[Region, bytes] = {}
         self.sessions: dict[tuple[Region, Region], Any] = {}
-        self.waiting: deque[_Post] = deque()
-        self.n_in_flight = 0
         super().__init__(peer, told)
         self.engine = _understood(peer, _io.EngineDesc, self.told.engine)
         if self.engine.key != told.life:
@@ -97,7 +107,8 @@ class MoriTransport(Backend[_Way]):
     """Transport `mori`.
 
     `host`: the address of this host at which peers reach it; by default that of its default route.
-    `qp_per_transfer`: queue pairs to each peer. `max_in_flight`: descriptors under way to one peer at most.
+    `qp_per_transfer`: queue pairs to each peer. `max_in_flight`: descriptors under way to one engine of
+    a peer at most, whichever labels name it.
     """
 
     traits: ClassVar[Traits] = Traits(
@@ -134,7 +145,7 @@ class MoriTransport(Backend[_Way]):
             raise _failed("MORI-IO does not start", error, "it needs an RDMA device: see ibv_devices") from error
         self._max_in_flight = max_in_flight
         self._memory: dict[Region, Any] = {}
-        self._users: Counter[str] = Counter()  # of a remote engine: peers' labels and posts that have not ended
+        self._targets: dict[str, _Target] = {}
         self._flying: list[_Post] = []
 
     def describe(self) -> bytes:
@@ -166,16 +177,21 @@ class MoriTransport(Backend[_Way]):
     def _attach(self, link: _Way) -> None:
         if link.engine.key == self._key:
             raise is_itself(link.peer)
-        if not self._users[link.engine.key]:
+        if link.engine.key not in self._targets:
             self._engine.register_remote_engine(link.engine)
-        self._users[link.engine.key] += 1
+            self._targets[link.engine.key] = _Target(link.engine)
+        link.target = self._targets[link.engine.key]
+        link.target.n_users += 1
 
     def _detach(self, link: _Way) -> None:
-        for post in link.waiting:
+        waiting, link.target.waiting = link.target.waiting, deque()
+        for post in waiting:
+            if post.way is not link:
+                link.target.waiting.append(post)
+                continue
             post.error = TransportError(f"peer {link.peer!r} was disconnected before this write began")
             self._end(post)
-        link.waiting.clear()
-        self._let_go(link.engine)
+        self._let_go(link.target)
 
     def _write(self, link: _Way, ticket: int, spans: Spans, tag: bytes) -> None:
         del tag  # not notifying: the caller sends it once the post is done
@@ -183,9 +199,9 @@ class MoriTransport(Backend[_Way]):
             writes = [(self._session(link, batch), batch) for batch in batches(spans, self.own, link.offered)]
         except RuntimeError as error:
             raise _failed(f"peer {link.peer!r} cannot be reached", error, "look at its log") from error
-        self._users[link.engine.key] += 1
-        link.waiting.append(_Post(ticket, link, writes))
-        self._begin(link)
+        link.target.n_users += 1
+        link.target.waiting.append(_Post(ticket, link, writes))
+        self._begin(link.target)
 
     def _session(self, way: _Way, batch: Batch) -> Any:  # noqa: ANN401
         pair = batch.local, batch.remote
@@ -203,18 +219,18 @@ class MoriTransport(Backend[_Way]):
             way.sessions[pair] = session
         return way.sessions[pair]
 
-    def _begin(self, way: _Way) -> None:
-        """Begins the posts that wait for a peer, as many as may be under way."""
-        while way.waiting and way.n_in_flight + way.waiting[0].n_descriptors <= self._max_in_flight:
-            post = way.waiting.popleft()
+    def _begin(self, target: _Target) -> None:
+        """Begins the posts that wait for a peer's engine, as many as may be under way."""
+        while target.waiting and target.n_in_flight + target.waiting[0].n_descriptors <= self._max_in_flight:
+            post = target.waiting.popleft()
             try:
                 for session, batch in post.writes:
                     uid = self._engine.allocate_transfer_uid()
                     status = session.batch_write(batch.local_offsets, batch.remote_offsets, batch.sizes, uid)
                     post.statuses.append(status)
             except RuntimeError as error:
-                post.error = _failed(f"no write to peer {way.peer!r} can begin", error)
-            way.n_in_flight += post.n_descriptors
+                post.error = _failed(f"no write to peer {post.way.peer!r} can begin", error)
+            target.n_in_flight += post.n_descriptors
             self._flying.append(post)
 
     def _progress(self) -> None:
@@ -223,9 +239,9 @@ class MoriTransport(Backend[_Way]):
             if not post.has_ended():
                 self._flying.append(post)
                 continue
-            post.way.n_in_flight -= post.n_descriptors
+            post.way.target.n_in_flight -= post.n_descriptors
             self._end(post)
-            self._begin(post.way)
+            self._begin(post.way.target)
 
     def _end(self, post: _Post) -> None:
         """Turns a post that has ended into its event."""
@@ -238,13 +254,13 @@ class MoriTransport(Backend[_Way]):
             self.events.append(Done(post.ticket))
         else:
             self.events.append(PostFailed(post.ticket, post.error, settled=not post.statuses))
-        self._let_go(post.way.engine)
+        self._let_go(post.way.target)
 
-    def _let_go(self, engine: Any) -> None:  # noqa: ANN401
-        self._users[engine.key] -= 1
-        if not self._users[engine.key]:
-            del self._users[engine.key]
-            self._engine.deregister_remote_engine(engine)
+    def _let_go(self, target: _Target) -> None:
+        target.n_users -= 1
+        if not target.n_users:
+            del self._targets[target.engine.key]
+            self._engine.deregister_remote_engine(target.engine)
 
     def _shut(self) -> None:
         for post in self._flying:

@@ -32,6 +32,7 @@ def failed(capsys, *argv: str) -> tuple[int, str]:
         (("fly",), "fly"),
         (("demo", "--transport", "pigeon"), "--transport"),
         (("demo", "--path", "scenic"), "--path"),
+        (("demo", "--decode-aux", "pigeon"), "--decode-aux"),
         (("demo", "--prefill-tp", "four"), "--prefill-tp"),
         (("demo", "--prefill-tp", "0"), "--prefill-tp is 0"),
         (("demo", "--kv-heads", "1000"), "--kv-heads is 1000"),

@@ -78,6 +78,25 @@ def test_decoding_goes_on_token_for_token(tmp_path, transport, path, prefill_tp,
         assert told["descriptors"] < n_tokens, "one write carries a chunk"
 
 
+@pytest.mark.parametrize(
+    ("transport", "prefill_tp", "decode_tp", "decode_aux"),
+    [("local", 1, 2, "rdma"), ("nixl", 2, 1, "rdma"), ("nixl", 1, 1, "tcp")],
+)
+def test_rows_travel_by_the_transport_and_by_message_where_decode_offers_none(
+    tmp_path, transport, prefill_tp, decode_tp, decode_aux
+):
+    """The demo compares the rows' bytes on both sides; each decode rank gets each room's row once."""
+    needs(transport)
+    sizes = ("--prefill-tp", str(prefill_tp), "--decode-tp", str(decode_tp))
+    aux = ("--aux", "rdma") if decode_aux == "rdma" else ("--aux", "rdma", "--decode-aux", decode_aux)
+    code, told, said = demo(tmp_path, "--transport", transport, *sizes, *aux)
+    assert code == 0, said
+    assert told["rows_identical"] is True
+    n_rows = N_REQUESTS * decode_tp
+    written = n_rows if decode_aux == "rdma" else 0
+    assert (told["aux_rows"], told["aux_fallbacks"]) == (written, n_rows - written)
+
+
 def test_an_unusable_transport_is_one_line(tmp_path, monkeypatch):
     """A rank that cannot start is named, and everybody else is ended."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -18,6 +18,7 @@ from pdstage.demo.report import Report, RoomReport, show
 KEYS = [
     "transport", "path", "model", "prefill_tp", "decode_tp", "prefill_pp", "decode_pp", "requests", "new_tokens",
     "tokens_identical", "negative_control_caught", "bytes_moved", "descriptors", "seconds",
+    "rows_identical", "aux_rows", "aux_fallbacks",
 ]  # fmt: skip
 
 
@@ -25,7 +26,7 @@ def report_of(options: Options) -> Report:
     return Report(
         transport="nixl", path="staged", model=options.described, prefill_tp=4, decode_tp=2, prefill_pp=1, decode_pp=1,
         requests=2, new_tokens=66, tokens_identical=True, negative_control_caught=True, bytes_moved=14_417_920,
-        descriptors=56_320, seconds=1.25,
+        descriptors=56_320, seconds=1.25, rows_identical=True, aux_rows=2, aux_fallbacks=0,
     )  # fmt: skip
 
 
@@ -47,9 +48,11 @@ def test_json_has_exactly_the_agreed_keys(tmp_path):
 
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("caught", [True, False])
-def test_only_both_checks_make_a_good_run(same, caught):
-    report = replace(report_of(Options()), tokens_identical=same, negative_control_caught=caught)
-    assert report.good == (same and caught)
+@pytest.mark.parametrize("rows", [True, False])
+def test_only_all_checks_make_a_good_run(same, caught, rows):
+    told = {"tokens_identical": same, "negative_control_caught": caught, "rows_identical": rows}
+    report = replace(report_of(Options()), **told)
+    assert report.good == (same and caught and rows)
 
 
 def shown(report: Report, rooms: list[RoomReport], options: Options | None = None) -> str:

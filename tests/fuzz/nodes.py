@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 
-from pdstage import Config, DecodeNode, Pool, PrefillNode, Topology, native
+from pdstage import AuxRow, Column, Config, DecodeNode, MetadataBuffers, Pool, PrefillNode, Sender, Topology, native
 from pdstage.convert import Encoding, fp8_token_head, mxfp8
 from pdstage.errors import PdstageError
 from pdstage.layout import Layout, Region
@@ -29,6 +29,7 @@ from tests.fuzz.wire import alter_frame, bend_frame, samples
 _LAYERS, _HEADS, _DIM, _PAGE, _PAGES = 2, 2, 32, 4, 16
 _WAIT_S = 30.0
 _TRIES, _SLOW_S = 3, 3.0
+_ROWS, COLUMNS = 64, (Column("ids", "int32", (16,)), Column("draft", "float16", (33,)))
 
 
 def _pool(format: str = "bf16") -> tuple[np.ndarray, Layout]:
@@ -48,11 +49,17 @@ class _Bed:
         self.staging = np.zeros(1 << 14, np.uint8)
         self.transport = LocalTransport()
         regions = [region for _, layout in self.theirs for region in layout.regions]
-        self.transport.register([*regions, Region(self.staging.ctypes.data, self.staging.nbytes)])
+        self.their_rows = MetadataBuffers(COLUMNS, _ROWS)
+        self.transport.register(
+            [*regions, Region(self.staging.ctypes.data, self.staging.nbytes), self.their_rows.region]
+        )
+        self.src_rows, self.dst_rows = MetadataBuffers(COLUMNS, _ROWS), MetadataBuffers(COLUMNS, _ROWS)
+        self.lent: list[tuple[Sender, AuxRow]] = []
+        """Rows that prefill gave to rooms of a liar's."""
         common = {"transport": "local", "staging_nbytes": 1 << 16, "progress": "inline", "copy_thread": False}
-        common["config"] = Config(convert=native.ext is not None)
-        self.prefill = PrefillNode(Pool.of(src_layout), Topology(), path="auto", **common)
-        self.decode = DecodeNode(Pool.of(dst_layout), Topology(), **common)
+        common |= {"config": Config(convert=native.ext is not None), "aux": "rdma"}
+        self.prefill = PrefillNode(Pool.of(src_layout), Topology(), path="auto", metadata=self.src_rows, **common)
+        self.decode = DecodeNode(Pool.of(dst_layout), Topology(), metadata=self.dst_rows, **common)
         self.rooms = itertools.count(1)
         self.nonces = itertools.count(1 << 32)
         self.seq = itertools.count(1)
@@ -94,7 +101,9 @@ def _lie_to_prefill(bed: _Bed, draw: Draw) -> None:
     room, nonce, route = next(bed.rooms), next(bed.nonces), b"liar%d" % draw.below(3)
     sender = bed.prefill.send(room)
     sender.chunk([1, 2], tokens=(0, 2 * _PAGE))
-    sender.finish()
+    given = _row_of(bed, room)
+    bed.lent.append((sender, given))
+    sender.finish(aux=given)
     at, half = bed.staging.ctypes.data, bed.staging.nbytes // 2
     lanes = (m.LaneSpan(at, half), m.LaneSpan(at + half, half))
     items = np.array([3, 5], np.int32)
@@ -102,17 +111,20 @@ def _lie_to_prefill(bed: _Bed, draw: Draw) -> None:
     direct = ("direct",) if draw.chance(160) else ()
     _, layout = bed.theirs[nonce % len(bed.theirs)]
     features = (*direct, m.CONVERT_FEATURE)
-    hello = m.Hello(Topology(), layout, "local", bed.transport.describe(), lanes, 5.0, features)
+    rows = m.RowSpan(bed.their_rows.region.base, bed.their_rows.row_nbytes, _ROWS)
+    columns = bed.their_rows.columns.placed
+    hello = m.Hello(Topology(), layout, "local", bed.transport.describe(), lanes, 5.0, features, columns, rows)
     wire_items = (m.Items("kv", 0, memoryview(items).cast("B")),) if direct else ()
     session = m.Session(nonce, bed.prefill.incarnation)
+    row = draw.below(_ROWS) if draw.chance(160) else None
     said: list[tuple[m.Session, m.AnyMessage]] = [
         (m.Session(nonce, 0), hello),
         (session, m.Heartbeat()),
-        (session, m.Open(1, m.room_key(room), shares, (m.Asked("kv", 0, 8),), wire_items, 0, 1, True, 0, 60.0)),
+        (session, m.Open(1, m.room_key(room), shares, (m.Asked("kv", 0, 8),), wire_items, 0, 1, True, 0, 60.0, row)),
         (session, m.Lease(1, 0, 0, 0, 0, half, 0)),
         (session, draw.pick(samples())),
     ]
-    before = (bed.src.tobytes(), bed.dst.tobytes())
+    before = _own_bytes(bed)
     for number, (whose, message) in enumerate(said):
         frame = m.encode(whose, number + 1, message)
         if draw.chance(80):
@@ -121,12 +133,27 @@ def _lie_to_prefill(bed: _Bed, draw: Draw) -> None:
         if draw.chance(128):
             _turn(bed.prefill)
     _turn(bed.prefill)
-    assert (bed.src.tobytes(), bed.dst.tobytes()) == before, "a liar had prefill write into the nodes' own pools"
+    assert _own_bytes(bed) == before, "a liar had prefill write into the nodes' own pools or rows"
     sender.abort()
     with bed.prefill._lock:
         for link in [link for link in bed.prefill.core.links.values() if link.route.startswith(b"liar")]:
             bed.prefill.core.receive(link.route, m.encode(link.session, (1 << 64) - 1, m.Bye()), time.monotonic())
     _turn(bed.prefill)
+
+
+def _own_bytes(bed: _Bed) -> tuple[bytes, ...]:
+    rows = (bytes(held._memory) for held in (bed.src_rows, bed.dst_rows))
+    return bed.src.tobytes(), bed.dst.tobytes(), *rows
+
+
+def _row_of(bed: _Bed, room: int) -> AuxRow:
+    """A row filled for `room`; those that liars' rooms had are free once these are released."""
+    for sender, row in [lent for lent in bed.lent if lent[0].released]:
+        bed.lent.remove((sender, row))
+        bed.src_rows.free(row)
+    row = bed.src_rows.allocate()
+    row["ids"] = room
+    return row
 
 
 def _lie_to_decode(bed: _Bed, draw: Draw) -> None:
@@ -160,10 +187,12 @@ def _room(bed: _Bed) -> PdstageError | None:
     room = next(bed.rooms)
     bed.dst[:] = 0
     receiver = bed.decode.receive(room, prefill=bed.prefill.bootstrap_address)
-    receiver.bind(items=[7, 2], tokens=2 * _PAGE)
+    into = bed.dst_rows.allocate()
+    receiver.bind(items=[7, 2], tokens=2 * _PAGE, aux=into)
     sender = bed.prefill.send(room)
     sender.chunk([4, 6], tokens=(0, 2 * _PAGE))
-    sender.finish(aux=b"aux")
+    given = _row_of(bed, room)
+    sender.finish(aux=given)
     until = time.monotonic() + _WAIT_S
     while not (receiver.released and sender.released):
         _turn(bed.prefill)
@@ -171,9 +200,12 @@ def _room(bed: _Bed) -> PdstageError | None:
         if receiver.error is not None:
             sender.abort()
         assert time.monotonic() < until, (receiver.poll(), receiver.error, sender.poll(), sender.error)
+    bed.src_rows.free(given)
+    bed.dst_rows.free(into)
     if receiver.error is not None:
         return receiver.error
-    assert receiver.aux == b"aux"
+    assert isinstance(receiver.aux, AuxRow)
+    assert receiver.aux["ids"][0] == room
     assert np.array_equal(bed.dst[:, :, [7, 2]], bed.src[:, :, [4, 6]])
     return None
 

@@ -43,9 +43,10 @@ class Hostile(World):
         self.draw = draw
         self.liar: Prefill | Decode | None = None
         self.victim: Prefill | Decode | None = None
+        aux, way = divmod(draw.below(6), 2)  # a byte means the path that it meant before there were rows
         super().__init__(
             prefill=2 if role == "prefill" else 1, instances=True, n_lanes=2, lane_nbytes=1024, buffer_nbytes=512,
-            path=draw.pick(("staged", "direct")), deadline_s=60.0, **_DEADLINES, **_CAPS,
+            path=("staged", "direct")[way], aux=("", "packed", "rows")[aux], deadline_s=60.0, **_DEADLINES, **_CAPS,
         )  # fmt: skip
         if role == "decode":
             self.decode.append(self.make_decode(0, life=9))
@@ -272,9 +273,38 @@ def run(data: bytes, role: str) -> None:
 
 def _honest(world: Hostile, room: int, pages: list[int]) -> tuple[int, InRoom, list[int]]:
     world.deadline_s = 60.0
-    handle = world.receive(room, TOKENS, pages, 0, prefill=0)
-    world.send(room, TOKENS, pages, 0, step=4)
+    handle = _receive(world, room, pages, 0, prefill=0)
+    _send(world, room, pages, 0)
     return room, handle, pages
+
+
+def _receive(world: Hostile, room: int, pages: list[int], rank: int, *, prefill: int) -> InRoom:
+    """Where the world has rows, into the one that the pages name: no two rooms share it."""
+    row = {"row": pages[0] // 2} if world.aux else {}
+    return world.receive(room, TOKENS, pages, rank, prefill=prefill, **row)
+
+
+def _send(world: Hostile, room: int, pages: list[int], rank: int) -> OutRoom:
+    """A whole room in two chunks, with a row full of its number, where the world has rows."""
+    if not world.aux:
+        return world.send(room, TOKENS, pages, rank, step=4)
+    world.fill(room, TOKENS, pages, rank)
+    handle = world.submit(room, rank)
+    for start in range(0, TOKENS, 4):
+        world.chunk(handle, (start, start + 4), pages, rank)
+    world.finish(handle, rank, world.given_row(world.prefill[rank], pages[0] // 2, room))
+    return handle
+
+
+def _has_its_row(world: Hostile, handle: InRoom, room: int) -> bool:
+    """As `_send` filled it, in each column that both sides have; what else is in the row is nobody's."""
+    if not world.aux:
+        return handle.aux == b"aux"
+    assert handle.shared is not None
+    row = world.row(world.decode[0], world.decode[0].row_of[handle])
+    return bool(handle.shared.dst) and all(
+        (row[column.offset : column.offset + column.nbytes] == room).all() for column in handle.shared.dst
+    )
 
 
 def _lied_to(world: Hostile, role: str, room: int, pages: list[int]) -> InRoom | OutRoom:
@@ -285,11 +315,11 @@ def _lied_to(world: Hostile, role: str, room: int, pages: list[int]) -> InRoom |
     world.deadline_s = 8.0
     liar = 1
     if role == "prefill":
-        handle = world.receive(room, TOKENS, pages, 0, prefill=liar)
-        world.send(room, TOKENS, pages, liar, step=4)
+        handle = _receive(world, room, pages, 0, prefill=liar)
+        _send(world, room, pages, liar)
         return handle
-    sent = world.send(room, TOKENS, pages, 0, step=4)
-    world.receive(room, TOKENS, pages, liar, prefill=0)
+    sent = _send(world, room, pages, 0)
+    _receive(world, room, pages, liar, prefill=0)
     return sent
 
 
@@ -298,7 +328,7 @@ def _end(world: Hostile, honest: list[tuple[int, InRoom, list[int]]], others: li
     _until(world, 50.0, lambda: all(handle.ended for _, handle, _ in honest))
     for room, handle, _ in honest:
         world.check(handle, room, TOKENS)
-        assert handle.aux == b"aux"
+        assert _has_its_row(world, handle, room)
     world.silent = True
     assert world.liar is not None
     name, links = world.liar.name, world.victim.core.links
@@ -326,4 +356,5 @@ def _until(world: Hostile, for_s: float, done: Callable[[], bool]) -> None:
 def seeds(role: str) -> list[bytes]:
     del role
     calm = bytes([0, 0, 2, 6, 1, 0, 2, 6, 2])
-    return [calm, calm + bytes(range(64)), bytes([1, 2, 2, 2, 6, 1, 4, 4, 4, 4]) * 8, bytes(range(256)) * 2]
+    rows = [bytes([way]) + calm[1:] + bytes(range(64)) for way in range(2, 6)]
+    return [calm, calm + bytes(range(64)), *rows, bytes([1, 2, 2, 2, 6, 1, 4, 4, 4, 4]) * 8, bytes(range(256)) * 2]

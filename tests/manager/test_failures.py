@@ -14,9 +14,16 @@ import pytest
 
 from pdstage import DecodeNode, State
 from pdstage.transport import available
+from tests.chaos.network import Namespaces, permitted
 from tests.manager.engine import Rank, drive, prefill_node
 from tests.manager.test_processes import Remote, spawn
-from tests.manager.workers import TOKENS, serve_decode
+from tests.manager.workers import (
+    TOKENS,
+    receive_from_a_host_that_vanishes,
+    send_to_a_host_that_vanishes,
+    serve_decode,
+    serve_prefill_forbidden_to_write,
+)
 
 TRANSPORTS = [name for name in ("local", "nixl", "mooncake") if not available().get(name, "unknown")]
 
@@ -83,6 +90,26 @@ def test_a_stopped_prefill_process_keeps_memory_out_of_use_until_it_goes_on(site
         drive([d], lambda: receivers[1].released and not d.unfenced(), 60)
 
 
+def test_a_prefill_process_that_may_not_write_fails_the_room_before_anything_is_sent(site):
+    """Row of local: writing forbidden."""
+    dst = Rank(n_pages=128)
+    d = site.decode(dst, path="direct")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=serve_prefill_forbidden_to_write, args=(theirs, site.address), daemon=True)
+    process.start()
+    try:
+        assert ours.poll(60)
+        receiver = d.receive(0, site.address)
+        receiver.bind(dst.allocate(TOKENS), TOKENS)
+        drive([d], lambda: receiver.released, 60)
+        assert receiver.state is State.FAILED
+        assert "does not know this session" in str(receiver.error)
+        assert not any(tensor.any() for tensor in (*dst.k, *dst.v))
+    finally:
+        process.kill()
+        process.join()
+
+
 @pytest.fixture
 def decode_process() -> Iterator[object]:
     """Starts a decode rank in a process of its own: its process and its pipe."""
@@ -119,3 +146,56 @@ def test_a_killed_decode_process_fails_its_rooms_at_prefill(site, transport, dec
         drive([p], lambda: sender.state is State.FAILED and sender.released, 60)
         assert "silent" in str(sender.error)
         assert not p.unfenced()
+
+
+@pytest.fixture
+def two_hosts(monkeypatch) -> Iterator[Namespaces]:
+    """Network namespaces on a bridge. Of fabrics, what would find another way is off; and the test is not to take long.
+
+    The bound that NIXL gets here by default is tested in tests/transport/test_nixl.py.
+    """
+    if not permitted():
+        pytest.skip("network namespaces cannot be made here")
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    monkeypatch.setenv("UCX_TCP_USER_TIMEOUT", "5s")
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "5")
+    hosts = Namespaces("vanish", ["prefill", "decode"])
+    yield hosts
+    hosts.close()
+
+
+@pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "local"])
+def test_a_host_that_vanishes_fails_its_rooms_on_both_sides(two_hosts, transport):
+    """Row: host vanished. Row of mooncake: host vanished.
+
+    I2, I8, I10: the rooms end by silence; the source comes back when the fabric gives the write
+    up, of itself, and the destination when an operator says that the host is gone.
+    """
+    pipes, processes = {}, []
+
+    def start(rank: str, serve: object, *args: str) -> None:
+        pipes[rank], theirs = spawn.Pipe()
+        args = (theirs, two_hosts.where(rank), two_hosts.host(rank), transport, *args)
+        processes.append(spawn.Process(target=serve, args=args, daemon=True))
+        processes[-1].start()
+        theirs.close()
+
+    def say(rank: str) -> object:
+        assert pipes[rank].poll(60), f"{rank} says nothing"
+        return pipes[rank].recv()
+
+    try:
+        start("prefill", send_to_a_host_that_vanishes)
+        start("decode", receive_from_a_host_that_vanishes, say("prefill"))
+        assert say("decode") == "half"
+        two_hosts.cut("decode", "silent")
+        pipes["prefill"].send("cut")
+        assert "silent" in say("decode")
+        assert say("decode") is False, "the other host may still write"
+        assert say("decode") == "released"
+        assert "decode was silent" in say("prefill")
+        assert say("prefill") == "released"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

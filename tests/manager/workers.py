@@ -1,11 +1,15 @@
-"""What the processes of test_processes.py run."""
+"""What the processes of test_processes.py and test_failures.py run."""
 
 from __future__ import annotations
 
+import errno
 from multiprocessing.connection import Connection
 
-from pdstage import State
+from pdstage import DecodeNode, PrefillNode, State
+from pdstage.transport import open_transport
+from tests.chaos.network import enter
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
+from tests.transport.endpoint import forbid_writing_to_processes
 
 TOKENS = 50
 
@@ -42,6 +46,12 @@ def serve_prefill(
         drive([node], pipe.poll, 60)
 
 
+def serve_prefill_forbidden_to_write(pipe: Connection, address: str) -> None:
+    """As `serve_prefill`, where a seccomp profile forbids process_vm_writev."""
+    forbid_writing_to_processes(errno.EPERM)
+    serve_prefill(pipe, address, 1, 0, "local", "direct", rooms=1, stop=0, keys=None)
+
+
 def serve_decode(pipe: Connection, address: str, transport: str) -> None:
     """Receives room 0; says so once some of it is there, and then waits to be killed."""
     pool = Rank(n_pages=256)
@@ -51,3 +61,61 @@ def serve_decode(pipe: Connection, address: str, transport: str) -> None:
         drive([node], lambda: receiver.state is State.TRANSFERRING, 60)
         pipe.send("half")
         drive([node], pipe.poll, 60)
+
+
+def send_to_a_host_that_vanishes(pipe: Connection, namespace: str, host: str, transport: str) -> None:
+    """Sends room 0; the second half once it is told that decode's host is away. Says how the room ends, and when over.
+
+    Runs in a network namespace, as on a host of its own.
+    """
+    enter(namespace)
+    pool = Rank(n_pages=256)
+    options = {"bootstrap": None, "bind": f"tcp://{host}:0", "insecure": True, "path": "direct"}
+    with prefill_node(pool, **options, transport=_at(host, transport)) as node:
+        pipe.send(node.bootstrap_address)
+        pages = pool.allocate(TOKENS)
+        pool.write(0, TOKENS, pages)
+        sender = node.send(0)
+        sender.chunk(pages, (0, 20))
+        drive([node], pipe.poll, 60)
+        pipe.recv()
+        sender.chunk(pages, (20, TOKENS))
+        sender.finish()
+        drive([node], lambda: sender.state is State.FAILED, 60)
+        pipe.send(str(sender.error))
+        if transport == "mooncake":  # of itself it takes minutes: docs/transports.md
+            drive([node], node.unfenced, 60)
+            _fence_all(node)
+        drive([node], lambda: sender.released, 60)
+        pipe.send("released")
+
+
+def receive_from_a_host_that_vanishes(
+    pipe: Connection, namespace: str, host: str, transport: str, prefill: str
+) -> None:
+    """Receives room 0; says how far it is, how it ends, what of it is kept back then, and what is after `fence`."""
+    enter(namespace)
+    pool = Rank(n_pages=256)
+    with decode_node(
+        pool, transport=_at(host, transport), path="direct", bind=f"tcp://{host}:0", insecure=True
+    ) as node:
+        receiver = node.receive(0, prefill)
+        receiver.bind(pool.allocate(TOKENS), TOKENS)
+        drive([node], lambda: receiver.state is State.TRANSFERRING, 60)
+        pipe.send("half")
+        drive([node], lambda: receiver.state is State.FAILED, 60)
+        pipe.send(str(receiver.error))
+        drive([node], node.unfenced, 60)
+        pipe.send(receiver.released)
+        _fence_all(node)
+        drive([node], lambda: receiver.released, 60)
+        pipe.send("released")
+
+
+def _fence_all(node: DecodeNode | PrefillNode) -> None:
+    for endpoint in node.unfenced():
+        node.fence(endpoint)
+
+
+def _at(host: str, transport: str) -> object:
+    return open_transport(transport, host=host) if transport == "mooncake" else transport

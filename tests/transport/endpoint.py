@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import multiprocessing
 import os
 import platform
 import select
 import signal
+import socket
 import struct
 import time
 from pathlib import Path
@@ -24,6 +27,7 @@ from tests import descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from multiprocessing.context import BaseContext
 
     from pdstage.transport import Transport
 
@@ -153,6 +157,15 @@ class Endpoint:
     def n_fds(self, part: str = "") -> int:
         return descriptors.count(part)
 
+    def user_timeouts_s(self) -> set[int]:
+        """After how long TCP connections of this process give up what nobody acknowledges; 0: as Linux does."""
+        found = set()
+        for entry in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as held:
+                if held.family == socket.AF_INET and held.type == socket.SOCK_STREAM and held.getpeername():
+                    found.add(round(held.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1e3))
+        return found
+
     def n_sent(self, device: str) -> int:
         """Bytes that a network device has sent so far."""
         lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
@@ -163,21 +176,8 @@ class Endpoint:
         os.setuid(uid)
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # as a process that was this user's from the start
 
-    def forbid_writing_to_processes(self) -> None:
-        """What containers' seccomp profiles do: process_vm_readv and process_vm_writev give EPERM in this thread."""
-        first = {"x86_64": 310, "aarch64": 270}[platform.machine()]
-        rows = [
-            (0x20, 0, 0, 0),
-            (0x15, 1, 0, first),
-            (0x15, 0, 1, first + 1),
-            (6, 0, 0, 0x50001),
-            (6, 0, 0, 0x7FFF0000),
-        ]
-        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in rows))
-        program = struct.pack("HxxxxxxP", len(rows), ctypes.addressof(code))
-        prctl = ctypes.CDLL(None, use_errno=True).prctl
-        assert prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
-        assert prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.c_char_p(program), 0, 0) == 0
+    def forbid_writing_to_processes(self, code: int = errno.EPERM) -> None:
+        forbid_writing_to_processes(code)
 
     def write_mapped(self, peer: str, address: int, data: bytes, tag: bytes) -> int | None:
         """The ticket, or None if that memory of the peer is not mapped here."""
@@ -192,6 +192,23 @@ class Endpoint:
 
     def notifies(self) -> bool:
         return self.transport.traits.notifies
+
+
+def forbid_writing_to_processes(code: int) -> None:
+    """What containers' seccomp profiles do: process_vm_readv and process_vm_writev give `code` in this thread."""
+    first = {"x86_64": 310, "aarch64": 270}[platform.machine()]
+    rows = [
+        (0x20, 0, 0, 0),
+        (0x15, 1, 0, first),
+        (0x15, 0, 1, first + 1),
+        (6, 0, 0, 0x50000 | code),
+        (6, 0, 0, 0x7FFF0000),
+    ]
+    filled = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in rows))
+    program = struct.pack("HxxxxxxP", len(rows), ctypes.addressof(filled))
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    assert prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+    assert prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.c_char_p(program), 0, 0) == 0
 
 
 def _enter(netns: str) -> None:
@@ -232,9 +249,15 @@ class Remote:
     """An endpoint in a process of its own, started afresh (spawn) with `environment` added, in a network namespace."""
 
     def __init__(
-        self, name: str, environment: Mapping[str, str] | None = None, *, netns: str = "", **options: object
+        self,
+        name: str,
+        environment: Mapping[str, str] | None = None,
+        *,
+        netns: str = "",
+        context: BaseContext | None = None,
+        **options: object,
     ) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = context or multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, name, netns, options), daemon=True)
         with mock.patch.dict(os.environ, environment or {}):

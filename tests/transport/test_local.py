@@ -45,6 +45,7 @@ def altered(description: bytes, **changes: object) -> bytes:
 
 
 def test_a_process_that_took_over_the_pid_is_not_written(ends):
+    """Row of local: peer restarted."""
     a, b = ends
     told = read_description("b", b.describe(), _Description, LocalTransport.traits)
     with pytest.raises(TransportError, match="has ended"):
@@ -52,6 +53,7 @@ def test_a_process_that_took_over_the_pid_is_not_written(ends):
 
 
 def test_another_host_and_another_container_are_refused_in_words(ends):
+    """Row of local: another container or host."""
     a, b = ends
     with pytest.raises(PeerError, match="another host"):
         a.connect("b", altered(b.describe(), boot_id="00000000"))
@@ -149,6 +151,7 @@ def test_room_in_a_full_queue_wakes_the_sender(ends):
 
 
 def test_tags_of_a_peer_that_died_with_a_full_queue_fail(ends):
+    """Row of local: peer killed."""
     a, b = ends
     a.connect("b", b.describe())
     a.prepare("b", [b.region()])
@@ -163,6 +166,7 @@ def test_tags_of_a_peer_that_died_with_a_full_queue_fail(ends):
 
 @as_root
 def test_without_permission_the_error_names_the_remedy():
+    """Row of local: writing forbidden later."""
     a, b = Remote("local"), Endpoint("local")
     try:
         a.connect("b", b.describe())
@@ -174,6 +178,37 @@ def test_without_permission_the_error_names_the_remedy():
     finally:
         a.shut()
         b.close()
+
+
+@as_root
+def test_a_peer_of_another_user_is_refused_when_it_connects():
+    """Row of local: another user."""
+    a, b = Remote("local"), Endpoint("local")
+    try:
+        a.become_user(65534)
+        with pytest.raises(PeerError, match="does not hold the socket") as refused:
+            a.connect("b", b.describe())
+        assert "as one user" in refused.value.remedy
+    finally:
+        a.shut()
+        b.close()
+
+
+def test_tags_for_a_stopped_peer_wait_for_it(ends):
+    """Row of local: peer stopped."""
+    a, b = ends
+    a.connect("b", b.describe())
+    a.prepare("b", [b.region()])
+    b.stop()
+    tickets = [a.post("b", [(0, b.base, 8)], b"%04d" % i) for i in range(1500)]
+    log = Log(a)
+    for _ in range(100):
+        log.poll()
+    assert len(log.done(a)) < len(tickets)
+    assert not a.proved_dead("b")
+    b.resume()
+    log = Log(a, b)
+    log.until(lambda: b"1499" in log.tags(b))
 
 
 @as_root
@@ -193,7 +228,10 @@ def test_tags_of_another_user_are_dropped_and_counted():
 
 
 def test_memory_that_the_peer_unmapped_fails_the_post_and_nothing_else(ends):
-    """The peer lies about its region: the kernel stops the write at the first page that is not there."""
+    """Row of local: memory unmapped.
+
+    The peer lies about its region: the kernel stops the write at the first page that is not there.
+    """
     a, b = ends
     told = read_description("b", b.describe(), _Description, LocalTransport.traits)
     far = b.base + (1 << 42)
@@ -209,6 +247,7 @@ def test_memory_that_the_peer_unmapped_fails_the_post_and_nothing_else(ends):
 
 
 def test_memory_that_a_transport_of_this_process_unregistered_is_not_written():
+    """Row of local: region unregistered and mapped; of another process it is in test_failures.py."""
     a, b = Endpoint("local"), Endpoint("local")
     a.connect("b", b.describe())
     a.prepare("b", [b.region()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 
 import msgspec
@@ -99,6 +100,7 @@ def test_a_copy_under_way_when_the_peer_is_let_go_harms_nobody(ends):
 
 
 def test_a_peer_that_lies_about_its_memory_is_written_as_if_it_shared_none(ends, caplog):
+    """Row of local: told of memory not there."""
     a, b = ends
     told = read_description("b", b.describe(), _Description, LocalTransport.traits)
     ((base, backing),) = told.shared
@@ -109,19 +111,20 @@ def test_a_peer_that_lies_about_its_memory_is_written_as_if_it_shared_none(ends,
     delivers(a, b)
 
 
-@pytest.mark.parametrize("native", ["", "no"])
-def test_shared_memory_is_written_where_no_process_may_write_another(stock, native):
+@pytest.mark.parametrize(("native", "code"), [("", errno.EPERM), ("no", errno.EPERM), ("", errno.ENOSYS)])
+def test_shared_memory_is_written_where_no_process_may_write_another(stock, native, code):
+    """Row of local: writing forbidden and all shared. Row of local: writing forbidden."""
     a, b = Remote("local", {"PDSTAGE_NATIVE": native} if native else {}), stock
     b.renew()
     try:
-        a.forbid_writing_to_processes()
+        a.forbid_writing_to_processes(code)
         a.connect("b", b.describe())
         a.prepare("b", [b.region()])
         delivers(a, b)
         assert a.write_mapped("b", b.base, b"x", b"") is not None
         region = b.register_more()
         a.connect("b", b.describe())
-        with pytest.raises(PeerError, match=r"neither shared nor writable.*EPERM.*path=.staged"):
+        with pytest.raises(PeerError, match=rf"neither shared nor writable.*{errno.errorcode[code]}.*path=.staged"):
             a.prepare("b", [b.region(), region])
         delivers(a, b)  # what was prepared before stands
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import multiprocessing
 import socket
 import sys
 import threading
@@ -60,6 +61,7 @@ def ended(a: Endpoint, *tickets: int) -> list[Done | PostFailed]:
 
 
 def test_a_protocol_nobody_knows():
+    """Row of mooncake: protocol not to be had."""
     with pytest.raises(UsageError, match="'carrier'.*tcp, rdma, nvlink, nvlink_intra"):
         open_transport("mooncake", protocol="carrier")
 
@@ -90,7 +92,7 @@ def test_a_host_that_is_none():
 
 
 def test_a_start_that_fails_names_the_code(monkeypatch, tmp_path):
-    """The library looks for itself, and finds no device."""
+    """Row of mooncake: library error. The library looks for itself, and finds no device."""
     if list(Path("/sys/class").glob("infiniband/*")):
         pytest.skip("this host has RDMA devices")
     (tmp_path / "mlx5_0").mkdir()
@@ -107,7 +109,7 @@ def test_the_environment_is_as_it_was(monkeypatch):
 
 
 def test_a_missing_library_names_its_package(monkeypatch):
-    """The wheel needs three libraries of the system, which pip cannot install."""
+    """Row of mooncake: library missing. The wheel needs three libraries of the system, which pip cannot install."""
 
     def missing(name):
         raise ImportError("libibverbs.so.1: cannot open shared object file: No such file or directory", name=name)
@@ -121,6 +123,7 @@ def test_a_missing_library_names_its_package(monkeypatch):
 
 
 def test_both_sides_must_speak_one_protocol(a):
+    """Row of mooncake: two protocols."""
     told = read_description("b", a.describe(), mooncake._Description, a.transport.traits)
     for wrong in ({"protocol": "rdma"}, {"host": "no host"}):
         fields = {name: getattr(told, name) for name in told.__struct_fields__} | wrong | {"life": "another"}
@@ -163,7 +166,10 @@ class Door:
 
 
 def test_a_peer_that_comes_back_on_the_same_port_is_written_where_it_is_now(a, peers):
-    """What the library knows of a name it never forgets; each life gets another."""
+    """Row of mooncake: post to a restarted peer.
+
+    What the library knows of a name it never forgets; each life gets another.
+    """
     door = Door(a)
     a.fill(0, b"bytes")
     for _ in range(3):
@@ -177,13 +183,68 @@ def test_a_peer_that_comes_back_on_the_same_port_is_written_where_it_is_now(a, p
         assert_fails(a, b)
 
 
+def test_50_short_lived_peers_leave_a_bounded_number_of_connections(a, monkeypatch):
+    """I14: what the library keeps of them goes with an engine that wrote to some of them; the one that peers write to
+    stays, and a peer that lives on keeps its own.
+    """
+    monkeypatch.setattr(mooncake, "MOST_LEFT", 8)
+    context = multiprocessing.get_context("forkserver")  # a life each in some milliseconds
+    context.set_forkserver_preload(["transport.endpoint", "pdstage.transport.mooncake"])
+    lives, n_fds = [], []
+    """The one that lasts, and the one that is there now; the others' pipes are closed too."""
+
+    def life() -> Remote:
+        lives.append(Remote("mooncake", context=context))
+        return lives[-1]
+
+    def write(peer: str, b: Remote) -> None:
+        a.fill(0, peer.encode())
+        ticket = a.post(peer, [(0, b.base, len(peer))], b"")
+        assert ended(a, ticket) == [Done(ticket)]
+        assert b.read(0, len(peer)) == peer.encode()
+
+    try:
+        told = a.describe()
+        lasting = life()
+        connect(a, "lasting", lasting)
+        for i in range(50):
+            b = life()
+            connect(a, f"b{i}", b)
+            write(f"b{i}", b)
+            a.disconnect(f"b{i}")
+            b.kill()
+            b.shut()
+            lives.remove(b)
+            Log(a).until(lambda i=i: a.proved_dead(f"b{i}"))
+            a.forget(f"b{i}")
+            write("lasting", lasting)
+            n_fds.append(a.n_fds())
+        assert len(a.transport._engines) <= 3
+        assert max(n_fds[20:]) <= max(n_fds[:20]) + 8, n_fds
+        assert a.describe() == told
+        lasting.connect("a", told)
+        lasting.prepare("a", [a.region()])
+        lasting.fill(0, b"back")
+        ticket = lasting.post("a", [(0, a.base, 4)], b"")
+        log = Log(lasting)
+        log.until(lambda: log.ended(lasting))
+        assert log.done(lasting) == [ticket]
+        assert a.read(0, 4) == b"back"
+    finally:
+        for remote in lives:
+            remote.kill()
+
+
 def assert_fails(a: Endpoint, b: Remote) -> None:
     with pytest.raises(TransportError, match="'b' has ended"):
         a.post("b", [(0, b.base, 5)], b"")
 
 
 def test_a_stopped_peer_keeps_no_other_waiting(a, peers):
-    """It is asked whether it is there by a thread of its own: posts to it wait, and nothing else does."""
+    """Row of mooncake: post to a stopped peer.
+
+    It is asked whether it is there by a thread of its own: posts to it wait, and nothing else does.
+    """
     stopped, b = peers(), peers()
     connect(a, "stopped", stopped)
     connect(a, "b", b)
@@ -196,7 +257,10 @@ def test_a_stopped_peer_keeps_no_other_waiting(a, peers):
 
 
 def test_a_failed_peer_that_goes_on_is_written_again(a, peers, monkeypatch):
-    """Its transfer fails by the library's deadline, unsettled; the next post asks whether it is there first."""
+    """Row of mooncake: a failed peer that goes on.
+
+    Its transfer fails by the library's deadline, unsettled; the next post asks whether it is there first.
+    """
     monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
     b = peers()
     connect(a, "b", b)
@@ -215,7 +279,7 @@ def test_a_failed_peer_that_goes_on_is_written_again(a, peers, monkeypatch):
 
 
 def test_what_the_peer_has_unregistered_is_refused_there(a, peers):
-    """And what it has not is written as before."""
+    """Row of mooncake: region deregistered. And what it has not is written as before."""
     b = peers()
     more = b.register_more()
     a.connect("b", b.describe())
@@ -234,6 +298,7 @@ def test_what_the_peer_has_unregistered_is_refused_there(a, peers):
 
 
 def test_what_was_not_begun_when_its_peer_was_disconnected_is_never_sent(a, peers):
+    """Row of mooncake: disconnected in flight."""
     b = peers()
     connect(a, "b", b)
     b.stop()
@@ -248,7 +313,10 @@ def test_what_was_not_begun_when_its_peer_was_disconnected_is_never_sent(a, peer
 
 
 def test_a_host_where_nobody_answers_is_named_with_the_code(a):
-    """As of a peer on another host, whose process cannot be seen to have ended."""
+    """Row of mooncake: post to a killed peer.
+
+    As of a peer on another host, whose process cannot be seen to have ended.
+    """
     told = read_description("b", a.describe(), mooncake._Description, a.transport.traits)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

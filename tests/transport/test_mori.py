@@ -75,7 +75,29 @@ def test_no_more_descriptors_are_under_way_than_a_send_queue_takes(ends, fabric)
     assert fabric.most_in_flight == 2000
 
 
+def test_labels_of_one_engine_share_its_send_queue(ends, fabric):
+    """As sessions of one node's two lives do, or of two. The posts of one that goes leave those of the other alone."""
+    a, b = ends
+    for label in ("again", "third"):
+        a.connect(label, b.describe())
+        a.prepare(label, [b.region()])
+    fabric.held = True
+    rows = [(i * 128, b.base + i * 128, 64) for i in range(1000)]
+    tickets = [a.post(label, rows, b"") for label in ("b", "again", "third", "b", "again")]
+    assert a.poll() == []
+    assert fabric.most_in_flight == 2000 <= mori_double.SEND_QUEUE_DEPTH
+    a.disconnect("third")
+    (gone,) = a.poll()
+    assert (gone.ticket, type(gone), gone.settled) == (tickets[2], PostFailed, True)
+    fabric.held = False
+    log = Log(a)
+    log.until(lambda: len(log.ended(a)) == 4)
+    assert sorted(log.done(a)) == [tickets[i] for i in (0, 1, 3, 4)]
+    assert fabric.most_in_flight == 2000
+
+
 def test_posts_that_wait_when_their_peer_is_disconnected_never_begin(ends, fabric):
+    """Row of mori: disconnected in flight."""
     a, b = ends
     fabric.held = True
     a.fill(0, b"\1" * NBYTES)
@@ -94,6 +116,7 @@ def test_posts_that_wait_when_their_peer_is_disconnected_never_begin(ends, fabri
 
 
 def test_a_failure_says_what_mori_said_and_is_not_settled(ends, fabric):
+    """Row of mori: peer killed."""
     a, b = ends
     fabric.held = True
     ticket = a.post("b", [(0, b.base, 64)], b"")
@@ -104,7 +127,7 @@ def test_a_failure_says_what_mori_said_and_is_not_settled(ends, fabric):
     assert not failed.settled
     assert "retry counter exceeded" in str(failed.error)
     a.disconnect("b")
-    assert not a.transport._users
+    assert not a.transport._targets
 
 
 def test_one_failed_batch_of_two_fails_the_post_when_both_have_ended(ends, fabric):
@@ -123,11 +146,12 @@ def test_one_failed_batch_of_two_fails_the_post_when_both_have_ended(ends, fabri
 
 
 def test_a_peer_that_is_gone_is_refused_at_the_first_write(ends):
+    """Row of mori: peer gone."""
     a, b = ends
     b.close()
     with pytest.raises(TransportError, match=r"'b' cannot be reached.*refused"):
         a.post("b", [(0, b.base, 64)], b"")
-    assert list(a.transport._users.values()) == [1], "the refused post holds nothing"
+    assert [target.n_users for target in a.transport._targets.values()] == [1], "the refused post holds nothing"
 
 
 def test_memory_registered_anew_gets_a_session_of_its_own(ends, fabric):
@@ -147,6 +171,7 @@ def test_memory_registered_anew_gets_a_session_of_its_own(ends, fabric):
 
 
 def test_what_a_peer_offers_no_more_is_not_prepared_any_more(ends):
+    """Row of mori: offered no more."""
     a, b = ends
     b.register_more()
     b.unregister([b.region()])
@@ -190,12 +215,15 @@ def test_options(fabric, options, culprit):
 
 
 def test_the_backend_whose_end_cannot_be_polled_is_refused(fabric, monkeypatch):
+    """Row of mori: another backend."""
     monkeypatch.setenv("MORI_DISABLE_AUTO_XGMI", "0")
     with pytest.raises(UsageError, match="XGMI"):
         open_transport("mori-double")
 
 
 def test_without_a_device_it_says_so(fabric, monkeypatch):
+    """Row of mori: no device."""
+
     def refuse(*_: object) -> None:
         raise RuntimeError("no active RDMA device on this host")
 
@@ -210,6 +238,7 @@ def test_whoever_opens_it_is_told_that_it_was_never_run(fabric, caplog):
 
 
 def test_the_double_does_not_pass_for_the_library():
+    """Row of mori: library missing."""
     assert "mori" not in sys.modules or "mori_double" not in str(sys.modules["mori.io"])
     assert available()["mori"] == "" or 'pip install "pdstage[mori]"' in available()["mori"]
 

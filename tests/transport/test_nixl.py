@@ -90,6 +90,20 @@ def test_the_environment_is_as_before_and_the_option_goes_over_it(monkeypatch):
     transport.close()
 
 
+@pytest.mark.parametrize(("said", "seconds"), [({}, 60), ({"UCX_TCP_USER_TIMEOUT": "7s"}, 7)])
+def test_a_write_over_tcp_that_nobody_acknowledges_is_given_up(said, seconds):
+    """Else a host that vanished keeps the memory of a post in use for Linux' quarter of an hour."""
+    a, b = Remote("nixl", OVER_TCP | said), Endpoint("nixl")
+    a.connect("b", b.describe())
+    a.prepare("b", [b.region()])
+    a.post("b", [(0, b.base, 64)], b"")
+    log = Log(a, b)
+    log.until(lambda: log.done(a))
+    assert a.user_timeouts_s() == {seconds}
+    a.shut()
+    b.close()
+
+
 def test_posts_of_many_descriptors_are_shared_by_threads(stock):
     a, b = Endpoint("nixl", n_threads=2, telemetry=True), Endpoint("nixl")
     a.connect("b", b.describe())
