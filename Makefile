@@ -17,7 +17,7 @@ CPU_BENCHES := plan wire host-kernels convert rooms keys transfer auto
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test sim scale chaos fuzz soak lint types format bench gpu sanitize asan tsan micro plots docs \
-    native sdist wheel clean distclean
+    site native sdist wheel clean distclean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -117,8 +117,12 @@ micro:  ## Run the microbenchmarks with pytest-benchmark, those of the GPU where
 plots:  ## Make the plots of docs/kernels.md and docs/transports.md again from bench/results.
 	$(GPU_PYTHON) -m pdstage.bench.plot
 
-docs: $(STAMP)  ## Make the generated parts of docs/ again, from the code and the tests.
+docs: $(STAMP)  ## Make the generated parts of docs/ again, from the code, the tests and bench/results.
 	$(BIN)/python docs/generate.py
+
+site: $(STAMP)  ## Build the documentation into build/site, with warnings as errors.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict $(ARGS)
+	@echo "open build/site/index.html"
 
 native: | $(BIN)/python  ## Build the C++ extension again, and fail if it cannot be built.
 	PDSTAGE_NATIVE=yes $(PIP) install -q --no-deps --no-build-isolation -e .

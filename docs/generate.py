@@ -1,13 +1,12 @@
-"""The generated parts of docs: of reliability.md the room diagram, the deadlines, and which tests hold which invariant;
-of transports.md the table of traits; of environment.md the table of variables.
+"""The generated parts of docs: of reliability.md the deadlines, and which tests hold which invariant; of transports.md
+the table of traits; of tune.md that of `tuning`; of environment.md the variables. And what
+`performance` and `pictures` beside it make.
 
     python docs/generate.py
 
-Room states come from `pdstage.protocol.room`, deadlines from `pdstage.protocol.config`, citations from the tests:
-an invariant is cited by its number (I7) in a test's docstring or comments, or in its module's docstring for them all.
-Variables are those of `pdstage.environment`. Traits are read from the transports' source, since a transport imports
-only where its library is.
-`tests/test_invariants.py` fails while a page is stale.
+Deadlines come from `pdstage.protocol.config`, citations from the tests: an invariant is cited by its number (I7) in a
+test's docstring or comments, or in its module's docstring for them all. Traits are read from the transports' source,
+since a transport imports only where its library is. Tests fail while a page is stale.
 """
 
 from __future__ import annotations
@@ -22,11 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+import performance  # noqa: E402
+import pictures  # noqa: E402
+import tuning  # noqa: E402
 
 from pdstage import environment  # noqa: E402
 from pdstage.protocol import config  # noqa: E402
-from pdstage.protocol.room import TRANSITIONS, State  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -78,16 +80,6 @@ DEADLINES = {  # field: whose, what it bounds, what happens at its end
         "it ends in order, with its connection; the next room greets anew",
     ),
 }
-
-
-def diagram() -> str:
-    """The room table as mermaid."""
-    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {State.BOOTSTRAPPING.name}"]
-    lines += [f"    {src.name} --> {dst.name}: {event.name.lower()}" for (src, event), dst in TRANSITIONS.items()]
-    left = {state for state, _ in TRANSITIONS}
-    lines += [f"    {state.name} --> [*]" for state in State if state not in left]
-    lines += [f"    {state.name}: {state.name} ({state.value})" for state in State]
-    return "\n".join([*lines, "```"])
 
 
 def deadlines() -> str:
@@ -207,8 +199,13 @@ def variables() -> str:
     )
 
 
-PARTS = {"rooms": diagram, "deadlines": deadlines, "invariants": table}
-PAGES = {PAGE: PARTS, TRANSPORTS_PAGE: {"traits": traits}, ENVIRONMENT_PAGE: {"variables": variables}}
+PARTS = {"deadlines": deadlines, "invariants": table}
+PAGES = {
+    PAGE: PARTS,
+    TRANSPORTS_PAGE: {"traits": traits},
+    ROOT / "docs" / "tune.md": {"tuning": tuning.table},
+    ENVIRONMENT_PAGE: {"variables": variables},
+}
 
 
 def written(page: str, parts: Mapping[str, Callable[[], str]] = PARTS) -> str:
@@ -224,5 +221,7 @@ def written(page: str, parts: Mapping[str, Callable[[], str]] = PARTS) -> str:
 
 
 if __name__ == "__main__":
+    performance.write()
+    pictures.write()
     for page, parts in PAGES.items():
         page.write_text(written(page.read_text(), parts))

@@ -1,0 +1,85 @@
+"""The knobs of docs/tune.md, each with what the committed results in bench/results say of it.
+
+Read by `generate`. A bench that no longer has a row fails here by the row's name.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Report:
+    """A committed report's rows by name."""
+
+    def __init__(self, name: str) -> None:
+        held = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
+        self.rows = {row["name"]: row for row in held["rows"]}
+        self.link = f"([{name}](performance.md#{name}))"
+
+    def value(self, row: str) -> float:
+        return float(self.rows[row]["value"])
+
+    def ratios(self, *parts: str) -> list[float]:
+        found = [row["ratio"] for name, row in self.rows.items() if all(part in name for part in parts)]
+        if not found:
+            raise KeyError(parts)
+        return sorted(found)
+
+
+class Knob(NamedTuple):
+    name: str
+    default: str
+    turn: str
+    results: str = "not measured"
+
+
+def table() -> str:
+    """One row a knob."""
+    rows = ["| knob | default | turn it when | what the results say |", "|---|---|---|---|"]
+    return "\n".join(rows + [f"| {' | '.join(knob)} |" for knob in knobs()])
+
+
+def knobs() -> list[Knob]:
+    auto, transfer, rooms = Report("auto"), Report("transfer"), Report("rooms")
+    host, convert = Report("host-kernels"), Report("convert")
+    near = auto.rows["cells where auto is within 10 % of the better path, all"]
+    chunked = transfer.ratios("staged in chunks of 4 MiB beside one chunk")
+    plain, summed = (host.rows[f"{way}, 256 B runs, 64 MiB"]["ratio"] for way in ("gather", "gather + checksum"))
+    coded = sorted(
+        row["value"] for name, row in convert.rows.items() if name.startswith("gather") and "way" not in name
+    )
+    wait = "Open to Success, busy main threads, p99, local, {}"
+    return [
+        Knob("`path`", '`"auto"`', "hardly ever: calibrate instead",
+             f"auto is within 10 % of the better path in {near['value']:.0f} % of cells: "
+             f"{near['detail'].partition(';')[0]} {auto.link}"),
+        Knob("`calibration`", "the transport's traits", "once for each kind of pair of hosts",
+             f"the same cells were chosen by one {auto.link}"),
+        Knob("`Config.chunk_nbytes`", "4 MiB", "rooms are a few MiB and a chunk's own time shows, or lanes are small",
+             f"16 MiB in chunks of 4 MiB beside one chunk: {chunked[0]:.2f} to {chunked[-1]:.2f} x {transfer.link}"),
+        Knob("`staging_nbytes`", "256 MiB", "many rooms at once wait for leases"),
+        Knob("`n_lanes` (decode)", "2", "writers that get stuck hold up others; each lane must hold the largest chunk"),
+        Knob("`n_buffers` (prefill)", "4", "more peers are to be written at once: one peer gets all but one of them"),
+        Knob("`copy_thread`", "where the process may use more than two cores",
+             "that count is wrong, as under a container's quota",
+             "two ranks to one over shared memory on two cores: 2.25 GB/s with it, 2.65 without "
+             "([copier.py](../pdstage/manager/copier.py))"),
+        Knob("`progress`", '`"inline"`', "the engine may stop polling, or its steps are long",
+             f"rooms a second: {rooms.value('rooms a second, local, inline'):,.0f} inline, "
+             f"{rooms.value('rooms a second, local, thread'):,.0f} thread; one room beside busy main threads, p99: "
+             f"{rooms.value(wait.format('inline')) / 1e3:.1f} ms inline, "
+             f"{rooms.value(wait.format('thread')) / 1e3:.1f} ms thread {rooms.link}"),
+        Knob("`switch_interval_s`", "0.1 ms",
+             'Python code of the engine beside `progress="thread"` must not be interrupted so often; None leaves '
+             "Python's own"),
+        Knob("page size, memory order", "the engine's", "runs are short: direct is slow then, staged hardly is",
+             "[by bytes of one run](transports.md#path-choice-and-calibration)"),
+        Knob("`Config.checksums`", "off", "a fabric or a host is suspected",
+             f"gather of 256 B runs: {summed:.0%} of a memcpy with, {plain:.0%} without {host.link}"),
+        Knob("`Config.convert`", "off", "prefill in bf16, decode in fp8: half of the bytes travel",
+             f"{coded[0]:.1f} to {coded[-1]:.1f} GB/s of bf16 gathered on the host {convert.link}"),
+    ]  # fmt: skip

@@ -1,0 +1,180 @@
+"""Every command of README, CONTRIBUTING and docs runs as it stands there, or says why it cannot: see `pages`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from pdstage.cli import parser
+from tests.docs.pages import OTHER, PAGES, PYTHON, REASONS, ROOT, SHELL, Block, blocks, commands, programs
+
+LIMIT_S = 240
+SHELL_PAGES = [page for page in PAGES if any(block.language in SHELL for block in blocks(page))]
+INLINE = re.compile(r"`((?:pdstage|make|python3? -m) [^`\n]+)`")
+NOT_OURS = {"NAME", "FILE", "ADDRESS", "X", "..."}
+NO_COMMANDS = {"pdstage gather room-3 #2"}  # the name of a slice of a trace
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The checkout's files by links, where what commands write disturbs nobody, with this Python as its `.venv`."""
+    top = tmp_path / "pdstage"
+    top.mkdir()
+    for path in ROOT.iterdir():
+        if path.name not in {".git", ".venv", "build", "dist"} and not path.name.endswith(("_cache", ".egg-info")):
+            (top / path.name).symlink_to(path)
+    (top / ".venv").symlink_to(sys.prefix)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "make").write_text(f'#!/bin/sh\nexec {shutil.which("make")} -o .venv/.pdstage-setup "$@"\n')
+    (tools / "make").chmod(0o755)
+    return top
+
+
+class Shell:
+    """Runs a page's blocks one after the other, in one folder; what serves goes on until the end."""
+
+    def __init__(self, top: Path, ends: ExitStack) -> None:
+        self.top, self.ends = top, ends
+        path = os.pathsep.join((str(top.parent / "bin"), str(Path(sys.prefix) / "bin"), os.environ["PATH"]))
+        self.env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+
+    def run(self, block: Block) -> None:
+        script = block.marks.get("run as") or "\n".join(block.commands)
+        if block.first:
+            self._finish(block.first, block)
+        if "serves" in block.marks:
+            self._serve(block.marks.get("beside", script), block)
+        if "serves" not in block.marks or "beside" in block.marks:
+            self._finish(script, block)
+
+    def _finish(self, script: str, block: Block) -> None:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script], cwd=self.top, env=self.env, text=True, timeout=LIMIT_S,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{block.where}: {script}\n{done.stdout}"
+
+    def _serve(self, script: str, block: Block) -> None:
+        said = self.top.parent / f"said-{block.line}"
+        with said.open("w") as out:
+            server = subprocess.Popen(
+                ["bash", "-c", f"exec {script}"], cwd=self.top, env=self.env, stdin=subprocess.DEVNULL, stdout=out,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        self.ends.callback(_end, server)
+        until = time.monotonic() + LIMIT_S
+        while not (found := re.search(block.marks["serves"], said.read_text())):
+            assert server.poll() is None, f"{block.where} ended: {said.read_text()}"
+            assert time.monotonic() < until, f"{block.where} never said {block.marks['serves']}: {said.read_text()}"
+            time.sleep(0.05)
+        self.env.update(found.groupdict())
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """As an operator ends it; then it must go by itself."""
+    if server.poll() is None:
+        server.send_signal(signal.SIGINT)
+    try:
+        code = server.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, signal.SIGKILL)
+        raise
+    assert code in {0, 130, -signal.SIGINT}, code
+
+
+@pytest.mark.parametrize("page", SHELL_PAGES, ids=lambda page: page.name)
+def test_every_command_runs(page: Path, checkout: Path) -> None:
+    with ExitStack() as ends:
+        shell = Shell(checkout, ends)
+        for block in blocks(page):
+            if block.language in SHELL and not {"not run", "same as"} & block.marks.keys():
+                shell.run(block)
+
+
+def all_blocks() -> list[Block]:
+    return [block for page in PAGES for block in blocks(page)]
+
+
+def test_what_is_not_run_says_why() -> None:
+    wrong = [f"{b.where}: {why}" for b in all_blocks() if (why := b.marks.get("not run", "gpu")) not in REASONS]
+    assert not wrong, f"give one of {sorted(REASONS)}: {wrong}"
+
+
+def test_what_another_page_runs_is_run_there() -> None:
+    for block in all_blocks():
+        if "same as" in block.marks:
+            others = [
+                b for b in blocks(ROOT / block.marks["same as"]) if b.language in SHELL and "not run" not in b.marks
+            ]
+            assert block.commands in [other.commands for other in others], block.where
+
+
+def test_what_runs_is_what_is_shown() -> None:
+    for block in all_blocks():
+        if "run as" in block.marks:
+            assert programs(commands(block.marks["run as"].replace(" && ", "\n"))) == programs(block.commands), (
+                block.where
+            )
+
+
+def test_every_fence_has_a_known_language() -> None:
+    wrong = [f"{b.where}: {b.language!r}" for b in all_blocks() if b.language not in SHELL | PYTHON | OTHER]
+    assert not wrong, wrong
+
+
+def test_no_command_hides_in_an_indented_block() -> None:
+    """Those are code to markdown as well, but have no language to tell by."""
+    wrong = []
+    for page in PAGES:
+        fenced, before = False, ""
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            if line.lstrip().startswith("```"):
+                fenced = not fenced
+            elif not fenced and line.startswith("    ") and not before and not line.startswith(("    |", "    -")):
+                wrong.append(f"{page.name}:{number}")
+            before = line.strip()
+    assert not wrong, f"put them into fences: {wrong}"
+
+
+def told() -> list[tuple[str, str]]:
+    """Every command that a page names, in fences and in words, and where."""
+    found = [(block.where, command) for block in all_blocks() if block.language in SHELL for command in block.commands]
+    for page in PAGES:
+        prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        found += [(page.name, command) for command in INLINE.findall(prose)]
+    return found
+
+
+def test_every_command_named_exists() -> None:
+    """Also where it is not run: the verb, the module and the options are there."""
+    verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for where, command in told():
+        words = shlex.split(re.sub(r"^([A-Z_]+=\S+ )*(\.venv/bin/)?", "", command), comments=True)
+        said = f"{where}: {command}"
+        if words[0] == "make":
+            assert {word for word in words[1:] if re.fullmatch(r"[a-z-]+", word)} <= verbs, said
+        elif words[:2] in (["python", "-m"], ["python3", "-m"]) and not words[2].startswith(("pytest", "pip")):
+            module = ROOT / words[2].replace(".", "/")
+            assert module.with_suffix(".py").exists() or module.is_dir(), said
+        elif words[0] == "pdstage" and not NOT_OURS & set(words) and command not in NO_COMMANDS:
+            check_options(words[1:], said)
+
+
+def check_options(words: list[str], said: str) -> None:
+    known = parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    assert words[0].rstrip(",") in known or words[0].startswith("-"), said
+    if words[0] in known:
+        options = {option for action in known[words[0]]._actions for option in action.option_strings}
+        used = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert used <= options or known[words[0]]._subparsers, f"{said}: no {used - options}"
