@@ -16,8 +16,8 @@ APT_INSTALL = DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install
 CPU_BENCHES := plan wire host-kernels convert rooms keys watch transfer auto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sim scale chaos fuzz soak lint types format bench gpu sanitize asan tsan micro plots docs site \
-    native sdist wheel clean distclean
+.PHONY: help setup demo serve test sim scale chaos fuzz soak lint types format bench gpu sanitize asan tsan micro plots docs \
+    site native sdist wheel clean distclean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -55,6 +55,9 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) | $(BIN)/python
 
 demo: $(STAMP)  ## Move a real model's KV cache from TP 4 to TP 2 and go on decoding (ARGS="--path direct").
 	$(BIN)/pdstage demo $(ARGS)
+
+serve: $(STAMP)  ## Serve a tiny model's completions, prefill and decode apart (ARGS="--model qwen3-next --port 8000").
+	$(BIN)/pdstage serve all $(ARGS)
 
 # Named tests run in one process, all of them in several: tests of one file always in the same.
 test: $(STAMP)  ## Run the tests (TESTS=tests/control ARGS=-x).

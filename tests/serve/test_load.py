@@ -10,8 +10,9 @@ import pytest
 from serve.stack import Stack, exists, truth, wait_until
 
 from pdstage import Keys
+from pdstage.trace import load
 
-NEW = 6
+NEW = 4
 
 
 def prompts(n: int, seed: int) -> list[list[int]]:
@@ -48,15 +49,22 @@ def hold_to_truth(stack: Stack, model: str, asked: list[list[int]]) -> None:
 
 
 @pytest.mark.slow
-def test_200_at_once_at_tp_4_and_tp_2_over_nixl():
-    """In pools for a fraction of them: requests wait for pages, kept prefixes are found, and evicted for others."""
-    with Stack("--pool-tokens", "1536", "--max-model-len", "160") as stack:
+def test_200_at_once_at_tp_4_and_tp_2_over_nixl(tmp_path):
+    """In pools for a fraction of them: requests wait for pages, kept prefixes are found, and evicted for others.
+
+    The trace, one file of both servers, has every room of every rank.
+    """
+    trace = tmp_path / "serve.json"
+    with Stack("--pool-tokens", "1536", "--max-model-len", "160", "--trace", str(trace)) as stack:
         hold_to_truth(stack, "llama", prompts(200, 0))
         told = stack.stats("prefill")
         assert told["cached_tokens"] > 0
         assert told["pages_evicted"]["kv"] > 0
         assert told["pdstage"]["sessions_over_nixl"] == 4 * 2
         assert told["pdstage"]["rooms_succeeded"] == 4 * 200
+    traced = load([trace])
+    assert len(traced.nodes) == 4 + 2
+    assert [room.state for room in traced.rooms] == ["success"] * (4 + 2) * 200
 
 
 @pytest.mark.slow

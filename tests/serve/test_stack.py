@@ -23,8 +23,9 @@ LONG = 400
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
+    """Its pools hold three of the longest requests: servers of both roles wait for each other's pages."""
     sizes = ("--prefill-servers", "2", "--decode-servers", "2", "--prefill-tp", "2", "--decode-tp", "1")
-    with Stack(*sizes, "--pool-tokens", "4096") as running:
+    with Stack(*sizes, "--pool-tokens", "1536") as running:
         yield running
 
 
@@ -50,6 +51,10 @@ def settled(stack: Stack) -> None:
     """Nobody has a job or a page anywhere."""
     for role, number in servers(stack):
         stack.wait_free(role, number)
+
+
+def all_up(stack: Stack) -> None:
+    wait_until(lambda: all(one["up"] for one in stack.get("/stats").json()["servers"]), "the router has all servers")
 
 
 # What clients see.
@@ -243,13 +248,14 @@ def hold_to_truth(answers: list[tuple[list[int], int, str, bool]], n_tokens: int
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_a_killed_server_costs_its_requests_and_no_more(stack, role):
     """Every request ends, no answer is wrong, and the stack serves as before without anybody's doing."""
+    all_up(stack)
     url, pid = stack.children[role][0]
     moved = stack.stats("prefill")["pdstage"]["bytes_written"]
 
     def is_at_it() -> bool:
         told = stack.get("/stats", url).json()
         return told["jobs"] > 2 and (
-            told["running"] > 2 if role == "decode" else told["pdstage"]["bytes_written"] > moved
+            told["running"] > 1 if role == "decode" else told["pdstage"]["bytes_written"] > moved
         )
 
     async def ask_and_kill() -> list[tuple[list[int], int, str, bool]]:
@@ -266,12 +272,13 @@ def test_a_killed_server_costs_its_requests_and_no_more(stack, role):
     assert 0 < n_good < len(answers), "requests of the other servers come to their ends, those of the killed one fail"
     stack.hear(f"{role} 0 ended")
     stack.hear(f"{role} 0 is at {url}")
-    wait_until(lambda: all(one["up"] for one in stack.get("/ready").json()["servers"]), "the router takes it back")
+    all_up(stack)
     assert hold_to_truth(asyncio.run(Asking(stack.url, 12, 4, seed=99).all()), 4) == 12
     settled(stack)
 
 
 def test_a_server_that_is_told_to_go_ends_what_it_began(stack):
+    all_up(stack)
     url, pid = stack.children["decode"][0]
 
     async def ask_and_end() -> list[tuple[list[int], int, str, bool]]:
@@ -286,7 +293,7 @@ def test_a_server_that_is_told_to_go_ends_what_it_began(stack):
     assert hold_to_truth(asyncio.run(ask_and_end()), 40) == 8
     assert "exit code 0:" in stack.hear("decode 0 ended")
     stack.hear(f"decode 0 is at {url}")
-    wait_until(lambda: all(one["up"] for one in stack.get("/ready").json()["servers"]), "the router takes it back")
+    all_up(stack)
 
 
 def test_the_whole_drains_and_leaves_no_process(stack):

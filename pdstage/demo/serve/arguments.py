@@ -5,8 +5,8 @@ Layer 6. `--help` needs nothing installed: the servers are imported when they st
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from pdstage.demo.options import LAYOUTS, MODELS, PATHS, TRANSPORTS
@@ -15,6 +15,7 @@ from pdstage.errors import UsageError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
 _LISTENING = ("host", "port", "with_parent", "drain_s", "timeout_s")
 # What all servers of `pdstage serve all` share, and what each side has of its own.
@@ -74,6 +75,7 @@ def _add_server(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--transport", choices=TRANSPORTS, default=usual.transport, help="default %(default)s")
     command.add_argument("--path", choices=PATHS, default=usual.path, help="default %(default)s")
+    command.add_argument("--trace", type=Path, metavar="FILE", help="write a trace to FILE in the end, for Perfetto")
     command.add_argument("--keys", type=Path, metavar="FILE", help="encrypt pdstage's messages with this key file")
     command.add_argument(
         "--metrics-port", type=int, metavar="PORT",
@@ -102,7 +104,7 @@ def _of(given: argparse.Namespace, names: tuple[str, ...], prefix: str = "") -> 
 
 def _serve_one(given: argparse.Namespace) -> int:
     listening = Listening(**_of(given, _LISTENING))
-    options = ServerOptions(role=given.role, listening=listening, **_of(given, (*_SHARED, *_OWN)))
+    options = ServerOptions(role=given.role, listening=listening, **_of(given, (*_SHARED, *_OWN, "trace")))
     try:
         from pdstage.demo.serve.server import run  # noqa: PLC0415
     except ModuleNotFoundError as missing:
@@ -122,21 +124,36 @@ def _serve_router(given: argparse.Namespace) -> int:
 
 def _serve_all(given: argparse.Namespace) -> int:
     from pdstage.demo.serve.everything import Everything  # noqa: PLC0415
+    from pdstage.trace import check, merge_files  # noqa: PLC0415
 
+    check(given.trace)
     common = ["--drain", str(given.drain_s), "--timeout", str(given.timeout_s), "--host", given.host]
+    router = [*common, "--port", str(given.port)]
+    with TemporaryDirectory(prefix="pdstage-serve-") as folder:
+        parts = Path(folder) if given.trace is not None else None
+        servers = [(role, [*common, *words]) for role, words in _servers(given, parts)]
+        name = ServerOptions(role=PREFILL, listening=Listening(), model=given.model).model_name
+        everything = Everything(servers, router, drain_s=given.drain_s, say=_say)
+        code = everything.run(lambda url: _welcome(url, name))
+        traces = list(Path(folder).iterdir())
+        if traces:
+            merge_files(traces, given.trace)
+    return code
+
+
+def _servers(given: argparse.Namespace, parts: Path | None) -> Iterator[tuple[str, list[str]]]:
+    """The servers of `serve all`, by role and arguments; each writes its part of a trace into the folder `parts`."""
     shared = [word for name, value in _of(given, _SHARED).items() if value is not None for word in _option(name, value)]
-    servers, name = [], ""
     for role in (PREFILL, DECODE):
         own = _of(given, _OWN, f"{role}_")
-        options = ServerOptions(role=role, listening=Listening(), **_of(given, _SHARED), **own)
-        name = options.model_name
+        ServerOptions(role=role, listening=Listening(), **_of(given, _SHARED), **own)  # refuses what is wrong
         count = getattr(given, f"{role}_servers")
         if count < 1:
             raise UsageError(f"--{role}-servers is {count}", remedy="give at least 1", field=f"{role}-servers")
         words = [word for key, value in own.items() if value for word in _option(key, value)]
-        servers += [(role, [*common, *shared, *words])] * count
-    everything = Everything(servers, [*common, "--port", str(given.port)], drain_s=given.drain_s, say=_say)
-    return everything.run(lambda url: _welcome(url, name))
+        for number in range(count):
+            trace = _option("trace", parts / f"{role}-{number}.json") if parts is not None else ()
+            yield role, [*shared, *words, *trace]
 
 
 def _option(name: str, value: object) -> tuple[str, str]:
@@ -144,7 +161,6 @@ def _option(name: str, value: object) -> tuple[str, str]:
 
 
 def _tell(url: str) -> None:
-    logging.basicConfig(format="%(name)s: %(message)s")
     print(f"{TOLD}{url}", flush=True)
 
 

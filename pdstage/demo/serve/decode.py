@@ -16,9 +16,12 @@ from pdstage.demo.serve.scheduler import Job, Piece, Scheduler
 from pdstage.demo.serve.text import EOS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdstage.demo.serve.compute import Ranks
     from pdstage.demo.serve.nodes import Said
     from pdstage.demo.serve.options import ServerOptions
+    from pdstage.manager.observer import Observer
 
 
 class DecodeScheduler(Scheduler):
@@ -28,8 +31,8 @@ class DecodeScheduler(Scheduler):
     wait for those, and could otherwise wait for rooms that wait for them.
     """
 
-    def __init__(self, options: ServerOptions, ranks: Ranks) -> None:
-        self._in = DecodeSide(options, ranks.pools)
+    def __init__(self, options: ServerOptions, ranks: Ranks, observers: Sequence[Observer] = ()) -> None:
+        self._in = DecodeSide(options, ranks.pools, observers)
         super().__init__(options, ranks, self._in, Ledger(ranks.kinds, options.seed + 1, shares=False))
         self._waiting: deque[Job] = deque()
         self._running: deque[Job] = deque()

@@ -25,13 +25,16 @@ if TYPE_CHECKING:
     from pdstage.demo.holding import Spans
     from pdstage.demo.pools import Pool, Room
     from pdstage.demo.serve.options import ServerOptions
+    from pdstage.manager.observer import Observer
 
 STAGING_NBYTES = 8 << 20
 _TOKEN_NBYTES = 4
 CLOSE_S = 2.0
 
 
-def make_nodes(options: ServerOptions, pools: Sequence[Mapping[str, Pool]], watching: Watching) -> list[Any]:
+def make_nodes(
+    options: ServerOptions, pools: Sequence[Mapping[str, Pool]], observers: Sequence[Observer], watching: Watching
+) -> list[Any]:
     """One node a rank, `PrefillNode`s or `DecodeNode`s by the role; prefill's first one holds the directory.
 
     All nodes of a server are made here: whoever watches or traces them begins here.
@@ -45,7 +48,7 @@ def make_nodes(options: ServerOptions, pools: Sequence[Mapping[str, Pool]], watc
             common: dict[str, Any] = {
                 "transport": options.transport, "path": options.path, "staging_nbytes": STAGING_NBYTES,
                 "bind": f"tcp://{options.listening.host}:0", "config": config, "keys": options.keys,
-                "observers": watching.observers,
+                "observers": (*observers, *watching.observers),
             }  # fmt: skip
             if options.role == PREFILL:
                 directory = nodes[0].bootstrap_address if nodes else None
@@ -75,9 +78,11 @@ class Said(NamedTuple):
 class _Side:
     """What both sides do. A room is known by its handles, one a rank."""
 
-    def __init__(self, options: ServerOptions, pools: Sequence[Mapping[str, Pool]]) -> None:
+    def __init__(
+        self, options: ServerOptions, pools: Sequence[Mapping[str, Pool]], observers: Sequence[Observer]
+    ) -> None:
         self._watching = Watching(options.metrics_port)
-        self.nodes = make_nodes(options, pools, self._watching)
+        self.nodes = make_nodes(options, pools, observers, self._watching)
 
     def poll(self, rooms: Sequence[Sequence[Any]]) -> list[Said]:
         """One turn of every node, and the least that its ranks say of each room."""
@@ -108,8 +113,10 @@ class _Side:
 class PrefillSide(_Side):
     """Hands chunks over as they are computed."""
 
-    def __init__(self, options: ServerOptions, pools: Sequence[Mapping[str, Pool]]) -> None:
-        super().__init__(options, pools)
+    def __init__(
+        self, options: ServerOptions, pools: Sequence[Mapping[str, Pool]], observers: Sequence[Observer]
+    ) -> None:
+        super().__init__(options, pools, observers)
         self._pages = {n: p.shape.page_size for n, p in pools[0].items() if isinstance(p, PagedPool)}
 
     @property

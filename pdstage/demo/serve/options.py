@@ -41,6 +41,7 @@ class ServerOptions:
 
     `pool_tokens` is what the ranks' pages hold, `max_model_len` the most tokens of one request, its answer included;
     `max_running` requests are stepped together. `chunk_tokens` of a prompt at most are computed in one step.
+    `trace` is a file that is written in the end.
     Raises `UsageError` for a value out of range.
     """
 
@@ -60,6 +61,7 @@ class ServerOptions:
     max_running: int = 32
     max_waiting: int = 1024
     chunk_tokens: int = 48
+    trace: Path | None = None
 
     def __post_init__(self) -> None:
         checked(self.metrics_port)

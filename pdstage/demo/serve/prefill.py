@@ -16,9 +16,12 @@ from pdstage.demo.serve.nodes import PrefillSide
 from pdstage.demo.serve.scheduler import Job, Scheduler
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdstage.demo.serve.compute import Ranks
     from pdstage.demo.serve.nodes import Said
     from pdstage.demo.serve.options import ServerOptions
+    from pdstage.manager.observer import Observer
 
 _PARTS = 8
 
@@ -26,8 +29,8 @@ _PARTS = 8
 class PrefillScheduler(Scheduler):
     """A job waits for pages, is computed, and ends when pdstage has moved all of it."""
 
-    def __init__(self, options: ServerOptions, ranks: Ranks) -> None:
-        self._out = PrefillSide(options, ranks.pools)
+    def __init__(self, options: ServerOptions, ranks: Ranks, observers: Sequence[Observer] = ()) -> None:
+        self._out = PrefillSide(options, ranks.pools, observers)
         super().__init__(options, ranks, self._out, Ledger(ranks.kinds, options.seed, shares=True))
         self._waiting: deque[Job] = deque()
         self._computing: deque[Job] = deque()

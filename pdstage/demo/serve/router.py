@@ -102,6 +102,7 @@ class Router:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(self._options.listening.timeout_s, connect=CONNECT_S)
         async with httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as self._client:
+            await self._check_all()  # who hears that it has started may send requests at once
             checking = asyncio.create_task(self._check_for_ever())
             app.state.on_started()
             yield
@@ -111,8 +112,11 @@ class Router:
 
     async def _check_for_ever(self) -> None:
         while True:
-            await asyncio.gather(*(self._check(peer) for peer in self.peers))
             await asyncio.sleep(self._options.check_s)
+            await self._check_all()
+
+    async def _check_all(self) -> None:
+        await asyncio.gather(*(self._check(peer) for peer in self.peers))
 
     async def _check(self, peer: Peer) -> None:
         try:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pdstage.demo.serve.api import Asked
     from pdstage.demo.serve.blocks import Ledger
     from pdstage.demo.serve.compute import Context, Ranks
-    from pdstage.demo.serve.nodes import DecodeSide, PrefillSide
+    from pdstage.demo.serve.nodes import DecodeSide, PrefillSide, Said
     from pdstage.demo.serve.options import ServerOptions
 
 log = logging.getLogger("pdstage.demo.serve")
@@ -219,7 +219,7 @@ class Scheduler(ABC):
         """A new job: names its room to pdstage, and puts it in the queue. Raises `PdstageError`."""
 
     @abstractmethod
-    def _on_said(self, job: Job, said: Any) -> None:  # noqa: ANN401  (nodes.Said)
+    def _on_said(self, job: Job, said: Said) -> None:
         """How the room of a job that has not ended stands now."""
 
     @abstractmethod

@@ -24,6 +24,7 @@ from pdstage.demo.serve.prefill import PrefillScheduler
 from pdstage.demo.serve.scheduler import Ended, Job, Overloaded, Piece
 from pdstage.demo.serve.text import Growing
 from pdstage.errors import PdstageError, UsageError
+from pdstage.trace import tracing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -44,10 +45,10 @@ class Routed(NamedTuple):
 
 def run(options: ServerOptions, told: Callable[[str], None]) -> int:
     """Serves until a signal; the exit code. `told` gets the URL once the server is ready."""
-    ranks = make_ranks(options)
-    scheduler = PrefillScheduler(options, ranks) if options.role == PREFILL else DecodeScheduler(options, ranks)
-    server = Server(options, scheduler)
-    web.serve(server.app, options.listening, told)
+    role = PrefillScheduler if options.role == PREFILL else DecodeScheduler
+    with tracing(options.trace) as observers:
+        scheduler = role(options, make_ranks(options), observers)
+        web.serve(Server(options, scheduler).app, options.listening, told)
     return 1 if scheduler.failure is not None else 0
 
 

@@ -35,6 +35,7 @@ Result = TypeVar("Result")
 
 SERVER_ERROR = "server_error"
 MOST_NBYTES = 1 << 20
+LINGER_TICKS = 10  # a second: twice as long as between two of the router's looks
 
 
 class Gone(Exception):
@@ -42,12 +43,25 @@ class Gone(Exception):
 
 
 class Draining(uvicorn.Server):
-    """On SIGTERM or SIGINT it takes no new request, lets the running ones end, and returns; a second signal hurries."""
+    """On SIGTERM or SIGINT it takes no new request, lets the running ones end, and returns; a second signal hurries.
+
+    For a moment it goes on listening, to refuse in words: whoever connects while a socket closes cannot know whether
+    its request was begun.
+    """
+
+    is_leaving = False
+    _n_ticks = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn's own would send the signal again at the end, so that the process would not exit with 0."""
-        self.force_exit = self.should_exit
-        self.should_exit = True
+        self.force_exit = self.should_exit = self.is_leaving
+        self.is_leaving = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn calls it ten times a second; true ends the server."""
+        self._n_ticks += self.is_leaving
+        self.should_exit |= self._n_ticks > LINGER_TICKS
+        return await super().on_tick(counter)
 
 
 def serve(app: Starlette, listening: Listening, told: Callable[[str], None]) -> Draining:
@@ -83,7 +97,7 @@ def _end_with_parent() -> None:
 def is_leaving(request: Request) -> bool:
     """Whether the process was told to go."""
     server: Draining = request.app.state.server
-    return server.should_exit
+    return server.is_leaving
 
 
 def failure(status: int, message: str, *, code: str) -> Response:
