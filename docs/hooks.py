@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mkdocs.structure.files import File
 
@@ -18,26 +18,9 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-OPTIONAL = {"asyncio.md", "doctor.md", "environment.md", "metrics.md", "serve.md", "traces.md"}
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
 OWN_LINK = re.compile(r"\]\(((?!https?:|#)[^)#\s]+)")
-
-
-def on_config(config: MkDocsConfig) -> None:
-    """Leaves out of the navigation what this checkout does not have."""
-    config.nav = _kept(config.nav or [], Path(config.docs_dir))
-
-
-def _kept(nav: list[Any], docs: Path) -> list[Any]:
-    kept = []
-    for entry in nav:
-        ((title, what),) = entry.items()
-        if isinstance(what, list):
-            kept.append({title: _kept(what, docs)})
-        elif what not in OPTIONAL or (docs / what).exists():
-            kept.append(entry)
-    return kept
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
