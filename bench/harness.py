@@ -24,7 +24,6 @@ import numpy as np
 
 from pdstage import environment, native
 from pdstage.errors import UsageError
-from pdstage.trace import check, merge_files
 from pdstage.watch.progress import progress
 
 from . import ranks
@@ -190,6 +189,8 @@ def run_traced(name: str, quick: bool, trace: Path) -> dict[str, Any]:
     """`run_named`, with a trace of all its nodes written to `trace`. Its numbers include what tracing costs."""
     if name not in TRACED:
         raise UsageError(f"bench {name} moves no rooms", remedy=f"trace one of {', '.join(TRACED)}", field="trace")
+    from pdstage.trace import check, merge_files  # noqa: PLC0415  (the GPU bench needs no node, nor what nodes need)
+
     check(trace)
     with tempfile.TemporaryDirectory(prefix="pdstage-trace-") as folder, ranks.traced(Path(folder)):
         report = run_named(name, quick)

@@ -126,10 +126,10 @@ def staged(case, src, pair, owned, rects, tokens, sums):
     at = Region(-(-buffer.ctypes.data // 256) * 256, nbytes)
     how = {"wire": pair.wire, "checksum": True, "tokens": tokens}
     src.stager.gather(1, owned, rects, items=src.index, dst=at, cut=pair.src, **how)
-    ((_, error, gathered),) = src.stager.poll()
+    ((_, error, gathered, *_),) = src.stager.poll()
     assert error is None, error
     case.dst.stager.scatter(1, owned, rects, items=case.dst.index, src=at, cut=pair.dst, **how)
-    ((_, error, scattered),) = case.dst.stager.poll()
+    ((_, error, scattered, *_),) = case.dst.stager.poll()
     assert error is None, error
     assert gathered == scattered, "both sides name tokens alike"
     used = at.base + nbytes - buffer.ctypes.data

@@ -29,8 +29,9 @@ def component(run_nbytes: int) -> str:
 
 
 def make(device: str, nbytes: int = POOL_NBYTES) -> Pool:
-    """One component for each of `RUNS`, all of the same bytes: K and V of 8 layers in pages of 16 rows of one run.
+    """One component for each of `RUNS` that `nbytes` have room for, all of the same bytes.
 
+    Each is K and V of 8 layers in pages of 16 rows of one run.
     Rows are two runs apart, as where one side holds twice the heads of the other, so that no two runs join.
     """
     kind, _, number = device.partition(":")
@@ -42,6 +43,7 @@ def make(device: str, nbytes: int = POOL_NBYTES) -> Pool:
             shards=1, shard_stride=run, width=run, axis=Axis("kv_head", 1, 0, 1), format="bytes",
         )
         for run in RUNS
+        if n_items(run, nbytes)
         for number_of, (role, layer) in enumerate((role, layer) for role in "kv" for layer in range(LAYERS))
     ]  # fmt: skip
     return Pool.of(Layout.of([Region(base, nbytes, kind, int(number or 0))], views), device, keep=held)

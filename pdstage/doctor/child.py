@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -103,6 +103,12 @@ class Children:
             self._closed = True
             for child in self._running:
                 os.killpg(child.pid, signal.SIGKILL)  # not reaped yet, so that the number is still its own
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _listen(said: int, told: Told, until: float) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pdstage import kernels, native
+from pdstage import environment, kernels, native
 from pdstage.calibrate import pool as pools
 from pdstage.errors import TransportError
 from pdstage.kernels import nvrtc as compiler
@@ -82,7 +82,7 @@ def nvrtc(say: Say, *, architecture: str) -> None:
     say.step("compile")
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pdstage-doctor-") as folder:
-        os.environ["PDSTAGE_CACHE_DIR"] = folder
+        os.environ[environment.CACHE_DIR.name] = folder
         image = compiler.compile_kernel("copy.cu", _MACROS, architecture)
     say.found(nbytes=len(image), seconds=time.monotonic() - begun)
 

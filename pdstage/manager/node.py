@@ -337,6 +337,7 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
 
     @property
     def closed(self) -> bool:
+        """Whether `close` was called."""
         return self._closed
 
     # The end.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -191,6 +191,12 @@ class Devices(Generic[Word]):
         self._copies.clear()
         self._told.clear()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 def _inside(region: Region, told: Told) -> bool:
     return told.base <= region.base and region.base + region.nbytes <= told.base + told.nbytes
@@ -278,6 +284,12 @@ class Copies(Generic[Word]):
                 self._cuda.free(self._stream, self._spare)
         except self._cuda.error as error:
             log.warning("a stream is not given back: %s", error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def reap() -> None:
