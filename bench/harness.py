@@ -26,8 +26,6 @@ from pdstage import environment, native
 from pdstage.errors import UsageError
 from pdstage.watch.progress import progress
 
-from . import ranks
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -189,7 +187,10 @@ def run_traced(name: str, quick: bool, trace: Path) -> dict[str, Any]:
     """`run_named`, with a trace of all its nodes written to `trace`. Its numbers include what tracing costs."""
     if name not in TRACED:
         raise UsageError(f"bench {name} moves no rooms", remedy=f"trace one of {', '.join(TRACED)}", field="trace")
-    from pdstage.trace import check, merge_files  # noqa: PLC0415  (the GPU bench needs no node, nor what nodes need)
+    # The GPU bench needs no node, nor what nodes need.
+    from pdstage.trace import check, merge_files  # noqa: PLC0415
+
+    from . import ranks  # noqa: PLC0415
 
     check(trace)
     with tempfile.TemporaryDirectory(prefix="pdstage-trace-") as folder, ranks.traced(Path(folder)):

@@ -248,7 +248,7 @@ def _serve(peer: Peer) -> int:
 
 
 def _add_doctor(command: argparse.ArgumentParser) -> None:
-    from pdstage.doctor.site import AREAS  # noqa: PLC0415
+    from pdstage.doctor import AREAS  # noqa: PLC0415
 
     command.add_argument("--json", action="store_true", help="print the report as JSON (docs/doctor.md)")
     command.add_argument(

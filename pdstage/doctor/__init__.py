@@ -3,3 +3,5 @@
 Layer 6. `table` lists the checks; there is a file for each area: `gpu`, `kernels`, `transports`, `host`, `network`,
 `peer`. What may crash or hang is asked in a process of its own (`child`, `probes`), under a deadline.
 """
+
+AREAS = ("host", "gpu", "kernels", "transports", "network", "peer")

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdstage.doctor import AREAS
 from pdstage.doctor.child import Children, Told
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-AREAS = ("host", "gpu", "kernels", "transports", "network", "peer")
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):

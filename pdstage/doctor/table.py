@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from pdstage.doctor import found, gpu, host, kernels, network, peer, transports
+from pdstage.doctor import AREAS, found, gpu, host, kernels, network, peer, transports
 from pdstage.doctor.found import Found, PeerReport, Report, Result, Verdict
-from pdstage.doctor.site import AREAS, Asked, Site
+from pdstage.doctor.site import Asked, Site
 from pdstage.errors import UsageError
 
 if TYPE_CHECKING:
