@@ -5,15 +5,16 @@ Layer 6. The same rooms between two ranks with keys and two without, in turn; wh
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from pdstage.control.keys import Keys
 
-from .harness import Row
+from . import beside
 from .rooms import PROGRESS, Pair
+
+if TYPE_CHECKING:
+    from .harness import Row
 
 
 def run(quick: bool) -> list[Row]:
@@ -24,29 +25,5 @@ def run(quick: bool) -> list[Row]:
 
 def _rows(progress: str, key_file: str, quick: bool) -> list[Row]:
     n, repeats = (256, 3) if quick else (2000, 7)
-    rates: list[list[float]] = [[], []]
-    times: list[list[float]] = [[], []]
     with Pair("local", progress, key_file) as keyed, Pair("local", progress) as plain:
-        for pair in (keyed, plain):
-            pair.both("run", pair.rooms(n))
-        for _ in range(repeats):
-            for pair, rate, took in zip((keyed, plain), rates, times, strict=True):
-                rate.append(n / pair.both("run", pair.rooms(n)))
-                lone = pair.rooms(n // 10)
-                pair.prefill.begin("serve", lone, False)
-                took.append(float(np.median(pair.decode.call("latencies", lone, False))) * 1e6)
-                pair.prefill.result()
-    with_keys, without = map(statistics.median, rates)
-    ours, theirs = map(statistics.median, times)
-    said = "baseline: the same without keys"
-    return [
-        Row(name=f"rooms a second, {progress}", value=with_keys, baseline=without, unit="1/s", detail=said),
-        Row(
-            name=f"Open to Success, idle, p50, {progress}",
-            value=ours,
-            baseline=theirs,
-            unit="us",
-            better="lower",
-            detail=said,
-        ),
-    ]
+        return beside.rows(keyed, plain, n, repeats, of=progress, detail="baseline: the same without keys")

@@ -7,14 +7,12 @@ room is says `rooms`. This process scrapes each endpoint every second, and reads
 from __future__ import annotations
 
 import contextlib
-import statistics
 import threading
 import time
 import urllib.request
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from . import beside
 from .harness import Row, interleaved
 from .rooms import PROGRESS, Pair
 
@@ -33,32 +31,13 @@ def run(quick: bool) -> list[Row]:
 
 def _rows(progress: str, quick: bool) -> list[Row]:
     n, repeats, *_ = QUICK if quick else ROOMS
-    rates: list[list[float]] = [[], []]
-    times: list[list[float]] = [[], []]
+    detail = f"timed, exported, scraped every {EVERY_S:g} s; baseline: the same unwatched"
     with (
         Pair("local", progress, watched=True) as watched,
         Pair("local", progress, watched=False) as plain,
         _scraped(watched),
     ):
-        for pair in (watched, plain):
-            pair.both("run", pair.rooms(n))
-        for _ in range(repeats):
-            for pair, rate, took in zip((watched, plain), rates, times, strict=True):
-                rate.append(n / pair.both("run", pair.rooms(n)))
-                lone = pair.rooms(n // 10)
-                pair.prefill.begin("serve", lone, False)
-                took.append(float(np.median(pair.decode.call("latencies", lone, False))) * 1e6)
-                pair.prefill.result()
-    with_it, without = map(statistics.median, rates)
-    ours, theirs = map(statistics.median, times)
-    said = f"timed, exported, scraped every {EVERY_S:g} s; baseline: the same unwatched"
-    return [
-        Row(name=f"rooms a second, watched, {progress}", value=with_it, baseline=without, unit="1/s", detail=said),
-        Row(
-            name=f"Open to Success, idle, p50, watched, {progress}", value=ours, baseline=theirs, unit="us",
-            better="lower", detail=said,
-        ),
-    ]  # fmt: skip
+        return beside.rows(watched, plain, n, repeats, of=f"watched, {progress}", detail=detail)
 
 
 def _scrapes(quick: bool) -> list[Row]:

@@ -1,0 +1,40 @@
+"""Rooms between two ranks that have something, beside two that have not: in turn, in one run.
+
+Layer 6. Must not know what it is that they have.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .harness import Row
+
+if TYPE_CHECKING:
+    from .rooms import Pair
+
+
+def rows(having: Pair, plain: Pair, n: int, repeats: int, *, of: str, detail: str) -> list[Row]:
+    """Rooms a second, of `n` at a time, and the latency of one of `n // 10` idle ones; `of` ends the rows' names."""
+    rates: list[list[float]] = [[], []]
+    times: list[list[float]] = [[], []]
+    for pair in (having, plain):
+        pair.both("run", pair.rooms(n))
+    for _ in range(repeats):
+        for pair, rate, took in zip((having, plain), rates, times, strict=True):
+            rate.append(n / pair.both("run", pair.rooms(n)))
+            lone = pair.rooms(n // 10)
+            pair.prefill.begin("serve", lone, False)
+            took.append(float(np.median(pair.decode.call("latencies", lone, False))) * 1e6)
+            pair.prefill.result()
+    with_it, without = map(statistics.median, rates)
+    ours, theirs = map(statistics.median, times)
+    return [
+        Row(name=f"rooms a second, {of}", value=with_it, baseline=without, unit="1/s", detail=detail),
+        Row(
+            name=f"Open to Success, idle, p50, {of}", value=ours, baseline=theirs, unit="us", better="lower",
+            detail=detail,
+        ),
+    ]  # fmt: skip
