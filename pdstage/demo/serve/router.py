@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import httpx
-from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from pdstage.demo.serve import api, web
 from pdstage.demo.serve.options import DECODE, PREFILL, RouterOptions
@@ -25,6 +23,7 @@ from pdstage.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from starlette.applications import Starlette
     from starlette.requests import Request
 
 log = logging.getLogger("pdstage.demo.serve")
@@ -78,23 +77,14 @@ class Peer:
         self.told, self.is_up, self.why_down = told, True, ""
 
 
-class Router:
+class Router(web.Endpoints):
     """Its endpoints, and the servers behind it."""
 
     def __init__(self, options: RouterOptions) -> None:
         self._options = options
         self.peers = [Peer(PREFILL, url) for url in options.prefill] + [Peer(DECODE, url) for url in options.decode]
         self._ending: set[asyncio.Task[Any]] = set()
-        self.app = Starlette(
-            routes=[
-                Route("/health", self._health),
-                Route("/ready", self._ready),
-                Route("/stats", self._stats),
-                Route("/v1/models", self._models),
-                *(Route(path, self._take, methods=["POST"]) for path in api.PATHS),
-            ],
-            lifespan=self._lifespan,
-        )
+        self.app = self.application()
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -150,7 +140,7 @@ class Router:
 
     # What people look at.
 
-    async def _health(self, _: Request) -> Response:
+    async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
@@ -161,13 +151,13 @@ class Router:
             return web.failure(503, f"no {' and no '.join(lacking)} server is ready", code="unavailable")
         return JSONResponse({"role": "router", "servers": self._servers()})
 
-    async def _stats(self, _: Request) -> Response:
+    async def _stats(self, request: Request) -> Response:
         return JSONResponse({"servers": self._servers()})
 
     def _servers(self) -> list[dict[str, Any]]:
         return [{"role": p.role, "url": p.url, "up": p.is_up, "running": p.n_running} for p in self.peers]
 
-    async def _models(self, _: Request) -> Response:
+    async def _models(self, request: Request) -> Response:
         served = self._served()
         if served is None:
             return web.failure(503, "no server is ready", code="unavailable")

@@ -12,9 +12,7 @@ import contextlib
 import secrets
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from pdstage.demo.serve import api, web
 from pdstage.demo.serve.compute import make_ranks
@@ -29,6 +27,7 @@ from pdstage.trace import tracing
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from starlette.applications import Starlette
     from starlette.requests import Request
 
     from pdstage.demo.serve.options import ServerOptions
@@ -52,7 +51,7 @@ def run(options: ServerOptions, told: Callable[[str], None]) -> int:
     return 1 if scheduler.failure is not None else 0
 
 
-class Server:
+class Server(web.Endpoints):
     """Its endpoints. `process` is another in each process's life, so that nobody takes one for its predecessor."""
 
     def __init__(self, options: ServerOptions, scheduler: Scheduler) -> None:
@@ -61,16 +60,7 @@ class Server:
         self.process = secrets.token_hex(8)
         answer = self._prefill if options.role == PREFILL else self._decode
         self._answer = answer
-        self.app = Starlette(
-            routes=[
-                Route("/health", self._health),
-                Route("/ready", self._ready),
-                Route("/stats", self._stats),
-                Route("/v1/models", self._models),
-                *(Route(path, self._take, methods=["POST"]) for path in api.PATHS),
-            ],
-            lifespan=self._lifespan,
-        )
+        self.app = self.application()
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -86,7 +76,7 @@ class Server:
 
     # What people and the router look at.
 
-    async def _health(self, _: Request) -> Response:
+    async def _health(self, request: Request) -> Response:
         if self._scheduler.failure is not None:
             return web.failure(503, f"the scheduler failed: {self._scheduler.failure!r}", code="failed")
         return JSONResponse({"status": "ok"})
@@ -99,10 +89,10 @@ class Server:
             told["prefill"] = self._scheduler.address
         return JSONResponse({**told, "max_model_len": self._options.max_model_len})
 
-    async def _stats(self, _: Request) -> Response:
+    async def _stats(self, request: Request) -> Response:
         return JSONResponse(self._scheduler.status())
 
-    async def _models(self, _: Request) -> Response:
+    async def _models(self, request: Request) -> Response:
         return JSONResponse(api.models(self._options.model_name))
 
     # Requests.

@@ -13,20 +13,23 @@ import signal
 import socket
 import sys
 import threading
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvicorn
+from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from pdstage.demo.serve import api
 from pdstage.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+    from contextlib import AbstractAsyncContextManager
     from types import FrameType
 
-    from starlette.applications import Starlette
     from starlette.types import Receive, Scope, Send
 
     from pdstage.demo.serve.options import Listening
@@ -36,6 +39,41 @@ Result = TypeVar("Result")
 SERVER_ERROR = "server_error"
 MOST_NBYTES = 1 << 20
 LINGER_TICKS = 10  # a second: twice as long as between two of the router's looks
+
+
+class Endpoints(ABC):
+    """What every process answers, at the same paths."""
+
+    def application(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/ready", self._ready),
+                Route("/stats", self._stats),
+                Route("/v1/models", self._models),
+                *(Route(path, self._take, methods=["POST"]) for path in api.PATHS),
+            ],
+            lifespan=self._lifespan,
+        )
+
+    @abstractmethod
+    def _lifespan(self, app: Starlette) -> AbstractAsyncContextManager[None]: ...
+
+    @abstractmethod
+    async def _health(self, request: Request) -> Response: ...
+
+    @abstractmethod
+    async def _ready(self, request: Request) -> Response: ...
+
+    @abstractmethod
+    async def _stats(self, request: Request) -> Response: ...
+
+    @abstractmethod
+    async def _models(self, request: Request) -> Response: ...
+
+    @abstractmethod
+    async def _take(self, request: Request) -> Response:
+        """A request for a completion."""
 
 
 class Gone(Exception):
