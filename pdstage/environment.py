@@ -61,22 +61,13 @@ def _one_of(*values: str) -> Callable[[str], str]:
     return parse
 
 
-def _file(text: str) -> Path:
-    if not (path := Path(text)).is_file():
-        raise ValueError("there is no such file")
-    return path
+def _path(may_be: Callable[[Path], bool], why_not: str) -> Callable[[str], Path]:
+    def parse(text: str) -> Path:
+        if not may_be(path := Path(text)):
+            raise ValueError(why_not)
+        return path
 
-
-def _folder(text: str) -> Path:
-    if (path := Path(text)).exists() and not path.is_dir():
-        raise ValueError("it is no folder")
-    return path
-
-
-def _there(text: str) -> Path:
-    if not (path := Path(text)).exists():
-        raise ValueError("there is no such file or folder")
-    return path
+    return parse
 
 
 def _port(text: str) -> int:
@@ -91,12 +82,14 @@ NATIVE = Variable(
     "`setup.py`, and the first import of `pdstage.native`",
 )  # fmt: skip
 CALIBRATION = Variable(
-    "PDSTAGE_CALIBRATION", _file, "a file that `pdstage calibrate --out` wrote", "the transports' own estimates",
+    "PDSTAGE_CALIBRATION", _path(Path.is_file, "there is no such file"),
+    "a file that `pdstage calibrate --out` wrote", "the transports' own estimates",
     "What each transport costs here, by which `path=\"auto\"` chooses.",
     "`PrefillNode(calibration=None)`, as it is made",
 )  # fmt: skip
 CACHE_DIR = Variable(
-    "PDSTAGE_CACHE_DIR", _folder, "a folder, which is made if need be",
+    "PDSTAGE_CACHE_DIR", _path(lambda path: path.is_dir() or not path.exists(), "it is no folder"),
+    "a folder, which is made if need be",
     "`pdstage` in `XDG_CACHE_HOME`, by default `~/.cache`",
     "Where compiled CUDA kernels are kept.",
     "the first copy by the CUDA kernels",
@@ -107,7 +100,8 @@ COMMIT = Variable(
     "`pdstage bench`, `make gpu`",
 )  # fmt: skip
 SGLANG = Variable(
-    "PDSTAGE_SGLANG", _there, "SGLang's `staging_buffer.py`, or a folder that holds it", "the installed package's",
+    "PDSTAGE_SGLANG", _path(Path.exists, "there is no such file or folder"),
+    "SGLang's `staging_buffer.py`, or a folder that holds it", "the installed package's",
     "Where the GPU benchmark finds SGLang's kernels, to measure them in the same run.",
     "`pdstage bench gpu`, `make gpu`",
 )  # fmt: skip
