@@ -156,6 +156,15 @@ def test_rows_outlive_their_buffers_in_whoever_holds_one():
     assert rows._memory is None
 
 
+def check_leaves_nothing(once) -> None:
+    once()
+    before, shared = held(), descriptors.count("/memfd:pdstage")
+    for _ in range(N):
+        once()
+    assert not leaks(before, n_turns=N)
+    assert descriptors.count("/memfd:pdstage") == shared
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -170,12 +179,7 @@ def test_a_node_that_cannot_be_made_leaves_nothing_open(options, error):
         with pytest.raises(error):
             decode_node(Rank(), **options)
 
-    once()
-    before, shared = held(), descriptors.count("/memfd:pdstage")
-    for _ in range(N):
-        once()
-    assert not leaks(before, n_turns=N)
-    assert descriptors.count("/memfd:pdstage") == shared
+    check_leaves_nothing(once)
 
 
 def test_a_node_whose_address_is_taken_leaves_nothing_open():
@@ -185,12 +189,7 @@ def test_a_node_whose_address_is_taken_leaves_nothing_open():
             with pytest.raises(TransportError, match="cannot listen"):
                 decode_node(Rank(), bind=taken.endpoint)
 
-        once()
-        before, shared = held(), descriptors.count("/memfd:pdstage")
-        for _ in range(N):
-            once()
-        assert not leaks(before, n_turns=N)
-        assert descriptors.count("/memfd:pdstage") == shared
+        check_leaves_nothing(once)
 
 
 def test_a_prefill_node_that_cannot_publish_leaves_nothing_open():
@@ -198,9 +197,4 @@ def test_a_prefill_node_that_cannot_publish_leaves_nothing_open():
         with pytest.raises(TransportError):
             prefill_node(Rank(), "127.0.0.1:1")
 
-    once()
-    before, shared = held(), descriptors.count("/memfd:pdstage")
-    for _ in range(N):
-        once()
-    assert not leaks(before, n_turns=N)
-    assert descriptors.count("/memfd:pdstage") == shared
+    check_leaves_nothing(once)
