@@ -1,13 +1,21 @@
-"""Skips what this machine cannot run, and watches for what a test leaves behind."""
+"""Skips what this machine cannot run, watches for what a test leaves behind, and says briefly what failed."""
 
 from __future__ import annotations
 
 import importlib.util
 import threading
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from tests import descriptors
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+_SHOWN_NBYTES = 256  # of longer strings pytest's own difference takes minutes, and screens
+_SHOWN_RUNS = 4
 
 
 def _n_cuda_devices() -> int:
@@ -28,6 +36,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, n in marked:
         if n > held:
             item.add_marker(pytest.mark.skip(reason=f"needs {n} CUDA devices, this machine has {held}"))
+
+
+def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
+    """Where two long strings of bytes differ, as runs [start, stop), and how the first of them begins."""
+    if op != "==" or not (isinstance(left, bytes) and isinstance(right, bytes)):
+        return None
+    if max(len(left), len(right)) <= _SHOWN_NBYTES:
+        return None
+    if len(left) != len(right):
+        return [f"{len(left):,} bytes == {len(right):,} bytes"]
+    wrong = np.frombuffer(left, np.uint8) != np.frombuffer(right, np.uint8)
+    edges = np.flatnonzero(np.diff(wrong, prepend=False, append=False)).reshape(-1, 2)
+    runs = ", ".join(f"[{start:,}, {stop:,})" for start, stop in edges[:_SHOWN_RUNS])
+    start = int(edges[0][0])
+    return [
+        f"{len(left):,} bytes == as many others",
+        f"{np.count_nonzero(wrong):,} differ, in {len(edges):,} runs: {runs}{', ...' * (len(edges) > _SHOWN_RUNS)}",
+        f"at {start:,}: {left[start : start + 16]!r} != {right[start : start + 16]!r}",
+    ]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
+    """The names of what failed, after all reasons: where only the end of a long log is kept, they are in it."""
+    yield
+    for outcome in ("failed", "error"):
+        for report in terminalreporter.getreports(outcome):
+            terminalreporter.write_line(f"{outcome}: {report.nodeid}")
 
 
 @pytest.fixture

@@ -1,30 +1,41 @@
 """Whether this process's TCP sockets still hold what a process that ended has sent.
 
 Layer 4, beneath nixl.py and mooncake.py. Must not know peers or tags: it reads what the kernel says of all sockets in
-this network namespace (proc_net_tcp in the kernel's documentation), and cannot see beyond it.
+this network namespace (proc_net_tcp in the kernel's documentation) and of this process's own, and sees no further.
 
 Seen with UCX over tcp: of a writer killed in the middle of a write, 10 MiB landed at our first poll after its death.
-They waited in our socket, and in the dead writer's, which the kernel goes on emptying as an orphan.
+They waited in our socket, and in the dead writer's, which the kernel goes on emptying as an orphan. What a reset
+connection holds can still be read, although no table lists it; so can that of one that nobody has accepted yet.
 """
 
 from __future__ import annotations
 
+import array
+import fcntl
+import socket
+import termios
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
-_ESTABLISHED, _CLOSE_WAIT = "01", "08"
-_ORPHANS = frozenset({"04", "05", "09", "0B"})  # FIN_WAIT1, FIN_WAIT2, LAST_ACK, CLOSING
-_ONLY_THE_END = 1
-"""Unread "bytes" of a socket whose peer has closed and whose data was all read: the end itself counts."""
+ESTABLISHED, FIN_WAIT1, TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, LISTEN, CLOSING = 1, 4, 6, 7, 8, 9, 10, 11
+_STILL_SENDING = frozenset({FIN_WAIT1, LAST_ACK, CLOSING})  # of an orphan: its end is not acknowledged yet
+_PEER_ENDED = frozenset({TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING})  # by closing, or by a reset
 
 
-class _Socket(NamedTuple):
+class _Row(NamedTuple):
+    """A socket in the kernel's table; `n_unread` of one that listens: connections that nobody has accepted."""
+
     local: str
     remote: str
-    state: str
+    state: int
     n_unread: int
     inode: str
+
+    @property
+    def port(self) -> str:
+        return self.local.rpartition(":")[2]
 
 
 def hold_bytes_of_the_dead() -> bool:
@@ -34,33 +45,63 @@ def hold_bytes_of_the_dead() -> bool:
     then nothing is proved.
     """
     try:
-        sockets = [entry for table in _TABLES if table.exists() for entry in _read(table)]
-        ours = _own_inodes()
+        rows = [row for table in _TABLES if table.exists() for row in _read(table)]
+        own = _own_sockets()
+        # In the order of the bytes' way, so that none passes by unseen: to a socket of ours, then out of it.
+        return _are_coming(rows, set(own)) or any(_holds_the_rest(fd) for fd in own.values())
     except OSError:
         return True
-    orphans = {(entry.local, entry.remote) for entry in sockets if entry.inode == "0" and entry.state in _ORPHANS}
-    for entry in sockets:
-        if entry.inode not in ours:
+
+
+def _are_coming(rows: list[_Row], own: set[str]) -> bool:
+    """From orphans to ours; or they wait in a connection that was not accepted."""
+    orphans = {(row.local, row.remote) for row in rows if row.inode == "0" and row.state in _STILL_SENDING}
+    waiting: Counter[str] = Counter()  # by port, of the living
+    for row in rows:
+        if row.state != ESTABLISHED:
             continue
-        if entry.state == _CLOSE_WAIT and entry.n_unread > _ONLY_THE_END:
-            return True
-        if entry.state == _ESTABLISHED and (entry.remote, entry.local) in orphans:
-            return True
-    return False
+        if (row.remote, row.local) in orphans:
+            if row.inode in own or row.inode == "0":
+                return True
+        elif row.inode == "0":
+            waiting[row.port] += 1
+    return any(row.n_unread > waiting[row.port] for row in rows if row.state == LISTEN and row.inode in own)
 
 
-def _read(table: Path) -> list[_Socket]:
+def _holds_the_rest(fd: int) -> bool:
+    """Whether it is a TCP socket that has bytes to read and whose peer has closed or was reset."""
+    unread = array.array("i", [0])
+    try:
+        held = socket.socket(fileno=fd)
+    except OSError:  # closed meanwhile
+        return False
+    try:
+        if held.family not in {socket.AF_INET, socket.AF_INET6} or held.type != socket.SOCK_STREAM:
+            return False
+        state = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+        if state not in _PEER_ENDED:
+            return False
+        fcntl.ioctl(fd, termios.FIONREAD, unread)
+    except OSError:
+        return False
+    finally:
+        held.detach()  # it is its owner's
+    return unread[0] > 0
+
+
+def _read(table: Path) -> list[_Row]:
     lines = (line.split() for line in table.read_text().splitlines()[1:])
-    return [_Socket(f[1], f[2], f[3], int(f[4].partition(":")[2], 16), f[9]) for f in lines if len(f) > 9]
+    return [_Row(f[1], f[2], int(f[3], 16), int(f[4].partition(":")[2], 16), f[9]) for f in lines if len(f) > 9]
 
 
-def _own_inodes() -> set[str]:
-    inodes = set()
+def _own_sockets() -> dict[str, int]:
+    """By inode, a descriptor of each."""
+    found = {}
     for fd in Path("/proc/self/fd").iterdir():
         try:
             target = str(fd.readlink())
         except FileNotFoundError:  # closed meanwhile; the listing's own descriptor too
             continue
         if target.startswith("socket:["):
-            inodes.add(target[8:-1])
-    return inodes
+            found[target[8:-1]] = int(fd.name)
+    return found

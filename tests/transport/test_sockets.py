@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import socket
+import struct
 
 import pytest
 
@@ -44,6 +47,49 @@ def test_bytes_of_the_dead_are_held_until_the_end_was_read(dead_writer):
 def test_a_dead_writer_is_of_no_interest_once_its_socket_is_closed(dead_writer):
     dead_writer.close()
     assert not _sockets.hold_bytes_of_the_dead()
+
+
+def test_what_a_reset_connection_holds_can_still_be_read():
+    """I2: a writer that died with an unread answer resets; no table lists our end then, and all its bytes are there."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        child, until_answered = os.fork(), 1 << 16
+        if not child:
+            with socket.create_connection(listener.getsockname()) as out:
+                out.sendall(bytes(until_answered))
+                select.select([out], [], [])
+            os._exit(0)  # with the answer unread
+        with listener.accept()[0] as end:
+            assert end.recv(1, socket.MSG_PEEK)
+            end.sendall(b"answer")
+            os.waitpid(child, 0)
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _sockets.CLOSE
+            assert _sockets.hold_bytes_of_the_dead()
+            n_read = 0
+            with contextlib.suppress(ConnectionResetError):
+                while chunk := end.recv(1 << 20):
+                    n_read += len(chunk)
+            assert n_read == until_answered
+            assert not _sockets.hold_bytes_of_the_dead()
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
+def test_bytes_wait_in_a_connection_that_nobody_has_accepted(reset):
+    """I2: it has no descriptor yet; the thread that accepts it reads what a process sent that is long dead."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
+        assert not _sockets.hold_bytes_of_the_dead(), "the living wait, too"
+        child = os.fork()
+        if not child:
+            out = socket.create_connection(listener.getsockname())
+            out.sendall(b"sent")
+            if reset:
+                out.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert _sockets.hold_bytes_of_the_dead()
+        with listener.accept()[0], listener.accept()[0] as end:
+            assert _sockets.hold_bytes_of_the_dead()
+            assert end.recv(64) == b"sent"
+            assert not _sockets.hold_bytes_of_the_dead()
 
 
 def test_the_living_prove_nothing_and_hinder_nothing():
