@@ -21,10 +21,12 @@ class CostModel:
     proportion. No one line fits them all, since fabrics change their protocol with the length: NIXL over TCP takes
     longer for 64 KiB than for twice 32 KiB. A single descriptor out of a send buffer that was just filled moves
     `bulk_bytes_per_s` (None: as `descriptors` say). `gather_*` and `scatter_*` are the copies' bytes per second and
-    seconds a run. `lease_s` is what a staged transfer takes longer however small it is, the round trip for its lease,
-    and `chunk_s` what each of its chunks adds, its post included. `overlap`, from 0 to 1, is the share of the shorter
-    stages that hides behind the longest, once several chunks are under way: 1 where each of gather, write and scatter
-    has a processor or a card of its own, 0 where they take turns.
+    seconds a run. `lease_s` is what a staged transfer takes longer however small it is, and `chunk_s` what each of
+    its chunks adds, its post included. `overlap`, from 0 to 1, is the share of the shorter
+    stages that hides behind the longest, of other chunks and other rooms: 1 where each of gather, write and scatter has
+    a processor or a card of its own, 0 where they take turns.
+
+    All of it is of rooms several of which are under way: a choice hardly matters to a node that is idle.
 
     Raises `UsageError` for a number that cannot be, naming it.
     """
@@ -88,17 +90,14 @@ class CostModel:
         return less + (more - less) * (nbytes - before) / (after - before)
 
     def staged_s(self, nbytes: int, n_runs: int, n_chunks: int = 1) -> float:
-        """A pipeline of three stages: the first chunk fills it and the last drains it, so nothing hides for those.
-
-        `n_runs` are copied on either side.
-        """
+        """A pipeline of three stages, which other rooms keep filled. `n_runs` are copied on either side."""
         write_s = nbytes / self.bulk_bytes_per_s if self.bulk_bytes_per_s else self.descriptor_s(nbytes)
         stages_s = (
             n_runs * self.gather_run_s + nbytes / self.gather_bytes_per_s,
             write_s,
             n_runs * self.scatter_run_s + nbytes / self.scatter_bytes_per_s,
         )
-        hidden_s = self.overlap * (sum(stages_s) - max(stages_s)) * (n_chunks - 1) / n_chunks
+        hidden_s = self.overlap * (sum(stages_s) - max(stages_s))
         return self.lease_s + n_chunks * self.chunk_s + sum(stages_s) - hidden_s
 
     def prefers_direct(self, nbytes: int, n_descriptors: int, n_chunks: int = 1) -> bool:

@@ -31,22 +31,25 @@ def test_between_two_lengths_a_descriptor_takes_what_lies_between():
 
 def test_a_length_that_is_dear_by_itself_is_staged():
     """NIXL over TCP: 64 KiB by a slower protocol than 32 KiB, so that the longer runs are the ones to stage."""
-    cost = replace(COST, lease_s=0.0, chunk_s=0.0, descriptors=((1 << 15, 12e-6), (1 << 16, 48e-6), (1 << 18, 60e-6)))
+    cost = replace(COST, lease_s=0.0, chunk_s=0.0, descriptors=((1 << 15, 6e-6), (1 << 16, 24e-6), (1 << 18, 30e-6)))
     assert [cost.prefers_direct(NBYTES, NBYTES // (1 << n)) for n in (15, 16, 18)] == [True, False, True]
 
 
-def test_one_chunk_hides_nothing():
-    assert COST.staged_s(NBYTES, 100_000) == pytest.approx(350e-6 + GATHER_S + WRITE_S + SCATTER_S)
+@pytest.mark.parametrize("n_chunks", [1, 10])
+def test_where_all_stages_run_at_once_the_longest_remains(n_chunks):
+    """However few chunks: those of other rooms are gathered meanwhile."""
+    expected = 300e-6 + n_chunks * 50e-6 + SCATTER_S
+    assert COST.staged_s(NBYTES, 100_000, n_chunks) == pytest.approx(expected)
 
 
-def test_of_many_chunks_the_longest_stage_remains_and_one_chunk_of_the_others():
-    expected = 300e-6 + 10 * 50e-6 + SCATTER_S + (GATHER_S + WRITE_S) / 10
-    assert COST.staged_s(NBYTES, 100_000, 10) == pytest.approx(expected)
+def test_stages_that_take_turns_are_a_sum():
+    cost = replace(COST, overlap=0.0)
+    assert cost.staged_s(NBYTES, 100_000) == pytest.approx(350e-6 + GATHER_S + WRITE_S + SCATTER_S)
 
 
-def test_stages_that_take_turns_are_a_sum_however_many_chunks():
-    cost = replace(COST, overlap=0.0, chunk_s=0.0)
-    assert cost.staged_s(NBYTES, 100_000, 10) == pytest.approx(cost.staged_s(NBYTES, 100_000))
+def test_of_the_shorter_stages_a_share_hides():
+    cost = replace(COST, overlap=0.4)
+    assert cost.staged_s(NBYTES, 100_000) == pytest.approx(350e-6 + SCATTER_S + 0.6 * (GATHER_S + WRITE_S))
 
 
 def test_the_more_and_shorter_the_runs_the_more_for_staging():

@@ -95,7 +95,7 @@ def _pipelined(stages: CostModel, staged: list[Timed], room_s: float) -> CostMod
     longer_s, shorter_s = np.maximum(gather_s, scatter_s), np.minimum(gather_s, scatter_s)
     best, least = stages, np.inf
     for overlap in np.linspace(0.0, 1.0, 41):
-        shown = 1 - overlap * (n_chunks - 1) / n_chunks
+        shown = 1 - overlap
         lease_s, chunk_s, byte_s = 0.0, 0.0, np.inf
         for _ in range(_TURNS):
             longest = byte_s * nbytes >= longer_s

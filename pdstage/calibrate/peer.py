@@ -49,9 +49,9 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pull(msgspec.Struct, frozen=True, tag=True):
-    """Receive `room` of that many runs a view; the answer is the seconds from `bind` to Success.
+    """Receive `n_rooms` from `room` on, of that many runs a view; the answer is the seconds from `bind` to Success.
 
-    `look`: and a digest of what has come.
+    `look`: and a digest of what has come with the last.
     """
 
     room: int
@@ -60,6 +60,7 @@ class Pull(msgspec.Struct, frozen=True, tag=True):
     tokens: Count
     deadline_s: Seconds = WAIT_S
     look: bool = False
+    n_rooms: Annotated[int, Meta(ge=1, le=64)] = 1
 
 
 class About(msgspec.Struct, frozen=True, tag=True):
@@ -198,7 +199,7 @@ class Peer:
 
     def _meet(self, asked: Meet) -> Took:
         begun = time.perf_counter()
-        receiver = self._connected(asked)
+        receiver = self._connected(asked, asked.room)
         took = time.perf_counter() - begun
         failed = receiver.state is State.FAILED
         receiver.abort("they have met")
@@ -207,23 +208,27 @@ class Peer:
         receiver.wait_released(asked.deadline_s)
         return Took([took])
 
-    def _connected(self, asked: Meet | Pull) -> Receiver:
+    def _connected(self, asked: Meet | Pull, room: int) -> Receiver:
         """A room whose writer has agreed, or that has failed."""
         node = self._started()
-        receiver = node.receive(asked.room, asked.directory, deadline_s=asked.deadline_s)
+        receiver = node.receive(room, asked.directory, deadline_s=asked.deadline_s)
         while receiver.state is State.BOOTSTRAPPING:
             node.turn(1e-3)
         return receiver
 
     def _pull(self, asked: Pull) -> Took:
-        name, receiver = pools.component(asked.run), self._connected(asked)
+        name, rooms = pools.component(asked.run), range(asked.room, asked.room + asked.n_rooms)
+        pages = [pools.pages(asked.run, asked.tokens, -1 - room & 0xFFFF) for room in rooms]
+        receivers = [self._connected(asked, room) for room in rooms]
         start = time.perf_counter()
-        pages = pools.pages(asked.run, asked.tokens, -1 - asked.room & 0xFFFF)
-        receiver.bind({name: pages}, {name: (0, asked.tokens)})
-        receiver.wait(asked.deadline_s)
+        for receiver, items in zip(receivers, pages, strict=True):
+            receiver.bind({name: items}, {name: (0, asked.tokens)})
+        for receiver in receivers:
+            receiver.wait(asked.deadline_s)
         took = time.perf_counter() - start
-        receiver.wait_released(asked.deadline_s)
-        digest = pools.digest(self._pool, asked.run, asked.tokens, pages) if asked.look else b""
+        for receiver in receivers:
+            receiver.wait_released(asked.deadline_s)
+        digest = pools.digest(self._pool, asked.run, asked.tokens, pages[-1]) if asked.look else b""
         return Took([took], digest)
 
     def _copy(self, asked: Copy) -> list[float]:
