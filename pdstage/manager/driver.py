@@ -291,6 +291,12 @@ class Driver(ABC, Generic[AnyCore]):
         except BaseException:
             log.exception("the node's thread ended")
 
+    def _finish(self) -> None:
+        """The last turn, with no thread left: what closing asked for and a thread about to end left undone."""
+        if self._failure is None and not self.was_forked:
+            with self._turning:
+                self._turn(_EVERYTHING)
+
     def _patience_s(self) -> float:
         """How long nothing can happen that neither the socket nor the transport would announce."""
         longest_s = min(1.0, self.config.retry_s)  # so that the question an engine's call asks needs no wake-up

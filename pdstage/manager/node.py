@@ -358,6 +358,7 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         self.socket.wake()
         if self._thread is not None:
             self._thread.join()
+        self._finish()
         self._copier.close()
         self._gave_back = self.core.memory_is_free or self.was_forked
         if self._gave_back:

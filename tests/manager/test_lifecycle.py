@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections import Counter
 
@@ -61,6 +62,28 @@ def move(site, src: Rank, p, dst: Rank, d, room: int) -> None:
     assert dst.holds(room, TOKENS, into)
     src.free(pages)
     dst.free(into)
+
+
+def test_rooms_end_though_the_thread_sleeps_until_the_node_is_closed(site, monkeypatch):
+    """An engine that asks a closed node's room must not hear that it still waits."""
+    src, dst = Rank(page=4), Rank(page=4)
+    options = {"transport": "local", "path": "direct", "progress": "thread"}
+    with prefill_node(src, site.address, **options) as p:
+        d = decode_node(dst, **options)
+        move(site, src, p, dst, d, 0)
+        late = d.receive(1, site.address)
+        late.bind(dst.allocate(4), 4)
+        drive([], lambda: late.state is State.WAITING_FOR_INPUT, 20)
+        asleep = threading.Event()
+
+        def sleep(wait_s: float) -> None:
+            asleep.set()
+            drive([], lambda: d.closed, 20)
+
+        monkeypatch.setattr(d, "turn", sleep)
+        assert asleep.wait(20)
+        d.close(0.1)
+        assert late.state is State.FAILED
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

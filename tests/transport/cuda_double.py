@@ -16,7 +16,7 @@ import mmap
 import os
 import struct
 import threading
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 
 import numpy as np
@@ -76,7 +76,7 @@ class Runtime:
         self.given_up = set()
         self.streams, self.events = {}, {}
         self.enabled = set()
-        self.n_copies = 0
+        self.n_copies_of = Counter()  # by the address of the memory that was read
         self._number = iter(range(1, 1 << 40))
         self._thread = threading.local()
 
@@ -241,7 +241,7 @@ class Runtime:
                 return
             rule(self.of(work[0], work[2]) and self.of(work[1], work[2]), "a copy of memory that is gone")
             ctypes.memmove(*work)
-            self.n_copies += 1
+            self.n_copies_of[self.of(work[1]).address] += 1
 
     def check_status(self, status):
         if status:

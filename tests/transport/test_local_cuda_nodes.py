@@ -41,10 +41,10 @@ def address():
 def test_rooms_between_two_processes(address, transport):
     """A tag that left before its gather or its copy were over would be seen: the scatter moves what is there then."""
     rank = DeviceRank(n_pages=128)
-    before, ran = cuda_double.RUNTIME.n_copies, STREAMS.n_run
+    send_buffers, ran = staging(), STREAMS.n_run
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=serve_decode, args=(theirs, address), daemon=True)
-    with prefill_node(rank, address, transport=transport(), path="staged", staging=staging()) as node:
+    with prefill_node(rank, address, transport=transport(), path="staged", staging=send_buffers) as node:
         process.start()
         try:
             senders = []
@@ -60,7 +60,7 @@ def test_rooms_between_two_processes(address, transport):
             assert ours.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
             assert node.stats()["sessions_over_local-double"] == 1
             assert STREAMS.n_run - ran >= N_ROOMS
-            n_copies = cuda_double.RUNTIME.n_copies - before
+            n_copies = cuda_double.RUNTIME.n_copies_of[send_buffers.data_ptr()]
             assert n_copies == 0 if transport is cuda_double.LocalDouble else n_copies >= N_ROOMS
             ours.send("end")
             process.join(60)
