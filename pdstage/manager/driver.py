@@ -293,9 +293,14 @@ class Driver(ABC, Generic[AnyCore]):
 
     def _finish(self) -> None:
         """The last turn, with no thread left: what closing asked for and a thread about to end left undone."""
-        if self._failure is None and not self.was_forked:
+        if self._failure is not None or self.was_forked:
+            return
+        try:
             with self._turning:
                 self._turn(_EVERYTHING)
+        except Exception as error:
+            log.exception("the node's last turn failed")
+            self._fail_everything(error)
 
     def _patience_s(self) -> float:
         """How long nothing can happen that neither the socket nor the transport would announce."""
