@@ -1,5 +1,5 @@
-"""Engines' adapters, one package an engine: its names and life cycle in, pdstage's out.
+"""Adapters that plug pdstage into serving engines, one package an engine.
 
-Layer 6. Each imports its engine at its top, for the engine is what loads it; nothing else of pdstage imports any of
-them.
+Layer 6. An adapter is loaded by its engine and imports that engine's package at its top; nothing else of pdstage
+imports an adapter. Adapters hold names and life cycles only: what they need of the library is the library's own API.
 """
