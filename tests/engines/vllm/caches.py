@@ -70,6 +70,7 @@ def config(
             engine_id=f"{role}-engine", kv_connector_extra_config={"transport": "local", "staging_nbytes": 1 << 20, **extra},
         ),
     )  # fmt: skip
+    made.scheduler_config.disable_hybrid_kv_cache_manager = False  # as on a GPU: vLLM has no hybrid caches on the CPU
     made.parallel_config.rank = rank
     made.cache_config.kv_cache_layout = layout
     return made
