@@ -161,13 +161,13 @@ class Engine:
         self.scheduler = self.core.scheduler
         self.manager = self.scheduler.kv_cache_manager
         self.freed: Counter[str] = Counter()
-        free = self.manager.free
+        free = self.scheduler._free_blocks
 
         def counted(request: Any) -> None:
             self.freed[request.request_id] += 1
             free(request)
 
-        self.manager.free = counted
+        self.scheduler._free_blocks = counted
         self.cached: dict[str, int] = {}
         matched = self.scheduler.connector.get_num_new_matched_tokens
 
@@ -242,6 +242,12 @@ class Engine:
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         assert all(not block.ref_cnt for block in pool.blocks if not block.is_null)
         return dict(self.freed)
+
+    def preempt(self) -> None:
+        """All that run begin anew, as when an operator resets the cache."""
+        assert self.scheduler.running
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.spoil()
 
     def preemptions(self) -> int:
         return self.preempted
@@ -370,10 +376,15 @@ class Pair:
         """Requests from the proxy's first call to their last token."""
         for name, prompt in prompts.items():
             self.prefill(name, prompt)
-        self.until(lambda: all(name in self.p.ended for name in prompts), self.p, what="prefill")
-        for name, prompt in prompts.items():
-            self.decode(name, prompt, max_tokens)
-        self.until(lambda: all(name in self.d.ended for name in prompts), what="decode")
+        handed: set[str] = set()
+
+        def done() -> bool:
+            for name in [name for name in prompts if name in self.p.ended and name not in handed]:
+                handed.add(name)
+                self.decode(name, prompts[name], max_tokens)
+            return all(name in self.d.ended for name in prompts)
+
+        self.until(done, what="requests")
         for name, prompt in prompts.items():
             assert self.d.ended[name] == "length", self.d.ended
             assert self.d.tokens[name] == continuation(prompt, max_tokens)

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from tests.engines.vllm.lives import LLAMA, Pair, Side, continuation, prompts
 
 if TYPE_CHECKING:
@@ -132,8 +130,21 @@ def test_preempted_requests_are_computed_again(engines):
         pair.settle()
 
 
-def test_preemption_at_prefill(engines):
-    """Prompts that outgrow the producer's pool together are begun anew, and sent once."""
+def test_preemption_at_prefill(pair):
+    """A prompt half computed is begun anew, and sent once."""
+    (prompt,) = prompts(200, seed=8)
+    pair.prefill("preempted", prompt)
+    pair.p.step()
+    pair.p.call("preempt")
+    pair.until(lambda: "preempted" in pair.p.ended, pair.p)
+    pair.decode("preempted", prompt)
+    pair.until(lambda: "preempted" in pair.d.ended)
+    assert pair.d.tokens["preempted"] == continuation(prompt, 4)
+    assert pair.loaded("preempted") >= 199
+
+
+def test_a_producer_smaller_than_its_requests_together(engines):
+    """What is handed over makes room for the next prompt."""
     with engines(producer=replace(PRODUCER, n_blocks=20, max_model_len=256)) as pair:
         pair.whole({f"r{number}": one for number, one in enumerate(prompts(150, 150, 150, seed=8))})
         pair.settle()

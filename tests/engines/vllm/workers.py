@@ -7,12 +7,13 @@ Beside the pool is its shadow, which pdstage never sees: what the pool must hold
 
 from __future__ import annotations
 
-import sys
 import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-sys.modules["kernels"] = None  # type: ignore[assignment]  # the repository's folder, which transformers takes for a package of this name
+from tests.engines import stubs
+
+stubs.install()  # a process of its own begins here
 
 import numpy as np
 import torch
