@@ -126,7 +126,7 @@ NODE = Variable(
     "a JSON object of arguments of `PrefillNode` and `DecodeNode`, with `config` as an object inside", "their defaults",
     "What an engine's operator says of the nodes that an adapter makes, where the engine has no option for it: "
     '`{"transport": "nixl", "keys": "cluster.key", "config": {"drain_s": 10}}`.',
-    "the SGLang backend, as a rank's node is made",
+    "the adapters of engines, as a rank's node is made",
 )  # fmt: skip
 TEST_TRANSPORTS = Variable(
     "PDSTAGE_TEST_TRANSPORTS", str.split, "names with spaces between", "the project's own only",

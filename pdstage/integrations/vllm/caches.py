@@ -117,8 +117,9 @@ def _total_heads(spec: AttentionSpec, n_held: int, n_heads: int, tp: tuple[int, 
     number as a drafter has.
     """
     first, end = shard_range(n_heads, *tp)
-    if spec.num_kv_heads == end - first and n_held % spec.num_kv_heads == 0:
-        return n_heads * (n_held // spec.num_kv_heads)
+    n_here: int = spec.num_kv_heads
+    if n_here == end - first and n_held % n_here == 0:
+        return n_heads * (n_held // n_here)
     n_shards: int = min(tp[0], spec.max_tp_shards or tp[0])
     return n_held * n_shards
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from tests.engines.vllm import caches
-from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, Side, transfer
 from vllm.model_executor.layers.mamba.mamba_utils import (
     MambaStateShapeCalculator,
     get_conv_state_layout,
@@ -25,6 +23,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from pdstage.errors import UsageError
+from tests.engines.vllm import caches
+from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, Side, transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
