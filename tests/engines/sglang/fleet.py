@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Self
 
 from tests.engines.sglang import setups
@@ -86,7 +87,8 @@ def eventually(ask, wanted=bool):
 class Fleet:
     """A bootstrap server, a prefill engine and a decode engine of one kind of pool."""
 
-    def __init__(self, prefill_tp: int, decode_tp: int, pool: str = "mha", **more: object) -> None:
+    def __init__(self, prefill_tp: int, decode_tp: int, pool: str = "mha", node: str = "", page_size: int = 16) -> None:
+        self.page_size = page_size
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -95,7 +97,7 @@ class Fleet:
             self.server.answer()
             sides = {}
             for mode, size in (("prefill", prefill_tp), ("decode", decode_tp)):
-                given = (setups.Setup(mode, size, rank, port, pool, **more) for rank in range(size))
+                given = (setups.Setup(mode, size, rank, port, pool, page_size, 64, node) for rank in range(size))
                 sides[mode] = [self._child(opened, "rank", one) for one in given]
             for ranks in sides.values():
                 for rank in ranks:
@@ -122,40 +124,49 @@ class Fleet:
         self.prefill.each("send_to", room)
         self.decode.each("receive", room)
 
-    def bind(self, room: int, n_tokens: int, prefix: int = 0, window: int = 0) -> None:
+    def bind(self, room: int, n_tokens: int, prefix: int = 0) -> None:
         self.decode.until(room, WAITING)
-        self.decode.each("allocate", room, n_tokens, prefix, window)
+        self.decode.each("allocate", room, n_tokens, prefix)
         self.decode.each("bind", room, prefix)
 
-    def begin(self, room: int, n_tokens: int, window: int = 0) -> int:
+    def begin(self, room: int, n_tokens: int) -> int:
         """Prefill's bootstrap, once all of decode's ranks are there; the prefix that decode has."""
         self.prefill.until(room, WAITING)
         (prefix,) = set(self.prefill.each("begin", room, n_tokens))
-        self.prefill.each("allocate", room, n_tokens, prefix, window)
+        self.prefill.each("allocate", room, n_tokens, prefix)
         return prefix
 
     def compute(self, room: int, start: int, stop: int, last: bool) -> None:
         self.prefill.each("compute", room, start, stop)
         self.prefill.each("send", room, start, stop, last)
 
-    def run(self, room: int, n_tokens: int, *, chunks: int = 1, prefix: int = 0, window: int = 0) -> None:
-        """A whole request; every byte is right at the end, and both engines have cleared it."""
+    def open(self, room: int, n_tokens: int, prefix: int = 0) -> None:
+        """Up to where prefill sends."""
         self.announce(room)
-        self.bind(room, n_tokens, prefix, window)
-        start = self.begin(room, n_tokens, window)
-        assert start == prefix
-        page = self.page_size
+        self.bind(room, n_tokens, prefix)
+        assert self.begin(room, n_tokens) == prefix
+
+    def run(self, room: int, n_tokens: int, *, chunks: int = 1, prefix: int = 0) -> None:
+        """A whole request; every byte is right at the end, and both engines have cleared it."""
+        self.open(room, n_tokens, prefix)
+        start = prefix
         for number in range(1, chunks + 1):
+            page = self.page_size
             stop = n_tokens if number == chunks else max(start, n_tokens * number // chunks // page * page)
             self.compute(room, start, stop, number == chunks)
             start = stop
         self.finish(room, n_tokens)
 
-    page_size = 16
-
     def finish(self, room: int, n_tokens: int) -> None:
+        """Both engines see Success, decode's memory is right, and nothing is kept of the room."""
         assert self.decode.until(room, SUCCESS, FAILED) == SUCCESS, self.decode.each("failure", room)
         assert self.decode.each("wrong", room, n_tokens) == [[] for _ in self.decode.ranks]
         assert self.prefill.until(room, SUCCESS, FAILED) == SUCCESS
         for engine in (self.prefill, self.decode):
             engine.each("clear", room)
+
+    def forgets_all(self) -> None:
+        """Once all rooms are over, nothing is kept of them."""
+        for engine in (self.prefill, self.decode):
+            ask = partial(engine.each, "leftovers")
+            eventually(ask, lambda kept: not any(any(of_rank.values()) for of_rank in kept))

@@ -17,61 +17,14 @@ import torch
 from sglang.srt import runtime_context
 from sglang.srt.disaggregation import decode, prefill, utils
 from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 
+from tests.engines.sglang.pools import Memory
 from tests.engines.sglang.setups import Setup
 
 MODEL = str(Path(__file__).parent / "model")
-HEADS, DIM, LAYERS = 4, 32, 2
 ROWS = 16
-
-
-class Memory:
-    """The pools of a kind, and what is in them: every byte of a token is a function of where in the model it is."""
-
-    def __init__(self, setup: Setup) -> None:
-        size, page = (setup.n_pages - 1) * setup.page_size, setup.page_size
-        held = max(1, HEADS // setup.tp_size)
-        self.first_head = setup.tp_rank * HEADS // setup.tp_size
-        common = {"dtype": torch.bfloat16, "device": "cpu", "enable_memory_saver": False}
-        self.page_size, self.kind = page, setup.pool
-        self.full_layers, self.swa_layers = list(range(LAYERS)), []
-        if setup.pool == "mha":
-            self.pool = MHATokenToKVPool(
-                size, page, head_num=held, head_dim=DIM, layer_num=LAYERS, enable_alt_stream=False, **common
-            )
-            self.buffers = {("k", i): self.pool.k_buffer[i] for i in range(LAYERS)}
-            self.buffers |= {("v", i): self.pool.v_buffer[i] for i in range(LAYERS)}
-        elif setup.pool == "mla":
-            self.pool = MLATokenToKVPool(size, page, kv_lora_rank=64, qk_rope_head_dim=16, layer_num=LAYERS, **common)
-            self.buffers = {("latent", i): self.pool.kv_buffer[i] for i in range(LAYERS)}
-        else:
-            self.pool = SWAKVPool(
-                size, size, page, head_num=held, head_dim=DIM, swa_attention_layer_ids=[1],
-                full_attention_layer_ids=[0], enable_alt_stream=False, **common,
-            )  # fmt: skip
-            full, swa = self.pool.full_kv_pool, self.pool.swa_kv_pool
-            self.buffers = {("k", 0): full.k_buffer[0], ("v", 0): full.v_buffer[0]}
-            self.swa = {("k", 1): swa.k_buffer[0], ("v", 1): swa.v_buffer[0]}
-
-    def expected(self, room: int, role: str, layer: int, tokens: range, like: torch.Tensor) -> torch.Tensor:
-        """`[tokens, heads, dim]` of this rank."""
-        heads, dim = like.shape[1:]
-        first = self.first_head if role in ("k", "v") else 0
-        t = np.arange(tokens.start, tokens.stop, dtype=np.int64)[:, None, None]
-        h = np.arange(first, first + heads)[None, :, None]
-        d = np.arange(dim)[None, None, :]
-        number = (((room * 31 + ord(role[0])) * 31 + layer) * 8191 + t * 131 + h * 17 + d * 7) % 30011
-        return torch.from_numpy(number.astype(np.int16)).view(torch.bfloat16)
-
-    def slots(self, pages: np.ndarray, first_page: int, tokens: range) -> torch.Tensor:
-        t = np.arange(tokens.start, tokens.stop)
-        return torch.from_numpy(
-            pages[t // self.page_size - first_page].astype(np.int64) * self.page_size + t % self.page_size
-        )
 
 
 class Rank:
@@ -79,6 +32,7 @@ class Rank:
 
     def __init__(self, setup: Setup) -> None:
         load_plugins()
+        os.environ["PDSTAGE_NODE"] = setup.node
         self.setup = setup
         arguments = [
             "--model-path", MODEL, "--device", "cpu", "--host", "127.0.0.1", "--skip-tokenizer-init",
@@ -96,10 +50,11 @@ class Rank:
         self.metadata = MetadataBuffers(ROWS, 64, torch.bfloat16, 1)
         self.manager = self._manager(args)
         self.rooms: dict[int, object] = {}
-        self.pages: dict[int, dict[str, tuple[np.ndarray, int]]] = {}
+        self.items: dict[int, dict[str, tuple[np.ndarray, int]]] = {}
 
     def _manager(self, args):
         model = runtime_context.process_model_config()
+        model.hf_text_config.full_attention_layer_ids = [0, 3]  # what a hybrid model's config says
         runner = SimpleNamespace(kv_cache_dtype_str="bfloat16")
         scheduler = SimpleNamespace(
             rust_server=None, tp_worker=SimpleNamespace(model_runner=runner), model_config=model, server_args=args,
@@ -116,22 +71,14 @@ class Rank:
 
     # Both sides.
 
-    def allocate(self, room: int, n_tokens: int, first: int = 0, window: int = 0) -> None:
-        """Pages for tokens `[first, n_tokens)`, from a shuffled pool; and for the window's, if there is one."""
-        page, rng = self.setup.page_size, np.random.default_rng([room, self.setup.tp_size])
-        taken = rng.permutation(np.arange(1, self.setup.n_pages, dtype=np.int32))
-        n = -(-n_tokens // page)
-        held = {"kv": (taken[: n - first // page], first // page)}
-        if self.setup.pool == "swa":
-            start = max(first, n_tokens - window) // page
-            held["swa"] = (rng.permutation(taken)[: n - start], start)
-        self.pages[room] = held
+    def allocate(self, room: int, n_tokens: int, prefix: int) -> None:
+        self.items[room] = self.memory.allocate(room, self.setup.mode == "prefill", n_tokens, prefix)
 
-    def _state_indices(self, room: int) -> list[np.ndarray] | None:
-        return [self.pages[room]["swa"][0]] if self.setup.pool == "swa" else None
-
-    def _tensors(self, component: str) -> dict[tuple[str, int], torch.Tensor]:
-        return self.memory.buffers if component == "kv" else self.memory.swa
+    def _state_indices(self, room: int) -> list[object] | None:
+        """As the schedulers make them: arrays of pages, and a list of one array for mamba."""
+        kinds = [kind.value for kind in self.manager.kv_args.state_types]
+        items = self.items[room]
+        return [[items[kind][0]] if kind == "mamba" else items[kind][0] for kind in kinds]
 
     def poll(self, room: int) -> int:
         return int(self.rooms[room].poll())
@@ -167,13 +114,11 @@ class Rank:
         self.rooms[room] = kind(self.manager, f"127.0.0.1:{self.setup.port}", room)
 
     def compute(self, room: int, start: int, stop: int) -> None:
-        for component, (pages, first) in self.pages[room].items():
-            tokens = range(max(start, first * self.setup.page_size), stop)
-            for (role, layer), tensor in self._tensors(component).items():
-                if tokens:
-                    tensor[self.memory.slots(pages, first, tokens)] = self.memory.expected(
-                        room, role, layer, tokens, tensor
-                    )
+        """Prefill's forward pass: tokens `[start, stop)` are in the caches, and the states are those after them."""
+        for component, (items, first) in self.items[room].items():
+            for held in self.memory.held[component]:
+                at, positions = self.memory.entries(held, items, first, range(start, stop))
+                held.numbers[at] = held.expected(room, positions)
 
     def begin(self, room: int, n_tokens: int) -> int:
         """`finalize_bootstrap`: the prefix that decode has, then `init`."""
@@ -185,7 +130,7 @@ class Rank:
     def send(self, room: int, start: int, stop: int, last: bool) -> None:
         """`_send_kv_chunk`: whole pages, but for the last chunk, which carries states and metadata."""
         page = self.setup.page_size
-        pages, first = self.pages[room]["kv"]
+        pages, first = self.items[room]["kv"]
         if last:
             row = room % ROWS
             self.metadata.output_ids[row, 0] = room + 1000
@@ -206,19 +151,17 @@ class Rank:
         self.rooms[room].init(0)
 
     def bind(self, room: int, prefix: int = 0) -> None:
-        pages = self.pages[room]["kv"][0]
+        pages = self.items[room]["kv"][0]
         self.rooms[room].send_metadata(pages, room % ROWS, self._state_indices(room), decode_prefix_len=prefix)
 
     def wrong(self, room: int, n_tokens: int) -> list[str]:
-        """Which tensors are not what prefill computed, and what of the metadata row is wrong."""
+        """Which tensors are not what the oracle says, and what of the metadata row is wrong."""
         found = []
-        for component, (pages, first) in self.pages[room].items():
-            tokens = range(first * self.setup.page_size, n_tokens)
-            for (role, layer), tensor in self._tensors(component).items():
-                expected = self.memory.expected(room, role, layer, tokens, tensor)
-                got = tensor[self.memory.slots(pages, first, tokens)]
-                if not torch.equal(got.view(torch.int16), expected.view(torch.int16)):
-                    found.append(f"{component} {role} of layer {layer}")
+        for component, (items, first) in self.items[room].items():
+            for held in self.memory.held[component]:
+                at, positions = self.memory.entries(held, items, first, range(n_tokens))
+                if not torch.equal(held.numbers[at], held.expected(room, positions)):
+                    found.append(f"{component} {held.role} of layer {held.layer}")
         row = room % ROWS
         if int(self.metadata.output_ids[row, 0]) != room + 1000 or int(self.metadata.bootstrap_room[row, 0]) != room:
             found.append("metadata")
@@ -226,22 +169,19 @@ class Rank:
             found.append("hidden states")
         return found
 
-    def touched(self, room: int) -> bool:
-        """Whether anything but zeros is in the room's pages, or in its metadata row."""
-        page = self.setup.page_size
-        for component, (pages, _) in self.pages[room].items():
-            slots = torch.from_numpy((pages[:, None].astype(np.int64) * page + np.arange(page)).ravel())
-            if any(bool(tensor[slots].view(torch.int16).any()) for tensor in self._tensors(component).values()):
-                return True
-        return bool(self.metadata.output_ids[room % ROWS].any())
+    def fill(self, room: int, n_tokens: int, number: int) -> None:
+        """The engine gives the room's memory to another request, which writes it."""
+        for held, at in self._all(room, n_tokens):
+            held.numbers[at] = number
 
-    def scribble(self, room: int) -> None:
-        """The engine gives the pages to another request, which writes them."""
-        for component, (pages, _) in self.pages[room].items():
-            slots = torch.from_numpy((pages[:, None].astype(np.int64) * self.setup.page_size
-                                      + np.arange(self.setup.page_size)).ravel())  # fmt: skip
-            for tensor in self._tensors(component).values():
-                tensor[slots] = 1.0
+    def holds(self, room: int, n_tokens: int, number: int) -> bool:
+        """Whether the room's memory is all `number`."""
+        return all(bool((held.numbers[at] == number).all()) for held, at in self._all(room, n_tokens))
+
+    def _all(self, room: int, n_tokens: int):
+        for component, (items, first) in self.items[room].items():
+            for held in self.memory.held[component]:
+                yield held, self.memory.entries(held, items, first, range(n_tokens))[0]
 
     def defer(self, room: int) -> None:
         """`pop_transferred` of a failed room: the abort is told if decode did not tell it, and memory is kept."""

@@ -15,6 +15,7 @@ class Setup(NamedTuple):
     pool: str = "mha"
     page_size: int = 16
     n_pages: int = 64
+    node: str = ""  # PDSTAGE_NODE
 
 
 def serve(*args: object) -> None:
