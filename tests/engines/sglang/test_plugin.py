@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 MODEL = str(Path(__file__).parent / "model")
 
 LOAD = """
