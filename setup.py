@@ -12,7 +12,7 @@ from setuptools import Extension, setup
 MAPPED = {"pdstage.bench": "bench", "pdstage.csrc": "csrc", "pdstage.kernels": "kernels"}
 PACKAGES = [
     "bench.micro", "bench.peers", "calibrate", "control", "demo", "demo.serve", "doctor", "integrations",
-    "integrations.sglang", "manager", "protocol", "trace", "transport", "watch",
+    "integrations.sglang", "integrations.vllm", "manager", "protocol", "trace", "transport", "watch",
 ]  # fmt: skip
 SOURCE = Path("csrc/bindings.cpp")
 

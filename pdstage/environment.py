@@ -116,6 +116,11 @@ SGLANG = Variable(
     "Where the GPU benchmark finds SGLang's kernels, to measure them in the same run.",
     "`pdstage bench gpu`, `make gpu`",
 )  # fmt: skip
+SGLANG_STAGING = Variable(
+    "PDSTAGE_SGLANG_STAGING", _one_of("0", "1"), "`1` or `0`", "SGLang's own",
+    "Whether SGLang's staging functions are replaced by those on pdstage's kernels.",
+    "SGLang's loader of plugins, in each of its processes",
+)  # fmt: skip
 NVTX = Variable(
     "PDSTAGE_NVTX", _one_of("0", "1"), "`1` or `0`", "none",
     "NVTX ranges around what a node asks of its device, for Nsight Systems.",
@@ -126,7 +131,7 @@ NODE = Variable(
     "a JSON object of arguments of `PrefillNode` and `DecodeNode`, with `config` as an object inside", "their defaults",
     "What an engine's operator says of the nodes that an adapter makes, where the engine has no option for it: "
     '`{"transport": "nixl", "keys": "cluster.key", "config": {"drain_s": 10}}`.',
-    "the SGLang backend, as a rank's node is made",
+    "the adapters of engines, as a rank's node is made",
 )  # fmt: skip
 TEST_TRANSPORTS = Variable(
     "PDSTAGE_TEST_TRANSPORTS", str.split, "names with spaces between", "the project's own only",
@@ -146,7 +151,8 @@ METRICS_PORT = Variable(
 )  # fmt: skip
 
 VARIABLES: tuple[Variable[object], ...] = (
-    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, SGLANG, NODE, METRICS_PORT, NVTX, TEST_TRANSPORTS, GPU_TESTS,
+    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, SGLANG, SGLANG_STAGING, NODE, METRICS_PORT, NVTX, TEST_TRANSPORTS,
+    GPU_TESTS,
 )  # fmt: skip
 
 _warned_of: set[str] = set()

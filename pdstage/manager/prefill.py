@@ -71,7 +71,8 @@ class PrefillNode(Node[PrefillCore, Sender]):
     """One prefill rank.
 
     `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name or an open transport.
-    `bootstrap` is the directory to publish to; None embeds one on the host of `bind`, at `bootstrap_address`.
+    `bootstrap` is the directory to publish to; None embeds one on the host of `bind`, at `bootstrap_address`. Where the
+    engine keeps the directory itself, `publish` is false, and `advert` is what to put there.
     `staging_nbytes` are split into `n_buffers` send buffers; `staging` is a tensor or numpy array to use for them
     instead of memory of the node's own. `path` is "auto" (by cost), "staged" or "direct". `bind` is the control
     socket's address; beyond loopback it takes `keys`, a key file's path or `Keys`, or else `insecure` must be true, and
@@ -95,6 +96,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
         transport: str | Transport = "auto",
         bootstrap: str | None = None,
         instance: str = "prefill",
+        publish: bool = True,
         path: str = "auto",
         staging_nbytes: int = 256 << 20,
         staging: object = None,
@@ -138,9 +140,15 @@ class PrefillNode(Node[PrefillCore, Sender]):
             notifies=self.transport.traits.notifies, rows=self.rows,
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
+        self.bootstrap_address = bootstrap or ""
+        self.advert = Advert(
+            instance=instance, topology=topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
+            layout=pool.layout.digest(), transports=tuple(self.transport.offers()), version=VERSION,
+        )  # fmt: skip
         try:
-            self.bootstrap_address = bootstrap or self._embed_bootstrap(bind, insecure)
-            self._publish(instance)
+            if publish:
+                self.bootstrap_address = bootstrap or self._embed_bootstrap(bind, insecure)
+                self.directory.publish(self.bootstrap_address, lambda: self.advert)
         except PdstageError:
             self.close()
             raise
@@ -150,13 +158,6 @@ class PrefillNode(Node[PrefillCore, Sender]):
         host = Address.parse(bind, "tcp", listening=True)._replace(port=0)
         self._bootstrap = BootstrapServer(str(host), keys=self.keys, insecure=insecure).start()
         return self._bootstrap.address
-
-    def _publish(self, instance: str) -> None:
-        advert = Advert(
-            instance=instance, topology=self.topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
-            layout=self.pool.layout.digest(), transports=tuple(self.transport.offers()), version=VERSION,
-        )  # fmt: skip
-        self.directory.publish(self.bootstrap_address, lambda: advert)
 
     def cost_of(self, traits: Traits) -> CostModel:
         """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say."""
