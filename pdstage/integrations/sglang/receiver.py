@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
+from pdstage.control.bootstrap import PLAIN
 from pdstage.errors import PdstageError
 from pdstage.integrations.sglang.memory import cache_items, state_items
 from pdstage.integrations.sglang.rows import write_row
@@ -45,7 +46,7 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.bootstrap_infos: list[dict[str, Any]] = []
         try:
             self._room = self.kv_mgr.node.receive(
-                self.bootstrap_room, self.bootstrap_addr, dp_rank=self.prefill_dp_rank, deadline_s=MOST_S
+                self.bootstrap_room, PLAIN + self.bootstrap_addr, dp_rank=self.prefill_dp_rank, deadline_s=MOST_S
             )
         except PdstageError as error:
             self._fail(error)
