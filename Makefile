@@ -13,14 +13,16 @@ ARGS ?=
 MOONCAKE_NEEDS := libibverbs1 libnuma1 libcurl4
 MOONCAKE_IMPORTS = $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
 APT_INSTALL = DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(MOONCAKE_NEEDS)
+ENGINES := vllm sglang
+ENGINE_VENVS := $(VENV)/engines
 CPU_BENCHES := plan wire host-kernels convert rooms keys watch transfer auto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test sim scale chaos fuzz soak lint types format bench gpu sanitize asan tsan micro plots docs \
-    site native sdist wheel clean distclean
+.PHONY: help setup demo serve test test-engines sim scale chaos fuzz soak lint types format bench gpu sanitize asan tsan \
+    micro plots docs site native sdist wheel clean distclean
 
 help:  ## Show this list.
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## Make .venv with everything the demo and the tests need.
 
@@ -62,6 +64,18 @@ serve: $(STAMP)  ## Serve a tiny model's completions, prefill and decode apart (
 # Named tests run in one process, all of them in several: tests of one file always in the same.
 test: $(STAMP)  ## Run the tests (TESTS=tests/control ARGS=-x).
 	$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),-n $(WORKERS) --dist loadfile) $(ARGS)
+
+# One venv for each engine, since their pins exclude each other. All else, torch first, is .venv's: its site-packages come
+# after the engine's own. Without dependencies, which would pull gigabytes for GPUs.
+$(ENGINE_VENVS)/%/.pdstage-setup: tests/engines/requirements-%.txt $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python -m venv --without-pip $(@D)
+	$(PIP) --python $(@D)/bin/python install -q --no-deps -r $<
+	$(BIN)/python -m tests.engines.lend $(@D)/bin/python
+	@touch $@
+
+test-engines: $(ENGINES:%=$(ENGINE_VENVS)/%/.pdstage-setup)  ## Test the adapters to engines against their own packages (ENGINES=vllm ARGS=-x).
+	set -e; for engine in $(ENGINES); do $(ENGINE_VENVS)/$$engine/bin/python -m pytest tests/engines/$$engine $(ARGS); done
 
 fuzz: $(STAMP)  ## Feed one target hostile input for long (ARGS="--target messages --runs 1000000").
 	$(BIN)/python -m tests.fuzz $(ARGS)

@@ -89,8 +89,9 @@ class Directory:
         self._instances: dict[str, dict[int, _Entry]] = {}
         self._expires_from = math.inf  # no lease ends before this, so that most lookups need no sweep
 
-    def publish(self, advert: Advert, ttl_s: float) -> None:
-        """Registers or renews a rank for `ttl_s`. A new incarnation takes over its predecessor's place at once.
+    def publish(self, advert: Advert, ttl_s: float | None) -> None:
+        """Registers or renews a rank for `ttl_s`; None, which is for the directory's own process to say, until it is
+        withdrawn. A new incarnation takes over its predecessor's place at once.
 
         Raises `UsageError` for a bad name or duration; `Conflict` if the instance is live in another shape, or if this
         incarnation's place was taken over; `PeerError` when the directory is full.
@@ -100,7 +101,7 @@ class Directory:
                 f"instance name {advert.instance[:64]!r} cannot be published",
                 remedy=f"give 1 to {_MAX_NAME} printable characters",
             )
-        if not 0 < ttl_s <= MAX_TTL_S:
+        if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
             raise UsageError(
                 f"a lease of {ttl_s} s for {advert.where}", remedy=f"give more than 0, at most {MAX_TTL_S:g} s"
             )
@@ -123,7 +124,8 @@ class Directory:
                 predecessor = entry.predecessor if entry else None
             else:
                 predecessor = entry.advert.incarnation
-            fresh = _Entry(advert, self._clock() + ttl_s, predecessor)
+            expires_at = math.inf if ttl_s is None else self._clock() + ttl_s
+            fresh = _Entry(advert, expires_at, predecessor)
             self._expires_from = min(self._expires_from, fresh.expires_at)
             self._instances.setdefault(advert.instance, held)[advert.topology.unique_rank] = fresh
 

@@ -43,6 +43,7 @@ from pdstage.protocol.outbox import GivenRow, Phase
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.versions import VERSION
 from pdstage.spans import Index
+from pdstage.states import canonical
 from pdstage.transport import Done, Inbound, Mapped, PostFailed, Spans, Traits, Transport
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ class PrefillNode(Node[PrefillCore, Sender]):
     """One prefill rank.
 
     `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name or an open transport.
-    `bootstrap` is the directory to publish to; None embeds one on the host of `bind`, at `bootstrap_address`.
+    `bootstrap` is the directory to publish to; None embeds one on the host of `bind`, at `bootstrap_address`. Where the
+    engine keeps the directory itself, `publish` is false, and `advert` is what to put there.
     `staging_nbytes` are split into `n_buffers` send buffers; `staging` is a tensor or numpy array to use for them
     instead of memory of the node's own. `path` is "auto" (by cost), "staged" or "direct". `bind` is the control
     socket's address; beyond loopback it takes `keys`, a key file's path or `Keys`, or else `insecure` must be true, and
@@ -94,6 +96,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
         transport: str | Transport = "auto",
         bootstrap: str | None = None,
         instance: str = "prefill",
+        publish: bool = True,
         path: str = "auto",
         staging_nbytes: int = 256 << 20,
         staging: object = None,
@@ -137,9 +140,15 @@ class PrefillNode(Node[PrefillCore, Sender]):
             notifies=self.transport.traits.notifies, rows=self.rows,
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
+        self.bootstrap_address = bootstrap or ""
+        self.advert = Advert(
+            instance=instance, topology=topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
+            layout=pool.layout.digest(), transports=tuple(self.transport.offers()), version=VERSION,
+        )  # fmt: skip
         try:
-            self.bootstrap_address = bootstrap or self._embed_bootstrap(bind, insecure)
-            self._publish(instance)
+            if publish:
+                self.bootstrap_address = bootstrap or self._embed_bootstrap(bind, insecure)
+                self.directory.publish(self.bootstrap_address, lambda: self.advert)
         except PdstageError:
             self.close()
             raise
@@ -149,13 +158,6 @@ class PrefillNode(Node[PrefillCore, Sender]):
         host = Address.parse(bind, "tcp", listening=True)._replace(port=0)
         self._bootstrap = BootstrapServer(str(host), keys=self.keys, insecure=insecure).start()
         return self._bootstrap.address
-
-    def _publish(self, instance: str) -> None:
-        advert = Advert(
-            instance=instance, topology=self.topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
-            layout=self.pool.layout.digest(), transports=tuple(self.transport.offers()), version=VERSION,
-        )  # fmt: skip
-        self.directory.publish(self.bootstrap_address, lambda: advert)
 
     def cost_of(self, traits: Traits) -> CostModel:
         """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say."""
@@ -229,13 +231,14 @@ class PrefillNode(Node[PrefillCore, Sender]):
             self.core.abort(sender.room, reason, time.monotonic())
         self.kick()
 
-    def prefix_tokens(self, room: OutRoom) -> int | None:
-        """`Sender.prefix_tokens`."""
+    def prefix_tokens(self, room: OutRoom, component: str | None = None) -> int | None:
+        """`Sender.prefix_tokens`, and `prefix_tokens_of` a component."""
+        names = self._positional if component is None else {canonical(component)}
         with self.use():
             if not room.n_destinations or len(room.destinations) < room.n_destinations:
                 return None
             asked = (one for record in room.destinations.values() for one in record.asked.items())
-            return min((start for name, (start, _) in asked if name in self._positional), default=0)
+            return min((start for name, (start, _) in asked if name in names), default=0)
 
     def max_chunk_tokens(self, room: OutRoom) -> int | None:
         """`Sender.max_chunk_tokens`."""

@@ -113,6 +113,17 @@ def test_a_lease_ends_and_is_renewed(directory: Directory, clock: Clock) -> None
     assert directory.instances() == {}
 
 
+def test_what_the_directory_s_own_process_holds_needs_no_renewal(directory: Directory, clock: Clock) -> None:
+    directory.publish(advert(0), None)
+    directory.publish(advert(1), 10)
+    clock.now += 1e6
+    with pytest.raises(Incomplete) as caught:
+        directory.lookup()
+    assert caught.value.missing == (1,)
+    assert directory.withdraw("p0", 0, 1)
+    assert directory.instances() == {}
+
+
 def test_a_new_process_takes_over_at_once_and_for_good(directory: Directory) -> None:
     directory.publish(advert(0, tp=1, incarnation=1), 10)
     directory.publish(advert(0, tp=1, incarnation=2), 10)

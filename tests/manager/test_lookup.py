@@ -5,11 +5,14 @@ from __future__ import annotations
 import queue
 import time
 
+import numpy as np
 import pytest
 
+from pdstage import DecodeNode, Pool, PrefillNode
 from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer, Incomplete
 from pdstage.errors import DeadlineExceeded
 from pdstage.manager.lookup import Directory
+from pdstage.tensors import build, paged_nhd
 from pdstage.topology import Topology
 
 
@@ -49,3 +52,26 @@ def test_an_instance_that_is_not_there_is_asked_for_ever_more_seldom(directory: 
     assert adverts is None
     assert isinstance(error, DeadlineExceeded)
     assert 3 <= len(asked_at) <= 8, "0.1 s apart it would have been ten times"
+
+
+def test_an_engine_may_keep_the_directory_itself() -> None:
+    """As one does whose ranks hand what they advertise to its scheduler: no rank serves or renews anything."""
+    src = np.arange(64, dtype=np.float32).reshape(1, 4, 2, 2, 4)
+    dst = np.zeros_like(src)
+    pools = [Pool.of(build(paged_nhd(held[..., :2], held[..., 2:], total_heads=2, tp=(1, 0)))) for held in (src, dst)]
+    config = {"transport": "local", "progress": "thread"}
+    with (
+        BootstrapServer() as server,
+        PrefillNode(pools[0], Topology(), publish=False, instance="engine-7", **config) as prefill,
+        DecodeNode(pools[1], Topology(), **config) as decode,
+    ):
+        assert prefill.bootstrap_address == ""
+        server.directory.publish(prefill.advert, None)
+        receiver = decode.receive("room", prefill=server.address, instance="engine-7")
+        receiver.bind([1, 2], tokens=4)
+        sender = prefill.send("room")
+        sender.chunk([0, 3], tokens=(0, 4))
+        sender.finish()
+        receiver.wait(timeout_s=30)
+        receiver.wait_released(timeout_s=30)
+    assert np.array_equal(dst[0, [1, 2]], src[0, [0, 3]])

@@ -1,0 +1,155 @@
+"""The class that vLLM loads. It passes calls on to the side that its role makes; what they do is said there.
+
+Layer 6. Must not know rooms or layouts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from pdstage.integrations.vllm.scheduler import SchedulerSide
+from pdstage.integrations.vllm.settings import Settings
+from pdstage.integrations.vllm.stats import PdStagePromMetrics, PdStageStats
+from pdstage.integrations.vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from pdstage.integrations.vllm.metadata import PdStageMetadata
+
+
+class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """vLLM's KV connector on pdstage. It takes every cache layout, so `get_required_kvcache_layout` stays None."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = Settings.of(vllm_config)
+        self.scheduler_side: SchedulerSide | None = None
+        self.worker_side: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self.scheduler_side = SchedulerSide(vllm_config, kv_cache_config, settings)
+        else:
+            self.worker_side = WorkerSide(vllm_config, kv_cache_config, settings)
+
+    @property
+    def _scheduler(self) -> SchedulerSide:
+        assert self.scheduler_side is not None, "a scheduler's call to a worker's connector"
+        return self.scheduler_side
+
+    @property
+    def _worker(self) -> WorkerSide:
+        assert self.worker_side is not None, "a worker's call to a scheduler's connector"
+        return self.worker_side
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Not: a peer would go on with the address of memory that is mapped no more."""
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PdStageStats:
+        return PdStageStats(data=data) if data is not None else PdStageStats()
+
+    @classmethod
+    def build_prom_metrics(cls, *given: Any) -> PdStagePromMetrics:  # noqa: ANN401  (vLLM's own types, passed on)
+        return PdStagePromMetrics(*given)
+
+    # The scheduler's side.
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.arrived(request)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return self._kv_cache_config.transfer_group_ids  # type: ignore[no-any-return]
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PdStageMetadata:
+        return self._scheduler.news()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduler.ended(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler_side is not None and self.scheduler_side.has_news
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._scheduler.serve(metadata)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        self._scheduler.serve({(0, tp_rank): told for tp_rank, told in metadata.items()})
+
+    # The workers' side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._worker.handshake()
+
+    def bind_connector_metadata(self, connector_metadata: PdStageMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.computed(connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
+        self._worker.begin(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request runs once all its layers are there."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        """Nothing to save: rooms are sent from the caches themselves."""
+
+    def wait_for_save(self) -> None:
+        """Nothing to wait for: the blocks stay until the room is released."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._worker.results()
+
+    def get_kv_connector_stats(self) -> PdStageStats | None:
+        return self.worker_side.stats() if self.worker_side is not None else None
+
+    def shutdown(self) -> None:
+        if self.worker_side is not None:
+            self.worker_side.close()
+        if self.scheduler_side is not None:
+            self.scheduler_side.close()

@@ -1,0 +1,133 @@
+"""vLLM's KV cache groups as pdstage's components: which blocks of a request, for which of its tokens.
+
+Layer 6. Must not know tensors, nodes or peers: the scheduler's side, which has none of them, names blocks with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.utils import clip_ssm_state_blocks
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from pdstage.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+NULL_BLOCK = 0
+"""What vLLM's block pool puts in place of blocks that a group has no more."""
+
+
+class Held(NamedTuple):
+    """A request's blocks of one group from that of `first_token` on, and the tokens (start, stop) that are meant.
+
+    A group without positions has its one state, and no tokens.
+    """
+
+    blocks: tuple[int, ...]
+    first_token: int = 0
+    tokens: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One KV cache group that is handed over. `index` is its place among all of vLLM's groups."""
+
+    index: int
+    component: str
+    spec: KVCacheSpec
+
+    @property
+    def is_state(self) -> bool:
+        """Whether a request has one state here, not KV of each token."""
+        return isinstance(self.spec, MambaSpec)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it keeps all of a request's tokens."""
+        return isinstance(self.spec, FullAttentionSpec)
+
+    def needed_from(self, n_tokens: int) -> int:
+        """The first token that is still read once `n_tokens` are computed, as vLLM's managers of these groups say."""
+        if isinstance(self.spec, SlidingWindowSpec):
+            retained: int = self.spec.num_retained_tokens
+            return max(0, n_tokens - retained)
+        if isinstance(self.spec, ChunkedLocalAttentionSpec):
+            chunk: int = self.spec.attention_chunk_size
+            return n_tokens // chunk * chunk
+        return 0
+
+    def held(self, blocks: Sequence[int], n_tokens: int, start: int = 0) -> Held:
+        """What of `blocks`, those of the first token on, holds the tokens from `start` up to `n_tokens`.
+
+        Of a window only what is read: a group's blocks before it are null.
+        """
+        if self.is_state:
+            state = clip_ssm_state_blocks(list(blocks), self.spec.num_speculative_blocks)
+            return Held(tuple(block for block in state if block != NULL_BLOCK))
+        size = self.spec.block_size
+        last = min(len(blocks), -(-n_tokens // size))
+        first = min(max(self.needed_from(n_tokens), start) // size, last)
+        first = next((i + 1 for i in reversed(range(first, last)) if blocks[i] == NULL_BLOCK), first)
+        begin = max(first * size, self.needed_from(n_tokens), start)
+        return Held(tuple(blocks[first:last]), first * size, (min(begin, n_tokens), n_tokens))
+
+
+def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
+    """The groups that vLLM wants handed over. Raises `UsageError` for kinds that have no place here."""
+    found: list[Group] = []
+    counts: dict[str, int] = {}
+    for index in kv_cache_config.transfer_group_ids:
+        spec = _representative(kv_cache_config.kv_cache_groups[index].kv_cache_spec)
+        kind = _kind(spec)
+        n = counts[kind] = counts.get(kind, 0) + 1
+        found.append(Group(index, kind if n == 1 else f"{kind}.{n - 1}", spec))
+    return tuple(found)
+
+
+def recomputed_tokens(groups: Sequence[Group], n_lookahead: int) -> int:
+    """How many prompt tokens prefill leaves to decode, which computes the last one in any case.
+
+    With a window or a state it is the last one, as the package's docstring says; a drafter that looks `n_lookahead`
+    tokens ahead wants as many less one.
+    """
+    return max(0 if all(group.is_whole for group in groups) else 1, n_lookahead - 1)
+
+
+def _representative(spec: KVCacheSpec) -> KVCacheSpec:
+    """Of a group whose layers have specs of one type each its own, any: block table and window are the group's."""
+    return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _kind(spec: KVCacheSpec) -> str:
+    match spec:
+        case MambaSpec():
+            return "mamba"
+        case SlidingWindowSpec():
+            return "swa"
+        case ChunkedLocalAttentionSpec():
+            return "chunked"
+        case CircularBufferSpec() | CrossAttentionSpec() | EncoderOnlyAttentionSpec():
+            pass
+        case AttentionSpec():
+            return "kv"
+    raise UsageError(
+        f"a KV cache group of {type(spec).__name__} cannot be handed over",
+        remedy="serve this model without a KV connector, or with one of vLLM's own",
+        spec=type(spec).__name__,
+    )

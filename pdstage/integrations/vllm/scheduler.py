@@ -1,0 +1,195 @@
+"""The scheduler's side: vLLM's requests in, a step's metadata out; at prefill also the directory of its ranks.
+
+Layer 6. Must not know tensors or nodes: those are the workers', in other processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.v1.request import RequestStatus
+
+from pdstage.control.address import Address
+from pdstage.control.bootstrap import Advert, BootstrapServer
+from pdstage.integrations.vllm.groups import groups_of, recomputed_tokens
+from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata, Receive, Remote, Send
+from pdstage.manager import PrefillNode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from pdstage.integrations.vllm.settings import Settings
+
+log = logging.getLogger(__name__)
+
+_DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class SchedulerSide:
+    """What the scheduler's connector does. Everything here is called by the engine's one thread."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> None:
+        self._engine_id: str = vllm_config.kv_transfer_config.engine_id
+        self._parallel = vllm_config.parallel_config
+        self._settings = settings
+        self._groups = groups_of(kv_cache_config)
+        self._left = recomputed_tokens(self._groups, vllm_config.num_prefill_lookahead_tokens)
+        self._has_state = any(group.is_state for group in self._groups)
+        self._news = PdStageMetadata()
+        self._local: dict[str, int] = {}  # tokens that decode had when it asked how many there are here
+        self._loading: set[str] = set()
+        self._server: BootstrapServer | None = None
+        self._life, self._n_rooms = secrets.token_hex(4), 0
+
+    # The directory.
+
+    def serve(self, told: Mapping[tuple[int, int], PdStageHandshake]) -> None:
+        """What every worker of this engine advertises, by (pp rank, tp rank); again after they registered anew."""
+        adverts = [msgspec.json.decode(one.advert, type=Advert) for one in told.values()]
+        if adverts and self._server is None:
+            where = str(Address(self._settings.host, self._settings.port))
+            node = self._settings.node(PrefillNode)
+            exposure = {name: node[name] for name in ("keys", "insecure") if name in node}
+            self._server = BootstrapServer(where, **exposure).start()
+            log.info("decode engines find this one at %s", self._server.address)
+        for advert in adverts:
+            assert self._server is not None
+            self._server.directory.publish(advert, None)
+
+    def close(self) -> None:
+        """Ends the directory."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    # Prefill.
+
+    def arrived(self, request: Request) -> None:
+        """A request came. Prefill leaves the tokens to decode that decode computes again."""
+        params, left = request.kv_transfer_params, self._left
+        if not params or not params.get("do_remote_decode") or params.get("_pdstage_cut") or not left:
+            return
+        if request.num_prompt_tokens <= left or request.get_skip_reading_prefix_cache():
+            return
+        if request.prompt_token_ids is not None:
+            del request.prompt_token_ids[-left:]
+        elif request.prompt_embeds is not None:
+            request.prompt_embeds = request.prompt_embeds[:-left]
+        else:
+            return
+        del request._all_token_ids[-left:]
+        request.num_prompt_tokens -= left
+        request.max_tokens = 1
+        params["_pdstage_cut"] = True
+
+    def finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended that has `blocks` of each of vLLM's groups: whether it keeps them, what decode is told."""
+        params = request.kv_transfer_params
+        self._local.pop(request.request_id, None)
+        if not params:
+            return False, None
+        if request.request_id in self._loading:
+            self._news.aborted.add(request.request_id)
+        elif params.get("do_remote_prefill"):
+            self._abandon(params)
+        if not params.get("do_remote_decode") or request.status not in _DONE or not any(blocks):
+            return False, None
+        return self._hand_over(request, blocks)
+
+    def _hand_over(self, request: Request, blocks: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+        n_tokens = max(0, request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0))
+        if self._server is None:
+            log.error("request %s ends here: no worker of this engine sends", request.request_id)
+            return False, None
+        self._n_rooms += 1
+        room = f"{self._engine_id}:{request.request_id}:{self._life}.{self._n_rooms}"
+        held = {group.component: group.held(blocks[group.index], n_tokens) for group in self._groups}
+        self._news.sends[request.request_id] = Send(room, held)
+        host, port = self._server.address.rsplit(":", 1)
+        return True, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [],
+            "remote_engine_id": self._engine_id,
+            "remote_request_id": request.request_id,
+            "remote_host": host,
+            "remote_port": int(port),
+            "remote_room": room,
+            "remote_num_tokens": n_tokens,
+            "tp_size": self._parallel.tensor_parallel_size,
+            "pp_size": self._parallel.pipeline_parallel_size,
+            "transfer_mode": "pdstage",
+        }
+
+    # Decode.
+
+    def matched(self, request: Request, n_local: int) -> tuple[int, bool]:
+        """How many tokens beyond the `n_local` that are cached here come from prefill, and whether they come later."""
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill") or _remote(params) is None:
+            return 0, False
+        there, most = params.get("remote_num_tokens"), max(0, request.num_prompt_tokens - self._left)
+        n_tokens = most if there is None else min(there, most)
+        if self._has_state and there is not None and n_tokens != there:
+            return 0, False  # a state is of just so many tokens
+        if n_tokens <= n_local:
+            return 0, False
+        self._local[request.request_id] = n_local
+        return n_tokens - n_local, True
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, n_external: int) -> None:
+        """The request has `blocks`, of which `n_external` tokens are to come from prefill."""
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill"):
+            return
+        n_local = self._local.pop(request.request_id, 0)
+        remote = _remote(params)
+        if n_external <= 0:
+            self._abandon(params)
+        elif remote is not None:
+            n_tokens, ids = n_local + n_external, blocks.get_block_ids()
+            held = {one.component: one.held(ids[one.index], n_tokens, n_local) for one in self._groups}
+            self._news.receives[request.request_id] = Receive(remote, held)
+            self._loading.add(request.request_id)
+        params["do_remote_prefill"] = False  # once only: a request that is preempted later is computed here
+
+    def _abandon(self, params: dict[str, Any]) -> None:
+        remote = _remote(params)
+        if remote is not None:
+            self._news.abandoned.append(remote)
+        params["do_remote_prefill"] = False
+
+    def ended(self, output: KVConnectorOutput) -> None:
+        """What the workers said of this step."""
+        self._loading.difference_update(output.finished_recving or ())
+
+    # Both.
+
+    def news(self) -> PdStageMetadata:
+        """This step's, once."""
+        told, self._news = self._news, PdStageMetadata()
+        return told
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the workers must be told something, so that an idle engine makes a step."""
+        return bool(self._news)
+
+
+def _remote(params: Mapping[str, Any]) -> Remote | None:
+    """The room that prefill's answer names; None, and a word in the log, where it names none."""
+    names: Iterable[str] = ("remote_room", "remote_engine_id", "remote_host", "remote_port")
+    room, engine, host, port = (params.get(name) for name in names)
+    if not (room and engine and host and port):
+        log.warning("kv_transfer_params %s name no request of a prefill engine: it is computed here", dict(params))
+        return None
+    return Remote(room, f"{host}:{port}", engine)

@@ -1,0 +1,48 @@
+"""What an operator may say in `kv_connector_extra_config`, checked once.
+
+Layer 6. Must not know requests, caches or nodes' lives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.utils.network_utils import get_ip
+
+from pdstage.control.address import Address
+from pdstage.integrations.options import node_options
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.config import VllmConfig
+
+    from pdstage.manager import DecodeNode, PrefillNode
+
+_DEADLINES = {"hello_s": 10.0}
+"""A prefill engine has just answered the proxy: one that is not there now is gone, and the request need not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`host` is where this engine listens, "auto" what vLLM takes for its own address (VLLM_HOST_IP). `port` is that of
+    a prefill engine's directory, plus its data-parallel index; 0 is any. Beyond loopback `keys`, a key file's path, or
+    `insecure` is needed. `options` are other arguments of pdstage's nodes, `config` the fields of `Config`.
+    """
+
+    host: str
+    port: int
+    options: Mapping[str, Any]
+
+    @staticmethod
+    def of(vllm_config: VllmConfig) -> Settings:
+        options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        host, port = options.pop("host", "127.0.0.1"), options.pop("port", 0)
+        place = vllm_config.parallel_config.data_parallel_index
+        return Settings(get_ip() if host == "auto" else host, port and port + place, options)
+
+    def node(self, kind: type[PrefillNode | DecodeNode]) -> dict[str, Any]:
+        """A node's arguments. Raises `UsageError` for what no node takes."""
+        told = node_options(kind, self.options, where="kv_connector_extra_config", deadlines=_DEADLINES)
+        return {"bind": f"tcp://{Address(self.host, 0)}", "progress": "thread", **told}

@@ -1,0 +1,104 @@
+"""vLLM's recurrent states as pdstage views: one page of a block is `[conv state][SSM state]...[padding]`.
+
+Layer 6. Must not know requests or nodes. What the conv state's channels are is told by the kind of layer only, as in
+vLLM's own ssm_conv_transfer_utils.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+from pdstage.tensors import Section, mamba_conv, mamba_ssm, slot_states
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    from pdstage.tensors import Naming, Part
+
+_KINDS = MambaAttentionBackendEnum
+
+
+def state_parts(
+    cache: torch.Tensor, spec: MambaSpec, tp: tuple[int, int], n_groups: int | None, naming: Naming
+) -> list[Part]:
+    """One layer's states; `n_groups` are those of the whole model's B and C, if it says. Of kinds whose inner order is
+    not known here the ranks' shares are whole: equal TP only.
+    """
+    states = _apart(cache, spec)
+    if spec.tp_replicated:
+        return [slot_states([state], role=f"state{i}", **naming) for i, state in enumerate(states)]
+    sections = _sections(spec, tp[0], n_groups)
+    if sections is None:
+        nbytes = (state.flatten(1).view(torch.int8)[:, None, None] for state in states)
+        return [
+            mamba_ssm([state], total_heads=tp[0], tp=tp, role=f"share{i}.of{tp[0]}", **naming)
+            for i, state in enumerate(nbytes)
+        ]
+    first = is_conv_state_dim_first()
+    conv = mamba_conv(
+        [states[0]], sections=sections, tp=tp, channels_last=not first, whole=True, role="conv" if first else "conv_sd",
+        **naming,
+    )  # fmt: skip
+    heads = states[1].shape[1] * tp[0]
+    cut = _pieces(heads) if spec.mamba_type is _KINDS.MAMBA1 else heads
+    return [conv, mamba_ssm([states[1]], total_heads=cut, tp=tp, **naming)]
+
+
+def _apart(cache: torch.Tensor, spec: MambaSpec) -> list[torch.Tensor]:
+    """The states in each block, in the order in which they lie there."""
+    nbytes = spec.real_page_size_bytes
+    whole = cache.view(torch.int8)
+    stride = whole.stride(0) if cache.ndim > 1 else spec.page_size_bytes
+    n_blocks = whole.shape[0] if cache.ndim > 1 else whole.shape[0] // stride
+    pages = whole.as_strided((n_blocks, nbytes), (stride, 1))
+    found, at = [], 0
+    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+        size = math.prod(shape) * dtype.itemsize
+        found.append(pages[:, at : at + size].view(dtype).reshape(-1, *shape))
+        at += size
+    return found
+
+
+def groups_of_states(hf_config: object) -> int | None:
+    """How many groups a Mamba-2 model's B and C have. vLLM gives each rank one where there are fewer than ranks."""
+    names = ("mamba_n_groups", "n_groups", "mamba_ngroups")
+    return next((n for name in names if isinstance(n := getattr(hf_config, name, None), int)), None)
+
+
+def _sections(spec: MambaSpec, tp_size: int, n_groups: int | None) -> Sequence[Section] | None:
+    """What a conv state's channels are, `[x]`, `[x | B | C]` or `[Q | K | V]`; None for kinds not known here."""
+    if len(spec.shapes) != 2 or len(spec.shapes[0]) != 2:
+        return None
+    held = spec.shapes[0][0 if is_conv_state_dim_first() else 1] * tp_size
+    heads = spec.shapes[1][0] * tp_size
+    match spec.mamba_type:
+        case _KINDS.MAMBA1:
+            return [_cut("x", held)]
+        case _KINDS.MAMBA2:
+            x = Section("x", heads, spec.shapes[1][1])
+            if n_groups is not None:
+                return [x, *(Section(name, n_groups, spec.shapes[1][2]) for name in "bc")]
+            other = (held - heads * spec.shapes[1][1]) // 2
+            return [x, _cut("b", other), _cut("c", other)]
+        case _KINDS.GDN_ATTN:
+            inner = heads * spec.shapes[1][1]
+            other = (held - inner) // 2
+            return [_cut("q", other), _cut("k", other), Section("v", heads, spec.shapes[1][1])]
+    return None
+
+
+def _cut(name: str, channels: int) -> Section:
+    """Channels without heads of their own, in as many pieces as any TP size may want."""
+    pieces = _pieces(channels)
+    return Section(name, pieces, channels // pieces)
+
+
+def _pieces(channels: int) -> int:
+    return math.gcd(channels, 64)

@@ -1,0 +1,97 @@
+"""What is counted, for vLLM's log and for its Prometheus endpoint.
+
+Layer 6. Must not know nodes or rooms. The nodes' own counters are `pdstage.watch`'s to export.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+# Name in `data`: of lists of seconds, one entry a room and rank; and of counts, as lists of ones likewise.
+SECONDS = {
+    "sent_s": "Seconds from a finished prefill until its KV was sent and its blocks free, by request and rank",
+    "received_s": "Seconds from a request's announcement until all its KV was there, by request and rank",
+}
+COUNTS = {
+    "not_sent": "Finished prefills whose KV no decode engine took, by request and rank",
+    "not_received": "Requests whose KV did not come from prefill, by request and rank",
+}
+
+
+@dataclass
+class PdStageStats(KVConnectorStats):  # type: ignore[misc]
+    """`data` is a list of numbers by name, of what ended in one interval."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        self.data: dict[str, list[float]] = {name: [] for name in (*SECONDS, *COUNTS)}
+
+    def add(self, name: str, value: float) -> None:
+        """One more of that name."""
+        self.data[name].append(value)
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+    def aggregate(self, other: KVConnectorStats) -> PdStageStats:
+        for name, values in other.data.items():
+            self.data[name].extend(values)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        shown: dict[str, int | float] = {}
+        for name in SECONDS:
+            values = sorted(self.data[name])
+            what = name.removesuffix("_s")
+            shown[f"rooms {what}"] = len(values)
+            if values:
+                shown[f"{what} p50 ms"] = round(1e3 * values[len(values) // 2], 2)
+                shown[f"{what} max ms"] = round(1e3 * values[-1], 2)
+        return shown | {f"rooms {name.replace('_', ' ')}": len(self.data[name]) for name in COUNTS}
+
+
+class PdStagePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """`vllm:pdstage_*`: a histogram for each of `SECONDS`, a counter for each of `COUNTS`."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._seconds = {
+            name: create_metric_per_engine(
+                self._histogram_cls(
+                    name=f"vllm:pdstage_{name}econds", documentation=text, buckets=_BUCKETS, labelnames=labelnames
+                ),
+                per_engine_labelvalues,
+            )
+            for name, text in SECONDS.items()
+        }
+        self._counts = {
+            name: create_metric_per_engine(
+                self._counter_cls(name=f"vllm:pdstage_{name}", documentation=text, labelnames=labelnames),
+                per_engine_labelvalues,
+            )
+            for name, text in COUNTS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, metrics in self._seconds.items():
+            for value in transfer_stats_data.get(name, ()):
+                metrics[engine_idx].observe(value)
+        for name, counters in self._counts.items():
+            counters[engine_idx].inc(len(transfer_stats_data.get(name, ())))

@@ -1,0 +1,221 @@
+"""A worker's side: one rank's nodes, the rooms of its requests, and what became of them.
+
+Layer 6. Must not know vLLM's scheduler or requests: it is told of them by metadata.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from pdstage import DecodeNode, Items, Pool, PrefillNode, State, Topology
+from pdstage.errors import PdstageError, UsageError
+from pdstage.integrations.vllm.caches import Caches
+from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata
+from pdstage.integrations.vllm.stats import PdStageStats
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from pdstage import Receiver, Sender
+    from pdstage.integrations.vllm.groups import Held
+    from pdstage.integrations.vllm.metadata import Receive, Remote, Send
+    from pdstage.integrations.vllm.settings import Settings
+    from pdstage.manager.handle import CudaEvent, Handle
+
+log = logging.getLogger(__name__)
+
+
+class WorkerSide:
+    """What a worker's connector does. Called by the worker's one thread; the nodes have threads of their own."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> None:
+        self._config, self._kv_cache_config, self._settings = vllm_config, kv_cache_config, settings
+        self._transfer = vllm_config.kv_transfer_config
+        self.topology = topology_of(vllm_config.parallel_config)
+        self.prefill: PrefillNode | None = None
+        self.decode: DecodeNode | None = None
+        self._caches: Caches | None = None
+        self._computed: CudaEvent | None = None
+        self._sending: dict[str, Sender] = {}
+        self._receiving: dict[str, Receiver] = {}
+        self._abandoned: list[Receiver] = []
+        self._results = KVConnectorTransferResults()
+        self._stats = PdStageStats()
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """vLLM's caches, by layer; from now on rooms may come. Raises `UsageError` for caches that cannot be handed
+        over.
+        """
+        self._caches = Caches.of(kv_caches, self._kv_cache_config, self._config, self.topology)
+        if self._caches.device.type != "cpu" and self._transfer.kv_buffer_device == "cpu":
+            raise UsageError(
+                'kv_buffer_device is "cpu" for caches on the device',
+                remedy="leave it out: pdstage sends from the caches themselves",
+            )
+        pool = Pool.of(self._caches.layout, keep=tuple(kv_caches.values()))
+        if self._transfer.is_kv_producer:
+            told, name = self._settings.node(PrefillNode), self._transfer.engine_id
+            self.prefill = PrefillNode(pool, self.topology, publish=False, instance=name, **told)
+        if self._transfer.is_kv_consumer:
+            self.decode = DecodeNode(pool, self.topology, **self._settings.node(DecodeNode))
+
+    def handshake(self) -> PdStageHandshake | None:
+        """What this rank advertises, if it prefills."""
+        return PdStageHandshake(msgspec.json.encode(self.prefill.advert)) if self.prefill is not None else None
+
+    # A step.
+
+    def computed(self, told: PdStageMetadata) -> None:
+        """Before this step's forward pass: what finished requests hold was computed by those before it."""
+        self._computed = self._event() if told.sends else None
+
+    def begin(self, told: PdStageMetadata) -> None:
+        """This step's news."""
+        for request_id, send in told.sends.items():
+            self._send(request_id, send)
+        after = self._event() if told.receives else None  # blocks may still be zeroed, or read, by what was launched
+        for request_id, receive in told.receives.items():
+            self._receive(request_id, receive, after)
+        for request_id in told.aborted:
+            self._abort(request_id)
+        for remote in told.abandoned:
+            self._abandon(remote)
+
+    def _send(self, request_id: str, send: Send) -> None:
+        assert self.prefill is not None, "a request to send at an engine that does not prefill"
+        sender = None
+        try:
+            sender = self.prefill.send(send.room)
+            items, tokens, states = self._named(send.held)
+            if items:
+                sender.chunk(items, tokens, ready=self._computed)
+            sender.finish(states=states or None, ready=self._computed)
+        except PdstageError as error:
+            log.exception("request %s is not sent", request_id)
+            if sender is None:
+                self._results.finished_sending.add(request_id)
+                return
+            sender.abort(str(error))
+        self._sending[request_id] = sender
+
+    def _receive(self, request_id: str, receive: Receive, after: CudaEvent | None) -> None:
+        receiver = None
+        try:
+            receiver = self._announce(receive.remote)
+            items, tokens, states = self._named(receive.held)
+            receiver.bind(items | states, tokens, after=after)
+        except PdstageError as error:
+            log.exception("request %s is not received", request_id)
+            if receiver is None:
+                self._end_receive(request_id, failed=True)
+                return
+            receiver.abort(str(error))
+        self._receiving[request_id] = receiver
+
+    def _abort(self, request_id: str) -> None:
+        receiver = self._receiving.get(request_id)
+        if receiver is not None:
+            receiver.abort("the request ended at decode")
+
+    def _abandon(self, remote: Remote) -> None:
+        """A room that asks for nothing succeeds at once, and prefill's blocks are free."""
+        try:
+            receiver = self._announce(remote)
+            receiver.bind({}, {})
+        except PdstageError as error:
+            log.warning("room %s is left to its deadline at prefill: %s", remote.room, error)
+        else:
+            self._abandoned.append(receiver)
+
+    def _announce(self, remote: Remote) -> Receiver:
+        assert self.decode is not None, "a request to receive at an engine that does not decode"
+        return self.decode.receive(remote.room, prefill=remote.address, instance=remote.instance)
+
+    def _named(self, held: dict[str, Held]) -> tuple[dict[str, Items], dict[str, tuple[int, int]], dict[str, Items]]:
+        """Pages and their tokens, and states, as nodes take them."""
+        assert self._caches is not None, "a request before register_kv_caches"
+        items, tokens, states = {}, {}, {}
+        for component, one in held.items():
+            if one.tokens is None:
+                states[component] = Items(np.array(one.blocks, np.int64))
+            else:
+                items[component] = Items(self._caches.pages(component, one.blocks), one.first_token)
+                tokens[component] = one.tokens
+        return items, tokens, states
+
+    def _event(self) -> CudaEvent | None:
+        assert self._caches is not None, "a request before register_kv_caches"
+        if self._caches.device.type == "cpu":
+            return None
+        event = torch.Event(self._caches.device)
+        event.record()
+        return event
+
+    # What became of them.
+
+    def results(self) -> KVConnectorTransferResults:
+        """Of rooms whose memory is free again since the last call."""
+        for request_id in _released(self._sending):
+            sender = self._sending.pop(request_id)
+            self._note(sender, request_id, "sent")
+            self._results.finished_sending.add(request_id)
+        for request_id in _released(self._receiving):
+            receiver = self._receiving.pop(request_id)
+            self._note(receiver, request_id, "received")
+            self._end_receive(request_id, failed=receiver.state is not State.SUCCESS)
+        self._abandoned = [one for one in self._abandoned if not one.released]
+        results, self._results = self._results, KVConnectorTransferResults()
+        return results
+
+    def _end_receive(self, request_id: str, *, failed: bool) -> None:
+        self._results.finished_recving.add(request_id)
+        if failed:
+            self._results.failed_recving.add(request_id)
+
+    def _note(self, handle: Handle, request_id: str, what: str) -> None:
+        if handle.state is State.SUCCESS:
+            self._stats.add(f"{what}_s", time.monotonic() - handle.began_at)
+        else:
+            log.warning("request %s was not %s: %s", request_id, what, handle.error)
+            self._stats.add(f"not_{what}", 1)
+
+    def stats(self) -> PdStageStats | None:
+        """What happened since the last call; None if nothing did."""
+        if self._stats.is_empty():
+            return None
+        told, self._stats = self._stats, PdStageStats()
+        return told
+
+    def close(self) -> None:
+        """Fails the rooms still open and gives the memory back."""
+        for node in (self.prefill, self.decode):
+            if node is not None:
+                node.close()
+        self.prefill = self.decode = None
+
+
+def topology_of(parallel: ParallelConfig) -> Topology:
+    """This worker's place in its engine. A data-parallel replica of vLLM is an engine of its own, with a directory of
+    its own. Raises `UsageError` for context parallelism.
+    """
+    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise UsageError(
+                f"{name} is {getattr(parallel, name)}", remedy="this connector takes no context parallelism yet"
+            )
+    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    return Topology(
+        tp_size=tp_size, tp_rank=parallel.rank % tp_size, pp_size=pp_size, pp_rank=parallel.rank // tp_size % pp_size
+    )
+
+
+def _released(rooms: dict[str, Sender] | dict[str, Receiver]) -> list[str]:
+    return [request_id for request_id, handle in rooms.items() if handle.released]

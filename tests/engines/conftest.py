@@ -1,0 +1,31 @@
+"""The tests of one engine run where its package is: `make test-engines` makes a Python for each."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, NoReturn
+
+import pytest
+
+from tests.engines import stubs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ENGINES = {"vllm", "sglang"}
+
+
+class Missing(pytest.Directory):
+    """The folder of an engine that is not installed."""
+
+    def collect(self) -> NoReturn:
+        pytest.skip(f"{self.path.name} is not installed here: make test-engines ENGINES={self.path.name}")
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if path.parent.name != "engines" or path.name not in ENGINES:
+        return None
+    if not importlib.util.find_spec(path.name):
+        return Missing.from_parent(parent, path=path)
+    stubs.install()
+    return None

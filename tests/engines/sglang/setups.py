@@ -1,0 +1,27 @@
+"""What a rank is started with, and its process's entry: apart from `ranks`, so that a test does not import SGLang."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import NamedTuple
+
+from tests.engines import stubs
+
+
+class Setup(NamedTuple):
+    """One rank's place and pool."""
+
+    mode: str
+    tp_size: int
+    tp_rank: int
+    port: int
+    pool: str = "mha"
+    page_size: int = 16
+    n_pages: int = 64
+    node: str = ""  # PDSTAGE_NODE
+
+
+def serve(*args: object) -> None:
+    """`ranks.serve`, in a process that has SGLang already."""
+    stubs.install()
+    import_module("tests.engines.sglang.ranks").serve(*args)

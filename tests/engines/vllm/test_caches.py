@@ -1,0 +1,261 @@
+"""What a worker registers becomes a layout that moves every byte of a request, and no other: between unlike engines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.model_executor.layers.mamba.mamba_utils import (
+    MambaStateShapeCalculator,
+    get_conv_state_layout,
+    is_conv_state_dim_first,
+)
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from pdstage.errors import UsageError
+from tests.engines.vllm import caches
+from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, Side, transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+N_TOKENS = 100
+
+
+def attention(tp: int, block_size: int, kind: Any = FullAttentionSpec, **more: Any) -> KVCacheSpec:
+    heads = more.pop("num_kv_heads", max(1, N_HEADS // tp))
+    given = {"head_size": HEAD_SIZE, "dtype": torch.float16, **more}
+    return kind(block_size=block_size, num_kv_heads=heads, **given)
+
+
+def full(tp: int, block_size: int, **more: Any) -> dict[str, KVCacheSpec]:
+    return {f"model.layers.{i}.self_attn.attn": attention(tp, block_size, **more) for i in range(2)}
+
+
+def mla(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
+    return full(tp, block_size, kind=MLAAttentionSpec, num_kv_heads=1, head_size=72)
+
+
+def nvfp4(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
+    """Data and scales of a head packed: 4 bits a value, a byte for each 16."""
+    packed = HEAD_SIZE + 2 * HEAD_SIZE // 16
+    return full(tp, block_size, dtype=torch.uint8, kv_quant_mode=KVQuantMode.NVFP4, state_content_bytes=packed)
+
+
+def drafted(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
+    """A drafter's layer, of the same number as one of the model's."""
+    return full(tp, block_size) | {"draft.layers.0.self_attn.attn": attention(tp, block_size)}
+
+
+def windowed(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
+    swa = attention(tp, block_size, SlidingWindowSpec, sliding_window=40)
+    return full(tp, block_size) | {f"model.layers.{i}.self_attn.attn": swa for i in (2, 3)}
+
+
+def chunked(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
+    local = attention(tp, block_size, ChunkedLocalAttentionSpec, attention_chunk_size=64)
+    return full(tp, block_size) | {f"model.layers.{i}.self_attn.attn": local for i in (2, 3)}
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Callable[..., tuple[Side, Side]]]:
+    """Two engines of the same model."""
+    made: list[Side] = []
+
+    def make(src: Any, dst: Any, specs: Any, more: Any = None) -> tuple[Side, Side]:
+        made.append(Side(tmp_path, "kv_producer", specs, **src))
+        made.append(Side(tmp_path, "kv_consumer", more or specs, **dst))
+        return made[0], made[1]
+
+    yield make
+    for side in made:
+        side.close()
+
+
+def blocks_for(side: Side, n_tokens: int, first: int) -> list[list[int]]:
+    """A list for each group, of blocks that no other has; what a group holds no more is null."""
+    made, rng = [], np.random.default_rng(first)
+    free = list(rng.permutation(np.arange(1, side.plan.num_blocks)))
+    for group in side.groups:
+        size = group.spec.block_size
+        n = 1 if group.is_state else -(-n_tokens // size)
+        null = 0 if group.is_state else group.needed_from(n_tokens) // size
+        made.append([0] * null + [int(free.pop()) for _ in range(n - null)])
+    return made
+
+
+def check(src: Side, dst: Side, n_tokens: int = N_TOKENS, start: int = 0) -> None:
+    """Moves a request from its token `start` on, and compares all of the destination."""
+    theirs, ours = blocks_for(src, n_tokens, 1), blocks_for(dst, n_tokens, 2)
+    if all(group.spec.num_kv_heads == 1 for group in src.groups if not group.is_state):  # each rank has the same
+        for cache in src.memory[1:]:
+            cache[:] = src.memory[0]
+    before = [{name: cache.clone() for name, cache in one.items()} for one in dst.caches]
+    assert not transfer(src, dst, "r", src.held(theirs, n_tokens), dst.held(ours, n_tokens, start))
+    named = {block for ids in ours for block in ids}
+    others = [block for block in range(dst.plan.num_blocks) if block not in named]
+    for group in dst.groups:
+        for name in dst.plan.kv_cache_groups[group.index].layer_names:
+            if group.is_state:
+                check_state(src, dst, name, theirs[group.index][-1], ours[group.index][-1])
+                continue
+            tokens = range(max(start, group.needed_from(n_tokens)), n_tokens)
+            sent = heads(src, name, theirs[group.index], tokens)
+            assert np.array_equal(heads(dst, name, ours[group.index], tokens), sent), name
+            check_rest(dst, name, before, ours[group.index], tokens, others)
+
+
+def check_rest(dst: Side, name: str, before: Any, ours: list[int], tokens: range, others: list[int]) -> None:
+    """What was not asked for is as it was: other tokens of the same blocks, and other blocks."""
+    now, dst.caches = dst.caches, before
+    size = dst.spec(name).block_size
+    first = next(i for i, block in enumerate(ours) if block) * size
+    spared = [range(first, tokens.start), range(tokens.stop, len(ours) * size)]
+    old = [[dst.layer(rank, name, ours, part) for part in spared] for rank in range(dst.tp)]
+    dst.caches = now
+    for rank in range(dst.tp):
+        for part, was in zip(spared, old[rank], strict=True):
+            assert np.array_equal(dst.layer(rank, name, ours, part), was), name
+        pages = now[rank][name].shape[0] // dst.plan.num_blocks
+        cells = (torch.as_tensor(others)[:, None] * pages + torch.arange(pages)).reshape(-1)
+        same = (one[rank][name].view(torch.uint8)[cells] for one in (now, before))
+        assert torch.equal(*same), name
+
+
+def heads(side: Side, name: str, blocks: list[int], tokens: range) -> np.ndarray:
+    """`[token, head, byte]` of the whole model; replicas must be equal, and are taken once."""
+    parts = [side.layer(rank, name, blocks, tokens) for rank in range(side.tp)]
+    spec = side.spec(name)
+    if isinstance(spec, MLAAttentionSpec):
+        return parts[0]
+    copies = side.tp * spec.num_kv_heads // side.n_heads or 1
+    return np.concatenate(parts[::copies], axis=1)
+
+
+@pytest.mark.parametrize("dst", LAYOUTS)
+@pytest.mark.parametrize("src", LAYOUTS)
+def test_every_layout_meets_every_other(pair, src: str, dst: str) -> None:
+    check(*pair({"layout": src, "tp": 2}, {"layout": dst, "block_size": 32}, full))
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [({"tp": 4}, {"tp": 2, "block_size": 64}), ({"tp": 2, "block_size": 64}, {"tp": 4}), ({"tp": 2}, {"tp": 1})],
+    ids=["4-2", "2-4", "2-1"],
+)
+@pytest.mark.parametrize("family", [full, mla, nvfp4, drafted, windowed, chunked])
+def test_every_family_at_unequal_tp_and_block_size(pair, family, src: Any, dst: Any) -> None:
+    check(*pair(src, dst, family))
+
+
+SHAPES = MambaStateShapeCalculator
+STATES = {  # the conv state's sections, in channels of the whole model; a rank's shapes at a TP size
+    "MAMBA1": ([64], lambda tp: SHAPES.mamba1_state_shape(tp, 64, 8, 4)),
+    "MAMBA2": ([64, 16, 16], lambda tp: SHAPES.mamba2_state_shape(tp, 64, 4, 8, 8, 4, 4)),
+    "GDN_ATTN": ([32, 32, 64], lambda tp: SHAPES.gated_delta_net_state_shape(tp, 4, 8, 8, 8, 4)),
+    "LINEAR": ([64], lambda tp: ((3, 64 // tp), (8 // tp, 8, 4))),
+}
+
+
+def recurrent(kind: str) -> Any:
+    """Two layers of states beside two of attention."""
+
+    def specs(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
+        spec = MambaSpec(
+            block_size=block_size,
+            shapes=STATES[kind][1](tp),
+            dtypes=(torch.float16, torch.float32),
+            mamba_type=MambaAttentionBackendEnum[kind],
+            page_size_padded=attention(tp, block_size).page_size_bytes,
+        )
+        return full(tp, block_size) | {f"model.layers.{i}.mixer": spec for i in (2, 3)}
+
+    return specs
+
+
+def states(side: Side, name: str, block: int) -> list[np.ndarray]:
+    """A block's conv state, channels first, and its SSM state, of the whole model."""
+    spec, convs, ssms = side.spec(name), [], []
+    sections = STATES[spec.mamba_type.name][0]
+    for memory, one in zip(side.memory, side.caches, strict=True):
+        cache = one[name]
+        at = cache.data_ptr() - memory.ctypes.data + block * cache.stride(0) * cache.element_size()
+        (conv, ssm), (conv_dtype, ssm_dtype) = spec.shapes, spec.dtypes
+        nbytes = int(np.prod(conv)) * conv_dtype.itemsize
+        held = memory[at : at + nbytes].reshape(*conv, -1)
+        convs.append(held if is_conv_state_dim_first() else held.swapaxes(0, 1))
+        ssms.append(memory[at + nbytes : at + nbytes + int(np.prod(ssm)) * ssm_dtype.itemsize].reshape(ssm[0], -1))
+    parts = [np.split(conv, np.cumsum(sections)[:-1] // side.tp) for conv in convs]
+    return [np.concatenate([part[i] for i in range(len(sections)) for part in parts]), np.concatenate(ssms)]
+
+
+def check_state(src: Side, dst: Side, name: str, theirs: int, ours: int) -> None:
+    for sent, got in zip(states(src, name, theirs), states(dst, name, ours), strict=True):
+        assert np.array_equal(got, sent), name
+
+
+@pytest.fixture(params=["SD", "DS"])
+def conv_order(request, monkeypatch) -> Iterator[None]:
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", request.param)
+    get_conv_state_layout.cache_clear()
+    assert is_conv_state_dim_first() == (request.param == "DS")
+    yield
+    monkeypatch.undo()
+    get_conv_state_layout.cache_clear()
+
+
+@pytest.mark.parametrize(("src", "dst"), [(4, 2), (1, 2), (2, 2)])
+@pytest.mark.parametrize("kind", ["MAMBA1", "MAMBA2", "GDN_ATTN"])
+def test_recurrent_states_at_unequal_tp(pair, conv_order: None, kind: str, src: int, dst: int) -> None:
+    check(*pair({"tp": src}, {"tp": dst, "block_size": 32}, recurrent(kind)))
+
+
+def test_states_of_unknown_order_move_whole_at_equal_tp(pair) -> None:
+    check(*pair({"tp": 2}, {"tp": 2}, recurrent("LINEAR")))
+
+
+def test_states_of_unknown_order_are_refused_at_unequal_tp(pair) -> None:
+    src, dst = pair({"tp": 2, "extra": {"config": {"open_wait_s": 1.0}}}, {"tp": 1}, recurrent("LINEAR"))
+    theirs, ours = blocks_for(src, N_TOKENS, 1), blocks_for(dst, N_TOKENS, 2)
+    assert transfer(src, dst, "r", src.held(theirs, N_TOKENS), dst.held(ours, N_TOKENS)) == {"r"}
+
+
+@pytest.mark.parametrize("n_heads", [1, 2])
+def test_more_ranks_than_heads(pair, n_heads: int) -> None:
+    """Replicated heads: each of prefill's is sent once, each of decode's gets its copy."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(caches, "MODEL", caches.MODEL | {"num_key_value_heads": n_heads})
+        check(*pair({"tp": 4}, {"tp": 2}, lambda tp, size: full(tp, size, num_kv_heads=max(1, n_heads // tp))))
+
+
+def test_a_block_of_several_kernel_blocks(pair) -> None:
+    check(*pair({"block_size": 64, "kernel_block_size": 16}, {"tp": 2, "block_size": 32}, full))
+
+
+@pytest.mark.parametrize("start", [16, 90])
+def test_a_prefix_that_is_there_is_not_sent(pair, start: int) -> None:
+    check(*pair({"tp": 2}, {"block_size": 16}, windowed), start=start // 16 * 16)
+
+
+def test_a_cache_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
+    side = Side(tmp_path, "kv_producer", full)
+    try:
+        flat = {name: cache.flatten(2) for name, cache in side.caches[0].items()}
+        with pytest.raises(UsageError, match="model.layers.0.self_attn.attn"):
+            side.connector(side.workers[0].role, 0).register_kv_caches(flat)
+    finally:
+        side.close()

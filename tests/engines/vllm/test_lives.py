@@ -1,0 +1,212 @@
+"""Whole lives of requests between two of vLLM's engines, TP 4 -> TP 2 and blocks of 16 -> 64, every byte compared.
+
+A step of the model fails its test if a request goes on with bytes that are not its own. What a block held when it was freed is
+overwritten at once, on both sides: a write that comes late, or a read that goes on, is seen when the pools are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.engines.vllm.lives import LLAMA, Pair, Side, continuation, prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+PRODUCER = Side("kv_producer", 4, 16)
+CONSUMER = Side("kv_consumer", 2, 64, layout="LBHNC", n_blocks=24)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's config, without weights."""
+    folder = tmp_path_factory.mktemp("llama")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Engines for lives that leave them at rest."""
+    with Pair(PRODUCER, CONSUMER, model, tmp_path_factory.mktemp("shared")) as pair:
+        yield pair
+
+
+@pytest.fixture
+def pair(shared: Pair) -> Iterator[Pair]:
+    yield shared
+    shared.settle()
+
+
+@pytest.fixture
+def engines(model: Path, tmp_path: Path) -> Callable[..., Pair]:
+    """Engines of a test's own."""
+
+    def start(producer: Side = PRODUCER, consumer: Side = CONSUMER) -> Pair:
+        return Pair(producer, consumer, model, tmp_path)
+
+    return start
+
+
+def prefilled(pair: Pair, name: str, n: int, seed: int) -> list[int]:
+    (prompt,) = prompts(n, seed=seed)
+    pair.prefill(name, prompt)
+    pair.until(lambda: name in pair.p.ended, pair.p, what="prefill")
+    return prompt
+
+
+def loading(pair: Pair, name: str, prompt: list[int]) -> None:
+    """Decode has allocated blocks and told its workers to load."""
+    pair.decode(name, prompt)
+    pair.d.step()
+    assert pair.d.call("status", name) == "WAITING_FOR_REMOTE_KVS"
+
+
+def test_requests_of_many_lengths(pair):
+    """One token, whole blocks, ends in the middle, chunked prefill; all at once."""
+    lengths = 1, 2, 15, 16, 17, 63, 64, 65, 100, 200
+    pair.whole({f"length-{len(one)}": one for one in prompts(*lengths)})
+
+
+def test_an_abort_before_prefill_is_done(pair):
+    (prompt,) = prompts(200, seed=1)
+    pair.prefill("early", prompt)
+    pair.p.step()  # the first of its chunks
+    pair.p.call("abort", "early")
+    assert not pair.p.tokens["early"]
+
+
+def test_an_abort_at_decode_before_it_is_scheduled_frees_prefill(pair):
+    prompt = prefilled(pair, "unscheduled", 100, seed=2)
+    pair.decode("unscheduled", prompt)
+    pair.d.call("abort", "unscheduled")
+    assert pair.p.call("busy")  # its blocks are held, until decode says that it does not want them
+
+
+def test_an_abort_at_decode_while_it_loads(pair):
+    prompt = prefilled(pair, "loading", 200, seed=3)
+    loading(pair, "loading", prompt)
+    pair.d.call("abort", "loading")
+    assert pair.d.call("status", "loading") == "FINISHED_ABORTED"  # its blocks are held until nothing can land in them
+
+
+def test_an_abort_at_decode_after_it_loaded(pair):
+    prompt = prefilled(pair, "loaded", 100, seed=4)
+    pair.decode("loaded", prompt, max_tokens=50)
+    pair.until(lambda: len(pair.d.tokens["loaded"]) > 2)
+    pair.d.call("abort", "loaded")
+    assert pair.d.tokens["loaded"] == continuation(prompt, len(pair.d.tokens["loaded"]))
+
+
+def test_an_abort_at_prefill_after_its_answer_takes_nothing_from_decode(pair):
+    prompt = prefilled(pair, "handed over", 100, seed=5)
+    pair.p.call("abort", "handed over")
+    for _ in range(3):
+        pair.p.step()
+    pair.decode("handed over", prompt)
+    pair.until(lambda: "handed over" in pair.d.ended)
+    assert pair.d.tokens["handed over"] == continuation(prompt, 4)
+    assert pair.loaded("handed over") >= 99
+
+
+def test_the_room_comes_before_the_blocks(engines):
+    """A consumer with no room left for a request waits; the producer holds what it has computed."""
+    with engines(consumer=replace(CONSUMER, n_blocks=6, max_model_len=256)) as pair:
+        pair.whole({f"r{number}": one for number, one in enumerate(prompts(150, 150, 150, seed=6))})
+        pair.settle()
+
+
+def test_preempted_requests_are_computed_again(engines):
+    """Decoding outgrows the consumer's pool: whoever is preempted is computed there, not loaded a second time."""
+    with engines(consumer=replace(CONSUMER, n_blocks=6, max_model_len=256)) as pair:
+        names = {f"r{number}": one for number, one in enumerate(prompts(120, 120, seed=7))}
+        pair.whole(names, max_tokens=80)
+        assert pair.d.call("preemptions") > 0
+        pair.settle()
+
+
+def test_preemption_at_prefill(pair):
+    """A prompt half computed is begun anew, and sent once."""
+    (prompt,) = prompts(200, seed=8)
+    pair.prefill("preempted", prompt)
+    pair.p.step()
+    pair.p.call("preempt")
+    pair.until(lambda: "preempted" in pair.p.ended, pair.p)
+    pair.decode("preempted", prompt)
+    pair.until(lambda: "preempted" in pair.d.ended)
+    assert pair.d.tokens["preempted"] == continuation(prompt, 4)
+    assert pair.loaded("preempted") >= 199
+
+
+def test_a_producer_smaller_than_its_requests_together(engines):
+    """What is handed over makes room for the next prompt."""
+    with engines(producer=replace(PRODUCER, n_blocks=20, max_model_len=256)) as pair:
+        pair.whole({f"r{number}": one for number, one in enumerate(prompts(150, 150, 150, seed=8))})
+        pair.settle()
+
+
+def test_a_prefix_hit_at_decode_loads_only_the_rest(engines):
+    with engines(consumer=replace(CONSUMER, prefix_caching=True)) as pair:
+        head, tail, other = prompts(140, 30, 50, seed=9)
+        pair.whole({"first": head + tail})
+        pair.whole({"second": head + other})  # two blocks of 64 are there
+        pair.whole({"again": head + tail})
+        (short,) = prompts(64, seed=10)
+        pair.whole({"block": short})
+        pair.whole({"whole": short})  # nothing is missing: prefill is told so, and frees its blocks
+        pair.settle()
+        assert pair.d.call("hits")["second"] == 128
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_producer_that_died_before_the_load(engines, policy):
+    """No request goes on without its KV: it fails, or is computed, as the operator chose."""
+    sides = PRODUCER, replace(CONSUMER, load_failure_policy=policy, limits={"max_silence_s": 5.0, "open_s": 5.0})
+    with engines(*sides) as pair:
+        prompt = prefilled(pair, "orphan", 100, seed=11)
+        pair.p.kill()
+        pair.decode("orphan", prompt)
+        ended(pair, "orphan", prompt, policy)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_producer_that_dies_during_the_load(engines, policy):
+    sides = PRODUCER, replace(CONSUMER, load_failure_policy=policy, limits={"max_silence_s": 5.0, "open_s": 5.0})
+    with engines(*sides) as pair:
+        prompt = prefilled(pair, "orphan", 300, seed=12)
+        loading(pair, "orphan", prompt)
+        pair.p.kill()
+        ended(pair, "orphan", prompt, policy, perhaps=True)
+
+
+def ended(pair: Pair, name: str, prompt: list[int], policy: str, *, perhaps: bool = False) -> None:
+    """What became of a request whose producer is gone; `perhaps` all of it had arrived before."""
+    pair.until(lambda: name in pair.d.ended, pair.d)
+    arrived = perhaps and pair.d.ended[name] == "length" and pair.loaded(name)
+    if policy == "fail" and not arrived:
+        assert pair.d.ended[name] == "error"
+        assert not pair.d.tokens[name]
+    else:
+        assert pair.d.tokens[name] == continuation(prompt, 4)
+    pair.settle()
+
+
+def test_a_consumer_that_dies_gives_the_blocks_back(engines):
+    with engines(replace(PRODUCER, limits={"max_silence_s": 5.0, "drain_s": 5.0})) as pair:
+        prompt = prefilled(pair, "widow", 300, seed=13)
+        loading(pair, "widow", prompt)
+        pair.d.kill()
+        pair.settle()
+
+
+def test_a_room_that_nobody_opens_gives_the_blocks_back(engines):
+    """The proxy lost the request between its halves."""
+    with engines(replace(PRODUCER, limits={"open_wait_s": 2.0})) as pair:
+        prefilled(pair, "lost", 100, seed=14)
+        assert pair.p.call("busy")
+        pair.settle()

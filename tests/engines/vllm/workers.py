@@ -1,0 +1,269 @@
+"""One tensor-parallel rank of vLLM in a process of its own: everything real but the model, which writes the bytes of `oracle`.
+
+Real are the parallel state (gloo), the connector's making, the cache's allocation and views, and the order in which a model
+runner calls the connector (`vllm.v1.worker.gpu.kv_connector`). The model checks what attention would read before it writes.
+Beside the pool is its shadow, which pdstage never sees: what the pool must hold, byte for byte.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tests.engines import stubs
+
+stubs.install()  # a process of its own begins here
+
+import numpy as np
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed import kv_transfer
+from vllm.distributed.parallel_state import (
+    ensure_model_parallel_initialized,
+    get_tp_group,
+    init_distributed_environment,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from tests.engines.vllm import oracle
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from numpy.typing import NDArray
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+
+def serve(pipe: Connection, config: VllmConfig, rank: int, meet: str) -> None:
+    """The process: answers calls of the executor by name until the pipe closes."""
+    worker = Worker(config, rank, meet)
+    while True:
+        try:
+            method, args, kwargs = pipe.recv()
+        except EOFError:
+            worker.shutdown()
+            return
+        try:
+            answer: tuple[bool, Any] = (True, getattr(worker, method)(*args, **kwargs))
+        except Exception:  # noqa: BLE001  (carried to the test, which fails with it)
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+
+
+@dataclass
+class Sequence:
+    """A request as a model runner knows it."""
+
+    tokens: list[int]
+    blocks: tuple[list[int], ...]
+    computed: int
+
+
+def heads_of(total: int, tp: int, rank: int) -> list[int]:
+    """The KV heads of a rank, as vLLM shards them: replicated where there are fewer than ranks."""
+    each = max(1, total // tp)
+    first = rank * each if total >= tp else rank * total // tp
+    return list(range(first, first + each))
+
+
+def layer_number(name: str) -> int:
+    return int(name.split(".")[2])
+
+
+class Worker:
+    """What vLLM's executor calls."""
+
+    def __init__(self, config: VllmConfig, rank: int, meet: str) -> None:
+        self.config, self.rank, self.tp = config, rank, config.parallel_config.tensor_parallel_size
+        config.parallel_config.rank = rank
+        self.sequences: dict[str, Sequence] = {}
+        self.admitted: dict[str, int] = {}
+        with set_current_vllm_config(config):
+            init_distributed_environment(self.tp, rank, meet, rank, "gloo")
+            ensure_model_parallel_initialized(self.tp, 1)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """One spec a layer, of the model's own config."""
+        model, text = self.config.model_config, self.config.model_config.hf_text_config
+        kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+        shape = {
+            "block_size": self.config.cache_config.block_size,
+            "num_kv_heads": model.get_num_kv_heads(self.config.parallel_config),
+            "head_size": model.get_head_size(),
+            "dtype": model.dtype,
+        }
+        window = {"sliding_attention": text.sliding_window} if "sliding_attention" in kinds else {}
+        return {
+            f"model.layers.{number}.self_attn.attn": (
+                SlidingWindowSpec(**shape, sliding_window=window[kind]) if kind in window else FullAttentionSpec(**shape)
+            )
+            for number, kind in enumerate(kinds)
+        }
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        return [self.config.additional_config["layout"]]
+
+    def set_kv_cache_layout(self, layout: str, interleave: int) -> None:
+        self.config.cache_config.kv_cache_layout = layout
+        self.config.parallel_config.cp_kv_cache_interleave_size = interleave
+
+    def determine_available_memory(self) -> int:
+        return int(self.config.additional_config["nbytes"])
+
+    def initialize_from_config(self, configs: list[KVCacheConfig]) -> None:
+        """Allocates and fills the pool with noise, and gives it to the connector."""
+        kv = self.kv = configs[self.rank]
+        self.config.cache_config.num_gpu_blocks = kv.num_blocks
+        self.config.cache_config.hash_block_size = kv.hash_block_size
+        self.config.cache_config.cache_hit_alignment_tokens = kv.cache_hit_alignment_tokens
+        with set_current_vllm_config(self.config):
+            kv_transfer.ensure_kv_transfer_initialized(self.config, kv)
+            layout = self.config.cache_config.get_resolved_kv_cache_layout()
+            caches = allocate_kv_cache(kv, torch.device("cpu"), layout)
+            views = {name: cache.view(torch.uint8) for name, cache in caches.items()}
+            raw = next(iter(views.values())).untyped_storage()
+            self.raw = torch.empty(0, dtype=torch.uint8).set_(raw)
+            self.raw.copy_(torch.from_numpy(np.random.default_rng(self.rank).integers(0, 256, len(self.raw), np.uint8)))
+            self.shadow = self.raw.clone()
+            self.pools = views
+            self.shadows = {
+                name: self.shadow.as_strided(view.shape, view.stride(), view.storage_offset())
+                for name, view in views.items()
+            }
+            self.groups = [(group.kv_cache_spec, group.layer_names) for group in kv.kv_cache_groups]
+            model = self.config.model_config
+            self.heads = heads_of(model.get_total_num_kv_heads(), self.tp, self.rank)
+            self.connector = ActiveKVConnector(self.config, caches)
+
+    def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any] | None:
+        metadata = kv_transfer.get_kv_transfer_group().get_handshake_metadata()
+        return None if metadata is None else {(0, get_tp_group().rank_in_group): metadata}
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        return CompilationTimes(0.0, 0.0)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """A step, in the order of vLLM's model runner."""
+        for name in scheduled.finished_req_ids | (scheduled.preempted_req_ids or set()):
+            self.sequences.pop(name, None)
+        self.admit(scheduled)
+        self.prepare_blocks(scheduled)
+        if not scheduled.total_num_scheduled_tokens:
+            return self.connector.no_forward(scheduled)
+        with set_current_vllm_config(self.config):
+            self.connector.pre_forward(scheduled)
+        names = list(scheduled.num_scheduled_tokens)
+        sampled = [self.forward(self.sequences[name], scheduled.num_scheduled_tokens[name]) for name in names]
+        self.connector.finish_forward()
+        output = ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, sampled)
+        output.kv_connector_output = self.connector.post_forward(scheduled.finished_req_ids)
+        return output
+
+    def admit(self, scheduled: SchedulerOutput) -> None:
+        for new in scheduled.scheduled_new_reqs:
+            tokens = list(new.prefill_token_ids or new.prompt_token_ids or [])
+            sequence = self.sequences[new.req_id] = Sequence(tokens, new.block_ids, new.num_computed_tokens)
+            self.admitted.setdefault(new.req_id, sequence.computed)
+            self.read(sequence, self.adopt)
+        cached = scheduled.scheduled_cached_reqs
+        assert not cached.resumed_req_ids, "the second model runner is told of resumed requests as of new ones"
+        for name, computed, more in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
+            sequence = self.sequences[name]
+            sequence.computed = computed
+            for mine, new_blocks in zip(sequence.blocks, more or (), strict=False):
+                mine += new_blocks
+
+    def prepare_blocks(self, scheduled: SchedulerOutput) -> None:
+        for block in scheduled.new_block_ids_to_zero or ():
+            for view in (*self.pools.values(), *self.shadows.values()):
+                view[block] = 0
+        for views in (self.pools, self.shadows):
+            copy_kv_cache_blocks_inplace(views.values(), self.kv.num_blocks, scheduled.kv_cache_block_copies or ())
+
+    def forward(self, sequence: Sequence, n: int) -> list[int]:
+        """Reads all before, writes n positions, and samples if these were the last known tokens."""
+        self.read(sequence, self.check)
+        digest = oracle.digests(sequence.tokens)
+        start, stop = sequence.computed, sequence.computed + n
+        for at, (spec, names) in enumerate(self.groups):
+            for name in names:
+                truth = self.truth(digest[start:stop], name)
+                for views in (self.pools, self.shadows):
+                    where = self.places(spec, sequence.blocks[at], np.arange(start, stop))
+                    views[name][where[0], :, where[1]] = torch.from_numpy(truth)
+        if stop < len(sequence.tokens):
+            return []
+        sequence.tokens.append(oracle.next_token(sequence.tokens))
+        return [sequence.tokens[-1]]
+
+    def truth(self, digest: NDArray[np.uint64], name: str) -> NDArray[np.uint8]:
+        return oracle.cells(digest, layer_number(name), self.heads, self.pools[name].shape[3])
+
+    @staticmethod
+    def places(spec: KVCacheSpec, blocks: list[int], positions: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block and row of each position."""
+        table = np.asarray(blocks)
+        return torch.from_numpy(table[positions // spec.block_size]), torch.from_numpy(positions % spec.block_size)
+
+    def read(self, sequence: Sequence, check: Any) -> None:
+        """What attention reads of the computed positions, layer by layer."""
+        digest = oracle.digests(sequence.tokens)
+        for at, (spec, names) in enumerate(self.groups):
+            first = max(0, sequence.computed - spec.sliding_window + 1) if isinstance(spec, SlidingWindowSpec) else 0
+            positions = np.arange(first, sequence.computed)
+            if not len(positions):
+                continue
+            blocks, rows = self.places(spec, sequence.blocks[at], positions)
+            for name in names:
+                check(name, blocks, rows, self.truth(digest[first : sequence.computed], name))
+
+    def adopt(self, name: str, blocks: torch.Tensor, rows: torch.Tensor, truth: NDArray[np.uint8]) -> None:
+        """Computed positions of a new request were loaded, or hit: from now on the pool must hold them."""
+        self.shadows[name][blocks, :, rows] = torch.from_numpy(truth)
+
+    def check(self, name: str, blocks: torch.Tensor, rows: torch.Tensor, truth: NDArray[np.uint8]) -> None:
+        found = self.pools[name][blocks, :, rows].numpy()
+        wrong = np.argwhere(found != truth)
+        assert not len(wrong), (
+            f"rank {self.rank} continues on wrong bytes: {len(wrong)} of {truth.size} in {name}, the first at position"
+            f" {wrong[0][0]} of {len(truth)}, block {int(blocks[wrong[0][0]])}, head {wrong[0][1]}, byte {wrong[0][2]}"
+        )
+
+    def spoil(self, blocks: list[int], seed: int) -> None:
+        """Free blocks are filled with other noise: nobody may read or write them any more."""
+        draw = np.random.default_rng([seed, self.rank])
+        for block in blocks:
+            for name, view in self.pools.items():
+                noise = torch.from_numpy(draw.integers(0, 256, view.shape[1:], np.uint8))
+                view[block] = noise
+                self.shadows[name][block] = noise
+
+    def compare(self) -> int:
+        """Every byte of the pool; their number."""
+        wrong = torch.nonzero(self.raw != self.shadow).flatten()
+        if len(wrong):
+            where = [
+                f"{name} block {block}"
+                for name, view in self.pools.items()
+                for block in range(len(view))
+                if not torch.equal(view[block], self.shadows[name][block])
+            ]
+            raise AssertionError(f"rank {self.rank}: {len(wrong)} of {len(self.raw)} bytes are wrong, in {where[:12]}")
+        return len(self.raw)
+
+    def admissions(self) -> dict[str, int]:
+        """How many tokens each request had computed, here or elsewhere, when it was first scheduled."""
+        return self.admitted
+
+    def shutdown(self) -> None:
+        kv_transfer.ensure_kv_transfer_shutdown()
