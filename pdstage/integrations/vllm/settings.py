@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pdstage.manager import DecodeNode, PrefillNode
 
 _DEADLINES = {"hello_s": 10.0, "wait_s": 60.0}
-"""A prefill engine has just answered the proxy, with all of the request computed: one that is not there now is gone, and
-a room of which nothing comes was another request's.
+"""A prefill engine has just answered the proxy, with all of the request computed: one that is not there now is gone,
+and a room of which nothing comes was another request's.
 """
 
 
