@@ -34,7 +34,10 @@ log = logging.getLogger(__name__)
 
 
 class WorkerSide:
-    """What a worker's connector does. Called by the worker's one thread; the nodes have threads of their own."""
+    """What a worker's connector does. Called by the worker's one thread; the nodes have threads of their own.
+
+    What pdstage refuses fails one request. Any other error is a mistake here and ends the worker, and vLLM with it.
+    """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> None:
         self._config, self._kv_cache_config, self._settings = vllm_config, kv_cache_config, settings
