@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PRODUCER = Side("kv_producer", 4, 16)
 CONSUMER = Side("kv_consumer", 2, 64, layout="LBHNC", n_blocks=24)
+IMPATIENT = {"hello_s": 5.0, "open_s": 5.0, "max_silence_s": 5.0, "drain_s": 5.0}
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +167,7 @@ def test_a_prefix_hit_at_decode_loads_only_the_rest(engines):
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_producer_that_died_before_the_load(engines, policy):
     """No request goes on without its KV: it fails, or is computed, as the operator chose."""
-    sides = PRODUCER, replace(CONSUMER, load_failure_policy=policy, limits={"max_silence_s": 5.0, "open_s": 5.0})
+    sides = PRODUCER, replace(CONSUMER, load_failure_policy=policy, limits=IMPATIENT)
     with engines(*sides) as pair:
         prompt = prefilled(pair, "orphan", 100, seed=11)
         pair.p.kill()
@@ -176,7 +177,7 @@ def test_a_producer_that_died_before_the_load(engines, policy):
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_producer_that_dies_during_the_load(engines, policy):
-    sides = PRODUCER, replace(CONSUMER, load_failure_policy=policy, limits={"max_silence_s": 5.0, "open_s": 5.0})
+    sides = PRODUCER, replace(CONSUMER, load_failure_policy=policy, limits=IMPATIENT)
     with engines(*sides) as pair:
         prompt = prefilled(pair, "orphan", 300, seed=12)
         loading(pair, "orphan", prompt)
@@ -197,7 +198,7 @@ def ended(pair: Pair, name: str, prompt: list[int], policy: str, *, perhaps: boo
 
 
 def test_a_consumer_that_dies_gives_the_blocks_back(engines):
-    with engines(replace(PRODUCER, limits={"max_silence_s": 5.0, "drain_s": 5.0})) as pair:
+    with engines(replace(PRODUCER, limits={**IMPATIENT, "open_wait_s": 5.0})) as pair:
         prompt = prefilled(pair, "widow", 300, seed=13)
         loading(pair, "widow", prompt)
         pair.d.kill()
