@@ -6,11 +6,12 @@ Layer 0. Must not know what reads them. `docs/environment.md` shows the table; w
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pdstage.errors import UsageError
 
@@ -76,6 +77,16 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _options(text: str) -> dict[str, Any]:
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON: {error}") from error
+    if not (isinstance(options, dict) and isinstance(options.get("config", {}), dict)):
+        raise ValueError("it is no object, or its config is none")  # noqa: TRY004  (what `Variable.read` expects of a parser)
+    return options
+
+
 NATIVE = Variable(
     "PDSTAGE_NATIVE", _one_of("yes", "no"), "`yes` or `no`", "goes on with numpy where there is no extension",
     "Whether the C++ extension is built and used: `yes` makes its absence an error, `no` leaves it out.",
@@ -110,6 +121,13 @@ NVTX = Variable(
     "NVTX ranges around what a node asks of its device, for Nsight Systems.",
     "a node with a pool on a device, as it is made",
 )  # fmt: skip
+NODE = Variable(
+    "PDSTAGE_NODE", _options,
+    "a JSON object of arguments of `PrefillNode` and `DecodeNode`, with `config` as an object inside", "their defaults",
+    "What an engine's operator says of the nodes that an adapter makes, where the engine has no option for it: "
+    '`{"transport": "nixl", "keys": "cluster.key", "config": {"drain_s": 10}}`.',
+    "the adapters of engines, as a rank's node is made",
+)  # fmt: skip
 TEST_TRANSPORTS = Variable(
     "PDSTAGE_TEST_TRANSPORTS", str.split, "names with spaces between", "the project's own only",
     "Further transports for the contract suite.",
@@ -128,7 +146,7 @@ METRICS_PORT = Variable(
 )  # fmt: skip
 
 VARIABLES: tuple[Variable[object], ...] = (
-    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, SGLANG, METRICS_PORT, NVTX, TEST_TRANSPORTS, GPU_TESTS,
+    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, SGLANG, NODE, METRICS_PORT, NVTX, TEST_TRANSPORTS, GPU_TESTS,
 )  # fmt: skip
 
 _warned_of: set[str] = set()

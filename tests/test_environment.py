@@ -43,6 +43,11 @@ def test_unset_and_empty_are_the_same(variable, monkeypatch):
         (environment.SGLANG, str(ROOT), ROOT),
         (environment.TEST_TRANSPORTS, "mori  postbox", ["mori", "postbox"]),
         (environment.GPU_TESTS, "few", "few"),
+        (
+            environment.NODE,
+            '{"path": "staged", "config": {"drain_s": 3}}',
+            {"path": "staged", "config": {"drain_s": 3}},
+        ),
     ],
 )
 def test_values(variable, text, value, monkeypatch):
@@ -55,6 +60,9 @@ def test_values(variable, text, value, monkeypatch):
     [
         (environment.NATIVE, "maybe", "it is not yes or no; set it to `yes` or `no`, or unset it"),
         (environment.NATIVE, "NO", "it is not yes or no"),
+        (environment.NODE, "path=staged", "it is no JSON"),
+        (environment.NODE, "[1]", "it is no object"),
+        (environment.NODE, '{"config": 3}', "it is no object, or its config is none"),
         (environment.CALIBRATION, "/nowhere.json", "there is no such file; .*calibrate --out"),
         (environment.CALIBRATION, str(ROOT), "there is no such file"),
         (environment.CACHE_DIR, __file__, "it is no folder"),

@@ -20,7 +20,7 @@ to decode, unread. Each prefill worker hands what it advertises to its engine's 
 the scheduler's side serves those adverts as a bootstrap directory, at `remote_host` and `remote_port` of every answer.
 
 **Who begins.** pdstage's decode side announces a room and prefill writes into it. When prefill has finished a request
-its workers `send` the room, named by `remote_engine_id` and `remote_request_id`, hand over all its chunks and `finish`.
+its workers `send` the room that the answer names, `remote_room`, hand over all its chunks and `finish`.
 The blocks stay the room's: nothing moves before decode opens the room, and they go back to vLLM (`finished_sending`)
 once the room is `released`. If no decode ever opens it they go back after `Config.open_wait_s`. Decode's workers
 `receive` and `bind` the room when its scheduler has allocated blocks, and tell the end (`finished_recving`) once the

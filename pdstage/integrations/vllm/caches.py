@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from pdstage.errors import UsageError
 from pdstage.integrations.vllm.groups import Group, groups_of
-from pdstage.integrations.vllm.states import state_parts
+from pdstage.integrations.vllm.states import groups_of_states, state_parts
 from pdstage.layout import Key
 from pdstage.tensors import build, mla, vllm_blocks
 from pdstage.topology import shard_range
@@ -57,6 +57,7 @@ class Caches:
         """Raises `UsageError`, naming the layer, for a cache that is not as vLLM 0.33 makes them."""
         tp = topology.tp_size, topology.tp_rank
         n_heads = config.model_config.get_total_num_kv_heads()
+        n_groups = groups_of_states(config.model_config.hf_text_config)
         parts: list[Part] = []
         n_pages: dict[str, int] = {}
         for group in groups_of(kv_cache_config):
@@ -66,13 +67,13 @@ class Caches:
                     continue  # of another pipeline stage
                 cache, spec = kv_caches[name], _spec_of(given.kv_cache_spec, name)
                 if isinstance(spec, MambaSpec):
-                    made = state_parts(group.component, cache, spec, tp, _number(name))
+                    naming: Naming = {"component": group.component, "layers": (_number(name),)}
+                    made = state_parts(cache, spec, tp, n_groups, naming)
                 else:
+                    _check_pages(group, name, cache, kv_cache_config.num_blocks, n_pages)
                     encoding = _format(cache, spec, config.cache_config.cache_dtype)
                     heads = _total_heads(spec, cache.shape[1], n_heads, tp)
                     made = [_attention(cache, spec, heads, tp, _naming(group, name, encoding))]
-                    ratio = cache.shape[0] // kv_cache_config.num_blocks
-                    _check_pages(group, name, cache, ratio, n_pages)
                 parts += [_named(part, name) for part in made]
         if not parts:
             raise UsageError("no KV cache of this worker can be handed over", remedy="check the model and its groups")
@@ -86,7 +87,8 @@ class Caches:
         return held if n == 1 else (held[:, None] * n + np.arange(n)).reshape(-1)
 
 
-def _check_pages(group: Group, name: str, cache: torch.Tensor, ratio: int, n_pages: dict[str, int]) -> None:
+def _check_pages(group: Group, name: str, cache: torch.Tensor, n_blocks: int, n_pages: dict[str, int]) -> None:
+    ratio = cache.shape[0] // n_blocks
     if cache.ndim != 4 or ratio < 1 or n_pages.setdefault(group.component, ratio) != ratio:
         raise UsageError(
             f"the cache of layer {name!r} has shape {list(cache.shape)}, not [blocks, heads, block_size, content] with "
@@ -115,8 +117,9 @@ def _total_heads(spec: AttentionSpec, n_held: int, n_heads: int, tp: tuple[int, 
     number as a drafter has.
     """
     first, end = shard_range(n_heads, *tp)
-    if spec.num_kv_heads == end - first and n_held % spec.num_kv_heads == 0:
-        return n_heads * (n_held // spec.num_kv_heads)
+    n_here: int = spec.num_kv_heads
+    if n_here == end - first and n_held % n_here == 0:
+        return n_heads * (n_held // n_here)
     n_shards: int = min(tp[0], spec.max_tp_shards or tp[0])
     return n_held * n_shards
 

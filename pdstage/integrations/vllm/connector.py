@@ -145,10 +145,6 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.results()
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        results = self._worker.results()
-        return results.finished_sending or None, results.finished_recving or None
-
     def get_kv_connector_stats(self) -> PdStageStats | None:
         return self.worker_side.stats() if self.worker_side is not None else None
 

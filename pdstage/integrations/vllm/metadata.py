@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 class Remote(NamedTuple):
-    """A request's room, and the prefill engine that sends it: its directory's address, its name there."""
+    """A request's room, and the prefill engine that sends it: its directory's address, its name there.
+
+    A room's name is its own for ever: request ids may come again, and an engine's id with its next process.
+    """
 
     room: str
     address: str
@@ -57,8 +60,3 @@ class PdStageHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """A prefill rank's advert (`pdstage.control.bootstrap.Advert`) as JSON."""
 
     advert: bytes
-
-
-def room_of(engine_id: str, request_id: str) -> str:
-    """Engines number requests each by itself, and one decode engine serves several."""
-    return f"{engine_id}:{request_id}"

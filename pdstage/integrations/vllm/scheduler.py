@@ -6,6 +6,7 @@ Layer 6. Must not know tensors or nodes: those are the workers', in other proces
 from __future__ import annotations
 
 import logging
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,7 +15,8 @@ from vllm.v1.request import RequestStatus
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapServer
 from pdstage.integrations.vllm.groups import groups_of, recomputed_tokens
-from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata, Receive, Remote, Send, room_of
+from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata, Receive, Remote, Send
+from pdstage.manager import PrefillNode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -46,6 +48,7 @@ class SchedulerSide:
         self._local: dict[str, int] = {}  # tokens that decode had when it asked how many there are here
         self._loading: set[str] = set()
         self._server: BootstrapServer | None = None
+        self._life, self._n_rooms = secrets.token_hex(4), 0
 
     # The directory.
 
@@ -54,8 +57,9 @@ class SchedulerSide:
         adverts = [msgspec.json.decode(one.advert, type=Advert) for one in told.values()]
         if adverts and self._server is None:
             where = str(Address(self._settings.host, self._settings.port))
-            keys, insecure = self._settings.keys, self._settings.insecure
-            self._server = BootstrapServer(where, keys=keys, insecure=insecure).start()
+            node = self._settings.node(PrefillNode)
+            exposure = {name: node[name] for name in ("keys", "insecure") if name in node}
+            self._server = BootstrapServer(where, **exposure).start()
             log.info("decode engines find this one at %s", self._server.address)
         for advert in adverts:
             assert self._server is not None
@@ -106,7 +110,8 @@ class SchedulerSide:
         if self._server is None:
             log.error("request %s ends here: no worker of this engine sends", request.request_id)
             return False, None
-        room = room_of(self._engine_id, request.request_id)
+        self._n_rooms += 1
+        room = f"{self._engine_id}:{request.request_id}:{self._life}.{self._n_rooms}"
         held = {group.component: group.held(blocks[group.index], n_tokens) for group in self._groups}
         self._news.sends[request.request_id] = Send(room, held)
         host, port = self._server.address.rsplit(":", 1)
@@ -118,6 +123,7 @@ class SchedulerSide:
             "remote_request_id": request.request_id,
             "remote_host": host,
             "remote_port": int(port),
+            "remote_room": room,
             "remote_num_tokens": n_tokens,
             "tp_size": self._parallel.tensor_parallel_size,
             "pp_size": self._parallel.pipeline_parallel_size,
@@ -181,9 +187,9 @@ class SchedulerSide:
 
 def _remote(params: Mapping[str, Any]) -> Remote | None:
     """The room that prefill's answer names; None, and a word in the log, where it names none."""
-    names: Iterable[str] = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
-    engine, request, host, port = (params.get(name) for name in names)
-    if not (engine and request and host and port):
+    names: Iterable[str] = ("remote_room", "remote_engine_id", "remote_host", "remote_port")
+    room, engine, host, port = (params.get(name) for name in names)
+    if not (room and engine and host and port):
         log.warning("kv_transfer_params %s name no request of a prefill engine: it is computed here", dict(params))
         return None
-    return Remote(room_of(engine, request), f"{host}:{port}", engine)
+    return Remote(room, f"{host}:{port}", engine)

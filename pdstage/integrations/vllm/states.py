@@ -25,13 +25,16 @@ if TYPE_CHECKING:
 _KINDS = MambaAttentionBackendEnum
 
 
-def state_parts(component: str, cache: torch.Tensor, spec: MambaSpec, tp: tuple[int, int], layer: int) -> list[Part]:
-    """One layer's states. Of kinds whose inner order is not known here the ranks' shares are whole: equal TP only."""
-    naming: Naming = {"component": component, "layers": (layer,)}
+def state_parts(
+    cache: torch.Tensor, spec: MambaSpec, tp: tuple[int, int], n_groups: int | None, naming: Naming
+) -> list[Part]:
+    """One layer's states; `n_groups` are those of the whole model's B and C, if it says. Of kinds whose inner order is
+    not known here the ranks' shares are whole: equal TP only.
+    """
     states = _apart(cache, spec)
     if spec.tp_replicated:
         return [slot_states([state], role=f"state{i}", **naming) for i, state in enumerate(states)]
-    sections = _sections(spec, tp[0])
+    sections = _sections(spec, tp[0], n_groups)
     if sections is None:
         nbytes = (state.flatten(1).view(torch.int8)[:, None, None] for state in states)
         return [
@@ -63,7 +66,13 @@ def _apart(cache: torch.Tensor, spec: MambaSpec) -> list[torch.Tensor]:
     return found
 
 
-def _sections(spec: MambaSpec, tp_size: int) -> Sequence[Section] | None:
+def groups_of_states(hf_config: object) -> int | None:
+    """How many groups a Mamba-2 model's B and C have. vLLM gives each rank one where there are fewer than ranks."""
+    names = ("mamba_n_groups", "n_groups", "mamba_ngroups")
+    return next((n for name in names if isinstance(n := getattr(hf_config, name, None), int)), None)
+
+
+def _sections(spec: MambaSpec, tp_size: int, n_groups: int | None) -> Sequence[Section] | None:
     """What a conv state's channels are, `[x]`, `[x | B | C]` or `[Q | K | V]`; None for kinds not known here."""
     if len(spec.shapes) != 2 or len(spec.shapes[0]) != 2:
         return None
@@ -73,9 +82,11 @@ def _sections(spec: MambaSpec, tp_size: int) -> Sequence[Section] | None:
         case _KINDS.MAMBA1:
             return [_cut("x", held)]
         case _KINDS.MAMBA2:
-            inner = heads * spec.shapes[1][1]
-            other = (held - inner) // 2
-            return [Section("x", heads, spec.shapes[1][1]), _cut("b", other), _cut("c", other)]
+            x = Section("x", heads, spec.shapes[1][1])
+            if n_groups is not None:
+                return [x, *(Section(name, n_groups, spec.shapes[1][2]) for name in "bc")]
+            other = (held - heads * spec.shapes[1][1]) // 2
+            return [x, _cut("b", other), _cut("c", other)]
         case _KINDS.GDN_ATTN:
             inner = heads * spec.shapes[1][1]
             other = (held - inner) // 2

@@ -61,11 +61,11 @@ class WorkerSide:
                 remedy="leave it out: pdstage sends from the caches themselves",
             )
         pool = Pool.of(self._caches.layout, keep=tuple(kv_caches.values()))
-        shared = self._settings.node()
         if self._transfer.is_kv_producer:
-            self.prefill = PrefillNode(pool, self.topology, publish=False, instance=self._transfer.engine_id, **shared)
+            told, name = self._settings.node(PrefillNode), self._transfer.engine_id
+            self.prefill = PrefillNode(pool, self.topology, publish=False, instance=name, **told)
         if self._transfer.is_kv_consumer:
-            self.decode = DecodeNode(pool, self.topology, **shared)
+            self.decode = DecodeNode(pool, self.topology, **self._settings.node(DecodeNode))
 
     def handshake(self) -> PdStageHandshake | None:
         """What this rank advertises, if it prefills."""

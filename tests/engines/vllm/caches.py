@@ -67,9 +67,11 @@ def config(
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(
             kv_connector="PdStageConnector", kv_connector_module_path="pdstage.integrations.vllm", kv_role=role,
-            engine_id=f"{role}-engine", kv_connector_extra_config={"transport": "local", "staging_nbytes": 1 << 20, **extra},
+            engine_id=f"{role}-engine",
+            kv_connector_extra_config={"transport": "local", "staging_nbytes": 1 << 20, **extra},
         ),
     )  # fmt: skip
+    made.scheduler_config.disable_hybrid_kv_cache_manager = False  # as on a GPU: vLLM has no hybrid caches on the CPU
     made.parallel_config.rank = rank
     made.cache_config.kv_cache_layout = layout
     return made

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from tests.engines.vllm import caches
-from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, Side, transfer
+from vllm.model_executor.layers.mamba.mamba_utils import (
+    MambaStateShapeCalculator,
+    get_conv_state_layout,
+    is_conv_state_dim_first,
+)
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -20,6 +23,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from pdstage.errors import UsageError
+from tests.engines.vllm import caches
+from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, Side, transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -157,44 +162,45 @@ def test_every_family_at_unequal_tp_and_block_size(pair, family, src: Any, dst: 
     check(*pair(src, dst, family))
 
 
-def recurrent(kind: str, conv: Callable[[int], int], ssm: Callable[[int], tuple[int, ...]]) -> Any:
-    """Two layers of states among two of attention; `conv` and `ssm` give a rank's shapes at a TP size."""
+SHAPES = MambaStateShapeCalculator
+STATES = {  # the conv state's sections, in channels of the whole model; a rank's shapes at a TP size
+    "MAMBA1": ([64], lambda tp: SHAPES.mamba1_state_shape(tp, 64, 8, 4)),
+    "MAMBA2": ([64, 16, 16], lambda tp: SHAPES.mamba2_state_shape(tp, 64, 4, 8, 8, 4, 4)),
+    "GDN_ATTN": ([32, 32, 64], lambda tp: SHAPES.gated_delta_net_state_shape(tp, 4, 8, 8, 8, 4)),
+    "LINEAR": ([64], lambda tp: ((3, 64 // tp), (8 // tp, 8, 4))),
+}
+
+
+def recurrent(kind: str) -> Any:
+    """Two layers of states beside two of attention."""
 
     def specs(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
         spec = MambaSpec(
             block_size=block_size,
-            shapes=((conv(tp), 3), ssm(tp)),
+            shapes=STATES[kind][1](tp),
             dtypes=(torch.float16, torch.float32),
             mamba_type=MambaAttentionBackendEnum[kind],
+            page_size_padded=attention(tp, block_size).page_size_bytes,
         )
         return full(tp, block_size) | {f"model.layers.{i}.mixer": spec for i in (2, 3)}
 
     return specs
 
 
-# Conv sections, in whole-model channels: those a rank has of each are their share.
-STATES = {
-    "MAMBA1": ([64], recurrent("MAMBA1", lambda tp: 64 // tp, lambda tp: (64 // tp, 8))),
-    "MAMBA2": ([64, 16, 16], recurrent("MAMBA2", lambda tp: 96 // tp, lambda tp: (8 // tp, 8, 4))),
-    "GDN_ATTN": ([32, 32, 64], recurrent("GDN_ATTN", lambda tp: 128 // tp, lambda tp: (8 // tp, 8, 4))),
-    "LINEAR": ([64], recurrent("LINEAR", lambda tp: 64 // tp, lambda tp: (8 // tp, 8, 4))),
-}
-
-
 def states(side: Side, name: str, block: int) -> list[np.ndarray]:
-    """A block's conv and SSM state of the whole model."""
-    spec, parts = side.spec(name), []
+    """A block's conv state, channels first, and its SSM state, of the whole model."""
+    spec, convs, ssms = side.spec(name), [], []
+    sections = STATES[spec.mamba_type.name][0]
     for memory, one in zip(side.memory, side.caches, strict=True):
-        cache, at = one[name], 0
-        start = cache.data_ptr() - memory.ctypes.data + block * cache.stride(0) * cache.element_size()
-        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
-            nbytes = int(np.prod(shape)) * dtype.itemsize
-            parts.append(memory[start + at : start + at + nbytes].reshape(*shape[:1], -1))
-            at += nbytes
-    sections = next(cut for cut, specs in STATES.values() if specs is side.specs)
-    convs = [np.split(conv, np.cumsum(sections)[:-1] // side.tp) for conv in parts[::2]]
-    whole = np.concatenate([conv[i] for i in range(len(sections)) for conv in convs])
-    return [whole, np.concatenate(parts[1::2])]
+        cache = one[name]
+        at = cache.data_ptr() - memory.ctypes.data + block * cache.stride(0) * cache.element_size()
+        (conv, ssm), (conv_dtype, ssm_dtype) = spec.shapes, spec.dtypes
+        nbytes = int(np.prod(conv)) * conv_dtype.itemsize
+        held = memory[at : at + nbytes].reshape(*conv, -1)
+        convs.append(held if is_conv_state_dim_first() else held.swapaxes(0, 1))
+        ssms.append(memory[at + nbytes : at + nbytes + int(np.prod(ssm)) * ssm_dtype.itemsize].reshape(ssm[0], -1))
+    parts = [np.split(conv, np.cumsum(sections)[:-1] // side.tp) for conv in convs]
+    return [np.concatenate([part[i] for i in range(len(sections)) for part in parts]), np.concatenate(ssms)]
 
 
 def check_state(src: Side, dst: Side, name: str, theirs: int, ours: int) -> None:
@@ -202,18 +208,28 @@ def check_state(src: Side, dst: Side, name: str, theirs: int, ours: int) -> None
         assert np.array_equal(got, sent), name
 
 
+@pytest.fixture(params=["SD", "DS"])
+def conv_order(request, monkeypatch) -> Iterator[None]:
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", request.param)
+    get_conv_state_layout.cache_clear()
+    assert is_conv_state_dim_first() == (request.param == "DS")
+    yield
+    monkeypatch.undo()
+    get_conv_state_layout.cache_clear()
+
+
 @pytest.mark.parametrize(("src", "dst"), [(4, 2), (1, 2), (2, 2)])
 @pytest.mark.parametrize("kind", ["MAMBA1", "MAMBA2", "GDN_ATTN"])
-def test_recurrent_states_at_unequal_tp(pair, kind: str, src: int, dst: int) -> None:
-    check(*pair({"tp": src}, {"tp": dst, "block_size": 32}, STATES[kind][1]))
+def test_recurrent_states_at_unequal_tp(pair, conv_order: None, kind: str, src: int, dst: int) -> None:
+    check(*pair({"tp": src}, {"tp": dst, "block_size": 32}, recurrent(kind)))
 
 
 def test_states_of_unknown_order_move_whole_at_equal_tp(pair) -> None:
-    check(*pair({"tp": 2}, {"tp": 2}, STATES["LINEAR"][1]))
+    check(*pair({"tp": 2}, {"tp": 2}, recurrent("LINEAR")))
 
 
 def test_states_of_unknown_order_are_refused_at_unequal_tp(pair) -> None:
-    src, dst = pair({"tp": 2}, {"tp": 1}, STATES["LINEAR"][1])
+    src, dst = pair({"tp": 2, "extra": {"config": {"open_wait_s": 1.0}}}, {"tp": 1}, recurrent("LINEAR"))
     theirs, ours = blocks_for(src, N_TOKENS, 1), blocks_for(dst, N_TOKENS, 2)
     assert transfer(src, dst, "r", src.held(theirs, N_TOKENS), dst.held(ours, N_TOKENS)) == {"r"}
 
