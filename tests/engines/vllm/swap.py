@@ -44,6 +44,7 @@ from vllm.platforms.cpu import CpuPlatform
 vllm.platforms._current_platform = CpuPlatform()
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.model_executor.models.registry import ModelRegistry
 
 from pdstage import Topology
 from pdstage.control.directory import Advert
@@ -83,6 +84,8 @@ class Swapped(PdStageConnector):
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cpu_test: vLLM's")
     KVConnectorFactory._registry["NixlConnector"] = lambda: Swapped
+    opt = "OPTForCausalLM"  # vLLM would look at the class in a process without our stubs
+    ModelRegistry.register_model(opt, ModelRegistry.models[opt].load_model_cls())
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:

@@ -1,7 +1,8 @@
 """Whole lives of requests between two of vLLM's engines, TP 4 -> TP 2 and blocks of 16 -> 64, every byte compared.
 
-A step of the model fails its test if a request goes on with bytes that are not its own. What a block held when it was freed is
-overwritten at once, on both sides: a write that comes late, or a read that goes on, is seen when the pools are compared.
+A step of the model fails its test if a request goes on with bytes that are not its own. What a block held when it was
+freed is overwritten at once, on both sides: a write that comes late, or a read that goes on, is seen when pools are
+compared.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.engines.vllm.lives import LLAMA, Pair, Side, continuation, prompts
+from tests.engines.vllm.lives import GEMMA, LLAMA, Pair, Side, continuation, prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -210,4 +211,16 @@ def test_a_room_that_nobody_opens_gives_the_blocks_back(engines):
     with engines(replace(PRODUCER, limits={"open_wait_s": 2.0})) as pair:
         prefilled(pair, "lost", 100, seed=14)
         assert pair.p.call("busy")
+        pair.settle()
+
+
+def test_sliding_windows_beside_full_attention(tmp_path):
+    """Two groups, of which one keeps the blocks of its last 70 tokens only."""
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA))
+    with Pair(PRODUCER, replace(CONSUMER, n_blocks=48), tmp_path, tmp_path) as pair:
+        lengths = 2, 16, 64, 69, 70, 71, 72, 135, 200, 300
+        pair.whole({f"length-{len(one)}": one for one in prompts(*lengths, seed=15)}, max_tokens=12)
+        prompt = prefilled(pair, "loading", 200, seed=16)
+        loading(pair, "loading", prompt)
+        pair.d.call("abort", "loading")
         pair.settle()

@@ -25,7 +25,10 @@ RUN = {
     "test_remote_decode_lifecycle": ("test_basic_lifecycle", "test_abort_during_kv_transfer"),
     "test_remote_prefill_lifecycle": ("",),  # all
     "test_nixl_connector": ("test_prefill_exports_cached_tokens_in_kv_transfer_params",),
-    "test_nixl_simple_cpu_offload": ("test_cpu_offload_wins_when_nixl_has_no_match", "test_request_finished_no_async_save"),
+    "test_nixl_simple_cpu_offload": (
+        "test_cpu_offload_wins_when_nixl_has_no_match",
+        "test_request_finished_no_async_save",
+    ),
 }
 N_TESTS = 22
 OPT = {
@@ -34,7 +37,9 @@ OPT = {
     "dtype": "float16", "eos_token_id": 2,
 }  # fmt: skip
 
-pytestmark = pytest.mark.skipif(not UNIT.is_dir(), reason="vLLM's tests are not here: python -m tests.engines.vllm.fetch")
+pytestmark = pytest.mark.skipif(
+    not UNIT.is_dir(), reason="vLLM's tests are not here: python -m tests.engines.vllm.fetch"
+)
 
 
 def test_vllms_own_tests_of_any_connector(tmp_path):
