@@ -72,6 +72,7 @@ $(ENGINE_VENVS)/%/.pdstage-setup: tests/engines/requirements-%.txt $(STAMP)
 	$(BIN)/python -m venv --without-pip $(@D)
 	$(PIP) --python $(@D)/bin/python install -q --no-deps -r $<
 	$(BIN)/python -m tests.engines.lend $(@D)/bin/python
+	$(if $(wildcard tests/engines/$*/fetch.py),$(@D)/bin/python -m tests.engines.$*.fetch)
 	@touch $@
 
 test-engines: $(ENGINES:%=$(ENGINE_VENVS)/%/.pdstage-setup)  ## Test the adapters to engines against their own packages (ENGINES=vllm ARGS=-x).

@@ -1,8 +1,8 @@
 """Two of vLLM's engines on one machine, and the proxy between them: whole lives of requests, step by step.
 
-Each engine is vLLM's real `EngineCore` with its scheduler, cache manager and output aggregator, in a process of its own; its
-executor calls one process a rank (`workers`). The test drives both engines' steps and hands `kv_transfer_params` on as JSON, as the
-usual proxies do.
+Each engine is vLLM's real `EngineCore` with its scheduler, cache manager and output aggregator, in a process of its own;
+its executor calls one process a rank (`workers`). The test drives both engines' steps and hands `kv_transfer_params` on as
+JSON, as the usual proxies do.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tests.engines.vllm import oracle, workers
-
 from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
@@ -30,9 +28,12 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
+
+from tests.engines.vllm import first, oracle, workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,21 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 PATIENCE_S = 60.0  # how long anything may take on a loaded machine
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "sliding_window": 70,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "dtype": "bfloat16",
+}
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -77,12 +93,12 @@ class Side:
 def config(side: Side, model: Path) -> VllmConfig:
     """vLLM's own, as its command line would make it."""
     shape = json.loads((model / "config.json").read_text())
+    for architecture in shape["architectures"]:  # vLLM would look at the class in a process without our stubs
+        ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
     heads = max(1, shape["num_key_value_heads"] // side.tp)
     page = side.block_size * heads * shape["head_dim"] * 2 * 2 * shape["num_hidden_layers"]
     return VllmConfig(
-        model_config=ModelConfig(
-            model=str(model), skip_tokenizer_init=True, dtype="float16", seed=0, max_model_len=side.max_model_len
-        ),
+        model_config=ModelConfig(model=str(model), skip_tokenizer_init=True, seed=0, max_model_len=side.max_model_len),
         cache_config=CacheConfig(block_size=side.block_size, enable_prefix_caching=side.prefix_caching),
         parallel_config=ParallelConfig(tensor_parallel_size=side.tp, distributed_executor_backend="mp"),
         scheduler_config=SchedulerConfig(
@@ -200,7 +216,7 @@ class Engine:
         outputs, _ = self.core.step()
         self.spoil()
         return [
-            (one.request_id, one.new_token_ids, str(one.finish_reason) if one.finish_reason else None, one.kv_transfer_params)
+            (one.request_id, one.new_token_ids, one.finish_reason and str(one.finish_reason), one.kv_transfer_params)
             for some in outputs.values()
             for one in some.outputs
         ]
@@ -288,7 +304,7 @@ class Remote:
         made = config(side, model)
         made.kv_transfer_config.engine_id = side.role  # type: ignore[union-attr]
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([first.__name__, __name__])
         self.processes, theirs = [], []
         for rank in range(side.tp):
             near, far = context.Pipe()
@@ -368,9 +384,11 @@ class Pair:
         """Steps the sides in turn until something is so."""
         deadline = time.monotonic() + PATIENCE_S
         while not done():
-            if not any([side.step() for side in sides or (self.p, self.d)]):
+            gave = [side.step() for side in sides or (self.p, self.d)]
+            if not any(gave):
                 time.sleep(0.002)  # an engine with nothing to compute
-            assert time.monotonic() < deadline, f"{what}: {[(s.side.role, s.ended, s.tokens) for s in (self.p, self.d)]}"
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what}: {[(one.side.role, one.ended, one.tokens) for one in (self.p, self.d)]}")
 
     def whole(self, prompts: dict[str, list[int]], max_tokens: int = 4) -> None:
         """Requests from the proxy's first call to their last token."""

@@ -1,7 +1,7 @@
 """What every byte of a request's KV cache must be: pure arithmetic on its tokens, that knows neither pdstage nor vLLM.
 
-The bytes of a position depend on all tokens up to it, as attention's do, on the layer and on the KV head of the whole model. So
-two requests share a prefix's bytes exactly if they share its tokens, and ranks of any size agree.
+The bytes of a position depend on all tokens up to it, as attention's do, on the layer and on the KV head of the whole
+model. So two requests share a prefix's bytes exactly if they share its tokens, and ranks of any size agree.
 """
 
 from __future__ import annotations

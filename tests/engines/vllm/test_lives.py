@@ -1,7 +1,8 @@
 """Whole lives of requests between two of vLLM's engines, TP 4 -> TP 2 and blocks of 16 -> 64, every byte compared.
 
-A step of the model fails its test if a request goes on with bytes that are not its own. What a block held when it was freed is
-overwritten at once, on both sides: a write that comes late, or a read that goes on, is seen when the pools are compared.
+A step of the model fails its test if a request goes on with bytes that are not its own. What a block held when it was
+freed is overwritten at once, on both sides: a write that comes late, or a read that goes on, is seen when pools are
+compared.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.engines.vllm.lives import LLAMA, Pair, Side, continuation, prompts
+from tests.engines.vllm.lives import GEMMA, LLAMA, Pair, Side, continuation, prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 PRODUCER = Side("kv_producer", 4, 16)
 CONSUMER = Side("kv_consumer", 2, 64, layout="LBHNC", n_blocks=24)
+IMPATIENT = {"hello_s": 5.0, "open_s": 5.0, "max_silence_s": 5.0, "drain_s": 5.0}
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +168,7 @@ def test_a_prefix_hit_at_decode_loads_only_the_rest(engines):
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_producer_that_died_before_the_load(engines, policy):
     """No request goes on without its KV: it fails, or is computed, as the operator chose."""
-    sides = PRODUCER, replace(CONSUMER, load_failure_policy=policy, limits={"max_silence_s": 5.0, "open_s": 5.0})
+    sides = PRODUCER, replace(CONSUMER, load_failure_policy=policy, limits=IMPATIENT)
     with engines(*sides) as pair:
         prompt = prefilled(pair, "orphan", 100, seed=11)
         pair.p.kill()
@@ -176,7 +178,7 @@ def test_a_producer_that_died_before_the_load(engines, policy):
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_producer_that_dies_during_the_load(engines, policy):
-    sides = PRODUCER, replace(CONSUMER, load_failure_policy=policy, limits={"max_silence_s": 5.0, "open_s": 5.0})
+    sides = PRODUCER, replace(CONSUMER, load_failure_policy=policy, limits=IMPATIENT)
     with engines(*sides) as pair:
         prompt = prefilled(pair, "orphan", 300, seed=12)
         loading(pair, "orphan", prompt)
@@ -197,7 +199,7 @@ def ended(pair: Pair, name: str, prompt: list[int], policy: str, *, perhaps: boo
 
 
 def test_a_consumer_that_dies_gives_the_blocks_back(engines):
-    with engines(replace(PRODUCER, limits={"max_silence_s": 5.0, "drain_s": 5.0})) as pair:
+    with engines(replace(PRODUCER, limits={**IMPATIENT, "open_wait_s": 5.0})) as pair:
         prompt = prefilled(pair, "widow", 300, seed=13)
         loading(pair, "widow", prompt)
         pair.d.kill()
@@ -209,4 +211,16 @@ def test_a_room_that_nobody_opens_gives_the_blocks_back(engines):
     with engines(replace(PRODUCER, limits={"open_wait_s": 2.0})) as pair:
         prefilled(pair, "lost", 100, seed=14)
         assert pair.p.call("busy")
+        pair.settle()
+
+
+def test_sliding_windows_beside_full_attention(tmp_path):
+    """Two groups, of which one keeps the blocks of its last 70 tokens only."""
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA))
+    with Pair(PRODUCER, replace(CONSUMER, n_blocks=48), tmp_path, tmp_path) as pair:
+        lengths = 2, 16, 64, 69, 70, 71, 72, 135, 200, 300
+        pair.whole({f"length-{len(one)}": one for one in prompts(*lengths, seed=15)}, max_tokens=12)
+        prompt = prefilled(pair, "loading", 200, seed=16)
+        loading(pair, "loading", prompt)
+        pair.d.call("abort", "loading")
         pair.settle()
