@@ -152,6 +152,7 @@ def _refuse_what_is_not_supported() -> None:
         "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
         "--enable-dsa-cache-layer-split": parallel.enable_dsa_cache_layer_split,
         "context- and tensor-parallel group sharing": parallel.enable_cp_tp_group_sharing,
+        "SGLANG_RUST_SERVER (its registry takes the bootstrap server's place)": envs.SGLANG_RUST_SERVER.get(),
         "SGLANG_DISAGG_STAGING_BUFFER (pdstage stages by itself)": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
         "SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK (metadata on the device)":
             envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() == "INTRA_NODE_NVLINK",
