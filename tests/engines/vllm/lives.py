@@ -59,6 +59,25 @@ GEMMA: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "dtype": "bfloat16",
 }
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "dtype": "bfloat16",
+}
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -97,7 +116,7 @@ def config(side: Side, model: Path) -> VllmConfig:
         ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
     heads = max(1, shape["num_key_value_heads"] // side.tp)
     page = side.block_size * heads * shape["head_dim"] * 2 * 2 * shape["num_hidden_layers"]
-    return VllmConfig(
+    made = VllmConfig(
         model_config=ModelConfig(model=str(model), skip_tokenizer_init=True, seed=0, max_model_len=side.max_model_len),
         cache_config=CacheConfig(block_size=side.block_size, enable_prefix_caching=side.prefix_caching),
         parallel_config=ParallelConfig(tensor_parallel_size=side.tp, distributed_executor_backend="mp"),
@@ -119,6 +138,8 @@ def config(side: Side, model: Path) -> VllmConfig:
         ),
         additional_config={"layout": side.layout, "nbytes": page * side.n_blocks},
     )
+    made.scheduler_config.disable_hybrid_kv_cache_manager = False  # as on a GPU: vLLM has no hybrid caches on the CPU
+    return made
 
 
 class Ranks(Executor):
@@ -264,6 +285,9 @@ class Engine:
         assert self.scheduler.running
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
         self.spoil()
+
+    def groups(self) -> list[str]:
+        return sorted(type(group.kv_cache_spec).__name__ for group in self.manager.kv_cache_config.kv_cache_groups)
 
     def preemptions(self) -> int:
         return self.preempted
