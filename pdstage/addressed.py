@@ -1,7 +1,8 @@
-"""State components of which an engine gives addresses only, as its own transfer code takes them: SGLang's KVArgs.
+"""Caches and states of which an engine gives addresses only, as its own transfer code takes them: SGLang's KVArgs.
 
     states = setup_state_components(token_to_kv_pool, kind="mamba", request_pool=req_to_token_pool, tp=(4, rank))
     layout = build(sglang_mha(k, v, ...), *states.parts)
+    layout = build(kv_pages({"k": k_buffers, "v": v_buffers}, page_size=64, axis=axis, format="bf16"), *states.parts)
 
 Layer 0, pure. Must not know peers, plans or engines' own classes: of a pool only the methods of `StatePool` are used.
 Where an engine has tensors, the constructors of `tensors` say more of them and refuse more that is wrong.
@@ -10,19 +11,61 @@ Where an engine has tensors, the constructors of `tensors` say more of them and 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from pdstage.arrays import Array, Part, Piece, part, refused
+from pdstage.arrays import Array, Part, Piece, pages, part, refused
 from pdstage.errors import UsageError
 from pdstage.layout import Region, Row
 from pdstage.states import StateType
-from pdstage.topology import REPLICATED, shard_axis
+from pdstage.topology import REPLICATED, Axis, shard_axis
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pdstage.layout import Key
+
+
+class Buffers(NamedTuple):
+    """Buffers of one role, one a layer: addresses, lengths and bytes of an item. `layers` are their numbers."""
+
+    data_ptrs: Sequence[int]
+    data_lens: Sequence[int]
+    item_lens: Sequence[int]
+    layers: Sequence[int]
+
+
+def kv_pages(
+    roles: Mapping[str, Buffers],
+    *,
+    page_size: int,
+    axis: Axis,
+    format: str,
+    component: str = "kv",
+    device: tuple[str, int] = ("cpu", 0),
+) -> Part:
+    """Caches whose items are pages `[page_size, heads, dim]`: `axis` is this rank's heads, and how long a head is
+    follows from the item length, buffer by buffer. Bytes after the last whole page are left out.
+
+    Raises `UsageError` for an item that is not of so many tokens and heads.
+    """
+    parts = []
+    for role, held in roles.items():
+        pieces = []
+        for i, (ptr, nbytes, item) in enumerate(zip(*held[:3], strict=True)):
+            if not item or item % (page_size * axis.count):
+                raise refused(
+                    f"{role}[{i}]", f"has pages of {item} bytes for {page_size} tokens of {axis.count} heads",
+                    "give the engine's page size, and this rank's heads",
+                )  # fmt: skip
+            row, head = item // page_size, item // page_size // axis.count
+            shape, strides = (nbytes // item, page_size, axis.count, head), (item, row, head, 1)
+            region = Region(ptr, nbytes, *device)
+            pieces.append(pages(Array(f"{role}[{i}]", shape, strides, ptr, 1, format, region), axis))
+        parts.append(part({role: pieces}, {"component": component, "layers": held.layers, "format": format}))
+    regions = list(dict.fromkeys(region for one in parts for region in one.regions))
+    views = (replace(view, region=regions.index(one.regions[view.region])) for one in parts for view in one.views)
+    return Part(tuple(regions), tuple(views))
 
 
 class Slicing(NamedTuple):
@@ -110,13 +153,15 @@ def append_state_component(
     layer_ids: Sequence[int] | None = None,
     paging: Paging | None = None,
     format: str = "bytes",
+    whole: Axis = REPLICATED,
 ) -> None:
     """Appends a component of `kind`, one buffer a layer and tensor; the arguments are SGLang's of that name.
 
     No buffers at all, and buffers of no bytes, are a component with nothing to send. Buffers of one layer are told
     apart by their order; without `layer_ids` a buffer's place in the list is its layer. Kinds with positions need
-    `paging`. `format` is all that says that the two sides' bytes mean the same. Raises `UsageError` for an unknown kind
-    and for lengths that do not fit.
+    `paging`. `format` is all that says that the two sides' bytes mean the same. `whole` is the axis of what is not
+    sliced: replicated, or this rank's place where every rank holds another part in an order that is not told. Raises
+    `UsageError` for an unknown kind and for lengths that do not fit.
     """
     known = StateType.of(kind)
     if known is StateType.NONE:
@@ -146,7 +191,8 @@ def append_state_component(
             raise refused(f"data_ptrs[{i}]", f"has items of {item} bytes in {nbytes}", "correct the lengths")
         region = Region(ptr, nbytes, *states.device)
         array = Array(f"data_ptrs[{i}]", (nbytes // item, item), (item, 1), ptr, 1, format, region)
-        for name, piece in _pieces(array, Slicing(dims[i], outers[i], groups[i]), states.tp, paging, format).items():
+        slicing = Slicing(dims[i], outers[i], groups[i])
+        for name, piece in _pieces(array, slicing, states.tp, paging, whole).items():
             made = part({role + name: [piece]}, {"component": known.component, "layers": [layers[i]]})
             states.add(known.component, made)
 
@@ -202,7 +248,7 @@ _MOST_UNITS = 128
 
 
 def _pieces(
-    array: Array, slicing: Slicing, tp: tuple[int, int], paging: Paging | None, format: str
+    array: Array, slicing: Slicing, tp: tuple[int, int], paging: Paging | None, whole: Axis
 ) -> dict[str, Piece]:
     """The pieces of a buffer's items by the ends of their roles: one, or one for each group."""
     n_items, item = array.shape
@@ -214,7 +260,7 @@ def _pieces(
     dim, outer, groups = slicing
     if not dim:
         return {"": Piece(array=array, n_items=n_items, item_stride=item, tokens_per_item=tokens, rows=rows, width=row,
-                          axis=REPLICATED, format=format)}  # fmt: skip
+                          axis=whole, format=array.dtype)}  # fmt: skip
     totals = list(groups or [dim * tp[0]])
     if row % (dim * outer) or sum(totals) != dim * tp[0]:
         raise refused(
@@ -229,7 +275,7 @@ def _pieces(
             raise refused(array.name, f"cannot slice {total} over TP {tp[0]} evenly", "give tensors instead")
         pieces[f".{number}" if len(totals) > 1 else ""] = Piece(
             array=array, at=at, n_items=n_items, item_stride=item, tokens_per_item=tokens, rows=rows,
-            shard_stride=unit, segs=outer, seg_stride=dim * each, width=unit, axis=axis, format=format,
+            shard_stride=unit, segs=outer, seg_stride=dim * each, width=unit, axis=axis, format=array.dtype,
         )  # fmt: skip
         at += axis.count * unit
     return pieces

@@ -116,6 +116,11 @@ SGLANG = Variable(
     "Where the GPU benchmark finds SGLang's kernels, to measure them in the same run.",
     "`pdstage bench gpu`, `make gpu`",
 )  # fmt: skip
+SGLANG_STAGING = Variable(
+    "PDSTAGE_SGLANG_STAGING", _one_of("0", "1"), "`1` or `0`", "SGLang's own",
+    "Whether SGLang's staging functions are replaced by those on pdstage's kernels.",
+    "SGLang's loader of plugins, in each of its processes",
+)  # fmt: skip
 NVTX = Variable(
     "PDSTAGE_NVTX", _one_of("0", "1"), "`1` or `0`", "none",
     "NVTX ranges around what a node asks of its device, for Nsight Systems.",
@@ -146,7 +151,8 @@ METRICS_PORT = Variable(
 )  # fmt: skip
 
 VARIABLES: tuple[Variable[object], ...] = (
-    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, SGLANG, NODE, METRICS_PORT, NVTX, TEST_TRANSPORTS, GPU_TESTS,
+    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, SGLANG, SGLANG_STAGING, NODE, METRICS_PORT, NVTX, TEST_TRANSPORTS,
+    GPU_TESTS,
 )  # fmt: skip
 
 _warned_of: set[str] = set()

@@ -6,7 +6,8 @@ neither an engine nor its dependencies are needed. Its functions as of 0.5.23: `
 `scatter_staging_to_kv`, `StagingBuffer`.
 
 Both of its functions build tables and, when gathering, wait for the stream. So its kernels are timed apart: a call's
-launches are recorded once, and then only they are repeated.
+launches are recorded once, and then only they are repeated. `pdstage.integrations.sglang.staging`, which takes the
+place of both functions, is called with their own arguments, and timed as whole calls.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 FILE = Path("srt/disaggregation/common/staging_buffer.py")
 TARGET = 1.5
+DROP_IN = "in its place"
 PAIRS = tuple(pair for pair in shapes.PAIRS if pair.model in (shapes.LLAMA_70B, shapes.QWEN3_235B))
 
 
@@ -88,6 +90,7 @@ def _stubs() -> dict[str, ModuleType]:
             "create_device_stream": torch.cuda.Stream,
             "device_stream_context": torch.cuda.stream,
         },
+        "sglang.srt.plugins.hook_registry": {"HookRegistry": None, "HookType": None},
         "sglang.kernels.ops.memory.ptr_table": {
             "make_ptr_table": lambda rows, device: torch.tensor(rows, dtype=torch.int64, device=device)
         },
@@ -131,9 +134,23 @@ class Peer:
             if type(value).__name__ in {"JITFunction", "InterpretedFunction"}:
                 setattr(self.module, name, Recorded(value, self.launches))
 
-    def call(self, function: str, **arguments: object) -> Work:
-        """The function with those of the arguments that its version takes."""
-        wanted = getattr(self.module, function)
+        self.drop_in = self._drop_in()
+
+    def _drop_in(self) -> ModuleType:
+        """What takes the place of its functions, made anew over this file."""
+        place = "sglang.srt.disaggregation.common.staging_buffer"
+        found = importlib.util.find_spec("pdstage.integrations.sglang.staging")
+        assert found is not None
+        assert found.loader is not None
+        made = importlib.util.module_from_spec(found)
+        parents = {name: ModuleType(name) for name in (place.rpartition(".")[0], "sglang.srt.disaggregation")}
+        with _standing_in({**_stubs(), **parents, place: self.module}):
+            found.loader.exec_module(made)
+        return made
+
+    def call(self, function: str, drop_in: bool = False, **arguments: object) -> Work:
+        """The function, or what takes its place, with those of the arguments that its version takes."""
+        wanted = getattr(self.drop_in if drop_in else self.module, function)
         taken = inspect.signature(wanted).parameters
         return partial(wanted, **{name: value for name, value in arguments.items() if name in taken})
 
@@ -164,9 +181,10 @@ def buffers(case: Case, model: shapes.Model, role: str) -> list[torch.Tensor]:
     return found
 
 
-def gather_call(peer: Peer, pair: shapes.Pair, case: Case, out: object) -> Work:
+def gather_call(peer: Peer, pair: shapes.Pair, case: Case, out: object, drop_in: bool = False) -> Work:
     return peer.call(
         "gather_all_layers_to_staging",
+        drop_in,
         k_buffers=buffers(case, pair.model, "k"),
         v_buffers=buffers(case, pair.model, "v"),
         page_indices_np=case.items["kv"],
@@ -178,10 +196,11 @@ def gather_call(peer: Peer, pair: shapes.Pair, case: Case, out: object) -> Work:
     )
 
 
-def scatter_call(peer: Peer, pair: shapes.Pair, case: Case, staged: torch.Tensor) -> Work:
+def scatter_call(peer: Peer, pair: shapes.Pair, case: Case, staged: torch.Tensor, drop_in: bool = False) -> Work:
     axis = next(iter(case.layout.views())).axis
     return peer.call(
         "scatter_staging_to_kv",
+        drop_in,
         staging_buffer_view=staged,
         k_buffers=buffers(case, pair.model, "k"),
         v_buffers=buffers(case, pair.model, "v"),
@@ -221,6 +240,12 @@ def _gathers(bed: Bed, peer: Peer, pair: shapes.Pair, tokens: int) -> list[Row]:
     ours = {v: case.works(v)["gather"] for v in bed.variants}
     case.index = case.indexes(on_device=False)
     whole = {v: case.works(v)["gather"] for v in bed.variants}
+    whole[DROP_IN] = gather_call(peer, pair, case, out, drop_in=True)
+    expected = out.buffer.clone()
+    out.buffer.zero_()
+    whole[DROP_IN]()
+    if not bool((out.buffer[: case.nbytes] == expected[: case.nbytes]).all()):
+        raise RuntimeError(f"what takes the place of SGLang's gathers different bytes for {pair.name}")
     return _compare(bed, ("gather", pair.name, tokens), case.nbytes, {"": kernel, **ours}, {"": theirs, **whole})
 
 
@@ -252,6 +277,12 @@ def _scatters(bed: Bed, peer: Peer, pair: shapes.Pair, tokens: int) -> list[Row]
         case.index = on_host
     for v in bed.variants:
         whole[v] = _one_after_another([case.works(v)["scatter"] for case in cases])
+    whole[DROP_IN] = scatter_call(peer, pair, target, staged, drop_in=True)
+    target.memory.fill_(0)
+    whole[DROP_IN]()
+    bed.wait()
+    if not bool((target.memory == expected).all()):
+        raise RuntimeError(f"what takes the place of SGLang's scatters different bytes for {pair.name}")
     return _compare(bed, ("scatter", pair.name, tokens), staged.numel(), {"": kernel, **ours}, {"": theirs, **whole})
 
 
@@ -282,7 +313,8 @@ def _compare(
                     "table": "sglang", "what": what, "way": way, "variant": v, "pair": pair, "tokens": tokens,
                 },
             )
-            for v in bed.variants
+            for v in rates
+            if v
         ]  # fmt: skip
     return found
 

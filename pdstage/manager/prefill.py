@@ -43,6 +43,7 @@ from pdstage.protocol.outbox import GivenRow, Phase
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.versions import VERSION
 from pdstage.spans import Index
+from pdstage.states import canonical
 from pdstage.transport import Done, Inbound, Mapped, PostFailed, Spans, Traits, Transport
 
 if TYPE_CHECKING:
@@ -230,13 +231,14 @@ class PrefillNode(Node[PrefillCore, Sender]):
             self.core.abort(sender.room, reason, time.monotonic())
         self.kick()
 
-    def prefix_tokens(self, room: OutRoom) -> int | None:
-        """`Sender.prefix_tokens`."""
+    def prefix_tokens(self, room: OutRoom, component: str | None = None) -> int | None:
+        """`Sender.prefix_tokens`, and `prefix_tokens_of` a component."""
+        names = self._positional if component is None else {canonical(component)}
         with self.use():
             if not room.n_destinations or len(room.destinations) < room.n_destinations:
                 return None
             asked = (one for record in room.destinations.values() for one in record.asked.items())
-            return min((start for name, (start, _) in asked if name in self._positional), default=0)
+            return min((start for name, (start, _) in asked if name in names), default=0)
 
     def max_chunk_tokens(self, room: OutRoom) -> int | None:
         """`Sender.max_chunk_tokens`."""

@@ -36,6 +36,10 @@ class Sender(Handle):
         """
         return self._node.prefix_tokens(self.room)
 
+    def prefix_tokens_of(self, component: str) -> int | None:
+        """The same of one component, for engines whose states reach further back than what they send of the cache."""
+        return self._node.prefix_tokens(self.room, component)
+
     @property
     def max_chunk_tokens(self) -> int | None:
         """The most tokens that travel as one chunk to every destination; None before all have opened. Longer ones are

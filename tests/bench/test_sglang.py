@@ -65,6 +65,11 @@ def gather_all_layers_to_staging(
     gather_kernel[1](k_buffers + v_buffers, where, staging_buffer.buffer, src_head_start, num_heads)
 
 
+def compute_head_slice_params(src_tp, dst_tp, src_rank, dst_rank, total):
+    n, held = total // max(src_tp, dst_tp), total // dst_tp
+    return (0, n, src_rank * n % held, n) if src_tp > dst_tp else (dst_rank * n % (total // src_tp), n, 0, n)
+
+
 def scatter_staging_to_kv(
     staging_buffer_view, k_buffers, v_buffers, page_idx_tensor, page_size,
     prefill_attn_tp_size, decode_attn_tp_size, dst_tp_rank, total_kv_heads,
@@ -128,12 +133,25 @@ def test_both_sides_move_the_same_bytes(bed, peer, tp):
         (way, what) for way in ("gather", "scatter") for what in ("kernel", "whole call")
     }
     assert all(row.ratio > 0 for row in rows)
+    in_its_place = [row.point["what"] for row in rows if row.point["variant"] == sglang.DROP_IN]
+    assert in_its_place == ["whole call", "whole call"]
     assert [row.point["way"] for row in sglang.means(rows)] == ["gather", "scatter"]
 
 
 def test_other_bytes_are_not_timed(bed, peer):
     peer.module.gather_kernel._kernel.run = lambda buffers, where, out, start, n: out.fill_(1)
     with pytest.raises(RuntimeError, match="SGLang gather different bytes"):
+        list(sglang._gathers(bed, peer, shapes.Pair(TINY, 4, 8), 24))
+
+
+def test_other_bytes_in_its_place_are_not_timed(bed, peer):
+    def gather_all_layers_to_staging(
+        k_buffers, v_buffers, page_indices_np, staging_buffer, src_head_start, num_heads, page_size
+    ):
+        staging_buffer.buffer.fill_(1)
+
+    peer.drop_in.gather_all_layers_to_staging = gather_all_layers_to_staging
+    with pytest.raises(RuntimeError, match="takes the place of SGLang's gathers different bytes"):
         list(sglang._gathers(bed, peer, shapes.Pair(TINY, 4, 8), 24))
 
 

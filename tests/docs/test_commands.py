@@ -22,6 +22,7 @@ LIMIT_S = 240
 SHELL_PAGES = [page for page in PAGES if any(block.language in SHELL for block in blocks(page))]
 INLINE = re.compile(r"`((?:pdstage|make|python3? -m) [^`\n]+)`")
 NOT_OURS = {"NAME", "FILE", "ADDRESS", "X", "..."}
+OTHERS = ("pip", "pytest", "sglang")  # modules that pages name
 NO_COMMANDS = {"pdstage gather room-3 #2"}  # the name of a slice of a trace
 
 
@@ -164,7 +165,9 @@ def test_every_command_named_exists() -> None:
         said = f"{where}: {command}"
         if words[0] == "make":
             assert {word for word in words[1:] if re.fullmatch(r"[a-z-]+", word)} <= verbs, said
-        elif words[:2] in (["python", "-m"], ["python3", "-m"]) and not words[2].startswith(("pytest", "pip")):
+        elif words[:2] in (["python", "-m"], ["python3", "-m"]) and not words[2].startswith(
+            ("pytest", "pip", "sglang")
+        ):
             module = ROOT / words[2].replace(".", "/")
             assert module.with_suffix(".py").exists() or module.is_dir(), said
         elif words[0] == "pdstage" and not NOT_OURS & set(words) and command not in NO_COMMANDS:

@@ -88,3 +88,16 @@ def test_what_decode_holds_already_is_not_computed_for_it(site, path, prefix, n_
     assert not dst.wrong(1, into, n_slots, prefix)
     moved = p.stats()["chunks_staged"] + p.stats()["chunks_direct"]
     assert (moved > 0) is (prefix < TOKENS or n_slots > 0)
+
+
+def test_each_component_has_its_own_first_token_wanted(site):
+    """States may reach back to the start of a sequence of which the cache is wanted from later on."""
+    src, dst = Stage(Topology()), Stage(Topology(), page=8)
+    p, d = site.prefill(src), site.decode(dst)
+    sender = p.send(1)
+    assert sender.prefix_tokens_of("kv") is None
+    d.receive(1, site.address).bind(dst.allocate(2), {"kv": (24, TOKENS), "draft": (0, TOKENS)})
+    drive(site.nodes, lambda: sender.prefix_tokens is not None)
+    assert sender.prefix_tokens == 0
+    assert (sender.prefix_tokens_of("kv"), sender.prefix_tokens_of("draft")) == (24, 0)
+    assert sender.prefix_tokens_of("state") == 0

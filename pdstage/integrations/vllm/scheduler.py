@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MOST_ASKED = 65_536
 _DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -47,6 +49,7 @@ class SchedulerSide:
         self._news = PdStageMetadata()
         self._local: dict[str, int] = {}  # tokens that decode had when it asked how many there are here
         self._loading: set[str] = set()
+        self._asked: OrderedDict[str, None] = OrderedDict()  # rooms: the samples of one prompt all name the same
         self._server: BootstrapServer | None = None
         self._life, self._n_rooms = secrets.token_hex(4), 0
 
@@ -135,7 +138,8 @@ class SchedulerSide:
     def matched(self, request: Request, n_local: int) -> tuple[int, bool]:
         """How many tokens beyond the `n_local` that are cached here come from prefill, and whether they come later."""
         params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill") or _remote(params) is None:
+        remote = _remote(params) if params and params.get("do_remote_prefill") else None
+        if params is None or remote is None or remote.room in self._asked:
             return 0, False
         there, most = params.get("remote_num_tokens"), max(0, request.num_prompt_tokens - self._left)
         n_tokens = most if there is None else min(there, most)
@@ -159,14 +163,21 @@ class SchedulerSide:
             n_tokens, ids = n_local + n_external, blocks.get_block_ids()
             held = {one.component: one.held(ids[one.index], n_tokens, n_local) for one in self._groups}
             self._news.receives[request.request_id] = Receive(remote, held)
+            self._ask(remote)
             self._loading.add(request.request_id)
         params["do_remote_prefill"] = False  # once only: a request that is preempted later is computed here
 
     def _abandon(self, params: dict[str, Any]) -> None:
         remote = _remote(params)
-        if remote is not None:
+        if remote is not None and remote.room not in self._asked:
             self._news.abandoned.append(remote)
+            self._ask(remote)
         params["do_remote_prefill"] = False
+
+    def _ask(self, remote: Remote) -> None:
+        self._asked[remote.room] = None
+        if len(self._asked) > _MOST_ASKED:
+            self._asked.popitem(last=False)
 
     def ended(self, output: KVConnectorOutput) -> None:
         """What the workers said of this step."""

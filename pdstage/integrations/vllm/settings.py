@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
     from pdstage.manager import DecodeNode, PrefillNode
 
-_DEADLINES = {"hello_s": 10.0}
-"""A prefill engine has just answered the proxy: one that is not there now is gone, and the request need not wait."""
+_DEADLINES = {"hello_s": 10.0, "wait_s": 60.0}
+"""A prefill engine has just answered the proxy, with all of the request computed: one that is not there now is gone,
+and a room of which nothing comes was another request's.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from pdstage import DecodeNode, Items, Pool, PrefillNode, State, Topology
-from pdstage.errors import PdstageError, UsageError
+from pdstage.errors import Aborted, PdstageError, UsageError
 from pdstage.integrations.vllm.caches import Caches
 from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata
 from pdstage.integrations.vllm.stats import PdStageStats
@@ -34,7 +34,10 @@ log = logging.getLogger(__name__)
 
 
 class WorkerSide:
-    """What a worker's connector does. Called by the worker's one thread; the nodes have threads of their own."""
+    """What a worker's connector does. Called by the worker's one thread; the nodes have threads of their own.
+
+    What pdstage refuses fails one request. Any other error is a mistake here and ends the worker, and vLLM with it.
+    """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> None:
         self._config, self._kv_cache_config, self._settings = vllm_config, kv_cache_config, settings
@@ -46,6 +49,7 @@ class WorkerSide:
         self._computed: CudaEvent | None = None
         self._sending: dict[str, Sender] = {}
         self._receiving: dict[str, Receiver] = {}
+        self._unopened: dict[str, Remote] = {}  # of aborted requests whose room prefill does not know to be over
         self._abandoned: list[Receiver] = []
         self._results = KVConnectorTransferResults()
         self._stats = PdStageStats()
@@ -119,10 +123,13 @@ class WorkerSide:
                 return
             receiver.abort(str(error))
         self._receiving[request_id] = receiver
+        self._unopened[request_id] = receive.remote
 
     def _abort(self, request_id: str) -> None:
         receiver = self._receiving.get(request_id)
         if receiver is not None:
+            if receiver.state is not State.BOOTSTRAPPING:
+                self._unopened.pop(request_id)
             receiver.abort("the request ended at decode")
 
     def _abandon(self, remote: Remote) -> None:
@@ -170,6 +177,9 @@ class WorkerSide:
         for request_id in _released(self._receiving):
             receiver = self._receiving.pop(request_id)
             self._note(receiver, request_id, "received")
+            remote = self._unopened.pop(request_id, None)
+            if remote is not None and isinstance(receiver.error, Aborted):
+                self._abandon(remote)
             self._end_receive(request_id, failed=receiver.state is not State.SUCCESS)
         self._abandoned = [one for one in self._abandoned if not one.released]
         results, self._results = self._results, KVConnectorTransferResults()

@@ -50,14 +50,14 @@ MODEL: dict[str, Any] = {
 
 
 def config(
-    path: Path, role: str, *, tp: int = 1, rank: int = 0, block_size: int = 16, layout: str = "LBHNC", **extra: Any
+    folder: Path, role: str, *, tp: int = 1, rank: int = 0, block_size: int = 16, layout: str = "LBHNC", **extra: Any
 ) -> VllmConfig:
     """As vLLM's command line would make it."""
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(MODEL))
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODEL))
     made = VllmConfig(
         model_config=ModelConfig(
-            model=str(path), skip_tokenizer_init=True, dtype="float16", seed=0, max_model_len=512
+            model=str(folder), skip_tokenizer_init=True, dtype="float16", seed=0, max_model_len=512
         ),
         cache_config=CacheConfig(block_size=block_size),
         parallel_config=ParallelConfig(tensor_parallel_size=tp, distributed_executor_backend="mp"),

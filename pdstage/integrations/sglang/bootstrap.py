@@ -1,0 +1,37 @@
+"""SGLang's bootstrap server, which keeps pdstage's directory too: one address for both.
+
+Layer 6. Ranks register with SGLang as with any backend, and publish at the same port what a pdstage peer needs.
+"""
+
+from __future__ import annotations
+
+import time
+
+from aiohttp import web
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+
+from pdstage.control import directory_api
+from pdstage.control.directory import Directory
+from pdstage.errors import UsageError
+
+
+class PdStageKVBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
+    """Paths below /v1/ are pdstage's (`pdstage.control.directory_api`); all others SGLang's own."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.directory = Directory(time.monotonic)
+        super().__init__(host, port)
+
+    def _setup_routes(self) -> None:
+        super()._setup_routes()
+        self.app.router.add_route("*", "/v1/{rest:.*}", self._answer)
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        try:
+            directory_api.check_body(request.content_length or 0)
+        except UsageError as error:
+            status, body = directory_api.refusal(error)
+        else:
+            target, data = str(request.rel_url), await request.read()
+            status, body = directory_api.answer(self.directory, request.method, target, data)
+        return web.Response(status=status, body=body, content_type="application/json")

@@ -1,0 +1,156 @@
+"""SGLang's KV manager, with a pdstage node in it.
+
+Layer 6. Must not know how rooms move: `sender` and `receiver` hold one each. Of SGLang's common manager it keeps the
+registration, the ranks' topology, the room statuses with their consensus over pipeline stages, and the heartbeat; its
+sockets carry nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, process_model_config
+from sglang.srt.utils.network import NetworkAddress
+
+from pdstage.errors import UsageError
+from pdstage.integrations.sglang.memory import pool_of
+from pdstage.integrations.sglang.settings import node_options
+from pdstage.manager import DecodeNode, PrefillNode
+from pdstage.topology import Topology
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+    from pdstage.manager import Receiver
+
+log = logging.getLogger(__name__)
+
+INSTANCE = "sglang"
+
+
+class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
+    """One rank's manager, in either role."""
+
+    supports_deferred_decode_kv_release = True
+    reports_transfer_latency = True
+
+    def __init__(
+        self,
+        args: KVArgs,
+        disaggregation_mode: DisaggregationMode,
+        server_args: ServerArgs,
+        is_mla_backend: bool | None = False,
+    ) -> None:
+        _refuse_what_is_not_supported()
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        if self.enable_all_cp_ranks_for_transfer and self.attn_cp_size > 1:
+            raise UsageError("every context-parallel rank would send a part", remedy="use another transfer backend")
+        self.is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
+        self.node: Any = None
+        self._unsafe: dict[int, list[Receiver]] = {}
+        self.register_buffer_to_engine()
+        if not self.is_prefill:
+            self._start_heartbeat_checker_thread()
+
+    # The node, which goes and comes again when SGLang gives its memory away for a while.
+
+    def register_buffer_to_engine(self) -> None:
+        """Makes the node over the KV memory: at start, and after SGLang's memory was resumed."""
+        if self.node is not None:
+            return
+        kind = PrefillNode if self.is_prefill else DecodeNode
+        address = NetworkAddress(self.local_ip, 0)
+        options = node_options(kind, address.to_host_port_str().rpartition(":")[0])
+        if self.is_prefill:
+            options |= {"bootstrap": self._bootstrap_address(), "instance": INSTANCE}
+            if self.is_dummy_cp_rank:
+                return
+        total_heads = getattr(self.kv_args, "total_kv_head_num", None)
+        if total_heads is None and not self.is_mla_backend:
+            total_heads = process_model_config().get_total_num_kv_heads()
+        place = self._place()
+        pool = pool_of(
+            self.kv_args, place, is_mla=bool(self.is_mla_backend), total_heads=total_heads or 1,
+            device=str(get_device().device),
+        )  # fmt: skip
+        self.node = kind(pool, place, **options)
+
+    def deregister_buffer_to_engine(self) -> None:
+        """Ends the node: SGLang gives its KV memory away. Rooms still open fail."""
+        if self.node is not None:
+            self.node.close()
+            self.node = None
+
+    def _place(self) -> Topology:
+        by_attention = self.system_dp_size == 1
+        dp = (self.attn_dp_size, self.attn_dp_rank) if by_attention else (self.system_dp_size, self.system_dp_rank)
+        return Topology(
+            tp_size=self.attn_tp_size, tp_rank=self.attn_tp_rank, pp_size=self.pp_size, pp_rank=self.pp_rank,
+            dp_size=dp[0], dp_rank=dp[1],
+        )  # fmt: skip
+
+    def _bootstrap_address(self) -> str:
+        """Where `register_to_bootstrap` of the base class registers, as host:port."""
+        if self.dist_init_addr:
+            host = NetworkAddress.parse(self.dist_init_addr).resolved().host
+        else:
+            host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.bootstrap_host, self.bootstrap_host)
+        return str(NetworkAddress(host, self.bootstrap_port).to_host_port_str())
+
+    # Memory of failed rooms, which SGLang's decode scheduler keeps until `is_abort_release_safe`.
+
+    def hold(self, room: int, receiver: Receiver) -> None:
+        """The room failed here, and a peer may still write to its memory."""
+        for name in [name for name, held in self._unsafe.items() if all(one.released for one in held)]:
+            del self._unsafe[name]
+        held = self._unsafe.setdefault(room, [])
+        if receiver not in held:
+            held.append(receiver)
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Whether nothing writes to what failed rooms of that name held; no acknowledgements are counted."""
+        return all(receiver.released for receiver in self._unsafe.get(bootstrap_room, ()))
+
+    def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
+        unsafe = [one for one in self._unsafe.pop(bootstrap_room, ()) if not one.released]
+        if unsafe:
+            log.error(
+                "room %s: SGLang reuses its memory though a peer may still write to it; fence %s, or raise %s",
+                bootstrap_room, list(self.node.unfenced()),
+                "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT",
+            )  # fmt: skip
+
+    def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
+        """Digests compare where both ranks hold the same bytes."""
+        info = self.prefill_info_table.get(bootstrap_addr)
+        return info is not None and info.attn_tp_size == self.attn_tp_size
+
+    def fail(self, room: int, reason: str) -> None:
+        """The room failed, for `reason` unless another is known already."""
+        with self.failure_lock:
+            self.failure_records.setdefault(room, reason)
+        self.update_status(room, KVPoll.Failed)
+
+
+def _refuse_what_is_not_supported() -> None:
+    """Raises `UsageError` for settings under which rooms would not be what this backend takes them for."""
+    parallel = get_parallel()
+    refused = {
+        "--disaggregation-decode-allocation-policy prefill_complete":
+            get_disagg().disaggregation_decode_allocation_policy == "prefill_complete",
+        "decode context parallelism (--dcp-size)": parallel.attn_dcp_size > 1,
+        "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
+        "--enable-dsa-cache-layer-split": parallel.enable_dsa_cache_layer_split,
+        "context- and tensor-parallel group sharing": parallel.enable_cp_tp_group_sharing,
+        "SGLANG_DISAGG_STAGING_BUFFER (pdstage stages by itself)": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
+        "SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK (metadata on the device)":
+            envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() == "INTRA_NODE_NVLINK",
+    }  # fmt: skip
+    for what, asked in refused.items():
+        if asked:
+            raise UsageError(f"transfer backend pdstage does not go with {what}", remedy="unset it")

@@ -1,0 +1,129 @@
+"""SGLang's KVArgs as a pool, and its lists of indices as the items of a room.
+
+Layer 6. Must not know rooms or nodes. KVArgs names addresses, lengths and item lengths only, in the order of the pools'
+`get_contiguous_buf_infos`: all K before all V, one buffer a layer, then the draft model's; what is in an item follows
+from the kind of the pool. An item is a page of `page_size` tokens, or a slot of a state.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from sglang.srt.disaggregation.base.conn import KVArgs, StateType
+
+from pdstage.addressed import Buffers, Paging, StateComponents, append_state_component, kv_pages
+from pdstage.arrays import build
+from pdstage.errors import UsageError
+from pdstage.items import Items
+from pdstage.kernels import Pool
+from pdstage.topology import REPLICATED, Axis, shard_axis
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from pdstage.arrays import Part
+    from pdstage.topology import Topology
+
+_SLOTS = {StateType.MAMBA, StateType.QSA_PENDING, StateType.DSV4_REQUEST_STATE, StateType.REQUEST_ROW}
+_SHARDED = {StateType.BLOCK_SCALE, StateType.BLOCK_SCALE_SWA, StateType.MINIMAX_DENSE_KV}
+"""Pages that hold this rank's heads in an order KVArgs does not tell: they move whole, between equal ranks."""
+
+
+def pool_of(args: KVArgs, place: Topology, *, is_mla: bool, total_heads: int, device: str) -> Pool:
+    """The rank's pool. `total_heads` are the whole model's KV heads; `device` is torch's name, "cpu" or "cuda".
+
+    Raises `UsageError` for states that this backend does not move.
+    """
+    where = (device, args.gpu_id if device != "cpu" else 0)
+    parts = list(_caches(args, place, is_mla, total_heads, where))
+    states = StateComponents((place.tp_size, place.tp_rank), where)
+    heads = shard_axis("kv_head", total_heads, place.tp_size, place.tp_rank)
+    for number in range(len(args.state_types)):
+        _append_state(states, args, number, place, heads)
+    layout = build(*parts, *states.parts)
+    return Pool.of(layout, device if device == "cpu" else f"{device}:{args.gpu_id}")
+
+
+def _caches(args: KVArgs, place: Topology, is_mla: bool, total_heads: int, where: tuple[str, int]) -> list[Part]:
+    """The target's caches, and the draft model's as roles of their own in the same component: pages are shared."""
+    replicated = is_mla or args.is_hybrid_mla_backend
+    axis = REPLICATED if replicated else shard_axis("kv_head", total_heads, place.tp_size, place.tp_rank)
+    n_target = len(args.kv_data_ptrs) - args.num_draft_entries
+    roles = {}
+    for prefix, low, high in (("", 0, n_target), ("draft_", n_target, len(args.kv_data_ptrs))):
+        n_roles = 1 if replicated else 2
+        if (high - low) % n_roles:
+            raise UsageError(f"{high - low} KV buffers are not K and V of each layer", remedy="use another backend")
+        each = (high - low) // n_roles
+        for i, role in enumerate(("latent",) if replicated else ("k", "v")):
+            held = slice(low + i * each, low + (i + 1) * each)
+            first = 0 if prefix else getattr(args, "prefill_start_layer", 0)
+            layers = args.kv_layer_ids[held] or list(range(first, first + each))
+            roles[prefix + role] = Buffers(
+                args.kv_data_ptrs[held], args.kv_data_lens[held], args.kv_item_lens[held], layers
+            )
+    roles = {role: held for role, held in roles.items() if held.data_ptrs}
+    return [kv_pages(roles, page_size=args.page_size, axis=axis, format=args.kv_cache_dtype_str, device=where)]
+
+
+def _append_state(states: StateComponents, args: KVArgs, number: int, place: Topology, heads: Axis) -> None:
+    kind = StateType(args.state_types[number])
+    if kind is StateType.DSA_TAIL or kind.value in states.names:
+        what = f"a second component {kind.value!r}" if kind.value in states.names else f"state {kind.value!r}"
+        raise UsageError(f"pdstage does not move {what} of this model yet", remedy="use another transfer backend")
+    ptrs, lens, items = args.state_data_ptrs[number], args.state_data_lens[number], args.state_item_lens[number]
+    layers = args.state_layer_ids[number]
+    if kind is StateType.SWA and args.swa_kv_cache_layout == "nhd":
+        each = len(ptrs) // 2
+        layers = layers or [*range(each), *range(each)]
+        roles = {
+            role: Buffers(ptrs[half], lens[half], items[half], layers[half])
+            for role, half in (("k", slice(0, each)), ("v", slice(each, 2 * each)))
+        }
+        format = args.kv_cache_dtype_str
+        window = kv_pages(
+            roles, page_size=args.page_size, axis=heads, format=format, component=kind.value, device=states.device
+        )
+        states.add(kind.value, window)
+        return
+    sharded = kind in _SHARDED or (kind is StateType.SWA and args.swa_kv_cache_layout is not None)
+    append_state_component(
+        states, kind.value, ptrs, lens, items,
+        layer_ids=layers or None,
+        dim_per_tensor=args.state_dim_per_tensor[number] or None,
+        conv_shard_groups=args.state_conv_shard_groups[number] or None,
+        slice_outer_counts=args.state_slice_outer_counts[number] or None,
+        paging=_paging(kind, args.page_size),
+        whole=Axis("rank", place.tp_size, place.tp_rank, 1) if sharded else REPLICATED,
+    )  # fmt: skip
+
+
+def _paging(kind: StateType, page_size: int) -> Paging | None:
+    if kind in _SLOTS:
+        return None
+    return Paging(1, by_token=True) if kind is StateType.SWA_RING else Paging(page_size)
+
+
+def cache_items(pages: npt.NDArray[np.int32], first_page: int, page_size: int) -> dict[str, Items]:
+    """The caches' pages, of which the first is page `first_page` of the sequence."""
+    return {"kv": Items(pages, first_page * page_size)}
+
+
+def state_items(args: KVArgs, indices: Sequence[Any] | None, n_pages: int) -> dict[str, Items]:
+    """The states' items, one list a component in the order of `state_types`; of a sequence of `n_pages` pages.
+
+    Every list of pages ends at the sequence's last page, on both sides; rows of a ring are in position order, and both
+    sides name the same number of them.
+    """
+    items = {}
+    for kind, given in zip(map(StateType, args.state_types), indices or (), strict=False):
+        if given is None:
+            continue
+        held = np.concatenate([np.empty(0, np.int64), *(np.ravel(one) for one in given)]).astype(np.int64)
+        if len(held) or kind in _SLOTS:
+            paged = kind not in _SLOTS and kind is not StateType.SWA_RING
+            items[kind.value] = Items(held, (n_pages - len(held)) * args.page_size if paged else 0)
+    return items

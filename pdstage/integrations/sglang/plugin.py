@@ -1,0 +1,56 @@
+"""The plugin that SGLang loads in each of its processes (entry point group `sglang.srt.plugins`).
+
+Layer 6. SGLang's list of backends can be extended, but `TransferBackend`, which its schedulers look names up in, is a
+closed enum, and `get_kv_class` a chain of ifs over it. Both are hooked by SGLang's own HookRegistry: the enum is
+replaced by one with a member more, and `get_kv_class` answers for that member. Must not import the backend's classes
+before they are asked for: most processes never need them.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES, add_disagg_transfer_backend_choices
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NAME = "pdstage"
+
+_UTILS = "sglang.srt.disaggregation.utils"
+_CLASSES = {
+    "manager": ("manager", "PdStageKVManager"),
+    "sender": ("sender", "PdStageKVSender"),
+    "receiver": ("receiver", "PdStageKVReceiver"),
+    "bootstrap_server": ("bootstrap", "PdStageKVBootstrapServer"),
+}
+
+
+def register() -> None:
+    """Makes the backend selectable. SGLang calls it before it parses arguments, and applies the hooks after it."""
+    if NAME in DISAGG_TRANSFER_BACKEND_CHOICES:
+        return
+    add_disagg_transfer_backend_choices([NAME])
+    HookRegistry.register(f"{_UTILS}.TransferBackend", _with_member(), HookType.REPLACE)
+    HookRegistry.register(f"{_UTILS}.get_kv_class", kv_class, HookType.AROUND)
+
+
+def _with_member() -> type[Enum]:
+    """SGLang's enum with one member more, under its own name. HookRegistry gives it to whoever imported the old one."""
+    old: type[Enum] = import_module(_UTILS).TransferBackend
+    members = {name: member.value for name, member in old.__members__.items()}
+    members[NAME.upper()] = NAME
+    return Enum(old.__name__, members, module=old.__module__, qualname=old.__qualname__)  # type: ignore[return-value]
+
+
+def kv_class(original: Callable[[Enum, Enum], type | None], transfer_backend: Enum, class_type: Enum) -> type | None:
+    """Around SGLang's `get_kv_class`: this backend's class of that type, and every other backend's as before."""
+    place = _CLASSES.get(class_type.value) if transfer_backend.value == NAME else None
+    if place is None:  # KVArgs too: one class for all backends
+        return original(transfer_backend, class_type)
+    module, name = place
+    found: type = getattr(import_module(f"{__package__}.{module}"), name)
+    return found

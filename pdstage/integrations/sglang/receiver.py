@@ -1,0 +1,114 @@
+"""A request at SGLang's decode scheduler: its KVReceiver over a pdstage room.
+
+Layer 6. A room that failed is told to the scheduler at once, so that its client learns of it; the scheduler keeps the
+pages and the metadata row until the manager's `is_abort_release_safe`, which is when pdstage has released the room.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+from pdstage.errors import PdstageError
+from pdstage.integrations.sglang.memory import cache_items, state_items
+from pdstage.integrations.sglang.rows import write_row
+from pdstage.protocol.room import State
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from pdstage.integrations.sglang.manager import PdStageKVManager
+    from pdstage.manager import Receiver
+
+MOST_S = 3600.0
+"""A room's deadline: SGLang's own timeouts end it long before."""
+
+
+class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
+    """One request at one decode rank."""
+
+    kv_mgr: PdStageKVManager
+
+    def __init__(self, mgr: PdStageKVManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        self._room: Receiver | None = None
+        self._aux_index: int | None = None
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+
+    def _setup_bootstrap_infos(self) -> None:
+        """Called by `init`, in place of SGLang's look-up of peers: pdstage finds them, and greets them, by itself."""
+        self.bootstrap_infos: list[dict[str, Any]] = []
+        try:
+            self._room = self.kv_mgr.node.receive(
+                self.bootstrap_room, self.bootstrap_addr, dp_rank=self.prefill_dp_rank, deadline_s=MOST_S
+            )
+        except PdstageError as error:
+            self._fail(error)
+
+    def send_metadata(  # noqa: PLR0917  (SGLang's signature)
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        aux_index: int | None = None,
+        state_indices: Sequence[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        destination: KVTransferDestination = KVTransferDestination.DEVICE,
+        device_kv_indices: npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
+            raise NotImplementedError("pdstage writes to the KV pool on the device only")
+        if self._room is None:
+            return
+        args, self._aux_index = self.kv_mgr.kv_args, aux_index
+        first = (decode_prefix_len or 0) // args.page_size
+        items = cache_items(kv_indices, first, args.page_size)
+        try:
+            self._room.bind(items | state_items(args, state_indices, first + len(kv_indices)))
+        except PdstageError as error:
+            self._fail(error)
+        self.init_time = time.time()
+
+    def _fail(self, error: PdstageError) -> None:
+        self.kv_mgr.fail(self.bootstrap_room, str(error))
+        self.conclude_state = KVPoll.Failed
+        self._give_up(str(error))
+
+    def _give_up(self, reason: str) -> None:
+        if self._room is not None and self._room.state is not State.SUCCESS:
+            self._room.abort(reason)
+        if self._room is not None and not self._room.released:
+            self.kv_mgr.hold(self.bootstrap_room, self._room)
+
+    def _poll(self) -> int:
+        room = self._room
+        if room is not None and self.conclude_state is None:
+            if room.state is State.FAILED:
+                self.kv_mgr.fail(self.bootstrap_room, str(room.error))
+            elif room.state is State.SUCCESS:
+                self._take_row(room)
+            elif room.state is State.TRANSFERRING:
+                self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Transferring)
+        return int(super()._poll())
+
+    def _take_row(self, room: Receiver) -> None:
+        """The row is there before anybody sees the Success."""
+        try:
+            if self._aux_index is not None and isinstance(room.aux, bytes):
+                write_row(self.kv_mgr.kv_args, self._aux_index, room.aux)
+        except PdstageError as error:
+            self.kv_mgr.fail(self.bootstrap_room, str(error))
+        else:
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
+
+    def _send_abort_notification(self, *, force_arm: bool = False) -> None:
+        """Called once by `abort`, by a timeout, and for a room that failed without decode's doing."""
+        self._give_up("decode gave it up")
+
+    def clear(self) -> None:
+        super().clear()
+        if self.conclude_state != KVPoll.Success:
+            self._give_up("decode gave it up")

@@ -1,0 +1,57 @@
+"""Tests against SGLang's own package. Where it is not installed they are skipped; `make test-engines` has it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="session")
+def metadata_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the entry points that pyproject.toml gives an installed pdstage.
+
+    In the engines' environment pdstage is not installed but on the path, so that it is always this checkout's.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = tmp_path_factory.mktemp("metadata") / f"pdstage-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: pdstage\nVersion: {project['version']}\n")
+    groups = project["entry-points"].items()
+    (info / "entry_points.txt").write_text(
+        "\n".join(f"[{group}]\n" + "\n".join(f"{name} = {at}" for name, at in held.items()) for group, held in groups)
+    )
+    return str(info.parent)
+
+
+@pytest.fixture(scope="session")
+def in_new_process(metadata_dir: str):
+    """Runs a program in a process of its own that has this pdstage installed; returns what it printed."""
+
+    def run(program: str, **environment: str) -> str:
+        path = os.pathsep.join([metadata_dir, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        result = subprocess.run(
+            [sys.executable, "-c", f"import tests.engines.sglang.stubs\n{program}"],
+            env={**os.environ, "PYTHONPATH": path, **environment},
+            capture_output=True, text=True, timeout=240, check=False,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr[-4000:]
+        return result.stdout
+
+    return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def installed(metadata_dir: str):
+    """Children find pdstage's entry points, and this checkout."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([metadata_dir, str(ROOT)]))
+        patch.syspath_prepend(metadata_dir)  # which spawned children take over
+        patch.setenv("SGLANG_HOST_IP", "127.0.0.1")
+        yield

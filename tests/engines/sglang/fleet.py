@@ -1,0 +1,172 @@
+"""A prefill and a decode engine of SGLang, a process a rank, and a scheduler's step over all ranks of one of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Self
+
+from tests.engines.sglang import setups
+
+FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
+PATIENCE_S = 90.0
+
+_context = multiprocessing.get_context("forkserver")
+
+
+class Child:
+    """One process, called by name."""
+
+    def __init__(self, kind: str, what: object) -> None:
+        _context.set_forkserver_preload(["tests.engines.sglang.stubs", "tests.engines.sglang.ranks"])
+        self._pipe, theirs = _context.Pipe()
+        self.process = _context.Process(target=setups.serve, args=(theirs, kind, what), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, name: str, *args: object) -> None:
+        self._pipe.send((name, args))
+
+    def answer(self) -> Any:
+        if not self._pipe.poll(PATIENCE_S):
+            raise TimeoutError("a rank does not answer")
+        how, value = self._pipe.recv()
+        if how == "raised":
+            raise AssertionError(f"a rank raised {value}")
+        return value
+
+    def call(self, name: str, *args: object) -> Any:
+        self.ask(name, *args)
+        return self.answer()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def close(self) -> None:
+        self._pipe.close()
+        if self.process.is_alive():
+            self.signal(signal.SIGCONT)
+        self.process.join(10)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+class Engine:
+    """All ranks of one engine: each call goes to all of them, and a poll's answer is the least, as SGLang takes it."""
+
+    def __init__(self, ranks: list[Child]) -> None:
+        self.ranks = ranks
+
+    def each(self, name: str, *args: object) -> list[Any]:
+        for rank in self.ranks:
+            rank.ask(name, *args)
+        return [rank.answer() for rank in self.ranks]
+
+    def poll(self, room: int) -> int:
+        return min(self.each("poll", room))
+
+    def until(self, room: int, *states: int) -> int:
+        return eventually(lambda: self.poll(room), lambda state: state in states)
+
+
+def eventually(ask, wanted=bool):
+    """What `ask` answers once it is `wanted`."""
+    until = time.monotonic() + PATIENCE_S
+    while not wanted(said := ask()):
+        assert time.monotonic() < until, f"still {said}"
+        time.sleep(0.005)
+    return said
+
+
+class Fleet:
+    """A bootstrap server, a prefill engine and a decode engine of one kind of pool."""
+
+    def __init__(self, prefill_tp: int, decode_tp: int, pool: str = "mha", node: str = "", page_size: int = 16) -> None:
+        self.page_size = page_size
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        with ExitStack() as opened:
+            self.server = self._child(opened, "server", port)
+            self.server.answer()
+            sides = {}
+            for mode, size in (("prefill", prefill_tp), ("decode", decode_tp)):
+                given = (setups.Setup(mode, size, rank, port, pool, page_size, 64, node) for rank in range(size))
+                sides[mode] = [self._child(opened, "rank", one) for one in given]
+            for ranks in sides.values():
+                for rank in ranks:
+                    rank.answer()
+            self.prefill, self.decode = Engine(sides["prefill"]), Engine(sides["decode"])
+            eventually(lambda: all(self.decode.each("ensure")))
+            self._opened = opened.pop_all()
+
+    @staticmethod
+    def _child(opened: ExitStack, kind: str, what: object) -> Child:
+        child = Child(kind, what)
+        opened.callback(child.close)
+        return child
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    # A request, step by step.
+
+    def announce(self, room: int) -> None:
+        self.prefill.each("send_to", room)
+        self.decode.each("receive", room)
+
+    def bind(self, room: int, n_tokens: int, prefix: int = 0) -> None:
+        self.decode.until(room, WAITING)
+        self.decode.each("allocate", room, n_tokens, prefix)
+        self.decode.each("bind", room, prefix)
+
+    def begin(self, room: int, n_tokens: int) -> int:
+        """Prefill's bootstrap, once all of decode's ranks are there; the prefix that decode has."""
+        self.prefill.until(room, WAITING)
+        (prefix,) = set(self.prefill.each("begin", room, n_tokens))
+        self.prefill.each("allocate", room, n_tokens, prefix)
+        return prefix
+
+    def compute(self, room: int, start: int, stop: int, last: bool) -> None:
+        self.prefill.each("compute", room, start, stop)
+        self.prefill.each("send", room, start, stop, last)
+
+    def open(self, room: int, n_tokens: int, prefix: int = 0) -> None:
+        """Up to where prefill sends."""
+        self.announce(room)
+        self.bind(room, n_tokens, prefix)
+        assert self.begin(room, n_tokens) == prefix
+
+    def run(self, room: int, n_tokens: int, *, chunks: int = 1, prefix: int = 0) -> None:
+        """A whole request; every byte is right at the end, and both engines have cleared it."""
+        self.open(room, n_tokens, prefix)
+        start = prefix
+        for number in range(1, chunks + 1):
+            page = self.page_size
+            stop = n_tokens if number == chunks else max(start, n_tokens * number // chunks // page * page)
+            self.compute(room, start, stop, number == chunks)
+            start = stop
+        self.finish(room, n_tokens)
+
+    def finish(self, room: int, n_tokens: int) -> None:
+        """Both engines see Success, decode's memory is right, and nothing is kept of the room."""
+        assert self.decode.until(room, SUCCESS, FAILED) == SUCCESS, self.decode.each("failure", room)
+        assert self.decode.each("wrong", room, n_tokens) == [[] for _ in self.decode.ranks]
+        assert self.prefill.until(room, SUCCESS, FAILED) == SUCCESS
+        for engine in (self.prefill, self.decode):
+            engine.each("clear", room)
+
+    def forgets_all(self) -> None:
+        """Once all rooms are over, nothing is kept of them."""
+        for engine in (self.prefill, self.decode):
+            ask = partial(engine.each, "leftovers")
+            eventually(ask, lambda kept: not any(any(of_rank.values()) for of_rank in kept))

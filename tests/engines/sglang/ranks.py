@@ -1,0 +1,242 @@
+"""One rank of SGLang in a process of its own: its arguments, pools, KVArgs, manager, senders and receivers are its own.
+
+What is missing is the model and the scheduler's queues: tests call what the queues call, in their order. The methods of
+the queues that build KVArgs and the manager are run as they are, over a namespace that holds what they read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from sglang.srt import runtime_context
+from sglang.srt.disaggregation import decode, prefill, utils
+from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import prepare_server_args
+
+from tests.engines.sglang.pools import Memory
+from tests.engines.sglang.setups import Setup
+
+MODEL = str(Path(__file__).parent / "model")
+ROWS = 16
+
+
+class Rank:
+    """What tests ask of a rank; a method a call of the scheduler's."""
+
+    def __init__(self, setup: Setup) -> None:
+        load_plugins()
+        os.environ["PDSTAGE_NODE"] = setup.node
+        self.setup = setup
+        arguments = [
+            "--model-path", MODEL, "--device", "cpu", "--host", "127.0.0.1", "--skip-tokenizer-init",
+            "--disaggregation-mode", setup.mode, "--disaggregation-transfer-backend", "pdstage",
+            "--disaggregation-bootstrap-port", str(setup.port), "--tp-size", str(setup.tp_size),
+            "--page-size", str(setup.page_size),
+        ]  # fmt: skip
+        args = prepare_server_args(arguments)
+        ranks = runtime_context.SpawnRanks(world_rank=setup.tp_rank, gpu_id=0)
+        runtime_context.publish(args, role="scheduler", ranks=ranks)
+        # No process groups are made: with one pipeline stage nothing is said over it.
+        runtime_context.get_parallel().override_permanently(pp_group=SimpleNamespace(is_last_rank=True))
+        self.backend = utils.TransferBackend(runtime_context.get_disagg().disaggregation_transfer_backend)
+        self.memory = Memory(setup)
+        self.metadata = MetadataBuffers(ROWS, 64, torch.bfloat16, 1)
+        self.manager = self._manager(args)
+        self.rooms: dict[int, object] = {}
+        self.items: dict[int, dict[str, tuple[np.ndarray, int]]] = {}
+
+    def _manager(self, args):
+        model = runtime_context.process_model_config()
+        model.hf_text_config.full_attention_layer_ids = [0, 3]  # what a hybrid model's config says
+        runner = SimpleNamespace(kv_cache_dtype_str="bfloat16")
+        scheduler = SimpleNamespace(
+            rust_server=None, tp_worker=SimpleNamespace(model_runner=runner), model_config=model, server_args=args,
+            enable_hisparse=False, req_to_token_pool=None,
+        )  # fmt: skip
+        parallel = runtime_context.get_parallel()
+        queue = SimpleNamespace(
+            transfer_backend=self.backend, tp_rank=parallel.tp_rank, pp_rank=parallel.pp_rank, scheduler=scheduler,
+            token_to_kv_pool=self.memory.pool, draft_token_to_kv_pool=None, metadata_buffers=self.metadata,
+            is_mla_backend=utils.is_mla_backend(self.memory.pool), enable_staging=False,
+        )  # fmt: skip
+        which = prefill.PrefillBootstrapQueue if self.setup.mode == "prefill" else decode.DecodePreallocQueue
+        return which._init_kv_manager(queue)
+
+    # Both sides.
+
+    def allocate(self, room: int, n_tokens: int, prefix: int) -> None:
+        self.items[room] = self.memory.allocate(room, self.setup.mode == "prefill", n_tokens, prefix)
+
+    def _state_indices(self, room: int) -> list[object] | None:
+        """As the schedulers make them: arrays of pages, and a list of one array for mamba."""
+        kinds = [kind.value for kind in self.manager.kv_args.state_types]
+        items = self.items[room]
+        return [[items[kind][0]] if kind == "mamba" else items[kind][0] for kind in kinds]
+
+    def poll(self, room: int) -> int:
+        return int(self.rooms[room].poll())
+
+    def abort(self, room: int) -> None:
+        self.rooms[room].abort()
+
+    def failure(self, room: int) -> str:
+        """What the scheduler does first with a room that failed."""
+        try:
+            self.rooms[room].failure_exception()
+        except Exception as error:  # noqa: BLE001  (so does the scheduler)
+            return str(error)
+        raise AssertionError("a failure is raised")
+
+    def clear(self, room: int) -> None:
+        self.rooms.pop(room).clear()
+
+    def leftovers(self) -> dict[str, int]:
+        """What a manager keeps of rooms that are over: nothing."""
+        kept = {name: len(getattr(self.manager, name)) for name in ("request_status", "failure_records", "_unsafe")}
+        return kept | {"handles": len(self.manager.node.handles())}
+
+    def released(self, room: int) -> bool:
+        """Whether pdstage itself says that nothing touches the room's memory."""
+        handle = self.rooms[room]._room
+        return handle is None or handle.released
+
+    # Prefill.
+
+    def send_to(self, room: int) -> None:
+        kind = utils.get_kv_class(self.backend, KVClassType.SENDER)
+        self.rooms[room] = kind(self.manager, f"127.0.0.1:{self.setup.port}", room)
+
+    def compute(self, room: int, start: int, stop: int) -> None:
+        """Prefill's forward pass: tokens `[start, stop)` are in the caches, and the states are those after them."""
+        for component, (items, first) in self.items[room].items():
+            for held in self.memory.held[component]:
+                at, positions = self.memory.entries(held, items, first, range(start, stop))
+                held.numbers[at] = held.expected(room, positions)
+
+    def begin(self, room: int, n_tokens: int) -> int:
+        """`finalize_bootstrap`: the prefix that decode has, then `init`."""
+        sender = self.rooms[room]
+        prefix = sender.pop_decode_prefix_len()
+        sender.init(prefill.kv_to_page_num(n_tokens - prefix, self.setup.page_size), room % ROWS)
+        return prefix
+
+    def send(self, room: int, start: int, stop: int, last: bool) -> None:
+        """`_send_kv_chunk`: whole pages, but for the last chunk, which carries states and metadata."""
+        page = self.setup.page_size
+        pages, first = self.items[room]["kv"]
+        if last:
+            row = room % ROWS
+            self.metadata.output_ids[row, 0] = room + 1000
+            self.metadata.output_hidden_states[row] = float(room)
+            self.metadata.bootstrap_room[row, 0] = room
+        stop_page = -(-stop // page) if last else stop // page
+        chunk = pages[start // page - first : stop_page - first]
+        self.rooms[room].send(chunk, self._state_indices(room) if last else None, num_kv_tokens=stop - start)
+
+    # Decode.
+
+    def ensure(self) -> bool:
+        return self.manager.try_ensure_parallel_info(f"127.0.0.1:{self.setup.port}")
+
+    def receive(self, room: int) -> None:
+        kind = utils.get_kv_class(self.backend, KVClassType.RECEIVER)
+        self.rooms[room] = kind(self.manager, f"127.0.0.1:{self.setup.port}", room)
+        self.rooms[room].init(0)
+
+    def bind(self, room: int, prefix: int = 0) -> None:
+        pages = self.items[room]["kv"][0]
+        self.rooms[room].send_metadata(pages, room % ROWS, self._state_indices(room), decode_prefix_len=prefix)
+
+    def wrong(self, room: int, n_tokens: int) -> list[str]:
+        """Which tensors are not what the oracle says, and what of the metadata row is wrong."""
+        found = []
+        for component, (items, first) in self.items[room].items():
+            for held in self.memory.held[component]:
+                at, positions = self.memory.entries(held, items, first, range(n_tokens))
+                if not torch.equal(held.numbers[at], held.expected(room, positions)):
+                    found.append(f"{component} {held.role} of layer {held.layer}")
+        row = room % ROWS
+        if int(self.metadata.output_ids[row, 0]) != room + 1000 or int(self.metadata.bootstrap_room[row, 0]) != room:
+            found.append("metadata")
+        if not bool((self.metadata.output_hidden_states[row] == float(room)).all()):
+            found.append("hidden states")
+        return found
+
+    def fill(self, room: int, n_tokens: int, number: int) -> None:
+        """The engine gives the room's memory to another request, which writes it."""
+        for held, at in self._all(room, n_tokens):
+            held.numbers[at] = number
+
+    def holds(self, room: int, n_tokens: int, number: int) -> bool:
+        """Whether the room's memory is all `number`."""
+        return all(bool((held.numbers[at] == number).all()) for held, at in self._all(room, n_tokens))
+
+    def _all(self, room: int, n_tokens: int):
+        for component, (items, first) in self.items[room].items():
+            for held in self.memory.held[component]:
+                yield held, self.memory.entries(held, items, first, range(n_tokens))[0]
+
+    def defer(self, room: int) -> None:
+        """`pop_transferred` of a failed room: the abort is told if decode did not tell it, and memory is kept."""
+        receiver = self.rooms[room]
+        assert receiver.kv_mgr.enable_deferred_decode_kv_release
+        if not receiver.abort_notified:
+            receiver.ensure_abort_notified(force_arm=True)
+
+    def safe(self, room: int) -> bool:
+        """`resolve_deferred_releases`: whether the room's memory may go back to the pool."""
+        receiver = self.rooms[room]
+        return self.manager.is_abort_release_safe(room, len(receiver.bootstrap_infos))
+
+    def release(self, room: int) -> None:
+        """`_do_release`."""
+        self.manager.clear_deferred_abort_state(room)
+        self.rooms.pop(room).clear()
+
+    def sleep(self) -> None:
+        self.manager.deregister_buffer_to_engine()
+
+    def wake(self) -> None:
+        self.manager.register_buffer_to_engine()
+
+
+class Server:
+    """The process that has SGLang's bootstrap server: its launcher's."""
+
+    def __init__(self, port: int) -> None:
+        load_plugins()
+        backend = utils.TransferBackend("pdstage")
+        self.server = utils.get_kv_class(backend, KVClassType.BOOTSTRAP_SERVER)(host="127.0.0.1", port=port)
+
+    def registered(self) -> int:
+        return self.server._registered_count
+
+
+def serve(pipe: Connection, kind: str, what: object) -> None:
+    """A child's life: it answers calls until the pipe ends."""
+    os.environ.setdefault("SGLANG_HOST_IP", "127.0.0.1")
+    try:
+        held = Rank(what) if kind == "rank" else Server(what)
+    except BaseException as error:
+        pipe.send(("raised", repr(error)))
+        raise
+    with contextlib.suppress(EOFError, ConnectionError):  # the test is over
+        _answer(pipe, held)
+    os._exit(0)
+
+
+def _answer(pipe: Connection, held: Rank | Server) -> None:
+    pipe.send(("returned", None))
+    while True:
+        name, args = pipe.recv()
+        try:
+            pipe.send(("returned", getattr(held, name)(*args)))
+        except Exception as error:  # noqa: BLE001  (the test raises it)
+            pipe.send(("raised", repr(error)))

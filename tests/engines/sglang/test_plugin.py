@@ -1,0 +1,69 @@
+"""SGLang's own plugin loader finds the backend, and its own parser, enum and class look-up accept it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+MODEL = str(Path(__file__).parent / "model")
+
+LOAD = """
+import json
+from sglang.srt.disaggregation import utils
+from sglang.srt.managers import disagg_service  # has its own name for the enum by now
+before = [one.name for one in utils.TransferBackend]
+from sglang.srt.plugins import load_plugins
+load_plugins()
+"""
+
+
+def test_the_backend_is_selectable_as_any_other(in_new_process):
+    said = in_new_process(f"""{LOAD}
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import prepare_server_args
+args = prepare_server_args(["--model-path", {MODEL!r}, "--device", "cpu", "--disaggregation-mode", "decode",
+    "--disaggregation-transfer-backend", "pdstage", "--skip-tokenizer-init"])
+backend = utils.TransferBackend(args.disaggregation_transfer_backend)
+classes = {{kind.value: utils.get_kv_class(backend, kind) for kind in utils.KVClassType}}
+print(json.dumps({{
+    "before": before, "after": [one.name for one in utils.TransferBackend], "chosen": backend.name,
+    "seen by others": disagg_service.TransferBackend is utils.TransferBackend,
+    "classes": {{kind: f"{{one.__module__}}.{{one.__name__}}" for kind, one in classes.items()}},
+    "nixl": utils.get_kv_class(utils.TransferBackend.NIXL, utils.KVClassType.SENDER).__name__,
+    "patched": sorted(HookRegistry._patched),
+}}))
+""")
+    found = json.loads(said.splitlines()[-1])
+    assert "PDSTAGE" not in found["before"]
+    assert found["after"] == [*found["before"], "PDSTAGE"]
+    assert found["chosen"] == "PDSTAGE"
+    assert found["seen by others"]
+    ours = "pdstage.integrations.sglang"
+    assert found["classes"] == {
+        "kvargs": "sglang.srt.disaggregation.base.conn.KVArgs",
+        "manager": f"{ours}.manager.PdStageKVManager",
+        "sender": f"{ours}.sender.PdStageKVSender",
+        "receiver": f"{ours}.receiver.PdStageKVReceiver",
+        "bootstrap_server": f"{ours}.bootstrap.PdStageKVBootstrapServer",
+    }
+    assert found["nixl"] == "NixlKVSender"
+    assert found["patched"] == [
+        "sglang.srt.disaggregation.utils.TransferBackend",
+        "sglang.srt.disaggregation.utils.get_kv_class",
+    ]
+
+
+def test_without_the_plugin_sglang_refuses_the_name(in_new_process):
+    said = in_new_process(f"""
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import prepare_server_args
+try:
+    prepare_server_args(["--model-path", {MODEL!r}, "--device", "cpu", "--disaggregation-mode", "decode",
+        "--disaggregation-transfer-backend", "pdstage", "--skip-tokenizer-init"])
+except SystemExit:
+    print("refused")
+""", SGLANG_PLUGINS="another")  # fmt: skip
+    assert said.splitlines()[-1] == "refused"

@@ -1,0 +1,42 @@
+"""Requests through SGLang's own sender and receiver life cycle, prefill and decode ranks in processes of their own."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from tests.engines.sglang.fleet import Fleet
+
+pytestmark = pytest.mark.skipif(not find_spec("sglang"), reason="SGLang is not installed: `make test-engines` has it")
+
+STAGED, DIRECT = '{"path": "staged", "transport": "nixl"}', '{"path": "direct", "transport": "local"}'
+
+
+@pytest.mark.parametrize(
+    "engines",
+    [
+        pytest.param((4, 2, "mha", STAGED), id="heads, TP 4 to 2, staged"),
+        pytest.param((1, 2, "mha", DIRECT), id="heads, TP 1 to 2, direct"),
+        pytest.param((2, 1, "swa", STAGED), id="sliding window, TP 2 to 1"),
+        pytest.param((2, 1, "hybrid", STAGED), id="conv and SSM states, TP 2 to 1"),
+        pytest.param((1, 2, "hybrid", DIRECT), id="conv and SSM states, TP 1 to 2"),
+        pytest.param((2, 1, "mla"), id="latents, TP 2 to 1"),
+        pytest.param((1, 2, "dsa", "", 64), id="latents and index keys, TP 1 to 2"),
+    ],
+)
+def test_every_byte_of_whole_requests(engines):
+    """Prompts that end in a page and at its end, in chunks, behind prefixes that decode has; at once and in turn."""
+    with Fleet(*engines) as fleet:
+        page = fleet.page_size
+        fleet.run(1, 6 * page + 4)
+        fleet.run(2, 8 * page, chunks=3)
+        fleet.run(3, 9 * page + 1, prefix=4 * page, chunks=2)
+        fleet.run(4, 5 * page + 1, prefix=5 * page)
+        for room in (5, 6, 7):
+            fleet.open(room, 7 * page - room)
+        for room in (7, 5, 6):
+            fleet.compute(room, 0, 7 * page - room, True)
+        for room in (6, 7, 5):
+            fleet.finish(room, 7 * page - room)
+        fleet.forgets_all()

@@ -1,0 +1,301 @@
+"""The connector by itself: what its sides say to vLLM, call by call, with vLLM's real requests, configs and factory."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, supports_hma
+from vllm.outputs import CompletionOutput  # noqa: F401  (vLLM's lazy modules, loaded before a request is made)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from pdstage.errors import UsageError
+from pdstage.integrations.vllm import PdStageConnector
+from pdstage.integrations.vllm.groups import Group, recomputed_tokens
+from pdstage.integrations.vllm.metadata import PdStageMetadata, Receive, Remote, Send
+from pdstage.integrations.vllm.stats import PdStagePromMetrics, PdStageStats
+from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, PATIENCE_S, Side, config, transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+N_TOKENS = 40
+BLOCKS = [[3, 5, 2]]
+
+
+def full(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
+    given = {"block_size": block_size, "head_size": HEAD_SIZE, "dtype": torch.float16, "num_kv_heads": N_HEADS // tp}
+    return {f"model.layers.{i}.self_attn.attn": FullAttentionSpec(**given) for i in range(2)}
+
+
+def windowed(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
+    given = {"block_size": block_size, "head_size": HEAD_SIZE, "dtype": torch.float16, "num_kv_heads": N_HEADS // tp}
+    return full(tp, block_size) | {
+        f"model.layers.{i}.self_attn.attn": SlidingWindowSpec(**given, sliding_window=32) for i in (2, 3)
+    }
+
+
+@pytest.fixture
+def src(tmp_path: Path) -> Iterator[Side]:
+    side = Side(tmp_path, "kv_producer", full)
+    yield side
+    side.close()
+
+
+@pytest.fixture
+def dst(tmp_path: Path) -> Iterator[Side]:
+    side = Side(tmp_path, "kv_consumer", full)
+    yield side
+    side.close()
+
+
+class Blocks:
+    """What `update_state_after_alloc` is told: the one call of `KVCacheBlocks` that the connector makes."""
+
+    def __init__(self, *ids: list[int]) -> None:
+        self.ids = ids
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return self.ids
+
+
+def request(params: dict[str, Any] | None, *, n: int = N_TOKENS, name: str = "req-1") -> Request:
+    made = Request(name, list(range(n)), SamplingParams(max_tokens=1), None)
+    made.kv_transfer_params = params
+    return made
+
+
+def answered(src: Side, *, name: str = "req-1", n: int = N_TOKENS) -> dict[str, Any]:
+    """What a prefill engine answers for a request that it has finished, through JSON as a proxy passes it on."""
+    done = request({"do_remote_decode": True, "do_remote_prefill": False}, n=n, name=name)
+    src.scheduler.on_new_request(done)
+    done.num_computed_tokens, done.status = done.num_prompt_tokens, RequestStatus.FINISHED_LENGTH_CAPPED
+    kept, params = src.scheduler.request_finished_all_groups(done, tuple([3, 5, 2] for _ in src.groups))
+    assert kept
+    return json.loads(json.dumps(params))
+
+
+def until(src: Side, name: str) -> None:
+    """Until prefill gives that request's blocks back."""
+    end = time.monotonic() + PATIENCE_S
+    while not any(name in result.finished_sending for result in src.step()):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_what_vllm_asks_of_the_class() -> None:
+    assert supports_hma(PdStageConnector)
+    assert PdStageConnector.get_required_kvcache_layout(None) is None
+    assert not PdStageConnector.supports_sleep_mode(None)
+    # The older method has no place for failures: who asked it would go on from KV that is not there.
+    assert PdStageConnector.get_finished is KVConnectorBase_V1.get_finished
+
+
+def test_the_factory_builds_both_roles(src: Side) -> None:
+    assert src.scheduler.scheduler_side
+    assert src.workers[0].worker_side
+    assert KVConnectorFactory.supports_hma_config(src.configs[0].kv_transfer_config)
+
+
+def test_a_prefilled_request_keeps_its_blocks_and_tells_decode_where(src: Side) -> None:
+    params = answered(src)
+    assert params["do_remote_prefill"]
+    assert params["remote_num_tokens"] == N_TOKENS
+    told = src.scheduler.build_connector_meta(None)
+    assert pickle.loads(pickle.dumps(told)) == told
+    assert told.sends["req-1"].held["kv"] == ((3, 5, 2), 0, (0, N_TOKENS))
+    assert not src.scheduler.has_pending_push_work()
+
+
+def test_an_id_that_comes_again_is_another_room(src: Side) -> None:
+    assert answered(src)["remote_room"] != answered(src)["remote_room"]
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
+def test_what_prefill_did_not_finish_is_not_sent(src: Side, status: RequestStatus) -> None:
+    done = request({"do_remote_decode": True})
+    done.num_computed_tokens, done.status = 20, status
+    assert src.scheduler.request_finished_all_groups(done, ([3, 5],)) == (False, None)
+    assert not src.scheduler.build_connector_meta(None)
+
+
+def test_decode_loads_what_it_has_not(src: Side, dst: Side) -> None:
+    wanted = request(answered(src))
+    assert dst.scheduler.get_num_new_matched_tokens(wanted, 16) == (24, True)
+    dst.scheduler.update_state_after_alloc(wanted, Blocks([7, 8, 9]), 24)
+    assert dst.scheduler.has_pending_push_work()
+    (receive,) = dst.scheduler.build_connector_meta(None).receives.values()
+    assert receive.held["kv"] == ((8, 9), 16, (16, N_TOKENS))
+    assert dst.scheduler.get_num_new_matched_tokens(wanted, 0) == (0, False), "a preempted request is computed here"
+
+
+@pytest.mark.parametrize("missing", ["remote_room", "remote_host", "remote_port", "remote_engine_id"])
+def test_an_answer_that_names_no_room_is_computed_here(src: Side, dst: Side, missing: str) -> None:
+    wanted = request(answered(src) | {missing: None})
+    assert dst.scheduler.get_num_new_matched_tokens(wanted, 0) == (0, False)
+    dst.scheduler.update_state_after_alloc(wanted, Blocks([7, 8, 9]), 0)
+    assert not dst.scheduler.build_connector_meta(None)
+
+
+@pytest.mark.parametrize("how", ["aborted before it was scheduled", "all of it was cached"])
+def test_a_room_that_decode_does_not_want_frees_prefill_at_once(src: Side, dst: Side, how: str) -> None:
+    wanted = request(answered(src))
+    src.step(src.scheduler.build_connector_meta(None))
+    if how == "all of it was cached":
+        assert dst.scheduler.get_num_new_matched_tokens(wanted, N_TOKENS) == (0, False)
+        dst.scheduler.update_state_after_alloc(wanted, Blocks([7, 8, 9]), 0)
+    else:
+        wanted.status = RequestStatus.FINISHED_ABORTED
+        dst.scheduler.request_finished_all_groups(wanted, ([],))
+    dst.step(dst.scheduler.build_connector_meta(None))
+    until(src, "req-1")
+    assert src.workers[0].get_kv_connector_stats().data["not_sent"] == []
+
+
+def test_samples_of_one_prompt_load_it_once(src: Side, dst: Side) -> None:
+    """vLLM gives each its own copy of one answer, and a proxy may send it again: a room is received once."""
+    params = answered(src)
+    first, second = (request(dict(params), name=name) for name in ("s0", "s1"))
+    assert dst.scheduler.get_num_new_matched_tokens(first, 0) == (N_TOKENS, True)
+    dst.scheduler.update_state_after_alloc(first, Blocks([7, 8, 9]), N_TOKENS)
+    assert dst.scheduler.get_num_new_matched_tokens(second, 0) == (0, False)
+    dst.scheduler.update_state_after_alloc(second, Blocks([4, 5, 6]), 0)
+    told = dst.scheduler.build_connector_meta(None)
+    assert set(told.receives) == {"s0"}
+    assert not told.abandoned
+
+
+def test_a_room_that_is_over_fails_another_engine_s_request(src: Side, tmp_path: Path) -> None:
+    """A proxy that tries a second decode engine with the answer that a first has taken."""
+    extra = {"config": {"wait_s": 3.0}}
+    takers = [Side(tmp_path, "kv_consumer", full, extra=extra) for _ in range(2)]
+    held = src.held(BLOCKS, N_TOKENS)
+    assert transfer(src, takers[0], "r", held, takers[0].held(BLOCKS, N_TOKENS)) == set()
+    remote = Remote("kv_producer-engine:r", src.scheduler.scheduler_side._server.address, "kv_producer-engine")
+    (result,) = takers[1].step(PdStageMetadata(receives={"r": Receive(remote, held)}))
+    end = time.monotonic() + PATIENCE_S
+    while not result.finished_recving:
+        assert time.monotonic() < end
+        (result,) = takers[1].step()
+    assert result.failed_recving == {"r"}
+    for side in takers:
+        side.close()
+
+
+def test_an_abort_in_the_step_of_the_announcement(src: Side, dst: Side) -> None:
+    """Both are in one step's metadata; decode's blocks come back all the same, as a load that failed."""
+    wanted = request(answered(src))
+    dst.scheduler.get_num_new_matched_tokens(wanted, 0)
+    dst.scheduler.update_state_after_alloc(wanted, Blocks([7, 8, 9]), N_TOKENS)
+    wanted.status = RequestStatus.FINISHED_ABORTED
+    dst.scheduler.request_finished_all_groups(wanted, ([7, 8, 9],))
+    told = dst.scheduler.build_connector_meta(None)
+    assert told.aborted == {"req-1"} == set(told.receives)
+    (result,) = dst.step(told)
+    end = time.monotonic() + PATIENCE_S
+    while not result.finished_recving:
+        assert time.monotonic() < end
+        (result,) = dst.step()
+    assert result.failed_recving == {"req-1"}
+    dst.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"req-1"}))
+    dst.scheduler.request_finished_all_groups(wanted, ([],))
+    assert not dst.scheduler.build_connector_meta(None)
+    src.step(src.scheduler.build_connector_meta(None))
+    until(src, "req-1")
+
+
+def test_a_room_that_cannot_be_announced_fails_its_request_only(dst: Side) -> None:
+    remote = Remote("room", "no port in this", "engine")
+    (result,) = dst.step(PdStageMetadata(receives={"r": Receive(remote, dst.held(BLOCKS, N_TOKENS))}))
+    assert result.failed_recving == result.finished_recving == {"r"}
+
+
+def test_a_room_that_cannot_be_sent_gives_its_blocks_back(tmp_path: Path) -> None:
+    src = Side(tmp_path, "kv_producer", full, extra={"config": {"open_wait_s": 1.0}})
+    held = src.held([[1, 2, src.plan.num_blocks]], N_TOKENS)
+    (result,) = src.step(PdStageMetadata(sends={"r": Send("room", held)}))
+    if "r" not in result.finished_sending:
+        until(src, "r")
+    src.close()
+
+
+def test_decode_never_goes_on_from_less_than_it_asked_for(src: Side, dst: Side) -> None:
+    sent, wanted = src.held(BLOCKS, N_TOKENS - 1), dst.held(BLOCKS, N_TOKENS)
+    assert transfer(src, dst, "r", sent, wanted) == {"r"}
+    assert dst.workers[0].get_kv_connector_stats().data["not_received"] == [1]
+
+
+def test_prefill_leaves_the_last_token_of_a_window_to_decode(tmp_path: Path) -> None:
+    """Prefill of all 48 tokens would have freed the block of token 16, which decode's token 47 still reads."""
+    src, dst = Side(tmp_path, "kv_producer", windowed), Side(tmp_path, "kv_consumer", windowed)
+    try:
+        swa = next(group for group in src.groups if group.component == "swa")
+        assert swa.needed_from(48) == 17
+        assert swa.needed_from(47) == 16
+        params = answered(src, n=48)
+        assert params["remote_num_tokens"] == 47
+        assert dst.scheduler.get_num_new_matched_tokens(request(params, n=48), 0) == (47, True)
+        assert dst.scheduler.get_num_new_matched_tokens(request(params, n=30), 0) == (29, True)
+    finally:
+        src.close()
+        dst.close()
+
+
+def test_a_state_is_of_just_so_many_tokens() -> None:
+    state = Group(1, "mamba", MambaSpec(block_size=16, shapes=((3, 8),), dtypes=(torch.float16,)))
+    assert state.held([0, 0, 4], 40) == ((4,), 0, None)
+    whole = Group(0, "kv", full(1, 16)["model.layers.0.self_attn.attn"])
+    assert [recomputed_tokens([whole], n) for n in (0, 1, 3)] == [0, 0, 2]
+    assert [recomputed_tokens([whole, state], n) for n in (0, 1, 3)] == [1, 1, 2]
+
+
+def test_blocks_that_a_window_has_no_more_are_not_named() -> None:
+    swa = Group(0, "swa", windowed(1, 16)["model.layers.2.self_attn.attn"])
+    assert swa.held([0, 0, 7, 8, 9], 79) == ((8, 9) if swa.needed_from(79) >= 48 else (7, 8, 9), 48, (48, 79))
+    assert swa.held([0, 0, 0, 8, 9], 70) == ((8, 9), 48, (48, 70)), "tokens of null blocks are not asked for"
+
+
+def test_what_an_operator_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSTAGE_NODE", '{"staging_nbytes": 524288, "config": {"drain_s": 7, "hello_s": 3}}')
+    extra = {"config": {"hello_s": 4.0}, "path": "staged"}
+    side = Side(tmp_path, "kv_both", full, extra=extra)
+    try:
+        nodes = side.workers[0].worker_side.prefill, side.workers[0].worker_side.decode
+        assert [(node.path, node.config.drain_s, node.config.hello_s) for node in nodes] == [("staged", 7, 4.0)] * 2
+    finally:
+        side.close()
+    with pytest.raises(UsageError, match="kv_connector_extra_config has pah"):
+        Side(tmp_path, "kv_producer", full, extra={"pah": "staged"})
+
+
+def test_context_parallel_engines_are_refused(tmp_path: Path, src: Side) -> None:
+    made = config(tmp_path, "kv_producer")
+    made.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(UsageError, match="decode_context_parallel_size is 2"):
+        PdStageConnector(made, KVConnectorRole.WORKER, src.plan)
+
+
+def test_stats_add_up_and_reach_prometheus(src: Side, dst: Side) -> None:
+    assert transfer(src, dst, "r", src.held(BLOCKS, N_TOKENS), dst.held(BLOCKS, N_TOKENS)) == set()
+    told = [side.workers[0].get_kv_connector_stats() for side in (src, dst)]
+    assert src.workers[0].get_kv_connector_stats() is None
+    both = PdStageConnector.build_kv_connector_stats().aggregate(told[0]).aggregate(told[1])
+    shown = PdStageStats(data=json.loads(json.dumps(both.to_dict()))).reduce()
+    assert shown["rooms sent"] == shown["rooms received"] == 1
+    assert shown["rooms not sent"] == shown["rooms not received"] == 0
+    registry = CollectorRegistry()
+    kinds = {kind: lambda kind=kind, **given: kind(**given, registry=registry) for kind in (Gauge, Counter, Histogram)}
+    metrics = PdStagePromMetrics(src.configs[0], kinds, ["engine"], {0: ["0"]})
+    metrics.observe(both.to_dict() | {"not_received": [1, 1]}, 0)
+    read = lambda name: registry.get_sample_value(f"vllm:pdstage_{name}", {"engine": "0"})  # noqa: E731
+    assert (read("sent_seconds_count"), read("received_seconds_count"), read("not_received_total")) == (1, 1, 2)
