@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.engines.vllm.lives import GEMMA, LLAMA, QWEN, Pair, Side, continuation, prompts
+from tests.engines.vllm.lives import Pair, continuation, prompts
+from tests.engines.vllm.models import GEMMA, LLAMA, QWEN, Side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

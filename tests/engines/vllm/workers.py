@@ -1,8 +1,8 @@
 """One tensor-parallel rank of vLLM in a process of its own: all is real but the model, which writes `oracle`'s bytes.
 
 Real are the parallel state (gloo), the connector's making, the cache's allocation and views, and the order in which a
-model runner calls the connector (`vllm.v1.worker.gpu.kv_connector`). The model checks what attention would read before it
-writes. Beside the pool is its shadow, which pdstage never sees: what the pool must hold, byte for byte.
+model runner calls the connector (`vllm.v1.worker.gpu.kv_connector`). The model checks what attention would read before
+it writes. Beside the pool is its shadow, which pdstage never sees: what the pool must hold, byte for byte.
 """
 
 from __future__ import annotations
