@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["Advert", "BootstrapClient", "BootstrapServer", "Conflict", "Incomplete"]
 
 
+PLAIN = "plain://"
+
+
 class BootstrapServer:
     """The directory's server. `bind` is `host:port` or `http://host:port`; port 0 is the system's choice.
 
@@ -101,6 +104,9 @@ class BootstrapServer:
 class BootstrapClient:
     """Talks to the directory at `address` (`host:port` or `http://host:port`; with `keys` also `key@host:port`).
 
+    `plain://host:port` is a directory in another server, over plain HTTP whether or not there are `keys`: what it says
+    is anybody's word, and a node with keys talks to nobody that they do not let in.
+
     Every call is one request and waits for its answer, up to `timeout_s` a step: call it from a worker thread, never
     from a driver's loop. It holds no connection and may be used by several threads. A lease is renewed by publishing
     again, best every third of its `ttl_s`.
@@ -113,8 +119,9 @@ class BootstrapClient:
     def __init__(
         self, address: str, timeout_s: float = 2.0, *, keys: Keys | str | os.PathLike[str] | None = None
     ) -> None:
-        self.address = Address.parse(address, "http")
-        self._keys = keys_of(keys)
+        plain = address.startswith(PLAIN)
+        self.address = Address.parse(address.removeprefix(PLAIN), "http")
+        self._keys = None if plain else keys_of(keys)
         self.address.key_of_peer(self._keys)
         self._timeout_s = timeout_s
 

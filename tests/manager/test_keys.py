@@ -202,3 +202,17 @@ def test_nothing_listens_but_what_was_asked_for(keys, transport):
     assert listening.split().count("127.0.0.2") == 2, "the control socket and the embedded directory"
     assert listening.split().count("127.0.0.3") == 1
     assert not left.split()
+
+
+def test_a_plain_directory_between_nodes_with_keys(tmp_path, keys):
+    """An engine's own server may keep the directory: rooms are as safe, for what it says opens no door."""
+    stranger = Keys.make(tmp_path / "stranger")
+    src, dst = Rank(), Rank()
+    with BootstrapServer() as directory:
+        where = f"plain://{directory.address}"
+        with prefill_node(src, where, keys=keys) as p, decode_node(dst, keys=keys, config=PATIENT) as d:
+            one_room(p, d, src, dst)
+        own = tmp_path / "stranger"
+        with prefill_node(src, where, keys=own) as p, decode_node(dst, keys=keys, config=PATIENT) as d:
+            assert stranger.public.hex() in p.socket.endpoint
+            assert "is not let in here" in str(failed_room(p, d, where))

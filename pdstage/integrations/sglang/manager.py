@@ -17,9 +17,10 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, process_model_config
 from sglang.srt.utils.network import NetworkAddress
 
+from pdstage.control.bootstrap import PLAIN
 from pdstage.errors import UsageError
+from pdstage.integrations.options import node_options
 from pdstage.integrations.sglang.memory import pool_of
-from pdstage.integrations.sglang.settings import node_options
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.topology import Topology
 
@@ -63,13 +64,16 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         """Makes the node over the KV memory: at start, and after SGLang's memory was resumed."""
         if self.node is not None:
             return
+        if self.is_prefill and self.is_dummy_cp_rank:
+            return
         kind = PrefillNode if self.is_prefill else DecodeNode
-        address = NetworkAddress(self.local_ip, 0)
-        options = node_options(kind, address.to_host_port_str().rpartition(":")[0])
+        deadlines = {
+            "open_wait_s": float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
+            "wait_s": float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
+        }
+        options = node_options(kind, {}, where="", deadlines=deadlines)  # SGLang has no option for a backend's own
         if self.is_prefill:
             options |= {"bootstrap": self._bootstrap_address(), "instance": INSTANCE}
-            if self.is_dummy_cp_rank:
-                return
         total_heads = getattr(self.kv_args, "total_kv_head_num", None)
         if total_heads is None and not self.is_mla_backend:
             total_heads = process_model_config().get_total_num_kv_heads()
@@ -78,7 +82,8 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             self.kv_args, place, is_mla=bool(self.is_mla_backend), total_heads=total_heads or 1,
             device=str(get_device().device),
         )  # fmt: skip
-        self.node = kind(pool, place, **options)
+        bind = NetworkAddress(self.local_ip, 0).to_tcp()
+        self.node = kind(pool, place, bind=bind, progress="thread", **options)
 
     def deregister_buffer_to_engine(self) -> None:
         """Ends the node: SGLang gives its KV memory away. Rooms still open fail."""
@@ -95,12 +100,12 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         )  # fmt: skip
 
     def _bootstrap_address(self) -> str:
-        """Where `register_to_bootstrap` of the base class registers, as host:port."""
+        """Where `register_to_bootstrap` of the base class registers: SGLang's server, which speaks plain HTTP."""
         if self.dist_init_addr:
             host = NetworkAddress.parse(self.dist_init_addr).resolved().host
         else:
             host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.bootstrap_host, self.bootstrap_host)
-        return str(NetworkAddress(host, self.bootstrap_port).to_host_port_str())
+        return PLAIN + str(NetworkAddress(host, self.bootstrap_port).to_host_port_str())
 
     # Memory of failed rooms, which SGLang's decode scheduler keeps until `is_abort_release_safe`.
 

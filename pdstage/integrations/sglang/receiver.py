@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
+from pdstage.control.bootstrap import PLAIN
 from pdstage.errors import PdstageError
 from pdstage.integrations.sglang.memory import cache_items, state_items
 from pdstage.integrations.sglang.rows import write_row
@@ -45,7 +46,7 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.bootstrap_infos: list[dict[str, Any]] = []
         try:
             self._room = self.kv_mgr.node.receive(
-                self.bootstrap_room, self.bootstrap_addr, dp_rank=self.prefill_dp_rank, deadline_s=MOST_S
+                self.bootstrap_room, PLAIN + self.bootstrap_addr, dp_rank=self.prefill_dp_rank, deadline_s=MOST_S
             )
         except PdstageError as error:
             self._fail(error)
@@ -78,7 +79,7 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         self._give_up(str(error))
 
     def _give_up(self, reason: str) -> None:
-        if self._room is not None and self._room.state is not State.SUCCESS:
+        if self._room is not None and self._room.state not in (State.SUCCESS, State.FAILED):
             self._room.abort(reason)
         if self._room is not None and not self._room.released:
             self.kv_mgr.hold(self.bootstrap_room, self._room)

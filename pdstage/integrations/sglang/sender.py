@@ -88,7 +88,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
                 self._room.finish(aux, states=states or None, ready=ready)
         except PdstageError as error:
             self.kv_mgr.fail(self.bootstrap_room, str(error))
-            self._room.abort(str(error))
+            self._end(self._room, str(error))
             return
         self._record_transfer_indices(kv_indices, state_indices)
 
@@ -101,7 +101,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
                 self.kv_mgr.update_status(self.bootstrap_room, int(room.state))
         status: int = super()._poll_with_status(check_status)
         if status == KVPoll.Failed and room is not None:
-            room.abort(f"prefill gave up: {self._reason()}")
+            self._end(room, f"prefill gave up: {self._reason()}")
             if self._is_read(room):
                 return int(KVPoll.Transferring)
         return status
@@ -109,6 +109,10 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
     def _reason(self) -> str:
         with self.kv_mgr.failure_lock:
             return str(self.kv_mgr.failure_records.get(self.bootstrap_room, "another rank failed"))
+
+    def _end(self, room: Sender, reason: str) -> None:
+        if room.state not in (State.SUCCESS, State.FAILED):  # else it ended by itself, or with its node
+            room.abort(reason)
 
     def _is_read(self, room: Sender) -> bool:
         """Whether a write may still read the room's pages. Before a chunk there is none."""
@@ -119,7 +123,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         room = self._room
         if room is None or room.state is State.SUCCESS:
             return
-        room.abort("prefill gave it up")
+        self._end(room, "prefill gave it up")
         if self._is_read(room):
             with contextlib.suppress(TimeoutError):
                 room.wait_released(QUIET_S)

@@ -1,4 +1,4 @@
-"""Tests against SGLang's own package. Where it is not installed they are skipped; `make test-engines` has it."""
+"""An installed pdstage, as SGLang's plugin loader looks for it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def in_new_process(metadata_dir: str):
     def run(program: str, **environment: str) -> str:
         path = os.pathsep.join([metadata_dir, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         result = subprocess.run(
-            [sys.executable, "-c", f"import tests.engines.sglang.stubs\n{program}"],
+            [sys.executable, "-c", f"from tests.engines import stubs; stubs.install()\n{program}"],
             env={**os.environ, "PYTHONPATH": path, **environment},
             capture_output=True, text=True, timeout=240, check=False,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any, Self
 from tests.engines.sglang import setups
 
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
-PATIENCE_S = 90.0
+PATIENCE_S = 60.0
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -23,7 +23,7 @@ class Child:
     """One process, called by name."""
 
     def __init__(self, kind: str, what: object) -> None:
-        _context.set_forkserver_preload(["tests.engines.sglang.stubs", "tests.engines.sglang.ranks"])
+        _context.set_forkserver_preload(["tests.engines.sglang.preloaded"])
         self._pipe, theirs = _context.Pipe()
         self.process = _context.Process(target=setups.serve, args=(theirs, kind, what), daemon=True)
         self.process.start()

@@ -20,6 +20,7 @@ from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 
+from pdstage import environment
 from tests.engines.sglang.pools import Memory
 from tests.engines.sglang.setups import Setup
 
@@ -32,7 +33,7 @@ class Rank:
 
     def __init__(self, setup: Setup) -> None:
         load_plugins()
-        os.environ["PDSTAGE_NODE"] = setup.node
+        os.environ[environment.NODE.name] = setup.node
         self.setup = setup
         arguments = [
             "--model-path", MODEL, "--device", "cpu", "--host", "127.0.0.1", "--skip-tokenizer-init",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import NamedTuple
+
+from tests.engines import stubs
 
 
 class Setup(NamedTuple):
@@ -20,7 +23,5 @@ class Setup(NamedTuple):
 
 def serve(*args: object) -> None:
     """`ranks.serve`, in a process that has SGLang already."""
-    import tests.engines.sglang.stubs  # noqa: F401, PLC0415
-    from tests.engines.sglang import ranks  # noqa: PLC0415
-
-    ranks.serve(*args)
+    stubs.install()
+    import_module("tests.engines.sglang.ranks").serve(*args)

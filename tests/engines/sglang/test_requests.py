@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import json
 
 import pytest
 
+from pdstage import Keys
 from tests.engines.sglang.fleet import Fleet
-
-pytestmark = pytest.mark.skipif(not find_spec("sglang"), reason="SGLang is not installed: `make test-engines` has it")
 
 STAGED, DIRECT = '{"path": "staged", "transport": "nixl"}', '{"path": "direct", "transport": "local"}'
 
@@ -40,3 +39,15 @@ def test_every_byte_of_whole_requests(engines):
         for room in (6, 7, 5):
             fleet.finish(room, 7 * page - room)
         fleet.forgets_all()
+
+
+def test_with_a_key_file(tmp_path):
+    """Nodes are encrypted and let nobody else in, though SGLang's own bootstrap server is plain HTTP."""
+    Keys.make(tmp_path / "cluster.key")
+    with Fleet(1, 1, "mha", json.dumps({"keys": str(tmp_path / "cluster.key")})) as fleet:
+        fleet.run(1, 40)
+
+
+def test_a_setting_that_no_node_has_stops_the_rank_by_name(tmp_path):
+    with pytest.raises(AssertionError, match="PDSTAGE_NODE has speed"):
+        Fleet(1, 1, "mha", '{"speed": 9}')

@@ -1,0 +1,167 @@
+"""Aborts, dead and stopped peers, and what SGLang does then; memory is given back only when nothing writes to it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.engines.sglang.fleet import FAILED, SUCCESS, TRANSFERRING, WAITING, Fleet, eventually
+
+# Peers write to the pool itself, and a silent one is given up soon.
+NODE = '{"path": "direct", "transport": "local", "config": {"max_silence_s": 3, "drain_s": 3}}'
+TOKENS = 100
+
+
+@pytest.fixture(scope="module")
+def fleet(installed):
+    with Fleet(2, 1, "hybrid", NODE) as made:
+        yield made
+
+
+@pytest.fixture
+def doomed(installed):
+    """A fleet of which a test kills a part."""
+    with Fleet(2, 1, "mha", NODE) as made:
+        yield made
+
+
+def bury(fleet, room: int, *, bound: bool = True) -> list[str]:
+    """Decode's scheduler after a failure; what the ranks say of it. Memory that is safe is used again and stays so."""
+    assert fleet.decode.until(room, FAILED, SUCCESS) == FAILED
+    said = fleet.decode.each("failure", room)
+    if not bound:
+        fleet.decode.each("clear", room)
+        return said
+    fleet.decode.each("defer", room)
+    eventually(lambda: all(fleet.decode.each("safe", room)))
+    assert all(fleet.decode.each("released", room))
+    fleet.decode.each("fill", room, TOKENS, 7)
+    fleet.decode.each("release", room)
+    return said
+
+
+STEPS = ["known to prefill", "known to both", "bound", "begun", "in transfer"]
+
+
+def bring(fleet, room: int, step: str) -> None:
+    at = STEPS.index(step)
+    fleet.prefill.each("send_to", room)
+    if at > 0:
+        fleet.decode.each("receive", room)
+    if at > 1:
+        fleet.bind(room, TOKENS)
+    if at > 2:
+        fleet.begin(room, TOKENS)
+    if at > 3:
+        fleet.compute(room, 0, 64, False)
+        fleet.decode.until(room, TRANSFERRING)
+
+
+@pytest.mark.parametrize(
+    ("step", "who"), [(step, who) for step in STEPS for who in ("prefill", "decode")[: 2 - (step == STEPS[0])]]
+)
+def test_an_abort_at_any_step_ends_both_sides(fleet, step, who):
+    room = 16 * (1 + STEPS.index(step)) + 4 * (who == "decode")
+    bring(fleet, room, step)
+    getattr(fleet, who).each("abort", room)
+    if step == "known to prefill":
+        fleet.decode.each("receive", room)
+    bound = who == "prefill" or step in STEPS[2:]
+    if bound and step in STEPS[:2]:
+        fleet.bind(room, TOKENS)  # decode hears of it when it says where the memory is
+    if not bound:
+        fleet.prefill.each("abort", room)  # it has heard of nothing: the router tells both sides
+    reasons = bury(fleet, room, bound=bound)
+    assert fleet.prefill.until(room, FAILED, SUCCESS) == FAILED
+    reasons += fleet.prefill.each("failure", room)
+    assert any("Aborted by AbortReq" in reason for reason in reasons), reasons
+    if bound:
+        assert all(fleet.decode.each("holds", room, TOKENS, 7)), "something was written after the memory was safe"
+    fleet.run(room, TOKENS)  # the same number again, as a retried or retracted request has it
+    fleet.forgets_all()
+
+
+def test_an_abort_after_success_changes_nothing(fleet):
+    fleet.open(8, TOKENS)
+    fleet.compute(8, 0, TOKENS, True)
+    assert fleet.decode.until(8, SUCCESS, FAILED) == SUCCESS
+    assert fleet.prefill.until(8, SUCCESS, FAILED) == SUCCESS
+    fleet.prefill.each("clear", 8)
+    assert fleet.decode.each("wrong", 8, TOKENS) == [[]]
+    fleet.decode.each("clear", 8)
+    fleet.forgets_all()
+
+
+def test_a_retracted_request_comes_again_under_its_number(fleet):
+    for _ in range(3):
+        fleet.run(9, TOKENS, chunks=2)
+    fleet.forgets_all()
+
+
+def test_memory_that_a_stopped_writer_may_write_is_not_given_back(fleet):
+    fleet.open(10, TOKENS)
+    fleet.prefill.ranks[0].signal(signal.SIGSTOP)
+    fleet.decode.each("abort", 10)
+    assert fleet.decode.poll(10) == FAILED, "the client is told at once"
+    fleet.decode.each("failure", 10)
+    fleet.decode.each("defer", 10)
+    for _ in range(50):
+        assert not any(fleet.decode.each("safe", 10))
+    fleet.prefill.ranks[0].signal(signal.SIGCONT)
+    eventually(lambda: all(fleet.decode.each("safe", 10)))
+    fleet.decode.each("fill", 10, TOKENS, 7)
+    fleet.decode.each("release", 10)
+    assert fleet.prefill.until(10, FAILED, SUCCESS) == FAILED
+    fleet.prefill.each("failure", 10)
+    assert all(fleet.decode.each("holds", 10, TOKENS, 7))
+    fleet.run(11, TOKENS)
+    fleet.forgets_all()
+
+
+def test_a_rank_that_fails_alone_gives_nobody_its_pages_early(fleet):
+    """One prefill rank aborts; the other sees only the least of the polls, and its own room still lives."""
+    bring(fleet, 12, "in transfer")
+    fleet.prefill.ranks[1].call("abort", 12)
+    assert fleet.prefill.until(12, FAILED) == FAILED
+    fleet.prefill.each("failure", 12)
+    assert all(fleet.prefill.each("released", 12)), "the scheduler frees the pages when this returns"
+    bury(fleet, 12)
+    fleet.forgets_all()
+
+
+def test_memory_goes_and_comes_again(fleet):
+    """SGLang releases its memory for a while and resumes it: rooms fail meanwhile, and are served after it."""
+    fleet.open(13, TOKENS)
+    for engine in (fleet.decode, fleet.prefill):
+        engine.each("sleep")
+    assert bury(fleet, 13)
+    assert fleet.prefill.until(13, FAILED) == FAILED
+    fleet.prefill.each("failure", 13)
+    for engine in (fleet.prefill, fleet.decode):
+        engine.each("wake")
+    fleet.run(14, TOKENS)
+
+
+def test_a_killed_prefill_rank_fails_the_room_and_frees_its_memory_after_its_death_is_known(doomed):
+    doomed.open(1, TOKENS)
+    doomed.compute(1, 0, 64, False)
+    doomed.decode.until(1, TRANSFERRING, WAITING)
+    doomed.prefill.ranks[1].signal(signal.SIGKILL)
+    (said,) = bury(doomed, 1)
+    assert said
+    doomed.prefill.ranks.pop()
+    assert doomed.prefill.until(1, FAILED, SUCCESS) == FAILED
+
+
+def test_a_killed_decode_rank_fails_the_room_at_prefill(doomed):
+    doomed.open(1, TOKENS)
+    doomed.compute(1, 0, 64, False)
+    doomed.decode.ranks[0].signal(signal.SIGKILL)
+    assert doomed.prefill.until(1, FAILED, SUCCESS) == FAILED
+    assert all(doomed.prefill.each("released", 1))
+    doomed.prefill.each("failure", 1)
+    assert (
+        doomed.prefill.each("leftovers")
+        == [dict.fromkeys(("request_status", "failure_records", "_unsafe", "handles"), 0)] * 2
+    )
