@@ -1,7 +1,7 @@
 """Brings vLLM's own tests, which its wheel does not have: `python -m tests.engines.vllm.fetch`, in the engine's Python.
 
-pip downloads the source archive of the very version that is installed. To name its version pip asks the archive's own build
-script, which needs what `requirements-vllm.txt` has for it; nothing is built.
+pip downloads the source archive of the very version that is installed. To name its version pip asks the archive's own
+build script, which needs what `requirements-vllm.txt` has for it; nothing is built.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """A plugin of the pytest that runs vLLM's own tests: where they ask for `NixlConnector`, they get `PdStageConnector`.
 
-It notes in each test's report how many steps ours was in. Those tests are written for vLLM's CPU platform, which this wheel
-would not choose; for a scheduler without workers: here its connector is told of one, as `EngineCore` does; and for what
-NIXL's prefill answers: here with the room's name, as ours does.
+It notes in each test's report how many steps ours was in. Those tests are written for vLLM's CPU platform, which this
+wheel would not choose; for a scheduler without workers: here its connector is told of one, as `EngineCore` does; and
+for what NIXL's prefill answers: here with the room's name, as ours does.
 """
+
+# ruff: noqa: E402  (stand-ins come before what imports them)
 
 from __future__ import annotations
 

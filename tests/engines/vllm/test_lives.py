@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.engines.vllm.lives import GEMMA, LLAMA, Pair, Side, continuation, prompts
+from tests.engines.vllm.lives import Pair, continuation, prompts
+from tests.engines.vllm.models import GEMMA, LLAMA, QWEN, Side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -218,9 +219,19 @@ def test_sliding_windows_beside_full_attention(tmp_path):
     """Two groups, of which one keeps the blocks of its last 70 tokens only."""
     (tmp_path / "config.json").write_text(json.dumps(GEMMA))
     with Pair(PRODUCER, replace(CONSUMER, n_blocks=48), tmp_path, tmp_path) as pair:
+        assert pair.p.call("groups") == pair.d.call("groups") == ["FullAttentionSpec", "SlidingWindowSpec"]
         lengths = 2, 16, 64, 69, 70, 71, 72, 135, 200, 300
         pair.whole({f"length-{len(one)}": one for one in prompts(*lengths, seed=15)}, max_tokens=12)
         prompt = prefilled(pair, "loading", 200, seed=16)
         loading(pair, "loading", prompt)
         pair.d.call("abort", "loading")
+        pair.settle()
+
+
+def test_recurrent_states_beside_full_attention(tmp_path):
+    """A gated delta net's states: prefill stops a token short, decode goes on from there."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    with Pair(PRODUCER, replace(CONSUMER, n_blocks=48), tmp_path, tmp_path) as pair:
+        assert pair.p.call("groups") == pair.d.call("groups") == ["FullAttentionSpec", "MambaSpec"]
+        pair.whole({f"length-{len(one)}": one for one in prompts(2, 17, 64, 65, 200, seed=17)}, max_tokens=12)
         pair.settle()

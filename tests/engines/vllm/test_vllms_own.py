@@ -1,7 +1,7 @@
-"""vLLM's own tests of KV connectors, with ours in place of its NIXL connector: those that ask what any connector must do.
+"""vLLM's own tests of KV connectors, with ours in place of its NIXL connector: those that ask what any must do.
 
-Their text is not here: `fetch` brings it with the source archive of the installed version. docs/engines-vllm-tests.md says
-which are left out, and why.
+Their text is not here: `fetch` brings it with the source archive of the installed version. docs/engines-vllm-tests.md
+says which are left out, and why.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ RUN = {
 }
 N_TESTS = 22
 OPT = {
-    "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12,
-    "num_attention_heads": 12, "vocab_size": 50272, "max_position_embeddings": 10000, "word_embed_proj_dim": 768,
-    "dtype": "float16", "eos_token_id": 2,
+    "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 768, "ffn_dim": 3072,
+    "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 50272, "max_position_embeddings": 10000,
+    "word_embed_proj_dim": 768, "dtype": "float16", "eos_token_id": 2,
 }  # fmt: skip
 
 pytestmark = pytest.mark.skipif(

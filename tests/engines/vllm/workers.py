@@ -1,8 +1,8 @@
 """One tensor-parallel rank of vLLM in a process of its own: all is real but the model, which writes `oracle`'s bytes.
 
 Real are the parallel state (gloo), the connector's making, the cache's allocation and views, and the order in which a
-model runner calls the connector (`vllm.v1.worker.gpu.kv_connector`). The model checks what attention would read before it
-writes. Beside the pool is its shadow, which pdstage never sees: what the pool must hold, byte for byte.
+model runner calls the connector (`vllm.v1.worker.gpu.kv_connector`). The model checks what attention would read before
+it writes. Beside the pool is its shadow, which pdstage never sees: what the pool must hold, byte for byte.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from vllm.distributed.parallel_state import (
     get_tp_group,
     init_distributed_environment,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator, is_conv_state_dim_first
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
@@ -96,12 +98,32 @@ class Worker:
             "dtype": model.dtype,
         }
         window = getattr(text, "sliding_window", None)
-        return {
-            f"model.layers.{number}.self_attn.attn": (
-                FullAttentionSpec(**shape) if "full" in kind else SlidingWindowSpec(**shape, sliding_window=window)
-            )
-            for number, kind in enumerate(kinds)
-        }
+        full = FullAttentionSpec(**shape)
+        specs: dict[str, KVCacheSpec] = {}
+        for number, kind in enumerate(kinds):
+            if kind == "linear_attention":
+                specs[f"model.layers.{number}.linear_attn"] = self.state_spec(full.page_size_bytes)
+            else:
+                spec = full if "full" in kind else SlidingWindowSpec(**shape, sliding_window=window)
+                specs[f"model.layers.{number}.self_attn.attn"] = spec
+        return specs
+
+    def state_spec(self, page_nbytes: int) -> MambaSpec:
+        """A gated delta net's states, as its layer would say, in pages as large as attention's."""
+        text = self.config.model_config.hf_text_config
+        heads, sizes = (text.linear_num_key_heads, text.linear_num_value_heads), (
+            text.linear_key_head_dim, text.linear_value_head_dim,
+        )  # fmt: skip
+        shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(
+            self.tp, *heads, *sizes, text.linear_conv_kernel_dim
+        )
+        return MambaSpec(
+            block_size=self.config.model_config.max_model_len,
+            shapes=shapes,
+            dtypes=(torch.bfloat16, torch.float32),
+            page_size_padded=page_nbytes,
+            mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+        )
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return [self.config.additional_config["layout"]]
@@ -193,6 +215,11 @@ class Worker:
         start, stop = sequence.computed, sequence.computed + n
         for at, (spec, names) in enumerate(self.groups):
             for name in names:
+                if isinstance(spec, MambaSpec):
+                    state = torch.from_numpy(self.state(digest[stop - 1], spec, name))
+                    self.pools[name][sequence.blocks[at][0], 0, 0] = state
+                    self.shadows[name][sequence.blocks[at][0], 0, 0] = state
+                    continue
                 truth = self.truth(digest[start:stop], name)
                 for views in (self.pools, self.shadows):
                     where = self.places(spec, sequence.blocks[at], np.arange(start, stop))
@@ -205,6 +232,22 @@ class Worker:
     def truth(self, digest: NDArray[np.uint64], name: str) -> NDArray[np.uint8]:
         return oracle.cells(digest, layer_number(name), self.heads, self.pools[name].shape[3])
 
+    def state(self, digest: np.uint64, spec: MambaSpec, name: str) -> NDArray[np.uint8]:
+        """This rank's `[conv state][recurrent state]` after all tokens of the digest: its share of Q, K and V each."""
+        rows = spec.shapes[0][1 if is_conv_state_dim_first() else 0]
+        n_heads, *inner = spec.shapes[1]
+        v = n_heads * inner[0]
+        q = (spec.shapes[0][0 if is_conv_state_dim_first() else 1] - v) // 2
+        sections = (0, q), (q * self.tp, q), (2 * q * self.tp, v)
+        channels = [base + self.rank * n + at for base, n in sections for at in range(n)]
+        one, layer = np.array([digest]), layer_number(name)
+        conv = oracle.cells(one, layer, channels, rows * 2).reshape(len(channels), rows, 2)
+        if not is_conv_state_dim_first():
+            conv = conv.transpose(1, 0, 2)
+        heads = [10_000 + self.rank * n_heads + at for at in range(n_heads)]
+        recurrent = oracle.cells(one, layer, heads, inner[0] * inner[1] * 4)
+        return np.concatenate([conv.ravel(), recurrent.ravel()])
+
     @staticmethod
     def places(spec: KVCacheSpec, blocks: list[int], positions: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """Block and row of each position."""
@@ -215,6 +258,12 @@ class Worker:
         """What attention reads of the computed positions, layer by layer."""
         digest = oracle.digests(sequence.tokens)
         for at, (spec, names) in enumerate(self.groups):
+            if isinstance(spec, MambaSpec):
+                for name in names if sequence.computed else ():
+                    where = torch.tensor(sequence.blocks[at][:1])
+                    state = self.state(digest[sequence.computed - 1], spec, name)
+                    check(name, where, torch.zeros_like(where), state[None, None], 0)
+                continue
             first = max(0, sequence.computed - spec.sliding_window + 1) if isinstance(spec, SlidingWindowSpec) else 0
             start = first
             if check == self.adopt:  # whole blocks may come: what is in none of a window's blocks is not looked at

@@ -1,0 +1,202 @@
+"""One of vLLM's engines in a process: `EngineCore`, watched, whose executor calls a process a rank."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections import Counter
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from multiprocessing.connection import Connection
+
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+PATIENCE_S = 60.0  # how long anything may take on a loaded machine
+
+
+class Ranks(Executor):
+    """A process a rank, called in turn through pipes."""
+
+    pipes: Sequence[Connection] = ()
+
+    def _init_executor(self) -> None:
+        pass
+
+    def collective_rpc(  # type: ignore[override]
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> list[Any]:
+        assert isinstance(method, str)
+        assert not non_block
+        for pipe in self.pipes:
+            pipe.send((method, args, kwargs or {}))
+        return [result(pipe) for pipe in self.pipes]
+
+    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+        self.collective_rpc("initialize_from_config", args=(kv_cache_configs,))
+
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        outputs = self.collective_rpc("execute_model", args=(scheduler_output,))
+        assert self.kv_output_aggregator is not None
+        done: Future[Any] = Future()
+        done.set_result(self.kv_output_aggregator.aggregate(outputs))
+        return done if non_block else done.result()
+
+    def check_health(self) -> None:
+        pass
+
+
+def result(pipe: Connection) -> Any:
+    """The answer to a call, or its failure."""
+    if not pipe.poll(PATIENCE_S):
+        raise TimeoutError("a process does not answer")
+    good, answer = pipe.recv()
+    if not good:
+        raise AssertionError(answer)
+    return answer
+
+
+class Engine:
+    """An engine in its process: `EngineCore`, watched."""
+
+    def __init__(self, config: VllmConfig, pipes: Sequence[Connection]) -> None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        Ranks.pipes = pipes
+        self.core = EngineCore(config, Ranks, log_stats=True)
+        self.scheduler = self.core.scheduler
+        self.manager = self.scheduler.kv_cache_manager
+        self.freed: Counter[str] = Counter()
+        free = self.scheduler._free_blocks
+
+        def counted(request: Any) -> None:
+            self.freed[request.request_id] += 1
+            free(request)
+
+        self.scheduler._free_blocks = counted
+        self.cached: dict[str, int] = {}
+        matched = self.scheduler.connector.get_num_new_matched_tokens
+
+        def asked(request: Any, n_local: int) -> Any:
+            self.cached.setdefault(request.request_id, n_local)
+            return matched(request, n_local)
+
+        self.scheduler.connector.get_num_new_matched_tokens = asked
+        self.preempted = 0
+        preempt = self.scheduler._preempt_request
+
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            self.preempted += 1
+            return preempt(*args, **kwargs)
+
+        self.scheduler._preempt_request = seen
+        self.free = self.free_blocks()
+        self.seed = 0
+
+    def free_blocks(self) -> set[int]:
+        return {block.block_id for block in self.manager.block_pool.blocks if not block.ref_cnt and not block.is_null}
+
+    def add(self, name: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> None:
+        extra = {"kv_transfer_params": params} if params is not None else None
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, extra_args=extra)
+        request = EngineCoreRequest(name, prompt, None, sampling, None, time.time(), None, None, None)
+        self.core.add_request(*self.core.preprocess_add_request(request))
+
+    def step(self) -> list[tuple[str, list[int], str | None, dict[str, Any] | None]]:
+        outputs, _ = self.core.step()
+        self.spoil()
+        return [
+            (one.request_id, one.new_token_ids, one.finish_reason and str(one.finish_reason), one.kv_transfer_params)
+            for some in outputs.values()
+            for one in some.outputs
+        ]
+
+    def abort(self, name: str) -> None:
+        self.core.abort_requests([name])
+        self.spoil()
+
+    def spoil(self) -> None:
+        """What was freed and is no prefix any more may hold anything: it is given other bytes."""
+        free = self.free_blocks()
+        blocks = self.manager.block_pool.blocks
+        given = sorted(at for at in free - self.free if blocks[at].block_hash is None)
+        self.free = free
+        self.seed += 1
+        if given:
+            self.core.model_executor.collective_rpc("spoil", args=(given, self.seed))
+
+    def busy(self) -> bool:
+        return bool(self.scheduler.has_requests())
+
+    def status(self, name: str) -> str | None:
+        request = self.scheduler.requests.get(name)
+        return None if request is None else request.status.name
+
+    def blocks(self, name: str) -> tuple[list[int], ...]:
+        return self.manager.get_block_ids(name)
+
+    def compare(self) -> int:
+        return sum(self.core.model_executor.collective_rpc("compare"))
+
+    def empty(self) -> dict[str, int]:
+        """Nothing is left, every block is free; how often each request's blocks were freed."""
+        scheduler, pool = self.scheduler, self.manager.block_pool
+        assert not scheduler.requests, scheduler.requests
+        assert not scheduler.running
+        assert not scheduler.waiting
+        assert not scheduler.kv_holding_waiting
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert all(not block.ref_cnt for block in pool.blocks if not block.is_null)
+        return dict(self.freed)
+
+    def preempt(self) -> None:
+        """All that run begin anew, as when an operator resets the cache."""
+        assert self.scheduler.running
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.spoil()
+
+    def groups(self) -> list[str]:
+        return sorted(type(group.kv_cache_spec).__name__ for group in self.manager.kv_cache_config.kv_cache_groups)
+
+    def preemptions(self) -> int:
+        return self.preempted
+
+    def hits(self) -> dict[str, int]:
+        """The tokens that were cached here when the connector was asked for more."""
+        return self.cached
+
+    def admissions(self) -> dict[str, int]:
+        return dict(self.core.model_executor.collective_rpc("admissions")[0])
+
+    def shutdown(self) -> None:
+        self.scheduler.shutdown()
+        self.core.model_executor.shutdown()
+
+
+def serve(pipe: Connection, config: VllmConfig, pipes: Sequence[Connection]) -> None:
+    """The engine's process."""
+    engine: Any = None
+    while True:
+        try:
+            method, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if engine is None:
+                engine = Engine(config, pipes)
+            pipe.send((True, getattr(engine, method)(*args)))
+        except Exception:  # noqa: BLE001  (carried to the test, which fails with it)
+            pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,118 @@
+"""What an operator says of an engine, and configs of small models without weights: what vLLM lays caches out by."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.model_executor.models.registry import ModelRegistry
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "sliding_window": 70,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "dtype": "bfloat16",
+}
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "dtype": "bfloat16",
+}
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "dtype": "float16",
+}
+
+
+@dataclass
+class Side:
+    """What an operator chooses for one engine."""
+
+    role: str
+    tp: int
+    block_size: int
+    layout: str = "LBNHC"
+    n_blocks: int = 64  # of the smallest kind there would be: see `config`
+    max_num_batched_tokens: int = 64
+    max_model_len: int = 512
+    prefix_caching: bool = False
+    load_failure_policy: str = "fail"
+    limits: dict[str, Any] = field(default_factory=dict)
+
+
+def config(side: Side, model: Path) -> VllmConfig:
+    """vLLM's own, as its command line would make it."""
+    shape = json.loads((model / "config.json").read_text())
+    for architecture in shape["architectures"]:  # vLLM would look at the class in a process without our stubs
+        ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+    heads = max(1, shape["num_key_value_heads"] // side.tp)
+    page = side.block_size * heads * shape["head_dim"] * 2 * 2 * shape["num_hidden_layers"]
+    made = VllmConfig(
+        model_config=ModelConfig(model=str(model), skip_tokenizer_init=True, seed=0, max_model_len=side.max_model_len),
+        cache_config=CacheConfig(block_size=side.block_size, enable_prefix_caching=side.prefix_caching),
+        parallel_config=ParallelConfig(tensor_parallel_size=side.tp, distributed_executor_backend="mp"),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=side.max_num_batched_tokens,
+            max_model_len=side.max_model_len,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+        ),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="PdStageConnector",
+            kv_connector_module_path="pdstage.integrations.vllm",
+            kv_role=side.role,  # type: ignore[arg-type]
+            kv_connector_extra_config={"transport": "nixl", "staging_nbytes": 4 << 20, "config": side.limits},
+            kv_load_failure_policy=side.load_failure_policy,  # type: ignore[arg-type]
+        ),
+        additional_config={"layout": side.layout, "nbytes": page * side.n_blocks},
+    )
+    made.scheduler_config.disable_hybrid_kv_cache_manager = False  # as on a GPU: vLLM has no hybrid caches on the CPU
+    return made
