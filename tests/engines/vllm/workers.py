@@ -2,13 +2,12 @@
 
 Real are the parallel state (gloo), the connector's making, the cache's allocation and views, and the order in which a
 model runner calls the connector (`vllm.v1.worker.gpu.kv_connector`). The model checks what attention would read before
-it writes. Beside the pool is its shadow, which pdstage never sees: what the pool must hold, byte for byte.
+it writes (`model`).
 """
 
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,20 +19,19 @@ from vllm.distributed.parallel_state import (
     get_tp_group,
     init_distributed_environment,
 )
-from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator, is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
-from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
+from vllm.v1.worker.utils import allocate_kv_cache
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from tests.engines.vllm import oracle
+from tests.engines.vllm.model import Model, Sequence, heads_of
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from numpy.typing import NDArray
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -55,27 +53,7 @@ def serve(pipe: Connection, config: VllmConfig, rank: int, meet: str) -> None:
         pipe.send(answer)
 
 
-@dataclass
-class Sequence:
-    """A request as a model runner knows it."""
-
-    tokens: list[int]
-    blocks: tuple[list[int], ...]
-    computed: int
-
-
-def heads_of(total: int, tp: int, rank: int) -> list[int]:
-    """The KV heads of a rank, as vLLM shards them: replicated where there are fewer than ranks."""
-    each = max(1, total // tp)
-    first = rank * each if total >= tp else rank * total // tp
-    return list(range(first, first + each))
-
-
-def layer_number(name: str) -> int:
-    return int(name.split(".")[2])
-
-
-class Worker:
+class Worker(Model):
     """What vLLM's executor calls."""
 
     def __init__(self, config: VllmConfig, rank: int, meet: str) -> None:
@@ -200,121 +178,6 @@ class Worker:
             sequence.computed = computed
             for held, new_blocks in zip(sequence.blocks, more or (), strict=False):
                 held.extend(new_blocks)
-
-    def prepare_blocks(self, scheduled: SchedulerOutput) -> None:
-        for block in scheduled.new_block_ids_to_zero or ():
-            for view in (*self.pools.values(), *self.shadows.values()):
-                view[block] = 0
-        for views in (self.pools, self.shadows):
-            copy_kv_cache_blocks_inplace(views.values(), self.kv.num_blocks, scheduled.kv_cache_block_copies or ())
-
-    def forward(self, sequence: Sequence, n: int) -> list[int]:
-        """Reads all before, writes n positions, and samples if these were the last known tokens."""
-        self.read(sequence, self.check)
-        digest = oracle.digests(sequence.tokens)
-        start, stop = sequence.computed, sequence.computed + n
-        for at, (spec, names) in enumerate(self.groups):
-            for name in names:
-                if isinstance(spec, MambaSpec):
-                    state = torch.from_numpy(self.state(digest[stop - 1], spec, name))
-                    self.pools[name][sequence.blocks[at][0], 0, 0] = state
-                    self.shadows[name][sequence.blocks[at][0], 0, 0] = state
-                    continue
-                truth = self.truth(digest[start:stop], name)
-                for views in (self.pools, self.shadows):
-                    where = self.places(spec, sequence.blocks[at], np.arange(start, stop))
-                    views[name][where[0], :, where[1]] = torch.from_numpy(truth)
-        if stop < len(sequence.tokens):
-            return []
-        sequence.tokens.append(oracle.next_token(sequence.tokens))
-        return [sequence.tokens[-1]]
-
-    def truth(self, digest: NDArray[np.uint64], name: str) -> NDArray[np.uint8]:
-        return oracle.cells(digest, layer_number(name), self.heads, self.pools[name].shape[3])
-
-    def state(self, digest: np.uint64, spec: MambaSpec, name: str) -> NDArray[np.uint8]:
-        """This rank's `[conv state][recurrent state]` after all tokens of the digest: its share of Q, K and V each."""
-        rows = spec.shapes[0][1 if is_conv_state_dim_first() else 0]
-        n_heads, *inner = spec.shapes[1]
-        v = n_heads * inner[0]
-        q = (spec.shapes[0][0 if is_conv_state_dim_first() else 1] - v) // 2
-        sections = (0, q), (q * self.tp, q), (2 * q * self.tp, v)
-        channels = [base + self.rank * n + at for base, n in sections for at in range(n)]
-        one, layer = np.array([digest]), layer_number(name)
-        conv = oracle.cells(one, layer, channels, rows * 2).reshape(len(channels), rows, 2)
-        if not is_conv_state_dim_first():
-            conv = conv.transpose(1, 0, 2)
-        heads = [10_000 + self.rank * n_heads + at for at in range(n_heads)]
-        recurrent = oracle.cells(one, layer, heads, inner[0] * inner[1] * 4)
-        return np.concatenate([conv.ravel(), recurrent.ravel()])
-
-    @staticmethod
-    def places(spec: KVCacheSpec, blocks: list[int], positions: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block and row of each position."""
-        table = np.asarray(blocks)
-        return torch.from_numpy(table[positions // spec.block_size]), torch.from_numpy(positions % spec.block_size)
-
-    def read(self, sequence: Sequence, check: Any) -> None:
-        """What attention reads of the computed positions, layer by layer."""
-        digest = oracle.digests(sequence.tokens)
-        for at, (spec, names) in enumerate(self.groups):
-            if isinstance(spec, MambaSpec):
-                for name in names if sequence.computed else ():
-                    where = torch.tensor(sequence.blocks[at][:1])
-                    state = self.state(digest[sequence.computed - 1], spec, name)
-                    check(name, where, torch.zeros_like(where), state[None, None], 0)
-                continue
-            first = max(0, sequence.computed - spec.sliding_window + 1) if isinstance(spec, SlidingWindowSpec) else 0
-            start = first
-            if check == self.adopt:  # whole blocks may come: what is in none of a window's blocks is not looked at
-                start = first // spec.block_size * spec.block_size
-            positions = np.arange(start, sequence.computed)
-            if not len(positions):
-                continue
-            blocks, rows = self.places(spec, sequence.blocks[at], positions)
-            for name in names:
-                check(name, blocks, rows, self.truth(digest[start : sequence.computed], name), first - start)
-
-    def adopt(
-        self, name: str, blocks: torch.Tensor, rows: torch.Tensor, truth: NDArray[np.uint8], outside: int
-    ) -> None:
-        """Computed positions of a new request were loaded, or hit: from now on the pool must hold them.
-
-        The first `outside` of them are before a window: they may be there.
-        """
-        found = self.pools[name][blocks[:outside], :, rows[:outside]].numpy()
-        here = np.concatenate([(found == truth[:outside]).all((1, 2)), np.full(len(truth) - outside, True)])
-        self.shadows[name][blocks[here], :, rows[here]] = torch.from_numpy(truth[here])
-
-    def check(self, name: str, blocks: torch.Tensor, rows: torch.Tensor, truth: NDArray[np.uint8], _: int) -> None:
-        found = self.pools[name][blocks, :, rows].numpy()
-        wrong = np.argwhere(found != truth)
-        assert not len(wrong), (
-            f"rank {self.rank} continues on wrong bytes: {len(wrong)} of {truth.size} in {name}, the first at position"
-            f" {wrong[0][0]} of {len(truth)}, block {int(blocks[wrong[0][0]])}, head {wrong[0][1]}, byte {wrong[0][2]}"
-        )
-
-    def spoil(self, blocks: list[int], seed: int) -> None:
-        """Free blocks are filled with other noise: nobody may read or write them any more."""
-        draw = np.random.default_rng([seed, self.rank])
-        for block in blocks:
-            for name, view in self.pools.items():
-                noise = torch.from_numpy(draw.integers(0, 256, view.shape[1:], np.uint8))
-                view[block] = noise
-                self.shadows[name][block] = noise
-
-    def compare(self) -> int:
-        """Every byte of the pool; their number."""
-        wrong = torch.nonzero(self.raw != self.shadow).flatten()
-        if len(wrong):
-            where = [
-                f"{name} block {block}"
-                for name, view in self.pools.items()
-                for block in range(len(view))
-                if not torch.equal(view[block], self.shadows[name][block])
-            ]
-            raise AssertionError(f"rank {self.rank}: {len(wrong)} of {len(self.raw)} bytes are wrong, in {where[:12]}")
-        return len(self.raw)
 
     def admissions(self) -> dict[str, int]:
         """How many tokens each request had computed, here or elsewhere, when it was first scheduled."""
