@@ -30,6 +30,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from pdstage.integrations.vllm.groups import groups_of
 from pdstage.integrations.vllm.metadata import PdStageMetadata, Receive, Remote, Send
+from tests.engines.vllm.models import look_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,6 +56,7 @@ def config(
     """As vLLM's command line would make it."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODEL))
+    look_at(MODEL["architectures"])
     made = VllmConfig(
         model_config=ModelConfig(
             model=str(folder), skip_tokenizer_init=True, dtype="float16", seed=0, max_model_len=512

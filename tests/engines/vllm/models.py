@@ -18,6 +18,7 @@ from vllm.config import (
 from vllm.model_executor.models.registry import ModelRegistry
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 GEMMA: dict[str, Any] = {
@@ -85,11 +86,16 @@ class Side:
     limits: dict[str, Any] = field(default_factory=dict)
 
 
+def look_at(architectures: Iterable[str]) -> None:
+    """At these classes, in this process: vLLM would do so in one without our stubs, and keep the answer on disk."""
+    for name in architectures:
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
 def config(side: Side, model: Path) -> VllmConfig:
     """vLLM's own, as its command line would make it."""
     shape = json.loads((model / "config.json").read_text())
-    for architecture in shape["architectures"]:  # vLLM would look at the class in a process without our stubs
-        ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+    look_at(shape["architectures"])
     heads = max(1, shape["num_key_value_heads"] // side.tp)
     page = side.block_size * heads * shape["head_dim"] * 2 * 2 * shape["num_hidden_layers"]
     made = VllmConfig(
