@@ -152,6 +152,8 @@ def _refuse_what_is_not_supported() -> None:
         "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
         "--enable-dsa-cache-layer-split": parallel.enable_dsa_cache_layer_split,
         "context- and tensor-parallel group sharing": parallel.enable_cp_tp_group_sharing,
+        "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0 (peers may still write to pages of failed requests)":
+            not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get(),
         "SGLANG_RUST_SERVER (its registry takes the bootstrap server's place)": envs.SGLANG_RUST_SERVER.get(),
         "SGLANG_DISAGG_STAGING_BUFFER (pdstage stages by itself)": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
         "SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK (metadata on the device)":

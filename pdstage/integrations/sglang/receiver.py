@@ -89,7 +89,7 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         if room is not None and self.conclude_state is None:
             if room.state is State.FAILED:
                 self.kv_mgr.fail(self.bootstrap_room, str(room.error))
-            elif room.state is State.SUCCESS:
+            elif room.state is State.SUCCESS and room.released:  # a request of one token gives its pages back at once
                 self._take_row(room)
             elif room.state is State.TRANSFERRING:
                 self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Transferring)

@@ -98,7 +98,9 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
             if room.state is State.FAILED:
                 self.kv_mgr.fail(self.bootstrap_room, str(room.error))
             else:
-                self.kv_mgr.update_status(self.bootstrap_room, int(room.state))
+                ended = room.state is State.SUCCESS and not room.released  # the scheduler would take the pages back
+                state = State.TRANSFERRING if ended else room.state
+                self.kv_mgr.update_status(self.bootstrap_room, int(state))
         status: int = super()._poll_with_status(check_status)
         if status == KVPoll.Failed and room is not None:
             self._end(room, f"prefill gave up: {self._reason()}")

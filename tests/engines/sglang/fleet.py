@@ -87,8 +87,11 @@ def eventually(ask, wanted=bool):
 class Fleet:
     """A bootstrap server, a prefill engine and a decode engine of one kind of pool."""
 
-    def __init__(self, prefill_tp: int, decode_tp: int, pool: str = "mha", node: str = "", page_size: int = 16) -> None:
+    def __init__(
+        self, prefill_tp: int, decode_tp: int, pool: str = "mha", node: str = "", page_size: int = 16, **environ: str
+    ) -> None:
         self.page_size = page_size
+        said = tuple(environ.items())
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -97,7 +100,7 @@ class Fleet:
             self.server.answer()
             sides = {}
             for mode, size in (("prefill", prefill_tp), ("decode", decode_tp)):
-                given = (setups.Setup(mode, size, rank, port, pool, page_size, 64, node) for rank in range(size))
+                given = (setups.Setup(mode, size, rank, port, pool, page_size, 64, node, said) for rank in range(size))
                 sides[mode] = [self._child(opened, "rank", one) for one in given]
             for ranks in sides.values():
                 for rank in ranks:

@@ -34,6 +34,7 @@ class Rank:
     def __init__(self, setup: Setup) -> None:
         load_plugins()
         os.environ[environment.NODE.name] = setup.node
+        os.environ.update(setup.environ)
         self.setup = setup
         arguments = [
             "--model-path", MODEL, "--device", "cpu", "--host", "127.0.0.1", "--skip-tokenizer-init",

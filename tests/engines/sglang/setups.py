@@ -19,6 +19,7 @@ class Setup(NamedTuple):
     page_size: int = 16
     n_pages: int = 64
     node: str = ""  # PDSTAGE_NODE
+    environ: tuple[tuple[str, str], ...] = ()
 
 
 def serve(*args: object) -> None:

@@ -51,3 +51,10 @@ def test_with_a_key_file(tmp_path):
 def test_a_setting_that_no_node_has_stops_the_rank_by_name(tmp_path):
     with pytest.raises(AssertionError, match="PDSTAGE_NODE has speed"):
         Fleet(1, 1, "mha", '{"speed": 9}')
+
+
+def test_pages_that_go_back_while_a_peer_may_write_to_them_are_refused():
+    """I2: with this setting SGLang would ask nobody before it takes a failed request's pages."""
+    name = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
+    with pytest.raises(AssertionError, match=name):
+        Fleet(1, 1, "mha", **{name: "0"})
