@@ -79,10 +79,11 @@ OWNED = {"ControlPort", "Port", "Target", "Elsewhere", "Here", "Process", "There
 
 
 def closable():
-    """Every class of the package with a `close` that needs no argument, but the demo's and the private ones."""
-    for found in pkgutil.walk_packages(pdstage.__path__, "pdstage."):
+    """Every class of the package with a `close` without arguments, but private ones, the demo's and the engines'."""
+    left_out = ("pdstage.demo", "pdstage.bench", "pdstage.kernels", "pdstage.serve", "pdstage.integrations")
+    for found in pkgutil.walk_packages(pdstage.__path__, "pdstage.", onerror=lambda _: None):  # an engine not here
         name = found.name
-        if name.startswith(("pdstage.demo", "pdstage.bench", "pdstage.kernels", "pdstage.serve")) or "._native" in name:
+        if name.startswith(left_out) or "._native" in name:
             continue
         try:
             module = importlib.import_module(name)
