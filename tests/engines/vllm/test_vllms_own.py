@@ -49,7 +49,19 @@ def test_vllms_own_tests_of_any_connector(tmp_path):
     (model / "config.json").write_text(json.dumps(OPT))
     report = tmp_path / "report.xml"
     names = [f"{UNIT}/{file}.py" + (f"::{name}" if name else "") for file, names in RUN.items() for name in names]
-    options = ["-p", "swap", "-p", "no:cacheprovider", "--rootdir", str(PLACE), "--junitxml", str(report), "-q"]
+    options = [
+        "-c",
+        os.devnull,
+        "-p",
+        "swap",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(PLACE),
+        "--junitxml",
+        str(report),
+        "-q",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *names],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parents[2]}", "HF_HUB_OFFLINE": "1"},
