@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -64,8 +65,9 @@ def move(site, src: Rank, p, dst: Rank, d, room: int) -> None:
     dst.free(into)
 
 
-def test_rooms_end_though_the_thread_sleeps_until_the_node_is_closed(site, monkeypatch):
-    """An engine that asks a closed node's room must not hear that it still waits."""
+@pytest.mark.parametrize("breaks", [False, True], ids=["turns", "breaks"])
+def test_rooms_end_though_the_thread_sleeps_until_the_node_is_closed(site, monkeypatch, caplog, breaks):
+    """An engine that asks a closed node's room must not hear that it still waits, even if the last turn breaks."""
     src, dst = Rank(page=4), Rank(page=4)
     options = {"transport": "local", "path": "direct", "progress": "thread"}
     with prefill_node(src, site.address, **options) as p:
@@ -82,8 +84,11 @@ def test_rooms_end_though_the_thread_sleeps_until_the_node_is_closed(site, monke
 
         monkeypatch.setattr(d, "turn", sleep)
         assert asleep.wait(20)
+        if breaks:
+            monkeypatch.setattr(d.transport, "poll", mock.Mock(side_effect=OSError("no fabric")))
         d.close(0.1)
         assert late.state is State.FAILED
+        assert ("the node's last turn failed" in caplog.text) == breaks
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
