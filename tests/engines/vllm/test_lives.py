@@ -113,8 +113,7 @@ def test_an_abort_at_prefill_after_its_answer_takes_nothing_from_decode(pair):
         pair.p.step()
     pair.decode("handed over", prompt)
     pair.until(lambda: "handed over" in pair.d.ended)
-    assert pair.d.tokens["handed over"] == continuation(prompt, 4)
-    assert pair.loaded("handed over") >= 99
+    pair.went_well("handed over", prompt)
 
 
 def test_the_room_comes_before_the_blocks(engines):
@@ -142,8 +141,7 @@ def test_preemption_at_prefill(pair):
     pair.until(lambda: "preempted" in pair.p.ended, pair.p)
     pair.decode("preempted", prompt)
     pair.until(lambda: "preempted" in pair.d.ended)
-    assert pair.d.tokens["preempted"] == continuation(prompt, 4)
-    assert pair.loaded("preempted") >= 199
+    pair.went_well("preempted", prompt)
 
 
 def test_a_producer_smaller_than_its_requests_together(engines):
