@@ -141,10 +141,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         self.bootstrap_address = bootstrap or ""
-        self.advert = Advert(
-            instance=instance, topology=topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
-            layout=pool.layout.digest(), transports=tuple(self.transport.offers()), version=VERSION,
-        )  # fmt: skip
+        self.advert = self._advert(instance)
         try:
             if publish:
                 self.bootstrap_address = bootstrap or self._embed_bootstrap(bind, insecure)
@@ -158,6 +155,12 @@ class PrefillNode(Node[PrefillCore, Sender]):
         host = Address.parse(bind, "tcp", listening=True)._replace(port=0)
         self._bootstrap = BootstrapServer(str(host), keys=self.keys, insecure=insecure).start()
         return self._bootstrap.address
+
+    def _advert(self, instance: str) -> Advert:
+        return Advert(
+            instance=instance, topology=self.topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
+            layout=self.pool.layout.digest(), transports=tuple(self.transport.offers()), version=VERSION,
+        )  # fmt: skip
 
     def cost_of(self, traits: Traits) -> CostModel:
         """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say."""
