@@ -141,5 +141,5 @@ async def until(
                     await changed.wait()
                     changed.clear()
         except TimeoutError:
-            what = f"room {handle.key!r}" if handle is not None else "any room"
+            what = f"room {handle.id!r}" if handle is not None else "any room"
             raise TimeoutError(f"{what} did not get there in {timeout_s} s") from None

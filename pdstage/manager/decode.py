@@ -5,6 +5,7 @@ Layer 5. Must not know how the core decides; it carries out scatters and looks p
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from typing import TYPE_CHECKING, ClassVar, assert_never
@@ -170,16 +171,14 @@ class DecodeNode(Node[DecodeCore, Receiver]):
         layout = self.pool.layout
         checked = check(layout, items, tokens, unique=True)
         if prefix_tokens < 0:
-            raise UsageError(f"prefix_tokens={prefix_tokens} for room {receiver.key!r}", remedy="give at least 0")
+            raise UsageError(f"prefix_tokens={prefix_tokens} for room {receiver.id!r}", remedy="give at least 0")
         asked = []
         for name, one in checked.items():
             start = max(one.start, prefix_tokens) if layout.component(name).positional else one.start
             asked.append(m.Asked(name, min(start, one.stop), one.stop))
         with self.use():
             if receiver.bound is not None:
-                raise UsageError(
-                    f"room {receiver.key!r} is bound already", remedy="call bind() once", room=receiver.key
-                )
+                raise UsageError(f"room {receiver.id!r} is bound already", remedy="call bind() once", room=receiver.id)
             if aux is not None:
                 self._lend(receiver, aux)
             receiver.bound = Bound(checked, tuple(sorted(asked)), priority, after, aux)
@@ -194,7 +193,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
             if receiver.room is not None:
                 self.core.abort(receiver.room, reason, time.monotonic())
             else:
-                self._end(receiver, Aborted(f"room {receiver.key!r} was aborted: {reason}"))
+                self._end(receiver, Aborted(f"room {receiver.id!r} was aborted: {reason}"))
         self.kick()
 
     def handles(self) -> list[Handle]:
@@ -253,11 +252,20 @@ class DecodeNode(Node[DecodeCore, Receiver]):
         while self._answers:
             receiver, adverts, error, deadline_s = self._answers.popleft()
             if receiver.status & 0x7F == State.FAILED:
-                continue
-            if adverts is None:
+                self._give_up(receiver, adverts or [])
+            elif adverts is None:
                 self._end(receiver, error or PeerError("the directory gave no answer"))
             else:
                 self._announce(receiver, adverts, deadline_s)
+
+    def _give_up(self, receiver: Receiver, adverts: list[Advert]) -> None:
+        """It was aborted while its prefill was looked up, which may hold its state already and wait."""
+        with contextlib.suppress(PdstageError):  # a rank that cannot be told waits for its deadline
+            writers = self._routes(adverts)
+            self.core.give_up(receiver.key, writers, str(receiver.error), time.monotonic())
+
+    def _routes(self, adverts: list[Advert]) -> dict[int, bytes]:
+        return {a.topology.unique_rank: self.socket.connect(a.endpoint) for a in adverts}
 
     def _announce(self, receiver: Receiver, adverts: list[Advert], deadline_s: float) -> None:
         # A later version than ours may talk with us: it says so when greeted.
@@ -267,8 +275,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
             self._end(receiver, PeerError(what, remedy="run a later release at prefill"))
             return
         try:
-            writers = {a.topology.unique_rank: self.socket.connect(a.endpoint) for a in adverts}
-            room = self.core.announce(receiver.key, writers, time.monotonic(), deadline_s=deadline_s)
+            room = self.core.announce(receiver.key, self._routes(adverts), time.monotonic(), deadline_s=deadline_s)
         except PdstageError as error:  # what a directory says is a peer's word: it fails this room, not the driver
             self._end(receiver, error)
             return
@@ -311,7 +318,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
     def _close_rooms(self, timeout_s: float) -> None:
         with self._lock:
             for receiver in [one for one in self._receivers.values() if one.room is None]:
-                self._end(receiver, Aborted(f"room {receiver.key!r} was aborted: the node was closed"))
+                self._end(receiver, Aborted(f"room {receiver.id!r} was aborted: the node was closed"))
         super()._close_rooms(timeout_s)
 
     def _on_changed(self, room: Room) -> None:

@@ -443,7 +443,7 @@ class Driver(ABC, Generic[AnyCore]):
             self.use()
             left_s = 1.0 if deadline_at is None else deadline_at - time.monotonic()
             if left_s <= 0:
-                raise TimeoutError(f"room {handle.key!r} did not get there in {timeout_s} s")
+                raise TimeoutError(f"room {handle.id!r} did not get there in {timeout_s} s")
             if self._progress == "inline":
                 self.turn(min(left_s, self._patience_s()))
             else:

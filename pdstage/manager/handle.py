@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from pdstage.protocol.messages import room_id
 from pdstage.protocol.room import State
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pdstage.errors import PdstageError
+    from pdstage.protocol.messages import RoomId
     from pdstage.protocol.room import Room
 
 _ENDED = (State.SUCCESS, State.FAILED)
@@ -62,6 +64,11 @@ class Handle:
         self.error: PdstageError | None = None
         self.began_at = time.monotonic()
         self.waiters: list[Waiter] = []
+
+    @property
+    def id(self) -> RoomId:
+        """The room, as the engine named it to `send` or `receive`."""
+        return room_id(self.key)
 
     @property
     def state(self) -> State:

@@ -236,7 +236,7 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         """
         if self.metadata is None:
             raise UsageError(
-                f"an aux row for room {handle.key!r} at a node without rows", remedy="give the node its `metadata`"
+                f"an aux row for room {handle.id!r} at a node without rows", remedy="give the node its `metadata`"
             )
         room = handle.room
         if not (room.released if isinstance(room, Room) else handle.released):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 from pdstage.errors import PdstageError, TransportError
 from pdstage.protocol.effects import Effect, Gather, Scatter, Write, WriteDirect, WriteRow
+from pdstage.protocol.messages import room_id
 from pdstage.protocol.room import State
 
 if TYPE_CHECKING:
@@ -129,12 +130,6 @@ class Observer(Protocol):
     def observe(self, origin: Origin, event: Event) -> None: ...
 
 
-def room_id(key: bytes) -> RoomId:
-    """The room as the engine named it; the inverse of `messages.room_key`."""
-    kind, name = key[:1], key[1:]
-    return int(name) if kind == b"i" else name.decode() if kind == b"s" else name
-
-
 @dataclass(slots=True, eq=False)
 class _Seen:
     """A room that is not released yet."""
@@ -166,7 +161,7 @@ class Observation:
     def opened(self, handle: Handle) -> None:
         """Under the node's lock."""
         self._n_rooms += 1
-        seen = self._rooms[handle] = _Seen(room_id(handle.key), self._n_rooms, time.monotonic())
+        seen = self._rooms[handle] = _Seen(handle.id, self._n_rooms, time.monotonic())
         self._events.append(RoomOpened(seen.room, seen.number, seen.opened_at))
 
     def bound(self, handle: Handle) -> None:
@@ -229,7 +224,7 @@ class Observation:
                 case WriteRow(ticket, chunk):
                     self._stages[ticket] = _of_chunk("aux", chunk, now)
                 case Scatter(ticket, landing):
-                    link, asked, room = landing.part.link, landing.grant.request, room_id(landing.part.room.key)
+                    link, asked, room = landing.part.link, landing.grant.request, landing.part.room.id
                     session, peer, lane = link.session, landing.part.number, landing.grant.lane
                     self._stages[ticket] = StageOver(
                         "scatter", room, session, asked.epoch, peer, lane, asked.chunk, now, now, landing.nbytes

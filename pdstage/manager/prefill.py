@@ -193,7 +193,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
     ) -> None:
         """`Sender.chunk`."""
         if sender.finishing:
-            raise UsageError(f"room {sender.key!r} got a chunk after finish()", remedy="chunks come first")
+            raise UsageError(f"room {sender.id!r} got a chunk after finish()", remedy="chunks come first")
         checked = check(self.pool.layout, items, tokens, unique=False)
         rects = rects_of(self.pool.layout, checked, layers)
         if rects:
@@ -212,14 +212,14 @@ class PrefillNode(Node[PrefillCore, Sender]):
         """`Sender.finish`."""
         if isinstance(aux, bytes) and len(aux) > self.config.max_aux_nbytes:
             raise UsageError(
-                f"{len(aux)} aux bytes for room {sender.key!r}",
+                f"{len(aux)} aux bytes for room {sender.id!r}",
                 remedy=f"at most {self.config.max_aux_nbytes}, see Config",
             )
         if states is not None:
             self.add_chunk(sender, states, None, None, ready)
         with self.use():
             if sender.room.finished or sender.finishing:
-                raise UsageError(f"room {sender.key!r} is finished already", remedy="call finish() once")
+                raise UsageError(f"room {sender.id!r} is finished already", remedy="call finish() once")
             given = aux if not isinstance(aux, AuxRow) else GivenRow(self._lend(sender, aux).address(aux), aux.read)
             sender.finishing = True
             if ready is None:

@@ -87,5 +87,7 @@ class Receiver(Handle):
         self._node.bind(self, items, tokens, prefix_tokens=prefix_tokens, after=after, priority=priority, aux=aux)
 
     def abort(self, reason: str = "aborted by the engine") -> None:
-        """Gives the room up: it fails here and at every writer. `released` tells when its pages are safe."""
+        """Gives the room up: it fails here, and at every writer: as soon as that is found and answers, and where it was
+        not submitted yet, once it is. `released` tells when its pages are safe.
+        """
         self._node.abort(self, reason)

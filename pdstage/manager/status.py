@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pdstage.manager.handle import Handle
     from pdstage.manager.node import Node
     from pdstage.protocol.holdings import Grant
+    from pdstage.protocol.messages import RoomId
 
 
 class LaneStatus(NamedTuple):
@@ -139,15 +140,13 @@ def oldest(node: Node[Any, Any], n: int) -> list[OpenRoom]:
     """The `n` rooms of the node that began first and are not released yet, the oldest first."""
     now = time.monotonic()
     slowest = heapq.nsmallest(n, node.handles(), key=_began_at)
-    return [OpenRoom(_named(one.key), STATES[one.status & 0x7F], now - one.began_at) for one in slowest]
+    return [OpenRoom(_named(one.id), STATES[one.status & 0x7F], now - one.began_at) for one in slowest]
 
 
 def _began_at(handle: Handle) -> float:
     return handle.began_at
 
 
-def _named(key: bytes) -> str:
-    """A room key as its router wrote it; what is no text, in hexadecimal digits."""
-    if key[:1] == b"b":
-        return key[1:].hex()
-    return key[1:].decode(errors="replace")
+def _named(room: RoomId) -> str:
+    """As its router wrote it; what is no text, in hexadecimal digits."""
+    return room.hex() if isinstance(room, bytes) else str(room)

@@ -88,15 +88,16 @@ class DecodeCore(Receiving):
         Raises `UsageError` if the room is being received already, its writers are none or share a route, or there are
         `max_peers` others and all in use.
         """
+        named = m.room_id(key)
         if key in self.rooms:
             raise UsageError(
-                f"room {key!r} is being received already", remedy="wait for its end, or abort it", room=key
+                f"room {named!r} is being received already", remedy="wait for its end, or abort it", room=named
             )
         if not writers or len(set(writers.values())) != len(writers):
             raise UsageError(
-                f"room {key!r} has {len(writers)} writers at {len(set(writers.values()))} routes",
+                f"room {named!r} has {len(writers)} writers at {len(set(writers.values()))} routes",
                 remedy="name each prefill rank once, at least one",
-                room=key,
+                room=named,
             )
         self._make_place(writers.values(), now)
         self._last_epoch += 1
@@ -107,9 +108,24 @@ class DecodeCore(Receiving):
         self.timers.set(("room", room), now + deadline_s)
         self.timers.set(("bind", room), now + self.config.bind_s)
         for route in writers.values():
-            self._peer(route, now).rooms[room] = None
+            peer = self._peer(route, now)
+            peer.rooms[room] = None
+            peer.given_up.pop(key, None)
         self._maybe_connected(room, now)
         return room
+
+    def give_up(self, key: bytes, writers: Mapping[int, bytes], reason: str, now: float) -> None:
+        """The engine gave this room up before its `writers` were known: they are told, greeted for it if need be.
+
+        Nothing if the room is being received anew. Raises `UsageError` as `announce` does for too many peers.
+        """
+        if key in self.rooms:
+            return
+        self._make_place(writers.values(), now)
+        for route in writers.values():
+            self._peer(route, now)
+        self._last_epoch += 1
+        self._give_up(m.Abort(self._last_epoch, m.brief(reason), False, key), writers.values(), now)
 
     def bind(
         self,
@@ -128,17 +144,15 @@ class DecodeCore(Receiving):
         Raises `UsageError` if it is bound already, or asks for a component twice, backwards, or that this layout lacks.
         """
         if room.bound:
-            raise UsageError(f"room {room.key!r} is bound already", remedy="call bind() once", room=room.key)
+            raise UsageError(f"room {room.id!r} is bound already", remedy="call bind() once", room=room.id)
         if len({ask.component for ask in asked}) != len(asked):
-            raise UsageError(
-                f"room {room.key!r} asks for a component twice", remedy="give one range each", room=room.key
-            )
+            raise UsageError(f"room {room.id!r} asks for a component twice", remedy="give one range each", room=room.id)
         for ask in asked:
             if ask.component not in self._components or not 0 <= ask.start <= ask.stop:
                 raise UsageError(
-                    f"room {room.key!r} asks for {ask.component!r} {ask.start}..{ask.stop}",
+                    f"room {room.id!r} asks for {ask.component!r} {ask.start}..{ask.stop}",
                     remedy=f"this layout has {', '.join(self._components)}; ranges ascend from 0",
-                    room=room.key,
+                    room=room.id,
                 )
         if room.ended:
             return
@@ -151,7 +165,7 @@ class DecodeCore(Receiving):
             self._open(room, now)
 
     def abort(self, room: InRoom, reason: str, now: float) -> None:
-        self._fail(room, Aborted(f"room {room.key!r} was aborted at decode: {reason}"), now)
+        self._fail(room, Aborted(f"room {room.id!r} was aborted at decode: {reason}"), now)
         self._settle(now)
 
     def close(self, now: float) -> None:

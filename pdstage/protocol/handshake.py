@@ -60,6 +60,8 @@ class Peer:
     link: Link | None = None
     n_hellos: int = 0
     rooms: dict[InRoom, None] = field(default_factory=dict)
+    given_up: dict[bytes, m.Abort] = field(default_factory=dict)
+    """Rooms that ended before it answered, which it is told once it does."""
 
 
 class Greeter(Core):
@@ -125,6 +127,9 @@ class Greeter(Core):
         self.watch(link, now)
         self.emit(Attach(link, m.offers(welcome)))
         self.send(link, m.Heartbeat(), now)
+        for told in peer.given_up.values():
+            self.send(link, told, now)
+        peer.given_up.clear()
         self._met(peer, now)
 
     def _welcome_problem(self, welcome: m.Welcome) -> str:

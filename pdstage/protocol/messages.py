@@ -85,6 +85,15 @@ def room_key(room: RoomId) -> bytes:
     return key
 
 
+def room_id(key: bytes) -> RoomId:
+    """The room as its engine named it, which `room_key` made `key` of; of bytes that it never makes, those."""
+    kind, name = key[:1], key[1:]
+    try:
+        return {b"i": int, b"s": bytes.decode, b"b": bytes}[kind](name)
+    except (KeyError, ValueError):
+        return key
+
+
 class Session(NamedTuple):
     """One agreement of two process lives; a frame of another session is stale.
 
@@ -345,7 +354,7 @@ class Abort(Message, frozen=True, tag=17):
     """D>P until Drained or CloseOk: stop writing for this epoch. `finished`: all was delivered, only CloseOk is
     missing.
 
-    `room`: said once, of a room that was never opened and never will be, as its writers do not fit.
+    `room`: said once, of a room that was never opened and never will be: given up, or its writers do not fit.
     """
 
     epoch: Number

@@ -192,13 +192,14 @@ class Ended(NamedTuple):
 
     reason: str
     known: dict[int, tuple[Session, int]]
-    """The (session, epoch) of each rank that was served or told; another epoch of it means the room again, not that
-    room.
+    """The (session, epoch) of each rank that was served or told, or gave it up; another epoch of it means the room
+    again, not that room.
     """
+    begun: bool = True
+    """Else a destination gave it up first, and to submit it is to see it fail."""
 
-    def refuses(self, record: Record) -> bool:
-        claim = (record.link.session, record.epoch)
-        return self.known.setdefault(record.open.rank, claim) == claim
+    def refuses(self, rank: int, session: Session, epoch: int) -> bool:
+        return self.known.setdefault(rank, (session, epoch)) == (session, epoch)
 
 
 class _Turns:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
-from pdstage.protocol.outbox import GivenRow, OutChunk, OutRoom, Phase, Record, RecordPhase, Source
+from pdstage.protocol.outbox import Ended, GivenRow, OutChunk, OutRoom, Phase, Record, RecordPhase, Source
 from pdstage.protocol.room import NO_ROWS, OwnRows
 from pdstage.protocol.sending import Sending
 from pdstage.protocol.session import Link
@@ -80,11 +80,17 @@ class PrefillCore(Sending):
     def submit(self, key: bytes, now: float) -> OutRoom:
         """The engine will send this room. Raises `UsageError` if it is being sent already."""
         if key in self.rooms:
-            raise UsageError(f"room {key!r} is being sent already", remedy="wait for its end, or abort it", room=key)
+            named = m.room_id(key)
+            raise UsageError(
+                f"room {named!r} is being sent already", remedy="wait for its end, or abort it", room=named
+            )
         room = self.rooms[key] = OutRoom(key)
-        self._ended.pop(key, None)
+        ended = self._ended.pop(key, None)
         self.counters.rooms_opened += 1
         self.timers.set(("open_wait", room), now + self.config.open_wait_s)
+        if ended is not None and not ended.begun:
+            self._fail(room, given_up(room, ended.reason), now)
+            self._ended[key].known.update(ended.known)
         for record in self._parked.take(key):
             self.timers.cancel(("parked", record))
             if room.ended:
@@ -105,7 +111,7 @@ class PrefillCore(Sending):
         if room.ended:
             return source
         if room.finished:
-            raise UsageError(f"room {room.key!r} got a chunk after finish()", remedy="chunks come first", room=room.key)
+            raise UsageError(f"room {room.id!r} got a chunk after finish()", remedy="chunks come first", room=room.id)
         self._check_rects(room, rects)
         for rect in rects:
             if rect.component in self._slots:
@@ -119,9 +125,9 @@ class PrefillCore(Sending):
     def _check_rects(self, room: OutRoom, rects: tuple[Rect, ...]) -> None:
         if not 0 < len(rects) <= m.MAX_RECTS or len({rect.component for rect in rects}) != len(rects):
             raise UsageError(
-                f"room {room.key!r} got a chunk of {len(rects)} rectangles",
+                f"room {room.id!r} got a chunk of {len(rects)} rectangles",
                 remedy=f"give one of each component, 1 to {m.MAX_RECTS}",
-                room=room.key,
+                room=room.id,
             )
         for rect in rects:
             known = rect.component in self._components
@@ -129,9 +135,9 @@ class PrefillCore(Sending):
             ascends = 0 <= rect.start <= rect.stop - least
             if not known or not ascends or not 0 <= rect.layer_start < rect.layer_stop:
                 raise UsageError(
-                    f"room {room.key!r} got {rect}",
+                    f"room {room.id!r} got {rect}",
                     remedy=f"this layout has {', '.join(self._components)}; ranges ascend from 0",
-                    room=room.key,
+                    room=room.id,
                 )
             # A place in a destination's pages may be written once an epoch, and posts are not ordered.
             row = self._row_tokens[rect.component]
@@ -139,9 +145,9 @@ class PrefillCore(Sending):
             if twice is not None:
                 whole = f", in chunks that begin at multiples of the {row} tokens that a row covers" if row > 1 else ""
                 raise UsageError(
-                    f"room {room.key!r} got {rect} after {twice}",
+                    f"room {room.id!r} got {rect} after {twice}",
                     remedy=f"give each token of a layer once{whole}",
-                    room=room.key,
+                    room=room.id,
                 )
 
     def data_ready(self, room: OutRoom, source: Source, now: float) -> None:
@@ -163,12 +169,12 @@ class PrefillCore(Sending):
         if room.ended:
             return
         if room.finished:
-            raise UsageError(f"room {room.key!r} is finished already", remedy="call finish() once", room=room.key)
+            raise UsageError(f"room {room.id!r} is finished already", remedy="call finish() once", room=room.id)
         if isinstance(aux, bytes) and len(aux) > self.config.max_aux_nbytes:
             raise UsageError(
-                f"room {room.key!r} has {len(aux)} aux bytes, the limit is {self.config.max_aux_nbytes}",
+                f"room {room.id!r} has {len(aux)} aux bytes, the limit is {self.config.max_aux_nbytes}",
                 remedy="raise Config.max_aux_nbytes, or send it as a component",
-                room=room.key,
+                room=room.id,
             )
         room.finished, room.aux = True, aux
         for link, epoch in self._forget_askers(room.key):
@@ -182,7 +188,7 @@ class PrefillCore(Sending):
         self._settle(now)
 
     def abort(self, room: OutRoom, reason: str, now: float) -> None:
-        self._fail(room, Aborted(f"room {room.key!r} was aborted at prefill: {reason}"), now)
+        self._fail(room, Aborted(f"room {room.id!r} was aborted at prefill: {reason}"), now)
 
     # What the driver reports.
 
@@ -249,6 +255,7 @@ class PrefillCore(Sending):
     def _on_ask(self, link: Link, ask: m.Ask, now: float) -> None:
         """Answered at once and, if not `finished`, again at finish(); decode repeats it slowly for a lost answer."""
         room = self.rooms.get(ask.room)
+        self._wanted_again(ask.room, link, ask.epoch)
         finished = room is not None and room.finished
         if not finished and self._askers.note(ask.room, link, ask.epoch):
             self.timers.set(("asked", ask.room), now + 4 * self.config.ask_s)
@@ -262,8 +269,9 @@ class PrefillCore(Sending):
         self._check_open(link, opened)
         record = Record(link, opened, self._direct)
         room = self.rooms.get(opened.room)
+        self._wanted_again(opened.room, link, opened.epoch)
         ended = self._ended.get(opened.room)
-        if room is None and ended is not None and ended.refuses(record):
+        if room is None and ended is not None and ended.refuses(opened.rank, link.session, opened.epoch):
             self.send(link, m.Opened(opened.epoch, "refused", m.brief(ended.reason)), now)
         elif room is None and not self._park(record, now):
             self.send(link, m.Opened(opened.epoch, "refused", "too many rooms wait for prefill"), now)
@@ -286,7 +294,8 @@ class PrefillCore(Sending):
     def _on_abort(self, link: Link, abort: m.Abort, now: float) -> None:
         record = self.records.get((link.session, abort.epoch))
         if record is None:
-            self._on_decline(link, abort, now)
+            if abort.room:
+                self._on_given_up(link, abort, now)
             self.send(link, m.Drained(abort.epoch), now)
             return
         room = record.room
@@ -300,13 +309,24 @@ class PrefillCore(Sending):
             return
         self._drain(record, now)
         if room is not None and room.destinations.get(record.open.rank) is record:
-            self._fail(room, Aborted(f"room {room.key!r} was aborted at decode: {abort.reason}"), now)
+            self._fail(room, Aborted(f"room {room.id!r} was aborted at decode: {abort.reason}"), now)
 
-    def _on_decline(self, link: Link, abort: m.Abort, now: float) -> None:
+    def _on_given_up(self, link: Link, abort: m.Abort, now: float) -> None:
         """A destination says of a room that it never will open it. One that has opened it means another epoch."""
-        room = self.rooms.get(abort.room)
-        if room is not None and link.topology.group_rank not in room.destinations:
-            self._fail(room, Aborted(f"room {room.key!r} was refused at decode: {abort.reason}"), now)
+        room, rank = self.rooms.get(abort.room), link.topology.group_rank
+        if room is not None and rank not in room.destinations:
+            self._fail(room, given_up(room, abort.reason), now)
+        elif room is None and abort.room not in self._ended:
+            self._note_ended(abort.room, Ended(abort.reason, {}, begun=False))
+        ended = self._ended.get(abort.room)
+        if ended is not None:
+            ended.known[rank] = (link.session, abort.epoch)
+
+    def _wanted_again(self, key: bytes, link: Link, epoch: int) -> None:
+        """A destination speaks of a room that it had given up, in another epoch."""
+        ended = self._ended.get(key)
+        if ended is not None and not ended.begun and not ended.refuses(link.topology.group_rank, link.session, epoch):
+            del self._ended[key]
 
     def _on_bye(self, link: Link, bye: m.Bye, now: float) -> None:
         link.said_bye = True
@@ -327,15 +347,15 @@ class PrefillCore(Sending):
                     self._close_failed(record, now)
             case ("open_wait", OutRoom() as room):
                 waited = self.config.open_wait_s
-                self._fail(room, DeadlineExceeded(f"no decode rank opened room {room.key!r} in {waited} s"), now)
+                self._fail(room, DeadlineExceeded(f"no decode rank opened room {room.id!r} in {waited} s"), now)
             case ("room", OutRoom() as room):
-                late = f"room {room.key!r} was not sent in its {room.deadline_s} s"
+                late = f"room {room.id!r} was not sent in its {room.deadline_s} s"
                 error = DeadlineExceeded(
-                    late, remedy="raise deadline_s at decode, or look at the slower side", room=room.key
+                    late, remedy="raise deadline_s at decode, or look at the slower side", room=room.id
                 )
                 self._fail(room, error, now)
             case ("parked", Record() as record):
-                self._turn_away(record, f"prefill never began room {record.open.room!r}", now)
+                self._turn_away(record, f"prefill never began room {m.room_id(record.open.room)!r}", now)
             case ("write", int() as ticket):
                 self._on_write_timer(ticket, now)
             case ("asked", bytes() as room_key):
@@ -344,3 +364,7 @@ class PrefillCore(Sending):
                 if self.on_link_timer(kind, link, now):
                     silent = f"decode was silent for {link.silence_s} s"
                     self.lose(link, DeadlineExceeded(silent, remedy="look at that node"), now)
+
+
+def given_up(room: OutRoom, reason: str) -> Aborted:
+    return Aborted(f"room {room.id!r} was given up at decode: {reason}")

@@ -23,11 +23,14 @@ from pdstage.protocol.room import Event, OwnRows, State
 from pdstage.protocol.slots import Slots
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pdstage.protocol.config import Config
     from pdstage.protocol.handshake import Peer
     from pdstage.protocol.session import Link
 
 _MOST_DEALT = 4096
+_MOST_GIVEN_UP = 4096
 _MOST_REPEATS = 65_536
 """Chunks of one writer beyond which one that brings nothing new is not noted."""
 
@@ -131,20 +134,22 @@ class Receiving(Lender):
         if not room.on(Event.FAILED, error):
             return
         self.counters.rooms_failed += 1
-        if isinstance(error, PeerError) and not room.parts:
-            self._decline(room, str(error), now)
+        if all(part.phase is PartPhase.UNOPENED for part in room.parts.values()):
+            self._give_up(m.Abort(room.epoch, m.brief(str(error)), False, room.key), room.writers.values(), now)
         self._end(room)
         for part in room.parts.values():
             self._quarantine_of(part.link, room.epoch, now)
             self._abort_part(part, str(error), now)
         self._maybe_release(room)
 
-    def _decline(self, room: InRoom, reason: str, now: float) -> None:
-        """Its writers do not fit each other or this node: those that were met need not wait for an Open."""
-        met = (self.peers.get(route) for route in room.writers.values())
-        for peer in met:
+    def _give_up(self, told: m.Abort, routes: Iterable[bytes], now: float) -> None:
+        """No writer need wait for this room's Open. Those not met yet are told when they answer."""
+        for route in routes:
+            peer = self.peers.get(route)
             if peer is not None and peer.link is not None:
-                self.send(peer.link, m.Abort(room.epoch, m.brief(reason), False, room.key), now)
+                self.send(peer.link, told, now)
+            elif peer is not None and len(peer.given_up) < _MOST_GIVEN_UP:
+                peer.given_up[told.room] = told
 
     def _end(self, room: InRoom) -> None:
         for kind in ("room", "bind", "asking", "open_until", "wait", "transfer"):
@@ -197,7 +202,7 @@ class Receiving(Lender):
                 return
         problem = self._unlike(room)
         if problem:
-            self._fail(room, PeerError(problem, remedy="give as many at each prefill rank", room=room.key), now)
+            self._fail(room, PeerError(problem, remedy="give as many at each prefill rank", room=room.id), now)
         elif room.on(Event.COMPLETED):
             self.counters.rooms_succeeded += 1
             self._end(room)
@@ -356,4 +361,4 @@ def too_late(kind: str, room: InRoom, config: Config) -> DeadlineExceeded:
         "wait": (f"got no chunk in {config.wait_s} s", "was it submitted at prefill?"),
         "transfer": (f"got nothing new in {config.transfer_s} s", "look at the prefill ranks and the network"),
     }[kind]
-    return DeadlineExceeded(f"room {room.key!r} {what}", remedy=remedy, room=room.key)
+    return DeadlineExceeded(f"room {room.id!r} {what}", remedy=remedy, room=room.id)

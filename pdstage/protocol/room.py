@@ -8,10 +8,12 @@ from __future__ import annotations
 from enum import Enum, IntEnum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
+from pdstage.protocol.messages import room_id
+
 if TYPE_CHECKING:
     from pdstage.columns import Placed
     from pdstage.errors import PdstageError
-    from pdstage.protocol.messages import RowSpan
+    from pdstage.protocol.messages import RoomId, RowSpan
 
 
 class State(IntEnum):
@@ -79,6 +81,11 @@ class Room:
         self.status: int = State.BOOTSTRAPPING
         self.error: PdstageError | None = None
         self.ready_to_bind = False
+
+    @property
+    def id(self) -> RoomId:
+        """As the engine named it."""
+        return room_id(self.key)
 
     @property
     def state(self) -> State:

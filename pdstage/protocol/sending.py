@@ -108,7 +108,7 @@ class Sending(Borrower):
         for given in self._given(record):
             problem = self._slots.compare(self, record.link, *given, record.asked[given.component][1])
             if problem:
-                self._fail(room, UsageError(problem, remedy="give as many as decode does", room=room.key), now)
+                self._fail(room, UsageError(problem, remedy="give as many as decode does", room=room.id), now)
                 return
         self._set_aux(record, room)
         record.phase = RecordPhase.CLOSING
@@ -193,15 +193,18 @@ class Sending(Borrower):
             return
         self.counters.rooms_failed += 1
         served = {rank: (record.link.session, record.epoch) for rank, record in room.destinations.items()}
-        self._ended[room.key] = Ended(str(error), served)
-        if len(self._ended) > _MOST_ENDED:
-            self._ended.popitem(last=False)
+        self._note_ended(room.key, Ended(str(error), served))
         for record in list(room.destinations.values()):
             if record.phase is RecordPhase.LIVE:
                 record.phase, record.reason = RecordPhase.FAILING, str(error)
                 self._drop(record)
                 self._close_failed(record, now)
         self._end(room)
+
+    def _note_ended(self, key: bytes, ended: Ended) -> None:
+        self._ended[key] = ended
+        if len(self._ended) > _MOST_ENDED:
+            self._ended.popitem(last=False)
 
     def _close_failed(self, record: Record, now: float) -> None:
         self.send(record.link, m.CloseFailed(record.epoch, m.brief(record.reason)), now)

@@ -164,7 +164,7 @@ def test_a_wait_ends_in_time_and_the_room_goes_on(site, progress):
     async def main() -> None:
         receiver, sender, _ = begin(site, src, dst, p, d, 1)
         for timeout_s in (0, 0.05):
-            with pytest.raises(TimeoutError, match=f"room b'i1' did not get there in {timeout_s} s"):
+            with pytest.raises(TimeoutError, match=f"room 1 did not get there in {timeout_s} s"):
                 await receiver.wait_async(timeout_s)
         sender.finish()
         await asyncio.gather(receiver.wait_async(), sender.wait_released_async())

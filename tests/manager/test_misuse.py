@@ -78,7 +78,7 @@ def test_items(site, items, tokens, culprit):
 def test_calls_out_of_order(site):
     p, d = site.prefill(Rank()), site.decode(Rank())
     sender, receiver = p.send("r"), d.receive("r", site.address)
-    with pytest.raises(UsageError, match="b'sr' is being sent already"):
+    with pytest.raises(UsageError, match="room 'r' is being sent already"):
         p.send("r")
     with pytest.raises(UsageError, match="'r' is being received already"):
         d.receive("r", site.address)
@@ -205,7 +205,7 @@ def test_a_room_nobody_sends():
         receiver.bind([0], 4)
         drive([p, d], lambda: receiver.released)
         assert isinstance(receiver.error, DeadlineExceeded)
-        assert "b'i404' got no chunk" in str(receiver.error)
+        assert "room 404 got no chunk" in str(receiver.error)
 
 
 def test_a_room_nobody_receives(site):
@@ -213,7 +213,7 @@ def test_a_room_nobody_receives(site):
     sender = p.send(404)
     drive(site.nodes, lambda: sender.released)
     assert isinstance(sender.error, DeadlineExceeded)
-    assert "no decode rank opened room b'i404'" in str(sender.error)
+    assert "no decode rank opened room 404" in str(sender.error)
     with pytest.raises(DeadlineExceeded):
         sender.wait(0)
 
@@ -327,6 +327,31 @@ def test_abort(site, side):
     second.finish()
     drive(site.nodes, lambda: again.released)
     assert again.state is State.SUCCESS
+
+
+@pytest.mark.parametrize("submitted", ["before", "after"])
+@pytest.mark.parametrize("when", ["looked up", "greeted", "met"])
+def test_an_abort_before_bind_ends_the_room_at_prefill(site, when, submitted):
+    """Its pages there need not wait for open_wait_s: whoever aborts knows nothing of who has been found so far."""
+    p, d = site.prefill(Rank()), site.decode(Rank())
+    sender = p.send(1) if submitted == "before" else None
+    receiver = d.receive(1, site.address)
+    assert receiver.room is None
+    if when != "looked up":
+        drive([d] if when == "greeted" else site.nodes, lambda: receiver.room is not None)
+    if when == "met":
+        drive(site.nodes, lambda: receiver.state is State.WAITING_FOR_INPUT)
+    receiver.abort("the user left")
+    assert receiver.released
+    assert isinstance(receiver.error, Aborted)
+    if sender is None:
+        drive(site.nodes, lambda: p.core._ended)
+        sender = p.send(1)
+    sender.chunk([0], 4)
+    drive(site.nodes, lambda: sender.released)
+    assert isinstance(sender.error, Aborted)
+    assert "given up at decode" in str(sender.error)
+    assert "the user left" in str(sender.error)
 
 
 def test_closing_fails_what_is_open(site):

@@ -11,8 +11,7 @@ import time
 import pytest
 
 from pdstage import Config, State, UsageError
-from pdstage.manager.observer import RoomBound, RoomEnded, RoomOpened, RoomReleased, StageOver, room_id
-from pdstage.protocol.messages import room_key
+from pdstage.manager.observer import RoomBound, RoomEnded, RoomOpened, RoomReleased, StageOver
 from tests.manager.engine import Rank, drive
 
 TOKENS = 50
@@ -223,12 +222,6 @@ def test_nobody_observing_times_nothing(site):
     p = site.prefill(Rank())
     assert p._observed is None
     assert p.stager._clock() == 0.0
-
-
-@pytest.mark.parametrize("room", [0, -5, 17, "a", "ünï", b"", b"\xff\x00"])
-def test_room_ids_survive_their_keys(room):
-    assert room_id(room_key(room)) == room
-    assert type(room_id(room_key(room))) is type(room)
 
 
 def test_a_chunk_that_waited_in_vain_and_went_direct(site):

@@ -221,6 +221,18 @@ def test_room_ids_of_different_types_differ() -> None:
     assert len({m.room_key(room) for room in rooms}) == len(rooms)
 
 
+@pytest.mark.parametrize("room", [0, -5, 17, "a", "ünï", b"", b"\xff\x00"])
+def test_room_ids_survive_their_keys(room: m.RoomId) -> None:
+    assert m.room_id(m.room_key(room)) == room
+    assert type(m.room_id(m.room_key(room))) is type(room)
+
+
+@pytest.mark.parametrize("key", [b"", b"x", b"i", b"i1.5", b"s\xff"])
+def test_a_key_that_no_room_has_names_itself(key: bytes) -> None:
+    """What a peer sends is any bytes, and an error about them must be sayable."""
+    assert m.room_id(key) == key
+
+
 @pytest.mark.parametrize("room", [True, None, 1.5, ("a",), "x" * 256, b"x" * 256, 10**300])
 def test_what_is_no_room_id(room: object) -> None:
     with pytest.raises(UsageError, match="no room id"):

@@ -118,8 +118,8 @@ DEADLINES: list[tuple[dict[str, float], Callable[[World], None], Callable[[World
     ({"bind_s": 3.0}, lambda _: None, lambda w: w.announce(1), "was not bound in 3.0 s"),
     ({"wait_s": 3.0}, lambda w: w.submit(1), lambda w: w.receive(1, 8, [0, 1]), "got no chunk in 3.0 s"),
     ({"deadline_s": 3.0}, lambda w: w.submit(1), lambda w: w.receive(1, 8, [0, 1]), "did not end in its 3.0 s"),
-    ({"open_wait_s": 3.0}, lambda _: None, lambda w: w.send(1, 8, [0, 1]), "no decode rank opened room b'i1' in 3.0 s"),
-    ({"open_wait_s": 3.0}, lambda _: None, lambda w: w.receive(1, 8, [0, 1]), "prefill never began room b'i1'"),
+    ({"open_wait_s": 3.0}, lambda _: None, lambda w: w.send(1, 8, [0, 1]), "no decode rank opened room 1 in 3.0 s"),
+    ({"open_wait_s": 3.0}, lambda _: None, lambda w: w.receive(1, 8, [0, 1]), "prefill never began room 1"),
     (
         {"deadline_s": 3.0},
         lambda w: w.receive(1, 8, [0, 1]),

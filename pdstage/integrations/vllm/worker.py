@@ -15,7 +15,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from pdstage import DecodeNode, Items, Pool, PrefillNode, State, Topology
-from pdstage.errors import Aborted, PdstageError, UsageError
+from pdstage.errors import PdstageError, UsageError
 from pdstage.integrations.vllm.caches import Caches
 from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata
 from pdstage.integrations.vllm.stats import PdStageStats
@@ -49,7 +49,6 @@ class WorkerSide:
         self._computed: CudaEvent | None = None
         self._sending: dict[str, Sender] = {}
         self._receiving: dict[str, Receiver] = {}
-        self._unopened: dict[str, Remote] = {}  # of aborted requests whose room prefill does not know to be over
         self._abandoned: list[Receiver] = []
         self._results = KVConnectorTransferResults()
         self._stats = PdStageStats()
@@ -123,13 +122,10 @@ class WorkerSide:
                 return
             receiver.abort(str(error))
         self._receiving[request_id] = receiver
-        self._unopened[request_id] = receive.remote
 
     def _abort(self, request_id: str) -> None:
         receiver = self._receiving.get(request_id)
         if receiver is not None:
-            if receiver.state is not State.BOOTSTRAPPING:
-                self._unopened.pop(request_id)
             receiver.abort("the request ended at decode")
 
     def _abandon(self, remote: Remote) -> None:
@@ -177,9 +173,6 @@ class WorkerSide:
         for request_id in _released(self._receiving):
             receiver = self._receiving.pop(request_id)
             self._note(receiver, request_id, "received")
-            remote = self._unopened.pop(request_id, None)
-            if remote is not None and isinstance(receiver.error, Aborted):
-                self._abandon(remote)
             self._end_receive(request_id, failed=receiver.state is not State.SUCCESS)
         self._abandoned = [one for one in self._abandoned if not one.released]
         results, self._results = self._results, KVConnectorTransferResults()
