@@ -100,8 +100,7 @@ class DecodeCore(Receiving):
                 room=named,
             )
         self._make_place(writers.values(), now)
-        self._last_epoch += 1
-        room = InRoom(key, self._last_epoch, dict(writers))
+        room = InRoom(key, self._new_epoch(), dict(writers))
         room.deadline_s = deadline_s
         self.rooms[key] = self.epochs[room.epoch] = room
         self.counters.rooms_opened += 1
@@ -124,8 +123,11 @@ class DecodeCore(Receiving):
         self._make_place(writers.values(), now)
         for route in writers.values():
             self._peer(route, now)
+        self._give_up(m.Abort(self._new_epoch(), m.brief(reason), False, key), writers.values(), now)
+
+    def _new_epoch(self) -> int:
         self._last_epoch += 1
-        self._give_up(m.Abort(self._last_epoch, m.brief(reason), False, key), writers.values(), now)
+        return self._last_epoch
 
     def bind(
         self,
