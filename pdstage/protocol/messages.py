@@ -87,11 +87,18 @@ def room_key(room: RoomId) -> bytes:
 
 def room_id(key: bytes) -> RoomId:
     """The room as its engine named it, which `room_key` made `key` of; of bytes that it never makes, those."""
-    kind, name = key[:1], key[1:]
+    name = key[1:]
     try:
-        return {b"i": int, b"s": bytes.decode, b"b": bytes}[kind](name)
-    except (KeyError, ValueError):
-        return key
+        match key[:1]:
+            case b"i":
+                return int(name)
+            case b"s":
+                return name.decode()
+            case b"b":
+                return name
+    except ValueError:
+        pass
+    return key
 
 
 class Session(NamedTuple):
