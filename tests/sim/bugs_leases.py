@@ -215,7 +215,7 @@ MUTANTS = [
     Mutant(
         "a higher attempt does not free the old lease",
         "6 life, I14",
-        "protocol/decode.py",
+        "protocol/arriving.py",
         """            self.holdings.release(held, now)
         problem""",
         """        problem""",
@@ -250,7 +250,7 @@ MUTANTS = [
     Mutant(
         "what landed is free before its scatter is done",
         "6 life, I2",
-        "protocol/decode.py",
+        "protocol/arriving.py",
         """            self.holdings.land(grant)
             span""",
         """            self.holdings.land(grant)
