@@ -2,9 +2,10 @@
 
 Layer 2. Read in this order: `messages` (what is said), `room` (the states of a room), `effects` (what a core asks of
 its driver). Then the floors that each core stands on, from below: `session` (who is talking and in what order),
-`handshake` (with whom; at decode `parting`, how long), `lender` or `borrower` (the leases), `receiving` or `sending`
-(the room table), at decode `arriving` (the chunks), and `decode` or `prefill` (the core). Beside them lie `inbox`,
-`outbox`, `holdings` with its `queue`, and `parked` for what each side holds, `coverage` for what has arrived, `told`
-for the limits of a peer's layout, `fit` and `slots` for what both sides' state must have in common, `versions` for who
-talks with whom, `timers` and `config`.
+`handshake` (with whom), and of decode `parting` (for how long), `lender` (the leases), `receiving` (the room table),
+`arriving` (the chunks) and `decode` (the core); of prefill `windows` (how far lanes may be written), `borrower` (the
+chunks and their leases), `sending` (the room table) and `prefill` (the core). Beside them lie `inbox`, `outbox`,
+`holdings` with its `queue`, and `parked` for what each side holds, `coverage` for what has arrived, `told` for the
+limits of a peer's layout, `fit` and `slots` for what both sides' state must have in common, `versions` for who talks
+with whom, `timers` and `config`.
 """

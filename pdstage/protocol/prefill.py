@@ -2,8 +2,8 @@
 
 Layer 2, pure: no socket, thread or clock. Inputs are its public methods, output is `take_effects()`.
 
-It stands on four floors: `session` (who talks), `handshake` (with whom), `borrower` (chunks and their leases),
-`sending` (the room table).
+It stands on five floors: `session` (who talks), `handshake` (with whom), `windows` (how far lanes may be written),
+`borrower` (chunks and their leases), `sending` (the room table).
 """
 
 from __future__ import annotations

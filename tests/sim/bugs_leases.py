@@ -53,7 +53,7 @@ MUTANTS = [
     Mutant(
         "the window is not checked before a write",
         "6 window, I2",
-        "protocol/borrower.py",
+        "protocol/windows.py",
         "        return chunk.cursor + chunk.nbytes <= mark + link.lanes[chunk.lane].nbytes",
         "        return chunk.cursor + chunk.nbytes <= mark + 2 * link.lanes[chunk.lane].nbytes",
     ),
