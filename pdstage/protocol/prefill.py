@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
+from pdstage.protocol.opening import check_open
 from pdstage.protocol.outbox import Ended, GivenRow, OutChunk, OutRoom, Phase, Record, RecordPhase, Source
 from pdstage.protocol.room import NO_ROWS, OwnRows
 from pdstage.protocol.sending import Sending
@@ -266,7 +267,7 @@ class PrefillCore(Sending):
         if record is not None:
             self.send(link, m.Opened(opened.epoch, *self._opened_state(record)), now)
             return
-        self._check_open(link, opened)
+        check_open(opened, link, self.layout)
         record = Record(link, opened, self._direct)
         room = self.rooms.get(opened.room)
         self._wanted_again(opened.room, link, opened.epoch)
