@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pdstage.errors import PdstageError, PeerError, TransportError
 from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.effects import Changed, Complaint, Scatter
 from pdstage.protocol.holdings import Grant
 from pdstage.protocol.inbox import InRoom, Landing, Part, PartPhase
@@ -80,8 +81,8 @@ class Arriving(Receiving):
         """One notification of the data plane."""
         self.counters.tags_received += 1
         try:
-            link = self.links.get(m.tag_session(data))
-            tag = m.decode_tag(data, self._components) if link is not None else None
+            link = self.links.get(wire.tag_session(data))
+            tag = wire.decode_tag(data, self._components) if link is not None else None
         except PeerError as error:
             self.counters.tags_malformed += 1
             self.emit(Complaint(b"", error))
@@ -92,14 +93,14 @@ class Arriving(Receiving):
 
     def _on_tagged(self, link: Link, told: m.Tagged, now: float) -> None:
         """A tag that its writer says, and one said before is dropped like any tag that is had already (I7)."""
-        tag = m.decode_tag(told.tag, self._components)
+        tag = wire.decode_tag(told.tag, self._components)
         if not link.tells_tags or tag.session != link.session:
             raise PeerError("a tag as a message, which is not for this session to say", remedy="check the peer")
         self.counters.tags_received += 1
         if not self._on_tag(link, tag, now):
             self.counters.tags_stale += 1
 
-    def _on_tag(self, link: Link, tag: m.Tag, now: float) -> bool:
+    def _on_tag(self, link: Link, tag: wire.Tag, now: float) -> bool:
         part = self._part(link, tag.epoch)
         if part is None or part.room.ended or part.coverage is None:
             return False
@@ -125,7 +126,7 @@ class Arriving(Receiving):
             self._arrived(part, tag, now)
         return True
 
-    def _is_news(self, part: Part, coverage: Coverage, tag: m.Tag) -> bool:
+    def _is_news(self, part: Part, coverage: Coverage, tag: wire.Tag) -> bool:
         """Whether what a tag says was written in place may have been, and was not told before (I6, I7)."""
         if tag.lane == m.AUX:
             return part.has_aux and part.room.row is not None and not part.row_arrived and not tag.rects
@@ -133,7 +134,7 @@ class Arriving(Receiving):
             return False
         return not (coverage.covers(tag.rects) and len(part.arrived) >= _MOST_REPEATS)
 
-    def _arrived(self, part: Part, tag: m.Tag, now: float) -> None:
+    def _arrived(self, part: Part, tag: wire.Tag, now: float) -> None:
         room = part.room
         assert part.coverage is not None
         fresh = tag.lane == m.AUX or not part.coverage.covers(tag.rects)

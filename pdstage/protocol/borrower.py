@@ -14,6 +14,7 @@ from pdstage.columns import Span
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
 from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.effects import Changed, Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.outbox import GivenRow, OutChunk, Phase, Record, RecordPhase, SendBuffers, Source, clip, split
 from pdstage.protocol.room import Event
@@ -305,8 +306,8 @@ class Borrower(Windowed):
 
     def _tag(self, chunk: OutChunk) -> bytes:
         link = chunk.record.link
-        tag = m.Tag(link.session, chunk.record.epoch, chunk.number, *chunk.where, chunk.rects, chunk.checksum)
-        return m.encode_tag(tag, tuple(component.name for component in link.layout.components))
+        tag = wire.Tag(link.session, chunk.record.epoch, chunk.number, *chunk.where, chunk.rects, chunk.checksum)
+        return wire.encode_tag(tag, tuple(component.name for component in link.layout.components))
 
     def _tell_tag(self, chunk: OutChunk, now: float) -> None:
         """Where the transport carries no tags: says of a write that is done what its tag would."""

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.arriving import Arriving
 from pdstage.protocol.effects import Changed
 from pdstage.protocol.handshake import Peer
 from pdstage.protocol.inbox import InRoom, Landing, Part, PartPhase
 from pdstage.protocol.receiving import too_late
-from pdstage.protocol.room import NO_ROWS, OwnRows, State
+from pdstage.protocol.room import NO_ROWS, OwnRows, State, room_id
 from pdstage.protocol.session import Link
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class DecodeCore(Arriving):
         Raises `UsageError` if the room is being received already, its writers are none or share a route, or there are
         `max_peers` others and all in use.
         """
-        named = m.room_id(key)
+        named = room_id(key)
         if key in self.rooms:
             raise UsageError(
                 f"room {named!r} is being received already", remedy="wait for its end, or abort it", room=named
@@ -191,7 +192,7 @@ class DecodeCore(Arriving):
 
     # What peers say, in the order of DESIGN's table.
 
-    def _dispatch(self, route: bytes, link: Link | None, frame: m.Frame, now: float) -> None:
+    def _dispatch(self, route: bytes, link: Link | None, frame: wire.Frame, now: float) -> None:
         message = frame.message
         match message:
             case m.Welcome():

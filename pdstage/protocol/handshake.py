@@ -19,6 +19,7 @@ from pdstage.errors import DeadlineExceeded, PdstageError, PeerError
 from pdstage.ownership import Common
 from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.effects import Attach, Complaint
 from pdstage.protocol.fit import incompatible, parted
 from pdstage.protocol.session import Core, Link
@@ -95,7 +96,7 @@ class Greeter(Core):
         self.back_off(("hello", peer), now, peer.n_hellos, peer.nonce)
         peer.n_hellos += 1
 
-    def _on_welcome(self, route: bytes, frame: m.Frame, welcome: m.Welcome, now: float) -> None:
+    def _on_welcome(self, route: bytes, frame: wire.Frame, welcome: m.Welcome, now: float) -> None:
         session = frame.session
         peer = self.peers.get(route)
         if peer is None or session.decode != peer.nonce:
@@ -132,7 +133,7 @@ class Greeter(Core):
         problem = columns.problem(welcome.columns, columns.MAX_ROW_NBYTES)
         return problem or layout_problem(welcome.layout) or _misfit(welcome, self._hello)
 
-    def _on_hello_refused(self, route: bytes, frame: m.Frame, refused: m.HelloRefused, now: float) -> None:
+    def _on_hello_refused(self, route: bytes, frame: wire.Frame, refused: m.HelloRefused, now: float) -> None:
         peer = self.peers.get(route)
         if peer is not None and peer.link is None and frame.session.decode == peer.nonce:
             error = PeerError(f"prefill refused this node: {refused.reason}", remedy="match both sides")
@@ -181,7 +182,7 @@ class Host(Core):
         self._n_half_open = 0
         self._lost: OrderedDict[m.Session, None] = OrderedDict()
 
-    def _on_hello(self, route: bytes, frame: m.Frame, hello: m.Hello, now: float) -> None:
+    def _on_hello(self, route: bytes, frame: wire.Frame, hello: m.Hello, now: float) -> None:
         session = m.Session(frame.session.decode, self.incarnation)
         link = self.links.get(session)
         if link is None:
