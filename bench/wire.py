@@ -17,6 +17,7 @@ from pdstage.layout import Row as RowLevel
 from pdstage.manager.items import check
 from pdstage.plan import Rect, Share
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.topology import Axis
 
 from .harness import Row, interleaved
@@ -43,7 +44,7 @@ def _open(pages: np.ndarray) -> m.Open:
 
 def _travel(pages: np.ndarray) -> np.ndarray:
     """What both ends do: the engine's array into a frame, the frame into an array."""
-    opened = m.decode(m.encode(_SESSION, 1, _open(pages))).message
+    opened = wire.decode(wire.encode(_SESSION, 1, _open(pages))).message
     assert isinstance(opened, m.Open)
     return np.frombuffer(opened.items[0].data, np.int32)
 
@@ -119,7 +120,7 @@ def _small(repeats: int) -> Row:
     ask = m.Reserve(7, 3, 0, 1 << 20, (Rect("kv", 0, 4096, 0, 61),))
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(m.Reserve)
     ours, theirs = interleaved(
-        [lambda: m.decode(m.encode(_SESSION, 1, ask)), lambda: decoder.decode(encoder.encode(ask))],
+        [lambda: wire.decode(wire.encode(_SESSION, 1, ask)), lambda: decoder.decode(encoder.encode(ask))],
         repeats=repeats,
         inner=1000,
     )

@@ -14,7 +14,7 @@ order:
     columns, metadata            the request's small row of first token and such, and the memory it lies in
     kernels                      gather and scatter; kernels/reference.py is the definition of correct
     ring                         staging memory as lanes of leases behind a watermark
-    protocol                     the two cores, without sockets or clock: messages, room, prefill, decode
+    protocol                     the two cores, without sockets or clock: messages, wire, room, prefill, decode
     transport, control, stager   the doors to the fabric, to peers, and to the kernels
     manager                      the driver that ties them together, on one screen
 

@@ -19,6 +19,7 @@ from pdstage.columns import Placed
 from pdstage.layout import Key, Layout, Owned, Region, Row, View
 from pdstage.plan import Rect, Share
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.versions import OLDEST, VERSION
 from pdstage.topology import Axis, Topology
 
@@ -91,12 +92,12 @@ FRAMES: dict[str, m.AnyMessage] = {
     "Heartbeat": m.Heartbeat(),
     "Bye": m.Bye(),
     "NoSession": m.NoSession(2**64 - 1),
-    "Tagged": m.Tagged(m.encode_tag(m.Tag(SESSION, 7, 1, 0, 8192, _RECTS, 5), COMPONENTS)),
+    "Tagged": m.Tagged(wire.encode_tag(wire.Tag(SESSION, 7, 1, 0, 8192, _RECTS, 5), COMPONENTS)),
 }  # fmt: skip
 TAGS = {
-    "staged": m.Tag(SESSION, 7, 1, 0, 8192, _RECTS, 2**64 - 1),
-    "direct": m.Tag(SESSION, 7, 2, m.DIRECT, 0, _RECTS[:1]),
-    "row": m.Tag(SESSION, 7, 3, m.AUX, 0, ()),
+    "staged": wire.Tag(SESSION, 7, 1, 0, 8192, _RECTS, 2**64 - 1),
+    "direct": wire.Tag(SESSION, 7, 2, m.DIRECT, 0, _RECTS[:1]),
+    "row": wire.Tag(SESSION, 7, 3, m.AUX, 0, ()),
 }
 
 
@@ -118,8 +119,8 @@ def readable(value: object) -> Any:
 
 def lines() -> str:
     """This version's file: a line of fields and a line of bytes for each message and tag."""
-    frames = {name: _entry(message, m.encode(SESSION, SEQ, message)) for name, message in FRAMES.items()}
-    tags = {name: _entry(tag, m.encode_tag(tag, COMPONENTS)) for name, tag in TAGS.items()}
+    frames = {name: _entry(message, wire.encode(SESSION, SEQ, message)) for name, message in FRAMES.items()}
+    tags = {name: _entry(tag, wire.encode_tag(tag, COMPONENTS)) for name, tag in TAGS.items()}
     head = {"version": VERSION, "oldest": OLDEST, "session": list(SESSION), "seq": SEQ, "components": list(COMPONENTS)}
     text = [f'"{name}": {json.dumps(value)},' for name, value in head.items()]
     for part, entries in (("frames", frames), ("tags", tags)):
@@ -128,7 +129,7 @@ def lines() -> str:
     return "\n".join(["{", *text, "}", ""])
 
 
-def _entry(value: m.AnyMessage | m.Tag, data: bytes) -> str:
+def _entry(value: m.AnyMessage | wire.Tag, data: bytes) -> str:
     kind = type(value).__name__
     return f'"kind": "{kind}", "fields": {json.dumps(readable(value))},\n"hex": "{data.hex()}"'
 

@@ -22,6 +22,7 @@ from pdstage.errors import TransportError
 from pdstage.layout import Key, Layout, Region, Row, View
 from pdstage.plan import HEAD_MAJOR, Rect, Select, Staging, selects, wire_order
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.config import Config
 from pdstage.protocol.decode import DecodeCore, InRoom, Landing, PartPhase
 from pdstage.protocol.effects import (
@@ -38,10 +39,9 @@ from pdstage.protocol.effects import (
     WriteRow,
 )
 from pdstage.protocol.handshake import _GOLDEN
-from pdstage.protocol.messages import room_key
 from pdstage.protocol.outbox import GivenRow, OutChunk, OutRoom
 from pdstage.protocol.prefill import PrefillCore
-from pdstage.protocol.room import NO_ROWS, OwnRows, Room, State
+from pdstage.protocol.room import NO_ROWS, OwnRows, Room, State, room_key
 from pdstage.protocol.session import Link
 from pdstage.topology import Topology, shard_axis
 
@@ -583,7 +583,7 @@ class World:
             self.put(Item("fence", node, node, lambda: self.fence(node, link)))
 
     def _frame(self, node: Prefill | Decode, route: bytes, frame: bytes) -> None:
-        message = m.decode(frame).message
+        message = wire.decode(frame).message
         self.put(Item("frame", node, self.node(route), lambda: self.hear(node, route, frame, message), message))
 
     def hear(self, src: Prefill | Decode, route: bytes, frame: bytes, message: m.AnyMessage) -> None:
@@ -601,7 +601,7 @@ class World:
         ours = [
             item
             for item in self.queue + self.held
-            if item.kind == "write" and node in {item.src, item.dst} and m.tag_session(item.tag) == link.session
+            if item.kind == "write" and node in {item.src, item.dst} and wire.tag_session(item.tag) == link.session
         ]
         self.queue = [item for item in self.queue if item not in ours]
         self.held = [item for item in self.held if item not in ours]
@@ -620,7 +620,7 @@ class World:
                 self.carry(node)
 
         def run() -> None:
-            if not dst.alive or m.tag_session(effect.tag) in self.fenced:
+            if not dst.alive or wire.tag_session(effect.tag) in self.fenced:
                 failed()
                 return
             room = effect.chunk.record.room

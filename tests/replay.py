@@ -18,10 +18,12 @@ import numpy as np
 
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.config import Config
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.effects import Gather, Scatter, Send, Write, WriteDirect, WriteRow
 from pdstage.protocol.prefill import PrefillCore
+from pdstage.protocol.room import room_key
 from pdstage.protocol.versions import VERSION
 from pdstage.topology import Topology
 from tests.golden import FOLDER
@@ -78,7 +80,7 @@ def _layout(rank: int, tp: int, n_pages: int = 8):
 def prefill_end() -> End:
     core = PrefillCore(
         0xAAAA, layout=_layout(0, 1), topology=Topology(), transport="test", description=b"p", n_buffers=2,
-        buffer_nbytes=4096, config=CONFIG, choose=lambda chunk: chunk.record.open.room == m.room_key(2),
+        buffer_nbytes=4096, config=CONFIG, choose=lambda chunk: chunk.record.open.room == room_key(2),
     )  # fmt: skip
     return End(core)
 
@@ -93,7 +95,7 @@ def decode_end() -> End:
 
 
 def _announce(end: End, room: int) -> None:
-    end.rooms[room] = end.core.announce(m.room_key(room), {0: ROUTE}, end.now, deadline_s=100.0)
+    end.rooms[room] = end.core.announce(room_key(room), {0: ROUTE}, end.now, deadline_s=100.0)
 
 
 def _bind(end: End, room: int, *, direct: bool = False) -> None:
@@ -103,7 +105,7 @@ def _bind(end: End, room: int, *, direct: bool = False) -> None:
 
 def _ask(end: End) -> None:
     """Lets time pass until it asks whether its room is there."""
-    while not any(kind == "frame" and isinstance(m.decode(data).message, m.Ask) for kind, data in end.said):
+    while not any(kind == "frame" and isinstance(wire.decode(data).message, m.Ask) for kind, data in end.said):
         end.tick()
 
 
@@ -113,14 +115,14 @@ def _receive(end: End, room: int, *, direct: bool = False) -> None:
 
 
 def _send(end: End, room: int) -> None:
-    out = end.rooms[room] = end.core.submit(m.room_key(room), end.now)
+    out = end.rooms[room] = end.core.submit(room_key(room), end.now)
     for tokens in ((0, 8), (8, 12)):
         end.core.chunk(out, (Rect("kv", *tokens, 0, 2),), {}, end.now)
     end.core.finish(out, AUX, end.now)
 
 
 def _give_up(end: End, room: int) -> None:
-    out = end.rooms[room] = end.core.submit(m.room_key(room), end.now)
+    out = end.rooms[room] = end.core.submit(room_key(room), end.now)
     end.core.abort(out, "out of memory", end.now)
 
 
@@ -158,9 +160,9 @@ class Line(NamedTuple):
     def about(self) -> tuple[object, ...]:
         """What the script waits for: which message, of which epoch and chunk; not its every byte."""
         if self.kind == "tag":
-            tag = m.decode_tag(self.data, ("kv",))
+            tag = wire.decode_tag(self.data, ("kv",))
             return "Tag", tag.epoch, tag.chunk
-        message = m.decode(self.data).message
+        message = wire.decode(self.data).message
         return type(message).__name__, getattr(message, "epoch", None), getattr(message, "chunk", None)
 
 

@@ -34,7 +34,7 @@ from pdstage.protocol.effects import (
     WriteDirect,
     WriteRow,
 )
-from pdstage.protocol.room import State
+from pdstage.protocol.room import RoomId, State, room_key
 from pdstage.protocol.versions import OLDEST
 from pdstage.transport import Done, Inbound, PostFailed, Transport
 
@@ -111,7 +111,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
 
     def receive(
         self,
-        room: m.RoomId,
+        room: RoomId,
         prefill: str,
         *,
         dp_rank: int | None = None,
@@ -125,7 +125,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
         """
         if not 0 < deadline_s < float("inf"):
             raise UsageError(f"deadline_s={deadline_s} for room {room!r}", remedy="give a positive, finite number")
-        key = m.room_key(room)
+        key = room_key(room)
         with self.use():
             held = self._receivers.get(key)
             if held is not None and held.status & 0x7F not in (State.FAILED, State.SUCCESS):

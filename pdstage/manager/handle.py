@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from pdstage.protocol.messages import room_id
-from pdstage.protocol.room import State
+from pdstage.protocol.room import State, room_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pdstage.errors import PdstageError
-    from pdstage.protocol.messages import RoomId
-    from pdstage.protocol.room import Room
+    from pdstage.protocol.room import Room, RoomId
 
 _ENDED = (State.SUCCESS, State.FAILED)
 

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 from pdstage.errors import PdstageError, TransportError
 from pdstage.protocol.effects import Effect, Gather, Scatter, Write, WriteDirect, WriteRow
-from pdstage.protocol.messages import room_id
-from pdstage.protocol.room import State
+from pdstage.protocol.room import State, room_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pdstage.manager.handle import Handle
-    from pdstage.protocol.messages import RoomId, Session
+    from pdstage.protocol.messages import Session
     from pdstage.protocol.outbox import OutChunk
-    from pdstage.protocol.room import Room
+    from pdstage.protocol.room import Room, RoomId
     from pdstage.protocol.session import Link
     from pdstage.stager import Copied
     from pdstage.topology import Topology

@@ -38,9 +38,9 @@ from pdstage.protocol.effects import (
     WriteDirect,
     WriteRow,
 )
-from pdstage.protocol.messages import RoomId, room_key
 from pdstage.protocol.outbox import GivenRow, Phase
 from pdstage.protocol.prefill import PrefillCore
+from pdstage.protocol.room import RoomId, room_key
 from pdstage.protocol.versions import VERSION
 from pdstage.spans import Index
 from pdstage.states import canonical

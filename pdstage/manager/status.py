@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pdstage.manager.handle import Handle
     from pdstage.manager.node import Node
     from pdstage.protocol.holdings import Grant
-    from pdstage.protocol.messages import RoomId
+    from pdstage.protocol.room import RoomId
 
 
 class LaneStatus(NamedTuple):

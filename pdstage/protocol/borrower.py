@@ -5,7 +5,6 @@ Layer 2, pure. Must not know the room table: a `Borrower` tells its heir when a 
 
 from __future__ import annotations
 
-import heapq
 from abc import abstractmethod
 from collections import OrderedDict
 from itertools import islice
@@ -15,10 +14,11 @@ from pdstage.columns import Span
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
 from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.effects import Changed, Gather, Write, WriteDirect, WriteRow
-from pdstage.protocol.handshake import Host
 from pdstage.protocol.outbox import GivenRow, OutChunk, Phase, Record, RecordPhase, SendBuffers, Source, clip, split
 from pdstage.protocol.room import Event
+from pdstage.protocol.windows import Windowed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,12 +29,10 @@ if TYPE_CHECKING:
 
 _MOST_PIECES = 1024
 """A chunk that would fall into more fits no span worth having: it waits for a larger one, or goes direct."""
-
-
 _MOST_UNSETTLED = 4096
 
 
-class Borrower(Host):
+class Borrower(Windowed):
     """The prefill core's chunks, from the first Reserve to the last completion."""
 
     def __init__(
@@ -57,8 +55,6 @@ class Borrower(Host):
         self._flights: dict[int, tuple[OutChunk, int]] = {}
         self._orphans: dict[int, m.Session] = {}
         self._unsettled: OrderedDict[m.Session, None] = OrderedDict()
-        self._marks: dict[tuple[Link, int], int] = {}
-        self._closed: dict[tuple[Link, int], list[tuple[int, int, OutChunk]]] = {}
 
     @abstractmethod
     def _maybe_close(self, record: Record, now: float) -> None:
@@ -102,8 +98,7 @@ class Borrower(Host):
             self.timers.cancel(("ask", chunk))
             self._advance(chunk)
         else:
-            key = (chunk.record.link, chunk.lane)
-            heapq.heappush(self._closed.setdefault(key, []), (chunk.cursor + chunk.nbytes, self.ticket(), chunk))
+            self._await_window(chunk)
 
     def _on_refused(self, link: Link, refused: m.Refused, now: float) -> None:
         chunk = self._chunk(link, refused.epoch, refused.chunk)
@@ -134,9 +129,6 @@ class Borrower(Host):
         else:
             error = PeerError(f"a chunk of {chunk.nbytes} bytes fits no lane", remedy="raise staging_nbytes at decode")
             self._fail_record(record, error, now)
-
-    def _on_watermark(self, link: Link, mark: m.Watermark, now: float) -> None:
-        self._raise_mark(link, mark.lane, mark.watermark)
 
     def _on_recall(self, link: Link, recall: m.Recall, now: float) -> None:
         self._raise_mark(link, recall.lane, recall.watermark)
@@ -226,28 +218,6 @@ class Borrower(Host):
         self.counters.leases_returned += 1
         self.send(link, m.Returned(told.epoch, told.chunk, told.attempt, told.lane, told.cursor), now)
 
-    def _window_open(self, chunk: OutChunk) -> bool:
-        link = chunk.record.link
-        mark = self._marks.get((link, chunk.lane), 0)
-        return chunk.cursor + chunk.nbytes <= mark + link.lanes[chunk.lane].nbytes
-
-    def _raise_mark(self, link: Link, lane: int, watermark: int) -> None:
-        if not 0 <= lane < len(link.lanes):
-            raise PeerError(f"a watermark of lane {lane}", remedy=f"Hello named {len(link.lanes)} lanes")
-        key = (link, lane)
-        if watermark <= self._marks.get(key, 0):
-            return
-        self._marks[key] = watermark
-        closed = self._closed.get(key)
-        limit = watermark + link.lanes[lane].nbytes
-        while closed and closed[0][0] <= limit:
-            end, _, chunk = heapq.heappop(closed)
-            if chunk.phase is Phase.HELD and (chunk.lane, chunk.cursor + chunk.nbytes) == (lane, end):
-                self.timers.cancel(("ask", chunk))
-                self._advance(chunk)
-        if not closed:
-            self._closed.pop(key, None)
-
     def _advance(self, chunk: OutChunk) -> None:
         """Queues a held chunk once its data exists and, unless direct, its window is open."""
         if chunk.phase is Phase.HELD and chunk.source.ready and (chunk.direct or self._window_open(chunk)):
@@ -336,8 +306,8 @@ class Borrower(Host):
 
     def _tag(self, chunk: OutChunk) -> bytes:
         link = chunk.record.link
-        tag = m.Tag(link.session, chunk.record.epoch, chunk.number, *chunk.where, chunk.rects, chunk.checksum)
-        return m.encode_tag(tag, tuple(component.name for component in link.layout.components))
+        tag = wire.Tag(link.session, chunk.record.epoch, chunk.number, *chunk.where, chunk.rects, chunk.checksum)
+        return wire.encode_tag(tag, tuple(component.name for component in link.layout.components))
 
     def _tell_tag(self, chunk: OutChunk, now: float) -> None:
         """Where the transport carries no tags: says of a write that is done what its tag would."""
@@ -397,8 +367,3 @@ class Borrower(Host):
     def _in_flight(self, session: m.Session) -> bool:
         under_way = any(chunk.record.link.session == session for chunk, _ in self._flights.values())
         return under_way or session in self._orphans.values()
-
-    def _forget_marks(self, link: Link) -> None:
-        for lane in range(len(link.lanes)):
-            self._marks.pop((link, lane), None)
-            self._closed.pop((link, lane), None)

@@ -2,25 +2,24 @@
 
 Layer 2, pure: no socket, thread or clock. Inputs are its public methods, output is `take_effects()`.
 
-It stands on five floors: `session` (who talks), `handshake` and `parting` (with whom, and how long), `lender` (the
-ledger of leases), `receiving` (the room table). Room table and ledger are apart: a room that ended may still be written
-to.
+It stands on six floors: `session` (who talks), `handshake` and `parting` (with whom, and how long), `lender` (the
+ledger of leases), `receiving` (the room table), `arriving` (the chunks). Room table and ledger are apart: a room that
+ended may still be written to.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
-from pdstage.plan import Stagings
+from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
-from pdstage.protocol.effects import Changed, Complaint, Scatter
+from pdstage.protocol import wire
+from pdstage.protocol.arriving import Arriving
+from pdstage.protocol.effects import Changed
 from pdstage.protocol.handshake import Peer
-from pdstage.protocol.holdings import Grant
 from pdstage.protocol.inbox import InRoom, Landing, Part, PartPhase
-from pdstage.protocol.queue import Request
-from pdstage.protocol.receiving import Receiving, too_late
-from pdstage.protocol.room import NO_ROWS, Event, OwnRows, State
+from pdstage.protocol.receiving import too_late
+from pdstage.protocol.room import NO_ROWS, OwnRows, State, room_id
 from pdstage.protocol.session import Link
 
 if TYPE_CHECKING:
@@ -30,12 +29,10 @@ if TYPE_CHECKING:
     from pdstage.protocol.config import Config
     from pdstage.topology import Topology
 
-_MOST_CLAIMS = 4096
-"""Leases and waiting requests of one writer for one room: what it asks for beyond has to wait for those."""
 __all__ = ["DecodeCore", "InRoom", "Landing", "Part", "PartPhase"]
 
 
-class DecodeCore(Receiving):
+class DecodeCore(Arriving):
     """The protocol's decode half. Not `notifies`: the transport carries no tags, so writers say them."""
 
     def __init__(
@@ -63,10 +60,7 @@ class DecodeCore(Receiving):
             rows.span if rows.wanted else None, others,
         )  # fmt: skip
         super().__init__(incarnation, config, hello, rows)
-        self.stagings = Stagings(layout)
-        self._components = tuple(component.name for component in layout.components)
         self._last_epoch = 0
-        self._flights: dict[int, Landing] = {}
         self._handlers: dict[type, Callable[..., None]] = {
             m.Asking: self._on_asking,
             m.Opened: self._on_opened,
@@ -88,7 +82,7 @@ class DecodeCore(Receiving):
         Raises `UsageError` if the room is being received already, its writers are none or share a route, or there are
         `max_peers` others and all in use.
         """
-        named = m.room_id(key)
+        named = room_id(key)
         if key in self.rooms:
             raise UsageError(
                 f"room {named!r} is being received already", remedy="wait for its end, or abort it", room=named
@@ -196,43 +190,9 @@ class DecodeCore(Receiving):
             rooms.append((epoch, room.key, room.status, room.pending, parts))
         return (tuple(rooms), self.holdings.snapshot())
 
-    # What the driver reports.
-
-    def tag(self, data: bytes, now: float) -> None:
-        """One notification of the data plane."""
-        self.counters.tags_received += 1
-        try:
-            link = self.links.get(m.tag_session(data))
-            tag = m.decode_tag(data, self._components) if link is not None else None
-        except PeerError as error:
-            self.counters.tags_malformed += 1
-            self.emit(Complaint(b"", error))
-            return
-        if link is None or tag is None or not self._on_tag(link, tag, now):
-            self.counters.tags_stale += 1
-        self._settle(now)
-
-    def scattered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
-        """The scatter's kernel ended; `checksum` is of the bytes it found, where the session has checksums."""
-        landing = self._flights.pop(ticket)
-        if error is None and landing.part.link.checksums and checksum != landing.checksum:
-            self.counters.chunks_altered += 1
-            error = TransportError(
-                f"a chunk of {landing.nbytes} bytes from prefill rank {landing.part.number} was altered on its way",
-                remedy="send the room again; if it recurs, suspect the fabric or memory",
-            )
-        room = landing.part.room
-        room.pending -= 1
-        self.holdings.release(landing.grant, now)
-        if error is not None:
-            self._fail(room, error, now)
-        self._maybe_complete(room, now)
-        self._maybe_release(room)
-        self._settle(now)
-
     # What peers say, in the order of DESIGN's table.
 
-    def _dispatch(self, route: bytes, link: Link | None, frame: m.Frame, now: float) -> None:
+    def _dispatch(self, route: bytes, link: Link | None, frame: wire.Frame, now: float) -> None:
         message = frame.message
         match message:
             case m.Welcome():
@@ -285,122 +245,6 @@ class DecodeCore(Receiving):
         self._answered(part)
         if not part.shares and not part.has_aux:  # told, and it never writes: nobody waits for its Close
             self._quiet(part)
-
-    def _on_reserve(self, link: Link, ask: m.Reserve, now: float) -> None:
-        part = self._part(link, ask.epoch)
-        if part is None or part.room.ended or part.coverage is None or part.phase is PartPhase.QUIET:
-            self.send(link, m.Refused(ask.epoch, ask.chunk, ask.attempt, "gone", 0), now)
-            return
-        self._answered(part)
-        request = Request(link, ask.epoch, ask.chunk, ask.attempt, ask.nbytes, ask.rects, part.room.priority)
-        held = self.holdings.find(link, ask.epoch, ask.chunk)
-        if isinstance(held, Grant):
-            if held.request.attempt == ask.attempt:
-                self._lease(held, now)
-                return
-            if held.request.attempt > ask.attempt or held.state != "granted":
-                return
-            self.holdings.release(held, now)
-        problem = part.coverage.problem(ask.rects) or self._size_problem(part, ask)
-        if problem:
-            self._fail(part.room, PeerError(f"prefill rank {part.number} asks for a lease: {problem}"), now)
-        elif part.coverage.covers(ask.rects):
-            self.send(link, m.Refused(ask.epoch, ask.chunk, ask.attempt, "covered", 0), now)
-        elif held is None and self.holdings.n_claims(link, ask.epoch) >= _MOST_CLAIMS:
-            return  # it asks again
-        elif not isinstance(held, Request) or held.attempt <= ask.attempt:
-            self.holdings.wait(request)
-
-    def _size_problem(self, part: Part, ask: m.Reserve) -> str:
-        if len({rect.component for rect in ask.rects}) != len(ask.rects) or not ask.rects:
-            return "its rectangles repeat a component, or are none"
-        stagings = part.link.stagings or self.stagings
-        nbytes = stagings.of(part.shares, ask.rects).nbytes(part.link.common.tokens(ask.rects))
-        return "" if nbytes == ask.nbytes else f"{ask.nbytes} bytes for what has {nbytes} here"
-
-    def _on_tagged(self, link: Link, told: m.Tagged, now: float) -> None:
-        """A tag that its writer says, and one said before is dropped like any tag that is had already (I7)."""
-        tag = m.decode_tag(told.tag, self._components)
-        if not link.tells_tags or tag.session != link.session:
-            raise PeerError("a tag as a message, which is not for this session to say", remedy="check the peer")
-        self.counters.tags_received += 1
-        if not self._on_tag(link, tag, now):
-            self.counters.tags_stale += 1
-
-    def _on_tag(self, link: Link, tag: m.Tag, now: float) -> bool:
-        part = self._part(link, tag.epoch)
-        if part is None or part.room.ended or part.coverage is None:
-            return False
-        if tag.lane in (m.DIRECT, m.AUX):
-            if not self._is_news(part, part.coverage, tag):
-                return False
-            self._arrived(part, tag, now)
-        else:
-            grant = self.holdings.at(tag.lane, tag.cursor)
-            if grant is None or grant.state != "granted" or grant.request.link is not link:
-                return False
-            request = grant.request
-            if (request.epoch, request.chunk, request.rects) != (tag.epoch, tag.chunk, tag.rects):
-                return False
-            self.holdings.land(grant)
-            span = self.holdings.spans[grant.lane]
-            ticket = self.ticket()
-            address = span.base + grant.cursor % span.nbytes
-            landing = Landing(part, grant, address, request.nbytes, request.rects, tag.checksum)
-            self._flights[ticket] = landing
-            part.room.pending += 1
-            self.emit(Scatter(ticket, landing))
-            self._arrived(part, tag, now)
-        return True
-
-    def _arrived(self, part: Part, tag: m.Tag, now: float) -> None:
-        room = part.room
-        assert part.coverage is not None
-        fresh = tag.lane == m.AUX or not part.coverage.covers(tag.rects)
-        part.coverage.add(tag.rects)
-        part.arrived.add(tag.chunk)
-        part.row_arrived |= tag.lane == m.AUX
-        self._answered(part)
-        if room.on(Event.MOVED):
-            self.emit(Changed(room))
-        self.timers.cancel(("wait", room))
-        if fresh:
-            self.timers.set(("transfer", room), now + self.config.transfer_s)
-        if part.closing is not None:
-            self._on_close_ok(part.link, part.closing, now)
-        self._maybe_complete(room, now)
-
-    def _on_close_ok(self, link: Link, close: m.CloseOk, now: float) -> None:
-        part = self._part(link, close.epoch)
-        if part is None:
-            self.send(link, m.Closed(close.epoch), now)
-            return
-        room = part.room
-        if not room.ended and part.phase is not PartPhase.QUIET:
-            if part.coverage is None:
-                raise PeerError("CloseOk for a room that was never opened", remedy="check the peer")
-            if close.aux is not None and len(close.aux) > self.config.max_aux_nbytes:
-                raise PeerError(
-                    f"{len(close.aux)} aux bytes", remedy=f"at most {self.config.max_aux_nbytes}, see Config"
-                )
-            if close.packed and len(close.aux or b"") != link.aux.nbytes:
-                raise PeerError(f"an aux row packed in {len(close.aux or b'')} bytes", remedy="check the peer")
-            part.closing = close
-            written = {(w.lane, w.cursor) for w in close.written if w.lane != m.DIRECT}
-            for grant in self.holdings.of(link, close.epoch):
-                grant.listed = (grant.lane, grant.cursor) in written
-            if any(w.chunk not in part.arrived for w in close.written):
-                return
-            shortfall = self._shortfall(part, close)
-            if shortfall:
-                self._fail(room, PeerError(f"prefill rank {part.number} {shortfall}"), now)
-            elif part.has_aux:
-                self._take_aux(room, link, close)
-        self._release_of(link, close.epoch, now)
-        self.send(link, m.Closed(close.epoch), now)
-        self._answered(part)
-        self._quiet(part)
-        self._maybe_complete(room, now)
 
     def _on_close_failed(self, link: Link, close: m.CloseFailed, now: float) -> None:
         part = self._part(link, close.epoch)

@@ -13,15 +13,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from pdstage import columns, convert
 from pdstage.convert import Conversion
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError
-from pdstage.layout import Key
-from pdstage.ownership import Common, Numbering
+from pdstage.ownership import Common
 from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.effects import Attach, Complaint
 from pdstage.protocol.fit import incompatible, parted
 from pdstage.protocol.session import Core, Link
@@ -30,17 +28,12 @@ from pdstage.protocol.told import layout_problem
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pdstage.layout import Layout
-    from pdstage.plan import Share
     from pdstage.protocol.config import Config
     from pdstage.protocol.inbox import InRoom
     from pdstage.protocol.versions import OtherVersion
 
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _MOST_LOST = 4096
-_FEW = 256
-_ITEM = np.dtype("<i4")
-_MOST_SHARES = 64
 
 
 def meeting(welcome: m.Welcome, hello: m.Hello) -> Conversion:
@@ -103,7 +96,7 @@ class Greeter(Core):
         self.back_off(("hello", peer), now, peer.n_hellos, peer.nonce)
         peer.n_hellos += 1
 
-    def _on_welcome(self, route: bytes, frame: m.Frame, welcome: m.Welcome, now: float) -> None:
+    def _on_welcome(self, route: bytes, frame: wire.Frame, welcome: m.Welcome, now: float) -> None:
         session = frame.session
         peer = self.peers.get(route)
         if peer is None or session.decode != peer.nonce:
@@ -140,7 +133,7 @@ class Greeter(Core):
         problem = columns.problem(welcome.columns, columns.MAX_ROW_NBYTES)
         return problem or layout_problem(welcome.layout) or _misfit(welcome, self._hello)
 
-    def _on_hello_refused(self, route: bytes, frame: m.Frame, refused: m.HelloRefused, now: float) -> None:
+    def _on_hello_refused(self, route: bytes, frame: wire.Frame, refused: m.HelloRefused, now: float) -> None:
         peer = self.peers.get(route)
         if peer is not None and peer.link is None and frame.session.decode == peer.nonce:
             error = PeerError(f"prefill refused this node: {refused.reason}", remedy="match both sides")
@@ -189,7 +182,7 @@ class Host(Core):
         self._n_half_open = 0
         self._lost: OrderedDict[m.Session, None] = OrderedDict()
 
-    def _on_hello(self, route: bytes, frame: m.Frame, hello: m.Hello, now: float) -> None:
+    def _on_hello(self, route: bytes, frame: wire.Frame, hello: m.Hello, now: float) -> None:
         session = m.Session(frame.session.decode, self.incarnation)
         link = self.links.get(session)
         if link is None:
@@ -289,32 +282,6 @@ class Host(Core):
         if len(self._lost) > _MOST_LOST:
             self._lost.popitem(last=False)
 
-    def _check_open(self, link: Link, opened: m.Open) -> None:
-        """Every number of an Open in its range, every share ours and the destination's, every item in its pool."""
-        place = link.topology
-        if (opened.rank, opened.destinations) != (place.group_rank, place.group_size):
-            what = f"Open from rank {opened.rank} of {opened.destinations}"
-            raise PeerError(f"{what}, Hello said {place.group_rank} of {place.group_size}", remedy="check the peer")
-        if not 0 < opened.deadline_s < float("inf"):
-            raise PeerError("Open with an endless deadline", remedy="check the peer")
-        if opened.items and not link.exposes_pool:
-            raise PeerError("Open gives items, but Hello did not expose the pool", remedy="check the peer")
-        if opened.row is not None and (link.rows is None or opened.row >= link.rows.n_rows):
-            raise PeerError(f"Open names aux row {opened.row}, which Hello did not expose", remedy="check the peer")
-        if opened.shares not in link.shares:
-            check_shares(link.converted[:2] if link.converted else (self._welcome.layout, link.layout), opened.shares)
-            if len(link.shares) >= _MOST_SHARES:
-                link.shares.clear()
-            link.shares.add(opened.shares)
-        asked = {ask.component: ask for ask in opened.asked}
-        known = {component.name for component in link.layout.components}
-        for ask in opened.asked:
-            if ask.component not in known or ask.start > ask.stop or asked[ask.component] is not ask:
-                what = f"Open asks for {ask.component!r} {ask.start}..{ask.stop}"
-                raise PeerError(what, remedy="ask for ascending tokens of each own component once")
-        for items in opened.items:
-            check_items(link.layout, items, asked.get(items.component))
-
 
 def _rows_problem(hello: m.Hello) -> str:
     rows = hello.rows
@@ -357,46 +324,3 @@ def _misfit(welcome: m.Welcome, hello: m.Hello) -> str:
     if problem and not judged(convert.pair(welcome.layout, hello.layout)):
         problem += "; to convert in flight, set Config.convert on both sides"
     return problem
-
-
-def check_shares(layouts: tuple[Layout, ...], owned: tuple[Share, ...]) -> None:
-    """Raises `PeerError` unless each of `layouts` holds the shards of every share, and no two shares are of one."""
-    held_by_each = [layout.by_key() for layout in layouts]
-    taken: dict[Key, list[range]] = {}
-    for share in owned:
-        start, stop, step = share.layers
-        if step < 1 or start >= stop or share.count < 1:
-            raise PeerError(f"Open asks for {share}", remedy="no such shards here")
-        shards = range(share.first, share.first + share.count)
-        for layer in range(start, stop, step):
-            key = Key(share.component, share.role, layer)
-            for held in held_by_each:
-                view = held.get(key)
-                axis = view.axis if view is not None else None
-                if axis is None or shards.start < axis.first or shards.stop > axis.first + axis.count:
-                    raise PeerError(f"Open asks for {share} of layer {layer}", remedy="no such shards here")
-            others = taken.setdefault(key, [])
-            if any(shards.start < other.stop and other.start < shards.stop for other in others):
-                raise PeerError(f"Open asks for {share} of layer {layer} twice", remedy="check the peer")
-            others.append(shards)
-
-
-def check_items(layout: Layout, items: m.Items, asked: m.Asked | None) -> None:
-    """Raises `PeerError` unless the item numbers exist in `layout` and cover what is asked."""
-    component = next((c for c in layout.components if c.name == items.component), None)
-    if component is None or len(items.data) % 4:
-        raise PeerError(f"Open gives {len(items.data)} bytes of items of {items.component!r}", remedy="check the peer")
-    numbers = np.frombuffer(items.data, _ITEM)
-    # Of a few numbers plain Python finds the extremes several times faster than numpy's calls.
-    held = numbers.tolist() if len(numbers) <= _FEW else [int(numbers.min()), int(numbers.max())]
-    if held and not 0 <= min(held) <= max(held) < component.n_items:
-        raise PeerError(
-            f"Open gives items of {items.component!r} past its {component.n_items}", remedy="check the peer"
-        )
-    # The tokens asked for, by the numbers that the destination's own tokens have.
-    own = Numbering.of(component.owned)
-    first, end = (own.count(asked.start), own.count(asked.stop)) if asked is not None else (0, 0)
-    stop = items.first_token + len(numbers) * component.tokens_per_item
-    if first < end and not items.first_token <= first < end <= stop:
-        what = f"Open gives items of {items.component!r} for {items.first_token}..{stop}"
-        raise PeerError(f"{what} and asks for {first}..{end}", remedy="check the peer")

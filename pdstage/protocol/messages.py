@@ -1,33 +1,26 @@
-"""Every message and tag on the wire, and their binary forms.
+"""Every message that peers say to each other, as DESIGN's table has them, and the limits that each is held to.
 
-Layer 2, pure. Must not know who sends what when: `prefill` and `decode` do.
+Layer 2, pure. Must not know who sends what when, as `prefill` and `decode` do, or how it becomes bytes, as `wire` does.
 
-A frame is a fixed header (magic, version, oldest version talked with, the session's two incarnations, seq) and one
-msgpack body. A tag is a fixed header and its rectangles; it travels with the data, outside the frames' order. What may
-change in them is said in docs/wire.md. Sources: DESIGN's message table; msgspec for the bodies.
+A field is only ever added at the end of its message, with a default: docs/wire.md has the rules. Sources: DESIGN's
+message table; msgspec for the schema.
 """
 
 from __future__ import annotations
 
-import struct
-from typing import Annotated, NamedTuple, TypeAlias, get_args
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from pdstage.columns import MAX_COLUMNS, MAX_ROW_NBYTES, Placed
-from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Layout  # noqa: TC001  (msgspec resolves these at run time)
 from pdstage.plan import Rect, Share
-from pdstage.protocol.versions import OLDEST, VERSION, OtherVersion, talks_with
 from pdstage.topology import Topology  # noqa: TC001
 
-MAX_FRAME_NBYTES = 16 << 20
-_FRAME = struct.Struct("<2sBBQQQ")
-_TAG = struct.Struct("<2sBBQQQQQQHH")
-_RECT = struct.Struct("<HQQII")
-_FRAME_MAGIC, _TAG_MAGIC = b"Pd", b"Pt"
 MAX_RECTS = 64
+MAX_TAG_NBYTES = 56 + MAX_RECTS * 26
+"""A tag's head and its most rectangles, as `wire` packs them."""
 MAX_ROOM_NBYTES = 256
 MAX_REASON = 4096
 DIRECT_FEATURE, CHECKSUM_FEATURE, CONVERT_FEATURE, TAGS_FEATURE = "direct", "checksum", "convert", "tags"
@@ -41,8 +34,6 @@ AUX = 0xFFFE
 IN_USE, IDLE, SPARE = 0, 1, 2
 """What a Heartbeat says of its session: rooms of the sender need it; none does; none does, and it had better end."""
 
-RoomId: TypeAlias = int | str | bytes
-
 # What a peer may say, by the schema: a number is a count, a cursor or an address of 63 bits; no list, name or text is
 # longer than any honest peer's.
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -53,7 +44,7 @@ RoomKey: TypeAlias = Annotated[bytes, Meta(max_length=MAX_ROOM_NBYTES)]
 Described: TypeAlias = Annotated[bytes, Meta(max_length=4 << 20)]
 Features: TypeAlias = Annotated[tuple[Word, ...], Meta(max_length=64)]
 Rects: TypeAlias = Annotated[tuple[Rect, ...], Meta(max_length=MAX_RECTS)]
-TagBytes: TypeAlias = Annotated[bytes, Meta(max_length=_TAG.size + MAX_RECTS * _RECT.size)]
+TagBytes: TypeAlias = Annotated[bytes, Meta(max_length=MAX_TAG_NBYTES)]
 Shares: TypeAlias = Annotated[tuple[Share, ...], Meta(max_length=4096)]
 AuxColumns: TypeAlias = Annotated[tuple[Placed, ...], Meta(max_length=MAX_COLUMNS)]
 
@@ -61,44 +52,6 @@ AuxColumns: TypeAlias = Annotated[tuple[Placed, ...], Meta(max_length=MAX_COLUMN
 def brief(reason: str) -> str:
     """`reason` as a message may carry it: a peer's own words may be part of it, so it can be of any length."""
     return reason if len(reason) <= MAX_REASON else f"{reason[: MAX_REASON - 3]}..."
-
-
-def room_key(room: RoomId) -> bytes:
-    """A room's name on the wire; 1, "1" and b"1" are three rooms. Raises `UsageError` for other types and over 256
-    bytes.
-    """
-    match room:
-        case bool():
-            key = b""
-        case int():
-            key = b"i%d" % room
-        case str():
-            key = b"s" + room.encode()
-        case bytes():
-            key = b"b" + room
-        case _:
-            key = b""
-    if not 0 < len(key) <= MAX_ROOM_NBYTES:
-        raise UsageError(
-            f"room {room!r} is no room id", remedy="use an int, str or bytes of at most 255 bytes", room=room
-        )
-    return key
-
-
-def room_id(key: bytes) -> RoomId:
-    """The room as its engine named it, which `room_key` made `key` of; of bytes that it never makes, those."""
-    name = key[1:]
-    try:
-        match key[:1]:
-            case b"i":
-                return int(name)
-            case b"s":
-                return name.decode()
-            case b"b":
-                return name
-    except ValueError:
-        pass
-    return key
 
 
 class Session(NamedTuple):
@@ -413,116 +366,3 @@ AnyMessage: TypeAlias = (
     | Returned | CloseOk | CloseFailed | Closed | Abort | Drained | Heartbeat | Bye | NoSession | Tagged
 )
 # fmt: on
-
-
-class Frame(NamedTuple):
-    session: Session
-    seq: int
-    message: AnyMessage
-
-
-class Tag(NamedTuple):
-    """What a finished write says of itself. `lane` DIRECT means in place, AUX the aux row; then `cursor` is 0.
-
-    `checksum` (`pdstage.kernels.checksum`) is of a staged chunk in a session where both sides offered it; else 0.
-    """
-
-    session: Session
-    epoch: int
-    chunk: int
-    lane: int
-    cursor: int
-    rects: tuple[Rect, ...]
-    checksum: int = 0
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
-_KINDS = {kind.__struct_config__.tag for kind in get_args(AnyMessage)}
-_HELLO, _HELLO_REFUSED = 1, 3
-
-
-def _kind(body: memoryview) -> int:
-    """The tag of a message that may be of any version, or not one at all (-1): an array's first element."""
-    return body[1] if len(body) > 1 and 0x91 <= body[0] <= 0x9F and body[1] < 0x80 else -1
-
-
-def encode(session: Session, seq: int, message: AnyMessage) -> bytes:
-    buffer = bytearray(_FRAME.size)
-    _FRAME.pack_into(buffer, 0, _FRAME_MAGIC, VERSION, OLDEST, *session, seq)
-    _encoder.encode_into(message, buffer, _FRAME.size)
-    return bytes(buffer)
-
-
-class UnknownMessage(PeerError):
-    """A message of a kind that this version does not know: not heard, but no reason to end its session."""
-
-
-def decode(frame: bytes | memoryview) -> Frame:
-    """Raises `PeerError` for anything that is not a frame, `OtherVersion` for one of a version not talked with."""
-    session, seq = decode_head(frame)
-    return Frame(session, seq, decode_body(frame))
-
-
-def decode_head(frame: bytes | memoryview) -> tuple[Session, int]:
-    """Whose frame it is, and its seq. Raises as `decode` does, for what the header tells."""
-    if not _FRAME.size < len(frame) <= MAX_FRAME_NBYTES:
-        raise PeerError(f"a control frame of {len(frame)} bytes", remedy=f"frames have {_FRAME.size} to 16 MiB")
-    magic, version, oldest, session_decode, session_writer, seq = _FRAME.unpack_from(frame)
-    if magic != _FRAME_MAGIC:
-        raise PeerError(
-            f"a control frame that starts with {bytes(magic)!r}", remedy="only pdstage nodes may connect here"
-        )
-    session = Session(session_decode, session_writer)
-    if not talks_with(version, oldest):
-        kind = _kind(memoryview(frame)[_FRAME.size :])
-        if kind != _HELLO_REFUSED:
-            raise OtherVersion(version, oldest, session, greets=kind == _HELLO)
-    return session, seq
-
-
-def decode_body(frame: bytes | memoryview) -> AnyMessage:
-    """The message of a frame whose head is good. Raises `PeerError` for one that does not decode."""
-    body = memoryview(frame)[_FRAME.size :]
-    try:
-        return _decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        kind = _kind(body)
-        if kind >= 0 and kind not in _KINDS:
-            what = f"control message number {kind} of wire version {VERSION}, which this node does not know"
-            raise UnknownMessage(what, remedy="the greeting did not offer it: check the peer's version") from error
-        raise PeerError(
-            f"a control message that does not decode: {error}", remedy="check the peer's version"
-        ) from error
-    except ValueError as error:  # UsageError of a layout that contradicts itself
-        raise PeerError(f"a control message that contradicts itself: {error}", remedy="check the peer") from error
-
-
-def encode_tag(tag: Tag, components: tuple[str, ...]) -> bytes:
-    """`components` are the destination's component names in layout order; a tag names them by number."""
-    head = _TAG.pack(
-        _TAG_MAGIC, VERSION, OLDEST, *tag.session, tag.epoch, tag.chunk, tag.cursor, tag.checksum, tag.lane,
-        len(tag.rects),
-    )  # fmt: skip
-    return head + b"".join(_RECT.pack(components.index(rect.component), *rect[1:]) for rect in tag.rects)
-
-
-def tag_session(data: bytes) -> Session:
-    """The session a tag belongs to. Raises `PeerError` for what is not a tag of a version talked with."""
-    if len(data) < _TAG.size or data[:2] != _TAG_MAGIC or not talks_with(data[2], data[3]):
-        raise PeerError(f"a tag of {len(data)} bytes that is not ours", remedy="only pdstage nodes may write here")
-    return Session(*_TAG.unpack_from(data)[3:5])
-
-
-def decode_tag(data: bytes, components: tuple[str, ...]) -> Tag:
-    """Raises `PeerError` for anything but a well-formed tag about `components`."""
-    session = tag_session(data)
-    _, _, _, _, _, epoch, chunk, cursor, checksum, lane, n_rects = _TAG.unpack_from(data)
-    if n_rects > MAX_RECTS or len(data) != _TAG.size + n_rects * _RECT.size:
-        raise PeerError(f"a tag of {len(data)} bytes that announces {n_rects} rectangles", remedy="check the peer")
-    rects = []
-    for number, *rest in _RECT.iter_unpack(data[_TAG.size :]):
-        if number >= len(components):
-            raise PeerError(f"a tag about component number {number}", remedy=f"there are {len(components)} here")
-        rects.append(Rect(components[number], *rest))
-    return Tag(session, epoch, chunk, lane, cursor, tuple(rects), checksum)

@@ -2,8 +2,8 @@
 
 Layer 2, pure: no socket, thread or clock. Inputs are its public methods, output is `take_effects()`.
 
-It stands on four floors: `session` (who talks), `handshake` (with whom), `borrower` (chunks and their leases),
-`sending` (the room table).
+It stands on five floors: `session` (who talks), `handshake` (with whom), `windows` (how far lanes may be written),
+`borrower` (chunks and their leases), `sending` (the room table).
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
+from pdstage.protocol.opening import check_open
 from pdstage.protocol.outbox import Ended, GivenRow, OutChunk, OutRoom, Phase, Record, RecordPhase, Source
-from pdstage.protocol.room import NO_ROWS, OwnRows
+from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
 from pdstage.protocol.sending import Sending
 from pdstage.protocol.session import Link
 
@@ -80,7 +82,7 @@ class PrefillCore(Sending):
     def submit(self, key: bytes, now: float) -> OutRoom:
         """The engine will send this room. Raises `UsageError` if it is being sent already."""
         if key in self.rooms:
-            named = m.room_id(key)
+            named = room_id(key)
             raise UsageError(
                 f"room {named!r} is being sent already", remedy="wait for its end, or abort it", room=named
             )
@@ -192,7 +194,7 @@ class PrefillCore(Sending):
 
     # What the driver reports.
 
-    def _dispatch(self, route: bytes, link: Link | None, frame: m.Frame, now: float) -> None:
+    def _dispatch(self, route: bytes, link: Link | None, frame: wire.Frame, now: float) -> None:
         message = frame.message
         if isinstance(message, m.Hello):
             self._on_hello(route, frame, message, now)
@@ -266,7 +268,7 @@ class PrefillCore(Sending):
         if record is not None:
             self.send(link, m.Opened(opened.epoch, *self._opened_state(record)), now)
             return
-        self._check_open(link, opened)
+        check_open(opened, link, self.layout)
         record = Record(link, opened, self._direct)
         room = self.rooms.get(opened.room)
         self._wanted_again(opened.room, link, opened.epoch)
@@ -355,7 +357,7 @@ class PrefillCore(Sending):
                 )
                 self._fail(room, error, now)
             case ("parked", Record() as record):
-                self._turn_away(record, f"prefill never began room {m.room_id(record.open.room)!r}", now)
+                self._turn_away(record, f"prefill never began room {room_id(record.open.room)!r}", now)
             case ("write", int() as ticket):
                 self._on_write_timer(ticket, now)
             case ("asked", bytes() as room_key):

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 _MOST_DEALT = 4096
 _MOST_GIVEN_UP = 4096
-_MOST_REPEATS = 65_536
-"""Chunks of one writer beyond which one that brings nothing new is not noted."""
 
 
 class Receiving(Lender):
@@ -236,40 +234,6 @@ class Receiving(Lender):
             self.emit(Changed(room))
 
     # Parts.
-
-    def _is_news(self, part: Part, coverage: Coverage, tag: m.Tag) -> bool:
-        """Whether what a tag says was written in place may have been, and was not told before (I6, I7)."""
-        if tag.lane == m.AUX:
-            return part.has_aux and part.room.row is not None and not part.row_arrived and not tag.rects
-        if not part.direct or not tag.rects or coverage.problem(tag.rects) or tag.chunk in part.arrived:
-            return False
-        return not (coverage.covers(tag.rects) and len(part.arrived) >= _MOST_REPEATS)
-
-    def _take_aux(self, room: InRoom, link: Link, close: m.CloseOk) -> None:
-        """A row that came both ways, as its post was told to have failed, is what the message says."""
-        room.aux = close.aux
-        if close.packed or any(written.lane == m.AUX for written in close.written):
-            room.shared = link.aux
-        if close.packed and self._rows.wanted:
-            self.counters.aux_fallbacks += 1
-            what = "an aux row came by control message, not by the data transport"
-            self.say_once(link.route, what, "see prefill's log for why, and aux_fallbacks")
-
-    def _shortfall(self, part: Part, close: m.CloseOk) -> str:
-        """Why what a writer has brought is not all, in words; empty if it is.
-
-        Of components without positions it may have fewer slots than were asked for: then no more are needed (I9). Its
-        word changes nothing else, so that a writer that lies leaves no hole where there may be none (I5).
-        """
-        assert part.coverage is not None
-        given = dict(close.slots)
-        for name, stop in part.coverage.stops():
-            if name in self._slots and name in given:
-                problem = self._slots.compare(self, part.link, name, given[name], stop)
-                if problem:
-                    return f"does not fit: {problem}"
-                part.coverage.count(name, given[name])
-        return f"finished without {part.coverage.missing()}" if not part.coverage.complete else ""
 
     def _part(self, link: Link, epoch: int) -> Part | None:
         return link.parts.get(epoch)

@@ -1,4 +1,4 @@
-"""The states of a room, as one table.
+"""A room: its name, and its states as one table.
 
 Layer 2, pure. Must not know leases: what a room holds is kept apart and outlives its end (`holdings`, `outbox`).
 """
@@ -6,14 +6,56 @@ Layer 2, pure. Must not know leases: what a room holds is kept apart and outlive
 from __future__ import annotations
 
 from enum import Enum, IntEnum, auto
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from pdstage.protocol.messages import room_id
+from pdstage.errors import UsageError
+from pdstage.protocol.messages import MAX_ROOM_NBYTES
 
 if TYPE_CHECKING:
     from pdstage.columns import Placed
     from pdstage.errors import PdstageError
-    from pdstage.protocol.messages import RoomId, RowSpan
+    from pdstage.protocol.messages import RowSpan
+
+RoomId: TypeAlias = int | str | bytes
+"""A room as its engine names it."""
+
+
+def room_key(room: RoomId) -> bytes:
+    """A room's name on the wire; 1, "1" and b"1" are three rooms. Raises `UsageError` for other types and over 256
+    bytes.
+    """
+    match room:
+        case bool():
+            key = b""
+        case int():
+            key = b"i%d" % room
+        case str():
+            key = b"s" + room.encode()
+        case bytes():
+            key = b"b" + room
+        case _:
+            key = b""
+    if not 0 < len(key) <= MAX_ROOM_NBYTES:
+        raise UsageError(
+            f"room {room!r} is no room id", remedy="use an int, str or bytes of at most 255 bytes", room=room
+        )
+    return key
+
+
+def room_id(key: bytes) -> RoomId:
+    """The room as its engine named it, which `room_key` made `key` of; of bytes that it never makes, those."""
+    name = key[1:]
+    try:
+        match key[:1]:
+            case b"i":
+                return int(name)
+            case b"s":
+                return name.decode()
+            case b"b":
+                return name
+    except ValueError:
+        pass
+    return key
 
 
 class State(IntEnum):

@@ -23,21 +23,17 @@ from pdstage.protocol.messages import (
     SPARE,
     AnyMessage,
     Bye,
-    Frame,
     Heartbeat,
     Hello,
     HelloRefused,
     LaneSpan,
     NoSession,
     Session,
-    UnknownMessage,
     Welcome,
-    decode_body,
-    decode_head,
-    encode,
 )
 from pdstage.protocol.timers import Timers
 from pdstage.protocol.versions import OtherVersion
+from pdstage.protocol.wire import Frame, UnknownMessage, decode_body, decode_head, encode
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdstage.protocol.messages import RoomId
+    from pdstage.protocol.room import RoomId
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 

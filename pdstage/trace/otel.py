@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdstage.errors import UsageError
 from pdstage.manager.observer import RoomBound, RoomEnded, RoomOpened, RoomReleased, StageOver
-from pdstage.protocol.messages import room_key
-from pdstage.protocol.room import State
+from pdstage.protocol.room import State, room_key
 from pdstage.trace.model import room_text
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, SpanContext, TracerProvider
 
     from pdstage.manager.observer import Event, Origin
-    from pdstage.protocol.messages import RoomId
+    from pdstage.protocol.room import RoomId
 
 NAME = "pdstage"
 

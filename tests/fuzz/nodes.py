@@ -20,7 +20,9 @@ from pdstage.layout import Layout, Region
 from pdstage.manager.node import Node
 from pdstage.plan import Share
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.effects import Send
+from pdstage.protocol.room import room_key
 from pdstage.tensors import build, paged_nhd
 from pdstage.transport.local import LocalTransport
 from tests.fuzz.draw import Draw, altered_bytes
@@ -120,13 +122,13 @@ def _lie_to_prefill(bed: _Bed, draw: Draw) -> None:
     said: list[tuple[m.Session, m.AnyMessage]] = [
         (m.Session(nonce, 0), hello),
         (session, m.Heartbeat()),
-        (session, m.Open(1, m.room_key(room), shares, (m.Asked("kv", 0, 8),), wire_items, 0, 1, True, 0, 60.0, row)),
+        (session, m.Open(1, room_key(room), shares, (m.Asked("kv", 0, 8),), wire_items, 0, 1, True, 0, 60.0, row)),
         (session, m.Lease(1, 0, 0, 0, 0, half, 0)),
         (session, draw.pick(samples())),
     ]
     before = _own_bytes(bed)
     for number, (whose, message) in enumerate(said):
-        frame = m.encode(whose, number + 1, message)
+        frame = wire.encode(whose, number + 1, message)
         if draw.chance(80):
             frame = bend_frame(frame, draw) if draw.chance(160) else alter_frame(frame, draw)
         _hear(bed.prefill, route, frame)
@@ -137,7 +139,7 @@ def _lie_to_prefill(bed: _Bed, draw: Draw) -> None:
     sender.abort()
     with bed.prefill._lock:
         for link in [link for link in bed.prefill.core.links.values() if link.route.startswith(b"liar")]:
-            bed.prefill.core.receive(link.route, m.encode(link.session, (1 << 64) - 1, m.Bye()), time.monotonic())
+            bed.prefill.core.receive(link.route, wire.encode(link.session, (1 << 64) - 1, m.Bye()), time.monotonic())
     _turn(bed.prefill)
 
 
@@ -160,10 +162,10 @@ def _lie_to_decode(bed: _Bed, draw: Draw) -> None:
     for _ in range(1 + draw.below(4)):
         link = next(iter(bed.decode.core.links.values()), None)
         session = link.session if link is not None else m.Session(1, 2)
-        frame = m.encode(session, 1 << 60, draw.pick(samples()))
+        frame = wire.encode(session, 1 << 60, draw.pick(samples()))
         _hear(bed.decode, b"liar", alter_frame(frame, draw) if draw.chance(128) else frame)
         with bed.decode._lock:
-            tag = m.encode_tag(m.Tag(session, draw.below(9), 0, draw.pick((0, 1, m.DIRECT)), 0, ()), ("kv",))
+            tag = wire.encode_tag(wire.Tag(session, draw.below(9), 0, draw.pick((0, 1, m.DIRECT)), 0, ()), ("kv",))
             bed.decode.core.tag(altered_bytes(tag, draw), time.monotonic())
     _turn(bed.decode)
 

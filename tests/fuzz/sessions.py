@@ -15,6 +15,7 @@ import numpy as np
 from pdstage.errors import TransportError, UsageError
 from pdstage.plan import selects
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.effects import Complaint, Detach, Effect, Gather, Scatter, Send, Write, WriteDirect, WriteRow
 from pdstage.protocol.inbox import InRoom
@@ -170,7 +171,7 @@ class Hostile(World):
         if draw.chance(32):
             session = m.Session(session.decode ^ draw.below(4), 0)
         self.seq = draw.pick(NUMBERS) % (1 << 64) if draw.chance(4) else self.seq + 1
-        frame = m.encode(session, self.seq % (1 << 64), draw.pick(samples()))
+        frame = wire.encode(session, self.seq % (1 << 64), draw.pick(samples()))
         match draw.below(4):
             case 1 | 2:
                 frame = bend_frame(frame, draw)

@@ -13,8 +13,9 @@ from pdstage.errors import PdstageError, PeerError, UsageError
 from pdstage.layout import Layout, Region
 from pdstage.plan import Rect, Share, selects, shares, wire_order
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.fit import incompatible
-from pdstage.protocol.handshake import check_items
+from pdstage.protocol.opening import check_items
 from pdstage.protocol.told import layout_problem
 from pdstage.spans import DirectPlan, Index
 from pdstage.topology import Topology
@@ -62,7 +63,7 @@ def samples() -> tuple[m.AnyMessage, ...]:
         m.Heartbeat(),
         m.Bye(),
         m.NoSession(1),
-        m.Tagged(m.encode_tag(m.Tag(m.Session(1, 2), 1, 0, 0, 0, (rect,)), ("kv",))),
+        m.Tagged(wire.encode_tag(wire.Tag(m.Session(1, 2), 1, 0, 0, 0, (rect,)), ("kv",))),
     )
 
 
@@ -70,7 +71,7 @@ def samples() -> tuple[m.AnyMessage, ...]:
 
 
 def frame_seeds() -> list[bytes]:
-    return [m.encode(m.Session(1, 2), 3, message) for message in samples()]
+    return [wire.encode(m.Session(1, 2), 3, message) for message in samples()]
 
 
 def alter_frame(frame: bytes, draw: Draw) -> bytes:
@@ -87,12 +88,12 @@ def bend_frame(frame: bytes, draw: Draw) -> bytes:
 def run_frame(data: bytes) -> None:
     """What decodes comes back as it went; all else is a `PeerError` of a bounded length."""
     try:
-        frame = m.decode(data)
+        frame = wire.decode(data)
     except PeerError as error:
         assert len(str(error)) < 8192, "an error that a peer can make as long as it likes"
         return
-    again = m.encode(*frame)
-    assert m.encode(*m.decode(again)) == again
+    again = wire.encode(*frame)
+    assert wire.encode(*wire.decode(again)) == again
     match frame.message:
         case m.Hello(layout=layout, columns=columns) | m.Welcome(layout=layout, columns=columns):
             _use_layout(layout)
@@ -163,18 +164,18 @@ def _use_items(items: tuple[m.Items, ...], asked: tuple[m.Asked, ...]) -> None:
 
 def tag_seeds() -> list[bytes]:
     rects = (Rect("kv", 0, 8, 0, 2), Rect("swa", 4, 8, 1, 2))
-    tags = [m.Tag(m.Session(1, 2), 1, 0, lane, 0, rects[:n], 7) for lane, n in ((0, 1), (m.DIRECT, 2), (1, 0))]
-    return [m.encode_tag(tag, COMPONENTS) for tag in tags]
+    tags = [wire.Tag(m.Session(1, 2), 1, 0, lane, 0, rects[:n], 7) for lane, n in ((0, 1), (m.DIRECT, 2), (1, 0))]
+    return [wire.encode_tag(tag, COMPONENTS) for tag in tags]
 
 
 def run_tag(data: bytes) -> None:
     try:
-        tag = m.decode_tag(data, COMPONENTS)
+        tag = wire.decode_tag(data, COMPONENTS)
     except PeerError as error:
         assert str(error)
         return
-    assert m.encode_tag(tag, COMPONENTS)[4:] == data[4:], "all but the versions, which a later node may raise"
-    assert m.tag_session(data) == tag.session
+    assert wire.encode_tag(tag, COMPONENTS)[4:] == data[4:], "all but the versions, which a later node may raise"
+    assert wire.tag_session(data) == tag.session
 
 
 # Descriptions and datagrams of the local transport.

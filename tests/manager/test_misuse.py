@@ -32,6 +32,8 @@ from pdstage import (
 from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer
 from pdstage.plan import Share
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
+from pdstage.protocol.room import room_key
 from pdstage.tensors import build, paged_nhd
 from pdstage.topology import REPLICATED
 from tests.manager.engine import HEADS, LAYERS, Rank, decode_node, drive, prefill_node
@@ -298,10 +300,10 @@ def test_an_open_that_comes_with_its_hello(site):
     hello = m.Hello(Topology(), rank.pool.layout, "local", node.transport.describe(), lanes, 5.0, (m.DIRECT_FEATURE,))
     shares = tuple(Share("kv", role, (0, LAYERS, 1), 0, HEADS) for role in "kv")
     items = (m.Items("kv", 0, memoryview(np.array([3, 5], np.int32)).cast("B")),)
-    opened = m.Open(1, m.room_key("r"), shares, (m.Asked("kv", 0, 8),), items, 0, 1, False, 0, 60.0)
+    opened = m.Open(1, room_key("r"), shares, (m.Asked("kv", 0, 8),), items, 0, 1, False, 0, 60.0)
     with node._lock:
         for seq, (writer, message) in enumerate([(0, hello), (node.incarnation, opened)], 1):
-            node.core.receive(b"peer", m.encode(m.Session(7, writer), seq, message), time.monotonic())
+            node.core.receive(b"peer", wire.encode(m.Session(7, writer), seq, message), time.monotonic())
         assert [link.half_open for link in node.core.links.values()] == [False]
         assert sender.room.destinations
 

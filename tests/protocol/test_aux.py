@@ -9,6 +9,7 @@ import pytest
 from pdstage.columns import Column
 from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.decode import PartPhase
 from pdstage.protocol.effects import WriteRow
 from pdstage.protocol.room import State
@@ -21,7 +22,7 @@ QUIET_S = 5.0
 
 def is_row(item: Item) -> bool:
     """A frame, write, tag or completion of an aux row."""
-    return bool(item.tag) and m.decode_tag(item.tag, ("kv",)).lane == m.AUX
+    return bool(item.tag) and wire.decode_tag(item.tag, ("kv",)).lane == m.AUX
 
 
 def begin(world: World, room: int = 1, *, row: int | None = 3, rank: int = 0, handle=None):
@@ -379,7 +380,7 @@ def _said(world: World, message: m.AnyMessage, side: str) -> str:
     """What the node at `side` complains of when its peer says `message` in their session."""
     node = world.prefill[0] if side == "prefill" else world.decode[0]
     (link,) = node.core.links.values()
-    node.core.receive(link.route, m.encode(link.session, link.heard + 1, message), world.now)
+    node.core.receive(link.route, wire.encode(link.session, link.heard + 1, message), world.now)
     world.carry(node)
     assert not node.core.links, "the session goes on"
     return node.complaints[-1]
@@ -410,7 +411,7 @@ def test_a_tag_of_a_row_counts_once_and_only_where_one_was_named(row: int | None
     world.run()
     core = world.decode[0].core
     (link,) = core.links.values()
-    tag = m.encode_tag(m.Tag(link.session, handle.epoch, 0, m.AUX, 0, ()), ("kv",))
+    tag = wire.encode_tag(wire.Tag(link.session, handle.epoch, 0, m.AUX, 0, ()), ("kv",))
     for _ in range(2):
         core.tag(tag, world.now)
     part = next(iter(handle.parts.values()))

@@ -15,6 +15,7 @@ import pytest
 
 from pdstage.errors import PeerError
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.effects import Complaint, Send
 from pdstage.protocol.room import State
 from pdstage.protocol.versions import OLDEST, VERSION, talks_with
@@ -101,7 +102,7 @@ def test_every_optional_field_is_used_in_some_golden() -> None:
 @pytest.mark.parametrize(("version", "entry"), entries("frames"))
 def test_todays_decoder_reads_every_frame_it_talks_with(version: int, entry: dict[str, Any]) -> None:
     file, data = held(version), bytes.fromhex(entry["hex"])
-    frame = m.decode(data)
+    frame = wire.decode(data)
     assert type(frame.message).__name__ == entry["kind"]
     assert frame[:2] == (tuple(file["session"]), file["seq"])
     found = golden.readable(frame.message)
@@ -111,7 +112,7 @@ def test_todays_decoder_reads_every_frame_it_talks_with(version: int, entry: dic
 
 @pytest.mark.parametrize(("version", "entry"), entries("tags"))
 def test_todays_decoder_reads_every_tag_it_talks_with(version: int, entry: dict[str, Any]) -> None:
-    tag = m.decode_tag(bytes.fromhex(entry["hex"]), tuple(held(version)["components"]))
+    tag = wire.decode_tag(bytes.fromhex(entry["hex"]), tuple(held(version)["components"]))
     assert golden.readable(tag) == entry["fields"]
 
 
@@ -175,21 +176,21 @@ def test_which_versions_talk() -> None:
 @pytest.mark.parametrize("message", golden.FRAMES.values(), ids=golden.FRAMES)
 def test_a_later_versions_new_field_is_ignored(message: m.AnyMessage) -> None:
     """Fields are added at the end of a message and have a default: either side may be the later one."""
-    body = msgspec.msgpack.decode(m.encode(golden.SESSION, 3, message)[HEADER_NBYTES:])
-    frame = later(m.encode(golden.SESSION, 3, message)[:HEADER_NBYTES] + msgspec.msgpack.encode([*body, {"new": 1}]))
-    assert m.decode(frame).message == message
+    body = msgspec.msgpack.decode(wire.encode(golden.SESSION, 3, message)[HEADER_NBYTES:])
+    frame = later(wire.encode(golden.SESSION, 3, message)[:HEADER_NBYTES] + msgspec.msgpack.encode([*body, {"new": 1}]))
+    assert wire.decode(frame).message == message
 
 
 @pytest.mark.parametrize("path", [("topology",), ("layout",), ("layout", "regions", 0), ("layout", "components", 0)])
 def test_a_new_field_of_topology_or_layout_is_ignored(path: tuple[Any, ...]) -> None:
     """They travel as maps."""
-    frame = m.encode(golden.SESSION, 3, golden.HELLO)
+    frame = wire.encode(golden.SESSION, 3, golden.HELLO)
     body = msgspec.msgpack.decode(frame[HEADER_NBYTES:])
     inner = body[{"topology": 1, "layout": 2}[path[0]]]
     for step in path[1:]:
         inner = inner[step]
     inner["new"] = [1, 2]
-    assert m.decode(frame[:HEADER_NBYTES] + msgspec.msgpack.encode(body)).message == golden.HELLO
+    assert wire.decode(frame[:HEADER_NBYTES] + msgspec.msgpack.encode(body)).message == golden.HELLO
 
 
 @pytest.mark.parametrize(
@@ -207,11 +208,11 @@ def test_a_new_field_of_topology_or_layout_is_ignored(path: tuple[Any, ...]) -> 
 )
 def test_the_tuples_inside_messages_are_closed(message: str, field: int) -> None:
     """What would break: one number more in a Share, a Rect... So such news is a field of the message."""
-    frame = m.encode(golden.SESSION, 3, golden.FRAMES[message])
+    frame = wire.encode(golden.SESSION, 3, golden.FRAMES[message])
     body = msgspec.msgpack.decode(frame[HEADER_NBYTES:])
     body[field][0].append(1)
     with pytest.raises(PeerError, match="does not decode"):
-        m.decode(frame[:HEADER_NBYTES] + msgspec.msgpack.encode(body))
+        wire.decode(frame[:HEADER_NBYTES] + msgspec.msgpack.encode(body))
 
 
 def test_features_that_only_the_peer_knows_are_ignored() -> None:
@@ -239,7 +240,7 @@ def test_versions_that_do_not_talk_refuse_each_other_in_words_on_both_sides() ->
     handle = world.announce(0)
     (hello,) = [item for item in world.queue if isinstance(item.message, m.Hello)]
     world.queue.clear()
-    greeting = m.encode(m.Session(next(iter(decode.peers.values())).nonce, 0), 0, hello.message)
+    greeting = wire.encode(m.Session(next(iter(decode.peers.values())).nonce, 0), 0, hello.message)
     unread = greeting[:HEADER_NBYTES] + b"\x93\x01" + b"\xc1what a later version says"
     prefill.receive(b"D0", later(unread, version=VERSION + 2, oldest=VERSION + 1), 0.0)
     complaint, answer = prefill.take_effects()
@@ -260,7 +261,7 @@ def test_only_a_hello_is_answered_across_versions(name: str) -> None:
     """Two strangers that answered everything would never end."""
     world = World()
     for core in (world.prefill[0].core, world.decode[0].core):
-        frame = m.encode(m.Session(5, 0), 0, golden.FRAMES[name])
+        frame = wire.encode(m.Session(5, 0), 0, golden.FRAMES[name])
         core.receive(b"??", later(frame, oldest=VERSION + 1), 0.0)
         (effect,) = core.take_effects()
         assert isinstance(effect, Complaint)
@@ -273,7 +274,7 @@ def test_a_message_that_nobody_offered_is_named_and_changes_nothing() -> None:
     world.run()
     for node in world.nodes():
         (link,) = node.core.links.values()
-        frame = m.encode(link.session, link.heard + 1, m.Heartbeat())[:HEADER_NBYTES] + b"\x92\x63\x01"
+        frame = wire.encode(link.session, link.heard + 1, m.Heartbeat())[:HEADER_NBYTES] + b"\x92\x63\x01"
         node.core.receive(link.route, frame, 0.0)
         (complaint,) = node.core.take_effects()
         assert isinstance(complaint, Complaint)
@@ -284,7 +285,7 @@ def test_a_message_that_nobody_offered_is_named_and_changes_nothing() -> None:
 
 
 def test_a_tag_of_another_version_is_refused() -> None:
-    data = m.encode_tag(golden.TAGS["staged"], golden.COMPONENTS)
-    assert m.tag_session(later(data)) == golden.SESSION
+    data = wire.encode_tag(golden.TAGS["staged"], golden.COMPONENTS)
+    assert wire.tag_session(later(data)) == golden.SESSION
     with pytest.raises(PeerError, match="is not ours"):
-        m.tag_session(later(data, oldest=VERSION + 1))
+        wire.tag_session(later(data, oldest=VERSION + 1))

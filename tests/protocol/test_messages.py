@@ -8,10 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pdstage.errors import PeerError, UsageError
+from pdstage.errors import PeerError
 from pdstage.layout import Key, Layout, Region, Row, View
 from pdstage.plan import Rect, Share
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.topology import Axis, Topology
 from tests import golden
 
@@ -118,7 +119,7 @@ def test_every_message_is_tried() -> None:
 
 @given(SESSION, U64, ANY)
 def test_round_trip(session: m.Session, seq: int, message: m.AnyMessage) -> None:
-    assert m.decode(m.encode(session, seq, message)) == m.Frame(session, seq, message)
+    assert wire.decode(wire.encode(session, seq, message)) == wire.Frame(session, seq, message)
 
 
 @given(st.binary(max_size=200))
@@ -130,45 +131,45 @@ def test_round_trip(session: m.Session, seq: int, message: m.AnyMessage) -> None
 @example(b"Pd\1\1" + bytes(24) + b"\x92\x03\xa2\xff\xfe")
 def test_garbage_raises_peer_error_only(data: bytes) -> None:
     try:
-        m.decode(data)
+        wire.decode(data)
     except PeerError as error:
         assert str(error)
 
 
 @given(ANY, st.data())
 def test_a_damaged_frame_raises_peer_error_only(message: m.AnyMessage, data: st.DataObject) -> None:
-    frame = bytearray(m.encode(m.Session(1, 2), 3, message))
+    frame = bytearray(wire.encode(m.Session(1, 2), 3, message))
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
     try:
-        m.decode(bytes(frame))
+        wire.decode(bytes(frame))
     except PeerError as error:
         assert str(error)
 
 
 @given(ANY, st.data())
 def test_a_truncated_frame_is_refused(message: m.AnyMessage, data: st.DataObject) -> None:
-    frame = m.encode(m.Session(1, 2), 3, message)
+    frame = wire.encode(m.Session(1, 2), 3, message)
     with pytest.raises(PeerError):
-        m.decode(frame[: data.draw(st.integers(0, len(frame) - 1))])
+        wire.decode(frame[: data.draw(st.integers(0, len(frame) - 1))])
 
 
 def test_another_protocol_is_named() -> None:
     with pytest.raises(PeerError, match=r"starts with b'GE'"):
-        m.decode(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
+        wire.decode(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
 
 
 def test_an_oversize_frame_is_refused_unread() -> None:
     with pytest.raises(PeerError, match="frame of 16777217 bytes"):
-        m.decode(bytes(m.MAX_FRAME_NBYTES + 1))
+        wire.decode(bytes(wire.MAX_FRAME_NBYTES + 1))
 
 
 def test_a_layout_that_contradicts_itself_is_the_peers_fault() -> None:
-    frame = m.encode(m.Session(1, 2), 3, golden.HELLO)
+    frame = wire.encode(m.Session(1, 2), 3, golden.HELLO)
     bad = frame.replace(b"\xa5width\x10", b"\xa5width\x00")
     assert bad != frame
     with pytest.raises(PeerError, match="has a size below 1"):
-        m.decode(bad)
+        wire.decode(bad)
 
 
 NAMES = ("dsa", "kv", "swa")
@@ -176,28 +177,28 @@ TAG_RECTS = st.lists(
     st.builds(Rect, st.sampled_from(NAMES), U64, U64, st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)),
     max_size=m.MAX_RECTS,
 ).map(tuple)
-TAGS = st.builds(m.Tag, SESSION, U64, U64, st.integers(0, m.DIRECT), U64, TAG_RECTS, U64)
+TAGS = st.builds(wire.Tag, SESSION, U64, U64, st.integers(0, m.DIRECT), U64, TAG_RECTS, U64)
 
 
 @given(TAGS)
-def test_tag_round_trip(tag: m.Tag) -> None:
-    data = m.encode_tag(tag, NAMES)
-    assert m.tag_session(data) == tag.session
-    assert m.decode_tag(data, NAMES) == tag
+def test_tag_round_trip(tag: wire.Tag) -> None:
+    data = wire.encode_tag(tag, NAMES)
+    assert wire.tag_session(data) == tag.session
+    assert wire.decode_tag(data, NAMES) == tag
 
 
 @given(TAGS, st.data())
-def test_a_damaged_tag_raises_peer_error_only(tag: m.Tag, data: st.DataObject) -> None:
-    whole = m.encode_tag(tag, NAMES)
+def test_a_damaged_tag_raises_peer_error_only(tag: wire.Tag, data: st.DataObject) -> None:
+    whole = wire.encode_tag(tag, NAMES)
     cut = data.draw(st.integers(0, len(whole) - 1))
     with pytest.raises(PeerError):
-        m.decode_tag(whole[:cut], NAMES)
+        wire.decode_tag(whole[:cut], NAMES)
     with pytest.raises(PeerError):
-        m.decode_tag(whole + b"\0", NAMES)
+        wire.decode_tag(whole + b"\0", NAMES)
     damaged = bytearray(whole)
     damaged[cut] ^= data.draw(st.integers(1, 255))
     try:
-        m.decode_tag(bytes(damaged), NAMES)
+        wire.decode_tag(bytes(damaged), NAMES)
     except PeerError as error:
         assert str(error)
 
@@ -205,35 +206,22 @@ def test_a_damaged_tag_raises_peer_error_only(tag: m.Tag, data: st.DataObject) -
 @given(st.binary(max_size=100))
 def test_a_garbage_tag_raises_peer_error_only(data: bytes) -> None:
     with pytest.raises(PeerError):
-        m.tag_session(data)
+        wire.tag_session(data)
     with pytest.raises(PeerError):
-        m.decode_tag(data, NAMES)
+        wire.decode_tag(data, NAMES)
 
 
 def test_a_tag_about_an_unknown_component_is_refused() -> None:
-    data = m.encode_tag(m.Tag(m.Session(1, 2), 3, 4, 5, 6, (Rect("swa", 0, 1, 0, 1),)), NAMES)
+    data = wire.encode_tag(wire.Tag(m.Session(1, 2), 3, 4, 5, 6, (Rect("swa", 0, 1, 0, 1),)), NAMES)
     with pytest.raises(PeerError, match="component number 2"):
-        m.decode_tag(data, ("dsa", "kv"))
+        wire.decode_tag(data, ("dsa", "kv"))
 
 
-def test_room_ids_of_different_types_differ() -> None:
-    rooms = [1, "1", b"1", -1, 2**63, "i1", b"s1", ""]
-    assert len({m.room_key(room) for room in rooms}) == len(rooms)
-
-
-@pytest.mark.parametrize("room", [0, -5, 17, "a", "ünï", b"", b"\xff\x00"])
-def test_room_ids_survive_their_keys(room: m.RoomId) -> None:
-    assert m.room_id(m.room_key(room)) == room
-    assert type(m.room_id(m.room_key(room))) is type(room)
-
-
-@pytest.mark.parametrize("key", [b"", b"x", b"i", b"i1.5", b"s\xff"])
-def test_a_key_that_no_room_has_names_itself(key: bytes) -> None:
-    """What a peer sends is any bytes, and an error about them must be sayable."""
-    assert m.room_id(key) == key
-
-
-@pytest.mark.parametrize("room", [True, None, 1.5, ("a",), "x" * 256, b"x" * 256, 10**300])
-def test_what_is_no_room_id(room: object) -> None:
-    with pytest.raises(UsageError, match="no room id"):
-        m.room_key(room)  # type: ignore[arg-type]
+def test_the_largest_tag_is_as_large_as_a_message_may_carry() -> None:
+    """The limit is a number of `messages`, which knows nothing of how a tag is packed."""
+    rects = (Rect("kv", 0, 1, 0, 1),) * m.MAX_RECTS
+    tag = wire.encode_tag(wire.Tag(m.Session(1, 2), 3, 4, 5, 6, rects), NAMES)
+    assert len(tag) == m.MAX_TAG_NBYTES
+    assert wire.decode(wire.encode(m.Session(1, 2), 3, m.Tagged(tag))).message == m.Tagged(tag)
+    with pytest.raises(PeerError, match="does not decode"):
+        wire.decode(wire.encode(m.Session(1, 2), 3, m.Tagged(tag + b"\0")))

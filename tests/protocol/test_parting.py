@@ -9,6 +9,7 @@ import pytest
 
 from pdstage.errors import PeerError, UsageError
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.effects import Complaint, HangUp, Send
 from pdstage.protocol.room import State
 from pdstage.protocol.session import drawn
@@ -446,8 +447,8 @@ def test_bye_is_not_answered_while_a_write_is_in_flight() -> None:
 
     def say(message: m.AnyMessage, seq: int) -> list[m.AnyMessage]:
         writer.core.take_effects()
-        writer.core.receive(b"D0", m.encode(link.session, seq, message), world.now)
-        return [m.decode(effect.frame).message for effect in writer.core.take_effects() if isinstance(effect, Send)]
+        writer.core.receive(b"D0", wire.encode(link.session, seq, message), world.now)
+        return [wire.decode(effect.frame).message for effect in writer.core.take_effects() if isinstance(effect, Send)]
 
     assert world.held
     assert say(m.Bye(), link.heard + 1) == []

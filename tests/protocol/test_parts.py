@@ -16,7 +16,7 @@ from pdstage.protocol import messages as m
 from pdstage.protocol.coverage import Coverage
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.fit import incompatible
-from pdstage.protocol.handshake import check_items
+from pdstage.protocol.opening import check_items
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.room import State
 from pdstage.topology import Topology

@@ -1,4 +1,4 @@
-"""The room table: every (state, event), and that terminal states absorb (I1)."""
+"""A room's name, and the room table: every (state, event), and that terminal states absorb (I1)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstage.errors import Aborted, PdstageError
-from pdstage.protocol.room import TRANSITIONS, Event, Room, State
+from pdstage.errors import Aborted, PdstageError, UsageError
+from pdstage.protocol.room import TRANSITIONS, Event, Room, RoomId, State, room_id, room_key
 
 B, W, T, S, F = State.BOOTSTRAPPING, State.WAITING_FOR_INPUT, State.TRANSFERRING, State.SUCCESS, State.FAILED
 
@@ -70,3 +70,26 @@ def test_release_keeps_the_state_and_happens_once(events: list[Event]) -> None:
     assert not room.release()
     assert (room.state, room.released, room.status) == (state, True, state | 0x80)
     assert room.ended is (state in {S, F})
+
+
+def test_room_ids_of_different_types_differ() -> None:
+    rooms = [1, "1", b"1", -1, 2**63, "i1", b"s1", ""]
+    assert len({room_key(room) for room in rooms}) == len(rooms)
+
+
+@pytest.mark.parametrize("room", [0, -5, 17, "a", "ünï", b"", b"\xff\x00"])
+def test_room_ids_survive_their_keys(room: RoomId) -> None:
+    assert room_id(room_key(room)) == room
+    assert type(room_id(room_key(room))) is type(room)
+
+
+@pytest.mark.parametrize("key", [b"", b"x", b"i", b"i1.5", b"s\xff"])
+def test_a_key_that_no_room_has_names_itself(key: bytes) -> None:
+    """What a peer sends is any bytes, and an error about them must be sayable."""
+    assert room_id(key) == key
+
+
+@pytest.mark.parametrize("room", [True, None, 1.5, ("a",), "x" * 256, b"x" * 256, 10**300])
+def test_what_is_no_room_id(room: object) -> None:
+    with pytest.raises(UsageError, match="no room id"):
+        room_key(room)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import pytest
 from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.decode import InRoom, Part
 from pdstage.protocol.outbox import OutChunk, OutRoom, Phase, Record, Source
 from pdstage.protocol.room import State
@@ -549,8 +550,8 @@ def test_a_failed_write_is_not_given_back_as_if_it_was_never_begun() -> None:
     (link,) = prefill.links.values()
     (there,) = decode.links.values()
     for message in (m.Recall(1, 0, 0, 0, 0, 0), m.Lease(1, 0, 0, 0, 0, LEASE, 0)):
-        prefill.receive(b"D0", m.encode(there.session, link.heard + 1, message), 0.0)
-    said = [m.decode(effect.frame).message for effect in prefill.take_effects()]
+        prefill.receive(b"D0", wire.encode(there.session, link.heard + 1, message), 0.0)
+    said = [wire.decode(effect.frame).message for effect in prefill.take_effects()]
     assert not any(isinstance(message, m.Returned) for message in said)
     assert "link down" in str(sent.error)
     assert not handle.ended
@@ -627,7 +628,7 @@ def test_each_destination_completes_on_its_own() -> None:
     """A destination that has all closes while another is still behind; the prefill room waits for both."""
     world = World(decode=2)
     world.hold(lambda item: item.kind == "tag" and item.dst is world.decode[1])
-    world.hold(lambda item: item.kind == "done" and m.decode_tag(item.tag, ("kv",)).session in {
+    world.hold(lambda item: item.kind == "done" and wire.decode_tag(item.tag, ("kv",)).session in {
         link.session for link in world.decode[1].core.links.values()
     })  # fmt: skip
     handles = [world.receive(1, 8, [0, 1], rank) for rank in (0, 1)]
@@ -844,7 +845,7 @@ def test_turned_away_records_still_count() -> None:
     prefill, link = greeted(world)
     world.drop(lambda item: item.src is world.prefill[0] and item.kind == "frame")
     for epoch in range(10, 40):
-        prefill.receive(link.route, m.encode(link.session, epoch, m.Open(**(OPEN | {"epoch": epoch}))), world.now)
+        prefill.receive(link.route, wire.encode(link.session, epoch, m.Open(**(OPEN | {"epoch": epoch}))), world.now)
         world.now += 1.5
         prefill.tick(world.now)
         prefill.take_effects()
@@ -855,7 +856,7 @@ def test_asking_again_and_again_is_noted_once() -> None:
     world = World()
     prefill, link = greeted(world)
     for epoch in range(10, 40):
-        prefill.receive(link.route, m.encode(link.session, epoch, m.Ask(epoch, b"i7")), world.now)
+        prefill.receive(link.route, wire.encode(link.session, epoch, m.Ask(epoch, b"i7")), world.now)
     assert prefill._forget_askers(b"i7") == [(link, 39)]
     assert prefill._askers._n == 0
 
@@ -915,7 +916,7 @@ def test_a_writer_that_asks_for_leases_without_end_is_answered_later() -> None:
     rects = (Rect("kv", 0, 8, 0, 2),)
     for chunk in range(5000):
         ask = m.Reserve(handle.epoch, chunk, 0, 512, rects)
-        decode.receive(link.route, m.encode(link.session, link.heard + 1, ask), world.now)
+        decode.receive(link.route, wire.encode(link.session, link.heard + 1, ask), world.now)
         decode.take_effects()
     assert not handle.ended
     assert decode.holdings.n_claims(link, handle.epoch) == 4096
@@ -926,8 +927,8 @@ def test_a_tag_that_brings_nothing_new_moves_no_deadline() -> None:
     world = World(path="direct", transfer_s=5.0)
     decode, link, handle = liar_at_prefill(world)
     for chunk in range(40):
-        tag = m.Tag(link.session, handle.epoch, chunk, m.DIRECT, 0, (Rect("kv", 0, 4, 0, 2),))
-        decode.tag(m.encode_tag(tag, ("kv",)), world.now)
+        tag = wire.Tag(link.session, handle.epoch, chunk, m.DIRECT, 0, (Rect("kv", 0, 4, 0, 2),))
+        decode.tag(wire.encode_tag(tag, ("kv",)), world.now)
         world.carry(world.decode[0])
         world.run(until=world.now + 0.5)
     assert handle.state is State.FAILED
@@ -938,7 +939,7 @@ def test_aux_beyond_the_limit_ends_the_session() -> None:
     world = World(max_aux_nbytes=16)
     decode, link, handle = liar_at_prefill(world)
     close = m.CloseOk(handle.epoch, (), bytes(17))
-    decode.receive(link.route, m.encode(link.session, link.heard + 1, close), world.now)
+    decode.receive(link.route, wire.encode(link.session, link.heard + 1, close), world.now)
     assert handle.state is State.FAILED
     assert "17 aux bytes" in str(handle.error)
 
@@ -958,6 +959,6 @@ def test_too_big_cannot_cut_a_chunk_into_dust(monkeypatch: pytest.MonkeyPatch) -
     n_before = len(record.chunks)
     for number in range(n_before):
         refused = m.Refused(record.epoch, number, 0, "too_big", 256)
-        prefill.receive(link.route, m.encode(link.session, link.heard + 1, refused), world.now)
+        prefill.receive(link.route, wire.encode(link.session, link.heard + 1, refused), world.now)
     assert len(record.chunks) == n_before
     assert not sent.ended

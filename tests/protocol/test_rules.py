@@ -9,6 +9,7 @@ import pytest
 from pdstage.errors import PeerError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.effects import Send
 from pdstage.protocol.outbox import Phase, SendBuffers
 from pdstage.protocol.room import State
@@ -83,8 +84,8 @@ def test_a_reserve_of_a_room_that_ended_gets_no_lease() -> None:
     (link,) = decode.links.values()
     decode.abort(handle, "changed its mind", world.now)
     ask = m.Reserve(handle.epoch, 7, 0, LEASE, (Rect("kv", 0, 8, 0, 2),))
-    decode.receive(link.route, m.encode(link.session, link.heard + 1, ask), world.now)
-    said = [m.decode(e.frame).message for e in decode.take_effects() if hasattr(e, "frame")]
+    decode.receive(link.route, wire.encode(link.session, link.heard + 1, ask), world.now)
+    said = [wire.decode(e.frame).message for e in decode.take_effects() if hasattr(e, "frame")]
     assert m.Refused(handle.epoch, 7, 0, "gone", 0) in said
     assert not decode.holdings.contended
     assert [grant.state for grant in decode.holdings.of_session(link)] == ["quarantined"]
@@ -100,7 +101,7 @@ def test_a_reserve_of_a_higher_attempt_frees_the_old_lease() -> None:
     (link,) = decode.links.values()
     for attempt in (0, 1, 0):
         ask = m.Reserve(handle.epoch, 0, attempt, LEASE, (Rect("kv", 0, 8, 0, 2),))
-        decode.receive(link.route, m.encode(link.session, link.heard + 1, ask), world.now)
+        decode.receive(link.route, wire.encode(link.session, link.heard + 1, ask), world.now)
     assert [grant.request.attempt for grant in decode.holdings.of_session(link)] == [1]
 
 
@@ -199,8 +200,8 @@ def test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended() -> N
     def asked_for_it_back() -> list[m.AnyMessage]:
         core.take_effects()
         recall = m.Recall(record.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor, 0)
-        core.receive(b"D0", m.encode(link.session, link.heard + 1, recall), world.now)
-        return [m.decode(e.frame).message for e in core.take_effects() if isinstance(e, Send)]
+        core.receive(b"D0", wire.encode(link.session, link.heard + 1, recall), world.now)
+        return [wire.decode(e.frame).message for e in core.take_effects() if isinstance(e, Send)]
 
     assert not any(isinstance(message, m.Returned) for message in asked_for_it_back())
     world.release_held()

@@ -6,6 +6,7 @@ import pytest
 
 from pdstage.errors import PeerError
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.effects import Send
 from pdstage.protocol.room import State
 from tests.pair import Decode, World, assert_flat, first, is_kind, is_message
@@ -24,8 +25,8 @@ def said(world: World) -> int:
 def hear(node: Decode, data: bytes, now: float) -> list[m.AnyMessage]:
     """`node` hears a tag as a message from its one peer; what it answers."""
     (link,) = node.core.links.values()
-    node.core.receive(link.route, m.encode(link.session, link.heard + 1, m.Tagged(data)), now)
-    return [m.decode(effect.frame).message for effect in node.core.take_effects() if isinstance(effect, Send)]
+    node.core.receive(link.route, wire.encode(link.session, link.heard + 1, m.Tagged(data)), now)
+    return [wire.decode(effect.frame).message for effect in node.core.take_effects() if isinstance(effect, Send)]
 
 
 @pytest.mark.parametrize("path", ["staged", "direct"])
@@ -180,12 +181,12 @@ def test_an_untrue_tag_ends_its_session(what: str) -> None:
     room = world.receive(1, 8, [0, 1])
     world.run()
     (link,) = world.decode[0].core.links.values()
-    tag = m.Tag(link.session, 1, 0, 0, 0, ())
+    tag = wire.Tag(link.session, 1, 0, 0, 0, ())
     data = {
-        "another session": m.encode_tag(tag._replace(session=m.Session(1, 2)), ("kv",)),
+        "another session": wire.encode_tag(tag._replace(session=m.Session(1, 2)), ("kv",)),
         "no tag": b"Pt",
-        "another component": m.encode_tag(tag, ("kv",))[:-2] + b"\1\0" + b"\7" + bytes(25),
-    }.get(what, m.encode_tag(tag, ("kv",)))
+        "another component": wire.encode_tag(tag, ("kv",))[:-2] + b"\1\0" + b"\7" + bytes(25),
+    }.get(what, wire.encode_tag(tag, ("kv",)))
     hear(world.decode[0], data, world.now)
     assert world.decode[0].core.counters.frames_malformed == 1
     assert not world.decode[0].core.links

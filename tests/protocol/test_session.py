@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pdstage.errors import DeadlineExceeded, PeerError
 from pdstage.layout import Component, Layout, Region, Row
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.effects import Attach, Complaint, Detach, Send
 from pdstage.protocol.room import State
 from pdstage.protocol.session import Lateness, Link
@@ -41,7 +42,7 @@ def test_only_a_rising_seq_is_accepted(seqs: list[int]) -> None:
     stale, best = prefill.core.counters.frames_stale, link.heard
     base = best
     for n in seqs:
-        prefill.core.receive(b"D0", m.encode(link.session, base + n, m.Ask(1, b"i0")), 0.0)
+        prefill.core.receive(b"D0", wire.encode(link.session, base + n, m.Ask(1, b"i0")), 0.0)
         fresh = base + n > best
         best = max(best, base + n)
         stale += not fresh
@@ -56,13 +57,13 @@ def test_a_frame_of_an_unknown_session_is_counted_and_answered_with_our_name() -
         core = node.core
         stale = core.counters.frames_stale
         other = m.Session(link.session.decode ^ 1, link.session.writer)
-        core.receive(name, m.encode(other, 9, m.Heartbeat()), 0.0)
+        core.receive(name, wire.encode(other, 9, m.Heartbeat()), 0.0)
         (answer,) = core.take_effects()
         assert isinstance(answer, Send)
-        assert m.decode(answer.frame) == m.Frame(other, 0, m.NoSession(core.incarnation))
+        assert wire.decode(answer.frame) == wire.Frame(other, 0, m.NoSession(core.incarnation))
         assert core.counters.frames_stale == stale + 1
-        core.receive(name, m.encode(other, 9, m.NoSession(1)), 0.0)
-        core.receive(name, m.encode(other, 9, m.Bye()), 0.0)
+        core.receive(name, wire.encode(other, 9, m.NoSession(1)), 0.0)
+        core.receive(name, wire.encode(other, 9, m.Bye()), 0.0)
         assert not core.take_effects(), "NoSession and Bye are not answered: two strangers would never end"
 
 
@@ -100,7 +101,9 @@ def test_a_late_turn_pushes_its_deadlines_by_the_excess() -> None:
     world.run(until=4.0)
     core, wait_at = decode.core, core_deadline(decode, "wait")
     last_at = core._lateness.last_at
-    core.receive(b"P0", m.encode(link.session, link.heard + 1, m.Heartbeat()), last_at + 30.0)  # inputs are read first
+    core.receive(
+        b"P0", wire.encode(link.session, link.heard + 1, m.Heartbeat()), last_at + 30.0
+    )  # inputs are read first
     core.tick(last_at + 30.0)
     assert not handle.ended, handle.error
     assert core_deadline(decode, "wait") == pytest.approx(wait_at + 28.0), "30 s late, of which it had promised 2"
@@ -114,7 +117,7 @@ def test_a_late_turn_gives_each_peer_the_excess() -> None:
     prefill, decode, at_prefill, link = met(world)
     core, start = decode.core, world.now
     core.tick(start)
-    core.receive(b"P0", m.encode(link.session, link.heard + 1, m.Heartbeat()), start + 1.5)
+    core.receive(b"P0", wire.encode(link.session, link.heard + 1, m.Heartbeat()), start + 1.5)
     core.tick(start + 30.0)
     assert link.session in core.links, "28 s late, so it is as if the peer had been heard half a second ago"
     world.now = start + 31.4
@@ -171,7 +174,7 @@ def test_a_half_open_session_expires_whatever_it_promised() -> None:
     prefill, decode = world.prefill[0], world.decode[0]
     hello = decode.core._hello
     forged = m.Hello(hello.topology, hello.layout, "test", b"", hello.lanes, 1e300, ())
-    prefill.core.receive(b"D9", m.encode(m.Session(77, 0), 0, forged), 0.0)
+    prefill.core.receive(b"D9", wire.encode(m.Session(77, 0), 0, forged), 0.0)
     assert prefill.core.links
     prefill.core.tick(1.0)
     prefill.core.tick(2.9)
@@ -186,21 +189,21 @@ def test_half_open_sessions_are_capped_and_keep_nobody_out() -> None:
     world = World(max_half_open=3, max_peers=4)
     core = world.prefill[0].core
     hello = world.decode[0].core._hello
-    core.receive(b"first", m.encode(m.Session(100, 0), 0, hello), 0.0)
+    core.receive(b"first", wire.encode(m.Session(100, 0), 0, hello), 0.0)
     for n in range(5):
-        core.receive(b"flood", m.encode(m.Session(n + 1, 0), 0, hello), 0.0)
+        core.receive(b"flood", wire.encode(m.Session(n + 1, 0), 0, hello), 0.0)
     assert sorted(link.session.decode for link in core.links.values()) == [4, 5, 100]
     for n in range(5):
-        core.receive(b"X%d" % n, m.encode(m.Session(200 + n, 0), 0, hello), 0.0)
+        core.receive(b"X%d" % n, wire.encode(m.Session(200 + n, 0), 0, hello), 0.0)
     assert sorted(link.session.decode for link in core.links.values()) == [202, 203, 204]
     complaints = [str(e.error) for e in core.take_effects() if isinstance(e, Complaint)]
     assert len(complaints) == 8
     assert all("too many half-open" in words for words in complaints)
     for link in list(core.links.values()):
-        core.receive(link.route, m.encode(link.session, 1, m.Heartbeat()), 0.0)
-    core.receive(b"X9", m.encode(m.Session(300, 0), 0, hello), 0.0)
+        core.receive(link.route, wire.encode(link.session, 1, m.Heartbeat()), 0.0)
+    core.receive(b"X9", wire.encode(m.Session(300, 0), 0, hello), 0.0)
     assert len(core.links) == 4, "confirmed ones are no half-open ones"
-    core.receive(b"X8", m.encode(m.Session(301, 0), 0, hello), 0.0)
+    core.receive(b"X8", wire.encode(m.Session(301, 0), 0, hello), 0.0)
     assert len(core.links) == 4
 
 
@@ -229,7 +232,7 @@ def test_a_lost_session_is_never_resumed() -> None:
     """A late Hello of it begins nothing: its seq would start at zero, its leases be granted twice (I6, I15)."""
     world = World(max_silence_s=1.0)
     prefill, decode, link, _ = met(world)
-    hello = m.encode(m.Session(link.session.decode, 0), 0, decode.core._hello)
+    hello = wire.encode(m.Session(link.session.decode, 0), 0, decode.core._hello)
     world.drop(is_kind("frame"))
     world.run(until=10.0)
     assert not prefill.core.links
@@ -249,8 +252,8 @@ def test_what_prefill_remembers_of_lost_sessions_is_bounded() -> None:
     prefill = World().prefill[0].core
     for n in range(5000):
         session = m.Session(n + 1, prefill.incarnation)
-        prefill.receive(b"D", m.encode(m.Session(n + 1, 0), 0, HELLO), 0.0)
-        prefill.receive(b"D", m.encode(session, 1, m.Bye()), 0.0)
+        prefill.receive(b"D", wire.encode(m.Session(n + 1, 0), 0, HELLO), 0.0)
+        prefill.receive(b"D", wire.encode(session, 1, m.Bye()), 0.0)
         prefill.take_effects()
     assert not prefill.links
     assert not prefill._at
@@ -265,7 +268,7 @@ def test_a_refusal_of_another_greeting_is_ignored() -> None:
     world = World()
     world.hold(is_message(m.Hello))
     handle = world.announce(0)
-    world.decode[0].core.receive(b"P0", m.encode(m.Session(12345, 0), 0, m.HelloRefused("old news")), 0.0)
+    world.decode[0].core.receive(b"P0", wire.encode(m.Session(12345, 0), 0, m.HelloRefused("old news")), 0.0)
     assert not handle.ended
     world.free()
     world.run()
@@ -278,7 +281,7 @@ def test_a_welcome_to_another_greeting_is_ignored() -> None:
     world.hold(is_message(m.Hello))
     handle = world.announce(0)
     core = world.decode[0].core
-    core.receive(b"P0", m.encode(m.Session(12345, 1000), 1, world.prefill[0].core._welcome), 0.0)
+    core.receive(b"P0", wire.encode(m.Session(12345, 1000), 1, world.prefill[0].core._welcome), 0.0)
     assert not core.links
     assert handle.state is State.BOOTSTRAPPING
     world.free()
@@ -382,9 +385,9 @@ def test_another_transport_is_refused_in_words_on_both_sides() -> None:
 def test_a_hello_that_makes_no_sense_is_refused(hello: dict[str, object]) -> None:
     world = World()
     whole = {field: getattr(HELLO, field) for field in HELLO.__struct_fields__} | hello
-    world.prefill[0].core.receive(b"D0", m.encode(m.Session(5, 0), 0, m.Hello(**whole)), 0.0)
+    world.prefill[0].core.receive(b"D0", wire.encode(m.Session(5, 0), 0, m.Hello(**whole)), 0.0)
     assert not world.prefill[0].core.links
-    answers = [m.decode(e.frame).message for e in world.prefill[0].core.take_effects() if isinstance(e, Send)]
+    answers = [wire.decode(e.frame).message for e in world.prefill[0].core.take_effects() if isinstance(e, Send)]
     assert [type(answer) for answer in answers] == [m.HelloRefused]
 
 
@@ -425,7 +428,7 @@ def test_a_peer_that_cannot_be_reached_fails_the_rooms_that_wait_for_it_only() -
     assert b"P9" not in core.peers
     core.announce(b"i1", {0: b"P9"}, world.now, deadline_s=60.0)
     greeting = next(e for e in core.take_effects() if isinstance(e, Send))
-    assert isinstance(m.decode(greeting.frame).message, m.Hello), "another room greets it again"
+    assert isinstance(wire.decode(greeting.frame).message, m.Hello), "another room greets it again"
 
 
 def test_a_live_session_outlives_a_connection_that_cannot_be_made_again() -> None:
@@ -463,7 +466,7 @@ def test_a_message_of_the_other_role_ends_the_session(side: str, message: m.AnyM
     prefill, decode, *_ = met(world)
     node = prefill if side == "prefill" else decode
     (link,) = node.core.links.values()
-    node.core.receive(link.route, m.encode(link.session, link.heard + 1, message), world.now)
+    node.core.receive(link.route, wire.encode(link.session, link.heard + 1, message), world.now)
     assert not node.core.links
     effects = node.core.take_effects()
     assert any(isinstance(effect, Detach) for effect in effects)
@@ -490,7 +493,7 @@ def test_what_no_honest_peer_says_ends_its_session(message: m.AnyMessage) -> Non
     world.announce(1, 1)
     world.run()
     link, other = prefill.core.links.values()
-    prefill.core.receive(link.route, m.encode(link.session, link.heard + 1, message), world.now)
+    prefill.core.receive(link.route, wire.encode(link.session, link.heard + 1, message), world.now)
     assert list(prefill.core.links.values()) == [other]
     assert prefill.core.counters.frames_malformed == 1
     assert any(isinstance(e, Complaint) and "does not decode" in str(e.error) for e in prefill.core.take_effects())
@@ -504,7 +507,7 @@ def test_nobody_else_speaks_for_a_peer(side: str, message: m.AnyMessage) -> None
     core = (prefill if side == "prefill" else decode).core
     (link,) = core.links.values()
     heard = link.heard
-    core.receive(b"a stranger", m.encode(link.session, 1 << 40, message), 0.0)
+    core.receive(b"a stranger", wire.encode(link.session, 1 << 40, message), 0.0)
     assert core.links == {link.session: link}
     assert link.heard == heard, "its own frames are still accepted"
     (complaint,) = core.take_effects()
@@ -517,8 +520,8 @@ def test_a_refusal_that_quotes_the_peer_fits_a_frame() -> None:
     prefill, *_ = met(World())
     word = "\0" * 256
     hello = m.Hello(HELLO.topology, HELLO.layout, word, b"", HELLO.lanes, 1.0, ())
-    prefill.core.receive(b"X", m.encode(m.Session(5, 0), 0, hello), 0.0)
-    (refusal,) = [m.decode(e.frame).message for e in prefill.core.take_effects() if isinstance(e, Send)]
+    prefill.core.receive(b"X", wire.encode(m.Session(5, 0), 0, hello), 0.0)
+    (refusal,) = [wire.decode(e.frame).message for e in prefill.core.take_effects() if isinstance(e, Send)]
     assert isinstance(refusal, m.HelloRefused)
     assert len(refusal.reason) <= m.MAX_REASON
     assert len(m.brief("x" * 10_000)) == m.MAX_REASON
@@ -533,8 +536,8 @@ def test_a_peers_fault_keeps_no_frame_alive() -> None:
     sent = world.submit(7)
     world.run()
     (link,) = prefill.core.links.values()
-    prefill.core.receive(link.route, m.encode(link.session, link.heard + 1, m.Watermark(9, 0)), world.now)
-    prefill.core.receive(link.route, m.encode(link.session, link.heard + 1, m.Ask(-1, b"i1")), world.now)
+    prefill.core.receive(link.route, wire.encode(link.session, link.heard + 1, m.Watermark(9, 0)), world.now)
+    prefill.core.receive(link.route, wire.encode(link.session, link.heard + 1, m.Ask(-1, b"i1")), world.now)
     assert isinstance(sent.error, PeerError)
     assert sent.error.__traceback__ is None
     assert sent.error.__context__ is None
@@ -560,7 +563,7 @@ def test_a_layout_that_takes_for_ever_to_check_is_refused_unread() -> None:
     layout = Layout((Region(0, 1 << 20),), (Component("kv", (huge,)),))
     prefill = World().prefill[0].core
     hello = m.Hello(HELLO.topology, layout, "test", b"", HELLO.lanes, 1.0, ())
-    prefill.receive(b"D0", m.encode(m.Session(5, 0), 0, hello), 0.0)
+    prefill.receive(b"D0", wire.encode(m.Session(5, 0), 0, hello), 0.0)
     assert not prefill.links
     complaint = next(effect for effect in prefill.take_effects() if isinstance(effect, Complaint))
     assert "beyond 2^62" in str(complaint.error)
@@ -602,7 +605,7 @@ def test_the_transports_of_both_sides_need_one_in_common():
             hello, transport=transport, others=tuple(m.Offer(name, name.encode()) for name in others)
         )
         core = world.make_prefill(0).core
-        core.receive(b"D0", m.encode(m.Session(5, 0), 0, told), 0.0)
+        core.receive(b"D0", wire.encode(m.Session(5, 0), 0, told), 0.0)
         effects = core.take_effects()
         attached = [effect.offers for effect in effects if isinstance(effect, Attach)]
         assert attached == ([m.offers(told)] if met else [])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.effects import Send
 from pdstage.protocol.room import State
 from tests.pair import Decode, Prefill, World, assert_flat, is_kind, is_message
@@ -24,8 +25,8 @@ def met(world: World) -> World:
 def answers(node: Prefill | Decode, message: m.AnyMessage, now: float) -> list[m.AnyMessage]:
     """What `node` says to `message` from its one peer."""
     (link,) = node.core.links.values()
-    node.core.receive(link.route, m.encode(link.session, link.heard + 1, message), now)
-    return [m.decode(effect.frame).message for effect in node.core.take_effects() if isinstance(effect, Send)]
+    node.core.receive(link.route, wire.encode(link.session, link.heard + 1, message), now)
+    return [wire.decode(effect.frame).message for effect in node.core.take_effects() if isinstance(effect, Send)]
 
 
 def staged(world: World) -> None:
@@ -212,12 +213,12 @@ def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:
     (grant,) = core.holdings._at.values()
     stranger = next(link for link in core.links.values() if link is not grant.request.link)
     for message in (m.Returned(1, 0, 0, grant.lane, grant.cursor), m.Drained(1), m.CloseOk(1, (), None)):
-        core.receive(stranger.route, m.encode(stranger.session, stranger.heard + 1, message), world.now)
+        core.receive(stranger.route, wire.encode(stranger.session, stranger.heard + 1, message), world.now)
     assert list(core.holdings._at.values()) == [grant]
     assert not handle.ended
-    tag = m.Tag(stranger.session, 1, 0, grant.lane, grant.cursor, grant.request.rects)
+    tag = wire.Tag(stranger.session, 1, 0, grant.lane, grant.cursor, grant.request.rects)
     stale = core.counters.tags_stale
-    core.tag(m.encode_tag(tag, ("kv",)), world.now)
+    core.tag(wire.encode_tag(tag, ("kv",)), world.now)
     assert core.counters.tags_stale == stale + 1
     assert grant.state == "granted"
     assert not other.ended
@@ -240,8 +241,8 @@ def test_a_tag_counts_only_if_everything_in_it_is_right(change: dict[str, object
     world.run()
     core = world.decode[0].core
     (grant,) = core.holdings._at.values()
-    tag = m.Tag(grant.request.link.session, 1, 0, grant.lane, grant.cursor, grant.request.rects)._replace(**change)
-    core.tag(m.encode_tag(tag, ("kv",)), world.now)
+    tag = wire.Tag(grant.request.link.session, 1, 0, grant.lane, grant.cursor, grant.request.rects)._replace(**change)
+    core.tag(wire.encode_tag(tag, ("kv",)), world.now)
     assert core.counters.tags_stale == 1
     assert grant.state == "granted"
     assert not any(room.parts[grant.request.link.session].arrived for room in (handle, other))

@@ -10,6 +10,7 @@ import pytest
 
 from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.outbox import Phase
 from pdstage.protocol.room import State
 from tests.pair import Item, World, assert_flat, is_kind, is_message, nth
@@ -24,7 +25,7 @@ def about(epoch: int, *kinds: type):
 
 def of_epoch(epoch: int, kind: str):
     def want(item: Item) -> bool:
-        return item.kind == kind and m.decode_tag(item.tag, ("kv",)).epoch == epoch
+        return item.kind == kind and wire.decode_tag(item.tag, ("kv",)).epoch == epoch
 
     return want
 
@@ -167,7 +168,7 @@ def test_decode_restarts_and_an_old_larger_watermark_comes() -> None:
     # The old process's last words, late: in its own session, with a mark far beyond the new ring's.
     core = world.prefill[0].core
     for message in (m.Watermark(0, 4 * LEASE), m.Lease(9, 0, 0, 0, 4 * LEASE, LEASE, 4 * LEASE)):
-        core.receive(b"D0", m.encode(old.session, 1000, message), world.now)
+        core.receive(b"D0", wire.encode(old.session, 1000, message), world.now)
     world.carry(world.prefill[0])
     world.run(until=2.0)
     (new,) = core.links.values()

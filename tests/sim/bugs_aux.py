@@ -17,7 +17,7 @@ MUTANTS = [
     Mutant(
         "Success before the row's tag",
         "10 aux, I5",
-        "protocol/decode.py",
+        "protocol/arriving.py",
         "            if any(w.chunk not in part.arrived for w in close.written):",
         "            if any(w.chunk not in part.arrived for w in close.written if w.lane != m.AUX):",
         TESTS,
@@ -101,7 +101,7 @@ MUTANTS = [
     Mutant(
         "a row's tag counts where none was named",
         "10 aux, I6",
-        "protocol/receiving.py",
+        "protocol/arriving.py",
         "return part.has_aux and part.room.row is not None and not part.row_arrived and not tag.rects",
         "return part.has_aux and not part.row_arrived and not tag.rects",
         TESTS,
@@ -109,7 +109,7 @@ MUTANTS = [
     Mutant(
         "a row alone ends the wait",
         "10 aux, I10",
-        "protocol/decode.py",
+        "protocol/arriving.py",
         "        fresh = tag.lane == m.AUX or not part.coverage.covers(tag.rects)",
         "        fresh = not part.coverage.covers(tag.rects)",
         TESTS,

@@ -53,7 +53,7 @@ MUTANTS = [
     Mutant(
         "the window is not checked before a write",
         "6 window, I2",
-        "protocol/borrower.py",
+        "protocol/windows.py",
         "        return chunk.cursor + chunk.nbytes <= mark + link.lanes[chunk.lane].nbytes",
         "        return chunk.cursor + chunk.nbytes <= mark + 2 * link.lanes[chunk.lane].nbytes",
     ),
@@ -215,7 +215,7 @@ MUTANTS = [
     Mutant(
         "a higher attempt does not free the old lease",
         "6 life, I14",
-        "protocol/decode.py",
+        "protocol/arriving.py",
         """            self.holdings.release(held, now)
         problem""",
         """        problem""",
@@ -250,7 +250,7 @@ MUTANTS = [
     Mutant(
         "what landed is free before its scatter is done",
         "6 life, I2",
-        "protocol/decode.py",
+        "protocol/arriving.py",
         """            self.holdings.land(grant)
             span""",
         """            self.holdings.land(grant)

@@ -25,7 +25,7 @@ MUTANTS = [
         "an old refusal fails a room that was opened since",
         "7 Abort, I6",
         "protocol/prefill.py",
-        "if room is not None and link.topology.group_rank not in room.destinations:",
+        "if room is not None and rank not in room.destinations:",
         "if room is not None:",
         "tests/protocol/test_fit.py",
     ),

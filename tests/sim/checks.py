@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.holdings import Grant, Holdings, Request
 from pdstage.protocol.outbox import SendBuffers
 from pdstage.protocol.room import Room, State
@@ -180,7 +181,7 @@ class Checks:
     @contextmanager
     def stale_frame_changes_nothing(self, node: Prefill | Decode, frame: bytes, message: object) -> Iterator[None]:
         """A frame of another session, or not above the last accepted one, changes nothing and is counted (I6, I7)."""
-        session, seq = m.decode_head(frame)
+        session, seq = wire.decode_head(frame)
         link = node.core.links.get(session)
         old = seq <= link.heard if link is not None else not isinstance(message, GREETINGS)
         if not old or isinstance(message, ENDINGS) or not node.alive:
@@ -196,8 +197,8 @@ class Checks:
     @contextmanager
     def stale_tag_changes_nothing(self, node: Decode, tag: bytes) -> Iterator[None]:
         """A tag of another session, or of an epoch that is not live, changes nothing and is counted (I6)."""
-        link = node.core.links.get(m.tag_session(tag))
-        room = node.core.epochs.get(m.decode_tag(tag, ("kv",)).epoch)
+        link = node.core.links.get(wire.tag_session(tag))
+        room = node.core.epochs.get(wire.decode_tag(tag, ("kv",)).epoch)
         if link is not None and room is not None and not room.ended:
             yield
             return

@@ -12,8 +12,8 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from pdstage.plan import Rect
-from pdstage.protocol import messages as m
 from pdstage.protocol.outbox import GivenRow
+from pdstage.protocol.room import room_key
 from tests.pair import PAGE, Decode, Prefill
 from tests.sim.scenario import Job
 from tests.sim.side import Violation, truth
@@ -125,7 +125,7 @@ class Engines:
         world, job = self.world, part.job
         part.node = node = world.decode[rank]
         writers = {n: p.name for n, p in enumerate(world.prefill) if job.writer in {None, n}}
-        room = node.core.announce(m.room_key(job.number), writers, world.now, deadline_s=world.deadline_s)
+        room = node.core.announce(room_key(job.number), writers, world.now, deadline_s=world.deadline_s)
         node.pages[room] = []
         self._began(part, room, world.deadline_s)
         world.carry(node)
@@ -146,7 +146,7 @@ class Engines:
     def _submit(self, part: Part, rank: int, _: object) -> None:
         world, job = self.world, part.job
         part.node = node = world.prefill[rank]
-        room = node.core.submit(m.room_key(job.number), world.now)
+        room = node.core.submit(room_key(job.number), world.now)
         self._began(part, room, world.config.open_wait_s)
         for record in room.destinations.values():
             self.opened(world.sides[node], room, record.open.deadline_s)

@@ -24,6 +24,7 @@ from pdstage.layout import Layout
 from pdstage.ownership import Common, Numbering
 from pdstage.plan import Rect, Share
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.inbox import InRoom, Part
 from pdstage.protocol.outbox import OutChunk, OutRoom, Record
@@ -216,7 +217,7 @@ class _Shared:
     def number(self, thing: object) -> int:
         number = self._numbers.get(id(thing))
         if number is None:
-            same = m.encode(m.Session(0, 0), 0, thing) if isinstance(thing, m.Open) else thing
+            same = wire.encode(m.Session(0, 0), 0, thing) if isinstance(thing, m.Open) else thing
             number = self._equal.setdefault(same, len(self.things))
             self.things.append(thing)  # kept, so that its id stays its own
             if number < len(self.things) - 1:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.room import State
 from tests.sim.facts import Name, must
 from tests.sim.frozen import LATER, SOON
@@ -229,11 +230,11 @@ class Network(Steps):
         kinds = {"hear": "hear", "told": "tag"}
         match what or kinds.get(str(given[0]), "at last"), given:
             case ("hear" | "lose") as what, (_, int() as src, int() as frame):
-                message = m.decode(self.nodes.frames[frame]).message
+                message = wire.decode(self.nodes.frames[frame]).message
                 who = self.nodes.names[src].decode()
                 return f"{node} hears {who}: {message}" if what == "hear" else f"lost, {who} to {node}: {message}"
             case ("tag" | "tag kept" | "no tag" | "tag of a writer that is gone") as what, (_, int() as tag):
-                told = m.decode_tag(self.nodes.tags[tag], ("kv",))
+                told = wire.decode_tag(self.nodes.tags[tag], ("kv",))
                 return f"{node}, {what}: epoch {told.epoch} chunk {told.chunk} lane {told.lane} cursor {told.cursor}"
             case "crash", _:
                 return f"{node} crashes and is started again"

@@ -16,6 +16,7 @@ import numpy as np
 from pdstage.errors import TransportError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.effects import (
     Attach,
@@ -30,9 +31,8 @@ from pdstage.protocol.effects import (
     WriteRow,
 )
 from pdstage.protocol.handshake import _GOLDEN
-from pdstage.protocol.messages import room_key
 from pdstage.protocol.outbox import GivenRow
-from pdstage.protocol.room import State
+from pdstage.protocol.room import State, room_key
 from tests.pair import World
 from tests.sim.facts import FIRST_EPOCH, Facts, Name, Shape, Violation, decode_facts, must, prefill_facts
 from tests.sim.frozen import Armed, Core, Node, canonical, digest, flight_name, freeze, key_name, thaw
@@ -243,17 +243,17 @@ class Nodes:
 
     def frame(self, data: bytes) -> int:
         """The number of a frame, its seq made 1 (0 where it has none) and its words left out."""
-        frame = m.decode(data)
+        frame = wire.decode(data)
         message = frame.message
         if getattr(message, "reason", ""):
             fields = {name: getattr(message, name) for name in message.__struct_fields__}
             message = type(message)(**(fields | {"reason": "-"}))
-        return self._number(m.encode(frame.session, min(frame.seq, 1), message), self.frames)
+        return self._number(wire.encode(frame.session, min(frame.seq, 1), message), self.frames)
 
-    def said(self, frame: int) -> m.Tag | None:
+    def said(self, frame: int) -> wire.Tag | None:
         """The tag that a frame says, if it says one."""
-        message = m.decode(self.frames[frame]).message
-        return m.decode_tag(message.tag, ("kv",)) if isinstance(message, m.Tagged) else None
+        message = wire.decode(self.frames[frame]).message
+        return wire.decode_tag(message.tag, ("kv",)) if isinstance(message, m.Tagged) else None
 
     def tag(self, data: bytes) -> int:
         return self._number(data, self.tags)
@@ -281,14 +281,14 @@ class Nodes:
         """I6, I7: what is stale or was had already changes nothing."""
         facts = self.facts[before]
         if given[0] == "told":
-            tag = m.decode_tag(self.tags[given[1]], ("kv",))  # type: ignore[index]
+            tag = wire.decode_tag(self.tags[given[1]], ("kv",))  # type: ignore[index]
             held = facts.leases.get((tag.lane, tag.cursor)) if tag.lane not in IN_PLACE else None
             ended = dict(facts.rooms).get(facts.epochs.get(tag.epoch, (0, 0)), State.FAILED) in _ENDED
             stale = tag.session not in facts.sessions or ended
             had = tag.lane not in IN_PLACE and held != (tag.session, "granted")
             must(not (stale or had) or before == after, f"I6, I7: a tag that is stale or had already counts: {tag}")
         elif given[0] == "hear":
-            frame = m.decode(self.frames[given[2]])  # type: ignore[index]
+            frame = wire.decode(self.frames[given[2]])  # type: ignore[index]
             if frame.session in facts.sessions or isinstance(frame.message, m.Hello | m.Welcome | m.HelloRefused):
                 return
             same = before == after

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.room import State
 from tests.sim.facts import Shape, must
 from tests.sim.nodes import IN_PLACE, Did, Input, Nodes, Post
@@ -176,10 +177,10 @@ class Steps:
     def _told(self, state: Global, number: int, flags: int, taken: int) -> Global:
         told = self.posts[number].tag
         after = self._flag(state, number, flags & ~(taken | UNDER | BAD))
-        after = self._in_pages(after, m.decode_tag(self.nodes.tags[told], ("kv",)))
+        after = self._in_pages(after, wire.decode_tag(self.nodes.tags[told], ("kv",)))
         return self._give(self._spend(after, number), 0, ("told", told))
 
-    def _in_pages(self, state: Global, tag: m.Tag) -> Global:
+    def _in_pages(self, state: Global, tag: wire.Tag) -> Global:
         """Decode learns of what landed: straight in pages it is delivered."""
         facts = self.nodes.facts[state.nodes[0]]
         if tag.lane not in IN_PLACE or tag.session not in facts.sessions or tag.epoch not in facts.epochs:

@@ -15,6 +15,7 @@ import pytest
 from pdstage import cli
 from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.borrower import Borrower
 from pdstage.protocol.coverage import Coverage
 from pdstage.protocol.decode import DecodeCore, InRoom
@@ -80,7 +81,7 @@ def says_success_early(patch: Patch) -> None:
 
 
 def drops_the_session_check(patch: Patch) -> None:
-    def hear(self: Core, link: Link | None, frame: m.Frame, now: float) -> bool:
+    def hear(self: Core, link: Link | None, frame: wire.Frame, now: float) -> bool:
         if link is not None:
             link.heard_at, link.heard = now, max(link.heard, frame.seq)
         else:

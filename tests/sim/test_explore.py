@@ -9,6 +9,7 @@ import random
 import pytest
 
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.borrower import Borrower
 from pdstage.protocol.coverage import Coverage
 from pdstage.protocol.decode import DecodeCore
@@ -126,10 +127,10 @@ def _live_step(network: Network, node: Node, move: Move) -> None:
     """The same input to a core that was never brought into canonical form: its frames must have a rising seq."""
     nodes, given = network.nodes, move.given
     if given[0] == "hear":
-        frame = m.decode(nodes.frames[given[2]])
+        frame = wire.decode(nodes.frames[given[2]])
         link = node.core.links.get(frame.session)
         seq = link.heard + 1 if link is not None and frame.seq else frame.seq
-        node.core.receive(nodes.names[given[1]], m.encode(frame.session, seq, frame.message), 0.0)
+        node.core.receive(nodes.names[given[1]], wire.encode(frame.session, seq, frame.message), 0.0)
     else:
         nodes._give(node, given)
     for effect in node.core.take_effects():

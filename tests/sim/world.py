@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pdstage.columns import Column
 from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
+from pdstage.protocol import wire
 from pdstage.protocol.decode import DecodeCore, InRoom
 from pdstage.protocol.room import Room, State
 from tests.pair import COLUMNS, Decode, Item, Prefill
@@ -386,4 +387,4 @@ def _brief(message: object) -> str:
 
 
 def frame_session(frame: bytes) -> m.Session:
-    return m.decode_head(frame)[0]
+    return wire.decode_head(frame)[0]

@@ -22,9 +22,9 @@ from pdstage.protocol import messages as m
 from pdstage.protocol.config import Config
 from pdstage.protocol.decode import DecodeCore, InRoom
 from pdstage.protocol.effects import Detach, Send
-from pdstage.protocol.messages import room_key
 from pdstage.protocol.outbox import OutRoom
 from pdstage.protocol.prefill import PrefillCore
+from pdstage.protocol.room import room_key
 from pdstage.protocol.versions import VERSION
 from pdstage.topology import Topology
 from pdstage.transport import open_transport

@@ -1,0 +1,232 @@
+"""The chunks of a decode rank: asked for, granted, arrived, copied out, and counted at their writer's Close.
+
+Layer 2, pure. Must not know how a room begins or what its engine asks: `decode` hears of that.
+
+A chunk has arrived when its tag says so, and is done when its scatter has ended too (I5). A Close that lists a chunk
+whose tag has not come yet waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdstage.errors import PdstageError, PeerError, TransportError
+from pdstage.plan import Stagings
+from pdstage.protocol import messages as m
+from pdstage.protocol import wire
+from pdstage.protocol.effects import Changed, Complaint, Scatter
+from pdstage.protocol.holdings import Grant
+from pdstage.protocol.inbox import InRoom, Landing, Part, PartPhase
+from pdstage.protocol.queue import Request
+from pdstage.protocol.receiving import Receiving
+from pdstage.protocol.room import Event, OwnRows
+
+if TYPE_CHECKING:
+    from pdstage.protocol.config import Config
+    from pdstage.protocol.coverage import Coverage
+    from pdstage.protocol.session import Link
+
+_MOST_CLAIMS = 4096
+"""Leases and waiting requests of one writer for one room: what it asks for beyond has to wait for those."""
+_MOST_REPEATS = 65_536
+"""Chunks of one writer beyond which one that brings nothing new is not noted."""
+
+
+class Arriving(Receiving):
+    """The decode core's chunks, from a writer's Reserve to its Close."""
+
+    def __init__(self, incarnation: int, config: Config, hello: m.Hello, rows: OwnRows) -> None:
+        super().__init__(incarnation, config, hello, rows)
+        self.stagings = Stagings(hello.layout)
+        self._components = tuple(component.name for component in hello.layout.components)
+        self._flights: dict[int, Landing] = {}
+
+    # Asked for.
+
+    def _on_reserve(self, link: Link, ask: m.Reserve, now: float) -> None:
+        part = self._part(link, ask.epoch)
+        if part is None or part.room.ended or part.coverage is None or part.phase is PartPhase.QUIET:
+            self.send(link, m.Refused(ask.epoch, ask.chunk, ask.attempt, "gone", 0), now)
+            return
+        self._answered(part)
+        request = Request(link, ask.epoch, ask.chunk, ask.attempt, ask.nbytes, ask.rects, part.room.priority)
+        held = self.holdings.find(link, ask.epoch, ask.chunk)
+        if isinstance(held, Grant):
+            if held.request.attempt == ask.attempt:
+                self._lease(held, now)
+                return
+            if held.request.attempt > ask.attempt or held.state != "granted":
+                return
+            self.holdings.release(held, now)
+        problem = part.coverage.problem(ask.rects) or self._size_problem(part, ask)
+        if problem:
+            self._fail(part.room, PeerError(f"prefill rank {part.number} asks for a lease: {problem}"), now)
+        elif part.coverage.covers(ask.rects):
+            self.send(link, m.Refused(ask.epoch, ask.chunk, ask.attempt, "covered", 0), now)
+        elif held is None and self.holdings.n_claims(link, ask.epoch) >= _MOST_CLAIMS:
+            return  # it asks again
+        elif not isinstance(held, Request) or held.attempt <= ask.attempt:
+            self.holdings.wait(request)
+
+    def _size_problem(self, part: Part, ask: m.Reserve) -> str:
+        if len({rect.component for rect in ask.rects}) != len(ask.rects) or not ask.rects:
+            return "its rectangles repeat a component, or are none"
+        stagings = part.link.stagings or self.stagings
+        nbytes = stagings.of(part.shares, ask.rects).nbytes(part.link.common.tokens(ask.rects))
+        return "" if nbytes == ask.nbytes else f"{ask.nbytes} bytes for what has {nbytes} here"
+
+    # Arrived.
+
+    def tag(self, data: bytes, now: float) -> None:
+        """One notification of the data plane."""
+        self.counters.tags_received += 1
+        try:
+            link = self.links.get(wire.tag_session(data))
+            tag = wire.decode_tag(data, self._components) if link is not None else None
+        except PeerError as error:
+            self.counters.tags_malformed += 1
+            self.emit(Complaint(b"", error))
+            return
+        if link is None or tag is None or not self._on_tag(link, tag, now):
+            self.counters.tags_stale += 1
+        self._settle(now)
+
+    def _on_tagged(self, link: Link, told: m.Tagged, now: float) -> None:
+        """A tag that its writer says, and one said before is dropped like any tag that is had already (I7)."""
+        tag = wire.decode_tag(told.tag, self._components)
+        if not link.tells_tags or tag.session != link.session:
+            raise PeerError("a tag as a message, which is not for this session to say", remedy="check the peer")
+        self.counters.tags_received += 1
+        if not self._on_tag(link, tag, now):
+            self.counters.tags_stale += 1
+
+    def _on_tag(self, link: Link, tag: wire.Tag, now: float) -> bool:
+        part = self._part(link, tag.epoch)
+        if part is None or part.room.ended or part.coverage is None:
+            return False
+        if tag.lane in (m.DIRECT, m.AUX):
+            if not self._is_news(part, part.coverage, tag):
+                return False
+            self._arrived(part, tag, now)
+        else:
+            grant = self.holdings.at(tag.lane, tag.cursor)
+            if grant is None or grant.state != "granted" or grant.request.link is not link:
+                return False
+            request = grant.request
+            if (request.epoch, request.chunk, request.rects) != (tag.epoch, tag.chunk, tag.rects):
+                return False
+            self.holdings.land(grant)
+            span = self.holdings.spans[grant.lane]
+            ticket = self.ticket()
+            address = span.base + grant.cursor % span.nbytes
+            landing = Landing(part, grant, address, request.nbytes, request.rects, tag.checksum)
+            self._flights[ticket] = landing
+            part.room.pending += 1
+            self.emit(Scatter(ticket, landing))
+            self._arrived(part, tag, now)
+        return True
+
+    def _is_news(self, part: Part, coverage: Coverage, tag: wire.Tag) -> bool:
+        """Whether what a tag says was written in place may have been, and was not told before (I6, I7)."""
+        if tag.lane == m.AUX:
+            return part.has_aux and part.room.row is not None and not part.row_arrived and not tag.rects
+        if not part.direct or not tag.rects or coverage.problem(tag.rects) or tag.chunk in part.arrived:
+            return False
+        return not (coverage.covers(tag.rects) and len(part.arrived) >= _MOST_REPEATS)
+
+    def _arrived(self, part: Part, tag: wire.Tag, now: float) -> None:
+        room = part.room
+        assert part.coverage is not None
+        fresh = tag.lane == m.AUX or not part.coverage.covers(tag.rects)
+        part.coverage.add(tag.rects)
+        part.arrived.add(tag.chunk)
+        part.row_arrived |= tag.lane == m.AUX
+        self._answered(part)
+        if room.on(Event.MOVED):
+            self.emit(Changed(room))
+        self.timers.cancel(("wait", room))
+        if fresh:
+            self.timers.set(("transfer", room), now + self.config.transfer_s)
+        if part.closing is not None:
+            self._on_close_ok(part.link, part.closing, now)
+        self._maybe_complete(room, now)
+
+    # Copied out.
+
+    def scattered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
+        """The scatter's kernel ended; `checksum` is of the bytes it found, where the session has checksums."""
+        landing = self._flights.pop(ticket)
+        if error is None and landing.part.link.checksums and checksum != landing.checksum:
+            self.counters.chunks_altered += 1
+            error = TransportError(
+                f"a chunk of {landing.nbytes} bytes from prefill rank {landing.part.number} was altered on its way",
+                remedy="send the room again; if it recurs, suspect the fabric or memory",
+            )
+        room = landing.part.room
+        room.pending -= 1
+        self.holdings.release(landing.grant, now)
+        if error is not None:
+            self._fail(room, error, now)
+        self._maybe_complete(room, now)
+        self._maybe_release(room)
+        self._settle(now)
+
+    # Counted.
+
+    def _on_close_ok(self, link: Link, close: m.CloseOk, now: float) -> None:
+        part = self._part(link, close.epoch)
+        if part is None:
+            self.send(link, m.Closed(close.epoch), now)
+            return
+        room = part.room
+        if not room.ended and part.phase is not PartPhase.QUIET:
+            if part.coverage is None:
+                raise PeerError("CloseOk for a room that was never opened", remedy="check the peer")
+            if close.aux is not None and len(close.aux) > self.config.max_aux_nbytes:
+                raise PeerError(
+                    f"{len(close.aux)} aux bytes", remedy=f"at most {self.config.max_aux_nbytes}, see Config"
+                )
+            if close.packed and len(close.aux or b"") != link.aux.nbytes:
+                raise PeerError(f"an aux row packed in {len(close.aux or b'')} bytes", remedy="check the peer")
+            part.closing = close
+            written = {(w.lane, w.cursor) for w in close.written if w.lane != m.DIRECT}
+            for grant in self.holdings.of(link, close.epoch):
+                grant.listed = (grant.lane, grant.cursor) in written
+            if any(w.chunk not in part.arrived for w in close.written):
+                return
+            shortfall = self._shortfall(part, close)
+            if shortfall:
+                self._fail(room, PeerError(f"prefill rank {part.number} {shortfall}"), now)
+            elif part.has_aux:
+                self._take_aux(room, link, close)
+        self._release_of(link, close.epoch, now)
+        self.send(link, m.Closed(close.epoch), now)
+        self._answered(part)
+        self._quiet(part)
+        self._maybe_complete(room, now)
+
+    def _shortfall(self, part: Part, close: m.CloseOk) -> str:
+        """Why what a writer has brought is not all, in words; empty if it is.
+
+        Of components without positions it may have fewer slots than were asked for: then no more are needed (I9). Its
+        word changes nothing else, so that a writer that lies leaves no hole where there may be none (I5).
+        """
+        assert part.coverage is not None
+        given = dict(close.slots)
+        for name, stop in part.coverage.stops():
+            if name in self._slots and name in given:
+                problem = self._slots.compare(self, part.link, name, given[name], stop)
+                if problem:
+                    return f"does not fit: {problem}"
+                part.coverage.count(name, given[name])
+        return f"finished without {part.coverage.missing()}" if not part.coverage.complete else ""
+
+    def _take_aux(self, room: InRoom, link: Link, close: m.CloseOk) -> None:
+        """A row that came both ways, as its post was told to have failed, is what the message says."""
+        room.aux = close.aux
+        if close.packed or any(written.lane == m.AUX for written in close.written):
+            room.shared = link.aux
+        if close.packed and self._rows.wanted:
+            self.counters.aux_fallbacks += 1
+            what = "an aux row came by control message, not by the data transport"
+            self.say_once(link.route, what, "see prefill's log for why, and aux_fallbacks")
