@@ -59,6 +59,18 @@ def test_a_transport_that_is_not_there_ends_the_command_with_a_sentence(capsys):
     assert "no transport 'pigeon'" in capsys.readouterr().err
 
 
+def test_where_nothing_can_be_measured_the_last_file_stays(monkeypatch, tmp_path, capsys):
+    def refuse(caller, name, *, quick):
+        raise TransportError(f"{name} breaks here")
+
+    monkeypatch.setattr(Caller, "measure", refuse)
+    path = tmp_path / "costs.json"
+    path.write_text("as it was")
+    assert cli.main(["calibrate", "--quick", "--out", str(path)]) != 0
+    assert "local breaks here" in capsys.readouterr().err
+    assert path.read_text() == "as it was"
+
+
 def test_a_pool_on_a_gpu_is_told_so(monkeypatch):
     """Only the memory is stood in for: without a GPU there is none."""
     torch = pytest.importorskip("torch")
