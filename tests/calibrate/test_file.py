@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -113,6 +114,15 @@ def test_nodes_take_the_argument_then_the_environment_then_the_traits(site, path
         tmp_path / "nixl.json"
     )
     assert site.prefill(rank, calibration=tmp_path / "nixl.json").cost_of(traits) == defaults
+
+
+def test_one_transport_that_costs_two_peers_differently(site):
+    """As `local` does for host and device memory."""
+    node = site.prefill(Rank())
+    host = node.transport.traits
+    device = replace(host, bytes_per_s=50e9, descriptor_s=3e-6)
+    for traits in (host, device, host):
+        assert node.cost_of(traits) == CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
 
 
 def test_a_bad_file_is_refused_before_the_node_is_there(path, site):
