@@ -7,6 +7,7 @@ import json
 import pytest
 
 from pdstage import cli
+from pdstage.calibrate import about
 from pdstage.calibrate import caller as callers
 from pdstage.calibrate import pool as pools
 from pdstage.calibrate.caller import Caller, own_peer
@@ -31,6 +32,18 @@ def test_the_command_measures_writes_and_prints(tmp_path, capsys):
     assert cost.descriptors[0][1] > 0
     assert 0 <= cost.overlap <= 1
     assert made.prefill_host == made.decode_host
+
+
+def test_a_side_names_transports_of_other_distributions_with_their_versions(tmp_path, monkeypatch):
+    """Whatever their packages are called; `doctor --peer --transport acme.wire` would refuse it as not installed."""
+    info = tmp_path / "acme_wire-2.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-wire\nVersion: 2.5\n")
+    (info / "entry_points.txt").write_text("[pdstage.transports]\nacme.wire = nowhere:Wire\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    transports = about.this_side.__wrapped__().transports
+    assert transports["acme.wire"] == "2.5"
+    assert "local" in transports
 
 
 def test_two_sides_that_hold_keys(tmp_path):
