@@ -64,7 +64,7 @@ def allocate(nbytes: int) -> NDArray[np.uint8]:
     memory[:: mmap.PAGESIZE] = 0  # touched now, so that no first write pays for its pages
     base = memory.ctypes.data
     _held[base] = _Held(base, nbytes, fd, inode)
-    weakref.finalize(held, _let_go, base)
+    weakref.finalize(memory, _let_go, base)  # not `held`: that is unmapped first, and the next may lie there by then
     return memory
 
 

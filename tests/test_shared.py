@@ -6,6 +6,7 @@ import fcntl
 import gc
 import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,6 +54,25 @@ def test_it_goes_with_its_last_reference_and_a_mapping_outlives_it():
     del mapped
     gc.collect()
     assert descriptors.count("memfd") == before
+
+
+def test_it_is_told_of_no_more_before_its_address_can_be_anothers(monkeypatch):
+    """Else memory that the system puts there meanwhile would be told of as this file: peers would write elsewhere."""
+    seen, let_go = [], shared._let_go
+
+    def spy(base):
+        ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+        seen.append(any(int(start, 16) <= base < int(end, 16) for start, end in ranges))
+        let_go(base)
+
+    monkeypatch.setattr(shared, "_let_go", spy)
+    memory = shared.allocate(64 * PAGE)
+    part = memory[PAGE:]
+    del memory
+    assert not seen, "a part of it is left"
+    del part
+    gc.collect()
+    assert seen == [True]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import socket
 from functools import cache
-from importlib.metadata import PackageNotFoundError, PathDistribution, version
+from importlib.metadata import PackageNotFoundError, PathDistribution, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +20,7 @@ from msgspec import Meta
 from pdstage import native
 from pdstage.protocol import messages as m
 from pdstage.protocol import versions
-from pdstage.transport import names
+from pdstage.transport import ENTRY_POINTS, names
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -32,8 +32,8 @@ _FEATURES = (m.DIRECT_FEATURE, m.CHECKSUM_FEATURE, m.CONVERT_FEATURE, m.TAGS_FEA
 class Side(msgspec.Struct, frozen=True, kw_only=True):
     """`wire` and `oldest_wire`: versions of the protocol. `host_code`: "c++" or "numpy".
 
-    `transports` that are installed, with the version of what they need; `features` that this release can offer at
-    Hello, and "curve" where the control plane can be encrypted.
+    `transports` that are installed, with the version of what they need, or of the distribution that brings one by an
+    entry point; `features` that this release can offer at Hello, and "curve" where the control plane can be encrypted.
     """
 
     host: _Word
@@ -49,8 +49,10 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 @cache
 def this_side() -> Side:
     own = _own_version()
-    found = {name: find_spec(name) for name in names() if name != "local"}
-    transports = {"local": own} | {name: _version_at(name, spec) for name, spec in found.items() if spec is not None}
+    others = {point.name: point.dist.version if point.dist else "" for point in entry_points(group=ENTRY_POINTS)}
+    found = {name: find_spec(name) for name in names() if name != "local" and name not in others}
+    needed = {name: _version_at(name, spec) for name, spec in found.items() if spec is not None}
+    transports = others | {"local": own} | needed
     curve = ["curve"] if zmq.has("curve") else []
     return Side(
         host=socket.gethostname(), pdstage=own, wire=versions.VERSION, oldest_wire=versions.OLDEST,

@@ -221,7 +221,11 @@ def _timed(run: int, tokens: int, took: list[float], chunk_nbytes: int = 1 << 62
 def calibrate(
     caller: Caller, transports: Sequence[str], *, decode_host: str = "", quick: bool = False
 ) -> tuple[Calibration, list[str]]:
-    """Measures each of `transports`; of ["all"] those that can be used here, and says why the others cannot."""
+    """Measures each of `transports`; of ["all"] those that can be used here, and says why the others cannot.
+
+    Raises what a named one does, and `TransportError` where none of all can be measured: no file is better than an
+    empty one in the place of the last.
+    """
     every, reasons = list(transports) == ["all"], available()
     found: dict[str, CostModel] = {}
     left_out = [reason for reason in reasons.values() if reason and every]
@@ -232,6 +236,8 @@ def calibrate(
             if not every:
                 raise
             left_out.append(f"transport {name!r}: {error}")
+    if not found:
+        raise TransportError(f"no transport was measured: {'; '.join(left_out)}", remedy="name one with --transport")
     here = socket.gethostname()
     made_at = datetime.now(UTC).isoformat(timespec="seconds")
     made = Calibration(

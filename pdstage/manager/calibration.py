@@ -6,6 +6,8 @@ Layer 5. Must not know how anything was measured. JSON with a version; a file th
 from __future__ import annotations
 
 import re
+import secrets
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from pdstage import environment
-from pdstage.cost import CostModel  # noqa: TC001  (msgspec reads the annotation)
+from pdstage.cost import CostModel
 from pdstage.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,13 +37,31 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
 
     def write(self, path: Path) -> None:
-        """Raises `UsageError` where the file cannot be written."""
+        """Puts a new file in the old one's place, whole, for nodes that start meanwhile; the last of two writers wins.
+
+        Raises `UsageError` where the file cannot be written, and leaves what there was.
+        """
+        place, text = path.resolve(), self.to_json() + "\n"
         try:
-            path.write_text(self.to_json() + "\n")
+            if place.exists() and not place.is_file():  # a pipe or a device
+                place.write_text(text)
+            else:
+                _put(place, text)
         except OSError as error:
             raise UsageError(f"cannot write {path} ({error.strerror})", remedy="name another file") from error
 
 
+def _put(place: Path, text: str) -> None:
+    fresh = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
+    try:
+        fresh.write_text(text)
+        fresh.replace(place)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+_PRICES = {field.name for field in fields(CostModel)}
 _files = msgspec.json.Decoder(Calibration)
 
 
@@ -54,15 +74,23 @@ def read(path: str | os.PathLike[str]) -> Calibration:
             f"cannot read calibration file {path} ({error.strerror})", remedy="make one with pdstage calibrate"
         ) from error
     try:
-        return _files.decode(held)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        found = re.search(r"`\$\.?(.*)`$|field `(\w+)`|^(\w+) is", str(error))
+        return _decoded(held)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        found = re.search(r"`\$\.?(.*)`$|field `(\w+)`|^([a-z]\w*) is", str(error))
         raise UsageError(
             f"calibration file {path}: {error}",
             remedy=f"make it again with this version's pdstage calibrate (version {VERSION})",
             file=str(path),
             field=next((name for name in found.groups() if name), "") if found else "",
         ) from error
+
+
+def _decoded(held: bytes) -> Calibration:
+    made = _files.decode(held)
+    for name, cost in msgspec.json.decode(held)["transports"].items():
+        for unknown in sorted(cost.keys() - _PRICES):  # of a dataclass msgspec passes them over
+            raise msgspec.ValidationError(f"Object contains unknown field `{unknown}` of transport {name!r}")
+    return made
 
 
 def costs(given: str | os.PathLike[str] | None) -> dict[str, CostModel]:

@@ -6,7 +6,7 @@ Layer 5. Must not know how the core decides; it carries out gathers and writes.
 from __future__ import annotations
 
 import time
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, ClassVar, assert_never
 
 import numpy as np
@@ -65,6 +65,12 @@ if TYPE_CHECKING:
 
 
 _OVER = (Phase.WRITTEN, Phase.DROPPED, Phase.BROKEN)
+
+
+@cache
+def _by_traits(traits: Traits) -> CostModel:
+    """Of a transport nobody measured: one whose traits differ by peer costs each what its own say."""
+    return CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
 
 
 class PrefillNode(Node[PrefillCore, Sender]):
@@ -164,11 +170,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
 
     def cost_of(self, traits: Traits) -> CostModel:
         """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say."""
-        cost = self._costs.get(traits.name)
-        if cost is None:
-            cost = CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
-            self._costs[traits.name] = cost
-        return cost
+        return self._costs.get(traits.name) or _by_traits(traits)
 
     # What senders call.
 

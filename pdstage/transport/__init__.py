@@ -22,6 +22,7 @@ from pdstage.transport.base import Done, Event, Figures, Inbound, Mapped, PostFa
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+    from importlib.metadata import EntryPoint
 
 __all__ = [
     "Backend",
@@ -89,7 +90,10 @@ def names() -> list[str]:
 
 
 def _loaders() -> dict[str, Callable[[], object]]:
-    found: dict[str, Callable[[], object]] = {point.name: point.load for point in entry_points(group=ENTRY_POINTS)}
+    """Of each name. One of our own stays ours, whatever entry point has it too."""
+    found: dict[str, Callable[[], object]] = {
+        point.name: partial(_foreign, point) for point in entry_points(group=ENTRY_POINTS)
+    }
     for module in pkgutil.iter_modules(__path__):
         if module.name != "base" and not module.name.startswith("_"):
             found[module.name] = partial(_transport_of, f"{__name__}.{module.name}")
@@ -100,15 +104,37 @@ def _transport_of(path: str) -> object:
     return import_module(path).TRANSPORT
 
 
+def _foreign(point: EntryPoint) -> object:
+    """What an entry point of another distribution names. Whatever is wrong with it is told in words: an installed
+    package that is broken must not keep nodes that never asked for it from starting.
+    """
+    whose = f"transport {point.name!r} of {point.dist.name if point.dist else 'a distribution'} ({point.value})"
+    remedy = "mend that distribution, or uninstall it"
+    try:
+        kind = point.load()
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{whose} does not import here: {why}", remedy=remedy, name=point.name) from error
+    if not (
+        isinstance(kind, type) and issubclass(kind, Transport) and isinstance(getattr(kind, "traits", None), Traits)
+    ):
+        raise UsageError(f"{whose} is no class of a Transport with traits", remedy=remedy, name=point.name)
+    if lacks := ", ".join(sorted(getattr(kind, "__abstractmethods__", ()))):
+        raise UsageError(f"{whose} lacks {lacks}", remedy=remedy, name=point.name)
+    return kind
+
+
 def load(name: str) -> type[Transport]:
-    """The class of that name. Raises `UsageError` for an unknown one, and where what it needs does not import."""
+    """The class of that name. Raises `UsageError` for an unknown one, and where it does not load or is no transport."""
     loaders = _loaders()
     if name not in loaders:
         raise UsageError(f"no transport {name!r}", remedy=f"choose of auto, {', '.join(sorted(loaders))}", name=name)
     try:
         return cast("type[Transport]", loaders[name]())
     except ImportError as error:
-        if (error.name or "").startswith("pdstage"):  # our own fault, which must not pass for a missing package
+        if (error.name or "").partition(".")[
+            0
+        ] == "pdstage":  # our own fault, which must not pass for a missing package
             raise
         raise UsageError(
             f"transport {name!r} does not import here: {error}", remedy=f'pip install "pdstage[{name}]"', name=name

@@ -122,18 +122,17 @@ class AutoTransport(Transport):
     def meet(self, peer: str, description: bytes) -> None:
         offers = self._read(peer, description)
         refused: list[PeerError] = []
-        met: dict[str, Transport] = {}
-        for way in self._common(offers):
+        ways = self._common(offers)
+        for way in ways:
             name = way.traits.name
             try:
                 way.meet(peer, offers[name])
             except PeerError as error:
                 refused.append(error)
             else:
-                met[name] = way
-        if not met:
+                self._met.setdefault(peer, {})[name] = way
+        if len(refused) == len(ways):
             raise _unreachable(peer, refused)
-        self._met.setdefault(peer, {}).update(met)
 
     def _read(self, peer: str, description: bytes) -> dict[str, bytes]:
         self._check_open()
@@ -157,6 +156,7 @@ class AutoTransport(Transport):
             try:
                 if way is not over:
                     way.connect(peer, offers[name])
+                    self._met[peer][name] = way  # whether or not it is taken: so that `forget` reaches it
                 way.prepare(peer, regions)
             except PeerError as error:
                 refused.append(error)
@@ -164,7 +164,6 @@ class AutoTransport(Transport):
                     way.disconnect(peer)
                 continue
             self._over[peer] = way
-            self._met[peer][name] = way
             if way is not over:
                 over.disconnect(peer)
             for why in refused:

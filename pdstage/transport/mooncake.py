@@ -256,6 +256,8 @@ class MooncakeTransport(Transport):
             return
         for region in self._own.regions:
             engine.raw.unregister_memory(region.base)
+        for way in self._ways.values():
+            way.leave()
         for each in self._engines:
             each.leave()
         Here.lives.discard(self._life)

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from pdstage import cli
+from pdstage.calibrate import about
 from pdstage.calibrate import caller as callers
 from pdstage.calibrate import pool as pools
 from pdstage.calibrate.caller import Caller, own_peer
@@ -33,6 +34,18 @@ def test_the_command_measures_writes_and_prints(tmp_path, capsys):
     assert made.prefill_host == made.decode_host
 
 
+def test_a_side_names_transports_of_other_distributions_with_their_versions(tmp_path, monkeypatch):
+    """Whatever their packages are called; `doctor --peer --transport acme.wire` would refuse it as not installed."""
+    info = tmp_path / "acme_wire-2.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-wire\nVersion: 2.5\n")
+    (info / "entry_points.txt").write_text("[pdstage.transports]\nacme.wire = nowhere:Wire\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    transports = about.this_side.__wrapped__().transports
+    assert transports["acme.wire"] == "2.5"
+    assert "local" in transports
+
+
 def test_two_sides_that_hold_keys(tmp_path):
     """As on two hosts: one serves, the other is told where; without the keys nothing is answered."""
     key = tmp_path / "key"
@@ -57,6 +70,18 @@ def test_faults_at_the_peer_are_told_in_words():
 def test_a_transport_that_is_not_there_ends_the_command_with_a_sentence(capsys):
     assert cli.main(["calibrate", "--transport", "pigeon"]) == 2
     assert "no transport 'pigeon'" in capsys.readouterr().err
+
+
+def test_where_nothing_can_be_measured_the_last_file_stays(monkeypatch, tmp_path, capsys):
+    def refuse(caller, name, *, quick):
+        raise TransportError(f"{name} breaks here")
+
+    monkeypatch.setattr(Caller, "measure", refuse)
+    path = tmp_path / "costs.json"
+    path.write_text("as it was")
+    assert cli.main(["calibrate", "--quick", "--out", str(path)]) != 0
+    assert "local breaks here" in capsys.readouterr().err
+    assert path.read_text() == "as it was"
 
 
 def test_a_pool_on_a_gpu_is_told_so(monkeypatch):

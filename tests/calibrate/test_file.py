@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from dataclasses import replace
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from pdstage import PrefillNode
@@ -42,6 +47,7 @@ def test_it_is_read_as_it_was_written(made, path):
         (lambda held: held["transports"]["local"].update(post_s="fast"), "post_s"),
         (lambda held: held["transports"]["local"].pop("descriptors"), "descriptors"),
         (lambda held: held["transports"]["local"].update(overlap=2.0), "overlap"),
+        (lambda held: held["transports"]["local"].update(gather_bytes_per_sec=1e9), "gather_bytes_per_sec"),
     ],
 )
 def test_what_it_may_not_hold_is_refused_by_name(path, change, field):
@@ -54,11 +60,37 @@ def test_what_it_may_not_hold_is_refused_by_name(path, change, field):
     assert field in caught.value.fields["field"]
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[1, 2]", b'{"version": 1'])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe", b"[1, 2]", b'{"version": 1', b'{"transports": {"a": {"x": ' + b"[" * 100_000]
+)
 def test_what_is_no_calibration_is_refused(path, content):
     path.write_bytes(content)
     with pytest.raises(UsageError, match="calibrate"):
         read(path)
+
+
+def test_a_file_is_there_whole_or_not_at_all(made, path, monkeypatch):
+    """A node that starts while one is written reads the old one; a disk that is full leaves it."""
+    seen, write_text = [], Path.write_text
+
+    def first_half(self, text):
+        write_text(self, text[: len(text) // 2])
+        seen.append(read(path))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", first_half)
+    changed = msgspec.structs.replace(made, made_at="2026-02-02T00:00:00+00:00")
+    with pytest.raises(UsageError, match=r"costs\.json.*No space"):
+        changed.write(path)
+    assert seen == [made] and read(path) == made
+    assert list(path.parent.iterdir()) == [path]
+    monkeypatch.undo()
+    link = path.with_name("link.json")
+    link.symlink_to(path)
+    changed.write(link)
+    assert link.is_symlink() and read(path) == changed
+    changed.write(Path(os.devnull))
+    assert not Path(os.devnull).is_file()
 
 
 def test_a_file_that_is_not_there(tmp_path):
@@ -82,6 +114,15 @@ def test_nodes_take_the_argument_then_the_environment_then_the_traits(site, path
         tmp_path / "nixl.json"
     )
     assert site.prefill(rank, calibration=tmp_path / "nixl.json").cost_of(traits) == defaults
+
+
+def test_one_transport_that_costs_two_peers_differently(site):
+    """As `local` does for host and device memory."""
+    node = site.prefill(Rank())
+    host = node.transport.traits
+    device = replace(host, bytes_per_s=50e9, descriptor_s=3e-6)
+    for traits in (host, device, host):
+        assert node.cost_of(traits) == CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
 
 
 def test_a_bad_file_is_refused_before_the_node_is_there(path, site):

@@ -16,6 +16,7 @@ from pdstage.transport._auto import AutoTransport
 from pdstage.transport._device import Views
 from pdstage.transport.base import Done, Figures, read_description, write_description
 from pdstage.transport.local import LocalTransport, _Description
+from tests import descriptors
 
 
 class Near(LocalTransport):
@@ -186,6 +187,32 @@ def test_ranks_of_one_host_use_local_and_death_is_proved_by_each_that_may_have_w
     a.forget("b")
     assert not a.proved_dead("b")
     a.close()
+
+
+class Ended(Far):
+    """Finds that the peer's process has ended since it was looked at first."""
+
+    def meet(self, peer: str, description: bytes) -> None:
+        raise TransportError("has ended")
+
+
+@pytest.mark.parametrize("second", [Far, Ended])
+def test_a_peer_that_none_may_write_leaves_nothing_once_it_is_forgotten(second):
+    """I14: the next transport was tried, and knows the peer's process since then."""
+    b, before = Remote("local"), descriptors.count("pidfd")
+    with AutoTransport([LocalTransport(), second()]) as a:
+        told = a.described(dict.fromkeys(("local", "far"), b.describe()))
+        if second is Far:
+            a.connect("b", told)
+            with pytest.raises(PeerError, match="no transport reaches peer 'b'"):
+                a.prepare("b", [Region(b.base + 64, 1 << 40)])
+        else:
+            with pytest.raises(TransportError, match="has ended"):
+                a.meet("b", told)
+        a.disconnect("b")
+        a.forget("b")
+        assert descriptors.count("pidfd") == before
+    b.kill()
 
 
 def test_closed_twice_and_open_ones_of_the_same_name_apart():

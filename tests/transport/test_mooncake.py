@@ -235,6 +235,17 @@ def test_50_short_lived_peers_leave_a_bounded_number_of_connections(a, monkeypat
             remote.kill()
 
 
+def test_an_engine_that_the_next_transport_takes_reaches_nobody():
+    """I14: else it would never end, with the connections of lives that it wrote to later."""
+    with open_transport("mooncake") as b:
+        with open_transport("mooncake") as a:
+            a.connect("b", b.describe())
+            engine = a._engine
+        with open_transport("mooncake") as a:
+            assert a._engine is engine, "no byte was written: it is kept"
+            assert engine.n_ways == 0
+
+
 def assert_fails(a: Endpoint, b: Remote) -> None:
     with pytest.raises(TransportError, match="'b' has ended"):
         a.post("b", [(0, b.base, 5)], b"")

@@ -13,7 +13,7 @@ import pytest
 from transport import postbox
 
 from pdstage.errors import TransportError, UsageError
-from pdstage.transport import Transport, available, names, open_transport
+from pdstage.transport import Transport, available, moving, names, open_transport
 
 
 def test_the_names_are_the_modules():
@@ -103,6 +103,46 @@ def test_a_transport_of_another_distribution_is_found_by_its_entry_point(tmp_pat
     auto = open_transport("auto")
     assert "pigeon" not in auto.offers()  # an unknown transport is never chosen unasked
     auto.close()
+
+
+BROKEN = {  # entry points of a broken distribution, and what is said of each
+    "gone": ("nowhere:Lost", "ModuleNotFoundError: No module named 'nowhere'"),
+    "unnamed": ("outside:Nothing", "AttributeError.*Nothing"),
+    "angry": ("angry:Angry", "OSError: libnpu.so"),
+    "text": ("outside:TEXT", "no class"),
+    "function": ("outside:make", "no class"),
+    "half": ("outside:Half", "lacks .*connect"),
+    "bare": ("outside:Bare", "traits"),
+    "local": ("angry:Angry", ""),
+}
+
+
+def test_a_broken_distribution_is_told_of_and_harms_nobody_else(tmp_path, monkeypatch):
+    (tmp_path / "angry.py").write_text("raise OSError('libnpu.so: cannot open shared object file')\n")
+    (tmp_path / "outside.py").write_text(
+        "from pdstage.transport import Transport\nfrom pdstage.transport.local import LocalTransport\nTEXT = 'local'\n"
+        "class Half(Transport):\n    traits = LocalTransport.traits\n    preference = 90\n"
+        "class Bare(Transport):\n    preference = 90\n"
+        "def make():\n    return LocalTransport()\n"
+    )
+    info = tmp_path / "outside-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-pigeons\nVersion: 1.0\n")
+    points = [f"{name} = {value}" for name, (value, _) in BROKEN.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[pdstage.transports]", *points]))
+    monkeypatch.syspath_prepend(tmp_path)
+    reasons = available()
+    for name, (_, why) in BROKEN.items():
+        if name == "local":
+            assert reasons[name] == "", "a name of our own stays ours"
+            continue
+        assert re.search(rf"'{name}' of broken-pigeons .*{why}", reasons[name]), reasons[name]
+        assert "uninstall" in reasons[name] and "pip install" not in reasons[name]
+        with pytest.raises(UsageError, match=name):
+            open_transport(name)
+    assert "local" in moving({"cpu"})
+    with open_transport("auto") as auto:
+        assert "local" in auto.offers()
 
 
 def test_looking_for_names_imports_no_backend():
