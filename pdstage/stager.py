@@ -52,6 +52,8 @@ class Memory:
     def __init__(self, nbytes: int, tensor: object = None, device: str = "cpu", *, mappable: bool = False) -> None:
         kind, _, number = device.partition(":")
         if tensor is None:
+            if nbytes < 1:
+                raise UsageError(f"staging_nbytes is {nbytes}", remedy="give a positive number of bytes")
             tensor = _host_memory(nbytes, mappable) if kind == "cpu" else _device_memory(nbytes, device)
         base, nbytes, where = _address_of(tensor)
         if where.partition(":")[0] != kind or (number or "0") != (where.partition(":")[2] or "0"):

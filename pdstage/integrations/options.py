@@ -22,6 +22,7 @@ _OURS = {
     "bind",
 }  # fmt: skip
 """Arguments that are the adapter's to give."""
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
 def node_options(
@@ -30,9 +31,10 @@ def node_options(
     """Arguments of a node of that kind: those of `given`, as the operator wrote them at `where`, over PDSTAGE_NODE's.
 
     `deadlines` are fields of `Config` that hold unless the operator says otherwise. Raises `UsageError` for an argument
-    that neither kind of node has, or that is not the operator's.
+    that neither kind of node has, that is not the operator's, or that is of another kind than its default.
     """
-    known = {name for each in (PrefillNode, DecodeNode) for name in _arguments(each)} - _OURS
+    defaults = {name: default for each in (PrefillNode, DecodeNode) for name, default in _arguments(each).items()}
+    known = set(defaults) - _OURS
     told: dict[str, Any] = {}
     config: dict[str, Any] = dict(deadlines)
     for source, options in ((environment.NODE.name, environment.NODE.read() or {}), (where, given)):
@@ -43,10 +45,21 @@ def node_options(
                 f"{source} has {', '.join(sorted(unknown))}",
                 remedy=f"known are {', '.join(sorted(known))}, and config with the fields of pdstage.Config",
             )
+        for name, value in options.items():
+            _check_kind(f"{name} of {source}", value, defaults[name])
+        for field in fields(Config):
+            _check_kind(f"config's {field.name} of {source}", own.get(field.name, field.default), field.default)
         told |= options
         config |= own
     return {name: told[name] for name in _arguments(kind) if name in told} | {"config": Config(**config)}
 
 
-def _arguments(kind: type[PrefillNode | DecodeNode]) -> list[str]:
-    return list(inspect.signature(kind).parameters)
+def _arguments(kind: type[PrefillNode | DecodeNode]) -> dict[str, object]:
+    return {name: one.default for name, one in inspect.signature(kind).parameters.items()}
+
+
+def _check_kind(what: str, value: object, default: object) -> None:
+    """A text where a switch belongs would switch it on, whatever it says."""
+    kind = type(default)
+    if kind in _KINDS and type(value) is not kind and (kind, type(value)) != (float, int):
+        raise UsageError(f"{what} is {value!r}", remedy=f"give {_KINDS[kind]}")

@@ -136,6 +136,7 @@ def test_options(site):
         ({"progress": "magic"}, "progress 'magic'"),
         ({"transport": "pigeon"}, "no transport 'pigeon'"),
         ({"staging_nbytes": 100, "n_buffers": 64}, "do not make 64 parts"),
+        ({"staging_nbytes": -1}, "staging_nbytes is -1"),
         ({"n_buffers": 1}, "1 send buffers"),
         ({"bind": "tcp://0.0.0.0:0"}, "can be reached from other machines"),
     ):

@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, process_model_config
+from sglang.srt.runtime_context import get_device, get_disagg, get_memory, get_parallel, process_model_config
 from sglang.srt.utils.network import NetworkAddress
 
 from pdstage.control.bootstrap import PLAIN
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
     from pdstage.manager import Receiver
+    from pdstage.manager.handle import CudaEvent
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,9 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
 
     supports_deferred_decode_kv_release = True
     reports_transfer_latency = True
+    quiet_s = 5.0
+    """How long prefill's scheduler waits, at the most, for the writes of a room it gave up: a live peer answers in
+    milliseconds."""
 
     def __init__(
         self,
@@ -47,7 +52,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         server_args: ServerArgs,
         is_mla_backend: bool | None = False,
     ) -> None:
-        _refuse_what_is_not_supported()
+        _refuse_what_is_not_supported(disaggregation_mode)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if self.enable_all_cp_ranks_for_transfer and self.attn_cp_size > 1:
             raise UsageError("every context-parallel rank would send a part", remedy="use another transfer backend")
@@ -84,6 +89,21 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         )  # fmt: skip
         bind = NetworkAddress(self.local_ip, 0).to_tcp()
         self.node = kind(pool, place, bind=bind, progress="thread", **options)
+
+    def awake(self) -> Any:  # noqa: ANN401  (a node of either kind)
+        """The node. Raises `UsageError` while SGLang's memory is away: a request then fails, not the scheduler."""
+        if self.node is None:
+            raise UsageError("SGLang's KV memory is released", remedy="send the request again once it is resumed")
+        return self.node
+
+    def launched(self) -> CudaEvent | None:
+        """An event after what this scheduler launched so far, which may still zero pages or states; None on the CPU."""
+        device = str(get_device().device)
+        if device == "cpu":
+            return None
+        event = torch.Event(device)
+        event.record()
+        return event
 
     def deregister_buffer_to_engine(self) -> None:
         """Ends the node: SGLang gives its KV memory away. Rooms still open fail."""
@@ -122,11 +142,14 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         return all(receiver.released for receiver in self._unsafe.get(bootstrap_room, ()))
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
-        unsafe = [one for one in self._unsafe.pop(bootstrap_room, ()) if not one.released]
-        if unsafe:
+        """SGLang takes back what the oldest failed room of that name held; a later one of it is held on."""
+        held = self._unsafe.pop(bootstrap_room, [])
+        if held[1:]:
+            self._unsafe[bootstrap_room] = held[1:]
+        if held and not held[0].released:
             log.error(
                 "room %s: SGLang reuses its memory though a peer may still write to it; fence %s, or raise %s",
-                bootstrap_room, list(self.node.unfenced()),
+                bootstrap_room, "its peers" if self.node is None else list(self.node.unfenced()),
                 "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT",
             )  # fmt: skip
 
@@ -142,13 +165,16 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         self.update_status(room, KVPoll.Failed)
 
 
-def _refuse_what_is_not_supported() -> None:
+def _refuse_what_is_not_supported(mode: DisaggregationMode) -> None:
     """Raises `UsageError` for settings under which rooms would not be what this backend takes them for."""
     parallel = get_parallel()
     refused = {
         "--disaggregation-decode-allocation-policy prefill_complete":
             get_disagg().disaggregation_decode_allocation_policy == "prefill_complete",
         "decode context parallelism (--dcp-size)": parallel.attn_dcp_size > 1,
+        "prefill context parallelism (--attn-cp-size) at decode":
+            mode == DisaggregationMode.DECODE and parallel.attn_cp_size > 1,
+        "--enable-hisparse (its pages are on the host)": get_memory().enable_hisparse,
         "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
         "--enable-dsa-cache-layer-split": parallel.enable_dsa_cache_layer_split,
         "context- and tensor-parallel group sharing": parallel.enable_cp_tp_group_sharing,

@@ -39,13 +39,14 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
     def __init__(self, mgr: PdStageKVManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         self._room: Receiver | None = None
         self._aux_index: int | None = None
+        self._is_cleared = False
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
 
     def _setup_bootstrap_infos(self) -> None:
         """Called by `init`, in place of SGLang's look-up of peers: pdstage finds them, and greets them, by itself."""
         self.bootstrap_infos: list[dict[str, Any]] = []
         try:
-            self._room = self.kv_mgr.node.receive(
+            self._room = self.kv_mgr.awake().receive(
                 self.bootstrap_room, PLAIN + self.bootstrap_addr, dp_rank=self.prefill_dp_rank, deadline_s=MOST_S
             )
         except PdstageError as error:
@@ -68,7 +69,8 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         first = (decode_prefix_len or 0) // args.page_size
         items = cache_items(kv_indices, first, args.page_size)
         try:
-            self._room.bind(items | state_items(args, state_indices, first + len(kv_indices)))
+            states = state_items(args, state_indices, first + len(kv_indices))
+            self._room.bind(items | states, after=self.kv_mgr.launched())
         except PdstageError as error:
             self._fail(error)
         self.init_time = time.time()
@@ -110,6 +112,10 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         self._give_up("decode gave it up")
 
     def clear(self) -> None:
+        """Called again when a failed room's memory goes back: by then the name may be another request's."""
+        if self._is_cleared:
+            return
+        self._is_cleared = True
         super().clear()
         if self.conclude_state != KVPoll.Success:
             self._give_up("decode gave it up")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -30,15 +31,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-QUIET_S = 5.0
-"""How long a scheduler waits, at the most, for the writes of a room it gave up: a live peer answers in milliseconds."""
-
 
 class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
     """One request at one prefill rank."""
 
     kv_mgr: PdStageKVManager
     _early_send_wait_event: Any
+    _transfer_start_time: float | None
 
     def __init__(
         self,
@@ -53,7 +52,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         if mgr.is_dummy_cp_rank or mgr.request_status.get(bootstrap_room) == KVPoll.Failed:
             return
         try:
-            self._room = mgr.node.send(bootstrap_room)
+            self._room = mgr.awake().send(bootstrap_room)
         except PdstageError as error:
             mgr.fail(bootstrap_room, str(error))
 
@@ -75,6 +74,8 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         kv_indices, where, is_last, skip = self._prepare_send_indices(kv_indices, state_indices)
         if skip or self._room is None:
             return
+        if self._transfer_start_time is None:
+            self._transfer_start_time = time.perf_counter()
         ready: Any = self._early_send_wait_event
         self._early_send_wait_event = None
         args = self.kv_mgr.kv_args
@@ -118,7 +119,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
 
     def _is_read(self, room: Sender) -> bool:
         """Whether a write may still read the room's pages. Before a chunk there is none."""
-        return bool(self.curr_idx) and not room.released
+        return self._transfer_start_time is not None and not room.released
 
     def _quiet(self) -> None:
         """Ends a room that did not succeed, before the scheduler takes its pages back."""
@@ -128,7 +129,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         self._end(room, "prefill gave it up")
         if self._is_read(room):
             with contextlib.suppress(TimeoutError):
-                room.wait_released(QUIET_S)
+                room.wait_released(self.kv_mgr.quiet_s)
         if self._is_read(room):
             log.error("room %s: its pages are reused though a write may still read them", self.bootstrap_room)
 

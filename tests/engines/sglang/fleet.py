@@ -88,9 +88,11 @@ class Fleet:
     """A bootstrap server, a prefill engine and a decode engine of one kind of pool."""
 
     def __init__(
-        self, prefill_tp: int, decode_tp: int, pool: str = "mha", node: str = "", page_size: int = 16, **environ: str
-    ) -> None:
+        self, prefill_tp: int, decode_tp: int, pool: str = "mha", node: str = "", page_size: int = 16,
+        decode_page_size: int = 0, **environ: str,
+    ) -> None:  # fmt: skip
         self.page_size = page_size
+        pages = {"prefill": page_size, "decode": decode_page_size or page_size}
         said = tuple(environ.items())
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -100,7 +102,8 @@ class Fleet:
             self.server.answer()
             sides = {}
             for mode, size in (("prefill", prefill_tp), ("decode", decode_tp)):
-                given = (setups.Setup(mode, size, rank, port, pool, page_size, 64, node, said) for rank in range(size))
+                usual = setups.Setup(mode, size, 0, port, pool, pages[mode], 64, node, said)
+                given = [usual._replace(tp_rank=rank) for rank in range(size)]
                 sides[mode] = [self._child(opened, "rank", one) for one in given]
             for ranks in sides.values():
                 for rank in ranks:

@@ -7,6 +7,7 @@ the queues that build KVArgs and the manager are run as they are, over a namespa
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,16 +17,19 @@ import numpy as np
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.disaggregation import decode, prefill, utils
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 
 from pdstage import environment
+from pdstage.errors import UsageError
 from tests.engines.sglang.pools import Memory
 from tests.engines.sglang.setups import Setup
 
 MODEL = str(Path(__file__).parent / "model")
 ROWS = 16
+PATIENCE_S = 60.0
 
 
 class Rank:
@@ -108,6 +112,68 @@ class Rank:
         """Whether pdstage itself says that nothing touches the room's memory."""
         handle = self.rooms[room]._room
         return handle is None or handle.released
+
+    # What a test does to a rank, to see what its scheduler is told then.
+
+    def withhold(self, room: int) -> None:
+        """The room ended, and a peer may still touch its memory, as far as its handle says."""
+        handle = self.rooms[room]._room
+        handle.wait_released(PATIENCE_S)
+        handle.status &= 0x7F
+
+    def release_withheld(self, room: int) -> None:
+        self.rooms[room]._room.status |= 0x80
+
+    def hold_writes(self) -> None:
+        """From now on the node does not learn that its writes are over."""
+        transport = self.manager.node.transport
+        self._poll, transport.poll = transport.poll, list
+
+    def let_go(self) -> None:
+        self.manager.node.transport.poll = self._poll
+        self.manager.node.kick()
+
+    def let_go_once_waited_for(self) -> None:
+        node, wait_for = self.manager.node, type(self.manager.node).wait_for
+
+        def waits(*args: object) -> None:
+            self.let_go()
+            del node.wait_for
+            wait_for(node, *args)
+
+        node.wait_for = waits
+
+    def waits(self, quiet_s: float) -> None:
+        """How long SGLang's scheduler waits for the writes of a room it gave up."""
+        self.manager.quiet_s = quiet_s
+
+    def call(self, room: int, other: int) -> None:
+        """The test knows that request by another number from now on: its own comes again."""
+        self.rooms[other], self.items[other] = self.rooms.pop(room), self.items.pop(room)
+
+    def errors_of(self, name: str, room: int) -> list[str]:
+        """What pdstage logs as errors during that call."""
+        said: list[str] = []
+        handler = logging.Handler(logging.ERROR)
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("pdstage").addHandler(handler)
+        try:
+            getattr(self, name)(room)
+        finally:
+            logging.getLogger("pdstage").removeHandler(handler)
+        return said
+
+    def busy(self, still: bool) -> None:
+        """Whether what the scheduler launched on its device is under way, as an event of a device says it."""
+        self._busy = still
+        self.manager.launched = lambda: SimpleNamespace(query=lambda: not self._busy)
+
+    def latency(self, room: int) -> float | None:
+        return self.rooms[room].get_transfer_metric().transfer_latency_s
+
+    def failed(self, room: int) -> bool:
+        """Whether the node has ended the room, whatever SGLang was told by now."""
+        return int(self.rooms[room]._room.state) == KVPoll.Failed
 
     # Prefill.
 
@@ -195,11 +261,11 @@ class Rank:
     def safe(self, room: int) -> bool:
         """`resolve_deferred_releases`: whether the room's memory may go back to the pool."""
         receiver = self.rooms[room]
-        return self.manager.is_abort_release_safe(room, len(receiver.bootstrap_infos))
+        return self.manager.is_abort_release_safe(receiver.bootstrap_room, len(receiver.bootstrap_infos))
 
     def release(self, room: int) -> None:
         """`_do_release`."""
-        self.manager.clear_deferred_abort_state(room)
+        self.manager.clear_deferred_abort_state(self.rooms[room].bootstrap_room)
         self.rooms.pop(room).clear()
 
     def sleep(self) -> None:
@@ -207,6 +273,16 @@ class Rank:
 
     def wake(self) -> None:
         self.manager.register_buffer_to_engine()
+
+    def refusal(self, node: str) -> tuple[str, str, str] | None:
+        """What a node with those settings is refused with: the error's kind, the culprit and the remedy."""
+        self.sleep()
+        os.environ[environment.NODE.name] = node
+        try:
+            self.wake()
+        except UsageError as error:
+            return type(error).__name__, error.what, error.remedy
+        return None
 
 
 class Server:

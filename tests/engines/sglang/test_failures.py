@@ -70,8 +70,6 @@ def test_an_abort_at_any_step_ends_both_sides(fleet, step, who):
     bound = who == "prefill" or step in STEPS[2:]
     if bound and step in STEPS[:2]:
         fleet.bind(room, TOKENS)  # decode hears of it when it says where the memory is
-    if not bound:
-        fleet.prefill.each("abort", room)  # it has heard of nothing: the router tells both sides
     reasons = bury(fleet, room, bound=bound)
     assert fleet.prefill.until(room, FAILED, SUCCESS) == FAILED
     reasons += fleet.prefill.each("failure", room)

@@ -17,6 +17,8 @@ STAGED, DIRECT = '{"path": "staged", "transport": "nixl"}', '{"path": "direct", 
     [
         pytest.param((4, 2, "mha", STAGED), id="heads, TP 4 to 2, staged"),
         pytest.param((1, 2, "mha", DIRECT), id="heads, TP 1 to 2, direct"),
+        pytest.param((2, 2, "mha", DIRECT), id="heads, TP 2 to 2, direct"),
+        pytest.param((2, 2, "hybrid", STAGED), id="conv and SSM states, TP 2 to 2, staged"),
         pytest.param((2, 1, "swa", STAGED), id="sliding window, TP 2 to 1"),
         pytest.param((2, 1, "hybrid", STAGED), id="conv and SSM states, TP 2 to 1"),
         pytest.param((1, 2, "hybrid", DIRECT), id="conv and SSM states, TP 1 to 2"),
@@ -41,16 +43,17 @@ def test_every_byte_of_whole_requests(engines):
         fleet.forgets_all()
 
 
+def test_unequal_pages_stop_decode_by_name():
+    """SGLang's own refusal, at its first request, whatever a backend could do."""
+    with pytest.raises(AssertionError, match="Page size mismatch: prefill server has page_size=16.*page_size=32"):
+        Fleet(2, 2, "mha", DIRECT, decode_page_size=32)
+
+
 def test_with_a_key_file(tmp_path):
     """Nodes are encrypted and let nobody else in, though SGLang's own bootstrap server is plain HTTP."""
     Keys.make(tmp_path / "cluster.key")
     with Fleet(1, 1, "mha", json.dumps({"keys": str(tmp_path / "cluster.key")})) as fleet:
         fleet.run(1, 40)
-
-
-def test_a_setting_that_no_node_has_stops_the_rank_by_name(tmp_path):
-    with pytest.raises(AssertionError, match="PDSTAGE_NODE has speed"):
-        Fleet(1, 1, "mha", '{"speed": 9}')
 
 
 def test_pages_that_go_back_while_a_peer_may_write_to_them_are_refused():

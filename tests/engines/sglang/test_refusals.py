@@ -1,0 +1,159 @@
+"""Settings that a rank is not started with: one error each, which says what is wrong and what to do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.disaggregation.base.conn import KVArgs, StateType
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+from pdstage.errors import UsageError
+from pdstage.integrations.sglang import manager, memory
+from pdstage.integrations.sglang import staging as kernels
+from pdstage.topology import Topology
+from tests.engines.sglang import setups
+from tests.engines.sglang.fleet import Child
+
+PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
+PARALLEL = {
+    "attn_dcp_size": 1, "attn_cp_size": 1, "enable_kv_cache_sharding": False, "enable_dsa_cache_layer_split": False,
+    "enable_cp_tp_group_sharing": False,
+}  # fmt: skip
+DISAGG = {"disaggregation_decode_allocation_policy": "early"}
+MEMORY = {"enable_hisparse": False}
+
+
+def check(monkeypatch: pytest.MonkeyPatch, mode: DisaggregationMode, **told: object) -> None:
+    """The check that a manager begins with, under SGLang's usual settings but for those told."""
+    for name, usual in (("get_parallel", PARALLEL), ("get_disagg", DISAGG), ("get_memory", MEMORY)):
+        settings = SimpleNamespace(**{key: told.pop(key, value) for key, value in usual.items()})
+        monkeypatch.setattr(manager, name, lambda settings=settings: settings)
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+    manager._refuse_what_is_not_supported(mode)
+
+
+@pytest.mark.parametrize("mode", [PREFILL, DECODE])
+def test_usual_settings_are_taken(monkeypatch, mode):
+    check(monkeypatch, mode)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "culprit"),
+    [
+        ("disaggregation_decode_allocation_policy", "prefill_complete", "allocation-policy prefill_complete"),
+        ("attn_dcp_size", 2, "--dcp-size"),
+        ("enable_kv_cache_sharding", True, "--enable-kv-cache-sharding"),
+        ("enable_dsa_cache_layer_split", True, "--enable-dsa-cache-layer-split"),
+        ("enable_cp_tp_group_sharing", True, "group sharing"),
+        ("enable_hisparse", True, "--enable-hisparse"),
+        ("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", 0, "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0"),
+        ("SGLANG_RUST_SERVER", 1, "SGLANG_RUST_SERVER"),
+        ("SGLANG_DISAGG_STAGING_BUFFER", 1, "SGLANG_DISAGG_STAGING_BUFFER"),
+        ("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "INTRA_NODE_NVLINK", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK"),
+    ],
+)
+@pytest.mark.parametrize("mode", [PREFILL, DECODE])
+def test_a_setting_of_sglang(monkeypatch, mode, setting, value, culprit):
+    with pytest.raises(UsageError, match=f"pdstage does not go with .*{culprit}") as refused:
+        check(monkeypatch, mode, **{setting: value})
+    assert refused.value.remedy == "unset it"
+
+
+def test_context_parallelism_is_prefills_alone(monkeypatch):
+    """SGLang's own assertion would end decode's scheduler at its first request."""
+    check(monkeypatch, PREFILL, attn_cp_size=2)
+    with pytest.raises(UsageError, match="--attn-cp-size.* at decode"):
+        check(monkeypatch, DECODE, attn_cp_size=2)
+
+
+@pytest.fixture(scope="module")
+def rank(installed):
+    """A rank of decode, whose node is made anew; it needs no bootstrap server for that."""
+    child = Child("rank", setups.Setup("decode", 1, 0, 1))
+    child.answer()
+    yield child
+    child.close()
+
+
+@pytest.mark.parametrize(
+    ("node", "culprit"),
+    [
+        ('{"speed": 9}', "PDSTAGE_NODE has speed"),
+        ('{"config": {"drain": 3}}', "PDSTAGE_NODE has drain"),
+        ('{"bootstrap": "tcp://elsewhere"}', "PDSTAGE_NODE has bootstrap"),
+        ("{", "PDSTAGE_NODE"),
+        ('["nixl"]', "PDSTAGE_NODE"),
+        ('{"transport": "pigeon"}', "pigeon"),
+        ('{"path": "sideways"}', "sideways"),
+        ('{"config": {"drain_s": -1}}', "drain_s"),
+        ('{"config": ["drain_s"]}', "config"),
+        ('{"config": {"drain_s": "long"}}', "drain_s"),
+        ('{"staging_nbytes": -1}', "staging_nbytes"),
+        ('{"staging_nbytes": "much"}', "staging_nbytes"),
+        ('{"insecure": "no"}', "insecure"),
+        ('{"config": {"checksums": 1}}', "checksums"),
+        ('{"keys": "/nowhere/cluster.key"}', "/nowhere/cluster.key"),
+    ],
+)
+def test_a_setting_of_the_node(rank, node, culprit):
+    said = rank.call("refusal", node)
+    assert said is not None, "it was taken"
+    kind, what, remedy = said
+    assert kind == "UsageError"
+    assert culprit in what
+    assert remedy
+
+
+def test_a_bad_switch_of_the_staging_kernels(monkeypatch):
+    monkeypatch.setenv("PDSTAGE_SGLANG_STAGING", "maybe")
+    with pytest.raises(UsageError, match="PDSTAGE_SGLANG_STAGING") as refused:
+        kernels.plugin()
+    assert "maybe" in str(refused.value)
+    assert refused.value.remedy
+
+
+def arguments(**other: object) -> KVArgs:
+    """Of a pool with two layers of heads and no state, as SGLang's queues fill them in."""
+    args = KVArgs()
+    args.gpu_id, args.page_size, args.kv_cache_dtype_str, args.num_draft_entries = 0, 4, "bfloat16", 0
+    args.kv_data_ptrs = [1 << 20, 2 << 20, 3 << 20, 4 << 20]
+    args.kv_data_lens, args.kv_item_lens, args.kv_layer_ids = [4096] * 4, [1024] * 4, [0, 1, 0, 1]
+    args.is_hybrid_mla_backend, args.swa_kv_cache_layout = False, None
+    args.state_types, args.state_data_ptrs, args.state_data_lens, args.state_item_lens = [], [], [], []
+    args.state_layer_ids, args.state_dim_per_tensor = [], []
+    args.state_conv_shard_groups, args.state_slice_outer_counts = [], []
+    for name, value in other.items():
+        setattr(args, name, value)
+    return args
+
+
+def states(*kinds: StateType) -> dict[str, object]:
+    n = len(kinds)
+    return {
+        "state_types": list(kinds), "state_data_ptrs": [[5 << 20]] * n, "state_data_lens": [[4096]] * n,
+        "state_item_lens": [[1024]] * n, "state_layer_ids": [[0]] * n, "state_dim_per_tensor": [[]] * n,
+        "state_conv_shard_groups": [[]] * n, "state_slice_outer_counts": [[]] * n,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("other", "culprit"),
+    [
+        (states(StateType.DSA_TAIL), "state 'dsa_tail'"),
+        (states(StateType.DSA, StateType.DSA), "a second component"),
+        ({"kv_data_ptrs": [1 << 20], "kv_layer_ids": [0]}, "1 KV buffers are not K and V of each layer"),
+        ({"num_draft_entries": 1}, "3 KV buffers are not K and V of each layer"),
+    ],
+)
+def test_memory_that_is_not_understood(other, culprit):
+    with pytest.raises(UsageError, match=culprit) as refused:
+        memory.pool_of(arguments(**other), Topology(), is_mla=False, total_heads=4, device="cpu")
+    assert refused.value.remedy
+
+
+def test_that_memory_is_understood():
+    """What the cases above differ from."""
+    pool = memory.pool_of(arguments(**states(StateType.DSA)), Topology(), is_mla=False, total_heads=4, device="cpu")
+    assert {one.name for one in pool.layout.components} == {"kv", "dsa"}
