@@ -15,8 +15,9 @@ import numpy as np
 from pdstage.errors import Aborted, PdstageError, PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.items import GivenItems, GivenTokens, check
-from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
+from pdstage.manager.node import DEFAULT_SWITCH_S, Node
 from pdstage.manager.receiver import Bound, Receiver
+from pdstage.manager.sessions import label
 from pdstage.metadata import AuxRow
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore, InRoom
@@ -206,7 +207,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
         match effect:
             case Scatter(ticket, landing):
                 part = landing.part
-                pair, tokens = self._pair(part.link), part.link.common.tokens(landing.rects)
+                pair, tokens = self.sessions.pair(part.link), part.link.common.tokens(landing.rects)
                 items = {name: given.index for name, given in part.room.items.items()}  # type: ignore[attr-defined]
                 src = Region(landing.address, landing.nbytes)
                 self.stager.scatter(

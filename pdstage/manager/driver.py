@@ -1,6 +1,7 @@
 """The driver: one lock, one loop, one core.
 
-Layer 5. Must not know which role its core has, nor how sessions end or memory is given back: `node` does.
+Layer 5. Must not know which role its core has (`role` is all it asks), nor how sessions end or memory is given back:
+`sessions` and `node` do.
 
 A turn is: receive -> lock -> feed the core -> take effects -> unlock -> carry them out. Only one thread turns at a
 time. With `progress="inline"` every poll of the engine is a turn; with `progress="thread"` a thread of the node's own
@@ -18,30 +19,27 @@ import os
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.complaints import Complaints
 from pdstage.control.zmq import MAX_FRAMES
 from pdstage.errors import PdstageError, UsageError
 from pdstage.manager.awaiting import Look, Pumps, until
 from pdstage.manager.handle import Roster
+from pdstage.manager.role import AnyCore, Role
+from pdstage.manager.sessions import Sessions
 from pdstage.protocol.effects import Attach, Changed, Complaint, Detach, Effect, Gather, HangUp, Scatter, Send
-from pdstage.protocol.session import Core
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdstage.control.zmq import ControlSocket
     from pdstage.manager.handle import Handle
     from pdstage.manager.nvtx import Ranges
     from pdstage.manager.observer import Observation
     from pdstage.protocol.config import Config
     from pdstage.protocol.room import Room
-    from pdstage.protocol.session import Link
-    from pdstage.stager import Copied, Stager
-    from pdstage.transport import Done, Inbound, PostFailed, Transport
+    from pdstage.transport import Done, Inbound, PostFailed
 
 log = logging.getLogger(__name__)
 
@@ -71,16 +69,9 @@ class Heard(NamedTuple):
 
 _EVERYTHING = Heard(messages=True, transport=True)
 
-AnyCore = TypeVar("AnyCore", bound=Core)
 
-
-class Driver(ABC, Generic[AnyCore]):
+class Driver(Role[AnyCore]):
     """Moves one core. What it moves it with is its heir's to make."""
-
-    core: AnyCore
-    socket: ControlSocket
-    transport: Transport
-    stager: Stager
 
     def __init__(self, config: Config, progress: str, switch_interval_s: float | None) -> None:
         if progress not in ("inline", "thread"):
@@ -98,7 +89,7 @@ class Driver(ABC, Generic[AnyCore]):
         self._kept: list[Effect] = []
         self._copies: deque[Gather | Scatter] = deque()
         self._sleeps_until = 0.0
-        self._lost: list[Link] = []
+        self.sessions = Sessions(self)
         self._outgoing: dict[bytes, list[bytes]] = {}
         self._complaints = Complaints()
         self._early: list[Done | PostFailed | Inbound] = []
@@ -209,8 +200,8 @@ class Driver(ABC, Generic[AnyCore]):
             self.core.tick(now)
             effects = self._take_effects()
         again = self._carry_out(effects)
-        if self._lost:
-            self._check_lost()
+        if self.sessions.lost:
+            self.sessions.check_lost()
         return again
 
     def _take_effects(self) -> list[Effect]:
@@ -259,13 +250,13 @@ class Driver(ABC, Generic[AnyCore]):
                 self._complain(route, error)
                 return False
             case Attach(link, offers):
-                self._attach(link, offers)
+                self.sessions.attach(link, offers)
             case Detach(link):
                 while self._copies:  # what they need of the session goes with it
                     self._do(self._copies.popleft())
-                self._detach(link)
+                self.sessions.detach(link)
             case HangUp(route):
-                self._hang_up(route)
+                self.sessions.hang_up(route)
                 return False
             case Gather() | Scatter() if self._nbytes(effect) >= _LARGE_NBYTES:
                 self._copies.append(effect)
@@ -327,53 +318,6 @@ class Driver(ABC, Generic[AnyCore]):
             else:
                 ready = self.socket.wait(min(wait_s, _PATIENCE_S))
         return Heard(ready.messages, True)
-
-    # What the roles say.
-
-    @abstractmethod
-    def _carry(self, effect: Effect) -> None:
-        """Carries out an effect of this role; ends in `assert_never`."""
-
-    @abstractmethod
-    def _nbytes(self, effect: Effect) -> int:
-        """Bytes that carrying out an effect copies or writes before it returns."""
-
-    @abstractmethod
-    def _on_staged(self, copied: Copied, now: float) -> None: ...
-
-    @abstractmethod
-    def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None: ...
-
-    @abstractmethod
-    def _in_flight(self) -> bool:
-        """Whether bytes are under way here: then a transport without descriptors is asked more often."""
-
-    @abstractmethod
-    def _must_ask(self) -> bool:
-        """Whether a transport without descriptors may have something to say."""
-
-    @abstractmethod
-    def _expects(self) -> bool:
-        """Whether an engine's event, which nobody announces, is waited for."""
-
-    @abstractmethod
-    def _attach(self, link: Link, offers: dict[str, bytes]) -> None:
-        """A session began: tells the transport who its peer is."""
-
-    @abstractmethod
-    def _detach(self, link: Link) -> None:
-        """A session is lost: the transport lets go of its peer."""
-
-    @abstractmethod
-    def _hang_up(self, route: bytes) -> None:
-        """Gives a connection up that this node made, unless somebody needs it by now."""
-
-    @abstractmethod
-    def _check_lost(self) -> None:
-        """Looks whether lost sessions are fenced by now."""
-
-    def _on_refused(self, route: bytes, error: PdstageError, now: float) -> None:
-        """A connection came to nothing for want of keys; `route` is empty where the other side tried it."""
 
     def _on_changed(self, room: Room) -> None:
         if self._observed is not None and (handle := self.roster.of(room)) is not None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from pdstage.errors import UsageError
 from pdstage.layout import Region
-from pdstage.manager.node import label
+from pdstage.manager.sessions import label
 from pdstage.protocol.effects import Gather, Write, WriteDirect, WriteRow
 from pdstage.spans import Index
 from pdstage.transport import Mapped, Spans

@@ -18,10 +18,11 @@ from pdstage.manager import demand
 from pdstage.manager.calibration import costs
 from pdstage.manager.items import GivenItems, GivenTokens, check, rects_of
 from pdstage.manager.moves import Moves
-from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
+from pdstage.manager.node import DEFAULT_SWITCH_S, Node
 from pdstage.manager.paths import Paths
 from pdstage.manager.posts import Posts
 from pdstage.manager.sender import Sender
+from pdstage.manager.sessions import label
 from pdstage.metadata import AuxRow
 from pdstage.plan import Stagings
 from pdstage.protocol.effects import (
@@ -124,7 +125,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
         self._chunk_nbytes = min(self.parts[0].nbytes, self.config.chunk_nbytes)
         self.paths = Paths(
             path, lambda link: self.cost_of(self.transport.traits_of(label(link))), layout=pool.layout,
-            stagings=self._stagings, pair_of=self._pair, chunk_nbytes=self._chunk_nbytes,
+            stagings=self._stagings, pair_of=self.sessions.pair, chunk_nbytes=self._chunk_nbytes,
         )  # fmt: skip
         self._waiting: list[tuple[Sender, CudaEvent, Callable[[float], None]]] = []
         offer, *others = self._offers()
@@ -136,7 +137,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
         )  # fmt: skip
         self.moves = Moves(
             self.transport, self.stager, self.posts, self.paths, parts=self.parts, device=pool.device,
-            pair_of=self._pair, counters=self.core.counters, observed=self._observed,
+            pair_of=self.sessions.pair, counters=self.core.counters, observed=self._observed,
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         self.bootstrap_address = bootstrap or ""
@@ -303,9 +304,8 @@ class PrefillNode(Node[PrefillCore, Sender]):
         pool = link.layout.regions if link.exposes_pool else ()
         self.transport.prepare(label(link), [*lanes, *pool, *_rows_of(link)])
 
-    def _detach(self, link: Link) -> None:
+    def _forget(self, link: Link) -> None:
         self.paths.forget(link)
-        super()._detach(link)
 
     def _is_fenced(self, link: Link) -> bool:
         return self.transport.traits_of(label(link)).stops_reads
