@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.layout import Layout
-    from pdstage.manager.driver import Heard
     from pdstage.manager.handle import CudaEvent
     from pdstage.manager.observer import Observer
+    from pdstage.manager.sleep import Heard
     from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
     from pdstage.protocol.outbox import OutRoom
