@@ -7,6 +7,7 @@ Layer 5: the only place with threads, the clock and the lock. Read on in this or
     carrier, sleep              how what the core asks for is carried out, and how long the driver sleeps in between
     sessions                    how sessions begin and end at the transport
     node                        what a rank owns, and what engines ask of it in either role
+    settings, rows, copier      which of its settings go together, who has which aux row, who makes its large copies
     prefill, sender             a room where it is sent, and what an engine calls
     demand, paths, moves, posts what its destinations ask; which way a chunk goes, as which spans, in which posts
     decode, receiver            a room where it is received, and what an engine calls

@@ -181,7 +181,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
             if receiver.bound is not None:
                 raise UsageError(f"room {receiver.id!r} is bound already", remedy="call bind() once", room=receiver.id)
             if aux is not None:
-                self._lend(receiver, aux)
+                self.lent.lend(receiver, aux)
             receiver.bound = Bound(checked, tuple(sorted(asked)), priority, after, aux)
             if self._observed is not None:
                 self._observed.bound(receiver)
@@ -311,7 +311,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
     def _end(self, receiver: Receiver, error: PdstageError) -> None:
         """A room that never reached the core."""
         self._receivers.pop(receiver.key, None)
-        self._give_row_back(receiver)
+        self.lent.give_back(receiver)
         if self._observed is not None:
             self._observed.never_began(receiver, error)
         self.roster.end(receiver, error)
@@ -340,7 +340,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
         if shared is None or self.metadata is None:
             receiver._aux = room.aux
             return
-        row = self._lent.get(receiver) or AuxRow((), np.zeros(self.metadata.row_nbytes, np.uint8))
+        row = self.lent.of(receiver) or AuxRow((), np.zeros(self.metadata.row_nbytes, np.uint8))
         if room.aux is not None:
             row.take(room.aux, shared)
         receiver._aux = row.of(shared.dst)

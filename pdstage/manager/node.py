@@ -23,11 +23,11 @@ from pdstage.manager.lookup import Directory
 from pdstage.manager.nvtx import ranges_of
 from pdstage.manager.observer import Observation, Origin
 from pdstage.manager.role import AnyCore
-from pdstage.manager.settings import settle
-from pdstage.metadata import WAYS
+from pdstage.manager.rows import LentRows
+from pdstage.manager.settings import check_aux, settle
 from pdstage.protocol.config import Config
 from pdstage.protocol.messages import Offer, RowSpan
-from pdstage.protocol.room import NO_ROWS, OwnRows, Room
+from pdstage.protocol.room import NO_ROWS, OwnRows
 from pdstage.stager import Memory, Stager
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from pdstage.layout import Region
     from pdstage.manager.observer import Observer
     from pdstage.manager.status import OpenRoom, Status
-    from pdstage.metadata import AuxRow, MetadataBuffers
+    from pdstage.metadata import MetadataBuffers
+    from pdstage.protocol.room import Room
     from pdstage.topology import Topology
     from pdstage.transport import Transport
 
@@ -88,7 +89,7 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         observers: Sequence[Observer],
     ) -> None:
         config = config or Config()
-        _check_metadata(aux, metadata, config)
+        check_aux(aux, metadata, config)
         super().__init__(config, progress, switch_interval_s)
         self.keys = keys_of(keys)
         self.pool, self.topology, self.path = pool, topology, path
@@ -99,7 +100,7 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
             self._observed = Observation(origin, observers)
         self._gave_back = True
         self.metadata = metadata
-        self._lent: dict[Handle, AuxRow] = {}
+        self.lent = LentRows(metadata)
         self.transport = settle(pool, path, config, transport, writes=self._writes)
         with contextlib.ExitStack() as opened:  # all of it is given back if the rest cannot be had
             opened.callback(self.transport.close)
@@ -145,31 +146,10 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         """What this node tells its peers of its transports, best first."""
         return [Offer(name, description) for name, description in self.transport.offers().items()]
 
-    # Aux rows: a room has one until it is released.
-
-    def _lend(self, handle: Handle, row: AuxRow) -> MetadataBuffers:
-        """The handle's room has `row` until it is released; under the lock. Raises `UsageError` for a row that is not
-        its to have.
-        """
-        if self.metadata is None:
-            raise UsageError(
-                f"an aux row for room {handle.id!r} at a node without rows", remedy="give the node its `metadata`"
-            )
-        room = handle.room
-        if not (room.released if isinstance(room, Room) else handle.released):
-            self.metadata.lend(row)
-            self._lent[handle] = row
-        return self.metadata
-
-    def _give_row_back(self, handle: Handle) -> None:
-        row = self._lent.pop(handle, None)
-        if row is not None and self.metadata is not None:
-            self.metadata.give_back(row)
-
     def _on_changed(self, room: Room) -> None:
         handle = self.roster.of(room)
         if handle is not None and room.released:  # first: who sees `released` may free the row at once
-            self._give_row_back(handle)
+            self.lent.give_back(handle)
         super()._on_changed(room)
 
     # What engines ask.
@@ -276,8 +256,7 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         self._copier.close()
         self._gave_back = self.core.memory_is_free or self.was_forked
         if self._gave_back:
-            for handle in list(self._lent):
-                self._give_row_back(handle)
+            self.lent.give_all_back()
         else:
             _kept_for_ever.append((self.memory, self.pool, self.metadata))
             links = *self.core.links.values(), *self.sessions.lost
@@ -329,16 +308,6 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         turned, self._turned = self._turned, contextlib.nullcontext()
         turned.__exit__(None, None, None)
         await self.close_async()
-
-
-def _check_metadata(aux: str, metadata: MetadataBuffers | None, config: Config) -> None:
-    if aux not in WAYS:
-        raise UsageError(f"aux {aux!r}", remedy=f"choose one of {', '.join(WAYS)}")
-    if aux != "tcp" and metadata is None:
-        raise UsageError(f"aux {aux!r} without aux rows", remedy="give the node its `metadata`")
-    if metadata is not None and metadata.row_nbytes > config.max_aux_nbytes:  # any row may have to go by message
-        what = f"aux rows of {metadata.row_nbytes} bytes, the limit is {config.max_aux_nbytes}"
-        raise UsageError(what, remedy="raise Config.max_aux_nbytes on both sides, or leave columns out")
 
 
 DEFAULT_SWITCH_S = _SWITCH_S

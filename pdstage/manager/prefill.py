@@ -220,7 +220,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
         with self.use():
             if sender.room.finished or sender.finishing:
                 raise UsageError(f"room {sender.id!r} is finished already", remedy="call finish() once")
-            given = aux if not isinstance(aux, AuxRow) else GivenRow(self._lend(sender, aux).address(aux), aux.read)
+            given = aux if not isinstance(aux, AuxRow) else GivenRow(self.lent.lend(sender, aux).address(aux), aux.read)
             sender.finishing = True
             if ready is None:
                 self.core.finish(sender.room, given, time.monotonic())

@@ -17,7 +17,19 @@ CAPPED = {
     "roster._ended": 65_536,  # for `completions`
 }
 """Tables that remember the last so many of what is over, by design."""
-PARTS = ("core", "socket", "transport", "directory", "stager", "roster", "sessions", "posts", "moves", "_carrier")
+PARTS = (
+    "core",
+    "socket",
+    "transport",
+    "directory",
+    "stager",
+    "roster",
+    "sessions",
+    "lent",
+    "posts",
+    "moves",
+    "_carrier",
+)
 """What nodes are made of: `posts` and `moves` at prefill only."""
 
 
