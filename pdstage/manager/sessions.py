@@ -87,14 +87,19 @@ class Sessions:
             return
         self._dead_check_at = now + _DEAD_CHECK_S
         for link in list(self.lost):
-            if node._is_fenced(link) or node.transport.proved_dead(label(link)):
+            safe = node._is_fenced(link) or node.transport.proved_dead(label(link))
+            if safe or node._holds_nothing(link):
                 with node._lock:
-                    node.core.fenced(link, now)
-            elif not node._holds_nothing(link):
-                continue
-            self.lost.remove(link)
-            node.transport.forget(label(link))
-            self.hang_up(link.route)
+                    if link in self.lost:  # else an operator fenced it meanwhile
+                        self._let_go(link, now if safe else None)
+
+    def _let_go(self, link: Link, fenced_at: float | None) -> None:
+        """Under the lock."""
+        self.lost.remove(link)
+        if fenced_at is not None:
+            self._node.core.fenced(link, fenced_at)
+        self._node.transport.forget(label(link))
+        self.hang_up(link.route)
 
     def hang_up(self, route: bytes) -> None:
         """Gives a connection up that this node made, unless somebody needs it by now."""
@@ -113,10 +118,7 @@ class Sessions:
         node = self._node
         gone = [link for link in self.lost if node.socket.endpoint_of(link.route) == endpoint]
         for link in gone:
-            self.lost.remove(link)
-            node.core.fenced(link, time.monotonic())
-            node.transport.forget(label(link))
-            self.hang_up(link.route)
+            self._let_go(link, time.monotonic())
         return len(gone)
 
 
