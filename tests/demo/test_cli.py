@@ -79,6 +79,13 @@ def test_version_is_the_packages(capsys):
     assert capsys.readouterr().out == f"pdstage {version('pdstage')}\n"
 
 
+def test_the_package_is_the_command_too():
+    """Its script need not be on the path."""
+    done = subprocess.run([sys.executable, "-m", "pdstage", "fly"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("pdstage: ") and "fly" in done.stderr
+
+
 def test_help_needs_nothing_heavy():
     code = (
         "import sys\n"

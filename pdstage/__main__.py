@@ -1,0 +1,10 @@
+"""`python -m pdstage`: the command `pdstage`, where its script is not on the path.
+
+Layer 6. Must not know anything: `cli` does.
+"""
+
+import sys
+
+from pdstage.cli import main
+
+sys.exit(main())
