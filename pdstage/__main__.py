@@ -7,4 +7,5 @@ import sys
 
 from pdstage.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":  # whoever walks the package's modules imports this one too
+    sys.exit(main())

@@ -20,7 +20,7 @@ from pdstage.calibrate.peer import Find, Meet
 from pdstage.control.address import Address
 from pdstage.control.keys import Keys
 from pdstage.errors import PdstageError, PeerError, TransportError
-from pdstage.manager.node import label
+from pdstage.manager.sessions import label
 from pdstage.protocol.versions import talks_with
 
 if TYPE_CHECKING:

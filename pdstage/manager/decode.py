@@ -15,8 +15,9 @@ import numpy as np
 from pdstage.errors import Aborted, PdstageError, PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.items import GivenItems, GivenTokens, check
-from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
+from pdstage.manager.node import DEFAULT_SWITCH_S, Node
 from pdstage.manager.receiver import Bound, Receiver
+from pdstage.manager.sessions import label
 from pdstage.metadata import AuxRow
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore, InRoom
@@ -46,9 +47,9 @@ if TYPE_CHECKING:
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.layout import Layout
-    from pdstage.manager.driver import Heard
     from pdstage.manager.handle import CudaEvent, Handle
     from pdstage.manager.observer import Observer
+    from pdstage.manager.sleep import Heard
     from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
     from pdstage.protocol.room import Room
@@ -180,7 +181,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
             if receiver.bound is not None:
                 raise UsageError(f"room {receiver.id!r} is bound already", remedy="call bind() once", room=receiver.id)
             if aux is not None:
-                self._lend(receiver, aux)
+                self.lent.lend(receiver, aux)
             receiver.bound = Bound(checked, tuple(sorted(asked)), priority, after, aux)
             if self._observed is not None:
                 self._observed.bound(receiver)
@@ -206,7 +207,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
         match effect:
             case Scatter(ticket, landing):
                 part = landing.part
-                pair, tokens = self._pair(part.link), part.link.common.tokens(landing.rects)
+                pair, tokens = self.sessions.pair(part.link), part.link.common.tokens(landing.rects)
                 items = {name: given.index for name, given in part.room.items.items()}  # type: ignore[attr-defined]
                 src = Region(landing.address, landing.nbytes)
                 self.stager.scatter(
@@ -310,7 +311,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
     def _end(self, receiver: Receiver, error: PdstageError) -> None:
         """A room that never reached the core."""
         self._receivers.pop(receiver.key, None)
-        self._give_row_back(receiver)
+        self.lent.give_back(receiver)
         if self._observed is not None:
             self._observed.never_began(receiver, error)
         self.roster.end(receiver, error)
@@ -339,7 +340,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
         if shared is None or self.metadata is None:
             receiver._aux = room.aux
             return
-        row = self._lent.get(receiver) or AuxRow((), np.zeros(self.metadata.row_nbytes, np.uint8))
+        row = self.lent.of(receiver) or AuxRow((), np.zeros(self.metadata.row_nbytes, np.uint8))
         if room.aux is not None:
             row.take(room.aux, shared)
         receiver._aux = row.of(shared.dst)

@@ -1,14 +1,12 @@
 """The driver: one lock, one loop, one core.
 
-Layer 5. Must not know which role its core has, nor how sessions end or memory is given back: `node` does.
+Layer 5. Must not know which role its core has (`role` is all it asks), nor how sessions end or memory is given back:
+`sessions` and `node` do.
 
 A turn is: receive -> lock -> feed the core -> take effects -> unlock -> carry them out. Only one thread turns at a
 time. With `progress="inline"` every poll of the engine is a turn; with `progress="thread"` a thread of the node's own
 turns, and waits on the control socket and the transport in between. While it waits, an engine's call sends its messages
 itself: handing them over would cost a wake-up, and beside a busy thread a switch of the interpreter.
-
-Large copies are carried out one at a time, after everything else: what one of them leads to, the write of the chunk
-just gathered or the release of the lease just emptied, is under way before the next begins.
 """
 
 from __future__ import annotations
@@ -18,37 +16,31 @@ import os
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections import deque
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING
 
 from pdstage.complaints import Complaints
-from pdstage.control.zmq import MAX_FRAMES
 from pdstage.errors import PdstageError, UsageError
 from pdstage.manager.awaiting import Look, Pumps, until
+from pdstage.manager.carrier import Carrier
 from pdstage.manager.handle import Roster
-from pdstage.protocol.effects import Attach, Changed, Complaint, Detach, Effect, Gather, HangUp, Scatter, Send
-from pdstage.protocol.session import Core
+from pdstage.manager.role import AnyCore, Role
+from pdstage.manager.sessions import Sessions
+from pdstage.manager.sleep import EVERYTHING, Heard, Sleep
+from pdstage.protocol.effects import Changed, Effect, Send
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from pdstage.control.zmq import ControlSocket
     from pdstage.manager.handle import Handle
     from pdstage.manager.nvtx import Ranges
     from pdstage.manager.observer import Observation
     from pdstage.protocol.config import Config
     from pdstage.protocol.room import Room
-    from pdstage.protocol.session import Link
-    from pdstage.stager import Copied, Stager
-    from pdstage.transport import Done, Inbound, PostFailed, Transport
+    from pdstage.transport import Done, Inbound, PostFailed
 
 log = logging.getLogger(__name__)
 
-_NAP_S = 100e-6
-_PATIENCE_S = 1e-3
 _LOOK_S = 0.1
-_LARGE_NBYTES = 128 << 10
 
 _n_forks = 0
 """In this process's line of descent since this module was loaded. Counted, as asking for the pid is a system call."""
@@ -62,25 +54,8 @@ def _count_fork() -> None:
 os.register_at_fork(after_in_child=_count_fork)
 
 
-class Heard(NamedTuple):
-    """Who may have something to say."""
-
-    messages: bool
-    transport: bool
-
-
-_EVERYTHING = Heard(messages=True, transport=True)
-
-AnyCore = TypeVar("AnyCore", bound=Core)
-
-
-class Driver(ABC, Generic[AnyCore]):
+class Driver(Role[AnyCore]):
     """Moves one core. What it moves it with is its heir's to make."""
-
-    core: AnyCore
-    socket: ControlSocket
-    transport: Transport
-    stager: Stager
 
     def __init__(self, config: Config, progress: str, switch_interval_s: float | None) -> None:
         if progress not in ("inline", "thread"):
@@ -96,10 +71,9 @@ class Driver(ABC, Generic[AnyCore]):
         self._turning = threading.Lock()  # whose loop it is, waiting included
         self._acting = threading.Lock()  # who takes effects and carries them out, so that frames leave in their order
         self._kept: list[Effect] = []
-        self._copies: deque[Gather | Scatter] = deque()
-        self._sleeps_until = 0.0
-        self._lost: list[Link] = []
-        self._outgoing: dict[bytes, list[bytes]] = {}
+        self._carrier = Carrier(self)
+        self._sleep = Sleep(self)
+        self.sessions = Sessions(self)
         self._complaints = Complaints()
         self._early: list[Done | PostFailed | Inbound] = []
         self._closed = False
@@ -121,7 +95,7 @@ class Driver(ABC, Generic[AnyCore]):
             self._thread = threading.Thread(target=self._run, name="pdstage-node", daemon=True)
             self._thread.start()
 
-    # The loop.
+    # A turn.
 
     def turn(self, wait_s: float = 0.0) -> bool:
         """One turn: everything that has arrived, every deadline that has passed. Waits up to `wait_s` for something.
@@ -134,7 +108,7 @@ class Driver(ABC, Generic[AnyCore]):
             return False
         try:
             if not self._closed:
-                self._turn(self._wait(wait_s) if wait_s > 0 and not self._copies else _EVERYTHING)
+                self._turn(self._sleep.wait(wait_s) if wait_s > 0 and not self._carrier.copies else EVERYTHING)
         except BaseException as error:
             self._fail_everything(error)
             raise
@@ -147,42 +121,12 @@ class Driver(ABC, Generic[AnyCore]):
     def _turn(self, heard: Heard) -> None:
         with self._acting:
             while self._turn_once(heard) and not self._closed:
-                heard = _EVERYTHING
+                heard = EVERYTHING
                 self.roster.ring()
-            self._flush()
+            self._carrier.flush()
             self.roster.ring()  # last: who wakes earlier waits for the interpreter
         if self._observed is not None:
             self._observed.tell()
-
-    def look(self) -> Look | None:
-        """A turn for an event loop, which watches instead of this node's waiting; None if another thread is in one.
-
-        Raises nothing: whoever waits in the loop is woken, and asks.
-        """
-        if not self._turning.acquire(blocking=False):
-            return None
-        try:
-            if self._closed or self._failure is not None:
-                return Look(_LOOK_S, ())
-            fds = self.transport.filenos()
-            self.socket.wait(0.0)  # wakings until here are answered by this turn
-            self._turn(_EVERYTHING)
-            ready = self.socket.wait(0.0, fds)  # libzmq's descriptor tells of an arrival once: none may be left
-            pause_s = 0.0 if any(ready) else self._pause_s(fds)
-            return Look(pause_s, (*self.socket.filenos(), *fds))
-        except Exception as error:
-            log.exception("the node's turn in an event loop failed")
-            self._fail_everything(error)
-            return Look(_LOOK_S, ())
-        finally:
-            self._turning.release()
-
-    def _pause_s(self, fds: Sequence[int]) -> float:
-        """How long a loop that watches the socket and `fds` may do without a turn."""
-        pause_s = self._patience_s()
-        if self._expects() or (not fds and self._in_flight()):
-            return min(pause_s, _NAP_S)
-        return min(pause_s, _PATIENCE_S) if not fds and self._must_ask() else pause_s
 
     def _turn_once(self, heard: Heard) -> bool:
         """Asks only those who said that they have something: each call gives the interpreter to a busy main thread."""
@@ -208,9 +152,9 @@ class Driver(ABC, Generic[AnyCore]):
                 self._on_staged(copied, now)
             self.core.tick(now)
             effects = self._take_effects()
-        again = self._carry_out(effects)
-        if self._lost:
-            self._check_lost()
+        again = self._carrier.carry_out(effects)
+        if self.sessions.lost:
+            self.sessions.check_lost()
         return again
 
     def _take_effects(self) -> list[Effect]:
@@ -220,74 +164,35 @@ class Driver(ABC, Generic[AnyCore]):
             self._observed.asked(fresh)
         return kept + fresh
 
-    def _carry_out(self, effects: list[Effect]) -> bool:
-        """True if something was done here that the core should hear of at once.
+    # Whoever turns.
 
-        Messages wait for the end of the turn, so that several to one peer travel as one; none waits for a large copy.
+    def look(self) -> Look | None:
+        """A turn for an event loop, which watches instead of this node's waiting; None if another thread is in one.
+
+        Raises nothing: whoever waits in the loop is woken, and asks.
         """
-        large = bool(self._copies)
-        for effect in effects:
-            if isinstance(effect, Send):
-                self._outgoing.setdefault(effect.route, []).append(effect.frame)
-            elif not large:
-                large = self._nbytes(effect) >= _LARGE_NBYTES
-        if large:
-            self._flush()
-        again = False
-        for effect in effects:
-            again |= self._carry_one(effect)
-        if self._copies:
-            self._do(self._copies.popleft())
-            again = True
-        return again
-
-    def _do(self, effect: Effect) -> None:
-        if self._ranges is None:
-            self._carry(effect)
-        else:
-            with self._ranges.of(effect):
-                self._carry(effect)
-
-    def _carry_one(self, effect: Effect) -> bool:
-        match effect:
-            case Send():
-                return False
-            case Changed(room):
-                self._on_changed(room)
-                return False
-            case Complaint(route, error):
-                self._complain(route, error)
-                return False
-            case Attach(link, offers):
-                self._attach(link, offers)
-            case Detach(link):
-                while self._copies:  # what they need of the session goes with it
-                    self._do(self._copies.popleft())
-                self._detach(link)
-            case HangUp(route):
-                self._hang_up(route)
-                return False
-            case Gather() | Scatter() if self._nbytes(effect) >= _LARGE_NBYTES:
-                self._copies.append(effect)
-            case _:
-                self._do(effect)
-        return True
-
-    def _complain(self, route: bytes, error: PdstageError) -> None:
-        peer = self.socket.name_of(route)
-        if text := self._complaints.due(peer, str(error), time.monotonic()):
-            log.warning("peer %s: %s", peer, text)
-
-    def _flush(self) -> None:
-        outgoing, self._outgoing = self._outgoing, {}
-        for route, frames in outgoing.items():
-            for start in range(0, len(frames), MAX_FRAMES):
-                self.socket.send(route, frames[start : start + MAX_FRAMES])
+        if not self._turning.acquire(blocking=False):
+            return None
+        try:
+            if self._closed or self._failure is not None:
+                return Look(_LOOK_S, ())
+            fds = self.transport.filenos()
+            self.socket.wait(0.0)  # wakings until here are answered by this turn
+            self._turn(EVERYTHING)
+            ready = self.socket.wait(0.0, fds)  # libzmq's descriptor tells of an arrival once: none may be left
+            pause_s = 0.0 if any(ready) else self._sleep.pause_s(fds)
+            return Look(pause_s, (*self.socket.filenos(), *fds))
+        except Exception as error:
+            log.exception("the node's turn in an event loop failed")
+            self._fail_everything(error)
+            return Look(_LOOK_S, ())
+        finally:
+            self._turning.release()
 
     def _run(self) -> None:
         try:
             while not self._closed:
-                self.turn(self._patience_s())
+                self.turn(self._sleep.longest_s())
         except BaseException:
             log.exception("the node's thread ended")
 
@@ -297,88 +202,10 @@ class Driver(ABC, Generic[AnyCore]):
             return
         try:
             with self._turning:
-                self._turn(_EVERYTHING)
+                self._turn(EVERYTHING)
         except Exception as error:
             log.exception("the node's last turn failed")
             self._fail_everything(error)
-
-    def _patience_s(self) -> float:
-        """How long nothing can happen that neither the socket nor the transport would announce."""
-        longest_s = min(1.0, self.config.retry_s)  # so that the question an engine's call asks needs no wake-up
-        with self._lock:
-            now, next_at = time.monotonic(), self.core.next_at()
-            until_s = longest_s if next_at is None else min(max(next_at - now, 1e-4), longest_s)
-            self._sleeps_until = now + until_s
-        return until_s
-
-    def _wait(self, wait_s: float) -> Heard:
-        fds = self.transport.filenos()
-        if self._expects() or self.stager.launched:
-            wait_s = min(wait_s, _NAP_S)
-        if fds:
-            ready = self.socket.wait(wait_s, fds)
-            return Heard(ready.messages, bool(ready.fds))
-        if not self._must_ask():
-            return Heard(self.socket.wait(wait_s).messages, True)
-        ready = self.socket.wait(0.0)
-        if not (ready.messages or ready.woken):  # the transport has no descriptor to wait on: short naps instead
-            if self._in_flight():
-                time.sleep(min(wait_s, _NAP_S))
-            else:
-                ready = self.socket.wait(min(wait_s, _PATIENCE_S))
-        return Heard(ready.messages, True)
-
-    # What the roles say.
-
-    @abstractmethod
-    def _carry(self, effect: Effect) -> None:
-        """Carries out an effect of this role; ends in `assert_never`."""
-
-    @abstractmethod
-    def _nbytes(self, effect: Effect) -> int:
-        """Bytes that carrying out an effect copies or writes before it returns."""
-
-    @abstractmethod
-    def _on_staged(self, copied: Copied, now: float) -> None: ...
-
-    @abstractmethod
-    def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None: ...
-
-    @abstractmethod
-    def _in_flight(self) -> bool:
-        """Whether bytes are under way here: then a transport without descriptors is asked more often."""
-
-    @abstractmethod
-    def _must_ask(self) -> bool:
-        """Whether a transport without descriptors may have something to say."""
-
-    @abstractmethod
-    def _expects(self) -> bool:
-        """Whether an engine's event, which nobody announces, is waited for."""
-
-    @abstractmethod
-    def _attach(self, link: Link, offers: dict[str, bytes]) -> None:
-        """A session began: tells the transport who its peer is."""
-
-    @abstractmethod
-    def _detach(self, link: Link) -> None:
-        """A session is lost: the transport lets go of its peer."""
-
-    @abstractmethod
-    def _hang_up(self, route: bytes) -> None:
-        """Gives a connection up that this node made, unless somebody needs it by now."""
-
-    @abstractmethod
-    def _check_lost(self) -> None:
-        """Looks whether lost sessions are fenced by now."""
-
-    def _on_refused(self, route: bytes, error: PdstageError, now: float) -> None:
-        """A connection came to nothing for want of keys; `route` is empty where the other side tried it."""
-
-    def _on_changed(self, room: Room) -> None:
-        if self._observed is not None and (handle := self.roster.of(room)) is not None:
-            self._observed.changed(handle, room)
-        self.roster.changed(room)
 
     # What engines' calls do.
 
@@ -422,14 +249,14 @@ class Driver(ABC, Generic[AnyCore]):
         with self._lock:
             effects = self._take_effects()
             next_at = self.core.next_at()
-            early = next_at is not None and next_at < self._sleeps_until
+            early = next_at is not None and next_at < self._sleep.until_at
         if self._progress == "thread" and not all(isinstance(effect, Send | Changed) for effect in effects):
             self._kept = effects
             return True
         if effects:
             # A write that blocks has ended by now, and announces itself to nobody.
-            early |= self._carry_out(effects)
-            self._flush()
+            early |= self._carrier.carry_out(effects)
+            self._carrier.flush()
             self.roster.ring()
         return early
 
@@ -445,13 +272,25 @@ class Driver(ABC, Generic[AnyCore]):
             if left_s <= 0:
                 raise TimeoutError(f"room {handle.id!r} did not get there in {timeout_s} s")
             if self._progress == "inline":
-                self.turn(min(left_s, self._patience_s()))
+                self.turn(min(left_s, self._sleep.longest_s()))
             else:
                 self.roster.wait(handle, done, min(left_s, _LOOK_S))
 
     async def wait_for_async(self, handle: Handle | None, done: Callable[[], bool], timeout_s: float | None) -> None:
         """`wait_for` in an event loop, which turns an inline node; None: what a change of any room makes true."""
         await until(self, handle, done, timeout_s, inline=self._progress == "inline")
+
+    # What happens to rooms and peers.
+
+    def _on_changed(self, room: Room) -> None:
+        if self._observed is not None and (handle := self.roster.of(room)) is not None:
+            self._observed.changed(handle, room)
+        self.roster.changed(room)
+
+    def _complain(self, route: bytes, error: PdstageError) -> None:
+        peer = self.socket.name_of(route)
+        if text := self._complaints.due(peer, str(error), time.monotonic()):
+            log.warning("peer %s: %s", peer, text)
 
     def _fail_everything(self, error: BaseException) -> None:
         """The driver's last resort: no room may hang because the driver broke."""

@@ -1,4 +1,4 @@
-"""One rank's node: what it owns, how sessions begin and end at the transport, and how memory is given back.
+"""One rank's node: what it owns, what engines ask of it whichever role it plays, and how memory is given back.
 
 Layer 5. Must not know which role its core has: `prefill` and `decode` do; nor the loop, which is `driver`'s.
 """
@@ -10,28 +10,24 @@ import contextlib
 import logging
 import secrets
 import time
-from abc import abstractmethod
-from collections import Counter
 from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar, cast
 
 from pdstage.control.keys import keys_of
 from pdstage.control.zmq import ControlSocket
-from pdstage.convert import feeding
-from pdstage.cut import Pair
-from pdstage.errors import PdstageError, TransportError, UsageError
+from pdstage.errors import TransportError, UsageError
 from pdstage.manager import status
 from pdstage.manager.copier import Copier, has_core_to_spare
-from pdstage.manager.driver import AnyCore, Driver
+from pdstage.manager.driver import Driver
 from pdstage.manager.handle import Handle
 from pdstage.manager.lookup import Directory
 from pdstage.manager.nvtx import ranges_of
 from pdstage.manager.observer import Observation, Origin
-from pdstage.manager.settings import settle
-from pdstage.metadata import WAYS
-from pdstage.plan import TOKEN_MAJOR
+from pdstage.manager.role import AnyCore
+from pdstage.manager.rows import LentRows
+from pdstage.manager.settings import check_aux, settle
 from pdstage.protocol.config import Config
 from pdstage.protocol.messages import Offer, RowSpan
-from pdstage.protocol.room import NO_ROWS, OwnRows, Room
+from pdstage.protocol.room import NO_ROWS, OwnRows
 from pdstage.stager import Memory, Stager
 
 if TYPE_CHECKING:
@@ -43,17 +39,16 @@ if TYPE_CHECKING:
 
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
-    from pdstage.layout import Layout, Region
+    from pdstage.layout import Region
     from pdstage.manager.observer import Observer
     from pdstage.manager.status import OpenRoom, Status
-    from pdstage.metadata import AuxRow, MetadataBuffers
-    from pdstage.protocol.session import Link
+    from pdstage.metadata import MetadataBuffers
+    from pdstage.protocol.room import Room
     from pdstage.topology import Topology
     from pdstage.transport import Transport
 
 log = logging.getLogger(__name__)
 
-_DEAD_CHECK_S = 0.5
 _SWITCH_S = 1e-4
 
 
@@ -94,7 +89,7 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         observers: Sequence[Observer],
     ) -> None:
         config = config or Config()
-        _check_metadata(aux, metadata, config)
+        check_aux(aux, metadata, config)
         super().__init__(config, progress, switch_interval_s)
         self.keys = keys_of(keys)
         self.pool, self.topology, self.path = pool, topology, path
@@ -103,11 +98,9 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         if observers:
             origin = Origin(self.role, topology.unique_rank, topology, self.incarnation)
             self._observed = Observation(origin, observers)
-        self._dead_check_at = 0.0
         self._gave_back = True
         self.metadata = metadata
-        self._lent: dict[Handle, AuxRow] = {}
-        self._pairs: dict[Link, Pair] = {}
+        self.lent = LentRows(metadata)
         self.transport = settle(pool, path, config, transport, writes=self._writes)
         with contextlib.ExitStack() as opened:  # all of it is given back if the rest cannot be had
             opened.callback(self.transport.close)
@@ -127,7 +120,6 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
             identity = self.incarnation.to_bytes(8, "little")
             self.socket = ControlSocket(bind, identity=identity, insecure=insecure, keys=self.keys)
             opened.pop_all()
-        self._over: Counter[str] = Counter()
         self._turned: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
     def _own_rows(self, aux: str) -> OwnRows:
@@ -150,110 +142,17 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
     def _pool_regions(self) -> tuple[Region, ...]:
         return self.pool.layout.regions
 
-    # Sessions and the transport.
-
-    @abstractmethod
-    def _meet(self, link: Link, description: bytes) -> None:
-        """Tells the transport who a session's peer is; raises `PdstageError` if that cannot be."""
-
     def _offers(self) -> list[Offer]:
         """What this node tells its peers of its transports, best first."""
         return [Offer(name, description) for name, description in self.transport.offers().items()]
 
-    def _attach(self, link: Link, offers: dict[str, bytes]) -> None:
-        try:
-            self._meet(link, self.transport.described(offers))
-        except PdstageError as error:
-            self._complain(link.route, error)
-            with self._lock:
-                self.core.lose(link, error, time.monotonic())
-            return
-        over = self.transport.traits_of(label(link)).name
-        log.info("peer %s: over %s", self.socket.endpoint_of(link.route), over)
-        with self._lock:
-            self._over[over] += 1
-
-    @abstractmethod
-    def _layouts(self, link: Link) -> tuple[Layout, Layout]:
-        """A session's layouts: prefill's, decode's."""
-
-    def _pair(self, link: Link) -> Pair:
-        """How a session's layouts meet. Made when first asked for: who does not wait for Welcome may have opened a room
-        before `_meet`.
-        """
-        pair = self._pairs.get(link)
-        if pair is None:
-            (src, dst), met, wire = self._layouts(link), link.converted, None
-            if met is not None:
-                src, dst, wire = feeding(src, met.offered), feeding(dst, met.taken), TOKEN_MAJOR
-            pair = self._pairs[link] = Pair(src, dst, link.common, wire)
-        return pair
-
-    def _detach(self, link: Link) -> None:
-        if self._observed is not None:
-            self._observed.lost(link)
-        self._pairs.pop(link, None)
-        self.directory.forget()
-        self.transport.disconnect(label(link))
-        if link.converted is not None:
-            self.stager.forget(link.converted.offered, link.converted.taken)
-        self._lost.append(link)
-        self._dead_check_at = 0.0
-
-    def _check_lost(self) -> None:
-        now = time.monotonic()
-        if now < self._dead_check_at:
-            return
-        self._dead_check_at = now + _DEAD_CHECK_S
-        for link in list(self._lost):
-            if self._is_fenced(link) or self.transport.proved_dead(label(link)):
-                with self._lock:
-                    self.core.fenced(link, now)
-            elif not self._holds_nothing(link):
-                continue
-            self._lost.remove(link)
-            self.transport.forget(label(link))
-            self._hang_up(link.route)
-
-    def _hang_up(self, route: bytes) -> None:
-        with self._lock:  # as in an engine's call that asks for this peer: it finds the connection, or makes a new one
-            lost = any(link.route == route for link in self._lost)  # still named by `unfenced`
-            if not lost and not self.core.needs(route):
-                self.socket.disconnect(route)
-
-    @abstractmethod
-    def _is_fenced(self, link: Link) -> bool:
-        """Whether the transport's disconnect alone makes a lost session harmless to this role."""
-
-    def _holds_nothing(self, link: Link) -> bool:
-        return False
-
-    # Rooms.
-
-    def _lend(self, handle: Handle, row: AuxRow) -> MetadataBuffers:
-        """The handle's room has `row` until it is released; under the lock. Raises `UsageError` for a row that is not
-        its to have.
-        """
-        if self.metadata is None:
-            raise UsageError(
-                f"an aux row for room {handle.id!r} at a node without rows", remedy="give the node its `metadata`"
-            )
-        room = handle.room
-        if not (room.released if isinstance(room, Room) else handle.released):
-            self.metadata.lend(row)
-            self._lent[handle] = row
-        return self.metadata
-
-    def _give_row_back(self, handle: Handle) -> None:
-        row = self._lent.pop(handle, None)
-        if row is not None and self.metadata is not None:
-            self.metadata.give_back(row)
-
     def _on_changed(self, room: Room) -> None:
         handle = self.roster.of(room)
         if handle is not None and room.released:  # first: who sees `released` may free the row at once
-            self._give_row_back(handle)
+            self.lent.give_back(handle)
         super()._on_changed(room)
+
+    # What engines ask.
 
     def poll_many(self, handles: Sequence[Handle]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
         """One turn in inline mode; then (states, released) of `handles`, to be MIN-reduced over TP ranks.
@@ -289,7 +188,7 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         By control endpoint. A peer leaves this list when it comes back, when its death is proved, or by `fence`.
         """
         with self._lock:
-            return dict(Counter(self.socket.endpoint_of(link.route) for link in self._lost))
+            return self.sessions.unfenced()
 
     def fence(self, endpoint: str) -> int:
         """The operator's word that the process behind each lost session of `endpoint` has ended; returns their number.
@@ -300,14 +199,9 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         memory that has a new owner.
         """
         with self.use():
-            lost = [link for link in self._lost if self.socket.endpoint_of(link.route) == endpoint]
-            for link in lost:
-                self._lost.remove(link)
-                self.core.fenced(link, time.monotonic())
-                self.transport.forget(label(link))
-                self._hang_up(link.route)
+            n_fenced = self.sessions.fence(endpoint)
         self.kick()
-        return len(lost)
+        return n_fenced
 
     def stats(self) -> dict[str, int]:
         """Totals since the start, by name; see `pdstage.metrics.Counters`.
@@ -315,7 +209,7 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         And `sessions_over_NAME` of each transport: a decode node counts those that its writer may choose, as "a+b".
         """
         with self._lock:
-            over = {f"sessions_over_{name}": n for name, n in self._over.items()}
+            over = {f"sessions_over_{name}": n for name, n in self.sessions.over.items()}
             return self.core.counters.as_dict() | over
 
     def status(self) -> Status:
@@ -362,11 +256,11 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         self._copier.close()
         self._gave_back = self.core.memory_is_free or self.was_forked
         if self._gave_back:
-            for handle in list(self._lent):
-                self._give_row_back(handle)
+            self.lent.give_all_back()
         else:
             _kept_for_ever.append((self.memory, self.pool, self.metadata))
-            peers = sorted({self.socket.endpoint_of(link.route) for link in (*self.core.links.values(), *self._lost)})
+            links = *self.core.links.values(), *self.sessions.lost
+            peers = sorted({self.socket.endpoint_of(link.route) for link in links})
             log.error("closed while %s may still use this node's memory: it is kept", ", ".join(peers))
         with self._turning:  # another thread's turn ends, and none begins
             self.transport.close()
@@ -414,21 +308,6 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         turned, self._turned = self._turned, contextlib.nullcontext()
         turned.__exit__(None, None, None)
         await self.close_async()
-
-
-def _check_metadata(aux: str, metadata: MetadataBuffers | None, config: Config) -> None:
-    if aux not in WAYS:
-        raise UsageError(f"aux {aux!r}", remedy=f"choose one of {', '.join(WAYS)}")
-    if aux != "tcp" and metadata is None:
-        raise UsageError(f"aux {aux!r} without aux rows", remedy="give the node its `metadata`")
-    if metadata is not None and metadata.row_nbytes > config.max_aux_nbytes:  # any row may have to go by message
-        what = f"aux rows of {metadata.row_nbytes} bytes, the limit is {config.max_aux_nbytes}"
-        raise UsageError(what, remedy="raise Config.max_aux_nbytes on both sides, or leave columns out")
-
-
-def label(link: Link) -> str:
-    """A session's name at the transport; a lost session's successor has another."""
-    return f"{link.session.decode:016x}-{link.session.writer:016x}"
 
 
 DEFAULT_SWITCH_S = _SWITCH_S

@@ -1,6 +1,6 @@
 """The prefill node: what an engine has where prompts are computed. A room of its is a `sender`.
 
-Layer 5. Must not know how the core decides; it carries out gathers and writes.
+Layer 5. Must not know how the core decides; it knows when a chunk's data is there, and hands gathers and writes on.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ import time
 from functools import cache, partial
 from typing import TYPE_CHECKING, ClassVar, assert_never
 
-import numpy as np
-
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapServer
 from pdstage.cost import CostModel
 from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
+from pdstage.manager import demand
 from pdstage.manager.calibration import costs
-from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, rects_of
-from pdstage.manager.node import DEFAULT_SWITCH_S, Node, label
+from pdstage.manager.items import GivenItems, GivenTokens, check, rects_of
+from pdstage.manager.moves import Moves
+from pdstage.manager.node import DEFAULT_SWITCH_S, Node
 from pdstage.manager.paths import Paths
 from pdstage.manager.posts import Posts
 from pdstage.manager.sender import Sender
+from pdstage.manager.sessions import label
 from pdstage.metadata import AuxRow
 from pdstage.plan import Stagings
 from pdstage.protocol.effects import (
@@ -38,33 +39,29 @@ from pdstage.protocol.effects import (
     WriteDirect,
     WriteRow,
 )
-from pdstage.protocol.outbox import GivenRow, Phase
+from pdstage.protocol.outbox import GivenRow
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.room import RoomId, room_key
 from pdstage.protocol.versions import VERSION
-from pdstage.spans import Index
 from pdstage.states import canonical
-from pdstage.transport import Done, Inbound, Mapped, PostFailed, Spans, Traits, Transport
+from pdstage.transport import Done, Inbound, PostFailed, Traits, Transport
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.layout import Layout
-    from pdstage.manager.driver import Heard
     from pdstage.manager.handle import CudaEvent
     from pdstage.manager.observer import Observer
+    from pdstage.manager.sleep import Heard
     from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
-    from pdstage.protocol.outbox import OutChunk, OutRoom
+    from pdstage.protocol.outbox import OutRoom
     from pdstage.protocol.session import Link
     from pdstage.stager import Copied
     from pdstage.topology import Topology
-
-
-_OVER = (Phase.WRITTEN, Phase.DROPPED, Phase.BROKEN)
 
 
 @cache
@@ -131,19 +128,22 @@ class PrefillNode(Node[PrefillCore, Sender]):
         self._stagings = Stagings(pool.layout)
         self._positional = {component.name for component in pool.layout.components if component.positional}
         self.posts = Posts(self.transport)
-        chunk_nbytes = min(self.parts[0].nbytes, self.config.chunk_nbytes)
+        self._chunk_nbytes = min(self.parts[0].nbytes, self.config.chunk_nbytes)
         self.paths = Paths(
             path, lambda link: self.cost_of(self.transport.traits_of(label(link))), layout=pool.layout,
-            stagings=self._stagings, pair_of=self._pair, chunk_nbytes=chunk_nbytes,
+            stagings=self._stagings, pair_of=self.sessions.pair, chunk_nbytes=self._chunk_nbytes,
         )  # fmt: skip
         self._waiting: list[tuple[Sender, CudaEvent, Callable[[float], None]]] = []
-        self._placed: dict[int, Mapped] = {}
         offer, *others = self._offers()
         self.core = PrefillCore(
             self.incarnation, layout=pool.layout, topology=topology, transport=offer.transport,
             description=offer.description, n_buffers=n_buffers, buffer_nbytes=self.parts[0].nbytes,
             config=self.config, choose=self.paths.prefers_direct, direct=path != "staged", others=tuple(others),
             notifies=self.transport.traits.notifies, rows=self.rows,
+        )  # fmt: skip
+        self.moves = Moves(
+            self.transport, self.stager, self.posts, self.paths, parts=self.parts, device=pool.device,
+            pair_of=self.sessions.pair, counters=self.core.counters, observed=self._observed,
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         self.bootstrap_address = bootstrap or ""
@@ -222,7 +222,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
         with self.use():
             if sender.room.finished or sender.finishing:
                 raise UsageError(f"room {sender.id!r} is finished already", remedy="call finish() once")
-            given = aux if not isinstance(aux, AuxRow) else GivenRow(self._lend(sender, aux).address(aux), aux.read)
+            given = aux if not isinstance(aux, AuxRow) else GivenRow(self.lent.lend(sender, aux).address(aux), aux.read)
             sender.finishing = True
             if ready is None:
                 self.core.finish(sender.room, given, time.monotonic())
@@ -240,54 +240,26 @@ class PrefillNode(Node[PrefillCore, Sender]):
         """`Sender.prefix_tokens`, and `prefix_tokens_of` a component."""
         names = self._positional if component is None else {canonical(component)}
         with self.use():
-            if not room.n_destinations or len(room.destinations) < room.n_destinations:
-                return None
-            asked = (one for record in room.destinations.values() for one in record.asked.items())
-            return min((start for name, (start, _) in asked if name in names), default=0)
+            return demand.prefix_tokens(room, names)
 
     def max_chunk_tokens(self, room: OutRoom) -> int | None:
         """`Sender.max_chunk_tokens`."""
         with self.use():
-            if not room.n_destinations or len(room.destinations) < room.n_destinations:
-                return None
-            most = []
-            for record in room.destinations.values():
-                largest = max(lane.nbytes for lane in record.link.lanes)
-                limit = min(self.parts[0].nbytes, largest, self.config.chunk_nbytes)
-                ours = {component.name for component in self.pool.layout.components}
-                asked = {n: _whole(n, *span) for n, span in record.asked.items() if n in ours}
-                rects = rects_of(self.pool.layout, asked, None)
-                staging, common = record.staged_by(self._stagings).of(record.shares, rects), record.link.common
-                most += [t for name in asked if (t := common.numbers(name).reach(staging.tokens_within(name, limit)))]
-            return min(most, default=None)
+            return demand.max_chunk_tokens(room, self.pool.layout, self._stagings, self._chunk_nbytes)
 
     def backlog_nbytes(self, room: OutRoom) -> int:
         """`Sender.backlog_nbytes`."""
         with self.use():
-            chunks = (c for record in room.destinations.values() for c in record.chunks.values())
-            return sum(chunk.nbytes for chunk in chunks if chunk.phase not in _OVER)
+            return demand.backlog_nbytes(room)
 
     # What the core asks for.
 
     def _carry(self, effect: Effect) -> None:
         match effect:
-            case Gather(ticket, buffer, chunk, address):
-                link = chunk.record.link
-                dst = self._place(ticket, chunk, address) or self._part(buffer, chunk.nbytes)
-                pair = self._pair(link)
-                self.stager.gather(
-                    ticket, chunk.record.shares, chunk.rects, wire=pair.wire, items=_indexes(chunk), dst=dst,
-                    checksum=link.checksums, tokens=chunk.tokens, cut=pair.src,
-                    staged=link.converted and link.converted.offered,
-                )  # fmt: skip
-            case Write(ticket, buffer, chunk, address, tag):
-                spans = None if chunk.placed else _one_span(self.parts[buffer].base, address, chunk.nbytes)
-                self._post(ticket, chunk.record.link, spans, tag)
-            case WriteDirect(ticket, chunk, tag):
-                self._write_direct(ticket, chunk, tag)
-            case WriteRow(ticket, chunk, spans, tag):
-                addresses = np.array(spans, np.int64)
-                self._post(ticket, chunk.record.link, Spans(*np.ascontiguousarray(addresses.T)), tag)
+            case Gather():
+                self.moves.gather(effect)
+            case Write() | WriteDirect() | WriteRow():
+                self._write(effect)
             case Scatter() | Send() | Changed() | Complaint() | Attach() | Detach() | HangUp():
                 raise AssertionError(f"a prefill core asked for {effect}")
             case _:
@@ -296,55 +268,20 @@ class PrefillNode(Node[PrefillCore, Sender]):
     def _nbytes(self, effect: Effect) -> int:
         return effect.chunk.nbytes if isinstance(effect, Gather | Write | WriteDirect | WriteRow) else 0
 
-    def _place(self, ticket: int, chunk: OutChunk, address: int) -> Region | None:
-        """The chunk's lease, if it is mapped here: then it is gathered and written in one pass."""
-        where = label(chunk.record.link), address, chunk.nbytes
-        mapped = self.transport.mapped(*where)
-        chunk.placed = mapped is not None and mapped.kind == self.pool.device.partition(":")[0]
-        if mapped is None or not chunk.placed:
-            return None
-        self._placed[ticket] = mapped
-        return Region(mapped.address, chunk.nbytes)
-
-    def _part(self, buffer: int, nbytes: int) -> Region:
-        held = self.parts[buffer]
-        return Region(held.base, min(held.nbytes, nbytes), held.kind, held.device)
-
-    def _write_direct(self, ticket: int, chunk: OutChunk, tag: bytes) -> None:
-        record = chunk.record
-        try:
-            plan = self.paths.direct(record, chunk.rects)
-            theirs = {
-                given.component: Index.of(np.frombuffer(given.data, np.int32), given.first_token)
-                for given in record.open.items
-            }
-            spans = plan.spans(chunk.tokens, _indexes(chunk), theirs)
-        except UsageError as error:
-            self._completed(ticket, error)
-        else:
-            self._post(ticket, record.link, Spans(*spans), tag)
-
-    def _post(self, ticket: int, link: Link, spans: Spans | None, tag: bytes) -> None:
-        if self._observed is not None:
-            self._observed.began(ticket)
-        error = self.posts.begin(ticket, label(link), spans, tag)
-        self.core.counters.descriptors += len(spans.nbytes) if spans is not None else 0
-        if error is not None:
-            self._completed(ticket, error)
-        elif self.transport.traits_of(label(link)).post_blocks:
+    def _write(self, effect: Write | WriteDirect | WriteRow) -> None:
+        error = self.moves.write(effect)
+        if error is not None:  # it never began
+            with self._lock:
+                now = time.monotonic()
+                if self._observed is not None:
+                    self._observed.written(effect.ticket, now, error)
+                self.core.completed(effect.ticket, now, error)
+        elif self.transport.traits_of(label(effect.chunk.record.link)).post_blocks:
             # Several such writes in a row: the tags of the earlier ones move on only while the transport is asked.
             early = self.transport.poll()
             self._early += early
             if self._observed is not None:
                 self._observed.polled(early)
-
-    def _completed(self, ticket: int, error: PdstageError) -> None:
-        """A write that never began."""
-        with self._lock:
-            now = time.monotonic()
-            if self._observed is not None:
-                self._observed.written(ticket, now, error)
-            self.core.completed(ticket, now, error)
 
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
         if isinstance(event, Done) and (told := event.figures):
@@ -357,7 +294,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
                 self.core.completed(ticket, now, error, settled=settled)
 
     def _on_staged(self, copied: Copied, now: float) -> None:
-        self._placed.pop(copied.ticket, None)
+        self.moves.gathered(copied.ticket)
         self.core.gathered(copied.ticket, now, copied.error, copied.checksum)
 
     def _layouts(self, link: Link) -> tuple[Layout, Layout]:
@@ -369,9 +306,8 @@ class PrefillNode(Node[PrefillCore, Sender]):
         pool = link.layout.regions if link.exposes_pool else ()
         self.transport.prepare(label(link), [*lanes, *pool, *_rows_of(link)])
 
-    def _detach(self, link: Link) -> None:
+    def _forget(self, link: Link) -> None:
         self.paths.forget(link)
-        super()._detach(link)
 
     def _is_fenced(self, link: Link) -> bool:
         return self.transport.traits_of(label(link)).stops_reads
@@ -407,25 +343,12 @@ class PrefillNode(Node[PrefillCore, Sender]):
     def close(self, timeout_s: float = 5.0) -> bool:
         """As of every node; then ends the bootstrap directory that it embeds, if it does."""
         safe = super().close(timeout_s)
-        self._placed.clear()  # the copier has ended, and nobody asks what it did any more
+        self.moves.placed.clear()  # the copier has ended, and nobody asks what it did any more
         if self._bootstrap is not None:
             self._bootstrap.close()
         return safe
 
 
-def _indexes(chunk: OutChunk) -> Mapping[str, Index]:
-    return {name: given.index for name, given in chunk.source.items.items()}  # type: ignore[attr-defined]
-
-
 def _rows_of(link: Link) -> tuple[Region, ...]:
     rows = link.rows
     return (Region(rows.base, rows.row_nbytes * rows.n_rows, rows.kind, rows.device),) if rows is not None else ()
-
-
-def _one_span(src: int, dst: int, nbytes: int) -> Spans:
-    return Spans(np.array([src]), np.array([dst]), np.array([nbytes]))
-
-
-def _whole(name: str, start: int, stop: int) -> Checked:
-    empty = np.empty(0, np.int32)
-    return Checked(name, empty, start, start, stop, Index.of(empty))

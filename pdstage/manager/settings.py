@@ -8,14 +8,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdstage.errors import UsageError
+from pdstage.metadata import WAYS
 from pdstage.transport import moving, open_transport
 
 if TYPE_CHECKING:
     from pdstage.kernels import Pool
+    from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
     from pdstage.transport import Transport
 
 PATHS = ("auto", "direct", "staged")
+
+
+def check_aux(aux: str, metadata: MetadataBuffers | None, config: Config) -> None:
+    """Whether rows of `metadata` can travel as `aux` says; raises `UsageError` that names the culprit."""
+    if aux not in WAYS:
+        raise UsageError(f"aux {aux!r}", remedy=f"choose one of {', '.join(WAYS)}")
+    if aux != "tcp" and metadata is None:
+        raise UsageError(f"aux {aux!r} without aux rows", remedy="give the node its `metadata`")
+    if metadata is not None and metadata.row_nbytes > config.max_aux_nbytes:  # any row may have to go by message
+        what = f"aux rows of {metadata.row_nbytes} bytes, the limit is {config.max_aux_nbytes}"
+        raise UsageError(what, remedy="raise Config.max_aux_nbytes on both sides, or leave columns out")
 
 
 def settle(pool: Pool, path: str, config: Config, transport: str | Transport, *, writes: bool) -> Transport:

@@ -88,8 +88,8 @@ def read(node: Node[Any, Any]) -> Status:
     grants: list[Grant] = []
     with node._lock:
         counters = core.counters.as_dict()
-        over = dict(node._over)
-        n_sessions, n_unfenced, n_rows = len(core.links), len(node._lost), len(node._lent)
+        over = dict(node.sessions.over)
+        n_sessions, n_unfenced, n_rows = len(core.links), len(node.sessions.lost), len(node.lent)
         if isinstance(core, DecodeCore):
             held = core.holdings
             grants = held.grants()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import multiprocessing
@@ -144,8 +145,9 @@ def test_a_node_that_must_close_beside_a_stopped_writer_keeps_its_memory(site, t
     node_module._kept_for_ever.pop()
 
 
-def test_an_operator_fences_a_peer_whose_death_cannot_be_seen(site, monkeypatch):
-    """I14: its leases and pages come back by the operator's word, and not before."""
+@contextlib.contextmanager
+def lost_peer(site, monkeypatch):
+    """A decode node whose prefill was killed in the middle of a room, which cannot be seen from here; its receiver."""
     dst = Rank(n_pages=128)
     d = site.decode(dst, transport="local", path="direct")
     with Remote(site.address, 1, "local", "direct", rooms=1, stop=0) as remote:
@@ -156,6 +158,12 @@ def test_an_operator_fences_a_peer_whose_death_cannot_be_seen(site, monkeypatch)
         remote.processes[0].kill()
         remote.processes[0].join()
         drive([d], lambda: receiver.state is State.FAILED and d.unfenced(), 60)
+        yield d, receiver
+
+
+def test_an_operator_fences_a_peer_whose_death_cannot_be_seen(site, monkeypatch):
+    """I14: its leases and pages come back by the operator's word, and not before."""
+    with lost_peer(site, monkeypatch) as (d, receiver):
         ((endpoint, n_sessions),) = d.unfenced().items()
         assert (endpoint.startswith("tcp://127.0.0.1:"), n_sessions) == (True, 1)
         for _ in range(100):
@@ -164,6 +172,24 @@ def test_an_operator_fences_a_peer_whose_death_cannot_be_seen(site, monkeypatch)
         assert d.fence("tcp://127.0.0.1:1") == 0
         assert d.fence(endpoint) == 1
         assert receiver.released
+        assert not d.unfenced()
+        assert d.core.idle
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_a_peer_may_be_fenced_while_the_driver_asks_whether_it_is_dead(site, monkeypatch, is_dead):
+    """The driver asks without the lock, so the operator's word may come in between: the session ends once."""
+    with lost_peer(site, monkeypatch) as (d, receiver):
+        (endpoint,) = d.unfenced()
+        fenced = []
+
+        def proved_dead(*_):
+            fenced.append(d.fence(endpoint))
+            return is_dead
+
+        monkeypatch.setattr(type(d.transport), "proved_dead", proved_dead)
+        drive([d], lambda: receiver.released, 20)
+        assert fenced == [1]
         assert not d.unfenced()
         assert d.core.idle
 

@@ -17,6 +17,20 @@ CAPPED = {
     "roster._ended": 65_536,  # for `completions`
 }
 """Tables that remember the last so many of what is over, by design."""
+PARTS = (
+    "core",
+    "socket",
+    "transport",
+    "directory",
+    "stager",
+    "roster",
+    "sessions",
+    "lent",
+    "posts",
+    "moves",
+    "_carrier",
+)
+"""What nodes are made of: `posts` and `moves` at prefill only."""
 
 
 def n_tcp() -> int:
@@ -41,9 +55,7 @@ def resident_nbytes() -> int:
 
 def tables(node: DecodeNode | PrefillNode) -> dict[str, int]:
     """The length of everything that has one, in the node and the parts it is made of."""
-    parts = {"node": node} | {
-        name: getattr(node, name) for name in ("core", "socket", "transport", "directory", "stager", "roster")
-    }
+    parts = {"node": node} | {name: getattr(node, name) for name in PARTS if hasattr(node, name)}
     parts |= {f"core.{name}": held for name, held in _inner(node.core).items()}
     parts |= {f"transport.{name}": held for name, held in _inner(node.transport).items()}
     lengths = {}

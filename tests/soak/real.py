@@ -58,7 +58,7 @@ class RealPeers:
         assert dst_rank.holds(self.n_rooms, TOKENS, pages), receiver.error
 
     def gauge(self, before: Gauge | None = None) -> Gauge:
-        drive([self.node], lambda: not (self.node.core.links or len(self.node.core.timers) or self.node._lost))
+        drive([self.node], lambda: not (self.node.core.links or len(self.node.core.timers) or self.node.sessions.lost))
         self.node.directory.forget()
         deadline_at = time.monotonic() + 5
         while (now := Gauge(self.node)) and before is not None and now.grown(before):

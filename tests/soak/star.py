@@ -89,7 +89,7 @@ class Star:
         """Until the node has let go of everybody."""
         deadline_at = time.monotonic() + 30
         core = self.node.core
-        while core.links or getattr(core, "peers", ()) or len(core.timers) or self.node._lost:
+        while core.links or getattr(core, "peers", ()) or len(core.timers) or self.node.sessions.lost:
             assert time.monotonic() < deadline_at, (core.links, core.timers._at)
             self.turn()
 

@@ -1,0 +1,61 @@
+"""What a sent room's destinations ask of it, in the numbers that an engine plans by.
+
+Layer 5. Must not know the node or its lock: who asks holds it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pdstage.manager.items import Checked, rects_of
+from pdstage.protocol.outbox import Phase
+from pdstage.spans import Index
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from pdstage.layout import Layout
+    from pdstage.plan import Stagings
+    from pdstage.protocol.outbox import OutRoom
+
+_OVER = (Phase.WRITTEN, Phase.DROPPED, Phase.BROKEN)
+
+
+def prefix_tokens(room: OutRoom, names: Collection[str]) -> int | None:
+    """The first token of the components `names` that any destination asks for; None before all have opened."""
+    if not _all_opened(room):
+        return None
+    asked = (one for record in room.destinations.values() for one in record.asked.items())
+    return min((start for name, (start, _) in asked if name in names), default=0)
+
+
+def max_chunk_tokens(room: OutRoom, layout: Layout, stagings: Stagings, most_nbytes: int) -> int | None:
+    """The most tokens that travel as one chunk of `most_nbytes` to every destination; None before all have opened."""
+    if not _all_opened(room):
+        return None
+    most = []
+    for record in room.destinations.values():
+        limit = min(most_nbytes, max(lane.nbytes for lane in record.link.lanes))
+        ours = {component.name for component in layout.components}
+        asked = {n: _whole(n, *span) for n, span in record.asked.items() if n in ours}
+        rects = rects_of(layout, asked, None)
+        staging, common = record.staged_by(stagings).of(record.shares, rects), record.link.common
+        most += [t for name in asked if (t := common.numbers(name).reach(staging.tokens_within(name, limit)))]
+    return min(most, default=None)
+
+
+def backlog_nbytes(room: OutRoom) -> int:
+    """Bytes of the room's chunks that no write has carried yet, summed over destinations."""
+    chunks = (c for record in room.destinations.values() for c in record.chunks.values())
+    return sum(chunk.nbytes for chunk in chunks if chunk.phase not in _OVER)
+
+
+def _all_opened(room: OutRoom) -> bool:
+    return 0 < room.n_destinations <= len(room.destinations)
+
+
+def _whole(name: str, start: int, stop: int) -> Checked:
+    empty = np.empty(0, np.int32)
+    return Checked(name, empty, start, start, stop, Index.of(empty))

@@ -1,0 +1,127 @@
+"""Sessions at the transport: how they begin and end, and which lost ones still keep memory out of use.
+
+Layer 5. Must not know which role its node plays, nor when the core wants a session: that says Attach and Detach.
+
+A lost session is kept until nothing of it can land any more: the transport's disconnect may be enough, else its peer's
+death is proved, or an operator says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from pdstage.convert import feeding
+from pdstage.cut import Pair
+from pdstage.errors import PdstageError
+from pdstage.plan import TOKEN_MAJOR
+
+if TYPE_CHECKING:
+    from pdstage.manager.role import Role
+    from pdstage.protocol.session import Link
+
+log = logging.getLogger(__name__)
+
+_DEAD_CHECK_S = 0.5
+
+
+class Sessions:
+    """One node's sessions."""
+
+    def __init__(self, node: Role[Any]) -> None:
+        self._node = node
+        self._pairs: dict[Link, Pair] = {}
+        self._dead_check_at = 0.0
+        self.lost: list[Link] = []
+        """Those that are not fenced yet."""
+        self.over: Counter[str] = Counter()
+        """How many began, by transport."""
+
+    def attach(self, link: Link, offers: dict[str, bytes]) -> None:
+        """A session began: tells the transport who its peer is."""
+        node = self._node
+        try:
+            node._meet(link, node.transport.described(offers))
+        except PdstageError as error:
+            node._complain(link.route, error)
+            with node._lock:
+                node.core.lose(link, error, time.monotonic())
+            return
+        over = node.transport.traits_of(label(link)).name
+        log.info("peer %s: over %s", node.socket.endpoint_of(link.route), over)
+        with node._lock:
+            self.over[over] += 1
+
+    def pair(self, link: Link) -> Pair:
+        """How a session's layouts meet. Made when first asked for: who does not wait for Welcome may have opened a room
+        before `attach`.
+        """
+        pair = self._pairs.get(link)
+        if pair is None:
+            (src, dst), met, wire = self._node._layouts(link), link.converted, None
+            if met is not None:
+                src, dst, wire = feeding(src, met.offered), feeding(dst, met.taken), TOKEN_MAJOR
+            pair = self._pairs[link] = Pair(src, dst, link.common, wire)
+        return pair
+
+    def detach(self, link: Link) -> None:
+        """A session is lost: the transport lets go of its peer."""
+        node = self._node
+        node._forget(link)
+        if node._observed is not None:
+            node._observed.lost(link)
+        self._pairs.pop(link, None)
+        node.directory.forget()
+        node.transport.disconnect(label(link))
+        if link.converted is not None:
+            node.stager.forget(link.converted.offered, link.converted.taken)
+        self.lost.append(link)
+        self._dead_check_at = 0.0
+
+    def check_lost(self) -> None:
+        """Looks whether lost sessions are fenced by now."""
+        node, now = self._node, time.monotonic()
+        if now < self._dead_check_at:
+            return
+        self._dead_check_at = now + _DEAD_CHECK_S
+        for link in list(self.lost):
+            safe = node._is_fenced(link) or node.transport.proved_dead(label(link))
+            if safe or node._holds_nothing(link):
+                with node._lock:
+                    if link in self.lost:  # else an operator fenced it meanwhile
+                        self._let_go(link, now if safe else None)
+
+    def _let_go(self, link: Link, fenced_at: float | None) -> None:
+        """Under the lock."""
+        self.lost.remove(link)
+        if fenced_at is not None:
+            self._node.core.fenced(link, fenced_at)
+        self._node.transport.forget(label(link))
+        self.hang_up(link.route)
+
+    def hang_up(self, route: bytes) -> None:
+        """Gives a connection up that this node made, unless somebody needs it by now."""
+        node = self._node
+        with node._lock:  # as in an engine's call that asks for this peer: it finds the connection, or makes a new one
+            lost = any(link.route == route for link in self.lost)  # still named by `unfenced`
+            if not lost and not node.core.needs(route):
+                node.socket.disconnect(route)
+
+    def unfenced(self) -> dict[str, int]:
+        """The lost ones by control endpoint; under the lock."""
+        return dict(Counter(self._node.socket.endpoint_of(link.route) for link in self.lost))
+
+    def fence(self, endpoint: str) -> int:
+        """The processes behind the lost ones of `endpoint` have ended; under the lock. Returns their number."""
+        node = self._node
+        gone = [link for link in self.lost if node.socket.endpoint_of(link.route) == endpoint]
+        for link in gone:
+            self._let_go(link, time.monotonic())
+        return len(gone)
+
+
+def label(link: Link) -> str:
+    """A session's name at the transport; a lost session's successor has another."""
+    return f"{link.session.decode:016x}-{link.session.writer:016x}"
