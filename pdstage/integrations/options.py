@@ -6,16 +6,14 @@ Layer 6. Must not know any engine.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pdstage import environment
 from pdstage.errors import UsageError
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.config import Config
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _OURS = {
     "pool", "topology", "bootstrap", "instance", "publish", "progress", "metadata", "aux", "observers", "staging",
@@ -61,5 +59,7 @@ def _arguments(kind: type[PrefillNode | DecodeNode]) -> dict[str, object]:
 def _check_kind(what: str, value: object, default: object) -> None:
     """A text where a switch belongs would switch it on, whatever it says."""
     kind = type(default)
+    if isinstance(value, Mapping) and what.startswith("transport "):  # with options, which it judges itself
+        return
     if kind in _KINDS and type(value) is not kind and (kind, type(value)) != (float, int):
         raise UsageError(f"{what} is {value!r}", remedy=f"give {_KINDS[kind]}")

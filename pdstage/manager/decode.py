@@ -41,7 +41,7 @@ from pdstage.transport import Done, Inbound, PostFailed, Transport
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pdstage.control.bootstrap import Advert
     from pdstage.control.keys import Keys
@@ -73,7 +73,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
         pool: Pool,
         topology: Topology,
         *,
-        transport: str | Transport = "auto",
+        transport: str | Mapping[str, object] | Transport = "auto",
         path: str = "auto",
         staging_nbytes: int = 256 << 20,
         staging: object = None,

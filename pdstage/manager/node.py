@@ -32,7 +32,7 @@ from pdstage.stager import Memory, Stager
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -72,7 +72,7 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         pool: Pool,
         topology: Topology,
         *,
-        transport: str | Transport,
+        transport: str | Mapping[str, object] | Transport,
         path: str,
         staging_nbytes: int,
         n_parts: int,

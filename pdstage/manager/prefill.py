@@ -48,7 +48,7 @@ from pdstage.transport import Done, Inbound, PostFailed, Traits, Transport
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
@@ -73,9 +73,10 @@ def _by_traits(traits: Traits) -> CostModel:
 class PrefillNode(Node[PrefillCore, Sender]):
     """One prefill rank.
 
-    `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name or an open transport.
-    `bootstrap` is the directory to publish to; None embeds one on the host of `bind`, at `bootstrap_address`. Where the
-    engine keeps the directory itself, `publish` is false, and `advert` is what to put there.
+    `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name, a
+    name with options (`pdstage.transport.open_told`) or an open transport. `bootstrap` is the directory to publish to;
+    None embeds one on the host of `bind`, at `bootstrap_address`. Where the engine keeps the directory itself,
+    `publish` is false, and `advert` is what to put there.
     `staging_nbytes` are split into `n_buffers` send buffers; `staging` is a tensor or numpy array to use for them
     instead of memory of the node's own. `path` is "auto" (by cost), "staged" or "direct". `bind` is the control
     socket's address; beyond loopback it takes `keys`, a key file's path or `Keys`, or else `insecure` must be true, and
@@ -96,7 +97,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
         pool: Pool,
         topology: Topology,
         *,
-        transport: str | Transport = "auto",
+        transport: str | Mapping[str, object] | Transport = "auto",
         bootstrap: str | None = None,
         instance: str = "prefill",
         publish: bool = True,

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from pdstage.errors import UsageError
 from pdstage.metadata import WAYS
-from pdstage.transport import moving, open_transport
+from pdstage.transport import Transport, moving, open_told
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pdstage.kernels import Pool
     from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
-    from pdstage.transport import Transport
 
 PATHS = ("auto", "direct", "staged")
 
@@ -31,7 +32,9 @@ def check_aux(aux: str, metadata: MetadataBuffers | None, config: Config) -> Non
         raise UsageError(what, remedy="raise Config.max_aux_nbytes on both sides, or leave columns out")
 
 
-def settle(pool: Pool, path: str, config: Config, transport: str | Transport, *, writes: bool) -> Transport:
+def settle(
+    pool: Pool, path: str, config: Config, transport: str | Mapping[str, object] | Transport, *, writes: bool
+) -> Transport:
     """The node's transport, open, once it is clear that it serves these settings; `writes` at prefill.
 
     Raises `UsageError` that names the culprit and what would do; an open transport that was given is closed then.
@@ -40,9 +43,9 @@ def settle(pool: Pool, path: str, config: Config, transport: str | Transport, *,
         _check_path(path, config, writes=writes)
         if config.convert:
             pool.check_converts(checksum=config.checksums)
-        opened = open_transport(transport) if isinstance(transport, str) else transport
+        opened = transport if isinstance(transport, Transport) else open_told(transport, pool.device)
     except UsageError:
-        if not isinstance(transport, str):
+        if isinstance(transport, Transport):
             transport.close()
         raise
     try:

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import logging
 import pkgutil
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -41,6 +42,7 @@ __all__ = [
     "load",
     "moving",
     "names",
+    "open_told",
     "open_transport",
 ]
 
@@ -65,6 +67,32 @@ def open_transport(name: str, **options: object) -> Transport:
     if kind.caveat:
         log.warning("transport %r: %s", name, kind.caveat)
     return kind(**options)
+
+
+def open_told(told: str | Mapping[str, object], device: str) -> Transport:
+    """The transport that a setting tells of: a name, or `{"name": name, option: value, ...}`.
+
+    A value that is a mapping holds one value for each device of a host ("cuda:0", or "cpu"), so that its ranks may
+    share the setting: the one for `device`. Raises `UsageError` where there is none, and what `open_transport` raises.
+    """
+    if isinstance(told, str):
+        return open_transport(told)
+    options = dict(told) if isinstance(told, Mapping) else {}
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise UsageError(
+            f"transport {told!r} names none", remedy='give "nixl", or {"name": "nixl", "devices": ["mlx5_0"]}'
+        )
+    for option, value in options.items():
+        if isinstance(value, Mapping):
+            if device not in value:
+                known = ", ".join(map(str, value)) or "no device"
+                raise UsageError(
+                    f"transport {name!r} has {option} for {known}, not for {device}",
+                    remedy=f"add {device}, as this process numbers it",
+                )
+            options[option] = value[device]
+    return open_transport(name, **options)
 
 
 def available() -> dict[str, str]:

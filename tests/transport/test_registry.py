@@ -13,7 +13,7 @@ import pytest
 from transport import postbox
 
 from pdstage.errors import TransportError, UsageError
-from pdstage.transport import Transport, available, moving, names, open_transport
+from pdstage.transport import Transport, available, moving, names, open_told, open_transport
 
 
 def test_the_names_are_the_modules():
@@ -37,6 +37,50 @@ def test_unknown_name_lists_the_known():
 def test_unknown_option_is_named():
     with pytest.raises(UsageError, match="wings"):
         open_transport("local", wings=2)
+
+
+class Carded(postbox.Postbox):
+    """It keeps what it was given."""
+
+    def __init__(self, *, cards: tuple[str, ...] = (), node: int = 0) -> None:
+        super().__init__()
+        self.given = cards, node
+
+
+@pytest.fixture
+def carded(monkeypatch):
+    monkeypatch.setattr("pdstage.transport.load", lambda name: {"carded": Carded}[name])
+
+
+@pytest.mark.parametrize(
+    ("told", "given"),
+    [
+        ("carded", ((), 0)),
+        ({"name": "carded"}, ((), 0)),
+        ({"name": "carded", "cards": ["mlx5_7"]}, (["mlx5_7"], 0)),
+        ({"name": "carded", "cards": {"cuda:0": ["mlx5_0"], "cuda:1": ["mlx5_1"]}, "node": 1}, (["mlx5_1"], 1)),
+        ({"name": "carded", "node": {"cpu": 0, "cuda:1": 1}}, ((), 1)),
+    ],
+)
+def test_a_setting_shared_by_the_ranks_of_a_host_gives_each_its_own(carded, told, given):
+    opened = open_told(told, "cuda:1")
+    assert opened.given == given
+    opened.close()
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"cards": ["mlx5_0"]}, "names none"),
+        ({"name": 7}, "names none"),
+        (None, "names none"),
+        ({"name": "carded", "cards": {"cuda:0": [], "cuda:2": []}}, "cards for cuda:0, cuda:2, not for cuda:1"),
+        ({"name": "carded", "wings": 2}, "wings"),
+    ],
+)
+def test_a_setting_that_tells_of_no_transport(carded, told, words):
+    with pytest.raises(UsageError, match=words):
+        open_told(told, "cuda:1")
 
 
 def test_missing_dependency_names_what_to_install(monkeypatch):

@@ -14,6 +14,7 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import get_ib_devices_for_gpu
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_disagg, get_memory, get_parallel, process_model_config
 from sglang.srt.utils.network import NetworkAddress
@@ -26,6 +27,8 @@ from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.topology import Topology
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from sglang.srt.server_args import ServerArgs
 
     from pdstage.manager import Receiver
@@ -77,6 +80,8 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             "wait_s": float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
         }
         options = node_options(kind, {}, where="", deadlines=deadlines)  # SGLang has no option for a backend's own
+        if cards := getattr(self.kv_args, "ib_device", None):
+            options["transport"] = over_devices(options.get("transport", "auto"), cards, self.kv_args.gpu_id)
         if self.is_prefill:
             options |= {"bootstrap": self._bootstrap_address(), "instance": INSTANCE}
         total_heads = getattr(self.kv_args, "total_kv_head_num", None)
@@ -188,3 +193,15 @@ def _refuse_what_is_not_supported(mode: DisaggregationMode) -> None:
     for what, asked in refused.items():
         if asked:
             raise UsageError(f"transfer backend pdstage does not go with {what}", remedy="unset it")
+
+
+def over_devices(transport: str | Mapping[str, object], ib_device: str, gpu: int) -> str | Mapping[str, object]:
+    """`transport` as PDSTAGE_NODE has it, over those of SGLang's `--disaggregation-ib-device` that are for this GPU."""
+    if transport != "nixl":
+        log.warning(
+            '--disaggregation-ib-device %s is left aside: it is for "transport": "nixl", and PDSTAGE_NODE has %s',
+            ib_device, transport,
+        )  # fmt: skip
+        return transport
+    devices = get_ib_devices_for_gpu(ib_device, gpu)
+    return {"name": transport, "devices": [name.strip() for name in devices.split(",")]} if devices else transport

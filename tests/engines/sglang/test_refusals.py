@@ -86,6 +86,9 @@ def rank(installed):
         ("{", "PDSTAGE_NODE"),
         ('["nixl"]', "PDSTAGE_NODE"),
         ('{"transport": "pigeon"}', "pigeon"),
+        ('{"transport": {"devices": []}}', "names none"),
+        ('{"transport": {"name": "nixl", "devices": ["no_such_card"]}}', "no_such_card"),
+        ('{"transport": {"name": "nixl", "devices": {"cuda:7": []}}}', "not for cpu"),
         ('{"path": "sideways"}', "sideways"),
         ('{"config": {"drain_s": -1}}', "drain_s"),
         ('{"config": ["drain_s"]}', "config"),
@@ -104,6 +107,20 @@ def test_a_setting_of_the_node(rank, node, culprit):
     assert kind == "UsageError"
     assert culprit in what
     assert remedy
+
+
+@pytest.mark.parametrize(
+    ("cards", "gpu", "devices"),
+    [("mlx5_0, mlx5_1", 3, ["mlx5_0", "mlx5_1"]), ('{"0": "mlx5_0", "3": "mlx5_6,mlx5_7"}', 3, ["mlx5_6", "mlx5_7"])],
+)
+def test_the_cards_that_sglang_gives_a_gpu(cards, gpu, devices):
+    assert manager.over_devices("nixl", cards, gpu) == {"name": "nixl", "devices": devices}
+
+
+@pytest.mark.parametrize("transport", ["auto", "mooncake", {"name": "nixl", "devices": ["mlx5_9"]}])
+def test_cards_of_another_transport_are_left_aside_in_words(caplog, transport):
+    assert manager.over_devices(transport, "mlx5_0", 0) == transport
+    assert "--disaggregation-ib-device mlx5_0 is left aside" in caplog.text
 
 
 def test_a_bad_switch_of_the_staging_kernels(monkeypatch):
