@@ -81,6 +81,7 @@ class Caller:
         self._route = self._socket.connect(endpoint)
         self._endpoint = endpoint
         self._next = 0
+        self._unanswered: TransportError | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -184,6 +185,8 @@ class Caller:
         return answer
 
     def _answer(self, question: Question, node: PrefillNode | None, wait_s: float) -> Took | Known:
+        if self._unanswered is not None:  # what comes now may answer that question
+            raise self._unanswered
         self._socket.send(self._route, [msgspec.msgpack.encode(question)])
         until = time.monotonic() + wait_s
         while time.monotonic() < until:
@@ -198,10 +201,11 @@ class Caller:
                     return answer
             for _, error in self._socket.take_refusals():
                 raise error
-        raise TransportError(
+        self._unanswered = TransportError(
             f"no answer from {self._endpoint} in {wait_s:g} s",
             remedy="is pdstage calibrate --serve (or doctor --serve) still running there, with keys as here?",
         )
+        raise self._unanswered
 
 
 def _cases(runs: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -160,9 +160,8 @@ def load(name: str) -> type[Transport]:
     try:
         return cast("type[Transport]", loaders[name]())
     except ImportError as error:
-        if (error.name or "").partition(".")[
-            0
-        ] == "pdstage":  # our own fault, which must not pass for a missing package
+        package, *_ = (error.name or "").split(".")
+        if package == "pdstage":  # our own fault, which must not pass for a missing package
             raise
         raise UsageError(
             f"transport {name!r} does not import here: {error}", remedy=f'pip install "pdstage[{name}]"', name=name

@@ -175,8 +175,9 @@ class Transport(ABC):
 
         Where `traits.notifies`, the tag (empty: none) reaches the peer after all the spans' bytes. Posts are not
         ordered among each other.
-        Raises `UsageError` (unknown peer, a span outside registered or prepared memory, too many spans) or
-        `TransportError`: then no byte is or will be written and there is no ticket.
+        Raises `UsageError` (unknown peer, a span outside registered or prepared memory, too many spans), `PeerError`
+        (what the peer told of its memory is not so) or `TransportError`: then no byte is or will be written and there
+        is no ticket.
         """
 
     def mapped(self, peer: str, address: int, nbytes: int) -> Mapped | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from pdstage import cli
@@ -11,8 +12,9 @@ from pdstage.calibrate import about
 from pdstage.calibrate import caller as callers
 from pdstage.calibrate import pool as pools
 from pdstage.calibrate.caller import Caller, own_peer
-from pdstage.calibrate.peer import Copy, Pull
+from pdstage.calibrate.peer import Copy, Pull, Stop, Took
 from pdstage.control.keys import Keys
+from pdstage.control.zmq import ControlSocket
 from pdstage.errors import TransportError, UsageError
 from pdstage.manager.calibration import read
 
@@ -65,6 +67,18 @@ def test_faults_at_the_peer_are_told_in_words():
             caller.measure("pigeon")
         with pytest.raises(TransportError, match="cannot be read"):
             caller.ask(Copy(1, 16, 1))
+
+
+def test_an_answer_that_comes_too_late_passes_for_no_other():
+    with ControlSocket("tcp://127.0.0.1:0", identity=b"slow") as peer, Caller(peer.endpoint) as caller:
+        with pytest.raises(TransportError, match="no answer") as late:
+            caller.ask(Stop(), wait_s=1e-3)
+        while not (asked := peer.recv()):
+            peer.wait(0.2)
+        peer.send(asked[0][0], [msgspec.msgpack.encode(Took([1.0]))])
+        with pytest.raises(TransportError) as again:
+            caller.ask(Copy(256, 16, 1), wait_s=60.0)
+        assert again.value is late.value
 
 
 def test_a_transport_that_is_not_there_ends_the_command_with_a_sentence(capsys):
