@@ -9,6 +9,7 @@ import socket
 import time
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 from tests.engines.sglang import setups
@@ -46,6 +47,12 @@ class Child:
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
+
+    def stop(self) -> None:
+        """Until it is continued. The thread that takes the signal stops the others: on a busy machine they run on."""
+        self.signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        eventually(lambda: all(one.read_text().rpartition(")")[2].split()[0] == "T" for one in tasks.glob("*/stat")))
 
     def close(self) -> None:
         self._pipe.close()

@@ -99,7 +99,7 @@ def test_a_retracted_request_comes_again_under_its_number(fleet):
 
 def test_memory_that_a_stopped_writer_may_write_is_not_given_back(fleet):
     fleet.open(10, TOKENS)
-    fleet.prefill.ranks[0].signal(signal.SIGSTOP)
+    fleet.prefill.ranks[0].stop()
     fleet.decode.each("abort", 10)
     assert fleet.decode.poll(10) == FAILED, "the client is told at once"
     fleet.decode.each("failure", 10)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from pdstage.integrations.sglang.receiver import PdStageKVReceiver
+from pdstage.protocol.room import State
 from tests.engines.sglang.fleet import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING, Fleet, eventually
 
 NODE = '{"path": "direct", "transport": "local"}'
@@ -138,6 +142,20 @@ def test_memory_of_a_later_room_of_a_name_is_held_on(fleet):
     eventually(lambda: all(fleet.decode.each("safe", 209)))
     assert fleet.decode.each("errors_of", "release", 209) == [[]]
     fleet.forgets_all()
+
+
+@pytest.mark.parametrize("bound", [None, "pages"])
+def test_only_a_room_that_was_told_of_memory_is_held(bound):
+    """SGLang takes nothing back from another, so nobody would ever let it go. What the node's thread decides is fixed
+    here: the room is not released yet as the receiver looks.
+    """
+    held = []
+    one = object.__new__(PdStageKVReceiver)
+    one.bootstrap_room = 20
+    one.kv_mgr = SimpleNamespace(hold=lambda number, room: held.append(number))
+    one._room = SimpleNamespace(state=State.FAILED, released=False, bound=bound)
+    one._give_up("decode gave it up")
+    assert held == ([20] if bound else [])
 
 
 def test_a_room_that_is_held_leaves_its_name_to_the_next(fleet):
