@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from pdstage.doctor import ucx
 from pdstage.doctor.found import Result, Verdict, fail, ok, warn
 from pdstage.doctor.network import rdma_ports
 from pdstage.errors import UsageError
-from pdstage.transport import ENTRY_POINTS, names
+from pdstage.transport import brought, names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -189,5 +188,5 @@ def two_libnl(site: Site, root: Path = Path("/")) -> Result | None:
 def from_outside(site: Site) -> Result | None:
     """The transports that other packages bring by entry points."""
     del site
-    points = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+    points = {name: point.value for name, point in brought().items()}
     return ok(f"brought by other packages: {', '.join(sorted(points))}", points=points) if points else None

@@ -39,6 +39,7 @@ __all__ = [
     "Traits",
     "Transport",
     "available",
+    "brought",
     "load",
     "moving",
     "names",
@@ -117,15 +118,20 @@ def names() -> list[str]:
     return sorted(_loaders())
 
 
+def brought() -> dict[str, EntryPoint]:
+    """The transports of other distributions, by name. One of our own stays ours, whatever entry point has it too."""
+    own = _own()
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in own}
+
+
+def _own() -> list[str]:
+    found = (module.name for module in pkgutil.iter_modules(__path__))
+    return [name for name in found if name != "base" and not name.startswith("_")]
+
+
 def _loaders() -> dict[str, Callable[[], object]]:
-    """Of each name. One of our own stays ours, whatever entry point has it too."""
-    found: dict[str, Callable[[], object]] = {
-        point.name: partial(_foreign, point) for point in entry_points(group=ENTRY_POINTS)
-    }
-    for module in pkgutil.iter_modules(__path__):
-        if module.name != "base" and not module.name.startswith("_"):
-            found[module.name] = partial(_transport_of, f"{__name__}.{module.name}")
-    return found
+    found: dict[str, Callable[[], object]] = {name: partial(_transport_of, f"{__name__}.{name}") for name in _own()}
+    return found | {name: partial(_foreign, point) for name, point in brought().items()}
 
 
 def _transport_of(path: str) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 
 import msgspec
 import pytest
@@ -41,11 +42,11 @@ def test_a_side_names_transports_of_other_distributions_with_their_versions(tmp_
     info = tmp_path / "acme_wire-2.5.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-wire\nVersion: 2.5\n")
-    (info / "entry_points.txt").write_text("[pdstage.transports]\nacme.wire = nowhere:Wire\n")
+    (info / "entry_points.txt").write_text("[pdstage.transports]\nacme.wire = nowhere:Wire\nlocal = nowhere:Local\n")
     monkeypatch.syspath_prepend(tmp_path)
     transports = about.this_side.__wrapped__().transports
     assert transports["acme.wire"] == "2.5"
-    assert "local" in transports
+    assert transports["local"] == version("pdstage"), "a name of ours stays ours"
 
 
 def test_two_sides_that_hold_keys(tmp_path):
