@@ -44,7 +44,8 @@ def node_options(
                 remedy=f"known are {', '.join(sorted(known))}, and config with the fields of pdstage.Config",
             )
         for name, value in options.items():
-            _check_kind(f"{name} of {source}", value, defaults[name])
+            if name != "transport" or not isinstance(value, Mapping):  # with options, which it judges itself
+                _check_kind(f"{name} of {source}", value, defaults[name])
         for field in fields(Config):
             _check_kind(f"config's {field.name} of {source}", own.get(field.name, field.default), field.default)
         told |= options
@@ -59,7 +60,5 @@ def _arguments(kind: type[PrefillNode | DecodeNode]) -> dict[str, object]:
 def _check_kind(what: str, value: object, default: object) -> None:
     """A text where a switch belongs would switch it on, whatever it says."""
     kind = type(default)
-    if isinstance(value, Mapping) and what.startswith("transport "):  # with options, which it judges itself
-        return
     if kind in _KINDS and type(value) is not kind and (kind, type(value)) != (float, int):
         raise UsageError(f"{what} is {value!r}", remedy=f"give {_KINDS[kind]}")
