@@ -82,12 +82,13 @@ class DecodeCore(Arriving):
         Raises `UsageError` if the room is being received already, its writers are none or share a route, or there are
         `max_peers` others and all in use.
         """
-        named = room_id(key)
         if key in self.rooms:
+            named = room_id(key)
             raise UsageError(
                 f"room {named!r} is being received already", remedy="wait for its end, or abort it", room=named
             )
         if not writers or len(set(writers.values())) != len(writers):
+            named = room_id(key)
             raise UsageError(
                 f"room {named!r} has {len(writers)} writers at {len(set(writers.values()))} routes",
                 remedy="name each prefill rank once, at least one",
