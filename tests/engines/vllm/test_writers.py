@@ -20,6 +20,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend, DeepseekV32IndexerBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
 from pdstage.errors import UsageError
@@ -150,3 +151,10 @@ def test_what_is_known_is_a_class_of_vllm(path: str) -> None:
     module, _, name = path.rpartition(".")
     source = Path(vllm.__file__).parent.parent / module.replace(".", "/")
     assert f"class {name}(" in source.with_suffix(".py").read_text()
+
+
+def test_the_page_has_every_backend_of_vllm() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "attention-backends.md").read_text()
+    table = page.partition("## vLLM")[2].partition("\n## ")[0]
+    names = [*AttentionBackendEnum.__members__, *MambaAttentionBackendEnum.__members__]
+    assert not [name for name in names if f"`{name}`" not in table]
