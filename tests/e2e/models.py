@@ -3,8 +3,8 @@
 A model is sharp: weights of queries and keys are drawn large, so that attention picks few tokens, and one wrong byte of
 KV changes what is generated. The weights are a function of the model's name alone.
 
-`python -P tests/e2e/models.py NAME FOLDER` saves one, in a process that does not see this repository's `kernels/`, which
-transformers would take for the package of that name.
+`python -P tests/e2e/models.py NAME FOLDER` saves one, in a process that does not see this repository's `kernels/`,
+which transformers would take for the package of that name.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _DENSE = _COMMON | {
     "num_key_value_heads": 4,
     "head_dim": 32,
 }
-_SHARP = ("q_proj", "k_proj", "kv_a_proj_with_mqa", "q_a_proj", "q_b_proj")
+_SHARP = ("q_proj", "k_proj")
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model to save. `make` builds it from transformers' own classes; `windows` says that layers see a sliding window,
-    `states` that some keep a recurrent state.
+    """A model to save. `make` builds it from transformers' own classes; `windows` says that layers see a sliding
+    window, `states` that some keep a recurrent state.
     """
 
     name: str
@@ -91,8 +91,11 @@ def _qwen3_next() -> transformers.PreTrainedModel:
         linear_num_value_heads=4,
         linear_key_head_dim=32,
         linear_value_head_dim=32,
-        decoder_sparse_step=1,
-        mlp_only_layers=list(range(6)),  # no experts
+        decoder_sparse_step=1,  # vLLM wants experts
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
     )
     return transformers.Qwen3NextForCausalLM(config)
 
@@ -108,8 +111,12 @@ _MAMBA2 = {
 }
 
 
-def _bamba() -> transformers.PreTrainedModel:
-    return transformers.BambaForCausalLM(transformers.BambaConfig(**_DENSE, **_MAMBA2, attn_layer_indices=[2, 5]))
+def _granite() -> transformers.PreTrainedModel:
+    kinds = ["mamba", "mamba", "attention"] * 2
+    config = transformers.GraniteMoeHybridConfig(
+        **_DENSE, **_MAMBA2, layer_types=kinds, num_local_experts=0, shared_intermediate_size=512
+    )
+    return transformers.GraniteMoeHybridForCausalLM(config)
 
 
 def _falcon_h1() -> transformers.PreTrainedModel:
@@ -123,7 +130,7 @@ MODELS = {
         Model("gemma3", _gemma3, windows=True),
         Model("deepseek-v2", _deepseek_v2, blocks=16),
         Model("qwen3-next", _qwen3_next, states=True),
-        Model("bamba", _bamba, states=True),
+        Model("granite", _granite, states=True),
         Model("falcon-h1", _falcon_h1, states=True),
     )
 }
@@ -146,6 +153,8 @@ def draw(name: str, weight: torch.Tensor) -> None:
     """Draws one weight in place. What is no matrix keeps the value its class gives it: norms, decays, steps."""
     if "embed_tokens" in name:
         weight.normal_(std=1.0)
+    elif "q_norm" in name or "k_norm" in name:
+        weight.fill_(2.0)
     elif weight.ndim >= 2:
         weight.normal_(std=0.5 if any(part in name for part in _SHARP) else 0.12)
 
