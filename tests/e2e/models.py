@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,20 +42,6 @@ _DENSE = _COMMON | {
     "head_dim": 32,
 }
 _SHARP = ("q_proj", "k_proj")
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model to save. `make` builds it from transformers' own classes; `windows` says that layers see a sliding
-    window, `states` that some keep a recurrent state.
-    """
-
-    name: str
-    make: Callable[[], transformers.PreTrainedModel]
-    windows: bool = False
-    states: bool = False
-    blocks: int = 0
-    """Tokens a block where the engine allows one size only; 0 where any will do."""
 
 
 def _llama() -> transformers.PreTrainedModel:
@@ -123,26 +108,26 @@ def _falcon_h1() -> transformers.PreTrainedModel:
     return transformers.FalconH1ForCausalLM(transformers.FalconH1Config(**_DENSE, **_MAMBA2, mamba_d_ssm=512))
 
 
-MODELS = {
-    one.name: one
-    for one in (
-        Model("llama", _llama),
-        Model("gemma3", _gemma3, windows=True),
-        Model("deepseek-v2", _deepseek_v2, blocks=16),
-        Model("qwen3-next", _qwen3_next, states=True),
-        Model("granite", _granite, states=True),
-        Model("falcon-h1", _falcon_h1, states=True),
-    )
+MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
+    "llama": _llama,
+    "gemma3": _gemma3,
+    "deepseek-v2": _deepseek_v2,
+    "qwen3-next": _qwen3_next,
+    "granite": _granite,
+    "falcon-h1": _falcon_h1,
 }
+"""What makes each, of transformers' own classes: full attention; two of three layers with a sliding window; MLA; gated
+delta nets; and two hybrids with Mamba-2, in layers of its own and beside attention in each layer.
+"""
 
 
-def save(model: Model, folder: Path) -> Path:
-    """Writes `model`'s checkpoint, fp32, and a word-level tokenizer: token 17 is the word w17. Returns the folder."""
-    torch.manual_seed(sum(model.name.encode()))
-    made = model.make().to(torch.float32)
+def save(name: str, folder: Path) -> Path:
+    """Writes the checkpoint, fp32, and a word-level tokenizer: token 17 is the word w17. Returns the folder."""
+    torch.manual_seed(sum(name.encode()))
+    made = MODELS[name]().to(torch.float32)
     with torch.no_grad():
-        for name, weight in made.named_parameters():
-            draw(name, weight)
+        for parameter, weight in made.named_parameters():
+            draw(parameter, weight)
     made.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=2)
     made.save_pretrained(folder)
     _save_tokenizer(folder)
@@ -177,4 +162,4 @@ def _save_tokenizer(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    save(MODELS[sys.argv[1]], Path(sys.argv[2]))
+    save(sys.argv[1], Path(sys.argv[2]))
