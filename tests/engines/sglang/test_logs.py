@@ -1,4 +1,4 @@
-"""What pdstage logs is in SGLang's log, as each of its processes configures it: by the root logger, for all packages."""
+"""What pdstage logs is in SGLang's log, as each of its processes configures it: by the root logger, for all."""
 
 from __future__ import annotations
 
