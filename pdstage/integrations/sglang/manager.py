@@ -8,7 +8,9 @@ sockets carry nothing.
 from __future__ import annotations
 
 import logging
+import threading
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
@@ -24,6 +26,7 @@ from pdstage.errors import UsageError
 from pdstage.integrations.options import node_options
 from pdstage.integrations.sglang.memory import pool_of
 from pdstage.manager import DecodeNode, PrefillNode
+from pdstage.manager.observer import RoomBound, RoomEnded
 from pdstage.topology import Topology
 
 if TYPE_CHECKING:
@@ -31,8 +34,10 @@ if TYPE_CHECKING:
 
     from sglang.srt.server_args import ServerArgs
 
+    from pdstage.integrations.sglang.sender import PdStageKVSender
     from pdstage.manager import Receiver
     from pdstage.manager.handle import CudaEvent
+    from pdstage.manager.observer import Event, Origin
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +61,9 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         is_mla_backend: bool | None = False,
     ) -> None:
         _refuse_what_is_not_supported(disaggregation_mode)
+        self.status_lock = threading.RLock()
+        self.senders: WeakValueDictionary[int, PdStageKVSender] = WeakValueDictionary()
+        """The latest sender of each room; see `observe`."""
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if self.enable_all_cp_ranks_for_transfer and self.attn_cp_size > 1:
             raise UsageError("every context-parallel rank would send a part", remedy="use another transfer backend")
@@ -84,6 +92,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             options["transport"] = over_devices(options.get("transport", "auto"), cards, self.kv_args.gpu_id)
         if self.is_prefill:
             options |= {"bootstrap": self._bootstrap_address(), "instance": INSTANCE}
+            options |= {"observers": [self] if self.pp_rank else []}
         total_heads = getattr(self.kv_args, "total_kv_head_num", None)
         if total_heads is None and not self.is_mla_backend:
             total_heads = process_model_config().get_total_num_kv_heads()
@@ -113,7 +122,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
     def deregister_buffer_to_engine(self) -> None:
         """Ends the node: SGLang gives its KV memory away. Rooms still open fail."""
         if self.node is not None:
-            self.node.close()
+            self.node.close()  # which tells `observe` of the rooms that failed
             self.node = None
 
     def _place(self) -> Topology:
@@ -162,6 +171,24 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         """Digests compare where both ranks hold the same bytes."""
         info = self.prefill_info_table.get(bootstrap_addr)
         return info is not None and info.attn_tp_size == self.attn_tp_size
+
+    # Statuses of rooms. SGLang's scheduler writes them, and on a later pipeline stage the node's thread does too: the
+    # first stage takes the least of what all stages have written, and until a request begins nobody polls the others.
+
+    def observe(self, origin: Origin, event: Event) -> None:
+        """Publishes a room's new state. On the node's thread.
+
+        Its number may be another request's by now. So the event only says when to look, and the sender where.
+        """
+        if isinstance(event, RoomBound | RoomEnded):
+            sender = self.senders.get(event.room)  # type: ignore[call-overload]  # SGLang's rooms are numbers
+            if sender is not None:
+                sender.publish()
+
+    def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
+        """SGLang's rules of what follows what, for one writer at a time: it reads, compares and writes."""
+        with self.status_lock:
+            super().update_status(bootstrap_room, status)
 
     def fail(self, room: int, reason: str) -> None:
         """The room failed, for `reason` unless another is known already."""
