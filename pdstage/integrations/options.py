@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from pdstage import environment
+from pdstage.control.address import Address
 from pdstage.errors import UsageError
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.config import Config
@@ -51,6 +52,26 @@ def node_options(
         told |= options
         config |= own
     return {name: told[name] for name in _arguments(kind) if name in told} | {"config": Config(**config)}
+
+
+def check_exposure(bind: str, options: Mapping[str, Any]) -> None:
+    """Refuses, as a node that binds to `bind` would, what other machines can reach without keys.
+
+    Raises `UsageError` whose remedy is the operator's: PDSTAGE_NODE, not an argument of the node.
+    """
+    try:
+        address = Address.parse(bind, "tcp", listening=True)
+        address.check_exposure(bool(options.get("insecure")), options.get("keys"))
+    except UsageError as error:
+        keyed, trusted = (
+            f"{environment.NODE.name}='{{{said}}}'" for said in ('"keys": "cluster.key"', '"insecure": true')
+        )
+        raise UsageError(
+            error.what,
+            remedy="make a key file with `pdstage keys cluster.key`, put it on every host, and start each engine with "
+            f"{keyed}; where the network itself is trusted, with {trusted}",
+            **error.fields,
+        ) from None
 
 
 def _arguments(kind: type[PrefillNode | DecodeNode]) -> dict[str, object]:

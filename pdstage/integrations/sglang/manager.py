@@ -21,9 +21,10 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_disagg, get_memory, get_parallel, process_model_config
 from sglang.srt.utils.network import NetworkAddress
 
+from pdstage.control.address import Address
 from pdstage.control.bootstrap import PLAIN
 from pdstage.errors import UsageError
-from pdstage.integrations.options import node_options
+from pdstage.integrations.options import check_exposure, node_options
 from pdstage.integrations.sglang.memory import pool_of
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.manager.observer import RoomBound, RoomEnded
@@ -101,7 +102,8 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             self.kv_args, place, is_mla=bool(self.is_mla_backend), total_heads=total_heads or 1,
             device=str(get_device().device),
         )  # fmt: skip
-        bind = NetworkAddress(self.local_ip, 0).to_tcp()
+        bind = self._bind()
+        check_exposure(bind, options)
         self.node = kind(pool, place, bind=bind, progress="thread", **options)
 
     def awake(self) -> Any:  # noqa: ANN401  (a node of either kind)
@@ -132,6 +134,21 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             tp_size=self.attn_tp_size, tp_rank=self.attn_tp_rank, pp_size=self.pp_size, pp_rank=self.pp_rank,
             dp_size=dp[0], dp_rank=dp[1],
         )  # fmt: skip
+
+    def _bind(self) -> str:
+        """Where the node listens: where its peers can learn of it, and no further.
+
+        Decode connects to prefill, and nobody to decode. Prefill is found in the directory of SGLang's bootstrap
+        server: where that listens on loopback only, so does the node, and one host needs no keys.
+        """
+        if not self.is_prefill:
+            return "tcp://127.0.0.1:0"
+        hosts = [self.bootstrap_host]
+        if self.dist_init_addr:
+            hosts.append(NetworkAddress.parse(self.dist_init_addr).resolved().host)
+        if not all(Address(host, 0).is_loopback for host in hosts):
+            return str(NetworkAddress(self.local_ip, 0).to_tcp())
+        return str(NetworkAddress("::1" if self.bootstrap_host == "::1" else "127.0.0.1", 0).to_tcp())
 
     def _bootstrap_address(self) -> str:
         """Where `register_to_bootstrap` of the base class registers: SGLang's server, which speaks plain HTTP."""
