@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 
-ENGINES = {"vllm": "vllm-cpu"}
+ENGINES = {"vllm": "vllm-cpu", "sglang": "sglang-cpu"}
 """The engine's package, and the environment that has all of it."""
 
 NOTES = pytest.StashKey[list[str]]()
@@ -29,7 +29,7 @@ class Missing(pytest.Directory):
     """The folder of an engine that cannot serve here."""
 
     def collect(self) -> NoReturn:
-        pytest.skip(f"no whole {self.path.name} is installed here: make test-e2e ENGINE={self.path.name}")
+        pytest.skip(f"no whole {self.path.name} is installed here: make test-e2e ENGINES={self.path.name}")
 
 
 def _is_whole(engine: str) -> bool:
