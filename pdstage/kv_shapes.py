@@ -76,6 +76,65 @@ def vllm_blocks(
     return _heads(halves, total_heads, tp, naming)
 
 
+def vllm_cpu_blocks(
+    caches: Tensors, *, total_heads: int, tp: tuple[int, int], packed: bool = False, **naming: Unpack[Naming]
+) -> Part:
+    """vLLM's CPU_ATTN caches: tensors of the shape `[blocks, heads, block_size, 2 * dim]` that hold another order.
+
+    Of each block and head there is all K, then all V: K as `[dim, block_size]`, V as `[block_size, dim]` (instruction
+    sets vec and vec16). Where AMX is used they are `packed` for its tiles: K as `[block_size / 16, dim / 2, 16, 2]`, V
+    as `[dim / 16, block_size / 2, 16, 2]`, its last axis two tokens; then V is a view for every 16 elements, in roles
+    "v.0", "v.1", ... Sources: vllm/v1/attention/backends/cpu_attn.py, csrc/cpu/cpu_attn_{vec,amx}.hpp; the writer
+    `cpu_attn_reshape_and_cache` shows both orders on any machine with AVX-512.
+    """
+    axis = shard_axis("kv_head", total_heads, *tp)
+    roles: dict[str, list[Piece]] = {}
+    for array in arrays_of("caches", caches, "blocks, heads, block_size, 2 * dim"):
+        (blocks, heads, tokens, content), (block, head, row, _) = array.shape, array.strides
+        check_heads(array, heads, axis)
+        dim, size = content // 2, array.itemsize
+        if content % 2 or row != content * size or (packed and (dim % 16 or tokens % 16)):
+            raise refused(
+                array.name, f"has shape {list(array.shape)}: a head's block is not {tokens} dense rows of K and V"
+                + " in whole tiles" * packed,
+                "pass the cache as vLLM allocated it",
+            )  # fmt: skip
+        held = _packed_rows(tokens, dim, size) if packed else _transposed_rows(tokens, dim, size)
+        for role, one in held.items():
+            roles.setdefault(role, []).append(
+                Piece(
+                    array=array, at=one.at, n_items=blocks, item_stride=block, tokens_per_item=tokens, rows=one.rows,
+                    shard_stride=head, segs=one.segs, seg_stride=one.seg_stride, width=one.width, axis=axis,
+                )
+            )  # fmt: skip
+    return part(roles, naming)
+
+
+class _Rows(NamedTuple):
+    """Where a token's row lies in a head's block of CPU_ATTN; the fields' meaning is `Piece`'s."""
+
+    at: int
+    rows: tuple[Row, ...]
+    segs: int
+    seg_stride: int
+    width: int
+
+
+def _transposed_rows(tokens: int, dim: int, size: int) -> dict[str, _Rows]:
+    return {
+        "k": _Rows(0, (Row(1, size),), dim, tokens * size, size),
+        "v": _Rows(tokens * dim * size, (Row(1, dim * size),), 1, 0, dim * size),
+    }
+
+
+def _packed_rows(tokens: int, dim: int, size: int) -> dict[str, _Rows]:
+    values = tokens * dim * size
+    return {"k": _Rows(0, (Row(16, 16 * dim * size), Row(1, 2 * size)), dim // 2, 32 * size, 2 * size)} | {
+        f"v.{at}": _Rows(values + at * 16 * tokens * size, (Row(2, 32 * size), Row(1, size)), 16, 2 * size, size)
+        for at in range(dim // 16)
+    }
+
+
 def kv_scales(
     k: Tensors,
     v: Tensors,

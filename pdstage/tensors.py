@@ -14,6 +14,7 @@ only: page sizes, strides and head counts may differ.
 | `paged_nhd` | k, v `[pages, page_size, heads, dim]` | FlashAttention's order |
 | `paged_hnd` | k, v `[pages, heads, page_size, dim]` | FlashInfer's, TensorRT-LLM's and SGLang's HND |
 | `vllm_blocks` | `[blocks, heads, block_size, K and V of a head]`, raw bytes | vLLM 0.33 |
+| `vllm_cpu_blocks` | `[blocks, heads, block_size, 2 * dim]`, in CPU_ATTN's orders | vLLM on the CPU |
 | `mla` | `[pages, rows, dim]`, or `[slots, 1, dim]` given `page_size` | MLA pools, compressed caches |
 | `kv_scales` | scales in the shape of k and v | fp8 by token and head, flat MXFP8, NVFP4 |
 | `mxfp8_scales` | `[pages, heads, 32, page_size / 32, n]` | FlashAttention 4 |
@@ -48,6 +49,7 @@ from pdstage.kv_shapes import (
     paged_nhd,
     sglang_mha,
     vllm_blocks,
+    vllm_cpu_blocks,
 )
 from pdstage.state_shapes import (
     Ring,
@@ -81,4 +83,5 @@ __all__ = [
     "sglang_mha",
     "slot_states",
     "vllm_blocks",
+    "vllm_cpu_blocks",
 ]

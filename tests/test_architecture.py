@@ -36,7 +36,7 @@ LAYERS = {
     1: ["ownership", "plan", "convert", "ring", "cost", "metrics", "spans", "tables", "cut", "columns", "complaints"],
     2: ["protocol"],
     3: ["kernels"],
-    4: ["stager", "metadata", "control", "transport"],
+    4: ["stager", "probe", "metadata", "control", "transport"],
     5: ["manager", "node"],
     6: ["integrations", "cli", "calibrate", "demo", "doctor", "bench", "trace", "watch", "__main__"],
 }

@@ -1,7 +1,8 @@
 """A worker's KV cache tensors as a pdstage layout.
 
 Layer 6. Must not know requests or nodes. A view's key on both sides is its group's component, its layer's number, and a
-role made of the rest of the layer's name, so that a drafter's layer 0 is not the model's.
+role made of the rest of the layer's name, so that a drafter's layer 0 is not the model's. What a tensor's shape says is
+only a guess here: `writers` proves it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from pdstage.errors import UsageError
+from pdstage.integrations.vllm.backends import Backend, Pages, Unknown
 from pdstage.integrations.vllm.groups import Group, groups_of
 from pdstage.integrations.vllm.states import groups_of_states, state_parts
 from pdstage.layout import Key
-from pdstage.tensors import build, mla, vllm_blocks
+from pdstage.tensors import build, dsa_index, mla, paged_nhd, vllm_blocks, vllm_cpu_blocks
 from pdstage.topology import shard_range
 
 if TYPE_CHECKING:
@@ -44,10 +46,13 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """The layout, where it lies, and of each component how many of its pages are one of vLLM's blocks."""
+    """The layout and the device it lies on; by a layer's name the keys of its views; by component how many of its pages
+    are one of vLLM's blocks.
+    """
 
     layout: Layout
     device: torch.device
+    keys: dict[str, tuple[Key, ...]]
     n_pages: dict[str, int]
 
     @staticmethod
@@ -58,13 +63,17 @@ class Caches:
         tp = topology.tp_size, topology.tp_rank
         n_heads = config.model_config.get_total_num_kv_heads()
         n_groups = groups_of_states(config.model_config.hf_text_config)
+        layers = config.compilation_config.static_forward_context
         parts: list[Part] = []
+        keys: dict[str, tuple[Key, ...]] = {}
         n_pages: dict[str, int] = {}
         for group in groups_of(kv_cache_config):
             given = kv_cache_config.kv_cache_groups[group.index]
+            seen: set[int] = set()
             for name in given.layer_names:
-                if name not in kv_caches:
-                    continue  # of another pipeline stage
+                if name not in kv_caches or kv_caches[name].data_ptr() in seen:
+                    continue  # of another pipeline stage, or a layer that reads the cache of one before it
+                seen.add(kv_caches[name].data_ptr())
                 cache, spec = kv_caches[name], _spec_of(given.kv_cache_spec, name)
                 if isinstance(spec, MambaSpec):
                     naming: Naming = {"component": group.component, "layers": (_number(name),)}
@@ -72,14 +81,17 @@ class Caches:
                 else:
                     _check_pages(group, name, cache, kv_cache_config.num_blocks, n_pages)
                     encoding = _format(cache, spec, config.cache_config.cache_dtype)
-                    heads = _total_heads(spec, cache.shape[1], n_heads, tp)
-                    made = [_attention(cache, spec, heads, tp, _naming(group, name, encoding))]
-                parts += [_named(part, name) for part in made]
+                    heads = _total_heads(spec, n_heads, tp)
+                    _check_known(name, cache, spec, layers.get(name))
+                    made = [_attention(cache, spec, layers.get(name), heads, tp, naming=_naming(group, name, encoding))]
+                made = [_named(part, name) for part in made]
+                keys[name] = tuple(view.key for part in made for view in part.views)
+                parts += made
         if not parts:
             raise UsageError("no KV cache of this worker can be handed over", remedy="check the model and its groups")
         states = [group.component for group in groups_of(kv_cache_config) if group.is_state]
         layout = build(*parts, slots=states, exact=states)
-        return Caches(layout, next(iter(kv_caches.values())).device, n_pages)
+        return Caches(layout, next(iter(kv_caches.values())).device, keys, n_pages)
 
     def pages(self, component: str, blocks: Sequence[int]) -> npt.NDArray[np.int64]:
         """The pages of vLLM's `blocks`: where a kernel wants smaller ones, a block is several."""
@@ -98,8 +110,42 @@ def _check_pages(group: Group, name: str, cache: torch.Tensor, n_blocks: int, n_
         )
 
 
-def _attention(cache: torch.Tensor, spec: AttentionSpec, heads: int, tp: tuple[int, int], naming: Naming) -> Part:
-    if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
+def _check_known(name: str, cache: torch.Tensor, spec: AttentionSpec, layer: object) -> None:
+    """Raises `UsageError` for pages that no view here describes, whatever a writer or an operator says of them."""
+    backend = Backend.of(layer)
+    n_slots = 2 if backend.pages is Pages.SLOTS else 1 if _is_latent(spec) else spec.num_kv_heads
+    what = ""
+    if isinstance(backend.pages, Unknown):
+        what = backend.pages.what
+    elif cache.shape[1] != n_slots:
+        what = f"{cache.shape[1]} slots where {n_slots} heads are"
+    elif spec.tokens_per_state < 1 and not _is_latent(spec):
+        what = f"{spec.tokens_per_state} tokens in a row"
+    if what:
+        raise UsageError(
+            f"layer {name!r} cannot be handed over: attention backend {backend.name} keeps {what}",
+            remedy="use another attention backend, or serve this model without a KV connector",
+            layer=name,
+            backend=backend.name,
+        )
+
+
+def _attention(
+    cache: torch.Tensor, spec: AttentionSpec, layer: object, heads: int, tp: tuple[int, int], *, naming: Naming
+) -> Part:
+    """One layer's views, as its backend keeps a page."""
+    match Backend.of(layer).pages:
+        case Pages.CPU:
+            typed = cache.view(spec.dtype) if cache.dtype == torch.int8 else cache
+            packed = getattr(layer, "isa", "") == "amx"
+            return vllm_cpu_blocks([typed], total_heads=heads, tp=tp, packed=packed, **naming)
+        case Pages.SLOTS:
+            k, v = (cache[:, slot].reshape(*cache.shape[::2], spec.num_kv_heads, -1) for slot in (0, 1))
+            return paged_nhd([k], [v], total_heads=heads, tp=tp, **naming)
+        case Pages.INDEX:
+            kernel_page = getattr(layer, "kv_cache", cache[:, 0]).shape[-2]
+            return dsa_index([cache[:, 0].flatten(1)], page_size=cache.shape[2], block_size=kernel_page, **naming)
+    if _is_latent(spec):
         per_row = int(spec.tokens_per_state) if spec.tokens_per_state >= 1 else 1
         return mla([cache[:, 0]], tokens_per_row=per_row, **naming)
     content = cache.shape[3] * cache.element_size()
@@ -108,20 +154,22 @@ def _attention(cache: torch.Tensor, spec: AttentionSpec, heads: int, tp: tuple[i
     return vllm_blocks([cache], total_heads=heads, tp=tp, key_nbytes=key_nbytes, **naming)
 
 
+def _is_latent(spec: AttentionSpec) -> bool:
+    return isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
+
+
 def _naming(group: Group, name: str, encoding: str) -> Naming:
     return {"component": group.component, "layers": (_number(name),), "format": encoding}
 
 
-def _total_heads(spec: AttentionSpec, n_held: int, n_heads: int, tp: tuple[int, int]) -> int:
-    """The whole model's head slots of a layer of which this rank holds `n_held`: of the model's KV heads, or of another
-    number as a drafter has.
+def _total_heads(spec: AttentionSpec, n_heads: int, tp: tuple[int, int]) -> int:
+    """The KV heads of the whole layer, of which this rank holds the spec's: the model's, or another number as a drafter
+    has.
     """
     first, end = shard_range(n_heads, *tp)
-    n_here: int = spec.num_kv_heads
-    if n_here == end - first and n_held % n_here == 0:
-        return n_heads * (n_held // n_here)
+    n_held: int = spec.num_kv_heads
     n_shards: int = min(tp[0], spec.max_tp_shards or tp[0])
-    return n_held * n_shards
+    return n_heads if n_held == end - first else n_held * n_shards
 
 
 def _format(cache: torch.Tensor, spec: AttentionSpec, cache_dtype: str) -> str:

@@ -65,7 +65,8 @@ class Group:
     def needed_from(self, n_tokens: int) -> int:
         """The first token that is still read once `n_tokens` are computed, as vLLM's managers of these groups say."""
         if isinstance(self.spec, SlidingWindowSpec):
-            retained: int = self.spec.num_retained_tokens
+            window: int = self.spec.sliding_window
+            retained = getattr(self.spec, "num_retained_tokens", window - 1)  # vLLM 0.32 has no such name
             return max(0, n_tokens - retained)
         if isinstance(self.spec, ChunkedLocalAttentionSpec):
             chunk: int = self.spec.attention_chunk_size

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.utils.network_utils import get_ip
 
 from pdstage.control.address import Address
+from pdstage.errors import UsageError
 from pdstage.integrations.options import node_options
 
 if TYPE_CHECKING:
@@ -30,19 +31,26 @@ and a room of which nothing comes was another request's.
 class Settings:
     """`host` is where this engine listens, "auto" what vLLM takes for its own address (VLLM_HOST_IP). `port` is that of
     a prefill engine's directory, plus its data-parallel index; 0 is any. Beyond loopback `keys`, a key file's path, or
-    `insecure` is needed. `options` are other arguments of pdstage's nodes, `config` the fields of `Config`.
+    `insecure` is needed. `trust_layout` admits caches whose layout nothing proves. `options` are other arguments of
+    pdstage's nodes, `config` the fields of `Config`.
     """
 
     host: str
     port: int
+    trust_layout: bool
     options: Mapping[str, Any]
 
     @staticmethod
     def of(vllm_config: VllmConfig) -> Settings:
         options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
         host, port = options.pop("host", "127.0.0.1"), options.pop("port", 0)
+        trust_layout = options.pop("trust_layout", False)
+        if not isinstance(trust_layout, bool):
+            raise UsageError(
+                f"trust_layout of kv_connector_extra_config is {trust_layout!r}", remedy="give true or false"
+            )
         place = vllm_config.parallel_config.data_parallel_index
-        return Settings(get_ip() if host == "auto" else host, port and port + place, options)
+        return Settings(get_ip() if host == "auto" else host, port and port + place, trust_layout, options)
 
     def node(self, kind: type[PrefillNode | DecodeNode]) -> dict[str, Any]:
         """A node's arguments. Raises `UsageError` for what no node takes."""

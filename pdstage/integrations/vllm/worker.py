@@ -19,6 +19,8 @@ from pdstage.errors import PdstageError, UsageError
 from pdstage.integrations.vllm.caches import Caches
 from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata
 from pdstage.integrations.vllm.stats import PdStageStats
+from pdstage.integrations.vllm.writers import probes_of
+from pdstage.probe import prove_layout
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -63,6 +65,9 @@ class WorkerSide:
                 'kv_buffer_device is "cpu" for caches on the device',
                 remedy="leave it out: pdstage sends from the caches themselves",
             )
+        probes = probes_of(self._caches, self._config)
+        proof = prove_layout(self._caches.layout, probes, trust_layout=self._settings.trust_layout)
+        log.info("KV cache layout of rank %d: %s", self.topology.tp_rank, proof)
         pool = Pool.of(self._caches.layout, keep=tuple(kv_caches.values()))
         if self._transfer.is_kv_producer:
             told, name = self._settings.node(PrefillNode), self._transfer.engine_id

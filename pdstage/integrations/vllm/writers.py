@@ -1,0 +1,211 @@
+"""vLLM's own cache writes, by which a worker's layout is proved at start (`pdstage.probe`).
+
+Layer 6. Must not know requests or nodes. An attention layer's writer is its backend's `do_kv_cache_update`, called as
+`unified_kv_cache_update` (vllm/model_executor/layers/attention/attention.py) and `MLAAttention` call it in a forward
+pass. A recurrent layer keeps its states in views of its own making (`MambaBase.bind_kv_cache`): its writer is a store
+into these. Both exist when vLLM registers its caches: metadata builders and caches are bound to the layers before.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+
+from pdstage.integrations.vllm.backends import Backend, Pages
+from pdstage.probe import LayerProbe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+    from vllm.config import VllmConfig
+
+    from pdstage.integrations.vllm.caches import Caches
+    from pdstage.layout import Key, View
+    from pdstage.probe import Cell, Writer
+
+_PLACE = re.compile(r"\d+")
+_PLAIN = {"auto", "bfloat16", "float16", "half", "float32", "float"}
+_NUDGE = 1 + 1 / 64
+"""vLLM's CPU operators truncate to fp8: a little above a code, to round and to truncate give the same code."""
+
+
+def probes_of(caches: Caches, config: VllmConfig) -> list[LayerProbe]:
+    """One probe for each layer of `caches`."""
+    layers = config.compilation_config.static_forward_context
+    views = caches.layout.by_key()
+    probes = []
+    for name, keys in caches.keys.items():
+        layer, held = layers.get(name), [views[key] for key in keys]
+        write = None if layer is None else _writer(layer, held, caches.device, config.model_config.dtype)
+        probes.append(LayerProbe(name, Backend.of(layer).name, keys, write))
+    return probes
+
+
+def _writer(
+    layer: Any,  # noqa: ANN401  (vLLM's)
+    views: Sequence[View],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Writer | None:
+    """The layer's own writer; None where it has none that can be called by itself."""
+    if isinstance(getattr(layer, "kv_cache", None), list | tuple):
+        return _StateWriter(layer.kv_cache, views)
+    if Backend.of(layer).pages is Pages.INDEX:
+        return _IndexWriter(layer, views, device) if device.type == "cuda" else None
+    if getattr(getattr(layer, "impl", None), "do_kv_cache_update", None) is None:
+        return None
+    encoding, roles = _Encoding.of(layer, dtype), {_role(view) for view in views}
+    if roles == {"latent"}:
+        return _LatentWriter(layer, views[0], encoding or _Encoding(dtype, dtype), encoding is not None, device)
+    if encoding is not None and "k" in roles and all(view.shards == layer.num_kv_heads for view in views):
+        return _HeadsWriter(layer, views, encoding, device)
+    return None
+
+
+def _role(view: View) -> str:
+    """A view's role without the layer's name."""
+    return view.key.role.partition("@")[0]
+
+
+class _Encoding(NamedTuple):
+    """Of what dtype values are given to a layer, and of what dtype they are stored."""
+
+    given: torch.dtype
+    stored: torch.dtype
+
+    @staticmethod
+    def of(layer: Any, dtype: torch.dtype) -> _Encoding | None:  # noqa: ANN401
+        """Of a model of `dtype`; None for encodings of which this module does not know what is stored."""
+        name, held = str(getattr(layer, "kv_cache_dtype", "auto")), layer.kv_cache.dtype
+        if name in _PLAIN and held.is_floating_point:
+            return _Encoding(held, held)
+        if name in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+            return _Encoding(dtype, torch.float8_e5m2 if name == "fp8_e5m2" else current_platform.fp8_dtype())
+        return None
+
+    def draw(
+        self, rng: np.random.Generator, shape: tuple[int, ...], scale: float
+    ) -> tuple[torch.Tensor, NDArray[np.uint8]]:
+        """Values to give to the writer, and the bytes that they are stored as, `[..., byte]`."""
+        drawn = torch.from_numpy(rng.uniform(0.5, 2.0, shape) * rng.choice([-1.0, 1.0], shape))
+        stored = drawn.to(self.given).to(self.stored)
+        given = stored if self.stored == self.given else (stored.float() * (_NUDGE * scale)).to(self.given)
+        return given, stored.view(torch.uint8).numpy()
+
+
+class _HeadsWriter:
+    """K and V of every KV head, by the backend's `do_kv_cache_update`."""
+
+    def __init__(self, layer: Any, views: Sequence[View], encoding: _Encoding, device: torch.device) -> None:  # noqa: ANN401
+        self._layer, self._views, self._encoding, self._device = layer, views, encoding, device
+
+    def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+        layer, heads = self._layer, self._layer.num_kv_heads
+        sizes = {"k": layer.head_size, "v": getattr(layer, "head_size_v", layer.head_size)}
+        given, stored = {}, {}
+        for role, size in sizes.items():
+            scale = float(getattr(layer, f"_{role}_scale_float", 1.0))
+            given[role], stored[role] = self._encoding.draw(rng, (len(cells), heads, size), scale)
+        layer.impl.do_kv_cache_update(
+            layer, given["k"].to(self._device), given["v"].to(self._device), layer.kv_cache,
+            _slots(cells, self._views[0], self._device),
+        )  # fmt: skip
+        return {view.key: _share(stored, view) for view in self._views}
+
+
+def _share(stored: Mapping[str, NDArray[np.uint8]], view: View) -> NDArray[np.uint8]:
+    """The bytes of `stored` that are in a view: all of a role's, or of role "v.3" the fourth part of that length."""
+    role, _, part = _role(view).partition(".")
+    first = int(part or 0) * view.shard_nbytes
+    return stored[role][..., first : first + view.shard_nbytes]
+
+
+class _LatentWriter:
+    """MLA's latent and rotary key, by the backend's `do_kv_cache_update`; packed rows (fp8_ds_mla) by their place."""
+
+    def __init__(
+        self,
+        layer: Any,  # noqa: ANN401
+        view: View,
+        encoding: _Encoding,
+        is_plain: bool,
+        device: torch.device,
+    ) -> None:
+        self._layer, self._view, self._encoding, self._is_plain, self._device = layer, view, encoding, is_plain, device
+
+    def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]] | None:
+        layer, rank = self._layer, self._layer.kv_lora_rank
+        scale = float(getattr(layer, "_k_scale_float", 1.0))
+        given, stored = self._encoding.draw(rng, (len(cells), 1, rank + layer.qk_rope_head_dim), scale)
+        given = given.to(self._device)
+        layer.impl.do_kv_cache_update(
+            given[:, 0, :rank].contiguous(), given[:, :, rank:].contiguous(), layer.kv_cache,
+            _slots(cells, self._view, self._device), layer.kv_cache_dtype, layer._k_scale,
+        )  # fmt: skip
+        return {self._view.key: stored} if self._is_plain else None
+
+
+class _IndexWriter:
+    """The sparse indexer's keys, by `indexer_k_quant_and_cache` as its own forward pass calls it; by their place."""
+
+    def __init__(self, layer: Any, views: Sequence[View], device: torch.device) -> None:  # noqa: ANN401
+        self._layer, self._view, self._device = layer, views[0], device
+
+    def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> None:
+        key_nbytes = self._view.width
+        keys = torch.from_numpy(rng.standard_normal((len(cells), key_nbytes)) * 2.0 ** np.arange(len(cells))[:, None])
+        ops.indexer_k_quant_and_cache(
+            keys.to(self._device, torch.bfloat16), self._layer.kv_cache, _slots(cells, self._view, self._device),
+            key_nbytes, "ue8m0",
+        )  # fmt: skip
+
+
+class _StateWriter:
+    """A recurrent layer's states, stored where the layer itself indexes them."""
+
+    def __init__(self, states: Sequence[torch.Tensor], views: Sequence[View]) -> None:
+        self._states, self._views = states, views
+
+    def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+        drawn = [
+            torch.from_numpy(rng.standard_normal((len(cells), *state.shape[1:]))).to(state.dtype)
+            for state in self._states
+        ]
+        for state, values in zip(self._states, drawn, strict=True):
+            state[torch.tensor([cell.item for cell in cells], device=state.device)] = values.to(state.device)
+        stored: dict[Key, NDArray[np.uint8]] = {}
+        channel = 0
+        for view in self._views:
+            role = _role(view)
+            if role.startswith("conv"):
+                values, n = _channels(drawn[0], view, channel)
+                channel += n
+            else:
+                values = drawn[1] if role.startswith("ssm") else drawn[int(_PLACE.findall(role)[0])]
+            rows = values.contiguous().flatten(1).view(torch.uint8)
+            stored[view.key] = rows.reshape(len(cells), view.shards, view.shard_nbytes).numpy()
+        return stored
+
+
+def _channels(conv: torch.Tensor, view: View, first: int) -> tuple[torch.Tensor, int]:
+    """A section of conv states, `[cell, shard, ...]` from channel `first` on, and how many channels that are.
+
+    The states are `[cell, channels, rows]`, or `[cell, rows, channels]` where vLLM keeps channels last ("SD").
+    """
+    if _role(view).startswith("conv_sd"):
+        n = view.width // conv.element_size() * view.shards
+        section = conv[:, :, first : first + n]
+        return section.reshape(*section.shape[:2], view.shards, -1).transpose(1, 2), n
+    n = view.segs * view.shards
+    return conv[:, first : first + n], n
+
+
+def _slots(cells: Sequence[Cell], view: View, device: torch.device) -> torch.Tensor:
+    """vLLM's slot numbers: a block's number times its tokens, and the token."""
+    return torch.tensor([cell.item * view.tokens_per_item + cell.token for cell in cells], device=device)

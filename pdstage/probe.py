@@ -1,0 +1,320 @@
+"""Proves a layout at start: the engine's own code writes known values, and the layout's views must find every byte.
+
+    prove_layout(layout, [LayerProbe("model.layers.0.attn", "FLASH_ATTN", keys, write), ...])
+
+A tensor's shape does not say where a backend keeps K and V inside it: vLLM's CPU_ATTN stores K transposed in a tensor
+whose shape says otherwise. So a layout is never believed. `write` is the engine's own cache-write operation; the engine
+or its adapter supplies it. This module chooses pages and tokens, has them written, reads them back by the formula of
+`View`, compares every byte, and puts the pages back as they were. Call it before the memory is used.
+
+To read: `LayerProbe`, then `prove_layout`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from pdstage.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    import torch
+    from numpy.typing import NDArray
+
+    from pdstage.layout import Key, Layout, Region, View
+
+_HEX_NBYTES = 16
+_TELLING_NBYTES = 8
+
+
+class Cell(NamedTuple):
+    """One token of one page; `token` counts from the page's start. Of a slot, token 0."""
+
+    item: int
+    token: int
+
+
+class Writer(Protocol):
+    """An engine's own code that stores values in its caches, for one layer."""
+
+    def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]] | None:
+        """Stores values drawn from `rng` for all `cells`.
+
+        Returns, for every view of the layer, the bytes that were stored, `[cell, shard, byte]`, `byte` as long as the
+        view's `shard_nbytes`. Draw values that the cache's encoding keeps exactly, and that differ everywhere.
+
+        Returns None where only the engine knows the encoding. Then the same values are written once more, the cells in
+        reverse, and every row must have moved to where its cell is. That proves the place of whole rows, so it is for
+        views of one shard.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProbe:
+    """How one layer's views are proved.
+
+    `name` and `backend` are the engine's names, for errors. `keys` are the layer's views. `write` is None where no
+    writer of the backend runs here; `verified` then says how the layout was verified elsewhere, empty if it was not.
+    Pages before `first_item` are not written: engines keep some for padding, which writers may skip.
+    """
+
+    name: str
+    backend: str
+    keys: tuple[Key, ...]
+    write: Writer | None = None
+    verified: str = ""
+    first_item: int = 0
+
+
+class Proof(NamedTuple):
+    """Layers by what vouches for them: their own writer, a verification elsewhere, or the operator's word."""
+
+    proved: tuple[str, ...]
+    verified: tuple[str, ...]
+    trusted: tuple[str, ...]
+
+    def __str__(self) -> str:
+        told = {"proved by the engine's own writer": self.proved, "verified elsewhere": self.verified}
+        told["trusted without proof (trust_layout)"] = self.trusted
+        return ", ".join(f"{len(names)} layers {what}" for what, names in told.items() if names)
+
+
+def prove_layout(layout: Layout, probes: Iterable[LayerProbe], *, trust_layout: bool = False, seed: int = 0) -> Proof:
+    """Proves every view of `layout`, layer by layer; the memory is afterwards as it was.
+
+    `trust_layout` admits layers that have neither a writer nor a verification. It does not admit a layer whose writer
+    shows another layout. Takes milliseconds: a few tokens of three pages of each layer are written.
+
+    Raises `UsageError` that names layer, backend, what was expected and what was found, for the first byte that is not
+    where its view says, for a byte that the writer changed and no view covers, for a layer that nothing vouches for,
+    and for a view of no probe.
+    """
+    given = list(probes)
+    views = layout.by_key()
+    _check_complete(views, given)
+    memory: dict[int, torch.Tensor] = {}
+    outcome: dict[str, list[str]] = {"proved": [], "verified": [], "trusted": []}
+    for number, probe in enumerate(given):
+        if probe.write is not None:
+            held = [views[key] for key in probe.keys]
+            for view in held:
+                if view.region not in memory:
+                    memory[view.region] = _bytes_of(layout.regions[view.region])
+            _prove(probe, held, memory, (seed, number))
+            outcome["proved"].append(probe.name)
+        elif probe.verified:
+            outcome["verified"].append(probe.name)
+        elif trust_layout:
+            outcome["trusted"].append(probe.name)
+        else:
+            raise UsageError(
+                f"nothing proves how attention backend {probe.backend} keeps layer {probe.name!r}: it has no "
+                "writer that runs here, and is not in the table of verified layouts",
+                remedy="use another attention backend, or set trust_layout after comparing this engine's answers with "
+                "those of one engine that serves alone",
+                layer=probe.name,
+                backend=probe.backend,
+            )
+    return Proof(*(tuple(names) for names in outcome.values()))
+
+
+def _check_complete(views: Mapping[Key, View], probes: Sequence[LayerProbe]) -> None:
+    named = [key for probe in probes for key in probe.keys]
+    wrong = [key for key in views if named.count(key) != 1] + [key for key in named if key not in views]
+    if wrong:
+        raise UsageError(
+            f"{wrong[0]} is in {named.count(wrong[0])} probes and {'' if wrong[0] in views else 'not '}in the layout",
+            remedy="give one LayerProbe for each layer, with the keys of all its views",
+            key=wrong[0],
+        )
+
+
+def _prove(probe: LayerProbe, views: Sequence[View], memory: Mapping[int, torch.Tensor], seed: tuple[int, int]) -> None:
+    """One layer: saves its pages, has them written, compares, and puts them back whatever comes of it."""
+    assert probe.write is not None
+    cells = _cells(views, probe.first_item)
+    pages = [(part, part.clone()) for part in _pages(views, cells, memory)]
+    rows = [_cell(memory[view.region], view, cell) for view in views for cell in cells]
+    before = [(row, row.clone()) for row in rows]
+    try:
+        stored = probe.write(cells, np.random.default_rng(seed))
+        if stored is None:
+            stored = {key: held[::-1] for key, held in _read(views, cells, memory).items()}
+            _check_rest(probe, before, pages)
+            probe.write(cells[::-1], np.random.default_rng(seed))
+        _check_stored(probe, views, cells, stored)
+        _compare(probe, views, cells, stored, memory)
+        _check_rest(probe, before, pages)
+    finally:
+        for part, was in pages:
+            part.copy_(was)
+
+
+def _cells(views: Sequence[View], first: int) -> list[Cell]:
+    """Several tokens of the first page, some of the last, one between."""
+    n_items = min(view.n_items for view in views)
+    first = min(first, n_items - 1)
+    step = max(view.tokens_per_row for view in views)
+    rows = max(1, min(view.tokens_per_item for view in views) // step)
+    some = sorted({0, 1, rows // 2, rows - 2, rows - 1} & set(range(rows)))
+    middle = (first + n_items) // 2
+    picked = {n_items - 1: some[:2] + some[3:], middle: some[len(some) // 2 :][:1], first: some}
+    return [Cell(item, row * step) for item in sorted(picked) for row in picked[item]]
+
+
+def _bytes_of(region: Region) -> torch.Tensor:
+    """A region's memory as uint8, without a copy."""
+    import torch  # noqa: PLC0415  (importing pdstage brings no torch)
+
+    if region.kind == "cpu":
+        return torch.frombuffer((ctypes.c_uint8 * region.nbytes).from_address(region.base), dtype=torch.uint8)
+    return torch.as_tensor(_DeviceMemory(region), device=f"{region.kind}:{region.device}")
+
+
+class _DeviceMemory:
+    """A region as the array that CUDA array interface 3 describes."""
+
+    def __init__(self, region: Region) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (region.nbytes,), "typestr": "|u1", "data": (region.base, False), "version": 3,
+        }  # fmt: skip
+
+
+def _cell(memory: torch.Tensor, view: View, cell: Cell) -> torch.Tensor:
+    """`[shard, seg, byte]` of a token, where `View`'s formula says."""
+    at = view.offset + cell.item * view.item_stride + view.row_offset(cell.token)
+    return memory.as_strided((view.shards, view.segs, view.width), (view.shard_stride, view.seg_stride, 1), at)
+
+
+def _read(
+    views: Sequence[View], cells: Sequence[Cell], memory: Mapping[int, torch.Tensor]
+) -> dict[Key, NDArray[np.uint8]]:
+    """What each view has of the cells, `[cell, shard, byte]`."""
+    found = {}
+    for view in views:
+        rows = np.stack([_cell(memory[view.region], view, cell).cpu().numpy() for cell in cells])
+        found[view.key] = rows.reshape(len(cells), view.shards, view.shard_nbytes)
+    return found
+
+
+def _pages(views: Sequence[View], cells: Sequence[Cell], memory: Mapping[int, torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The whole memory of the cells' pages, also what no view covers; each byte once."""
+    spans = []
+    for view in views:
+        low, high = replace(view, n_items=1).extent()
+        page = max(high, low + abs(view.item_stride)) - low
+        spans += [(view.region, low + item * view.item_stride, page) for item, _ in cells]
+    merged: list[tuple[int, int, int]] = []
+    for region, low, nbytes in sorted(set(spans)):
+        high = min(low + nbytes, len(memory[region]))
+        if merged and merged[-1][0] == region and low <= merged[-1][2]:
+            merged[-1] = (region, merged[-1][1], max(high, merged[-1][2]))
+        else:
+            merged.append((region, low, high))
+    return (memory[region][low:high] for region, low, high in merged)
+
+
+def _check_stored(
+    probe: LayerProbe, views: Sequence[View], cells: Sequence[Cell], stored: Mapping[Key, NDArray[np.uint8]]
+) -> None:
+    """Raises `UsageError` for a writer that does not say what it stored, or whose values prove nothing."""
+    for view in views:
+        wanted = (len(cells), view.shards, view.shard_nbytes)
+        shape = stored[view.key].shape if view.key in stored else None
+        if shape != wanted:
+            raise UsageError(
+                f"the writer of layer {probe.name!r} says it stored {shape} bytes for {view.key}, not {wanted}",
+                remedy="return [cell, shard, byte] for every view of the layer",
+                layer=probe.name,
+                key=view.key,
+            )
+    rows = [row.tobytes() for view in views for cell in stored[view.key] for row in cell]
+    telling = [row for row in rows if len(row) >= _TELLING_NBYTES]
+    if len(set(telling)) < len(telling):
+        raise UsageError(
+            f"the writer of layer {probe.name!r} stored the same bytes in two places, which proves nothing of either",
+            remedy="draw every value anew",
+            layer=probe.name,
+        )
+
+
+def _compare(
+    probe: LayerProbe,
+    views: Sequence[View],
+    cells: Sequence[Cell],
+    stored: Mapping[Key, NDArray[np.uint8]],
+    memory: Mapping[int, torch.Tensor],
+) -> None:
+    wrong: list[tuple[View, Cell, int]] = []
+    first: tuple[bytes, bytes] = b"", b""
+    n_rows = 0
+    for view, found in zip(views, _read(views, cells, memory).values(), strict=True):
+        n_rows += len(cells) * view.shards
+        for at, shard in zip(*np.nonzero((found != stored[view.key]).any(axis=2)), strict=True):
+            if not wrong:
+                first = stored[view.key][at, shard].tobytes(), found[at, shard].tobytes()
+            wrong.append((view, cells[at], int(shard)))
+    if not wrong:
+        return
+    view, cell, shard = wrong[0]
+    expected, held = first
+    at = next(i for i, (one, other) in enumerate(zip(expected, held, strict=True)) if one != other)
+    raise UsageError(
+        f"layer {probe.name!r} is not laid out as pdstage believes: attention backend {probe.backend} was given "
+        f"{_words(view, cell, shard)} as {_hex(expected, at)}, and there it is {_hex(held, at)} from byte {at} on "
+        f"({len(wrong)} of {n_rows} rows differ; {_explained(held, views, cells, stored)})",
+        remedy="nothing was moved: use another attention backend, or the pdstage release for this engine's version",
+        layer=probe.name,
+        backend=probe.backend,
+        key=view.key,
+        item=cell.item,
+        token=cell.token,
+        shard=shard,
+        expected=expected.hex(),
+        found=held.hex(),
+    )
+
+
+def _words(view: View, cell: Cell, shard: int) -> str:
+    what = view.key.role.partition("@")[0]
+    return f"{what} of page {cell.item}, token {cell.token}, {view.axis.name or 'shard'} {view.axis.first + shard}"
+
+
+def _hex(row: bytes, at: int) -> str:
+    return row[at : at + _HEX_NBYTES].hex()
+
+
+def _explained(
+    row: bytes, views: Sequence[View], cells: Sequence[Cell], stored: Mapping[Key, NDArray[np.uint8]]
+) -> str:
+    """What was found instead, in words."""
+    for view in views:
+        for at, cell in enumerate(cells):
+            for shard in range(view.shards):
+                if stored[view.key][at, shard].tobytes() == row:
+                    return f"that is what was written as {_words(view, cell, shard)}"
+    return "that is no row that was written: the elements of a row are stored in another order, or encoded otherwise"
+
+
+def _check_rest(
+    probe: LayerProbe,
+    before: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    pages: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Raises `UsageError` where the writer changed a byte of the pages that no view covers."""
+    for part, was in before:
+        part.copy_(was)
+    n_changed = sum(int((part != was).sum()) for part, was in pages)
+    if n_changed:
+        raise UsageError(
+            f"attention backend {probe.backend} stores {n_changed} bytes of layer {probe.name!r} that no view covers: "
+            "they would not be moved",
+            remedy="use another attention backend, or the pdstage release for this engine's version",
+            layer=probe.name,
+            backend=probe.backend,
+        )

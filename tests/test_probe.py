@@ -1,0 +1,243 @@
+"""A layout is proved by the writer of whoever owns the memory: what the views believe wrongly is refused by name.
+
+The writers here stand for an engine's own; tests/engines and tests/e2e use the engines'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from pdstage.errors import UsageError
+from pdstage.layout import Key, Layout
+from pdstage.probe import LayerProbe, prove_layout
+from pdstage.tensors import build, mla, paged_hnd, paged_nhd, slot_states
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from pdstage.layout import View
+    from pdstage.probe import Cell, Writer
+
+N_PAGES, PAGE, HEADS, DIM = 6, 16, 4, 8
+K, V = Key("kv", "k", 0), Key("kv", "v", 0)
+
+
+def caches() -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V `[page, token, head, dim]` of one layer, full of noise."""
+    noise = torch.randn(2, N_PAGES, PAGE, HEADS, DIM)
+    return noise[0], noise[1]
+
+
+def nhd(k: torch.Tensor, v: torch.Tensor) -> Layout:
+    return build(paged_nhd([k], [v], total_heads=HEADS, tp=(1, 0)))
+
+
+def writer(k: torch.Tensor, v: torch.Tensor) -> Writer:
+    """Stores K and V `[token, head, dim]` as an engine with pages `[page, token, head, dim]` does."""
+
+    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+        stored = {}
+        for key, cache in ((K, k), (V, v)):
+            values = rng.standard_normal((len(cells), HEADS, DIM)).astype(np.float32)
+            slots = torch.tensor([cell.item * PAGE + cell.token for cell in cells])
+            cache.view(-1, HEADS, DIM)[slots] = torch.from_numpy(values)
+            stored[key] = values.view(np.uint8)
+        return stored
+
+    return write
+
+
+def prove(layout: Layout, write: Writer | None, keys: tuple[Key, ...] = (K, V), **more: object) -> object:
+    return prove_layout(layout, [LayerProbe("layers.0", "SOME_ATTN", keys, write)], **more)
+
+
+def test_what_is_right_is_proved_and_left_as_it_was() -> None:
+    k, v = caches()
+    before = k.clone(), v.clone()
+    assert prove(nhd(k, v), writer(k, v)) == (("layers.0",), (), ())
+    assert torch.equal(k, before[0])
+    assert torch.equal(v, before[1])
+
+
+OTHER = caches()
+
+
+def wrong(name: str, k: torch.Tensor, v: torch.Tensor) -> tuple[Layout, str]:
+    """A layout that is not how `writer(k, v)` stores, and what the error says of it."""
+    match name:
+        case "K and V swapped":
+            return nhd(v, k), "that is what was written as v of page 0, token 0, kv_head 0"
+        case "heads in another order":
+            view = replace(nhd(k, v).by_key()[K], shard_stride=0)  # each of the heads is the first
+            return _with(nhd(k, v), view), "that is what was written as k of page 0, token 0, kv_head 0"
+        case "a wrong page size":
+            pairs = [cache.view(N_PAGES // 2, 2 * PAGE, HEADS, DIM) for cache in (k, v)]
+            return nhd(*pairs), "rows differ"
+        case "heads before tokens":
+            order = [cache.view(N_PAGES, HEADS, PAGE, DIM) for cache in (k, v)]
+            return build(
+                paged_hnd([order[0]], [order[1]], total_heads=HEADS, tp=(1, 0))
+            ), "given k of page 0, token 0, kv_head 1"
+        case "elements transposed":
+            view = nhd(k, v).by_key()[K]
+            turned = replace(view, segs=DIM, seg_stride=4 * HEADS, width=4, shard_stride=4)
+            return _with(nhd(k, v), turned), "the elements of a row are stored in another order"
+        case "another tensor":
+            return nhd(*OTHER), "the elements of a row are stored in another order, or encoded otherwise"
+    raise AssertionError(name)
+
+
+def _with(layout: Layout, view: View) -> Layout:
+    return Layout.of(layout.regions, [view, *(one for one in layout.by_key().values() if one.key != view.key)])
+
+
+WRONG = [
+    "K and V swapped", "heads in another order", "a wrong page size", "heads before tokens", "elements transposed",
+    "another tensor",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused_by_name_and_left_as_it_was(name: str) -> None:
+    k, v = caches()
+    before = k.clone(), v.clone()
+    layout, told = wrong(name, k, v)
+    with pytest.raises(UsageError, match="attention backend SOME_ATTN") as refused:
+        prove(layout, writer(k, v))
+    assert told in str(refused.value)
+    assert "'layers.0'" in str(refused.value)
+    assert {"layer", "backend", "expected", "found", "item", "token", "shard"} <= set(refused.value.fields)
+    if name not in ("a wrong page size", "another tensor"):  # what a writer stores elsewhere is not known, nor put back
+        assert torch.equal(k, before[0])
+        assert torch.equal(v, before[1])
+
+
+def test_bytes_that_no_view_covers_are_refused() -> None:
+    k, v = caches()
+    write = writer(k, v)
+
+    def with_scales(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+        stored = write(cells, rng)
+        v[0, 9] = torch.pi  # as a backend does that keeps a page's scales in the page
+        return stored
+
+    with pytest.raises(UsageError, match=r"SOME_ATTN stores \d+ bytes of layer 'layers.0' that no view covers"):
+        prove(nhd(k, v), with_scales)
+    assert not (v[0, 9] == torch.pi).any()
+
+
+def test_a_writer_that_raises_leaves_the_pages_as_they_were() -> None:
+    k, v = caches()
+    before = k.clone()
+
+    def fails(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+        writer(k, v)(cells, rng)
+        raise RuntimeError("no kernel")
+
+    with pytest.raises(RuntimeError, match="no kernel"):
+        prove(nhd(k, v), fails)
+    assert torch.equal(k, before)
+
+
+def test_a_writer_must_tell_all_it_stored_and_values_that_differ() -> None:
+    k, v = caches()
+    with pytest.raises(UsageError, match="says it stored None bytes"):
+        prove(nhd(k, v), lambda cells, rng: {})
+
+    def constant(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+        k.fill_(1.0)
+        v.fill_(1.0)
+        ones = np.ones((len(cells), HEADS, DIM), np.float32).view(np.uint8)
+        return {K: ones, V: ones}
+
+    with pytest.raises(UsageError, match="the same bytes in two places"):
+        prove(nhd(k, v), constant)
+
+
+def test_without_a_writer_a_layer_needs_a_verification_or_the_operators_word() -> None:
+    k, v = caches()
+    with pytest.raises(
+        UsageError, match="nothing proves how attention backend SOME_ATTN keeps layer 'layers.0'"
+    ) as refused:
+        prove(nhd(k, v), None)
+    assert "trust_layout" in str(refused.value)
+    assert prove(nhd(k, v), None, trust_layout=True).trusted == ("layers.0",)
+    listed = LayerProbe("layers.0", "SOME_ATTN", (K, V), verified="0.33.0: compared with its reader")
+    assert prove_layout(nhd(k, v), [listed]).verified == ("layers.0",)
+    with pytest.raises(UsageError, match="is not laid out"):  # the operator's word does not outweigh a writer
+        prove(nhd(v, k), writer(k, v), trust_layout=True)
+
+
+def test_every_view_is_of_one_probe() -> None:
+    k, v = caches()
+    with pytest.raises(UsageError, match="is in 0 probes"):
+        prove(nhd(k, v), writer(k, v), keys=(K,))
+    with pytest.raises(UsageError, match="not in the layout"):
+        prove(nhd(k, v), writer(k, v), keys=(K, V, Key("kv", "k", 1)))
+
+
+def test_compressed_rows_and_slots_are_proved() -> None:
+    latents, states = torch.randn(3, 4, DIM), torch.randn(2, 3, DIM)
+    layout = build(
+        mla([latents], tokens_per_row=4), slot_states([states], component="mamba", role="ssm"), slots=["mamba"]
+    )
+    row, slot = Key("kv", "latent", 0), Key("mamba", "ssm", 0)
+
+    def rows(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+        values = rng.standard_normal((len(cells), 1, DIM)).astype(np.float32)
+        for cell, value in zip(cells, values, strict=True):
+            latents[cell.item, cell.token // 4] = torch.from_numpy(value[0])
+        return {row: values.view(np.uint8)}
+
+    def whole(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+        values = rng.standard_normal((len(cells), 1, 3 * DIM)).astype(np.float32)
+        for cell, value in zip(cells, values, strict=True):
+            states[cell.item] = torch.from_numpy(value).view(3, DIM)
+        return {slot: values.view(np.uint8)}
+
+    probes = [LayerProbe("attn", "MLA", (row,), rows), LayerProbe("linear", "GDN", (slot,), whole)]
+    assert str(prove_layout(layout, probes)) == "2 layers proved by the engine's own writer"
+
+
+def opaque(cache: torch.Tensor, step: int = 0) -> Writer:
+    """Stores rows `[page, row, byte]` of an encoding of its own; with `step` not where their tokens are."""
+
+    def write(cells: Sequence[Cell], rng: np.random.Generator) -> None:
+        for cell, row in zip(cells, rng.integers(1, 256, (len(cells), DIM), np.uint8), strict=True):
+            cache[cell.item, (cell.token + step * cell.item) % cache.shape[1]] = torch.from_numpy(row ^ 0x5A)
+
+    return write
+
+
+def test_rows_of_an_unknown_encoding_are_proved_by_their_place() -> None:
+    rows = torch.randint(0, 256, (N_PAGES, PAGE, DIM), dtype=torch.uint8)
+    before, key = rows.clone(), Key("kv", "latent", 0)
+    layout = build(mla([rows], format="packed"))
+    assert prove(layout, opaque(rows), (key,)) == (("layers.0",), (), ())
+    assert torch.equal(rows, before)
+    with pytest.raises(UsageError, match="no view covers"):
+        prove(layout, opaque(rows, step=1), (key,))
+    assert torch.equal(rows, before)
+    other = torch.randint(0, 256, (N_PAGES, PAGE, DIM), dtype=torch.uint8)
+    with pytest.raises(UsageError, match="is not laid out"):
+        prove(layout, opaque(other), (key,))
+
+
+def test_pages_kept_for_padding_are_not_written() -> None:
+    k, v = caches()
+    seen: list[Cell] = []
+
+    def watched(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+        seen.extend(cells)
+        return writer(k, v)(cells, rng)
+
+    prove_layout(nhd(k, v), [LayerProbe("layers.0", "SOME_ATTN", (K, V), watched, first_item=1)])
+    assert {cell.item for cell in seen} == {1, (N_PAGES + 1) // 2, N_PAGES - 1}
+    assert {cell.token for cell in seen if cell.item == 1} >= {0, 1, PAGE - 1}
