@@ -21,6 +21,8 @@ _OURS = {
     "bind",
 }  # fmt: skip
 """Arguments that are the adapter's to give."""
+_ADAPTERS = {"trust_layout": False}
+"""What PDSTAGE_NODE may say besides a node's arguments: it is the adapter's to act on."""
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
@@ -36,7 +38,7 @@ def node_options(
     known = set(defaults) - _OURS
     told: dict[str, Any] = {}
     config: dict[str, Any] = dict(deadlines)
-    for source, options in ((environment.NODE.name, environment.NODE.read() or {}), (where, given)):
+    for source, options in ((environment.NODE.name, _told()), (where, given)):
         own = options.get("config", {})
         unknown = [*(set(options) - known), *(set(own) - {field.name for field in fields(Config)})]
         if unknown:
@@ -52,6 +54,18 @@ def node_options(
         told |= options
         config |= own
     return {name: told[name] for name in _arguments(kind) if name in told} | {"config": Config(**config)}
+
+
+def trusts_layout() -> bool:
+    """Whether the operator vouches for pages whose layout nothing proves: `trust_layout` of PDSTAGE_NODE."""
+    told = (environment.NODE.read() or {}).get("trust_layout", _ADAPTERS["trust_layout"])
+    _check_kind(f"trust_layout of {environment.NODE.name}", told, default=False)
+    return bool(told)
+
+
+def _told() -> dict[str, Any]:
+    """The arguments of a node that PDSTAGE_NODE has."""
+    return {name: value for name, value in (environment.NODE.read() or {}).items() if name not in _ADAPTERS}
 
 
 def check_exposure(bind: str, options: Mapping[str, Any]) -> None:

@@ -18,16 +18,26 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import get_ib_devices_for_gpu
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_device, get_disagg, get_memory, get_parallel, process_model_config
+from sglang.srt.runtime_context import (
+    get_device,
+    get_disagg,
+    get_memory,
+    get_observability,
+    get_parallel,
+    process_model_config,
+)
 from sglang.srt.utils.network import NetworkAddress
 
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import PLAIN
 from pdstage.errors import UsageError
-from pdstage.integrations.options import check_exposure, node_options
+from pdstage.integrations.options import check_exposure, node_options, trusts_layout
 from pdstage.integrations.sglang.memory import pool_of
+from pdstage.integrations.sglang.pools import Pools, check_known
+from pdstage.integrations.sglang.writers import probes_of
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.manager.observer import RoomBound, RoomEnded
+from pdstage.probe import prove_layout
 from pdstage.topology import Topology
 
 if TYPE_CHECKING:
@@ -36,6 +46,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
     from pdstage.integrations.sglang.sender import PdStageKVSender
+    from pdstage.kernels import Pool
     from pdstage.manager import Receiver
     from pdstage.manager.handle import CudaEvent
     from pdstage.manager.observer import Event, Origin
@@ -102,9 +113,23 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             self.kv_args, place, is_mla=bool(self.is_mla_backend), total_heads=total_heads or 1,
             device=str(get_device().device),
         )  # fmt: skip
+        self._prove(pool)
         bind = self._bind()
         check_exposure(bind, options)
         self.node = kind(pool, place, bind=bind, progress="thread", **options)
+
+    def _prove(self, pool: Pool) -> None:
+        """Raises `UsageError` for memory that is not laid out as the pool's views say, or of which nobody knows."""
+        pools = Pools.of(self.kv_args)
+        if pools is None:
+            raise UsageError(
+                "SGLang did not say which pools it hands over",
+                remedy="run the SGLang release that pdstage was tested with",
+            )
+        check_known(pools)
+        log.info(
+            "KV memory: %s", prove_layout(pool.layout, probes_of(pool.layout, pools), trust_layout=trusts_layout())
+        )
 
     def awake(self) -> Any:  # noqa: ANN401  (a node of either kind)
         """The node. Raises `UsageError` while SGLang's memory is away: a request then fails, not the scheduler."""
@@ -227,6 +252,7 @@ def _refuse_what_is_not_supported(mode: DisaggregationMode) -> None:
         "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
         "--enable-dsa-cache-layer-split": parallel.enable_dsa_cache_layer_split,
         "context- and tensor-parallel group sharing": parallel.enable_cp_tp_group_sharing,
+        "--kv-canary (its rows are among the layers)": get_observability().kv_canary != "none",
         "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0 (peers may still write to pages of failed requests)":
             not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get(),
         "SGLANG_RUST_SERVER (its registry takes the bootstrap server's place)": envs.SGLANG_RUST_SERVER.get(),

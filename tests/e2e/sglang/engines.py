@@ -68,6 +68,7 @@ class Engine:
         made = [sys.executable, "-m", "tests.e2e.sglang.server", "--model-path", str(folder)]
         made += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
         made += ["--attention-backend", "torch_native", "--disable-cuda-graph", "--skip-server-warmup"]
+        made += ["--sleep-on-idle"]  # else each rank that idles takes a core
         made += ["--dtype", self.dtype, "--page-size", str(self.page), "--max-total-tokens", str(MAX_TOKENS)]
         made += ["--max-running-requests", "16", "--tp-size", str(self.tp), "--pp-size", str(self.pp)]
         made += [] if self.radix else ["--disable-radix-cache"]

@@ -16,7 +16,7 @@ from typing import Any, Self
 from tests.engines.sglang import setups
 
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 _context = multiprocessing.get_context("forkserver")
 
