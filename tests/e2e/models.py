@@ -74,8 +74,8 @@ def _qwen3_next() -> transformers.PreTrainedModel:
         layer_types=kinds,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
         decoder_sparse_step=1,  # vLLM wants experts
         num_experts=4,
         num_experts_per_tok=2,

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import aiohttp
-
 from tests.e2e import compare, load
 from tests.e2e.servers import wait_until
-from tests.e2e.vllm.engines import BATCHED, decoded, handed_over, pair, prefilled
+from tests.e2e.vllm.engines import BATCHED, handed_over, pair, swapped
 
 PAIR = pair((1, 128), (1, 128))
 N_COUPLES = 8
@@ -35,16 +31,7 @@ def test_another_rooms_cache_gives_other_tokens(fleet):
     one, other = ([load.prompts(1, seed, shortest=n, longest=n)[0] for n in lengths] for seed in (103, 104))
     right = fleet.right(PAIR.reference, one + other)
 
-    async def swapped(session: aiohttp.ClientSession, prompt: load.Prompt) -> load.Answer:
-        twin = other[one.index(prompt)]
-        first, second = await asyncio.gather(*(prefilled(session, prefill.url, p) for p in (prompt, twin)))
-        return (
-            await asyncio.gather(  # both, so that no room is left behind
-                decoded(session, decode.url, prompt, second), decoded(session, decode.url, twin, first)
-            )
-        )[0]
-
-    answers = load.ask_all(swapped, one, 4)
+    answers = load.ask_all(swapped(prefill, decode, dict(zip(one, other, strict=True))), one, 4)
     decode.post("/reset_prefix_cache")  # it has the other prompts' KV under these prompts' names
     assert all(answer.is_ok for answer in answers), compare.summary(answers, right)
     assert len(compare.wrong(answers, right)) == len(answers), compare.summary(answers, right)
