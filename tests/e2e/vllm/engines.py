@@ -26,7 +26,7 @@ UNCACHED = {"granite", "falcon-h1"}
 """
 
 ALONE = {"deepseek-v2"}
-"""One prompt at a time: without any transfer 0.32 answers otherwise on the CPU when an MLA model is asked for several."""
+"""One prompt at a time: asked for several, an MLA model answers otherwise on 0.32's CPU, no transfer involved."""
 
 USAGE = "vllm:kv_cache_usage_perc"
 RECEIVED = "vllm:pdstage_received_seconds_count"

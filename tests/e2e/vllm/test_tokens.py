@@ -49,4 +49,5 @@ def test_answers_are_those_of_one_engine(fleet, request: pytest.FixtureRequest, 
     compare.check(answers, right)
     crossed = load.ask_all(swapped(prefill, decode, dict(zip(one, other, strict=True))), one, 4)
     decode.post("/reset_prefix_cache")
-    assert len(compare.wrong(crossed, right)) == len(crossed), f"with another's cache: {compare.summary(crossed, right)}"
+    told = compare.summary(crossed, right)
+    assert len(compare.wrong(crossed, right)) == len(crossed), f"with another prompt's cache: {told}"
