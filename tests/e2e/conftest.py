@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-ENGINES = {"vllm": "vllm-cpu"}
+ENGINES = {"vllm": "vllm-cpu", "sglang": "sglang-cpu"}
 """The engine's package, and the environment that has all of it."""
 
 NOTES = pytest.StashKey[list[str]]()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tests.e2e import load, servers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from tests.e2e.load import Prompt
     from tests.e2e.servers import Server
@@ -36,10 +36,11 @@ class Spec(Protocol):
 
 
 class Fleet:
-    """`place` holds models and logs."""
+    """`place` holds models and logs. `save` is the command that saves a model, given its name and a folder."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, save: Sequence[str] = ()) -> None:
         self.place = place
+        self._save = save or (sys.executable, "-P", str(Path(__file__).with_name("models.py")))
         self._servers: dict[Any, Server] = {}  # least recently used first
         self._folders: dict[str, Path] = {}
         self._right: dict[Any, dict[Prompt, tuple[int, ...]]] = {}
@@ -60,7 +61,7 @@ class Fleet:
     def folder(self, model: str) -> Path:
         if model not in self._folders:
             folder = self.place / model
-            subprocess.run([sys.executable, "-P", Path(__file__).with_name("models.py"), model, folder], check=True)
+            subprocess.run([*self._save, model, folder], check=True)
             self._folders[model] = folder
         return self._folders[model]
 
