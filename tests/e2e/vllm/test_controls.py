@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.e2e import compare, load
 from tests.e2e.servers import wait_until
-from tests.e2e.vllm.engines import BATCHED, handed_over, pair, swapped
+from tests.e2e.vllm.engines import BATCHED, Engine, handed_over, pair, swapped
 
 PAIR = pair((1, 128), (1, 128))
 N_COUPLES = 8
@@ -22,6 +24,20 @@ def test_one_prompt_token_changes_the_answer(fleet):
     right = fleet.right(PAIR.reference, plain + changed)
     same = [len(a) for a, b in zip(plain, changed, strict=True) if right[a] == right[b]]
     assert not same, f"prompts of {same} tokens have the same answer with one token changed"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sizes_of_an_engine_do_not_change_the_answer(fleet, dtype: str):
+    """One engine of two ranks and other blocks answers as that of one rank, in bf16 too: so a pair of unequal sizes has
+    right answers at all.
+    """
+    asked = load.prompts(60, seed=107)
+    one, other = (Engine("llama", dtype, tp=tp, block=block) for tp, block in ((1, 128), (2, 32)))
+    fleet.up(one, other)
+    right, same = fleet.right(one, asked), fleet.right(other, asked)
+    different = [len(prompt) for prompt in asked if right[prompt] != same[prompt]]
+    assert not different, f"{len(different)} of {len(asked)} answers differ, to prompts of {different} tokens"
 
 
 def test_another_rooms_cache_gives_other_tokens(fleet):
