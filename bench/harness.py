@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pdstage.watch.progress import Advance
 
 TRACED = ("rooms", "keys", "watch", "transfer", "auto")
-NAMES = ("host-kernels", "convert", "plan", "wire", "rooms", "keys", "watch", "transfer", "auto", "gpu")
+NAMES = ("host-kernels", "convert", "plan", "wire", "rooms", "keys", "watch", "transfer", "auto", "vllm-step", "gpu")
 
 
 class _Progress:

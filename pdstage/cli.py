@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pdstage.calibrate.peer import Peer
     from pdstage.control.keys import Keys
 
-BENCHES = ("plan", "wire", "host-kernels", "convert", "rooms", "keys", "watch", "transfer", "auto", "gpu")
+BENCHES = ("plan", "wire", "host-kernels", "convert", "rooms", "keys", "watch", "transfer", "auto", "vllm-step", "gpu")
 DEFAULT_BIND = "127.0.0.1:8998"
 
 

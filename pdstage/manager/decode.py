@@ -17,7 +17,7 @@ from pdstage.layout import Region
 from pdstage.manager.items import GivenItems, GivenTokens, check
 from pdstage.manager.node import DEFAULT_SWITCH_S, Node
 from pdstage.manager.receiver import Bound, Receiver
-from pdstage.manager.sessions import label
+from pdstage.manager.sessions import label, place
 from pdstage.metadata import AuxRow
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore, InRoom
@@ -355,6 +355,12 @@ class DecodeNode(Node[DecodeCore, Receiver]):
 
     def _holds_nothing(self, link: Link) -> bool:
         return not self.core.holds(link)
+
+    def _peer_name(self, link: Link) -> str:
+        return f"prefill rank {place(link.topology)}"
+
+    def _path_to(self, link: Link) -> str:
+        return "staged" if self.path == "staged" else "as prefill chooses"
 
     def _is_fenced(self, link: Link) -> bool:
         return self.transport.traits_of(label(link)).fences

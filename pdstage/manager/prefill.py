@@ -22,7 +22,7 @@ from pdstage.manager.node import DEFAULT_SWITCH_S, Node
 from pdstage.manager.paths import Paths
 from pdstage.manager.posts import Posts
 from pdstage.manager.sender import Sender
-from pdstage.manager.sessions import label
+from pdstage.manager.sessions import label, place
 from pdstage.metadata import AuxRow
 from pdstage.plan import Stagings
 from pdstage.protocol.effects import (
@@ -306,6 +306,14 @@ class PrefillNode(Node[PrefillCore, Sender]):
         self.transport.connect(label(link), description)
         pool = link.layout.regions if link.exposes_pool else ()
         self.transport.prepare(label(link), [*lanes, *pool, *_rows_of(link)])
+
+    def _peer_name(self, link: Link) -> str:
+        return f"decode rank {place(link.topology)}"
+
+    def _path_to(self, link: Link) -> str:
+        if self.path != "staged" and not link.exposes_pool:
+            return f"staged (here it is {self.path}, but decode's pages may not be written in place)"
+        return self.path
 
     def _forget(self, link: Link) -> None:
         self.paths.forget(link)

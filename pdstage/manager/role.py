@@ -90,6 +90,14 @@ class Role(ABC, Generic[AnyCore]):
     def _layouts(self, link: Link) -> tuple[Layout, Layout]:
         """A session's layouts: prefill's, decode's."""
 
+    @abstractmethod
+    def _peer_name(self, link: Link) -> str:
+        """A session's peer for people: its role and its place."""
+
+    @abstractmethod
+    def _path_to(self, link: Link) -> str:
+        """Which path a session's chunks take, as far as this side knows, for people."""
+
     def _forget(self, link: Link) -> None:
         """A session is lost: lets go of what only this role made for it."""
 

@@ -21,6 +21,7 @@ from pdstage.plan import TOKEN_MAJOR
 if TYPE_CHECKING:
     from pdstage.manager.role import Role
     from pdstage.protocol.session import Link
+    from pdstage.topology import Topology
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,10 @@ class Sessions:
                 node.core.lose(link, error, time.monotonic())
             return
         over = node.transport.traits_of(label(link)).name
-        log.info("peer %s: over %s", node.socket.endpoint_of(link.route), over)
+        log.info(
+            "session with %s at %s: transport %s, path %s",
+            node._peer_name(link), node.socket.name_of(link.route), over, node._path_to(link),
+        )  # fmt: skip
         with node._lock:
             self.over[over] += 1
 
@@ -120,6 +124,13 @@ class Sessions:
         for link in gone:
             self._let_go(link, time.monotonic())
         return len(gone)
+
+
+def place(topology: Topology) -> str:
+    """A rank among its engine's, for people; a size of 1 goes without saying, but tp's."""
+    sizes = {name: getattr(topology, f"{name}_size") for name in ("dp", "pp", "cp", "tp")}
+    told = [name for name, size in sizes.items() if size > 1 or name == "tp"]
+    return ", ".join(f"{name} {getattr(topology, f'{name}_rank')} of {sizes[name]}" for name in told)
 
 
 def label(link: Link) -> str:

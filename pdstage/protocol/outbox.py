@@ -5,6 +5,7 @@ Layer 2, pure. Must not know messages; `prefill` says when things move.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -196,7 +197,8 @@ class Ended(NamedTuple):
     again, not that room.
     """
     begun: bool = True
-    """Else a destination gave it up first, and to submit it is to see it fail."""
+    """Else a destination gave it up first, and to submit it before `until` is to see it fail."""
+    until: float = math.inf
 
     def refuses(self, rank: int, session: Session, epoch: int) -> bool:
         return self.known.setdefault(rank, (session, epoch)) == (session, epoch)

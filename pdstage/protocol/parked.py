@@ -57,6 +57,10 @@ class Parked:
             self.remove(record)
         return records
 
+    def epoch_of(self, key: bytes, link: Link) -> int:
+        """The latest in which `link` waits for this room; -1 if it does not."""
+        return max((record.epoch for record in self._waiting.get(key, ()) if record.link is link), default=-1)
+
     def waiting(self) -> Iterator[Record]:
         for records in list(self._waiting.values()):
             yield from list(records)
@@ -114,6 +118,10 @@ class Askers:
         asking = self._of.pop(key, {})
         self._n -= len(asking)
         return list(asking.items())
+
+    def epoch_of(self, key: bytes, link: Link) -> int:
+        """The latest in which `link` asked for this room; -1 if it did not."""
+        return self._of.get(key, {}).get(link, -1)
 
     def drop(self, link: Link) -> list[bytes]:
         """Forgets a session; the rooms that nobody asks for any more."""

@@ -87,7 +87,8 @@ class PrefillCore(Sending):
                 f"room {named!r} is being sent already", remedy="wait for its end, or abort it", room=named
             )
         room = self.rooms[key] = OutRoom(key)
-        ended = self._ended.pop(key, None)
+        ended = self._how_ended(key, now)
+        self._ended.pop(key, None)
         self.counters.rooms_opened += 1
         self.timers.set(("open_wait", room), now + self.config.open_wait_s)
         if ended is not None and not ended.begun:
@@ -257,7 +258,7 @@ class PrefillCore(Sending):
     def _on_ask(self, link: Link, ask: m.Ask, now: float) -> None:
         """Answered at once and, if not `finished`, again at finish(); decode repeats it slowly for a lost answer."""
         room = self.rooms.get(ask.room)
-        self._wanted_again(ask.room, link, ask.epoch)
+        self._wanted_again(ask.room, link, ask.epoch, now)
         finished = room is not None and room.finished
         if not finished and self._askers.note(ask.room, link, ask.epoch):
             self.timers.set(("asked", ask.room), now + 4 * self.config.ask_s)
@@ -271,8 +272,8 @@ class PrefillCore(Sending):
         check_open(opened, link, self.layout)
         record = Record(link, opened, self._direct)
         room = self.rooms.get(opened.room)
-        self._wanted_again(opened.room, link, opened.epoch)
-        ended = self._ended.get(opened.room)
+        self._wanted_again(opened.room, link, opened.epoch, now)
+        ended = self._how_ended(opened.room, now)
         if room is None and ended is not None and ended.refuses(opened.rank, link.session, opened.epoch):
             self.send(link, m.Opened(opened.epoch, "refused", m.brief(ended.reason)), now)
         elif room is None and not self._park(record, now):
@@ -297,7 +298,7 @@ class PrefillCore(Sending):
         record = self.records.get((link.session, abort.epoch))
         if record is None:
             if abort.room:
-                self._on_given_up(link, abort, now)
+                self._give_up(abort.room, link, abort, now)
             self.send(link, m.Drained(abort.epoch), now)
             return
         room = record.room
@@ -310,23 +311,34 @@ class PrefillCore(Sending):
                 self._maybe_complete(room)
             return
         self._drain(record, now)
-        if room is not None and room.destinations.get(record.open.rank) is record:
+        if room is None:
+            self._give_up(record.open.room, link, abort, now)
+        elif room.destinations.get(record.open.rank) is record:
             self._fail(room, Aborted(f"room {room.id!r} was aborted at decode: {abort.reason}"), now)
 
-    def _on_given_up(self, link: Link, abort: m.Abort, now: float) -> None:
-        """A destination says of a room that it never will open it. One that has opened it means another epoch."""
-        room, rank = self.rooms.get(abort.room), link.topology.group_rank
-        if room is not None and rank not in room.destinations:
-            self._fail(room, given_up(room, abort.reason), now)
-        elif room is None and abort.room not in self._ended:
-            self._note_ended(abort.room, Ended(abort.reason, {}, begun=False))
-        ended = self._ended.get(abort.room)
-        if ended is not None:
-            ended.known[rank] = (link.session, abort.epoch)
+    def _give_up(self, key: bytes, link: Link, abort: m.Abort, now: float) -> None:
+        """A destination says of a room that is not sent to it that it does not want it: it never opened it, or took
+        back an Open that was parked. Where it speaks of that room in a later epoch already, this changes nothing.
 
-    def _wanted_again(self, key: bytes, link: Link, epoch: int) -> None:
+        So a room that is not here yet fails once it is submitted, if that comes as soon as an Open would have waited.
+        """
+        room, rank, mine = self.rooms.get(key), link.topology.group_rank, (link.session, abort.epoch)
+        if self._parked.epoch_of(key, link) > abort.epoch or self._askers.epoch_of(key, link) > abort.epoch:
+            return
+        ended = self._how_ended(key, now)
+        if room is not None:
+            if rank not in room.destinations:
+                self._fail(room, given_up(room, abort.reason), now)
+                ended = self._ended.get(key)
+        elif ended is None or (ended.begun and ended.known.get(rank, mine) != mine):
+            ended = Ended(abort.reason, {}, begun=False, until=now + self.config.open_wait_s)
+            self._note_ended(key, ended)
+        if ended is not None:
+            ended.known[rank] = mine
+
+    def _wanted_again(self, key: bytes, link: Link, epoch: int, now: float) -> None:
         """A destination speaks of a room that it had given up, in another epoch."""
-        ended = self._ended.get(key)
+        ended = self._how_ended(key, now)
         if ended is not None and not ended.begun and not ended.refuses(link.topology.group_rank, link.session, epoch):
             del self._ended[key]
 

@@ -201,6 +201,14 @@ class Sending(Borrower):
                 self._close_failed(record, now)
         self._end(room)
 
+    def _how_ended(self, key: bytes, now: float) -> Ended | None:
+        """What is known of the last room of this name, if it failed and that still counts."""
+        ended = self._ended.get(key)
+        if ended is not None and ended.until <= now:
+            del self._ended[key]
+            return None
+        return ended
+
     def _note_ended(self, key: bytes, ended: Ended) -> None:
         self._ended[key] = ended
         if len(self._ended) > _MOST_ENDED:

@@ -23,6 +23,7 @@ SHELL_PAGES = [page for page in PAGES if any(block.language in SHELL for block i
 INLINE = re.compile(r"`((?:pdstage|make|python3? -m) [^`\n]+)`")
 NOT_OURS = {"NAME", "FILE", "ADDRESS", "X", "..."}
 OTHERS = ("pip", "pytest", "sglang")  # modules that pages name
+MAKES_OWN = {"MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"}
 NO_COMMANDS = {"pdstage gather room-3 #2"}  # the name of a slice of a trace
 
 
@@ -48,7 +49,7 @@ class Shell:
     def __init__(self, top: Path, ends: ExitStack) -> None:
         self.top, self.ends = top, ends
         path = os.pathsep.join((str(top.parent / "bin"), str(Path(sys.prefix) / "bin"), os.environ["PATH"]))
-        self.env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+        self.env = {**own_environment(), "PATH": path, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
 
     def run(self, block: Block) -> None:
         script = block.marks.get("run as") or "\n".join(block.commands)
@@ -82,6 +83,12 @@ class Shell:
         self.env.update(found.groupdict())
 
 
+def own_environment() -> dict[str, str]:
+    """This process's, without what `make test ARGS=...` tells each make below it."""
+    ours = re.findall(r"^([A-Z_]+) [?:]?=", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return {name: value for name, value in os.environ.items() if name not in MAKES_OWN.union(ours)}
+
+
 def _end(server: subprocess.Popen[bytes]) -> None:
     """As an operator ends it; then it must go by itself."""
     if server.poll() is None:
@@ -101,6 +108,18 @@ def test_every_command_runs(page: Path, checkout: Path) -> None:
         for block in blocks(page):
             if block.language in SHELL and not {"not run", "same as"} & block.marks.keys():
                 shell.run(block)
+
+
+def test_a_command_is_not_given_what_the_tests_own_make_was(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make test ARGS=--durations=60` runs the pages with their own arguments."""
+    given = "ARGS=--durations=60"
+    for name, value in {"MAKEFLAGS": f" -- {given}", "MAKEOVERRIDES": given, "ARGS": "--durations=60"}.items():
+        monkeypatch.setenv(name, value)
+    with ExitStack() as ends:
+        shell = Shell(checkout, ends)
+        said = subprocess.check_output(["make", "-n", "scale"], cwd=checkout, env=shell.env, text=True)
+    assert "tests.sim.scale" in said
+    assert "--durations" not in said
 
 
 def all_blocks() -> list[Block]:

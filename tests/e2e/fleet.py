@@ -98,6 +98,13 @@ class Fleet:
             known.update({one.prompt: one.tokens for one in answers})
         return known
 
+    def fresh(self, *specs: Spec) -> list[Server]:
+        """As `up`, with nothing in their prefix caches."""
+        found = self.up(*specs)
+        for server in found:
+            server.post("/reset_prefix_cache")
+        return found
+
     def stop(self, *specs: Spec) -> None:
         """Ends those servers; all, where none is named."""
         for spec in specs or tuple(self._servers):

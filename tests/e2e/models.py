@@ -3,15 +3,14 @@
 A model is sharp: weights of queries and keys are drawn large, so that attention picks few tokens, and one wrong byte of
 KV changes what is generated. The weights are a function of the model's name alone.
 
-`python -P tests/e2e/models.py NAME FOLDER` saves one, in a process that does not see this repository's `kernels/`, which
-transformers would take for the package of that name.
+`python -P tests/e2e/models.py NAME FOLDER` saves one, in a process that does not see this repository's `kernels/`,
+which transformers would take for the package of that name.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,21 +41,7 @@ _DENSE = _COMMON | {
     "num_key_value_heads": 4,
     "head_dim": 32,
 }
-_SHARP = ("q_proj", "k_proj", "kv_a_proj_with_mqa", "q_a_proj", "q_b_proj")
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model to save. `make` builds it from transformers' own classes; `windows` says that layers see a sliding window,
-    `states` that some keep a recurrent state.
-    """
-
-    name: str
-    make: Callable[[], transformers.PreTrainedModel]
-    windows: bool = False
-    states: bool = False
-    blocks: int = 0
-    """Tokens a block where the engine allows one size only; 0 where any will do."""
+_SHARP = ("q_proj", "k_proj")
 
 
 def _llama() -> transformers.PreTrainedModel:
@@ -91,8 +76,11 @@ def _qwen3_next() -> transformers.PreTrainedModel:
         linear_num_value_heads=4,
         linear_key_head_dim=32,
         linear_value_head_dim=32,
-        decoder_sparse_step=1,
-        mlp_only_layers=list(range(6)),  # no experts
+        decoder_sparse_step=1,  # vLLM wants experts
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
     )
     return transformers.Qwen3NextForCausalLM(config)
 
@@ -108,34 +96,38 @@ _MAMBA2 = {
 }
 
 
-def _bamba() -> transformers.PreTrainedModel:
-    return transformers.BambaForCausalLM(transformers.BambaConfig(**_DENSE, **_MAMBA2, attn_layer_indices=[2, 5]))
+def _granite() -> transformers.PreTrainedModel:
+    kinds = ["mamba", "mamba", "attention"] * 2
+    config = transformers.GraniteMoeHybridConfig(
+        **_DENSE, **_MAMBA2, layer_types=kinds, num_local_experts=0, shared_intermediate_size=512
+    )
+    return transformers.GraniteMoeHybridForCausalLM(config)
 
 
 def _falcon_h1() -> transformers.PreTrainedModel:
     return transformers.FalconH1ForCausalLM(transformers.FalconH1Config(**_DENSE, **_MAMBA2, mamba_d_ssm=512))
 
 
-MODELS = {
-    one.name: one
-    for one in (
-        Model("llama", _llama),
-        Model("gemma3", _gemma3, windows=True),
-        Model("deepseek-v2", _deepseek_v2, blocks=16),
-        Model("qwen3-next", _qwen3_next, states=True),
-        Model("bamba", _bamba, states=True),
-        Model("falcon-h1", _falcon_h1, states=True),
-    )
+MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
+    "llama": _llama,
+    "gemma3": _gemma3,
+    "deepseek-v2": _deepseek_v2,
+    "qwen3-next": _qwen3_next,
+    "granite": _granite,
+    "falcon-h1": _falcon_h1,
 }
+"""What makes each, of transformers' own classes: full attention; two of three layers with a sliding window; MLA; gated
+delta nets; and two hybrids with Mamba-2, in layers of its own and beside attention in each layer.
+"""
 
 
-def save(model: Model, folder: Path) -> Path:
-    """Writes `model`'s checkpoint, fp32, and a word-level tokenizer: token 17 is the word w17. Returns the folder."""
-    torch.manual_seed(sum(model.name.encode()))
-    made = model.make().to(torch.float32)
+def save(name: str, folder: Path) -> Path:
+    """Writes the checkpoint, fp32, and a word-level tokenizer: token 17 is the word w17. Returns the folder."""
+    torch.manual_seed(sum(name.encode()))
+    made = MODELS[name]().to(torch.float32)
     with torch.no_grad():
-        for name, weight in made.named_parameters():
-            draw(name, weight)
+        for parameter, weight in made.named_parameters():
+            draw(parameter, weight)
     made.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=2)
     made.save_pretrained(folder)
     _save_tokenizer(folder)
@@ -146,6 +138,8 @@ def draw(name: str, weight: torch.Tensor) -> None:
     """Draws one weight in place. What is no matrix keeps the value its class gives it: norms, decays, steps."""
     if "embed_tokens" in name:
         weight.normal_(std=1.0)
+    elif "q_norm" in name or "k_norm" in name:
+        weight.fill_(2.0)
     elif weight.ndim >= 2:
         weight.normal_(std=0.5 if any(part in name for part in _SHARP) else 0.12)
 
@@ -168,4 +162,4 @@ def _save_tokenizer(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    save(MODELS[sys.argv[1]], Path(sys.argv[2]))
+    save(sys.argv[1], Path(sys.argv[2]))

@@ -205,3 +205,19 @@ def test_ever_more_rooms_say_ever_the_same(site, caplog):
             sender.finish()
             drive([p, d], lambda receiver=receiver, sender=sender: receiver.released and sender.released)
     assert Counter(record.name for record in caplog.records) == before
+
+
+@pytest.mark.parametrize(("theirs", "here"), [("staged", "staged (here it is auto, but"), ("auto", "auto")])
+def test_each_side_says_once_a_session_over_what_its_peer_is_reached(site, caplog, theirs, here):
+    """Not a room; and who reads one engine's log learns which rank the peer is."""
+    src, dst = Rank(page=4), Rank(page=8)
+    p, d = site.prefill(src), site.decode(dst, path=theirs)
+    with caplog.at_level(logging.INFO, "pdstage"):
+        for room in (1, 2, 3):
+            move(site, p, d, src, dst, room)
+    said = [record.getMessage() for record in caplog.records if record.name == "pdstage.manager.sessions"]
+    at_decode, at_prefill = sorted(said, key=lambda text: "with decode rank" in text)
+    seen = "staged" if theirs == "staged" else "as prefill chooses"
+    assert at_decode == f"session with prefill rank tp 0 of 1 at {p.socket.endpoint}: transport local, path {seen}"
+    assert at_prefill.startswith("session with decode rank tp 0 of 1 at ")
+    assert f": transport local, path {here}" in at_prefill

@@ -5,7 +5,8 @@ import pytest
 from pdstage.errors import Aborted, DeadlineExceeded
 from pdstage.protocol import messages as m
 from pdstage.protocol.room import State
-from tests.pair import Decode, World, assert_flat, is_message
+from pdstage.protocol.sending import _MOST_ENDED
+from tests.pair import Decode, InRoom, World, assert_flat, first, is_message
 
 WHY = "the client left"
 
@@ -193,3 +194,135 @@ def test_a_room_received_anew_meanwhile_is_not_given_up() -> None:
 def give_up(node: Decode, world: World) -> None:
     node.core.give_up(b"i1", {0: world.prefill[0].name}, WHY, world.now)
     world.carry(node)
+
+
+# A room that was opened, and parked at prefill, since its engine had not submitted it yet.
+
+
+def open_and_abort(world: World, rank: int = 0, room: int = 1) -> InRoom:
+    handle = world.receive(room, 8, [0, 1], rank)
+    world.run(until=world.now)
+    abort(world, handle, rank)
+    world.run(until=world.now)
+    return handle
+
+
+def test_a_room_whose_parked_open_is_aborted_fails_when_it_is_submitted() -> None:
+    """Its blocks would be kept for `open_wait_s`: nobody opens it again (I10)."""
+    world = World()
+    handle = open_and_abort(world)
+    assert not len(world.prefill[0].core._parked)
+    sent = world.send(1, 8, [0, 1])
+    world.run()
+    assert_given_up(handle, sent)
+    assert world.now == 0.0
+    assert_flat(world)
+
+
+def test_every_writer_of_an_aborted_room_fails_it_when_it_is_submitted() -> None:
+    """A writer that owes nothing too: its engine waits for all of its ranks."""
+    world = World(prefill=2, heads=1, layers=1)
+    handle = open_and_abort(world)
+    sent = [world.send(1, 8, [0, 1], rank) for rank in (0, 1)]
+    world.run()
+    assert_given_up(handle, *sent)
+    assert world.now == 0.0
+    assert_flat(world)
+
+
+def test_a_fellow_of_a_rank_that_aborts_is_refused_once_the_room_is_submitted() -> None:
+    for late in (True, False):
+        world = World(decode=2)
+        if not late:
+            fellow = world.receive(1, 8, [0, 1], 1)
+        handle = open_and_abort(world)
+        sent = world.send(1, 8, [0, 1])
+        if late:
+            fellow = world.receive(1, 8, [0, 1], 1)
+        world.run()
+        assert_given_up(handle, sent)
+        assert fellow.state is State.FAILED and fellow.released and WHY in str(fellow.error)
+        assert world.now == 0.0
+        assert_flat(world)
+
+
+def test_a_room_opened_again_after_an_abort_is_sent() -> None:
+    """Retraction: the engine at decode takes the request back, and wants it again under a higher epoch."""
+    world = World()
+    open_and_abort(world)
+    handle = world.receive(1, 8, [0, 1])
+    world.run(until=0.1)
+    sent = world.send(1, 8, [0, 1])
+    world.run()
+    assert sent.state is State.SUCCESS
+    world.check(handle, 1, 8)
+    assert_flat(world)
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["opened", "asked for"])
+def test_an_abort_that_comes_after_the_next_open_gives_nothing_up(bound: bool) -> None:
+    """The first one is lost. It is repeated, and by then the room is wanted again."""
+    world = World()
+    handle = world.receive(1, 8, [0, 1])
+    world.run()
+    world.drop(first(1, is_message(m.Abort)))
+    abort(world, handle)
+    again = world.receive(1, 8, [0, 1]) if bound else world.announce(1)
+    world.run(until=1.0)
+    assert aborts(world) and handle.released
+    sent = world.send(1, 8, [0, 1])
+    if not bound:
+        world.bind(again, 8, [0, 1])
+    world.run(until=2.0)
+    assert sent.state is State.SUCCESS, sent.error
+    world.check(again, 1, 8)
+
+
+def test_an_aborted_room_of_a_name_that_failed_before_fails_when_it_is_submitted() -> None:
+    world = World()
+    sent, handle = world.submit(1), world.receive(1, 8, [0, 1])
+    world.run()
+    world.prefill[0].core.abort(sent, "out of memory", world.now)
+    world.carry(world.prefill[0])
+    world.run()
+    assert sent.released and handle.released
+    handle = open_and_abort(world)
+    again = world.send(1, 8, [0, 1])
+    world.run()
+    assert_given_up(handle, again)
+
+
+def test_a_room_that_decode_aborts_since_prefill_was_too_late_fails_when_it_is_submitted() -> None:
+    world = World(open_wait_s=5.0)
+    handle = world.receive(1, 8, [0, 1])
+    world.run(until=6.0)
+    assert handle.state is State.FAILED and handle.released
+    sent = world.send(1, 8, [0, 1])
+    world.run(until=6.0)
+    assert sent.state is State.FAILED and "given up at decode" in str(sent.error)
+    assert_flat(world)
+
+
+def test_what_was_aborted_is_remembered_as_long_as_an_open_would_wait() -> None:
+    """The next room of its name, much later, is another's (I14)."""
+    world = World(open_wait_s=5.0)
+    open_and_abort(world)
+    world.run(until=5.5)
+    sent = world.send(1, 8, [0, 1])
+    world.run(until=6.0)
+    assert not sent.ended
+    handle = world.receive(1, 8, [0, 1])
+    world.run(until=7.0)
+    assert sent.state is State.SUCCESS
+    world.check(handle, 1, 8)
+
+
+def test_what_is_remembered_of_aborted_rooms_has_a_cap() -> None:
+    """I14: the latest are remembered."""
+    world = World()
+    n = _MOST_ENDED + 3
+    for room in range(n):
+        open_and_abort(world, room=room)
+    assert len(world.prefill[0].core._ended) == _MOST_ENDED
+    assert_given_up(world.submit(n - 1))
+    assert not world.submit(0).ended

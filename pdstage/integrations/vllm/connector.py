@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from pdstage.integrations import logs
 from pdstage.integrations.vllm.scheduler import SchedulerSide
 from pdstage.integrations.vllm.settings import Settings
 from pdstage.integrations.vllm.stats import PdStagePromMetrics, PdStageStats
@@ -42,6 +43,7 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        logs.show("vllm")
         settings = Settings.of(vllm_config)
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None

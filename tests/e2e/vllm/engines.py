@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 BATCHED = 256
 """Tokens of a step at most, so that longer prompts are computed in chunks."""
 
+UNCACHED = {"granite", "falcon-h1"}
+"""Without prefix caching: with it 0.32's Mamba-2 layers fail on the CPU in a batch of several prompts (mamba_mixer2.py:
+"IndexError: index 3 is out of bounds for dimension 0 with size 2", no transfer involved).
+"""
+
+USAGE = "vllm:kv_cache_usage_perc"
+RECEIVED = "vllm:pdstage_received_seconds_count"
+
 ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -58,7 +66,12 @@ class Engine:
         made = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
         made += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
         made += ["--dtype", self.dtype, "--max-model-len", "1024", "--enforce-eager", "-tp", str(self.tp)]
-        made += ["--block-size", str(self.block), "--max-num-seqs", "32", "--enable-prefix-caching"]
+        made += ["--block-size", str(self.block), "--max-num-seqs", "32"]
+        made += ["--no-enable-prefix-caching" if self.model in UNCACHED else "--enable-prefix-caching"]
+        made += [
+            "--gpu-memory-utilization",
+            "0.1",
+        ]  # of the machine's memory that must be free; the cache's size is told
         made += ["--enable-chunked-prefill", "--max-num-batched-tokens", str(BATCHED), "--seed", "0"]
         if self.role:
             told = {
@@ -87,6 +100,10 @@ class Pair:
         return Engine(self.decode.model, self.decode.dtype, tp=1, block=128)
 
     @property
+    def engines(self) -> tuple[Engine, Engine, Engine]:
+        return self.prefill, self.decode, self.reference
+
+    @property
     def name(self) -> str:
         p, d = self.prefill, self.decode
         return f"{p.model}-{p.dtype}-{p.transport}-{p.tp}x{p.block}-to-{d.tp}x{d.block}"
@@ -109,6 +126,12 @@ def pair(
         Engine(tp=prefill[0], block=prefill[1], role="kv_producer", **common),
         Engine(tp=decode[0], block=decode[1], role="kv_consumer", **common),
     )
+
+
+def n_known(server: Server) -> float:
+    """Requests that a server's engine has, running or waiting."""
+    told = server.metrics()
+    return told["vllm:num_requests_running"] + told["vllm:num_requests_waiting"]
 
 
 TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}

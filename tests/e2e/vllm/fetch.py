@@ -1,4 +1,4 @@
-"""Brings vLLM's own proxies, which its wheel does not have: `python -m tests.e2e.vllm.fetch`, in the engine's Python."""
+"""Brings vLLM's own proxy, which its wheel does not have: `python -m tests.e2e.vllm.fetch`, in the engine's Python."""
 
 from __future__ import annotations
 

@@ -23,10 +23,8 @@ def test_answers_are_those_of_one_engine(fleet, request: pytest.FixtureRequest, 
     """200 prompts of 20 to 600 tokens, 8 and then 16 at a time; prefill computes the longer ones in chunks."""
     n = 100 if request.config.getoption("--full") else 30
     asked = {at_a_time: load.prompts(n, seed=at_a_time) for at_a_time in (8, 16)}
-    prefill, decode, _ = fleet.up(row.prefill, row.decode, row.reference)
+    prefill, decode, _ = fleet.fresh(*row.engines)
     right = fleet.right(row.reference, [prompt for some in asked.values() for prompt in some])
-    for server in (prefill, decode):
-        server.post("/reset_prefix_cache")
     answers = []
     for at_a_time, some in asked.items():
         with fleet.timed(f"{row.name}: {n} prompts, {at_a_time} at a time"):

@@ -1,0 +1,226 @@
+"""What pdstage's connector adds to a step of vLLM's workers and scheduler, with rooms that are loaded meanwhile.
+
+Layer 6. Two processes, a prefill and a decode rank, each with vLLM's real connector on caches in host memory, and real
+nodes. A step is what vLLM's model runner does of it: metadata bound, `start_load_kv`, a forward pass (matrix products
+for about a millisecond, as vLLM's own a call that lets other threads run), transfer results. Steps with news alternate
+with steps without, which are the baseline.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from pdstage.errors import UsageError
+
+from .harness import Row
+from .ranks import Actor, Rank
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 512,
+    "max_position_embeddings": 4096, "dtype": "float16",
+}  # fmt: skip
+LAYERS, HEADS, DIM, BLOCK = 4, 8, 64, 16
+N_BLOCKS, BLOCKS_A_ROOM = 1024, 8
+N_STEPS, QUICK_STEPS = 2000, 200
+FORWARD_S = 1e-3
+WAIT_S = 60.0
+MEAN_US, MOST_US = 50.0, 5000.0
+
+
+class Times(NamedTuple):
+    """Seconds of each step's calls."""
+
+    load: list[float]
+    results: list[float]
+
+
+def run(quick: bool) -> list[Row]:
+    """Raises `UsageError` where there is no vLLM."""
+    if not find_spec("vllm"):
+        raise UsageError(
+            "bench vllm-step measures vLLM's connector, and vLLM is not installed",
+            remedy="run it with vLLM's Python: python -m pdstage bench vllm-step",
+            extra="vllm",
+        )
+    rows = []
+    for rooms_a_step in (1, 4):
+        rows += _steps(QUICK_STEPS if quick else N_STEPS, rooms_a_step)
+    return [*rows, _scheduler(QUICK_STEPS if quick else N_STEPS)]
+
+
+def _steps(n_steps: int, rooms_a_step: int) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="pdstage-vllm-step-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        prefill, decode = (Rank(VllmRank, role, folder) for role in ("kv_producer", "kv_consumer"))
+        try:
+            address = prefill.ready().call("serve")
+            decode.ready()
+            prefill.begin("steps", "sends", n_steps, rooms_a_step, address)
+            busy, empty = decode.call("steps", "receives", n_steps, rooms_a_step, address)
+            sent, idle = prefill.result()
+        finally:
+            decode.close()
+            prefill.close()
+    with_news = f"{rooms_a_step} room{'s' * (rooms_a_step > 1)} a step"
+    return [
+        *_rows(f"decode's start_load_kv, {with_news}", busy.load, empty.load, judged=True),
+        *_rows(f"decode's results, {with_news}", busy.results, empty.results),
+        *_rows(f"prefill's start_load_kv, {with_news}", sent.load, idle.load),
+        *_rows(f"prefill's results, {with_news}", sent.results, idle.results),
+    ]
+
+
+def _rows(name: str, busy: list[float], empty: list[float], *, judged: bool = False) -> list[Row]:
+    detail = f"{len(busy)} steps; baseline: a step without news between two of them"
+    of = {"mean": np.mean, "p99": lambda times: np.quantile(times, 0.99), "max": np.max}
+    targets = {"mean": MEAN_US, "max": MOST_US} if judged else {}
+    return [
+        Row(
+            name=f"{name}, {what}", value=float(take(busy)) * 1e6, baseline=float(take(empty)) * 1e6, unit="us",
+            target=targets.get(what), on="value", better="lower", detail=detail,
+        )
+        for what, take in of.items()
+    ]  # fmt: skip
+
+
+class VllmRank(Actor):
+    """One engine of one rank: its worker's connector and its scheduler's."""
+
+    def __init__(self, role: str, folder: str) -> None:
+        # transformers looks for Hugging Face's package of that name, and in a checkout would find its folder
+        sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
+        from vllm.config import DeviceConfig  # noqa: PLC0415  (not everywhere)
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: PLC0415
+        from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: PLC0415
+
+        from pdstage.integrations.vllm import PdStageConnector  # noqa: PLC0415
+
+        extra = {"transport": "local", "staging_nbytes": 64 << 20, "trust_layout": True}
+        config = EngineArgs(
+            model=folder, skip_tokenizer_init=True, dtype="float16", max_model_len=1024, block_size=BLOCK,
+            enforce_eager=True,
+            kv_transfer_config={
+                "kv_connector": "PdStageConnector", "kv_connector_module_path": "pdstage.integrations.vllm",
+                "kv_role": role, "engine_id": role, "kv_connector_extra_config": extra,
+            },
+        ).create_engine_config()  # fmt: skip
+        config.device_config = DeviceConfig("cpu")
+        spec = FullAttentionSpec(block_size=BLOCK, head_size=DIM, dtype=torch.float16, num_kv_heads=HEADS)
+        names = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
+        plan = KVCacheConfig(N_BLOCKS, [], [KVCacheGroupSpec(names, spec)])
+        self.scheduler = PdStageConnector(config, KVConnectorRole.SCHEDULER, plan)
+        self.worker = PdStageConnector(config, KVConnectorRole.WORKER, plan)
+        caches = torch.ones((LAYERS, N_BLOCKS, HEADS, BLOCK, 2 * DIM), dtype=torch.float16)
+        self.worker.register_kv_caches(dict(zip(names, caches, strict=True)))
+        self.role, (self.group,) = role, self.scheduler._scheduler._groups
+        self.square = torch.ones((384, 384))
+        torch.set_num_threads(1)
+
+    def serve(self) -> str:
+        """Where decode finds this engine's ranks."""
+        self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        server = self.scheduler._scheduler._server
+        assert server is not None
+        return server.address
+
+    def news(self, what: str, number: int, rooms_a_step: int, address: str) -> Any:  # noqa: ANN401  (vLLM's)
+        """A step's metadata: rooms of `BLOCKS_A_ROOM` blocks each."""
+        from pdstage.integrations.vllm.metadata import PdStageMetadata, Receive, Remote, Send  # noqa: PLC0415
+
+        told = PdStageMetadata()
+        for room in range(number * rooms_a_step, (number + 1) * rooms_a_step):
+            first = room * BLOCKS_A_ROOM % N_BLOCKS
+            blocks = tuple(range(first, first + BLOCKS_A_ROOM))
+            held = {self.group.component: self.group.held(blocks, BLOCKS_A_ROOM * BLOCK)}
+            name = f"room-{room}"
+            if what == "sends":
+                told.sends[name] = Send(name, held)
+            else:
+                told.receives[name] = Receive(Remote(name, address, "kv_producer"), held)
+        return told
+
+    def steps(self, what: str, n_steps: int, rooms_a_step: int, address: str) -> tuple[Times, Times]:
+        """Of steps with news, and of those without between them; then goes on until every room is over."""
+        from pdstage.integrations.vllm.metadata import PdStageMetadata  # noqa: PLC0415
+
+        busy, empty = Times([], []), Times([], [])
+        left = n_steps * rooms_a_step
+        for number in range(n_steps):
+            left -= self._step(self.news(what, number, rooms_a_step, address), busy)
+            left -= self._step(PdStageMetadata(), empty)
+        end = time.monotonic() + WAIT_S
+        while left:
+            left -= self._step(PdStageMetadata(), Times([], []))
+            if time.monotonic() > end:
+                raise TimeoutError(f"{left} rooms did not end in {WAIT_S} s")
+        return busy, empty
+
+    def _step(self, told: Any, times: Times) -> int:  # noqa: ANN401  (vLLM's)
+        """How many rooms were over with it."""
+        self.worker.bind_connector_metadata(told)
+        began = time.perf_counter()
+        self.worker.start_load_kv(None)
+        loaded = time.perf_counter()
+        while time.perf_counter() - loaded < FORWARD_S:
+            torch.mm(self.square, self.square)
+        computed = time.perf_counter()
+        results = self.worker.get_transfer_results(set())
+        times.results.append(time.perf_counter() - computed)
+        times.load.append(loaded - began)
+        self.worker.clear_connector_metadata()
+        if results.failed_recving:
+            raise RuntimeError(f"rooms failed: {sorted(results.failed_recving)}")
+        return len(results.finished_sending) + len(results.finished_recving)
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+    def scheduled(self, n_steps: int) -> tuple[list[float], list[float]]:
+        """Seconds a request at decode's scheduler: matched, allocated, the step's metadata; and of no request."""
+        busy, empty = [], []
+        for number in range(n_steps):
+            params = {
+                "do_remote_prefill": True, "remote_room": f"room-{number}", "remote_engine_id": "kv_producer",
+                "remote_host": "127.0.0.1", "remote_port": 1, "remote_num_tokens": BLOCKS_A_ROOM * BLOCK,
+            }  # fmt: skip
+            request = SimpleNamespace(
+                request_id=f"request-{number}", kv_transfer_params=params, num_prompt_tokens=BLOCKS_A_ROOM * BLOCK + 1
+            )
+            blocks = SimpleNamespace(get_block_ids=lambda: (list(range(BLOCKS_A_ROOM)),))
+            began = time.perf_counter()
+            n_external, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
+            self.scheduler.update_state_after_alloc(request, blocks, n_external)
+            self.scheduler.build_connector_meta(None)
+            ended = time.perf_counter()
+            self.scheduler.build_connector_meta(None)
+            empty.append(time.perf_counter() - ended)
+            busy.append(ended - began)
+        return busy, empty
+
+
+def _scheduler(n_steps: int) -> Row:
+    with tempfile.TemporaryDirectory(prefix="pdstage-vllm-step-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        rank = Rank(VllmRank, "kv_consumer", folder)
+        try:
+            busy, empty = rank.ready().call("scheduled", n_steps)
+        finally:
+            rank.close()
+    return Row(
+        name="decode's scheduler, 1 room a step, mean", value=float(np.mean(busy)) * 1e6,
+        baseline=float(np.mean(empty)) * 1e6, unit="us", target=20.0, on="value", better="lower",
+        detail=f"{n_steps} steps; baseline: a step without news",
+    )  # fmt: skip

@@ -1,0 +1,77 @@
+"""What pdstage logs is in vLLM's log, as vLLM itself configures it; each test in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+ENGINE = """
+import logging
+from tests.engines import stubs
+stubs.install()
+from vllm.config import DeviceConfig, KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.logger import configure_logging
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from pdstage.integrations.vllm import PdStageConnector
+
+made = VllmConfig(
+    device_config=DeviceConfig("cpu"),
+    kv_transfer_config=KVTransferConfig(
+        kv_connector="PdStageConnector", kv_connector_module_path="pdstage.integrations.vllm", kv_role="kv_consumer",
+    ),
+)
+one = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+if EARLY:
+    configure_logging(made.logging_config)  # as the first thing of each process of an engine
+PdStageConnector(made, KVConnectorRole.WORKER, one)
+if not EARLY:
+    configure_logging(made.logging_config)
+log = logging.getLogger("pdstage.manager.sessions")
+log.info("session with %s", "decode rank tp 0 of 1")
+log.warning("peer %s: %s", "10.0.0.1:5000", "was silent")
+"""
+
+
+def said(*, early: bool = True, **environment: str) -> list[str]:
+    """The lines of its output that are about what pdstage said."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"EARLY = {early}\n{ENGINE}"], cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = (done.stdout + done.stderr).splitlines()
+    return [line for line in lines if "session with" in line or "was silent" in line]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_without_configuration_infos_and_warnings_are_in_vllm_s_log(early: bool) -> None:
+    info, warning = said(early=early)
+    assert " INFO " in info
+    assert "pdstage: session with decode rank tp 0 of 1" in info
+    assert " WARNING " in warning
+    assert "pdstage: peer 10.0.0.1:5000: was silent" in warning
+
+
+def test_vllm_s_level_is_pdstage_s() -> None:
+    (warning,) = said(VLLM_LOGGING_LEVEL="WARNING")
+    assert "was silent" in warning
+
+
+def test_a_logging_configuration_of_the_operator_s_is_left_alone(tmp_path: Path) -> None:
+    shown = {"class": "logging.StreamHandler", "stream": "ext://sys.stdout", "formatter": "own"}
+    loggers = {"vllm": {"handlers": ["own"], "propagate": False}, "pdstage": {"handlers": ["own"], "level": "WARNING"}}
+    path = tmp_path / "logging.json"
+    path.write_text(
+        json.dumps({
+            "version": 1, "disable_existing_loggers": False, "handlers": {"own": shown}, "loggers": loggers,
+            "formatters": {"own": {"format": "own %(name)s %(message)s"}},
+        })
+    )  # fmt: skip
+    assert said(VLLM_LOGGING_CONFIG_PATH=str(path)) == ["own pdstage.manager.sessions peer 10.0.0.1:5000: was silent"]
