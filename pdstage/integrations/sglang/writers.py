@@ -83,7 +83,7 @@ class _HeadsWriter:
         sizes = {"k": held.head_dim, "v": held.v_head_dim}
         given = {role: _draw(rng, (len(cells), held.head_num, size), held.dtype) for role, size in sizes.items()}
         self._pool.set_kv_buffer(
-            SimpleNamespace(layer_id=self._layer), _slots(cells, self._views[0], held.device),
+            SimpleNamespace(layer_id=self._layer), _slots(cells, held),
             given["k"].to(held.device), given["v"].to(held.device),
         )  # fmt: skip
         return {view.key: _bytes(given[view.key.role.removeprefix(_DRAFT)]) for view in self._views}
@@ -100,7 +100,7 @@ class _LatentWriter:
         given = _draw(rng, (len(cells), 1, rank + held.qk_rope_head_dim), held.dtype)
         there = given.to(held.device)
         self._pool.set_mla_kv_buffer(
-            SimpleNamespace(layer_id=self._layer), _slots(cells, self._view, held.device),
+            SimpleNamespace(layer_id=self._layer), _slots(cells, held),
             there[..., :rank].contiguous(), there[..., rank:].contiguous(),
         )  # fmt: skip
         return {self._view.key: _bytes(given)}
@@ -171,7 +171,7 @@ def _bytes(values: torch.Tensor) -> NDArray[np.uint8]:
     return held
 
 
-def _slots(cells: Sequence[Cell], view: View, device: str) -> KVWriteLoc:
+def _slots(cells: Sequence[Cell], held: Any) -> KVWriteLoc:  # noqa: ANN401
     """SGLang's slot numbers: a page's number times its tokens, and the token; of a window's pool they are its own."""
-    slots = torch.tensor([cell.item * view.tokens_per_item + cell.token for cell in cells], device=device)
+    slots = torch.tensor([cell.item * held.page_size + cell.token for cell in cells], device=held.device)
     return KVWriteLoc(slots, swa_loc=slots)

@@ -316,6 +316,16 @@ class Rank:
             return type(error).__name__, error.what, error.remedy
         return None
 
+    def refusal_without_pools(self) -> str:
+        """What a rank is refused with that SGLang gave addresses only."""
+        self.sleep()
+        del self.manager.kv_args.pdstage_pools
+        try:
+            self.wake()
+        except UsageError as error:
+            return str(error)
+        return ""
+
 
 class Server:
     """The process that has SGLang's bootstrap server: its launcher's."""

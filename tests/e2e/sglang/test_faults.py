@@ -1,0 +1,122 @@
+"""Clients that leave and engines that die: answers are right or an error, in time, and both pools are empty after."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import compare, faults, load
+from tests.e2e.sglang.engines import SglangServer, check_free, handed_over, pair
+
+PAIR = pair({"tp": 2}, {})
+LONG = 300
+"""Tokens of an answer that is still under way when something is killed."""
+
+
+def ranks_of(server: SglangServer) -> list[int]:
+    """The processes of a server that are its ranks, by tensor-parallel rank."""
+    assert server.process is not None
+    found = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            name = (place / "cmdline").read_bytes().split(b"\\0")[0].decode()
+            group = os.getpgid(int(place.name))
+        except (OSError, ProcessLookupError):  # it ended meanwhile
+            continue
+        if group == server.process.pid and name.startswith("sglang::scheduler"):
+            found[name] = int(place.name)
+    return [found[name] for name in sorted(found)]
+
+
+def check_ended(answers: list[load.Answer], right: compare.Reference) -> None:
+    """Every client heard of its request: what came with status 200 is right."""
+    compare.check(answers, right, all_ok=False)
+
+
+@pytest.mark.full
+def test_clients_that_leave(fleet, request: pytest.FixtureRequest):
+    """A third of them, at any moment; both legs' connections close at once, as a router's do."""
+    n = 200
+    asked = load.prompts(n, seed=201)
+    prefill, decode, _ = fleet.up(PAIR.prefill, PAIR.decode, PAIR.reference)
+    right = fleet.right(PAIR.reference, asked)
+    some = load.ask_all(handed_over(prefill, decode), load.prompts(16, seed=202), 16)
+    drawn, longest = random.Random(203), 1.2 * faults.median_seconds(some)
+    leaving = {index: drawn.uniform(0.0, longest) for index in drawn.sample(range(n), n // 3)}
+    with fleet.timed(f"leaving: {len(leaving)} of {n} clients"):
+        answers = load.ask_and_leave(handed_over(prefill, decode), asked, 16, leaving.get)
+    fleet.note(f"leaving: {compare.summary(answers, right)}")
+    check_ended(answers, right)
+    stayed = [one for index, one in enumerate(answers) if index not in leaving and not one.is_ok]
+    assert not stayed, f"clients that stayed got no answer: {stayed[0].status} {stayed[0].body}"
+    check_free(prefill, decode)
+    compare.check(load.ask_all(handed_over(prefill, decode), asked[:16], 8), right)
+
+
+def _kill_under_load(fleet, what: str, kill, *, n_tokens: int = load.N_TOKENS) -> tuple[SglangServer, SglangServer]:
+    """`kill(prefill, decode)` while 16 clients ask; every client hears of its request, and what came is right."""
+    asked = load.prompts(60, seed=231)
+    prefill, decode, _ = fleet.up(PAIR.prefill, PAIR.decode, PAIR.reference)
+    right = fleet.right(PAIR.reference, asked, n_tokens)
+    answered = 0
+    ask = handed_over(prefill, decode, n_tokens=n_tokens)
+
+    async def counted(session, prompt: load.Prompt) -> load.Answer:
+        nonlocal answered
+        answer = await ask(session, prompt)
+        answered += 1
+        return answer
+
+    async def kill_it() -> None:
+        await faults.until(lambda: answered >= 12)
+        kill(prefill, decode)
+
+    with fleet.timed(f"{what}: {len(asked)} prompts"):
+        answers = load.ask_all(counted, asked, 16, while_=kill_it())
+    fleet.note(f"{what}: {compare.summary(answers, right)}")
+    check_ended(answers, right)
+    assert not all(one.is_ok for one in answers), "nothing was under way when it was killed"
+    return prefill, decode
+
+
+def _all_right_again(fleet) -> None:
+    """With both engines up, all is handed over, and nothing is held afterwards."""
+    asked = load.prompts(32, seed=232)
+    prefill, decode, _ = fleet.up(PAIR.prefill, PAIR.decode, PAIR.reference)
+    right = fleet.right(PAIR.reference, asked)
+    compare.check(load.ask_all(handed_over(prefill, decode), asked, 8), right)
+    check_free(prefill, decode)
+
+
+@pytest.mark.full
+def test_prefill_dies_under_load(fleet):
+    """Decode goes on, with the next prefill at the same address."""
+    _, decode = _kill_under_load(fleet, "prefill killed", lambda prefill, _: prefill.kill())
+    check_free(decode)
+    _all_right_again(fleet)
+
+
+@pytest.mark.full
+def test_decode_dies_under_load(fleet):
+    """Prefill goes on, with the next decode."""
+    prefill, _ = _kill_under_load(fleet, "decode killed", lambda _, decode: decode.kill(), n_tokens=LONG)
+    check_free(prefill)
+    _all_right_again(fleet)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_of_two_dies_under_load(fleet, rank: int):
+    """SGLang ends an engine of which a rank has died; decode goes on."""
+
+    def kill(prefill: SglangServer, _: SglangServer) -> None:
+        os.kill(ranks_of(prefill)[rank], signal.SIGKILL)
+
+    _, decode = _kill_under_load(fleet, f"rank {rank} of prefill killed", kill)
+    check_free(decode)
+    fleet.stop(PAIR.prefill)
+    _all_right_again(fleet)

@@ -1,0 +1,34 @@
+"""Through SGLang's own router, which asks both engines at once and makes the rooms' numbers."""
+
+from __future__ import annotations
+
+import aiohttp
+import pytest
+
+from tests.e2e import compare, load
+from tests.e2e.sglang.engines import CHUNKED, check_free, pair, router
+
+PAIR = pair({"tp": 2, "options": CHUNKED}, {})
+
+
+@pytest.mark.full
+def test_answers_through_the_router(fleet):
+    """The router knows prompts as text: one word a token."""
+    asked = load.prompts(100, seed=301)
+    prefill, decode, _ = fleet.up(PAIR.prefill, PAIR.decode, PAIR.reference)
+    right = fleet.right(PAIR.reference, asked)
+    front = router(prefill, decode, fleet.place).start()
+    try:
+        front.wait()
+
+        async def ask(session: aiohttp.ClientSession, prompt: load.Prompt) -> load.Answer:
+            words = " ".join(f"w{number}" for number in prompt)
+            return await load.post(session, front.url, prompt, load.body(prompt) | {"prompt": words})
+
+        with fleet.timed(f"router: {len(asked)} prompts, 16 at a time"):
+            answers = load.ask_all(ask, asked, 16)
+        fleet.note(f"router: {compare.summary(answers, right)}")
+        compare.check(answers, right)
+        check_free(prefill, decode)
+    finally:
+        front.stop()

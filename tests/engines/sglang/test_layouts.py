@@ -1,0 +1,239 @@
+"""A rank does not start over memory that is not laid out as pdstage's views say: SGLang's own writers judge.
+
+The pools are SGLang's. Each case changes what pdstage believes, or how the pool stores, as a release of SGLang might.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.utils import build_kv_layer_ids, setup_state_kv_args
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.runtime_context import get_parallel
+
+from pdstage.errors import UsageError
+from pdstage.integrations.options import trusts_layout
+from pdstage.integrations.sglang import memory
+from pdstage.integrations.sglang.pools import Pools, check_known
+from pdstage.integrations.sglang.writers import probes_of
+from pdstage.kernels import Pool
+from pdstage.layout import Layout, Row
+from pdstage.probe import prove_layout
+from pdstage.topology import Topology
+from tests.engines.sglang import setups
+from tests.engines.sglang.fleet import Child
+from tests.engines.sglang.pools import HEADS, Memory
+
+PAGE = {"dsa": 64}
+
+
+def arguments(pool, *, page_size: int, requests: object = None) -> KVArgs:
+    """As the schedulers' `_init_kv_manager` fills them in, for one rank."""
+    args = KVArgs()
+    args.gpu_id, args.page_size, args.kv_cache_dtype_str, args.num_draft_entries = 0, page_size, "auto", 0
+    args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = pool.get_contiguous_buf_infos()
+    args.kv_layer_ids = build_kv_layer_ids(
+        token_to_kv_pool=pool, draft_token_to_kv_pool=None, num_draft_entries=0, num_hidden_layers=4
+    )
+    setup_state_kv_args(args, pool, req_to_token_pool=requests)
+    args.pdstage_pools = (pool, None, requests)
+    return args
+
+
+def held(kind: str, tp: tuple[int, int] = (1, 0)) -> Memory:
+    return Memory(setups.Setup("prefill", tp[0], tp[1], 0, kind, PAGE.get(kind, 16), 8))
+
+
+def layout_of(pool, *, page_size: int = 16, tp: tuple[int, int] = (1, 0), is_mla: bool = False) -> tuple[Layout, Pools]:
+    args = arguments(pool, page_size=page_size)
+    place = Topology(tp_size=tp[0], tp_rank=tp[1])
+    made: Pool = memory.pool_of(args, place, is_mla=is_mla, total_heads=HEADS, device="cpu")
+    return made.layout, Pools.of(args)
+
+
+def prove(pool, layout: Layout | None = None, **more: object):
+    """What the manager does before it makes the node."""
+    believed, pools = layout_of(pool, **more)
+    check_known(pools)
+    with get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0):
+        return prove_layout(layout or believed, probes_of(layout or believed, pools))
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "n_layers"),
+    [
+        ("mha", (1, 0), 2), ("mha", (2, 1), 2), ("swa", (2, 1), 2), ("mla", (1, 0), 2), ("dsa", (1, 0), 3),
+        ("hybrid", (1, 0), 4), ("hybrid", (2, 1), 4),
+    ],
+)  # fmt: skip
+def test_sglangs_pools_are_proved_and_left_as_they_were(kind, tp, n_layers):
+    """Every layer of every component, by its pool's own writer; nothing is trusted."""
+    made = held(kind, tp)
+    tensors = [one.tensor for some in made.held.values() for one in some]
+    for number, tensor in enumerate(tensors):
+        tensor.copy_(torch.randn(tensor.shape).mul(40 + number).to(tensor.dtype))
+    before = [tensor.clone() for tensor in tensors]
+    proof = prove(made.pool, page_size=made.page_size, tp=tp, is_mla=kind in ("mla", "dsa"))
+    assert len(proof.proved) == n_layers
+    assert not proof.verified
+    assert not proof.trusted
+    assert all(
+        torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(tensors, before, strict=True)
+    )
+
+
+def changed(layout: Layout, **of_view: object) -> Layout:
+    """The layout, with every view of K and V changed in the same way."""
+    views = [replace(view, **{name: make(view) for name, make in of_view.items()}) for view in layout.views()]
+    return Layout.of(layout.regions, views)
+
+
+WRONG = {
+    "a page of half its tokens": lambda layout: changed(
+        layout, tokens_per_item=lambda v: v.tokens_per_item // 2, item_stride=lambda v: v.item_stride // 2,
+    ),
+    "K and V swapped": lambda layout: changed(
+        layout, key=lambda v: v.key._replace(role={"k": "v", "v": "k"}[v.key.role])
+    ),
+    "layers in another order": lambda layout: changed(layout, key=lambda v: v.key._replace(layer=1 - v.key.layer)),
+    "heads outside of tokens": lambda layout: changed(
+        layout, shard_stride=lambda v: v.width * v.tokens_per_item, rows=lambda v: (Row(1, v.width),)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_wrong_belief_is_refused_by_name(wrong):
+    made = held("mha")
+    layout, _ = layout_of(made.pool)
+    with pytest.raises(UsageError, match="is not laid out as pdstage believes|that no view covers") as refused:
+        prove(made.pool, wrong(layout))
+    assert "MHATokenToKVPool" in str(refused.value)
+    assert "kv of layer" in str(refused.value)
+
+
+class Transposed(MHATokenToKVPool):
+    """As a later release might store: the class is another, and nothing is known of it."""
+
+
+def test_a_class_that_nobody_knows_is_refused_unless_trusted(monkeypatch):
+    pool = Transposed(
+        7 * 16, 16, dtype=torch.bfloat16, head_num=HEADS, head_dim=32, layer_num=2, device="cpu",
+        enable_memory_saver=False, enable_alt_stream=False,
+    )  # fmt: skip
+    layout, pools = layout_of(pool)
+    with pytest.raises(UsageError, match="nothing proves how attention backend Transposed") as refused:
+        prove_layout(layout, probes_of(layout, pools))
+    assert "trust_layout" in refused.value.remedy
+    assert len(prove_layout(layout, probes_of(layout, pools), trust_layout=True).trusted) == 2
+    monkeypatch.setenv("PDSTAGE_NODE", '{"trust_layout": true, "transport": "nixl"}')
+    assert trusts_layout()
+    monkeypatch.setenv("PDSTAGE_NODE", '{"transport": "nixl"}')
+    assert not trusts_layout()
+    monkeypatch.setenv("PDSTAGE_NODE", '{"trust_layout": "yes"}')
+    with pytest.raises(UsageError, match="trust_layout of PDSTAGE_NODE is 'yes'"):
+        trusts_layout()
+
+
+def outside(pool, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for buffers, values in ((pool.k_buffer, k), (pool.v_buffer, v)):
+        buffers[layer].view(-1, HEADS, 16, 32)[slots // 16, :, slots % 16] = values
+
+
+def backwards(pool, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    pool.k_buffer[layer][slots], pool.v_buffer[layer][slots] = k.flip(1), v
+
+
+def transposed(pool, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    pool.k_buffer[layer][slots] = k.view(-1, 32, HEADS).transpose(1, 2)
+    pool.v_buffer[layer][slots] = v
+
+
+@pytest.mark.parametrize("stores", [outside, backwards, transposed])
+def test_a_pool_that_stores_otherwise_is_refused(monkeypatch, stores):
+    """The class is the one that pdstage knows; a page is `[head, token, dim]`, or heads are in another order."""
+    made = held("mha")
+
+    def store(self, layer, loc_info, cache_k, cache_v, **_: object) -> None:
+        stores(self, layer.layer_id, loc_info.loc, cache_k, cache_v)
+
+    monkeypatch.setattr(MHATokenToKVPool, "set_kv_buffer", store)
+    with pytest.raises(UsageError, match="is not laid out as pdstage believes"):
+        prove(made.pool)
+
+
+def test_states_that_lie_otherwise_than_they_read_are_refused():
+    """As AMX's convolution wants them: SGLang says channels first, and memory has them last."""
+    made = held("hybrid")
+    conv = made.pool.mamba_pool.mamba_cache.conv
+    as_read = conv[0]
+    conv[0] = as_read.clone().transpose(-1, -2).contiguous().transpose(-1, -2)
+    with pytest.raises(UsageError, match="mamba of layer 1.* is not laid out as pdstage believes"):
+        prove(made.pool)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("kv_cache_layout", "vectorized_5d", 'pages in the order "vectorized_5d"'),
+        ("is_quantized_kv_cache", True, "block scales that SGLang does not name"),
+    ],
+)
+def test_a_pool_of_which_the_views_are_wrong_is_refused_whatever_is_trusted(monkeypatch, name, value, what):
+    made = held("mha")
+    monkeypatch.setattr(type(made.pool), name, value, raising=False)
+    made.pool.__dict__.pop(name, None)
+    with pytest.raises(UsageError, match=what) as refused:
+        check_known(Pools(made.pool, None, None))
+    assert refused.value.remedy
+
+
+def test_a_pool_is_refused_by_the_name_of_its_class():
+    pool = type("DeepSeekV4TokenToKVPool", (), {})()
+    with pytest.raises(UsageError, match="DeepSeekV4TokenToKVPool cannot be handed over: it keeps latents of several"):
+        check_known(Pools(pool, None, None))
+
+
+def test_states_of_several_parts_that_are_not_told_move_between_equal_ranks_only():
+    """Mamba 2 keeps x, B and C side by side, and SGLang does not say where they end."""
+    of_tp = []
+    for tp in ((1, 0), (2, 1)):
+        made = held("hybrid", tp)
+        made.pool.mamba_pool.conv_shard_groups = None
+        layout, pools = layout_of(made.pool, tp=tp)
+        prove_layout(layout, probes_of(layout, pools))
+        of_tp.append({view.axis for view in layout.views() if view.key.component == "mamba"})
+    assert {axis.name for axis in of_tp[1]} == {"rank"}
+    assert {axis.total for axis in of_tp[1]} == {2}
+
+
+def test_a_rank_of_a_later_stage_names_its_layers_as_the_model_does():
+    """On both sides: decode's KVArgs do not say which layers a stage has."""
+    made = Memory(setups.Setup("decode", 1, 0, 0, "mha", 16, 8, pp_size=2, pp_rank=1))
+    layout, pools = layout_of(made.pool)
+    assert {view.key.layer for view in layout.views()} == {1}
+    prove_layout(layout, probes_of(layout, pools))
+
+
+def test_without_the_hook_nothing_starts(installed):
+    """The plugin's hook shows the pools; a loader that applies none of it gives addresses only."""
+    child = Child("rank", setups.Setup("decode", 1, 0, 1))
+    child.answer()
+    assert "which pools it hands over" in child.call("refusal_without_pools")
+    child.close()
+
+
+def test_two_models_dtypes_are_told_apart():
+    """SGLang says "auto" of both: float16 and bfloat16 have the same length."""
+    formats = []
+    for dtype in (torch.bfloat16, torch.float16):
+        pool = MHATokenToKVPool(
+            7 * 16, 16, dtype=dtype, head_num=HEADS, head_dim=32, layer_num=1, device="cpu",
+            enable_memory_saver=False, enable_alt_stream=False,
+        )  # fmt: skip
+        layout, _ = layout_of(pool)
+        formats.append({view.format for view in layout.views()})
+    assert formats == [{"bfloat16"}, {"float16"}]
