@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -140,21 +140,20 @@ def _prove(probe: LayerProbe, views: Sequence[View], memory: Mapping[int, Memory
     """One layer: saves its pages, has them written, compares, and puts them back whatever comes of it."""
     assert probe.write is not None
     cells = _cells(views, probe.first_item)
-    pages = [(part, _copied(part)) for part in _pages(views, cells, memory)]
-    rows = [_cell(memory[view.region], view, cell) for view in views for cell in cells]
-    before = [(row, _copied(row)) for row in rows]
+    pages = [_Saved(page) for page in _pages(views, cells, memory)]
+    rows = [_Saved(_cell(memory[view.region], view, cell)) for view in views for cell in cells]
     try:
         stored = probe.write(cells, np.random.default_rng(seed))
         if stored is None:
             stored = {key: held[::-1] for key, held in _read(views, cells, memory).items()}
-            _check_rest(probe, before, pages)
+            _check_rest(probe, rows, pages)
             probe.write(cells[::-1], np.random.default_rng(seed))
         _check_stored(probe, views, cells, stored)
         _compare(probe, views, cells, stored, memory)
-        _check_rest(probe, before, pages)
+        _check_rest(probe, rows, pages)
     finally:
-        for part, was in pages:
-            part[...] = was
+        for page in pages:
+            page.put_back()
 
 
 def _cells(views: Sequence[View], first: int) -> list[Cell]:
@@ -196,8 +195,19 @@ def _cell(memory: Memory, view: View, cell: Cell) -> Memory:
     return memory.as_strided(shape, strides, at)
 
 
-def _copied(part: Memory) -> Memory:
-    return part.copy() if isinstance(part, np.ndarray) else part.clone()
+class _Saved:
+    """Some memory, and what was there."""
+
+    def __init__(self, memory: Any) -> None:  # noqa: ANN401  (a numpy array, or a tensor)
+        self._memory = memory
+        self._was = memory.copy() if isinstance(memory, np.ndarray) else memory.clone()
+
+    def put_back(self) -> None:
+        self._memory[...] = self._was
+
+    def n_changed(self) -> int:
+        differ = self._memory != self._was
+        return int(differ.sum()) if differ.any() else 0
 
 
 def _on_host(part: Memory) -> NDArray[np.uint8]:
@@ -312,17 +322,12 @@ def _explained(
     return "that is no row that was written: the elements of a row are stored in another order, or encoded otherwise"
 
 
-def _check_rest(
-    probe: LayerProbe,
-    before: Sequence[tuple[Memory, Memory]],
-    pages: Sequence[tuple[Memory, Memory]],
-) -> None:
+def _check_rest(probe: LayerProbe, rows: Sequence[_Saved], pages: Sequence[_Saved]) -> None:
     """Raises `UsageError` where the writer changed a byte of the pages that no view covers."""
-    for part, was in before:
-        part[...] = was
-    changed = [(part, was) for part, was in pages if not bool((part == was).all())]
-    if changed:
-        n_changed = sum(int((part != was).sum()) for part, was in changed)
+    for row in rows:
+        row.put_back()
+    n_changed = sum(page.n_changed() for page in pages)
+    if n_changed:
         raise UsageError(
             f"attention backend {probe.backend} stores {n_changed} bytes of layer {probe.name!r} that no view covers: "
             "they would not be moved",
