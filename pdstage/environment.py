@@ -128,7 +128,8 @@ NVTX = Variable(
 )  # fmt: skip
 NODE = Variable(
     "PDSTAGE_NODE", _options,
-    "a JSON object of arguments of `PrefillNode` and `DecodeNode`, with `config` as an object inside", "their defaults",
+    "a JSON object of arguments of `PrefillNode` and `DecodeNode`, `config` as an object inside, and `trust_layout`",
+    "their defaults",
     "What an engine's operator says of the nodes that an adapter makes, where the engine has no option for it: "
     '`{"transport": "nixl", "keys": "cluster.key", "config": {"drain_s": 10}}`.',
     "the adapters of engines, as a rank's node is made",

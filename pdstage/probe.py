@@ -88,7 +88,7 @@ def prove_layout(layout: Layout, probes: Iterable[LayerProbe], *, trust_layout: 
     """Proves every view of `layout`, layer by layer; the memory is afterwards as it was.
 
     `trust_layout` admits layers that have neither a writer nor a verification. It does not admit a layer whose writer
-    shows another layout. Takes milliseconds: a few tokens of three pages of each layer are written.
+    shows another layout. Of each layer a few tokens of three pages are written.
 
     Raises `UsageError` that names layer, backend, what was expected and what was found, for the first byte that is not
     where its view says, for a byte that the writer changed and no view covers, for a layer that nothing vouches for,
@@ -309,8 +309,9 @@ def _check_rest(
     """Raises `UsageError` where the writer changed a byte of the pages that no view covers."""
     for part, was in before:
         part.copy_(was)
-    n_changed = sum(int((part != was).sum()) for part, was in pages)
-    if n_changed:
+    changed = [(part, was) for part, was in pages if not part.equal(was)]
+    if changed:
+        n_changed = sum(int((part != was).sum()) for part, was in changed)
         raise UsageError(
             f"attention backend {probe.backend} stores {n_changed} bytes of layer {probe.name!r} that no view covers: "
             "they would not be moved",

@@ -11,15 +11,18 @@ from __future__ import annotations
 import multiprocessing
 import queue
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.queues import Queue
 from typing import Any
 
 import numpy as np
-from toy_model import DIM, HEADS, LAYERS, VOCABULARY, alone, forward, next_token
+from toy_model import DIM, HEADS, LAYERS, VOCABULARY, alone, forward, next_token, store
 
-from pdstage import DecodeNode, Pool, PrefillNode, State, Topology
+from pdstage import DecodeNode, Key, Pool, PrefillNode, State, Topology
+from pdstage.probe import Cell, LayerProbe, prove_layout
 from pdstage.tensors import build, paged_nhd
 
 CHUNK, N_NEW = 32, 8  # tokens that prefill computes in one step; tokens of an answer
@@ -36,8 +39,22 @@ class Pages:
         self.free = list(range(n_pages))
 
     def pool(self) -> Pool:
-        """What pdstage is told of this memory, once; `tp` is this rank's (size, rank)."""
-        return Pool.of(build(paged_nhd(self.k, self.v, total_heads=HEADS, tp=(1, 0))), keep=(self.k, self.v))
+        """What pdstage is told of this memory, once; `tp` is this rank's (size, rank). The model's own cache write
+        proves that K and V are where the layout says.
+        """
+        layout = build(paged_nhd(self.k, self.v, total_heads=HEADS, tp=(1, 0)))
+        keys = [(Key("kv", "k", layer), Key("kv", "v", layer)) for layer in range(LAYERS)]
+        prove_layout(
+            layout, [LayerProbe(f"layers.{k.layer}", "toy", (k, v), partial(self.write, k, v)) for k, v in keys]
+        )
+        return Pool.of(layout, keep=(self.k, self.v))
+
+    def write(self, k: Key, v: Key, cells: Sequence[Cell], rng: np.random.Generator) -> dict[Key, Any]:
+        """Stores K and V drawn from `rng`, and says as which bytes, `[cell, head, byte]`."""
+        drawn = rng.standard_normal((2, len(cells), HEADS, DIM), np.float32)
+        for cell, *values in zip(cells, *drawn, strict=True):
+            store(self, np.s_[k.layer, cell.item, cell.token], *values)
+        return {k: drawn[0].view(np.uint8), v: drawn[1].view(np.uint8)}
 
     def count(self, n_tokens: int) -> int:
         return -(-n_tokens // self.page_size)

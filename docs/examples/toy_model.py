@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,12 +13,17 @@ LAYERS, HEADS, DIM, VOCABULARY = 4, 8, 32, 500
 TABLES = np.random.default_rng(0).standard_normal((4, VOCABULARY, HEADS, DIM), np.float32)
 
 
+def store(cache: Pages, at: Any, k: np.ndarray, v: np.ndarray) -> None:
+    """The model's cache write: K and V of one token at `[layer, page, token]`, of one layer or of all."""
+    cache.k[at], cache.v[at] = k, v
+
+
 def forward(cache: Pages, pages: list[int], start: int, tokens: list[int]) -> None:
     """Stores K and V of `tokens`, from position `start` on, in the request's `pages`."""
     for position, token in enumerate(tokens, start):
         at = np.s_[:, pages[position // cache.page_size], position % cache.page_size]
         phase = (np.arange(LAYERS, dtype=np.float32) + position)[:, None, None]
-        cache.k[at], cache.v[at] = TABLES[0, token] * np.cos(phase), TABLES[1, token] * np.sin(phase)
+        store(cache, at, TABLES[0, token] * np.cos(phase), TABLES[1, token] * np.sin(phase))
 
 
 def next_token(cache: Pages, pages: list[int], n_tokens: int, last: int) -> int:

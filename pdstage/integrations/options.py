@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from pdstage import environment
+from pdstage.control.address import Address
 from pdstage.errors import UsageError
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.config import Config
@@ -20,6 +21,8 @@ _OURS = {
     "bind",
 }  # fmt: skip
 """Arguments that are the adapter's to give."""
+_ADAPTERS = {"trust_layout": False}
+"""What PDSTAGE_NODE may say besides a node's arguments: it is the adapter's to act on."""
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
@@ -35,7 +38,7 @@ def node_options(
     known = set(defaults) - _OURS
     told: dict[str, Any] = {}
     config: dict[str, Any] = dict(deadlines)
-    for source, options in ((environment.NODE.name, environment.NODE.read() or {}), (where, given)):
+    for source, options in ((environment.NODE.name, _told()), (where, given)):
         own = options.get("config", {})
         unknown = [*(set(options) - known), *(set(own) - {field.name for field in fields(Config)})]
         if unknown:
@@ -51,6 +54,38 @@ def node_options(
         told |= options
         config |= own
     return {name: told[name] for name in _arguments(kind) if name in told} | {"config": Config(**config)}
+
+
+def trusts_layout() -> bool:
+    """Whether the operator vouches for pages whose layout nothing proves: `trust_layout` of PDSTAGE_NODE."""
+    told = (environment.NODE.read() or {}).get("trust_layout", _ADAPTERS["trust_layout"])
+    _check_kind(f"trust_layout of {environment.NODE.name}", told, default=False)
+    return bool(told)
+
+
+def _told() -> dict[str, Any]:
+    """The arguments of a node that PDSTAGE_NODE has."""
+    return {name: value for name, value in (environment.NODE.read() or {}).items() if name not in _ADAPTERS}
+
+
+def check_exposure(bind: str, options: Mapping[str, Any]) -> None:
+    """Refuses, as a node that binds to `bind` would, what other machines can reach without keys.
+
+    Raises `UsageError` whose remedy is the operator's: PDSTAGE_NODE, not an argument of the node.
+    """
+    try:
+        address = Address.parse(bind, "tcp", listening=True)
+        address.check_exposure(bool(options.get("insecure")), options.get("keys"))
+    except UsageError as error:
+        keyed, trusted = (
+            f"{environment.NODE.name}='{{{said}}}'" for said in ('"keys": "cluster.key"', '"insecure": true')
+        )
+        raise UsageError(
+            error.what,
+            remedy="make a key file with `pdstage keys cluster.key`, put it on every host, and start each engine with "
+            f"{keyed}; where the network itself is trusted, with {trusted}",
+            **error.fields,
+        ) from None
 
 
 def _arguments(kind: type[PrefillNode | DecodeNode]) -> dict[str, object]:

@@ -283,9 +283,10 @@ class Driver(Role[AnyCore]):
     # What happens to rooms and peers.
 
     def _on_changed(self, room: Room) -> None:
-        if self._observed is not None and (handle := self.roster.of(room)) is not None:
-            self._observed.changed(handle, room)
+        handle = self.roster.of(room)
         self.roster.changed(room)
+        if self._observed is not None and handle is not None:  # last: an observer may ask the handle
+            self._observed.changed(handle, room)
 
     def _complain(self, route: bytes, error: PdstageError) -> None:
         peer = self.socket.name_of(route)
@@ -297,6 +298,7 @@ class Driver(Role[AnyCore]):
         self._failure = error
         failed = PdstageError(f"the node's driver failed: {error!r}", remedy="see the cause; make a new node")
         failed.__cause__ = error
+        self.roster.fail(failed)
         if self._observed is not None:
             self._observed.broke(failed)
-        self.roster.fail(failed)
+            self._observed.tell()  # no turn follows

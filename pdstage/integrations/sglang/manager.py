@@ -8,7 +8,9 @@ sockets carry nothing.
 from __future__ import annotations
 
 import logging
+import threading
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
@@ -16,14 +18,26 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import get_ib_devices_for_gpu
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_device, get_disagg, get_memory, get_parallel, process_model_config
+from sglang.srt.runtime_context import (
+    get_device,
+    get_disagg,
+    get_memory,
+    get_observability,
+    get_parallel,
+    process_model_config,
+)
 from sglang.srt.utils.network import NetworkAddress
 
+from pdstage.control.address import Address
 from pdstage.control.bootstrap import PLAIN
 from pdstage.errors import UsageError
-from pdstage.integrations.options import node_options
+from pdstage.integrations.options import check_exposure, node_options, trusts_layout
 from pdstage.integrations.sglang.memory import pool_of
+from pdstage.integrations.sglang.pools import Pools, check_known
+from pdstage.integrations.sglang.writers import probes_of
 from pdstage.manager import DecodeNode, PrefillNode
+from pdstage.manager.observer import RoomBound, RoomEnded
+from pdstage.probe import prove_layout
 from pdstage.topology import Topology
 
 if TYPE_CHECKING:
@@ -31,8 +45,11 @@ if TYPE_CHECKING:
 
     from sglang.srt.server_args import ServerArgs
 
+    from pdstage.integrations.sglang.sender import PdStageKVSender
+    from pdstage.kernels import Pool
     from pdstage.manager import Receiver
     from pdstage.manager.handle import CudaEvent
+    from pdstage.manager.observer import Event, Origin
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +73,9 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         is_mla_backend: bool | None = False,
     ) -> None:
         _refuse_what_is_not_supported(disaggregation_mode)
+        self.status_lock = threading.RLock()
+        self.senders: WeakValueDictionary[int, PdStageKVSender] = WeakValueDictionary()
+        """The latest sender of each room; see `observe`."""
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if self.enable_all_cp_ranks_for_transfer and self.attn_cp_size > 1:
             raise UsageError("every context-parallel rank would send a part", remedy="use another transfer backend")
@@ -84,6 +104,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             options["transport"] = over_devices(options.get("transport", "auto"), cards, self.kv_args.gpu_id)
         if self.is_prefill:
             options |= {"bootstrap": self._bootstrap_address(), "instance": INSTANCE}
+            options |= {"observers": [self] if self.pp_rank else []}
         total_heads = getattr(self.kv_args, "total_kv_head_num", None)
         if total_heads is None and not self.is_mla_backend:
             total_heads = process_model_config().get_total_num_kv_heads()
@@ -92,8 +113,23 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             self.kv_args, place, is_mla=bool(self.is_mla_backend), total_heads=total_heads or 1,
             device=str(get_device().device),
         )  # fmt: skip
-        bind = NetworkAddress(self.local_ip, 0).to_tcp()
+        self._prove(pool)
+        bind = self._bind()
+        check_exposure(bind, options)
         self.node = kind(pool, place, bind=bind, progress="thread", **options)
+
+    def _prove(self, pool: Pool) -> None:
+        """Raises `UsageError` for memory that is not laid out as the pool's views say, or of which nobody knows."""
+        pools = Pools.of(self.kv_args)
+        if pools is None:
+            raise UsageError(
+                "SGLang did not say which pools it hands over",
+                remedy="run the SGLang release that pdstage was tested with",
+            )
+        check_known(pools)
+        log.info(
+            "KV memory: %s", prove_layout(pool.layout, probes_of(pool.layout, pools), trust_layout=trusts_layout())
+        )
 
     def awake(self) -> Any:  # noqa: ANN401  (a node of either kind)
         """The node. Raises `UsageError` while SGLang's memory is away: a request then fails, not the scheduler."""
@@ -113,7 +149,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
     def deregister_buffer_to_engine(self) -> None:
         """Ends the node: SGLang gives its KV memory away. Rooms still open fail."""
         if self.node is not None:
-            self.node.close()
+            self.node.close()  # which tells `observe` of the rooms that failed
             self.node = None
 
     def _place(self) -> Topology:
@@ -123,6 +159,21 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             tp_size=self.attn_tp_size, tp_rank=self.attn_tp_rank, pp_size=self.pp_size, pp_rank=self.pp_rank,
             dp_size=dp[0], dp_rank=dp[1],
         )  # fmt: skip
+
+    def _bind(self) -> str:
+        """Where the node listens: where its peers can learn of it, and no further.
+
+        Decode connects to prefill, and nobody to decode. Prefill is found in the directory of SGLang's bootstrap
+        server: where that listens on loopback only, so does the node, and one host needs no keys.
+        """
+        if not self.is_prefill:
+            return "tcp://127.0.0.1:0"
+        hosts = [self.bootstrap_host]
+        if self.dist_init_addr:
+            hosts.append(NetworkAddress.parse(self.dist_init_addr).resolved().host)
+        if not all(Address(host, 0).is_loopback for host in hosts):
+            return str(NetworkAddress(self.local_ip, 0).to_tcp())
+        return str(NetworkAddress("::1" if self.bootstrap_host == "::1" else "127.0.0.1", 0).to_tcp())
 
     def _bootstrap_address(self) -> str:
         """Where `register_to_bootstrap` of the base class registers: SGLang's server, which speaks plain HTTP."""
@@ -163,6 +214,24 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         info = self.prefill_info_table.get(bootstrap_addr)
         return info is not None and info.attn_tp_size == self.attn_tp_size
 
+    # Statuses of rooms. SGLang's scheduler writes them, and on a later pipeline stage the node's thread does too: the
+    # first stage takes the least of what all stages have written, and until a request begins nobody polls the others.
+
+    def observe(self, origin: Origin, event: Event) -> None:
+        """Publishes a room's new state. On the node's thread.
+
+        Its number may be another request's by now. So the event only says when to look, and the sender where.
+        """
+        if isinstance(event, RoomBound | RoomEnded):
+            sender = self.senders.get(event.room)  # type: ignore[call-overload]  # SGLang's rooms are numbers
+            if sender is not None:
+                sender.publish()
+
+    def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
+        """SGLang's rules of what follows what, for one writer at a time: it reads, compares and writes."""
+        with self.status_lock:
+            super().update_status(bootstrap_room, status)
+
     def fail(self, room: int, reason: str) -> None:
         """The room failed, for `reason` unless another is known already."""
         with self.failure_lock:
@@ -183,6 +252,7 @@ def _refuse_what_is_not_supported(mode: DisaggregationMode) -> None:
         "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
         "--enable-dsa-cache-layer-split": parallel.enable_dsa_cache_layer_split,
         "context- and tensor-parallel group sharing": parallel.enable_cp_tp_group_sharing,
+        "--kv-canary (its rows are among the layers)": get_observability().kv_canary != "none",
         "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0 (peers may still write to pages of failed requests)":
             not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get(),
         "SGLANG_RUST_SERVER (its registry takes the bootstrap server's place)": envs.SGLANG_RUST_SERVER.get(),

@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from pdstage.addressed import Buffers, Paging, StateComponents, append_state_component, kv_pages
 from pdstage.arrays import build
 from pdstage.errors import UsageError
+from pdstage.integrations.sglang.pools import Pools, inner, layer_ids
 from pdstage.items import Items
 from pdstage.kernels import Pool
 from pdstage.topology import REPLICATED, Axis, shard_axis
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
+    import torch
 
     from pdstage.arrays import Part
     from pdstage.topology import Topology
@@ -40,9 +42,8 @@ def pool_of(args: KVArgs, place: Topology, *, is_mla: bool, total_heads: int, de
     where = (device, args.gpu_id if device != "cpu" else 0)
     parts = list(_caches(args, place, is_mla, total_heads, where))
     states = StateComponents((place.tp_size, place.tp_rank), where)
-    heads = shard_axis("kv_head", total_heads, place.tp_size, place.tp_rank)
     for number in range(len(args.state_types)):
-        _append_state(states, args, number, place, heads)
+        _append_state(states, args, number, place, total_heads)
     layout = build(*parts, *states.parts)
     return Pool.of(layout, device if device == "cpu" else f"{device}:{args.gpu_id}")
 
@@ -52,7 +53,7 @@ def _caches(args: KVArgs, place: Topology, is_mla: bool, total_heads: int, where
     replicated = is_mla or args.is_hybrid_mla_backend
     axis = REPLICATED if replicated else shard_axis("kv_head", total_heads, place.tp_size, place.tp_rank)
     n_target = len(args.kv_data_ptrs) - args.num_draft_entries
-    roles = {}
+    roles, pools = {}, Pools.of(args)
     for prefix, low, high in (("", 0, n_target), ("draft_", n_target, len(args.kv_data_ptrs))):
         n_roles = 1 if replicated else 2
         if (high - low) % n_roles:
@@ -60,45 +61,85 @@ def _caches(args: KVArgs, place: Topology, is_mla: bool, total_heads: int, where
         each = (high - low) // n_roles
         for i, role in enumerate(("latent",) if replicated else ("k", "v")):
             held = slice(low + i * each, low + (i + 1) * each)
-            first = 0 if prefix else getattr(args, "prefill_start_layer", 0)
-            layers = args.kv_layer_ids[held] or list(range(first, first + each))
+            numbers = layer_ids(pools.kv, each) if pools is not None and not prefix else None
+            layers = args.kv_layer_ids[held] or numbers or list(range(each))
             roles[prefix + role] = Buffers(
                 args.kv_data_ptrs[held], args.kv_data_lens[held], args.kv_item_lens[held], layers
             )
     roles = {role: held for role, held in roles.items() if held.data_ptrs}
-    return [kv_pages(roles, page_size=args.page_size, axis=axis, format=args.kv_cache_dtype_str, device=where)]
+    format = args.kv_cache_dtype_str if pools is None else _format(inner(pools.kv).dtype)
+    return [kv_pages(roles, page_size=args.page_size, axis=axis, format=format, device=where)]
 
 
-def _append_state(states: StateComponents, args: KVArgs, number: int, place: Topology, heads: Axis) -> None:
+def _format(*dtypes: torch.dtype) -> str:
+    """What says that two sides' bytes mean the same: "auto" of SGLang's arguments is the model's dtype on each."""
+    return "+".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _append_state(states: StateComponents, args: KVArgs, number: int, place: Topology, total_heads: int) -> None:
     kind = StateType(args.state_types[number])
     if kind is StateType.DSA_TAIL or kind.value in states.names:
         what = f"a second component {kind.value!r}" if kind.value in states.names else f"state {kind.value!r}"
         raise UsageError(f"pdstage does not move {what} of this model yet", remedy="use another transfer backend")
     ptrs, lens, items = args.state_data_ptrs[number], args.state_data_lens[number], args.state_item_lens[number]
-    layers = args.state_layer_ids[number]
+    layers, pools = args.state_layer_ids[number], Pools.of(args)
     if kind is StateType.SWA and args.swa_kv_cache_layout == "nhd":
         each = len(ptrs) // 2
-        layers = layers or [*range(each), *range(each)]
+        numbers = layer_ids(pools.kv, each, window=True) if pools is not None else None
+        layers = layers or [*(numbers or range(each))] * 2
         roles = {
             role: Buffers(ptrs[half], lens[half], items[half], layers[half])
             for role, half in (("k", slice(0, each)), ("v", slice(each, 2 * each)))
         }
-        format = args.kv_cache_dtype_str
+        held = None if pools is None else inner(pools.kv, window=True)
         window = kv_pages(
-            roles, page_size=args.page_size, axis=heads, format=format, component=kind.value, device=states.device
-        )
+            roles, page_size=args.page_size, axis=_window_heads(held, place, total_heads),
+            format=args.kv_cache_dtype_str if held is None else _format(held.dtype), component=kind.value,
+            device=states.device,
+        )  # fmt: skip
         states.add(kind.value, window)
         return
     sharded = kind in _SHARDED or (kind is StateType.SWA and args.swa_kv_cache_layout is not None)
+    slicing: dict[str, Any] = {
+        "dim_per_tensor": args.state_dim_per_tensor[number] or None,
+        "conv_shard_groups": args.state_conv_shard_groups[number] or None,
+        "slice_outer_counts": args.state_slice_outer_counts[number] or None,
+    }
+    format = "bytes"
+    if kind is StateType.MAMBA and pools is not None and (pool := pools.states()) is not None:
+        layers = layers or pool.get_state_layer_ids()
+        format = _format(*(held.dtype for held in (*pool.mamba_cache.conv, pool.mamba_cache.temporal)))
+        if place.tp_size > 1 and _is_of_unknown_parts(pool):
+            slicing, sharded = {}, True
     append_state_component(
         states, kind.value, ptrs, lens, items,
+        **slicing,
         layer_ids=layers or None,
-        dim_per_tensor=args.state_dim_per_tensor[number] or None,
-        conv_shard_groups=args.state_conv_shard_groups[number] or None,
-        slice_outer_counts=args.state_slice_outer_counts[number] or None,
+        format=format,
         paging=_paging(kind, args.page_size),
         whole=Axis("rank", place.tp_size, place.tp_rank, 1) if sharded else REPLICATED,
     )  # fmt: skip
+
+
+def _window_heads(pool: Any, place: Topology, total_heads: int) -> Axis:  # noqa: ANN401  (SGLang's)
+    """The heads of the layers with a window, of which a model may have another number than of the others."""
+    heads = shard_axis("kv_head", total_heads, place.tp_size, place.tp_rank)
+    if pool is None or pool.head_num == heads.count:
+        return heads
+    if place.tp_size > 1:
+        raise UsageError(
+            f"layers with a sliding window have {pool.head_num} KV heads on a rank, the others {heads.count}",
+            remedy="run this model at TP 1, or use another transfer backend",
+        )
+    return shard_axis("kv_head", pool.head_num, 1, 0)
+
+
+def _is_of_unknown_parts(pool: Any) -> bool:  # noqa: ANN401  (SGLang's MambaPool)
+    """Whether conv states are x, B and C side by side, each sharded by itself, and SGLang does not say where they end.
+
+    So it is with Mamba 2. Conv states without other states are one part.
+    """
+    return bool(pool.mamba_cache.temporal.numel()) and not pool.conv_shard_groups
 
 
 def _paging(kind: StateType, page_size: int) -> Paging | None:

@@ -2,15 +2,16 @@
 
 Layer 6. SGLang's list of backends can be extended, but `TransferBackend`, which its schedulers look names up in, is a
 closed enum, and `get_kv_class` a chain of ifs over it. Both are hooked by SGLang's own HookRegistry: the enum is
-replaced by one with a member more, and `get_kv_class` answers for that member. Must not import the backend's classes
-before they are asked for: most processes never need them.
+replaced by one with a member more, and `get_kv_class` answers for that member. A third hook shows a backend the pools
+that it is told addresses of. Must not import the backend's classes before they are asked for: most processes never need
+them.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES, add_disagg_transfer_backend_choices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -36,6 +37,7 @@ def register() -> None:
     add_disagg_transfer_backend_choices([NAME])
     HookRegistry.register(f"{_UTILS}.TransferBackend", _with_member(), HookType.REPLACE)
     HookRegistry.register(f"{_UTILS}.get_kv_class", kv_class, HookType.AROUND)
+    HookRegistry.register(f"{_UTILS}.setup_state_kv_args", with_pools, HookType.AROUND)
 
 
 def _with_member() -> type[Enum]:
@@ -54,3 +56,16 @@ def kv_class(original: Callable[[Enum, Enum], type | None], transfer_backend: En
     module, name = place
     found: type = getattr(import_module(f"{__package__}.{module}"), name)
     return found
+
+
+def with_pools(  # noqa: PLR0917  (SGLang's signature)
+    original: Callable[..., None],
+    kv_args: Any,  # noqa: ANN401  (SGLang's KVArgs)
+    token_to_kv_pool: object,
+    draft_token_to_kv_pool: object = None,
+    total_kv_layers: int | None = None,
+    req_to_token_pool: object = None,
+) -> None:
+    """Around SGLang's `setup_state_kv_args`, the last step before a manager is made: KVArgs keeps the pools."""
+    original(kv_args, token_to_kv_pool, draft_token_to_kv_pool, total_kv_layers, req_to_token_pool=req_to_token_pool)
+    kv_args.pdstage_pools = (token_to_kv_pool, draft_token_to_kv_pool, req_to_token_pool)

@@ -49,12 +49,16 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._room: Sender | None = None
         self._first_page = 0
+        self._is_cleared = False
         if mgr.is_dummy_cp_rank or mgr.request_status.get(bootstrap_room) == KVPoll.Failed:
             return
         try:
             self._room = mgr.awake().send(bootstrap_room)
         except PdstageError as error:
             mgr.fail(bootstrap_room, str(error))
+        else:
+            mgr.senders[bootstrap_room] = self
+            self.publish()  # what the node said before it could find this sender
 
     def pop_decode_prefix_len(self) -> int:
         """The tokens that decode has already: pages are counted from there on."""
@@ -93,15 +97,22 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
             return
         self._record_transfer_indices(kv_indices, state_indices)
 
-    def _poll_with_status(self, check_status: Callable[[int], int]) -> int:
-        room = self._room
-        if room is not None and self.conclude_state is None:
-            if room.state is State.FAILED:
+    def publish(self) -> None:
+        """Writes the room's state where SGLang looks it up, unless the scheduler is done with it. In any thread."""
+        with self.kv_mgr.status_lock:
+            room = self._room
+            if room is None or self._is_cleared or self.conclude_state is not None:
+                return
+            state = room.state
+            if state is State.FAILED:
                 self.kv_mgr.fail(self.bootstrap_room, str(room.error))
             else:
-                ended = room.state is State.SUCCESS and not room.released  # the scheduler would take the pages back
-                state = State.TRANSFERRING if ended else room.state
-                self.kv_mgr.update_status(self.bootstrap_room, int(state))
+                ended = state is State.SUCCESS and not room.released  # the scheduler would take the pages back
+                self.kv_mgr.update_status(self.bootstrap_room, int(State.TRANSFERRING if ended else state))
+
+    def _poll_with_status(self, check_status: Callable[[int], int]) -> int:
+        room = self._room
+        self.publish()
         status: int = super()._poll_with_status(check_status)
         if status == KVPoll.Failed and room is not None:
             self._end(room, f"prefill gave up: {self._reason()}")
@@ -138,5 +149,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         self._quiet()
 
     def clear(self) -> None:
-        super().clear()
+        with self.kv_mgr.status_lock:
+            self._is_cleared = True
+            super().clear()
         self._quiet()

@@ -12,7 +12,7 @@ from vllm.utils.network_utils import get_ip
 
 from pdstage.control.address import Address
 from pdstage.errors import UsageError
-from pdstage.integrations.options import node_options
+from pdstage.integrations.options import node_options, trusts_layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +44,7 @@ class Settings:
     def of(vllm_config: VllmConfig) -> Settings:
         options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
         host, port = options.pop("host", "127.0.0.1"), options.pop("port", 0)
-        trust_layout = options.pop("trust_layout", False)
+        trust_layout = options.pop("trust_layout", trusts_layout())
         if not isinstance(trust_layout, bool):
             raise UsageError(
                 f"trust_layout of kv_connector_extra_config is {trust_layout!r}", remedy="give true or false"

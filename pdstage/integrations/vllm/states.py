@@ -48,7 +48,9 @@ def state_parts(
     )  # fmt: skip
     heads = states[1].shape[1] * tp[0]
     cut = _pieces(heads) if spec.mamba_type is _KINDS.MAMBA1 else heads
-    return [conv, mamba_ssm([states[1]], total_heads=cut, tp=tp, **naming)]
+    # vLLM's kernels for the CPU keep a gated delta net's state as [head, k, v] in a tensor [head, v, k].
+    turned = spec.mamba_type is _KINDS.GDN_ATTN and cache.device.type == "cpu"
+    return [conv, mamba_ssm([states[1]], total_heads=cut, tp=tp, role="ssm_kv" if turned else "ssm", **naming)]
 
 
 def _apart(cache: torch.Tensor, spec: MambaSpec) -> list[torch.Tensor]:

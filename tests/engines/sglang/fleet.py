@@ -10,12 +10,13 @@ import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 from tests.engines.sglang import setups
 
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -65,10 +66,13 @@ class Child:
 
 
 class Engine:
-    """All ranks of one engine: each call goes to all of them, and a poll's answer is the least, as SGLang takes it."""
+    """All ranks of one engine: each call goes to all of them, and a poll's answer is the least, as SGLang takes it.
 
-    def __init__(self, ranks: list[Child]) -> None:
-        self.ranks = ranks
+    The first `n_first` ranks are those of the first pipeline stage.
+    """
+
+    def __init__(self, ranks: list[Child], n_first: int) -> None:
+        self.ranks, self.n_first = ranks, n_first
 
     def each(self, name: str, *args: object) -> list[Any]:
         for rank in self.ranks:
@@ -80,6 +84,11 @@ class Engine:
 
     def until(self, room: int, *states: int) -> int:
         return eventually(lambda: self.poll(room), lambda state: state in states)
+
+    def bootstrapped(self, room: int, *states: int) -> int:
+        """Before a request begins SGLang asks the ranks of the first stage alone, for all stages."""
+        first = Engine(self.ranks[: self.n_first], self.n_first)
+        return eventually(lambda: min(first.each("poll_stages", room)), lambda state: state in states)
 
 
 def eventually(ask, wanted=bool):
@@ -96,7 +105,7 @@ class Fleet:
 
     def __init__(
         self, prefill_tp: int, decode_tp: int, pool: str = "mha", node: str = "", page_size: int = 16,
-        decode_page_size: int = 0, **environ: str,
+        decode_page_size: int = 0, prefill_pp: int = 1, **environ: str,
     ) -> None:  # fmt: skip
         self.page_size = page_size
         pages = {"prefill": page_size, "decode": decode_page_size or page_size}
@@ -108,14 +117,17 @@ class Fleet:
             self.server = self._child(opened, "server", port)
             self.server.answer()
             sides = {}
-            for mode, size in (("prefill", prefill_tp), ("decode", decode_tp)):
-                usual = setups.Setup(mode, size, 0, port, pool, pages[mode], 64, node, said)
-                given = [usual._replace(tp_rank=rank) for rank in range(size)]
+            meeting = str(Path(opened.enter_context(TemporaryDirectory()), "stages"))
+            for mode, size, stages in (("prefill", prefill_tp, prefill_pp), ("decode", decode_tp, 1)):
+                usual = setups.Setup(mode, size, 0, port, pool, pages[mode], 64, node, said, stages)
+                if stages > 1:
+                    usual = usual._replace(meeting=meeting)
+                given = [usual._replace(tp_rank=n % size, pp_rank=n // size) for n in range(size * stages)]
                 sides[mode] = [self._child(opened, "rank", one) for one in given]
             for ranks in sides.values():
                 for rank in ranks:
                     rank.answer()
-            self.prefill, self.decode = Engine(sides["prefill"]), Engine(sides["decode"])
+            self.prefill, self.decode = Engine(sides["prefill"], prefill_tp), Engine(sides["decode"], decode_tp)
             eventually(lambda: all(self.decode.each("ensure")))
             self._opened = opened.pop_all()
 
@@ -144,7 +156,7 @@ class Fleet:
 
     def begin(self, room: int, n_tokens: int) -> int:
         """Prefill's bootstrap, once all of decode's ranks are there; the prefix that decode has."""
-        self.prefill.until(room, WAITING)
+        self.prefill.bootstrapped(room, WAITING)
         (prefix,) = set(self.prefill.each("begin", room, n_tokens))
         self.prefill.each("allocate", room, n_tokens, prefix)
         return prefix

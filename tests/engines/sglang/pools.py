@@ -70,10 +70,12 @@ class Memory:
             ]
 
         if setup.pool == "mha":
+            first_layer, stop = (2 * rank // setup.pp_size for rank in (setup.pp_rank, setup.pp_rank + 1))
             self.pool = MHATokenToKVPool(
-                size, page, head_num=count, head_dim=DIM, layer_num=2, enable_alt_stream=False, **common
-            )
-            self.held = {"kv": mha(self.pool, [0, 1])}
+                size, page, head_num=count, head_dim=DIM, layer_num=stop - first_layer, start_layer=first_layer,
+                enable_alt_stream=False, **common,
+            )  # fmt: skip
+            self.held = {"kv": mha(self.pool, list(range(first_layer, stop)))}
         elif setup.pool == "mla":
             self.pool = MLATokenToKVPool(size, page, kv_lora_rank=64, qk_rope_head_dim=16, layer_num=2, **common)
             self.held = {"kv": [Held("latent", i, tensor) for i, tensor in enumerate(self.pool.kv_buffer)]}

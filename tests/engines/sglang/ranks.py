@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,22 @@ ROWS = 16
 PATIENCE_S = 60.0
 
 
+class Stages:
+    """In place of the process group of one TP rank's pipeline stages: what the first stage says at the start."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.is_first_rank, self.is_last_rank = setup.pp_rank == 0, setup.pp_rank == setup.pp_size - 1
+        self._store = torch.distributed.FileStore(setup.meeting) if setup.meeting else None
+        self._key = f"of {setup.tp_rank}"
+
+    def broadcast_object(self, said: object, src: int) -> object:
+        assert src == 0
+        assert self._store is not None
+        if self.is_first_rank:
+            self._store.set(self._key, pickle.dumps(said))
+        return pickle.loads(self._store.get(self._key))
+
+
 class Rank:
     """What tests ask of a rank; a method a call of the scheduler's."""
 
@@ -44,13 +61,12 @@ class Rank:
             "--model-path", MODEL, "--device", "cpu", "--host", "127.0.0.1", "--skip-tokenizer-init",
             "--disaggregation-mode", setup.mode, "--disaggregation-transfer-backend", "pdstage",
             "--disaggregation-bootstrap-port", str(setup.port), "--tp-size", str(setup.tp_size),
-            "--page-size", str(setup.page_size),
+            "--page-size", str(setup.page_size), "--pp-size", str(setup.pp_size),
         ]  # fmt: skip
         args = prepare_server_args(arguments)
-        ranks = runtime_context.SpawnRanks(world_rank=setup.tp_rank, gpu_id=0)
+        ranks = runtime_context.SpawnRanks(world_rank=setup.tp_size * setup.pp_rank + setup.tp_rank, gpu_id=0)
         runtime_context.publish(args, role="scheduler", ranks=ranks)
-        # No process groups are made: with one pipeline stage nothing is said over it.
-        runtime_context.get_parallel().override_permanently(pp_group=SimpleNamespace(is_last_rank=True))
+        runtime_context.get_parallel().override_permanently(pp_group=Stages(setup))
         self.backend = utils.TransferBackend(runtime_context.get_disagg().disaggregation_transfer_backend)
         self.memory = Memory(setup)
         self.metadata = MetadataBuffers(ROWS, 64, torch.bfloat16, 1)
@@ -89,6 +105,11 @@ class Rank:
     def poll(self, room: int) -> int:
         return int(self.rooms[room].poll())
 
+    def poll_stages(self, room: int) -> int:
+        """What SGLang asks the first stage alone until a request begins: the least of what all stages said."""
+        sender = self.rooms[room]
+        return int(sender.poll() if self.setup.pp_size == 1 else sender.poll_pp_consensus())
+
     def abort(self, room: int) -> None:
         self.rooms[room].abort()
 
@@ -103,10 +124,21 @@ class Rank:
     def clear(self, room: int) -> None:
         self.rooms.pop(room).clear()
 
+    def clear_and_hear_late(self, room: int) -> bool:
+        """The room's state reaches the sender after the scheduler has cleared it; whether SGLang keeps nothing then."""
+        sender = self.rooms.pop(room)
+        sender.clear()
+        sender.publish()
+        return room not in self.manager.request_status
+
     def leftovers(self) -> dict[str, int]:
         """What a manager keeps of rooms that are over: nothing."""
-        kept = {name: len(getattr(self.manager, name)) for name in ("request_status", "failure_records", "_unsafe")}
-        return kept | {"handles": len(self.manager.node.handles())}
+        kept = {name: len(getattr(self.manager, name)) for name in ("failure_records", "_unsafe")}
+        statuses = self.manager.request_status
+        if self.setup.pp_size > 1:  # what this stage says, and at the first what the others said
+            kept["stages"] = sum(map(len, statuses._peer_map.values()))
+            statuses = statuses._local_map
+        return kept | {"statuses": len(statuses), "handles": len(self.manager.node.handles())}
 
     def released(self, room: int) -> bool:
         """Whether pdstage itself says that nothing touches the room's memory."""

@@ -9,7 +9,7 @@ from tests.engines import stubs
 
 
 class Setup(NamedTuple):
-    """One rank's place and pool."""
+    """One rank's place and pool. A pool of a stage holds that stage's layers."""
 
     mode: str
     tp_size: int
@@ -20,6 +20,9 @@ class Setup(NamedTuple):
     n_pages: int = 64
     node: str = ""  # PDSTAGE_NODE
     environ: tuple[tuple[str, str], ...] = ()
+    pp_size: int = 1
+    pp_rank: int = 0
+    meeting: str = ""  # a file through which the stages of one engine tell each other things at their start
 
 
 def serve(*args: object) -> None:

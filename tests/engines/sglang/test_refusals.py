@@ -9,6 +9,7 @@ from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from pdstage.errors import UsageError
+from pdstage.integrations.options import check_exposure
 from pdstage.integrations.sglang import manager, memory
 from pdstage.integrations.sglang import staging as kernels
 from pdstage.topology import Topology
@@ -107,6 +108,40 @@ def test_a_setting_of_the_node(rank, node, culprit):
     assert kind == "UsageError"
     assert culprit in what
     assert remedy
+
+
+@pytest.mark.parametrize(
+    ("host", "dist_init", "bind"),
+    [
+        ("127.0.0.1", None, "tcp://127.0.0.1:0"),
+        ("localhost", None, "tcp://127.0.0.1:0"),
+        ("::1", None, "tcp://[::1]:0"),
+        ("127.0.0.1", "127.0.0.1:5000", "tcp://127.0.0.1:0"),
+        ("127.0.0.1", "10.1.2.3:5000", "tcp://10.1.2.9:0"),
+        ("0.0.0.0", None, "tcp://10.1.2.9:0"),
+        ("10.1.2.9", None, "tcp://10.1.2.9:0"),
+    ],
+)
+def test_prefill_listens_where_its_bootstrap_server_does(host, dist_init, bind):
+    """What is on loopback only needs no keys."""
+    told = SimpleNamespace(is_prefill=True, bootstrap_host=host, dist_init_addr=dist_init, local_ip="10.1.2.9")
+    assert manager.PdStageKVManager._bind(told) == bind
+
+
+def test_nobody_connects_to_decode():
+    assert manager.PdStageKVManager._bind(SimpleNamespace(is_prefill=False)) == "tcp://127.0.0.1:0"
+
+
+def test_what_others_can_reach_wants_keys_in_the_operators_words():
+    """SGLang's operator gives a node no arguments: the remedy is what can be written down."""
+    for options in ({}, {"insecure": False}):
+        with pytest.raises(UsageError, match=r"10\.1\.2\.9:0 can be reached from other machines") as refused:
+            check_exposure("tcp://10.1.2.9:0", options)
+        assert """PDSTAGE_NODE='{"keys": "cluster.key"}'""" in refused.value.remedy
+        assert """PDSTAGE_NODE='{"insecure": true}'""" in refused.value.remedy
+    for options in ({"insecure": True}, {"keys": "cluster.key"}):
+        check_exposure("tcp://10.1.2.9:0", options)
+    check_exposure("tcp://127.0.0.1:0", {})
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """vLLM's caches without its engine: real configs, real allocation, real connectors, one a rank, all in this process.
 
+There are no layers, so no backend's writer proves the layouts (`trust_layout`): test_writers.py and tests/e2e do that.
+
 A `Side` is one engine's workers and its scheduler's connector. What their caches hold is compared as values of a whole
 model, by layer: `[token, head, content]`, or a request's state.
 """
@@ -70,7 +72,9 @@ def config(
         kv_transfer_config=KVTransferConfig(
             kv_connector="PdStageConnector", kv_connector_module_path="pdstage.integrations.vllm", kv_role=role,
             engine_id=f"{role}-engine",
-            kv_connector_extra_config={"transport": "local", "staging_nbytes": 1 << 20, **extra},
+            kv_connector_extra_config={
+                "transport": "local", "staging_nbytes": 1 << 20, "trust_layout": True, **extra,
+            },
         ),
     )  # fmt: skip
     made.scheduler_config.disable_hybrid_kv_cache_manager = False  # as on a GPU: vLLM has no hybrid caches on the CPU
@@ -94,6 +98,8 @@ class Side:
     layout: str = "LBHNC"
     kernel_block_size: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    bind: Callable[[VllmConfig, dict[str, torch.Tensor]], None] | None = None
+    """Puts layers with these caches where vLLM's model runner has them."""
 
     def __post_init__(self) -> None:
         given = {"tp": self.tp, "block_size": self.block_size, "layout": self.layout, **self.extra}
@@ -117,7 +123,9 @@ class Side:
         self.groups = groups_of(self.plan)
         self.scheduler = self.connector(KVConnectorRole.SCHEDULER, 0)
         self.workers = [self.connector(KVConnectorRole.WORKER, rank) for rank in range(self.tp)]
-        for worker, caches in zip(self.workers, self.caches, strict=True):
+        for made, worker, caches in zip(self.configs, self.workers, self.caches, strict=True):
+            if self.bind is not None:
+                self.bind(made, caches)
             worker.register_kv_caches(caches)
         told = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         self.scheduler.set_xfer_handshake_metadata_pp_aware({k: one for k, one in told.items() if one is not None})

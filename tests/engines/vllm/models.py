@@ -115,7 +115,12 @@ def config(side: Side, model: Path) -> VllmConfig:
             kv_connector="PdStageConnector",
             kv_connector_module_path="pdstage.integrations.vllm",
             kv_role=side.role,  # type: ignore[arg-type]
-            kv_connector_extra_config={"transport": "nixl", "staging_nbytes": 4 << 20, "config": side.limits},
+            kv_connector_extra_config={
+                "transport": "nixl",
+                "staging_nbytes": 4 << 20,
+                "trust_layout": True,
+                "config": side.limits,
+            },
             kv_load_failure_policy=side.load_failure_policy,  # type: ignore[arg-type]
         ),
         additional_config={"layout": side.layout, "nbytes": page * side.n_blocks},

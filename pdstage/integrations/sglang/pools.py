@@ -1,0 +1,117 @@
+"""SGLang's memory pools behind a KVArgs: what is known of their classes, and what their layers are called.
+
+Layer 6. Must not know rooms or nodes. KVArgs has addresses only. The plugin attaches the pools that SGLang took them
+from, since only a pool's class says how a page is kept, and only the pool has a writer (`writers`). Classes are
+compared exactly: a subclass may store otherwise. docs/engines-sglang.md has every pool of SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+from pdstage.errors import UsageError
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.base.conn import KVArgs
+
+_WRONG = {
+    "MLATokenToKVPoolFP4": "packed latents with block scales that SGLang does not name to a transfer backend",
+    "MHATokenToKVPoolFP4": "packed K and V with block scales that SGLang does not name to a transfer backend",
+    "NoOpMHATokenToKVPool": "no KV cache",
+    "PageMajorMHATokenToKVPool": "all layers of a page together",
+    "MiniMaxM3Nvfp4KVPool": "K, V and their scales in one row of a page",
+    "DeepSeekV4TokenToKVPool": "latents of several compression ratios, with padding in a page",
+}
+"""Classes of which pdstage's views would be wrong, and what they hold."""
+
+
+class Pools(NamedTuple):
+    """The target model's, the draft model's or None, and that of requests' rows, which may have states."""
+
+    kv: Any
+    draft: Any
+    requests: Any
+
+    @staticmethod
+    def of(args: KVArgs) -> Pools | None:
+        """None for KVArgs that SGLang's schedulers did not make."""
+        given = getattr(args, "pdstage_pools", None)
+        return None if given is None else Pools(*given)
+
+    def states(self) -> Any:  # noqa: ANN401  (SGLang's MambaPool, or None)
+        """The pool of recurrent states."""
+        return getattr(self.kv, "mamba_pool", None) or getattr(self.requests, "mamba_pool", None)
+
+
+def inner(pool: Any, *, window: bool = False) -> Any:  # noqa: ANN401
+    """The pool that has the buffers: a pool of several keeps them in others."""
+    if isinstance(pool, SWAKVPool):
+        return pool.swa_kv_pool if window else pool.full_kv_pool
+    return pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool
+
+
+def name_of(pool: Any) -> str:  # noqa: ANN401
+    """The class, and that of the pool inside."""
+    outside, inside = type(pool).__name__, type(inner(pool)).__name__
+    return outside if outside == inside else f"{outside} over {inside}"
+
+
+def layer_ids(pool: Any, n: int, *, window: bool = False) -> list[int] | None:  # noqa: ANN401
+    """The model's numbers of the `n` layers of the pool, in the order of its buffers; None where the pool has none.
+
+    They name layers alike on both sides, whatever pipeline stage holds them.
+    """
+    if isinstance(pool, SWAKVPool):
+        found = sorted(
+            (index, layer) for layer, (index, is_window) in pool.layers_mapping.items() if is_window == window
+        )
+        return [layer for _, layer in found]
+    start = getattr(pool, "start_layer", None)
+    return None if start is None else list(range(start, start + n))
+
+
+def check_known(pools: Pools) -> None:
+    """Raises `UsageError` for pools of which pdstage's views would be wrong, whatever an operator says of them."""
+    for pool in (pools.kv, pools.draft):
+        if pool is None:
+            continue
+        for held in {id(one): one for one in (pool, inner(pool), inner(pool, window=True))}.values():
+            if what := _wrong(held) or _wrong_inside(pool, held):
+                raise UsageError(
+                    f"SGLang's {name_of(pool)} cannot be handed over: it keeps {what}",
+                    remedy="use another KV cache dtype or attention backend, or another transfer backend",
+                    pool=name_of(pool),
+                )
+
+
+def _wrong(pool: Any) -> str:  # noqa: ANN401
+    """What a pool keeps that no view here describes; empty if nothing is known against it."""
+    for kind in type(pool).__mro__:
+        if kind.__name__ in _WRONG:
+            return _WRONG[kind.__name__]
+    if getattr(pool, "is_quantized_kv_cache", False):
+        return "quantised K and V with block scales that SGLang does not name to a transfer backend"
+    layout = getattr(pool, "kv_cache_layout", "nhd")
+    return "" if layout == "nhd" else f'pages in the order "{layout}"'
+
+
+def _wrong_inside(pool: Any, held: Any) -> str:  # noqa: ANN401
+    if pool is held:
+        return ""
+    if isinstance(pool, HybridLinearKVPool) and type(held).__name__ == "MHATokenToKVPoolMXFP8":
+        return "block scales that SGLang does not name to a transfer backend"
+    if isinstance(pool, SWAKVPool) and isinstance(held, MLATokenToKVPool):
+        return "latents with a sliding window, whose index keys SGLang does not name to a transfer backend"
+    return ""
+
+
+HEADS, LATENTS = (MHATokenToKVPool,), (MLATokenToKVPool, DSATokenToKVPool)
+"""Classes whose writers run wherever the pool is, and store what they are given."""

@@ -1,0 +1,177 @@
+"""SGLang's own cache writes, by which a rank's layout is proved at start (`pdstage.probe`).
+
+Layer 6. Must not know rooms or nodes. The writers are what attention backends call in a forward pass: a pool's
+`set_kv_buffer` and `set_mla_kv_buffer` (sglang/srt/mem_cache/memory_pool.py), asked by the model's layer number. States
+and index keys are written by kernels that need a GPU and store where a tensor of the pool says: their writer is a store
+into that tensor. It proves where an item is and in which order; what the parts of a state mean stands in `memory`.
+
+Nothing has been served when the manager is made, and page 0 and slot 0 are padding, which writers may skip.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from pdstage.integrations.sglang.pools import HEADS, LATENTS, inner, name_of
+from pdstage.probe import LayerProbe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from pdstage.integrations.sglang.pools import Pools
+    from pdstage.layout import Key, Layout, View
+    from pdstage.probe import Cell, Writer
+
+_DRAFT = "draft_"
+
+
+def probes_of(layout: Layout, pools: Pools) -> list[LayerProbe]:
+    """One probe for each layer of each component; the draft model's layers have their own."""
+    layers: dict[tuple[str, bool, int], list[View]] = defaultdict(list)
+    for view in layout.views():
+        layers[view.key.component, view.key.role.startswith(_DRAFT), view.key.layer].append(view)
+    drafts = sorted(layer for _, is_draft, layer in layers if is_draft)
+    probes = []
+    for (component, is_draft, layer), views in layers.items():
+        pool = pools.draft if is_draft else pools.kv
+        number = drafts.index(layer) + getattr(pool, "start_layer", 0) if is_draft else layer
+        write = _attention(component, pool, number, views) or _stored(component, views, pools, layout)
+        name = f"{component} of {_DRAFT * is_draft}layer {layer}"
+        probes.append(LayerProbe(name, name_of(pool), tuple(view.key for view in views), write, first_item=1))
+    return probes
+
+
+def _attention(
+    component: str,
+    pool: Any,  # noqa: ANN401  (SGLang's)
+    layer: int,
+    views: Sequence[View],
+) -> Writer | None:
+    """None where no writer of the pool's class is known."""
+    roles = {view.key.role.removeprefix(_DRAFT) for view in views}
+    held = inner(pool, window=component == "swa")
+    if roles == {"k", "v"} and type(held) in HEADS:
+        return _HeadsWriter(pool, held, layer, views)
+    if roles == {"latent"} and type(held) in LATENTS and not getattr(held, "dsa_kv_cache_store_fp8", False):
+        return _LatentWriter(pool, held, layer, views[0])
+    return None
+
+
+def _stored(component: str, views: Sequence[View], pools: Pools, layout: Layout) -> Writer | None:
+    """None where the views are in no tensor that a pool stores states or index keys in."""
+    tensors = list(_tensors(component, pools))
+    found = {view.key: _holder(view, tensors, layout) for view in views}
+    return _TensorWriter(views, found, layout) if all(one is not None for one in found.values()) else None
+
+
+class _HeadsWriter:
+    """K and V of every KV head of this rank, `[token, head, element]`."""
+
+    def __init__(self, pool: Any, held: Any, layer: int, views: Sequence[View]) -> None:  # noqa: ANN401
+        self._pool, self._held, self._layer, self._views = pool, held, layer, views
+
+    def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+        held = self._held
+        sizes = {"k": held.head_dim, "v": held.v_head_dim}
+        given = {role: _draw(rng, (len(cells), held.head_num, size), held.dtype) for role, size in sizes.items()}
+        self._pool.set_kv_buffer(
+            SimpleNamespace(layer_id=self._layer), _slots(cells, self._views[0], held.device),
+            given["k"].to(held.device), given["v"].to(held.device),
+        )  # fmt: skip
+        return {view.key: _bytes(given[view.key.role.removeprefix(_DRAFT)]) for view in self._views}
+
+
+class _LatentWriter:
+    """A token's latent and its rotary key, one row."""
+
+    def __init__(self, pool: Any, held: Any, layer: int, view: View) -> None:  # noqa: ANN401
+        self._pool, self._held, self._layer, self._view = pool, held, layer, view
+
+    def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+        held, rank = self._held, self._held.kv_lora_rank
+        given = _draw(rng, (len(cells), 1, rank + held.qk_rope_head_dim), held.dtype)
+        there = given.to(held.device)
+        self._pool.set_mla_kv_buffer(
+            SimpleNamespace(layer_id=self._layer), _slots(cells, self._view, held.device),
+            there[..., :rank].contiguous(), there[..., rank:].contiguous(),
+        )  # fmt: skip
+        return {self._view.key: _bytes(given)}
+
+
+class _TensorWriter:
+    """Whole items, stored where the pool's own tensors `[item, ...]` say."""
+
+    def __init__(self, views: Sequence[View], tensors: Mapping[Key, torch.Tensor | None], layout: Layout) -> None:
+        self._views, self._layout = views, layout
+        self._tensors = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+
+    def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+        items: dict[int, NDArray[np.uint8]] = {}
+        for tensor in self._tensors.values():
+            if tensor.data_ptr() not in items:
+                values = _draw(rng, (len(cells), *tensor.shape[1:]), tensor.dtype)
+                tensor[torch.tensor([cell.item for cell in cells], device=tensor.device)] = values.to(tensor.device)
+                items[tensor.data_ptr()] = _bytes(values).reshape(len(cells), -1)
+        stored = {}
+        for view in self._views:
+            tensor = self._tensors[view.key]
+            within = _address(view, self._layout) - tensor.data_ptr() + _places(view)
+            stored[view.key] = items[tensor.data_ptr()][:, within]
+        return stored
+
+
+def _tensors(component: str, pools: Pools) -> Iterator[torch.Tensor]:
+    """The tensors of a state's layers, `[item, ...]`."""
+    if component == "dsa":
+        yield from getattr(inner(pools.kv), "index_k_with_scale_buffer", ())
+    elif component == "mamba":
+        entries = getattr(pools.states(), "_iter_transfer_state_entries", None)
+        for _, tensor, _, _ in () if entries is None else entries():
+            yield tensor
+
+
+def _holder(view: View, tensors: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor | None:
+    """The tensor that the view's first item is in."""
+    at = _address(view, layout)
+    for tensor in tensors:
+        if len(tensor) and tensor.data_ptr() <= at < tensor.data_ptr() + tensor[0].nbytes:
+            return tensor
+    return None
+
+
+def _address(view: View, layout: Layout) -> int:
+    return layout.regions[view.region].base + view.offset
+
+
+def _places(view: View) -> NDArray[np.int64]:
+    """Where each byte of a view is in an item, `[shard, byte]`."""
+    shards, segs, width = (np.arange(n, dtype=np.int64) for n in (view.shards, view.segs, view.width))
+    found = shards[:, None, None] * view.shard_stride + segs[:, None] * view.seg_stride + width
+    return found.reshape(view.shards, -1)
+
+
+def _draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Values that differ, of a dtype that is stored as it is given."""
+    if dtype.is_floating_point:
+        return torch.from_numpy(rng.standard_normal(shape)).to(dtype)
+    return torch.from_numpy(rng.integers(1, 120, shape)).to(dtype)
+
+
+def _bytes(values: torch.Tensor) -> NDArray[np.uint8]:
+    """`[..., byte]`"""
+    held: NDArray[np.uint8] = values.contiguous().view(torch.uint8).numpy()
+    return held
+
+
+def _slots(cells: Sequence[Cell], view: View, device: str) -> KVWriteLoc:
+    """SGLang's slot numbers: a page's number times its tokens, and the token; of a window's pool they are its own."""
+    slots = torch.tensor([cell.item * view.tokens_per_item + cell.token for cell in cells], device=device)
+    return KVWriteLoc(slots, swa_loc=slots)

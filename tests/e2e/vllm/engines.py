@@ -1,0 +1,175 @@
+"""vLLM's servers: what is launched, and the two-step request that a proxy makes of a prefill and a decode engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tests.e2e import load
+from tests.e2e.servers import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    import aiohttp
+
+BATCHED = 256
+"""Tokens of a step at most, so that longer prompts are computed in chunks."""
+
+UNCACHED = {"granite", "falcon-h1"}
+"""Without prefix caching: with it 0.32's Mamba-2 layers fail on the CPU in a batch of several prompts (mamba_mixer2.py:
+"IndexError: index 3 is out of bounds for dimension 0 with size 2", no transfer involved).
+"""
+
+USAGE = "vllm:kv_cache_usage_perc"
+RECEIVED = "vllm:pdstage_received_seconds_count"
+
+ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What tells one server from another. `role` is "kv_producer", "kv_consumer", or "" for an engine that transfers
+    nothing.
+    """
+
+    model: str
+    dtype: str = "float32"
+    tp: int = 1
+    block: int = 128
+    role: str = ""
+    transport: str = "nixl"
+    policy: str = "fail"
+    extra: tuple[tuple[str, Any], ...] = ()
+    """More of `kv_connector_extra_config`."""
+
+    @property
+    def name(self) -> str:
+        parts = [self.model, self.dtype, f"tp{self.tp}", f"b{self.block}"]
+        if self.role:
+            parts += [self.role.removeprefix("kv_"), self.transport]
+        if self.role == "kv_consumer" and self.policy != "fail":
+            parts.append(self.policy)
+        return "-".join([*parts, *(f"{name}{value}" for name, value in self.extra if not isinstance(value, dict))])
+
+    def command(self, folder: Path, port: int) -> list[str]:
+        made = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        made += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
+        made += ["--dtype", self.dtype, "--max-model-len", "1024", "--enforce-eager", "-tp", str(self.tp)]
+        made += ["--block-size", str(self.block), "--max-num-seqs", "32"]
+        made += ["--no-enable-prefix-caching" if self.model in UNCACHED else "--enable-prefix-caching"]
+        made += [
+            "--gpu-memory-utilization",
+            "0.1",
+        ]  # of the machine's memory that must be free; the cache's size is told
+        made += ["--enable-chunked-prefill", "--max-num-batched-tokens", str(BATCHED), "--seed", "0"]
+        if self.role:
+            told = {
+                "kv_connector": "PdStageConnector",
+                "kv_connector_module_path": "pdstage.integrations.vllm",
+                "kv_role": self.role,
+                "kv_load_failure_policy": self.policy,
+                "kv_connector_extra_config": {"transport": self.transport, **dict(self.extra)},
+            }
+            made += ["--kv-transfer-config", json.dumps(told)]
+        return made
+
+    def server(self, folder: Path, logs: Path) -> Server:
+        return Server(self.name, lambda port: self.command(folder, port), logs / f"{self.name}.log", ENV)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prefill and a decode engine, and the engine that transfers nothing and knows the right tokens."""
+
+    prefill: Engine
+    decode: Engine
+
+    @property
+    def reference(self) -> Engine:
+        return Engine(self.decode.model, self.decode.dtype, tp=1, block=128)
+
+    @property
+    def engines(self) -> tuple[Engine, Engine, Engine]:
+        return self.prefill, self.decode, self.reference
+
+    @property
+    def name(self) -> str:
+        p, d = self.prefill, self.decode
+        return f"{p.model}-{p.dtype}-{p.transport}-{p.tp}x{p.block}-to-{d.tp}x{d.block}"
+
+    def with_policy(self, policy: str) -> Pair:
+        return replace(self, decode=replace(self.decode, policy=policy))
+
+
+def pair(
+    prefill: tuple[int, int],
+    decode: tuple[int, int],
+    *,
+    model: str = "llama",
+    dtype: str = "float32",
+    transport: str = "nixl",
+) -> Pair:
+    """Each side is (tensor-parallel size, tokens a block)."""
+    common = {"model": model, "dtype": dtype, "transport": transport}
+    return Pair(
+        Engine(tp=prefill[0], block=prefill[1], role="kv_producer", **common),
+        Engine(tp=decode[0], block=decode[1], role="kv_consumer", **common),
+    )
+
+
+def n_known(server: Server) -> float:
+    """Requests that a server's engine has, running or waiting."""
+    told = server.metrics()
+    return told["vllm:num_requests_running"] + told["vllm:num_requests_waiting"]
+
+
+TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+async def prefilled(session: aiohttp.ClientSession, url: str, prompt: load.Prompt) -> load.Answer:
+    """The first half of a request: prefill's answer, which has `kv_transfer_params` for decode."""
+    return await load.post(session, url, prompt, load.body(prompt, n_tokens=1, kv_transfer_params=TO_PREFILL))
+
+
+async def decoded(
+    session: aiohttp.ClientSession, url: str, prompt: load.Prompt, first: load.Answer, **more: Any
+) -> load.Answer:
+    """The second half, with what prefill answered."""
+    params = first.body["kv_transfer_params"]
+    assert params, f"prefill's answer has no kv_transfer_params: {first.body}"
+    return await load.post(session, url, prompt, load.body(prompt, kv_transfer_params=params, **more))
+
+
+def handed_over(
+    prefill: Server,
+    decode: Server,
+    *,
+    between: Callable[[], Awaitable[None]] | None = None,
+    again: bool = False,
+    n_tokens: int = load.N_TOKENS,
+) -> load.Ask:
+    """Asks as a proxy does: prefill first, then decode with what prefill answered; `between` is awaited in the middle.
+    With `again`, a prefill that does not answer is left out: decode computes the prompt, as proxies that retry do.
+    """
+
+    async def ask(session: aiohttp.ClientSession, prompt: load.Prompt) -> load.Answer:
+        first = await prefilled(session, prefill.url, prompt)
+        if not first.is_ok:
+            told = load.body(prompt, n_tokens=n_tokens)
+            return await load.post(session, decode.url, prompt, told) if again else first
+        if between is not None:
+            await between()
+        return await decoded(session, decode.url, prompt, first, n_tokens=n_tokens)
+
+    return ask

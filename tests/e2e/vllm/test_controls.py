@@ -1,0 +1,82 @@
+"""What makes the other tests worth something: tokens depend on all of a prompt, and on the cache that was moved."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+
+from tests.e2e import compare, load
+from tests.e2e.servers import wait_until
+from tests.e2e.vllm.engines import BATCHED, decoded, handed_over, pair, prefilled
+
+PAIR = pair((1, 128), (1, 128))
+N_COUPLES = 8
+COMPUTED = "vllm:iteration_tokens_total_sum"
+
+
+def test_one_prompt_token_changes_the_answer(fleet):
+    """Any token of it, by the engine that knows the right answers."""
+    plain = load.prompts(N_COUPLES, seed=101, shortest=100)
+    changed = [
+        (*prompt[:at], prompt[at] ^ 1, *prompt[at + 1 :])
+        for n, prompt in enumerate(plain)
+        for at in [len(prompt) * n // N_COUPLES]
+    ]
+    right = fleet.right(PAIR.reference, plain + changed)
+    same = [len(a) for a, b in zip(plain, changed, strict=True) if right[a] == right[b]]
+    assert not same, f"prompts of {same} tokens have the same answer with one token changed"
+
+
+def test_another_rooms_cache_gives_other_tokens(fleet):
+    """Decode is given the `kv_transfer_params` of another prompt, as long: it answers, and not rightly."""
+    prefill, decode, _ = fleet.fresh(*PAIR.engines)
+    lengths = [len(prompt) for prompt in load.prompts(N_COUPLES, seed=102, shortest=100)]
+    one, other = ([load.prompts(1, seed, shortest=n, longest=n)[0] for n in lengths] for seed in (103, 104))
+    right = fleet.right(PAIR.reference, one + other)
+
+    async def swapped(session: aiohttp.ClientSession, prompt: load.Prompt) -> load.Answer:
+        twin = other[one.index(prompt)]
+        first, second = await asyncio.gather(*(prefilled(session, prefill.url, p) for p in (prompt, twin)))
+        return (
+            await asyncio.gather(  # both, so that no room is left behind
+                decoded(session, decode.url, prompt, second), decoded(session, decode.url, twin, first)
+            )
+        )[0]
+
+    answers = load.ask_all(swapped, one, 4)
+    decode.post("/reset_prefix_cache")  # it has the other prompts' KV under these prompts' names
+    assert all(answer.is_ok for answer in answers), compare.summary(answers, right)
+    assert len(compare.wrong(answers, right)) == len(answers), compare.summary(answers, right)
+
+
+def test_decode_computes_one_token_of_a_prompt(fleet):
+    """One for each of the answer's tokens is all that it computes, of prompts that prefill computes in chunks."""
+    prefill, decode, _ = fleet.fresh(*PAIR.engines)
+    assert prefill.says(f"Chunked prefill is enabled with max_num_batched_tokens={BATCHED}"), prefill.tail()
+    asked = load.prompts(8, seed=105, shortest=2 * BATCHED)
+    right = fleet.right(PAIR.reference, asked)
+    before = decode.metrics()[COMPUTED]
+    answers = load.ask_all(handed_over(prefill, decode), asked, 4)
+    compare.check(answers, right)
+    n = load.N_TOKENS * len(asked)
+    wait_until(lambda: decode.metrics()[COMPUTED] - before >= n, 10)
+    assert decode.metrics()[COMPUTED] - before == n
+
+
+def test_prefixes_that_decode_has_cached(fleet):
+    """Prompts that share their first 256 tokens, and then the same prompts again: decode asks for the rest only."""
+    prefill, decode, _ = fleet.fresh(*PAIR.engines)
+    asked = load.prompts(16, seed=106, shortest=300, shared=256)
+    right = fleet.right(PAIR.reference, asked)
+    before = decode.metrics()
+    for again in range(2):
+        answers = load.ask_all(handed_over(prefill, decode), asked, 8 if again else 1)
+        compare.check(answers, right)
+    after = decode.metrics()
+    hits = after["vllm:prefix_cache_hits_total"] - before["vllm:prefix_cache_hits_total"]
+    moved = after["vllm:external_prefix_cache_hits_total"] - before["vllm:external_prefix_cache_hits_total"]
+    total = 2 * sum(map(len, asked))
+    whole = sum(len(prompt) // 128 * 128 for prompt in asked)
+    assert hits >= (len(asked) - 1) * 256 + whole - 128 * len(asked), f"{hits} of {total} prompt tokens were cached"
+    assert hits + moved <= total, f"{hits} cached and {moved} moved are more than {total}"

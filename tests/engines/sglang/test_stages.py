@@ -1,0 +1,88 @@
+"""Prefill with pipeline stages: until a request begins, SGLang asks the ranks of the first stage alone.
+
+It takes the least of what all stages have said by then. So a stage says what became of a room when it happens: nobody
+polls it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engines.sglang.fleet import FAILED, WAITING, Fleet, eventually
+
+DIRECT = '{"path": "direct", "transport": "local"}'
+TOKENS = 100
+
+
+@pytest.fixture(scope="module")
+def fleet(installed):
+    with Fleet(1, 1, "mha", DIRECT, prefill_pp=2) as made:
+        yield made
+
+
+def test_every_byte_of_whole_requests(fleet):
+    """In chunks, behind a prefix that decode has, several at once, and under a number that was used before."""
+    fleet.run(1, TOKENS)
+    fleet.run(2, 8 * 16, chunks=3)
+    fleet.run(3, 9 * 16 + 1, prefix=4 * 16, chunks=2)
+    for room in (5, 6, 7):
+        fleet.open(room, 7 * 16 - room)
+    for room in (7, 5, 6):
+        fleet.compute(room, 0, 7 * 16 - room, True)
+    for room in (6, 7, 5):
+        fleet.finish(room, 7 * 16 - room)
+    fleet.run(1, TOKENS)
+    fleet.forgets_all()
+
+
+def test_ranks_of_two_stages_of_two(installed):
+    with Fleet(2, 1, "mha", '{"path": "staged", "transport": "nixl"}', prefill_pp=2) as fleet:
+        fleet.run(1, TOKENS, chunks=2)
+        fleet.run(2, 16)
+        fleet.forgets_all()
+
+
+def test_a_room_that_decode_gives_up_fails_before_it_begins(fleet):
+    """The first stage learns of it though the second is never polled."""
+    fleet.announce(8)
+    fleet.bind(8, TOKENS)
+    fleet.prefill.bootstrapped(8, WAITING)
+    fleet.decode.each("abort", 8)
+    eventually(lambda: all(fleet.prefill.each("failed", 8)))
+    assert fleet.prefill.bootstrapped(8, FAILED) == FAILED
+    fleet.prefill.each("failure", 8)
+    fleet.decode.each("failure", 8)
+    fleet.decode.each("defer", 8)
+    eventually(lambda: all(fleet.decode.each("safe", 8)))
+    fleet.decode.each("release", 8)
+    fleet.run(8, TOKENS)
+    fleet.forgets_all()
+
+
+def test_a_stage_that_fails_alone_fails_the_room(fleet):
+    """The second stage's memory goes away: SGLang takes it at the first, and no request waits for ever."""
+    fleet.announce(9)
+    fleet.bind(9, TOKENS)
+    fleet.prefill.bootstrapped(9, WAITING)
+    fleet.prefill.ranks[1].call("sleep")
+    assert fleet.prefill.bootstrapped(9, FAILED) == FAILED
+    fleet.prefill.each("failure", 9)
+    fleet.decode.until(9, FAILED)
+    fleet.decode.each("failure", 9)
+    fleet.decode.each("defer", 9)
+    eventually(lambda: all(fleet.decode.each("safe", 9)))
+    fleet.decode.each("release", 9)
+    fleet.prefill.ranks[1].call("wake")
+    fleet.run(10, TOKENS)
+    fleet.forgets_all()
+
+
+def test_what_a_stage_hears_after_the_end_is_told_to_nobody(fleet):
+    """A status under the number of a room that is over would be another request's."""
+    fleet.open(11, TOKENS)
+    fleet.compute(11, 0, TOKENS, True)
+    assert fleet.decode.until(11, FAILED, 4) == 4
+    assert fleet.prefill.until(11, FAILED, 4) == 4
+    assert all(fleet.prefill.each("clear_and_hear_late", 11))
+    fleet.decode.each("clear", 11)
+    fleet.forgets_all()

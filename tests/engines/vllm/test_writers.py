@@ -1,0 +1,160 @@
+"""vLLM's own cache writes prove the views: those that run without a GPU, Triton's in its interpreter.
+
+Layers are not vLLM's: they have what a writer reads of one. The writers, the states' binding and all else are vLLM's.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import vllm
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
+from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend, DeepseekV32IndexerBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+
+from pdstage.errors import UsageError
+from pdstage.integrations.vllm.backends import KNOWN, Backend, Pages, Unknown
+from tests.engines.vllm.caches import HEAD_SIZE, Side
+from tests.engines.vllm.test_caches import STATES, conv_order, full, mla, recurrent  # noqa: F401  (a fixture)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PROVED = {"extra": {"trust_layout": False}}
+
+
+def layer(backend: type, impl: object, cache: torch.Tensor, **more: Any) -> SimpleNamespace:
+    """What a writer reads of an attention layer."""
+    one = torch.ones(1)
+    return SimpleNamespace(
+        get_attn_backend=lambda: backend, impl=impl, kv_cache=cache, kv_cache_dtype="auto", head_size=HEAD_SIZE,
+        num_kv_heads=cache.shape[1], _k_scale=one, _v_scale=one, _k_scale_float=1.0, _v_scale_float=1.0, **more,
+    )  # fmt: skip
+
+
+def triton_layers(config: Any, caches: dict[str, torch.Tensor]) -> None:
+    for name, cache in caches.items():
+        with set_current_vllm_config(config):
+            impl = TritonAttentionImpl(cache.shape[1], HEAD_SIZE, 1.0, cache.shape[1], None, None, "auto")
+        held = cache.view(torch.float16)
+        config.compilation_config.static_forward_context[name] = layer(TritonAttentionBackend, impl, held)
+
+
+def latent_layers(config: Any, caches: dict[str, torch.Tensor]) -> None:
+    for name, cache in caches.items():
+        held = cache.view(torch.float16).squeeze(1)
+        impl = object.__new__(CPUMLAImpl)  # its writer reads nothing of it
+        config.compilation_config.static_forward_context[name] = layer(
+            CPUMLABackend, impl, held, kv_lora_rank=64, qk_rope_head_dim=8
+        )
+
+
+def state_layers(kind: str) -> Callable[[Any, dict[str, torch.Tensor]], None]:
+    """Recurrent layers that bind their caches as vLLM's do."""
+
+    def bind(config: Any, caches: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in caches if "mixer" in name]:
+            made = SimpleNamespace(
+                get_state_shape=lambda: STATES[kind][1](config.parallel_config.tensor_parallel_size),
+                get_state_dtype=lambda: (torch.float16, torch.float32),
+            )
+            MambaBase.bind_kv_cache(made, caches[name])
+            config.compilation_config.static_forward_context[name] = made
+
+    return bind
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process of the interpreter")
+def test_tritons_writer_in_its_interpreter() -> None:
+    """Read at import, so in a process of its own; vLLM keeps Triton where no device is to be seen."""
+    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "interpreted"]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=600)
+    assert ran.returncode == 0, ran.stdout[-4000:]
+    assert f"{len(LAYOUTS) + 1} passed" in ran.stdout
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="test_tritons_writer_in_its_interpreter runs it")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_is_proved_interpreted(tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    side = Side(tmp_path, "kv_producer", full, tp=2, layout=layout, bind=triton_layers, **PROVED)
+    side.close()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="test_tritons_writer_in_its_interpreter runs it")
+def test_a_wrong_split_is_refused_interpreted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+    def turned(config: Any, caches: dict[str, torch.Tensor]) -> None:
+        triton_layers(config, caches)
+        for one in config.compilation_config.static_forward_context.values():
+            one.kv_cache = one.kv_cache.flip(1)  # a copy: nothing arrives where the tensors are
+
+    with pytest.raises(UsageError, match="attention backend TRITON_ATTN was given k"):
+        Side(tmp_path, "kv_producer", full, bind=turned, **PROVED)
+
+
+def test_latents_are_proved(tmp_path: Path) -> None:
+    Side(tmp_path, "kv_producer", mla, bind=latent_layers, **PROVED).close()
+
+
+@pytest.mark.usefixtures("conv_order")
+@pytest.mark.parametrize("kind", list(STATES))
+def test_states_are_proved(tmp_path: Path, kind: str) -> None:
+    Side(tmp_path, "kv_producer", recurrent(kind), tp=2, bind=state_layers(kind)).close()
+
+
+def test_states_elsewhere_are_refused(tmp_path: Path) -> None:
+    def later(config: Any, caches: dict[str, torch.Tensor]) -> None:
+        state_layers("MAMBA2")(config, {name: cache.clone() for name, cache in caches.items()})
+
+    with pytest.raises(UsageError, match="'model.layers.2.mixer' is not laid out as pdstage believes"):
+        Side(tmp_path, "kv_producer", recurrent("MAMBA2"), bind=later)
+
+
+def named(path: str, *bases: type) -> type:
+    """A class by its module and name: to import ROCm's needs its runtime."""
+    module, _, name = path.rpartition(".")
+    return type(name, bases or (AttentionBackend,), {"__module__": module, "get_name": staticmethod(lambda: name)})
+
+
+def test_a_backend_is_known_by_its_class_and_what_it_inherits_from() -> None:
+    def of(backend: type) -> Backend:
+        return Backend.of(SimpleNamespace(get_attn_backend=lambda: backend))
+
+    rocm = named("vllm.v1.attention.backends.rocm_attn.RocmAttentionBackend")
+    unified = named("vllm.v1.attention.backends.rocm_aiter_unified_attn.RocmAiterUnifiedAttentionBackend", rocm)
+    assert of(rocm).pages == of(type("Chunked", (rocm,), {})).pages == Unknown("K and V packed in vectors of 16 bytes")
+    assert of(unified).pages is Pages.ROWS
+    assert isinstance(of(DeepseekV4IndexerBackend).pages, Unknown)
+    assert of(DeepseekV32IndexerBackend).pages is Pages.INDEX
+    assert of(TritonAttentionBackend) == ("TRITON_ATTN", Pages.ROWS)
+
+
+@pytest.mark.parametrize("path", KNOWN)
+def test_what_is_known_is_a_class_of_vllm(path: str) -> None:
+    """Read, not imported: most import what only a GPU's installation has."""
+    module, _, name = path.rpartition(".")
+    source = Path(vllm.__file__).parent.parent / module.replace(".", "/")
+    assert f"class {name}(" in source.with_suffix(".py").read_text()
+
+
+def test_the_page_has_every_backend_of_vllm() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "attention-backends.md").read_text()
+    table = page.partition("## vLLM")[2].partition("\n## ")[0]
+    names = [*AttentionBackendEnum.__members__, *MambaAttentionBackendEnum.__members__]
+    assert not [name for name in names if f"`{name}`" not in table]
