@@ -28,13 +28,15 @@ UNCACHED = {"granite", "falcon-h1"}
 ALONE = {"deepseek-v2"}
 """One prompt at a time: asked for several, an MLA model answers otherwise on 0.32's CPU, no transfer involved."""
 
+CACHE_NBYTES = 384 << 20
+"""A rank's cache: 65,536 tokens of the Llama. More would be memory that four servers of a small machine have not."""
+
 USAGE = "vllm:kv_cache_usage_perc"
 RECEIVED = "vllm:pdstage_received_seconds_count"
 
 ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
     "OMP_NUM_THREADS": "1",
@@ -72,7 +74,8 @@ class Engine:
         made += ["--dtype", self.dtype, "--max-model-len", "1024", "--enforce-eager", "-tp", str(self.tp)]
         made += ["--block-size", str(self.block), "--max-num-seqs", "32"]
         made += ["--no-enable-prefix-caching" if self.model in UNCACHED else "--enable-prefix-caching"]
-        made += ["--gpu-memory-utilization", "0.1"]  # must be free at start; how much is taken stands in ENV
+        made += ["--kv-cache-memory-bytes", str(CACHE_NBYTES)]
+        made += ["--gpu-memory-utilization", "0.1"]  # must be free at start, though so much is not taken
         made += ["--enable-chunked-prefill", "--max-num-batched-tokens", str(BATCHED), "--seed", "0"]
         if self.role:
             more = {"config": {"open_wait_s": self.open_wait_s}} if self.open_wait_s else {}
