@@ -64,8 +64,11 @@ def _steps(n_steps: int, rooms_a_step: int) -> list[Row]:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         prefill, decode = (Rank(VllmRank, role, folder) for role in ("kv_producer", "kv_consumer"))
         try:
-            address = prefill.ready().call("serve")
-            decode.ready()
+            for rank in (prefill, decode):
+                rank.ready().begin("start")
+            for rank in (prefill, decode):
+                rank.result()
+            address = prefill.call("serve")
             prefill.begin("steps", "sends", n_steps, rooms_a_step, address)
             busy, empty = decode.call("steps", "receives", n_steps, rooms_a_step, address)
             sent, idle = prefill.result()
@@ -83,7 +86,7 @@ def _steps(n_steps: int, rooms_a_step: int) -> list[Row]:
 
 def _rows(name: str, busy: list[float], empty: list[float], *, judged: bool = False) -> list[Row]:
     detail = f"{len(busy)} steps; baseline: a step without news between two of them"
-    of = {"mean": np.mean, "p99": lambda times: np.quantile(times, 0.99), "max": np.max}
+    of = {"mean": np.mean, "p50": np.median, "p99": lambda times: np.quantile(times, 0.99), "max": np.max}
     targets = {"mean": MEAN_US, "max": MOST_US} if judged else {}
     return [
         Row(
@@ -98,6 +101,10 @@ class VllmRank(Actor):
     """One engine of one rank: its worker's connector and its scheduler's."""
 
     def __init__(self, role: str, folder: str) -> None:
+        self.role, self.folder = role, folder
+
+    def start(self) -> None:
+        """By itself, since importing vLLM may take longer than other ranks have to start."""
         # transformers looks for Hugging Face's package of that name, and in a checkout would find its folder
         sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
         from vllm.config import DeviceConfig  # noqa: PLC0415  (not everywhere)
@@ -109,11 +116,11 @@ class VllmRank(Actor):
 
         extra = {"transport": "local", "staging_nbytes": 64 << 20, "trust_layout": True}
         config = EngineArgs(
-            model=folder, skip_tokenizer_init=True, dtype="float16", max_model_len=1024, block_size=BLOCK,
+            model=self.folder, skip_tokenizer_init=True, dtype="float16", max_model_len=1024, block_size=BLOCK,
             enforce_eager=True,
             kv_transfer_config={
                 "kv_connector": "PdStageConnector", "kv_connector_module_path": "pdstage.integrations.vllm",
-                "kv_role": role, "engine_id": role, "kv_connector_extra_config": extra,
+                "kv_role": self.role, "engine_id": self.role, "kv_connector_extra_config": extra,
             },
         ).create_engine_config()  # fmt: skip
         config.device_config = DeviceConfig("cpu")
@@ -124,7 +131,7 @@ class VllmRank(Actor):
         self.worker = PdStageConnector(config, KVConnectorRole.WORKER, plan)
         caches = torch.ones((LAYERS, N_BLOCKS, HEADS, BLOCK, 2 * DIM), dtype=torch.float16)
         self.worker.register_kv_caches(dict(zip(names, caches, strict=True)))
-        self.role, (self.group,) = role, self.scheduler._scheduler._groups
+        (self.group,) = self.scheduler._scheduler._groups
         self.square = torch.ones((384, 384))
         torch.set_num_threads(1)
 
@@ -185,8 +192,9 @@ class VllmRank(Actor):
         return len(results.finished_sending) + len(results.finished_recving)
 
     def close(self) -> None:
-        self.worker.shutdown()
-        self.scheduler.shutdown()
+        if hasattr(self, "worker"):
+            self.worker.shutdown()
+            self.scheduler.shutdown()
 
     def scheduled(self, n_steps: int) -> tuple[list[float], list[float]]:
         """Seconds a request at decode's scheduler: matched, allocated, the step's metadata; and of no request."""
@@ -216,7 +224,8 @@ def _scheduler(n_steps: int) -> Row:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         rank = Rank(VllmRank, "kv_consumer", folder)
         try:
-            busy, empty = rank.ready().call("scheduled", n_steps)
+            rank.ready().call("start")
+            busy, empty = rank.call("scheduled", n_steps)
         finally:
             rank.close()
     return Row(

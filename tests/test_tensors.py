@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from pdstage.errors import UsageError
+from pdstage.kernels import Pool
 from pdstage.layout import Key, Row
-from pdstage.tensors import build, mla, paged_hnd, paged_nhd, sglang_mha, vllm_blocks
+from pdstage.plan import Select
+from pdstage.tables import Index
+from pdstage.tensors import build, mla, paged_hnd, paged_nhd, sglang_mha, vllm_blocks, vllm_cpu_blocks
 from pdstage.topology import REPLICATED, shard_axis, shard_range
 
 PAGES, PAGE, HEADS, DIM = 5, 4, 3, 8
@@ -28,16 +31,16 @@ def filled(*shape, dtype=torch.bfloat16):
 
 
 def contents(layout, key):
-    """Bytes `[page, token, shard, width]` of a view, read at the addresses its formula gives."""
+    """Bytes `[page, token, shard, seg and byte]` of a view, read at the addresses its formula gives."""
     view = layout.by_key()[key]
     region = layout.regions[view.region]
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * region.nbytes).from_address(region.base))
-    page, token, shard, byte = np.ix_(
-        range(view.n_items), range(view.tokens_per_item), range(view.shards), range(view.width)
+    page, token, shard, seg, byte = np.ix_(
+        range(view.n_items), range(view.tokens_per_item), range(view.shards), range(view.segs), range(view.width)
     )
     rows = np.array([view.row_offset(t) for t in range(view.tokens_per_item)])[token]
-    assert view.segs == 1
-    return memory[view.offset + page * view.item_stride + rows + shard * view.shard_stride + byte]
+    at = view.offset + page * view.item_stride + rows + shard * view.shard_stride + seg * view.seg_stride + byte
+    return memory[at].reshape(*at.shape[:3], -1)
 
 
 def as_bytes(tensor):
@@ -241,6 +244,60 @@ def test_numpy_arrays_will_do():
     layout = build(paged_nhd(pool[0], pool[1], **WHOLE))
     assert [(r.base, r.nbytes, r.kind) for r in layout.regions] == [(pool.ctypes.data, pool.nbytes, "cpu")]
     np.testing.assert_array_equal(contents(layout, Key("kv", "v", 2)), pool[1, 2])
+
+
+def cpu_attn(k, v, *, packed):
+    """K and V `[page, token, head, dim]` as CPU_ATTN keeps them: `[page, head, token, 2 * dim]` by its shape only."""
+    pages, tokens, heads, dim = k.shape
+    if packed:
+        k = k.reshape(pages, tokens // 16, 16, heads, dim // 2, 2).permute(0, 3, 1, 4, 2, 5)
+        v = v.reshape(pages, tokens // 2, 2, heads, dim // 16, 16).permute(0, 3, 4, 1, 5, 2)
+    else:
+        k, v = k.permute(0, 2, 3, 1), v.permute(0, 2, 1, 3)
+    halves = [one.reshape(pages, heads, tokens * dim) for one in (k, v)]
+    return torch.cat(halves, 2).reshape(pages, heads, tokens, 2 * dim).contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["vec", "amx"])
+def test_vllm_cpu_blocks(packed, dtype):
+    k = filled(PAGES, 32, HEADS, 64, dtype=dtype)
+    v = k.view(torch.uint8).flip(0).view(dtype)
+    caches = [cpu_attn(k, v, packed=packed)]
+    layout = build(vllm_cpu_blocks(caches, packed=packed, **WHOLE))
+    np.testing.assert_array_equal(contents(layout, Key("kv", "k", 0)), as_bytes(k))
+    roles = [f"v.{at}" for at in range(4)] if packed else ["v"]
+    got = np.concatenate([contents(layout, Key("kv", role, 0)) for role in roles], 3)
+    np.testing.assert_array_equal(got, as_bytes(v))
+    assert sum(view.shards * view.shard_nbytes for view in layout.views()) == HEADS * 2 * 64 * dtype.itemsize
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["vec", "amx"])
+def test_vllm_cpu_blocks_meet_other_page_sizes_and_ranks(packed):
+    """A rank of two with pages of 32 tokens gathers its heads, the whole model with pages of 64 scatters them."""
+    k = filled(6, 32, 2, 32)
+    v = k.flip(0)
+    src_cache = cpu_attn(k, v, packed=packed)
+    dst_cache = torch.zeros(4, 4, 64, 64, dtype=torch.bfloat16)
+    src = Pool.of(build(vllm_cpu_blocks([src_cache], packed=packed, total_heads=4, tp=(2, 1))), keep=src_cache)
+    dst = Pool.of(build(vllm_cpu_blocks([dst_cache], packed=packed, total_heads=4, tp=(1, 0))), keep=dst_cache)
+    items = {"src": np.array([5, 0, 3], np.int64), "dst": np.array([2, 1], np.int64)}
+    tokens = {"kv": (0, 90)}
+    keys = sorted(src.layout.by_key())
+    gathered = src.plan([Select(key, 0, 2) for key in keys])
+    scattered = dst.plan([Select(key, 2, 2) for key in keys])
+    staging = np.zeros(gathered.nbytes(tokens), np.uint8)
+    address = staging.ctypes.data
+    gathered.gather(address, len(staging), {"kv": Index.of(items["src"])}, tokens)
+    scattered.scatter(address, len(staging), {"kv": Index.of(items["dst"])}, tokens)
+    expected_k, expected_v = (one[items["src"]].flatten(0, 1)[:90] for one in (k, v))
+    padded = [torch.zeros(128, 4, 32, dtype=torch.bfloat16) for _ in range(2)]
+    for whole, part in zip(padded, (expected_k, expected_v), strict=True):
+        whole[:90, 2:] = part
+    pages = [torch.zeros(4, 64, 4, 32, dtype=torch.bfloat16) for _ in range(2)]
+    for whole, rows in zip(pages, padded, strict=True):
+        whole[items["dst"]] = rows.view(2, 64, 4, 32)
+    assert torch.equal(dst_cache.view(torch.uint8), cpu_attn(*pages, packed=packed).view(torch.uint8))
 
 
 @pytest.mark.parametrize(("total", "tp"), [(8, 4), (6, 4), (5, 3), (2, 8), (1, 3)])

@@ -42,6 +42,10 @@ _DENSE = _COMMON | {
     "head_dim": 32,
 }
 _SHARP = ("q_proj", "k_proj")
+_REDUCED = ("o_proj", "down_proj", "out_proj", "output_linear")
+"""Projections that tensor parallelism splits by their input and sums up. Each half of the output sees half of the input,
+so that with two ranks each sum has one term that is not 0: their rounding is that of one rank, in bf16 too.
+"""
 
 
 def _llama() -> transformers.PreTrainedModel:
@@ -74,8 +78,8 @@ def _qwen3_next() -> transformers.PreTrainedModel:
         layer_types=kinds,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
         decoder_sparse_step=1,  # vLLM wants experts
         num_experts=4,
         num_experts_per_tok=2,
@@ -142,6 +146,10 @@ def draw(name: str, weight: torch.Tensor) -> None:
         weight.fill_(2.0)
     elif weight.ndim >= 2:
         weight.normal_(std=0.5 if any(part in name for part in _SHARP) else 0.12)
+    if weight.ndim == 2 and any(part in name for part in _REDUCED):
+        half = weight.shape[0] // 2, weight.shape[1] // 2
+        weight[: half[0], half[1] :] = 0
+        weight[half[0] :, : half[1]] = 0
 
 
 def _save_tokenizer(folder: Path) -> None:

@@ -24,6 +24,7 @@ from tests.manager.engine import Rank, decode_node, drive, prefill_node
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 30
 PAGE = (ROOT / "docs" / "environment.md").read_text()
+HANDS_ON = "pdstage.integrations.logs"  # it says nothing of its own: it shows in an engine's log what others say
 DOCUMENTED = set(re.findall(r"^\| `(pdstage[.\w]*)` \| `(.*?)` \|", PAGE, re.MULTILINE))
 
 
@@ -47,7 +48,7 @@ def test_each_module_has_its_own_logger_and_none_prints() -> None:
     for name, tree in modules():
         for called, args in calls(tree):
             assert called not in ("print", "sys.stdout.write", "sys.stderr.write", "warnings.warn"), name
-            if called.endswith("getLogger"):
+            if called.endswith("getLogger") and name != HANDS_ON:
                 assert ast.unparse(args[0]) in ("__name__", "'nixl'"), name
 
 

@@ -328,8 +328,8 @@ MUTANTS = [
         "an Abort of an earlier epoch gives up the room that is wanted again",
         "7 Abort, I6",
         "protocol/prefill.py",
-        "        if self._parked.epoch_of(key, link) > abort.epoch or self._askers.epoch_of(key, link) > abort.epoch:\n",
-        "        if False:\n",
+        "> abort.epoch or self._askers.epoch_of(key, link) > abort.epoch:\n",
+        "> abort.epoch and False:\n",
         "tests/protocol/test_given_up.py",
     ),
     Mutant(

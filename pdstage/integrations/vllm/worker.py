@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from pdstage import DecodeNode, Items, Pool, PrefillNode, State, Topology
 from pdstage.errors import PdstageError, UsageError
+from pdstage.integrations.task_thread import TaskThread
 from pdstage.integrations.vllm.caches import Caches
 from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata
 from pdstage.integrations.vllm.stats import PdStageStats
@@ -34,11 +37,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+AnyHandle = TypeVar("AnyHandle", "Sender", "Receiver")
+
 
 class WorkerSide:
     """What a worker's connector does. Called by the worker's one thread; the nodes have threads of their own.
 
-    What pdstage refuses fails one request. Any other error is a mistake here and ends the worker, and vLLM with it.
+    A step's news is carried out by one more thread, in the order of steps: nodes are asked for rooms there, and the
+    forward pass waits for none of them. What pdstage refuses fails one request. Any other error is a mistake here and
+    ends the worker, and vLLM with it.
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> None:
@@ -49,10 +56,11 @@ class WorkerSide:
         self.decode: DecodeNode | None = None
         self._caches: Caches | None = None
         self._computed: CudaEvent | None = None
+        # Filled by the task thread and emptied by the worker's: each single call of theirs is whole.
         self._sending: dict[str, Sender] = {}
         self._receiving: dict[str, Receiver] = {}
-        self._abandoned: list[Receiver] = []
-        self._results = KVConnectorTransferResults()
+        self._not_begun: deque[tuple[str, str]] = deque()
+        self._tasks = TaskThread("pdstage-vllm-worker")
         self._stats = PdStageStats()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -86,10 +94,16 @@ class WorkerSide:
         self._computed = self._event() if told.sends else None
 
     def begin(self, told: PdStageMetadata) -> None:
-        """This step's news."""
+        """This step's news, to be carried out soon. Raises what is a mistake here, of an earlier step's too."""
+        self._tasks.check()
+        if told:
+            # Blocks to be loaded may still be zeroed, or read, by what was launched.
+            after = self._event() if told.receives else None
+            self._tasks.put(partial(self._carry_out, told, self._computed, after))
+
+    def _carry_out(self, told: PdStageMetadata, computed: CudaEvent | None, after: CudaEvent | None) -> None:
         for request_id, send in told.sends.items():
-            self._send(request_id, send)
-        after = self._event() if told.receives else None  # blocks may still be zeroed, or read, by what was launched
+            self._send(request_id, send, computed)
         for request_id, receive in told.receives.items():
             self._receive(request_id, receive, after)
         for request_id in told.aborted:
@@ -97,19 +111,19 @@ class WorkerSide:
         for remote in told.abandoned:
             self._abandon(remote)
 
-    def _send(self, request_id: str, send: Send) -> None:
+    def _send(self, request_id: str, send: Send, computed: CudaEvent | None) -> None:
         assert self.prefill is not None, "a request to send at an engine that does not prefill"
         sender = None
         try:
             sender = self.prefill.send(send.room)
             items, tokens, states = self._named(send.held)
             if items:
-                sender.chunk(items, tokens, ready=self._computed)
-            sender.finish(states=states or None, ready=self._computed)
+                sender.chunk(items, tokens, ready=computed)
+            sender.finish(states=states or None, ready=computed)
         except PdstageError as error:
-            log.exception("request %s is not sent", request_id)
+            log.warning("request %s is not sent: %s", request_id, error)
             if sender is None:
-                self._results.finished_sending.add(request_id)
+                self._not_begun.append(("sent", request_id))
                 return
             sender.abort(str(error))
         self._sending[request_id] = sender
@@ -121,9 +135,9 @@ class WorkerSide:
             items, tokens, states = self._named(receive.held)
             receiver.bind(items | states, tokens, after=after)
         except PdstageError as error:
-            log.exception("request %s is not received", request_id)
+            log.warning("request %s is not received: %s", request_id, error)
             if receiver is None:
-                self._end_receive(request_id, failed=True)
+                self._not_begun.append(("received", request_id))
                 return
             receiver.abort(str(error))
         self._receiving[request_id] = receiver
@@ -136,12 +150,9 @@ class WorkerSide:
     def _abandon(self, remote: Remote) -> None:
         """A room that asks for nothing succeeds at once, and prefill's blocks are free."""
         try:
-            receiver = self._announce(remote)
-            receiver.bind({}, {})
+            self._announce(remote).bind({}, {})
         except PdstageError as error:
             log.warning("room %s is left to its deadline at prefill: %s", remote.room, error)
-        else:
-            self._abandoned.append(receiver)
 
     def _announce(self, remote: Remote) -> Receiver:
         assert self.decode is not None, "a request to receive at an engine that does not decode"
@@ -171,22 +182,19 @@ class WorkerSide:
 
     def results(self) -> KVConnectorTransferResults:
         """Of rooms whose memory is free again since the last call."""
-        for request_id in _released(self._sending):
-            sender = self._sending.pop(request_id)
+        self._tasks.check()
+        results = KVConnectorTransferResults()
+        while self._not_begun:
+            what, request_id = self._not_begun.popleft()
+            self._stats.add(f"not_{what}", 1)
+            _end(results, what, request_id, failed=True)
+        for request_id, sender in _take_released(self._sending):
             self._note(sender, request_id, "sent")
-            self._results.finished_sending.add(request_id)
-        for request_id in _released(self._receiving):
-            receiver = self._receiving.pop(request_id)
+            _end(results, "sent", request_id, failed=sender.state is not State.SUCCESS)
+        for request_id, receiver in _take_released(self._receiving):
             self._note(receiver, request_id, "received")
-            self._end_receive(request_id, failed=receiver.state is not State.SUCCESS)
-        self._abandoned = [one for one in self._abandoned if not one.released]
-        results, self._results = self._results, KVConnectorTransferResults()
+            _end(results, "received", request_id, failed=receiver.state is not State.SUCCESS)
         return results
-
-    def _end_receive(self, request_id: str, *, failed: bool) -> None:
-        self._results.finished_recving.add(request_id)
-        if failed:
-            self._results.failed_recving.add(request_id)
 
     def _note(self, handle: Handle, request_id: str, what: str) -> None:
         if handle.state is State.SUCCESS:
@@ -204,6 +212,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Fails the rooms still open and gives the memory back."""
+        self._tasks.close()
         for node in (self.prefill, self.decode):
             if node is not None:
                 node.close()
@@ -225,5 +234,15 @@ def topology_of(parallel: ParallelConfig) -> Topology:
     )
 
 
-def _released(rooms: dict[str, Sender] | dict[str, Receiver]) -> list[str]:
-    return [request_id for request_id, handle in rooms.items() if handle.released]
+def _take_released(rooms: dict[str, AnyHandle]) -> list[tuple[str, AnyHandle]]:
+    """Those of `rooms` that are over, taken out. Another thread may add some meanwhile: each step here is whole."""
+    return [(request_id, rooms.pop(request_id)) for request_id, one in rooms.copy().items() if one.released]
+
+
+def _end(results: KVConnectorTransferResults, what: str, request_id: str, *, failed: bool) -> None:
+    if what == "sent":
+        results.finished_sending.add(request_id)
+        return
+    results.finished_recving.add(request_id)
+    if failed:
+        results.failed_recving.add(request_id)

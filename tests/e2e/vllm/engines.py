@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from tests.e2e import load
 from tests.e2e.servers import Server
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
     from pathlib import Path
 
     import aiohttp
@@ -23,6 +24,9 @@ UNCACHED = {"granite", "falcon-h1"}
 """Without prefix caching: with it 0.32's Mamba-2 layers fail on the CPU in a batch of several prompts (mamba_mixer2.py:
 "IndexError: index 3 is out of bounds for dimension 0 with size 2", no transfer involved).
 """
+
+ALONE = {"deepseek-v2"}
+"""One prompt at a time: asked for several, an MLA model answers otherwise on 0.32's CPU, no transfer involved."""
 
 USAGE = "vllm:kv_cache_usage_perc"
 RECEIVED = "vllm:pdstage_received_seconds_count"
@@ -100,6 +104,11 @@ class Pair:
         return Engine(self.decode.model, self.decode.dtype, tp=1, block=128)
 
     @property
+    def at_a_time(self) -> tuple[int, ...]:
+        """How many prompts are under way."""
+        return (1,) if self.decode.model in ALONE else (8, 16)
+
+    @property
     def engines(self) -> tuple[Engine, Engine, Engine]:
         return self.prefill, self.decode, self.reference
 
@@ -171,5 +180,21 @@ def handed_over(
         if between is not None:
             await between()
         return await decoded(session, decode.url, prompt, first, n_tokens=n_tokens)
+
+    return ask
+
+
+def swapped(prefill: Server, decode: Server, twins: Mapping[load.Prompt, load.Prompt]) -> load.Ask:
+    """Asks for a prompt with the cache of its twin, another prompt of the same length; and for the twin with the
+    prompt's, so that no room is left behind. Decode then has wrong KV in its prefix cache.
+    """
+
+    async def ask(session: aiohttp.ClientSession, prompt: load.Prompt) -> load.Answer:
+        twin = twins[prompt]
+        of_prompt, of_twin = await asyncio.gather(*(prefilled(session, prefill.url, one) for one in (prompt, twin)))
+        answer, _ = await asyncio.gather(
+            decoded(session, decode.url, prompt, of_twin), decoded(session, decode.url, twin, of_prompt)
+        )
+        return answer
 
     return ask

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import aiohttp
+import pytest
 
 from tests.e2e import compare, load
 from tests.e2e.servers import wait_until
-from tests.e2e.vllm.engines import BATCHED, decoded, handed_over, pair, prefilled
+from tests.e2e.vllm.engines import BATCHED, Engine, handed_over, pair, swapped
 
 PAIR = pair((1, 128), (1, 128))
 N_COUPLES = 8
@@ -28,6 +26,20 @@ def test_one_prompt_token_changes_the_answer(fleet):
     assert not same, f"prompts of {same} tokens have the same answer with one token changed"
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sizes_of_an_engine_do_not_change_the_answer(fleet, dtype: str):
+    """One engine of two ranks and other blocks answers as that of one rank, in bf16 too: so a pair of unequal sizes has
+    right answers at all.
+    """
+    asked = load.prompts(60, seed=107)
+    one, other = (Engine("llama", dtype, tp=tp, block=block) for tp, block in ((1, 128), (2, 32)))
+    fleet.up(one, other)
+    right, same = fleet.right(one, asked), fleet.right(other, asked)
+    different = [len(prompt) for prompt in asked if right[prompt] != same[prompt]]
+    assert not different, f"{len(different)} of {len(asked)} answers differ, to prompts of {different} tokens"
+
+
 def test_another_rooms_cache_gives_other_tokens(fleet):
     """Decode is given the `kv_transfer_params` of another prompt, as long: it answers, and not rightly."""
     prefill, decode, _ = fleet.fresh(*PAIR.engines)
@@ -35,16 +47,7 @@ def test_another_rooms_cache_gives_other_tokens(fleet):
     one, other = ([load.prompts(1, seed, shortest=n, longest=n)[0] for n in lengths] for seed in (103, 104))
     right = fleet.right(PAIR.reference, one + other)
 
-    async def swapped(session: aiohttp.ClientSession, prompt: load.Prompt) -> load.Answer:
-        twin = other[one.index(prompt)]
-        first, second = await asyncio.gather(*(prefilled(session, prefill.url, p) for p in (prompt, twin)))
-        return (
-            await asyncio.gather(  # both, so that no room is left behind
-                decoded(session, decode.url, prompt, second), decoded(session, decode.url, twin, first)
-            )
-        )[0]
-
-    answers = load.ask_all(swapped, one, 4)
+    answers = load.ask_all(swapped(prefill, decode, dict(zip(one, other, strict=True))), one, 4)
     decode.post("/reset_prefix_cache")  # it has the other prompts' KV under these prompts' names
     assert all(answer.is_ok for answer in answers), compare.summary(answers, right)
     assert len(compare.wrong(answers, right)) == len(answers), compare.summary(answers, right)

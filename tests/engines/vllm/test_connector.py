@@ -214,10 +214,17 @@ def test_an_abort_in_the_step_of_the_announcement(src: Side, dst: Side) -> None:
     until(src, "req-1")
 
 
-def test_a_room_that_cannot_be_announced_fails_its_request_only(dst: Side) -> None:
+def test_a_room_that_cannot_be_announced_fails_its_request_only(dst: Side, caplog: pytest.LogCaptureFixture) -> None:
     remote = Remote("room", "no port in this", "engine")
     (result,) = dst.step(PdStageMetadata(receives={"r": Receive(remote, dst.held(BLOCKS, N_TOKENS))}))
+    end = time.monotonic() + PATIENCE_S
+    while not result.finished_recving:
+        assert time.monotonic() < end
+        (result,) = dst.step()
     assert result.failed_recving == result.finished_recving == {"r"}
+    assert dst.workers[0].get_kv_connector_stats().data["not_received"] == [1]
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("request r is not received: ") and "no port in this" in said
 
 
 def test_a_room_that_cannot_be_sent_gives_its_blocks_back(tmp_path: Path) -> None:
