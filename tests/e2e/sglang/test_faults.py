@@ -11,9 +11,9 @@ import pytest
 
 from tests.e2e import faults, load
 from tests.e2e.sglang import right
-from tests.e2e.sglang.engines import SglangServer, check_free, handed_over, pair
+from tests.e2e.sglang.engines import CHUNKED, SglangServer, check_free, handed_over, pair
 
-PAIR = pair({"tp": 2}, {})
+PAIR = pair({"tp": 2, "options": CHUNKED}, {})
 LONG = 300
 """Tokens of an answer that is still under way when something is killed."""
 
