@@ -1,5 +1,5 @@
-"""Planning on the host: runs of fragmented pages, the direct path's descriptors, a chunk of a hybrid model, and a
-staged call without its bytes.
+"""Planning on the host: runs of fragmented pages, the direct path's descriptors, a chunk of a hybrid model, a staged
+call without its bytes, and the proof of a layout at start.
 
 Layer 6.
 """
@@ -19,21 +19,24 @@ from pdstage.layout import Row as RowLevel
 from pdstage.manager.items import check, rects_of
 from pdstage.ownership import EVERYTHING, Common
 from pdstage.plan import TOKEN_MAJOR, Select, Stagings, selects, shares, tokens_of
+from pdstage.probe import LayerProbe, prove_layout
 from pdstage.protocol.outbox import clip, split
 from pdstage.spans import DirectPlan, coalesce
 from pdstage.stager import Stager
 from pdstage.tables import Index, Table
+from pdstage.tensors import build, paged_nhd
 from pdstage.topology import Axis
 
 from .harness import Row, interleaved
 from .shapes import SLOTS, Array, Block, Model, place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from pdstage.plan import Share
+    from pdstage.probe import Cell
     from pdstage.protocol.outbox import Record
 
 N_PAGES = 20_000
@@ -45,7 +48,7 @@ _CALLS = 10  # a turn: the first after a baseline that freed a million objects f
 
 
 def run(quick: bool) -> list[Row]:
-    return [*_coalescing(quick), _descriptors(quick), *_hybrid_chunks(quick), _call_overhead(quick)]
+    return [*_coalescing(quick), _descriptors(quick), *_hybrid_chunks(quick), _call_overhead(quick), _proof(quick)]
 
 
 def _grouped(src: NDArray[Any], dst: NDArray[Any]) -> tuple[list[list[int]], list[list[int]]]:
@@ -296,3 +299,41 @@ def _call_overhead(quick: bool) -> Row:
         better="lower",
         detail="16 bytes a view; baseline: np.take a view",
     )
+
+
+def _proof(quick: bool) -> Row:
+    """`prove_layout` of every layer of a host pool, by a writer that stores rows with numpy."""
+    pages, tokens, heads, dim = 8, 64, 8, 128
+    k = np.zeros((LAYERS, pages, tokens, heads, dim), np.float16)
+    v = np.zeros_like(k)
+    layout = build(paged_nhd(k, v, total_heads=heads, tp=(1, 0)))
+
+    def write(layer: int, cells: Sequence[Cell], rng: np.random.Generator) -> dict[Key, NDArray[np.uint8]]:
+        stored = {}
+        for role, cache in (("k", k), ("v", v)):
+            drawn = rng.standard_normal((len(cells), heads, dim)).astype(np.float16)
+            for cell, row in zip(cells, drawn, strict=True):
+                cache[layer, cell.item, cell.token] = row
+            stored[Key("kv", role, layer)] = drawn.view(np.uint8)
+        return stored
+
+    probes = [
+        LayerProbe(str(layer), "numpy", (Key("kv", "k", layer), Key("kv", "v", layer)), partial(write, layer))
+        for layer in range(LAYERS)
+    ]
+    ours, zeroed = interleaved(
+        [partial(prove_layout, layout, probes), partial(_zero, k.nbytes + v.nbytes)], repeats=3 if quick else 11
+    )
+    return Row(
+        name=f"prove a layout of {LAYERS} layers, {heads} heads of {dim}",
+        value=ours * 1e3,
+        baseline=zeroed * 1e3,
+        unit="ms",
+        on="value",
+        better="lower",
+        detail=f"baseline: to allocate and zero this pool of {(k.nbytes + v.nbytes) >> 20} MiB",
+    )
+
+
+def _zero(nbytes: int) -> None:
+    np.empty(nbytes, np.uint8).fill(0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pdstage.layout import Key, Layout, Region, View
+
+    Memory: TypeAlias = NDArray[np.uint8] | torch.Tensor  # of the host, of a device
 
 _HEX_NBYTES = 16
 _TELLING_NBYTES = 8
@@ -97,7 +99,7 @@ def prove_layout(layout: Layout, probes: Iterable[LayerProbe], *, trust_layout: 
     given = list(probes)
     views = layout.by_key()
     _check_complete(views, given)
-    memory: dict[int, torch.Tensor] = {}
+    memory: dict[int, Memory] = {}
     outcome: dict[str, list[str]] = {"proved": [], "verified": [], "trusted": []}
     for number, probe in enumerate(given):
         if probe.write is not None:
@@ -134,25 +136,24 @@ def _check_complete(views: Mapping[Key, View], probes: Sequence[LayerProbe]) -> 
         )
 
 
-def _prove(probe: LayerProbe, views: Sequence[View], memory: Mapping[int, torch.Tensor], seed: tuple[int, int]) -> None:
+def _prove(probe: LayerProbe, views: Sequence[View], memory: Mapping[int, Memory], seed: tuple[int, int]) -> None:
     """One layer: saves its pages, has them written, compares, and puts them back whatever comes of it."""
     assert probe.write is not None
     cells = _cells(views, probe.first_item)
-    pages = [(part, part.clone()) for part in _pages(views, cells, memory)]
-    rows = [_cell(memory[view.region], view, cell) for view in views for cell in cells]
-    before = [(row, row.clone()) for row in rows]
+    pages = [_Saved(page) for page in _pages(views, cells, memory)]
+    rows = [_Saved(_cell(memory[view.region], view, cell)) for view in views for cell in cells]
     try:
         stored = probe.write(cells, np.random.default_rng(seed))
         if stored is None:
             stored = {key: held[::-1] for key, held in _read(views, cells, memory).items()}
-            _check_rest(probe, before, pages)
+            _check_rest(probe, rows, pages)
             probe.write(cells[::-1], np.random.default_rng(seed))
         _check_stored(probe, views, cells, stored)
         _compare(probe, views, cells, stored, memory)
-        _check_rest(probe, before, pages)
+        _check_rest(probe, rows, pages)
     finally:
-        for part, was in pages:
-            part.copy_(was)
+        for page in pages:
+            page.put_back()
 
 
 def _cells(views: Sequence[View], first: int) -> list[Cell]:
@@ -167,12 +168,12 @@ def _cells(views: Sequence[View], first: int) -> list[Cell]:
     return [Cell(item, row * step) for item in sorted(picked) for row in picked[item]]
 
 
-def _bytes_of(region: Region) -> torch.Tensor:
+def _bytes_of(region: Region) -> Memory:
     """A region's memory as uint8, without a copy."""
+    if region.kind == "cpu":
+        return np.ctypeslib.as_array((ctypes.c_uint8 * region.nbytes).from_address(region.base))
     import torch  # noqa: PLC0415  (importing pdstage brings no torch)
 
-    if region.kind == "cpu":
-        return torch.frombuffer((ctypes.c_uint8 * region.nbytes).from_address(region.base), dtype=torch.uint8)
     return torch.as_tensor(_DeviceMemory(region), device=f"{region.kind}:{region.device}")
 
 
@@ -185,24 +186,44 @@ class _DeviceMemory:
         }  # fmt: skip
 
 
-def _cell(memory: torch.Tensor, view: View, cell: Cell) -> torch.Tensor:
+def _cell(memory: Memory, view: View, cell: Cell) -> Memory:
     """`[shard, seg, byte]` of a token, where `View`'s formula says."""
     at = view.offset + cell.item * view.item_stride + view.row_offset(cell.token)
-    return memory.as_strided((view.shards, view.segs, view.width), (view.shard_stride, view.seg_stride, 1), at)
+    shape, strides = (view.shards, view.segs, view.width), (view.shard_stride, view.seg_stride, 1)
+    if isinstance(memory, np.ndarray):
+        return np.lib.stride_tricks.as_strided(memory[at:], shape, strides)
+    return memory.as_strided(shape, strides, at)
 
 
-def _read(
-    views: Sequence[View], cells: Sequence[Cell], memory: Mapping[int, torch.Tensor]
-) -> dict[Key, NDArray[np.uint8]]:
+class _Saved:
+    """Some memory, and what was there."""
+
+    def __init__(self, memory: Any) -> None:  # noqa: ANN401  (a numpy array, or a tensor)
+        self._memory = memory
+        self._was = memory.copy() if isinstance(memory, np.ndarray) else memory.clone()
+
+    def put_back(self) -> None:
+        self._memory[...] = self._was
+
+    def n_changed(self) -> int:
+        differ = self._memory != self._was
+        return int(differ.sum()) if differ.any() else 0
+
+
+def _on_host(part: Memory) -> NDArray[np.uint8]:
+    return part if isinstance(part, np.ndarray) else part.cpu().numpy()
+
+
+def _read(views: Sequence[View], cells: Sequence[Cell], memory: Mapping[int, Memory]) -> dict[Key, NDArray[np.uint8]]:
     """What each view has of the cells, `[cell, shard, byte]`."""
     found = {}
     for view in views:
-        rows = np.stack([_cell(memory[view.region], view, cell).cpu().numpy() for cell in cells])
+        rows = np.stack([_on_host(_cell(memory[view.region], view, cell)) for cell in cells])
         found[view.key] = rows.reshape(len(cells), view.shards, view.shard_nbytes)
     return found
 
 
-def _pages(views: Sequence[View], cells: Sequence[Cell], memory: Mapping[int, torch.Tensor]) -> Iterator[torch.Tensor]:
+def _pages(views: Sequence[View], cells: Sequence[Cell], memory: Mapping[int, Memory]) -> Iterator[Memory]:
     """The whole memory of the cells' pages, also what no view covers; each byte once."""
     spans = []
     for view in views:
@@ -248,7 +269,7 @@ def _compare(
     views: Sequence[View],
     cells: Sequence[Cell],
     stored: Mapping[Key, NDArray[np.uint8]],
-    memory: Mapping[int, torch.Tensor],
+    memory: Mapping[int, Memory],
 ) -> None:
     wrong: list[tuple[View, Cell, int]] = []
     first: tuple[bytes, bytes] = b"", b""
@@ -301,17 +322,12 @@ def _explained(
     return "that is no row that was written: the elements of a row are stored in another order, or encoded otherwise"
 
 
-def _check_rest(
-    probe: LayerProbe,
-    before: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    pages: Sequence[tuple[torch.Tensor, torch.Tensor]],
-) -> None:
+def _check_rest(probe: LayerProbe, rows: Sequence[_Saved], pages: Sequence[_Saved]) -> None:
     """Raises `UsageError` where the writer changed a byte of the pages that no view covers."""
-    for part, was in before:
-        part.copy_(was)
-    changed = [(part, was) for part, was in pages if not part.equal(was)]
-    if changed:
-        n_changed = sum(int((part != was).sum()) for part, was in changed)
+    for row in rows:
+        row.put_back()
+    n_changed = sum(page.n_changed() for page in pages)
+    if n_changed:
         raise UsageError(
             f"attention backend {probe.backend} stores {n_changed} bytes of layer {probe.name!r} that no view covers: "
             "they would not be moved",
