@@ -223,7 +223,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         Its number may be another request's by now. So the event only says when to look, and the sender where.
         """
         if isinstance(event, RoomBound | RoomEnded):
-            sender = self.senders.get(event.room)  # type: ignore[call-overload]  # SGLang's rooms are numbers
+            sender = self.senders.get(event.room)  # type: ignore[arg-type]  # SGLang's rooms are numbers
             if sender is not None:
                 sender.publish()
 

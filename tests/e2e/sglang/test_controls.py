@@ -8,6 +8,7 @@ import random
 import aiohttp
 
 from tests.e2e import compare, load
+from tests.e2e.sglang import right
 from tests.e2e.sglang.engines import CHUNKED, NOWHERE, SglangServer, check_free, handed_over, legs, pair, room
 
 PAIR = pair({"tp": 2, "options": CHUNKED}, {})
@@ -23,10 +24,10 @@ def test_one_prompt_token_changes_the_answer(fleet):
         at = drawn.randrange(len(prompt))
         changed.append((*prompt[:at], 4 + (prompt[at] - 3) % (load.VOCABULARY - 4), *prompt[at + 1 :]))
     prefill, decode, _ = fleet.up(PAIR.prefill, PAIR.decode, PAIR.reference)
-    right = fleet.right(PAIR.reference, [*plain, *changed])
-    same = [one for one, other in zip(plain, changed, strict=True) if right[one] == right[other]]
+    answered = right.tokens(fleet, PAIR.reference, [*plain, *changed])
+    same = [one for one, other in zip(plain, changed, strict=True) if answered[one] == answered[other]]
     assert not same, f"{len(same)} of {N_COUPLES} answers do not depend on every token"
-    compare.check(load.ask_all(handed_over(prefill, decode), changed, 8), right)
+    right.check(load.ask_all(handed_over(prefill, decode), changed, 8), answered)
 
 
 def _other_for_decode(prefill: SglangServer, decode: SglangServer, others: dict[load.Prompt, load.Prompt]) -> load.Ask:
@@ -48,8 +49,8 @@ def test_decode_goes_by_the_cache_that_was_moved(fleet):
     drawn = load.prompts(N_COUPLES, seed=103, shortest=200, longest=200)
     others = dict(zip(drawn, [*drawn[1:], drawn[0]], strict=True))
     prefill, decode, _ = fleet.up(PAIR.prefill, PAIR.decode, PAIR.reference)
-    right = fleet.right(PAIR.reference, drawn)
-    compare.check(load.ask_all(_other_for_decode(prefill, decode, others), drawn, 4), right)
+    answered = right.tokens(fleet, PAIR.reference, drawn)
+    right.check(load.ask_all(_other_for_decode(prefill, decode, others), drawn, 4), answered)
     check_free(prefill, decode)
 
 
@@ -57,9 +58,9 @@ def test_without_a_cache_no_answer_is_right(fleet):
     """SGLang's own stand-in for a transfer moves nothing: what decode then answers is of no prompt."""
     asked = load.prompts(N_COUPLES, seed=104, shortest=100)
     (decode, _) = fleet.up(PAIR.decode, PAIR.reference)
-    right = fleet.right(PAIR.reference, asked)
+    answered = right.tokens(fleet, PAIR.reference, asked)
     told = {"bootstrap_host": NOWHERE, "bootstrap_port": 1, "bootstrap_room": room()}
     answers = load.ask_all(load.to(decode.url, **told), asked, 1)
     assert all(one.is_ok for one in answers), answers[0].body
-    assert len(compare.wrong(answers, right)) == N_COUPLES
+    assert len(compare.wrong(right.cut(answers, answered), answered)) == N_COUPLES
     check_free(decode)

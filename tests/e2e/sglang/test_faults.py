@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e import compare, faults, load
-from tests.e2e.sglang.engines import SglangServer, check_free, handed_over, pair
+from tests.e2e import faults, load
+from tests.e2e.sglang import right
+from tests.e2e.sglang.engines import CHUNKED, SglangServer, check_free, handed_over, pair
 
-PAIR = pair({"tp": 2}, {})
+PAIR = pair({"tp": 2, "options": CHUNKED}, {})
 LONG = 300
 """Tokens of an answer that is still under way when something is killed."""
 
@@ -32,36 +33,31 @@ def ranks_of(server: SglangServer) -> list[int]:
     return [found[name] for name in sorted(found)]
 
 
-def check_ended(answers: list[load.Answer], right: compare.Reference) -> None:
-    """Every client heard of its request: what came with status 200 is right."""
-    compare.check(answers, right, all_ok=False)
-
-
 @pytest.mark.full
 def test_clients_that_leave(fleet, request: pytest.FixtureRequest):
     """A third of them, at any moment; both legs' connections close at once, as a router's do."""
     n = 200
     asked = load.prompts(n, seed=201)
     prefill, decode, _ = fleet.up(PAIR.prefill, PAIR.decode, PAIR.reference)
-    right = fleet.right(PAIR.reference, asked)
+    answered = right.tokens(fleet, PAIR.reference, asked)
     some = load.ask_all(handed_over(prefill, decode), load.prompts(16, seed=202), 16)
     drawn, longest = random.Random(203), 1.2 * faults.median_seconds(some)
     leaving = {index: drawn.uniform(0.0, longest) for index in drawn.sample(range(n), n // 3)}
     with fleet.timed(f"leaving: {len(leaving)} of {n} clients"):
         answers = load.ask_and_leave(handed_over(prefill, decode), asked, 16, leaving.get)
-    fleet.note(f"leaving: {compare.summary(answers, right)}")
-    check_ended(answers, right)
+    fleet.note(f"leaving: {right.summary(answers, answered)}")
+    right.check(answers, answered, all_ok=False)
     stayed = [one for index, one in enumerate(answers) if index not in leaving and not one.is_ok]
     assert not stayed, f"clients that stayed got no answer: {stayed[0].status} {stayed[0].body}"
     check_free(prefill, decode)
-    compare.check(load.ask_all(handed_over(prefill, decode), asked[:16], 8), right)
+    right.check(load.ask_all(handed_over(prefill, decode), asked[:16], 8), answered)
 
 
 def _kill_under_load(fleet, what: str, kill, *, n_tokens: int = load.N_TOKENS) -> tuple[SglangServer, SglangServer]:
     """`kill(prefill, decode)` while 16 clients ask; every client hears of its request, and what came is right."""
     asked = load.prompts(60, seed=231)
     prefill, decode, _ = fleet.up(PAIR.prefill, PAIR.decode, PAIR.reference)
-    right = fleet.right(PAIR.reference, asked, n_tokens)
+    answered = right.tokens(fleet, PAIR.reference, asked, n_tokens)
     answered = 0
     ask = handed_over(prefill, decode, n_tokens=n_tokens)
 
@@ -77,8 +73,8 @@ def _kill_under_load(fleet, what: str, kill, *, n_tokens: int = load.N_TOKENS) -
 
     with fleet.timed(f"{what}: {len(asked)} prompts"):
         answers = load.ask_all(counted, asked, 16, while_=kill_it())
-    fleet.note(f"{what}: {compare.summary(answers, right)}")
-    check_ended(answers, right)
+    fleet.note(f"{what}: {right.summary(answers, answered)}")
+    right.check(answers, answered, all_ok=False)
     assert not all(one.is_ok for one in answers), "nothing was under way when it was killed"
     return prefill, decode
 
@@ -87,8 +83,8 @@ def _all_right_again(fleet) -> None:
     """With both engines up, all is handed over, and nothing is held afterwards."""
     asked = load.prompts(32, seed=232)
     prefill, decode, _ = fleet.up(PAIR.prefill, PAIR.decode, PAIR.reference)
-    right = fleet.right(PAIR.reference, asked)
-    compare.check(load.ask_all(handed_over(prefill, decode), asked, 8), right)
+    answered = right.tokens(fleet, PAIR.reference, asked)
+    right.check(load.ask_all(handed_over(prefill, decode), asked, 8), answered)
     check_free(prefill, decode)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from tests.e2e import compare, load
+from tests.e2e import load
+from tests.e2e.sglang import right
 from tests.e2e.sglang.engines import CHUNKED, check_free, pair, router
 
 PAIR = pair({"tp": 2, "options": CHUNKED}, {})
@@ -16,7 +17,7 @@ def test_answers_through_the_router(fleet):
     """The router knows prompts as text: one word a token."""
     asked = load.prompts(100, seed=301)
     prefill, decode, _ = fleet.up(PAIR.prefill, PAIR.decode, PAIR.reference)
-    right = fleet.right(PAIR.reference, asked)
+    answered = right.tokens(fleet, PAIR.reference, asked)
     front = router(prefill, decode, fleet.place).start()
     try:
         front.wait()
@@ -27,8 +28,8 @@ def test_answers_through_the_router(fleet):
 
         with fleet.timed(f"router: {len(asked)} prompts, 16 at a time"):
             answers = load.ask_all(ask, asked, 16)
-        fleet.note(f"router: {compare.summary(answers, right)}")
-        compare.check(answers, right)
+        fleet.note(f"router: {right.summary(answers, answered)}")
+        right.check(answers, answered)
         check_free(prefill, decode)
     finally:
         front.stop()

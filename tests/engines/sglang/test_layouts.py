@@ -30,6 +30,13 @@ from tests.engines.sglang.pools import HEADS, Memory
 PAGE = {"dsa": 64}
 
 
+@pytest.fixture(autouse=True)
+def one_rank():
+    """What latents' pools ask SGLang for."""
+    with get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0):
+        yield
+
+
 def arguments(pool, *, page_size: int, requests: object = None) -> KVArgs:
     """As the schedulers' `_init_kv_manager` fills them in, for one rank."""
     args = KVArgs()
@@ -58,8 +65,7 @@ def prove(pool, layout: Layout | None = None, **more: object):
     """What the manager does before it makes the node."""
     believed, pools = layout_of(pool, **more)
     check_known(pools)
-    with get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0):
-        return prove_layout(layout or believed, probes_of(layout or believed, pools))
+    return prove_layout(layout or believed, probes_of(layout or believed, pools))
 
 
 @pytest.mark.parametrize(

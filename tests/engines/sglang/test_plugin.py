@@ -50,4 +50,5 @@ print(json.dumps({{
     assert found["patched"] == [
         "sglang.srt.disaggregation.utils.TransferBackend",
         "sglang.srt.disaggregation.utils.get_kv_class",
+        "sglang.srt.disaggregation.utils.setup_state_kv_args",
     ]

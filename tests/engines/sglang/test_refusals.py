@@ -23,11 +23,15 @@ PARALLEL = {
 }  # fmt: skip
 DISAGG = {"disaggregation_decode_allocation_policy": "early"}
 MEMORY = {"enable_hisparse": False}
+OBSERVABILITY = {"kv_canary": "none"}
+SETTINGS = {
+    "get_parallel": PARALLEL, "get_disagg": DISAGG, "get_memory": MEMORY, "get_observability": OBSERVABILITY,
+}  # fmt: skip
 
 
 def check(monkeypatch: pytest.MonkeyPatch, mode: DisaggregationMode, **told: object) -> None:
     """The check that a manager begins with, under SGLang's usual settings but for those told."""
-    for name, usual in (("get_parallel", PARALLEL), ("get_disagg", DISAGG), ("get_memory", MEMORY)):
+    for name, usual in SETTINGS.items():
         settings = SimpleNamespace(**{key: told.pop(key, value) for key, value in usual.items()})
         monkeypatch.setattr(manager, name, lambda settings=settings: settings)
     for name, value in told.items():
@@ -49,6 +53,7 @@ def test_usual_settings_are_taken(monkeypatch, mode):
         ("enable_dsa_cache_layer_split", True, "--enable-dsa-cache-layer-split"),
         ("enable_cp_tp_group_sharing", True, "group sharing"),
         ("enable_hisparse", True, "--enable-hisparse"),
+        ("kv_canary", "log", "--kv-canary"),
         ("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", 0, "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0"),
         ("SGLANG_RUST_SERVER", 1, "SGLANG_RUST_SERVER"),
         ("SGLANG_DISAGG_STAGING_BUFFER", 1, "SGLANG_DISAGG_STAGING_BUFFER"),
