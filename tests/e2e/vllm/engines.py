@@ -31,6 +31,9 @@ ALONE = {"deepseek-v2"}
 CACHE_NBYTES = 384 << 20
 """A rank's cache: 65,536 tokens of the Llama. More would be memory that four servers of a small machine have not."""
 
+PATIENT = (("hello_s", 60.0), ("max_silence_s", 60.0))
+"""For engines that nobody kills: on a busy machine one may be silent for longer than the defaults allow."""
+
 USAGE = "vllm:kv_cache_usage_perc"
 RECEIVED = "vllm:pdstage_received_seconds_count"
 
@@ -56,8 +59,8 @@ class Engine:
     role: str = ""
     transport: str = "nixl"
     policy: str = "fail"
-    open_wait_s: float = 0.0
-    """Of pdstage's Config; 0 is its default, minutes."""
+    config: tuple[tuple[str, float], ...] = PATIENT
+    """Fields of pdstage's Config."""
 
     @property
     def name(self) -> str:
@@ -66,7 +69,9 @@ class Engine:
             parts += [self.role.removeprefix("kv_"), self.transport]
         if self.role == "kv_consumer" and self.policy != "fail":
             parts.append(self.policy)
-        return "-".join([*parts, f"wait{self.open_wait_s:.0f}"] if self.open_wait_s else parts)
+        if self.config != PATIENT:
+            parts += [f"{name}{value:.0f}" for name, value in self.config] or ["hasty"]
+        return "-".join(parts)
 
     def command(self, folder: Path, port: int) -> list[str]:
         made = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
@@ -78,13 +83,12 @@ class Engine:
         made += ["--gpu-memory-utilization", "0.1"]  # must be free at start, though so much is not taken
         made += ["--enable-chunked-prefill", "--max-num-batched-tokens", str(BATCHED), "--seed", "0"]
         if self.role:
-            more = {"config": {"open_wait_s": self.open_wait_s}} if self.open_wait_s else {}
             told = {
                 "kv_connector": "PdStageConnector",
                 "kv_connector_module_path": "pdstage.integrations.vllm",
                 "kv_role": self.role,
                 "kv_load_failure_policy": self.policy,
-                "kv_connector_extra_config": {"transport": self.transport, **more},
+                "kv_connector_extra_config": {"transport": self.transport, "config": dict(self.config)},
             }
             made += ["--kv-transfer-config", json.dumps(told)]
         return made
@@ -129,9 +133,10 @@ def pair(
     model: str = "llama",
     dtype: str = "float32",
     transport: str = "nixl",
+    config: tuple[tuple[str, float], ...] = PATIENT,
 ) -> Pair:
     """Each side is (tensor-parallel size, tokens a block)."""
-    common = {"model": model, "dtype": dtype, "transport": transport}
+    common: dict[str, Any] = {"model": model, "dtype": dtype, "transport": transport, "config": config}
     return Pair(
         Engine(tp=prefill[0], block=prefill[1], role="kv_producer", **common),
         Engine(tp=decode[0], block=decode[1], role="kv_consumer", **common),

@@ -12,9 +12,11 @@ import pytest
 
 from tests.e2e import compare, faults, load
 from tests.e2e.servers import Server, wait_until
-from tests.e2e.vllm.engines import RECEIVED, TO_PREFILL, USAGE, decoded, handed_over, n_known, pair, prefilled
+from tests.e2e.vllm.engines import PATIENT, RECEIVED, TO_PREFILL, USAGE, decoded, handed_over, n_known, pair, prefilled
 
 PAIR = pair((1, 128), (1, 128))
+HASTY = pair((1, 128), (1, 128), config=())
+"""With the deadlines that an operator gets who says nothing."""
 LONG = 300
 """Tokens of an answer that is still under way when something is killed."""
 
@@ -88,7 +90,7 @@ def test_clients_that_leave_without_a_word(fleet):
     """As a client that is its own proxy leaves: prefill's answer may be lost with it, and with that the room's name, so
     that its blocks are free when `open_wait_s` is over.
     """
-    row = replace(PAIR, prefill=replace(PAIR.prefill, open_wait_s=8.0))
+    row = replace(PAIR, prefill=replace(PAIR.prefill, config=(*PATIENT, ("open_wait_s", 8.0))))
     asked = load.prompts(200, seed=211)
     prefill, decode, _ = fleet.fresh(*row.engines)
     right = fleet.right(row.reference, asked)
@@ -148,7 +150,7 @@ def test_prefill_dies_under_load_and_comes_back(fleet, policy: str, transport: s
     """Killed while 16 clients ask, and started again at once: what decode answers is right, and once prefill is back
     everything is handed over again.
     """
-    row = pair((1, 128), (1, 128), transport=transport).with_policy(policy)
+    row = pair((1, 128), (1, 128), transport=transport, config=()).with_policy(policy)
     asked = load.prompts(200, seed=231)
     prefill, decode, _ = fleet.fresh(*row.engines)
     right = fleet.right(row.reference, asked)
@@ -173,8 +175,8 @@ def test_prefill_dies_under_load_and_comes_back(fleet, policy: str, transport: s
 def test_prefill_dies_after_the_hand_over(fleet):
     """All has been received: decode goes on as if nothing had happened."""
     asked = load.prompts(16, seed=241)
-    prefill, decode, _ = fleet.fresh(*PAIR.engines)
-    right = fleet.right(PAIR.reference, asked, LONG)
+    prefill, decode, _ = fleet.fresh(*HASTY.engines)
+    right = fleet.right(HASTY.reference, asked, LONG)
     received = decode.metrics()[RECEIVED]
 
     async def kill() -> None:
@@ -192,8 +194,8 @@ def test_prefill_dies_after_the_hand_over(fleet):
 def test_decode_dies(fleet):
     """With 24 requests that it has begun: prefill's blocks are free, and it hands over to the next decode."""
     asked = load.prompts(24, seed=251)
-    prefill, decode, _ = fleet.fresh(*PAIR.engines)
-    right = fleet.right(PAIR.reference, asked)
+    prefill, decode, _ = fleet.fresh(*HASTY.engines)
+    right = fleet.right(HASTY.reference, asked)
 
     async def kill() -> None:
         await faults.until(lambda: n_known(decode) == len(asked))
@@ -203,6 +205,6 @@ def test_decode_dies(fleet):
     hanging = [answer for answer in answers if answer.hangs]
     assert not hanging, hanging
     faults.check_free([prefill], USAGE)
-    prefill, decode, _ = fleet.fresh(*PAIR.engines)
+    prefill, decode, _ = fleet.fresh(*HASTY.engines)
     compare.check(load.ask_all(handed_over(prefill, decode), asked, 8), right)
     faults.check_free([prefill, decode], USAGE)
