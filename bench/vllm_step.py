@@ -15,7 +15,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from pdstage.errors import UsageError
 
 from .harness import Row
 from .ranks import Actor, Rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
@@ -86,7 +89,9 @@ def _steps(n_steps: int, rooms_a_step: int) -> list[Row]:
 
 def _rows(name: str, busy: list[float], empty: list[float], *, judged: bool = False) -> list[Row]:
     detail = f"{len(busy)} steps; baseline: a step without news between two of them"
-    of = {"mean": np.mean, "p50": np.median, "p99": lambda times: np.quantile(times, 0.99), "max": np.max}
+    of: dict[str, Callable[[list[float]], Any]] = {
+        "mean": np.mean, "p50": np.median, "p99": lambda times: np.quantile(times, 0.99), "max": np.max,
+    }  # fmt: skip
     targets = {"mean": MEAN_US, "max": MOST_US} if judged else {}
     return [
         Row(
@@ -210,7 +215,7 @@ class VllmRank(Actor):
             blocks = SimpleNamespace(get_block_ids=lambda: (list(range(BLOCKS_A_ROOM)),))
             began = time.perf_counter()
             n_external, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
-            self.scheduler.update_state_after_alloc(request, blocks, n_external)
+            self.scheduler.update_state_after_alloc(request, blocks, n_external or 0)
             self.scheduler.build_connector_meta(None)
             ended = time.perf_counter()
             self.scheduler.build_connector_meta(None)

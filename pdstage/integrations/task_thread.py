@@ -4,8 +4,7 @@ Layer 6. Must not know rooms or nodes: it is given calls. A node's lock may be h
 thread, and a call to a node sends its messages itself; neither is the forward pass's to wait for.
 
 Nor must waking this thread cost the worker's its processor: where all are busy, a thread that wakes takes one from
-whoever runs there, and that is often who woke it. Under Linux's SCHED_BATCH it does not (sched(7)). On 2 busy cores
-that made `put` cost 25 us on average, where it was 3 ms.
+whoever runs there, and that is often who woke it: milliseconds. Under Linux's SCHED_BATCH it does not (sched(7)).
 """
 
 from __future__ import annotations

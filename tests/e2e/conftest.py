@@ -58,13 +58,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> object:
+def saving() -> list[str]:
+    """The command that saves a model; its name and a folder are put behind it. An engine may have its own."""
+    return [sys.executable, "-P", str(Path(__file__).with_name("models.py"))]
+
+
+@pytest.fixture(scope="session")
+def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, saving: list[str]) -> object:
     """The session's servers."""
     from tests.e2e.fleet import MOST, Fleet  # noqa: PLC0415  (what it imports is in an engine's environment only)
 
     place = request.config.getoption("--e2e-logs") or tmp_path_factory.mktemp("e2e")
     place.mkdir(parents=True, exist_ok=True)
-    made = Fleet(place.resolve())
+    made = Fleet(place.resolve(), saving)
     request.config.stash[NOTES] = made.notes
     try:
         wanted = _rows(request.session)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -36,11 +35,11 @@ class Spec(Protocol):
 
 
 class Fleet:
-    """`place` holds models and logs. `save` is the command that saves a model, given its name and a folder."""
+    """`place` holds models and logs; `save` is the command that saves a model, given its name and a folder."""
 
-    def __init__(self, place: Path, save: Sequence[str] = ()) -> None:
+    def __init__(self, place: Path, save: Sequence[str]) -> None:
         self.place = place
-        self._save = save or (sys.executable, "-P", str(Path(__file__).with_name("models.py")))
+        self._save = save
         self._servers: dict[Any, Server] = {}  # least recently used first
         self._folders: dict[str, Path] = {}
         self._right: dict[Any, dict[Prompt, tuple[int, ...]]] = {}

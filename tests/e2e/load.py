@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 VOCABULARY = 512
 SHORTEST, LONGEST = 20, 600
 N_TOKENS = 24
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 """For one request, whatever happens to the servers: later is a hang."""
 
 Prompt = tuple[int, ...]

@@ -43,8 +43,8 @@ _DENSE = _COMMON | {
 }
 _SHARP = ("q_proj", "k_proj")
 _REDUCED = ("o_proj", "down_proj", "out_proj", "output_linear")
-"""Projections that tensor parallelism splits by their input and sums up. Each half of the output sees half of the input,
-so that with two ranks each sum has one term that is not 0: their rounding is that of one rank, in bf16 too.
+"""Projections that tensor parallelism splits by their input and sums up. Each half of the output sees half of the
+input, so that with two ranks each sum has one term that is not 0: their rounding is that of one rank, in bf16 too.
 """
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-UP_S = 400.0
+UP_S = 900.0
 """How long a server may take to be up: many start at once on few cores."""
 
 _LIBC = ctypes.CDLL(None)

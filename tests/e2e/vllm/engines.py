@@ -28,13 +28,15 @@ UNCACHED = {"granite", "falcon-h1"}
 ALONE = {"deepseek-v2"}
 """One prompt at a time: asked for several, an MLA model answers otherwise on 0.32's CPU, no transfer involved."""
 
+CACHE_NBYTES = 384 << 20
+"""A rank's cache: 65,536 tokens of the Llama. More would be memory that four servers of a small machine have not."""
+
 USAGE = "vllm:kv_cache_usage_perc"
 RECEIVED = "vllm:pdstage_received_seconds_count"
 
 ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
     "OMP_NUM_THREADS": "1",
@@ -54,8 +56,8 @@ class Engine:
     role: str = ""
     transport: str = "nixl"
     policy: str = "fail"
-    extra: tuple[tuple[str, Any], ...] = ()
-    """More of `kv_connector_extra_config`."""
+    open_wait_s: float = 0.0
+    """Of pdstage's Config; 0 is its default, minutes."""
 
     @property
     def name(self) -> str:
@@ -64,7 +66,7 @@ class Engine:
             parts += [self.role.removeprefix("kv_"), self.transport]
         if self.role == "kv_consumer" and self.policy != "fail":
             parts.append(self.policy)
-        return "-".join([*parts, *(f"{name}{value}" for name, value in self.extra if not isinstance(value, dict))])
+        return "-".join([*parts, f"wait{self.open_wait_s:.0f}"] if self.open_wait_s else parts)
 
     def command(self, folder: Path, port: int) -> list[str]:
         made = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
@@ -72,18 +74,17 @@ class Engine:
         made += ["--dtype", self.dtype, "--max-model-len", "1024", "--enforce-eager", "-tp", str(self.tp)]
         made += ["--block-size", str(self.block), "--max-num-seqs", "32"]
         made += ["--no-enable-prefix-caching" if self.model in UNCACHED else "--enable-prefix-caching"]
-        made += [
-            "--gpu-memory-utilization",
-            "0.1",
-        ]  # of the machine's memory that must be free; the cache's size is told
+        made += ["--kv-cache-memory-bytes", str(CACHE_NBYTES)]
+        made += ["--gpu-memory-utilization", "0.1"]  # must be free at start, though so much is not taken
         made += ["--enable-chunked-prefill", "--max-num-batched-tokens", str(BATCHED), "--seed", "0"]
         if self.role:
+            more = {"config": {"open_wait_s": self.open_wait_s}} if self.open_wait_s else {}
             told = {
                 "kv_connector": "PdStageConnector",
                 "kv_connector_module_path": "pdstage.integrations.vllm",
                 "kv_role": self.role,
                 "kv_load_failure_policy": self.policy,
-                "kv_connector_extra_config": {"transport": self.transport, **dict(self.extra)},
+                "kv_connector_extra_config": {"transport": self.transport, **more},
             }
             made += ["--kv-transfer-config", json.dumps(told)]
         return made

@@ -88,8 +88,7 @@ def test_clients_that_leave_without_a_word(fleet):
     """As a client that is its own proxy leaves: prefill's answer may be lost with it, and with that the room's name, so
     that its blocks are free when `open_wait_s` is over.
     """
-    told = {"config": {"open_wait_s": 8.0}}
-    row = replace(PAIR, prefill=replace(PAIR.prefill, extra=told), decode=replace(PAIR.decode, extra=told))
+    row = replace(PAIR, prefill=replace(PAIR.prefill, open_wait_s=8.0))
     asked = load.prompts(200, seed=211)
     prefill, decode, _ = fleet.fresh(*row.engines)
     right = fleet.right(row.reference, asked)

@@ -28,7 +28,8 @@ def _toy(prefill: Server, decode: Server, port: int) -> list[str]:
 
 def _router(prefill: Server, decode: Server, port: int) -> list[str]:
     where = ["--prefill", prefill.url, "--decode", decode.url, "--host", "127.0.0.1", "--port", str(port)]
-    others = ["--prometheus-port", str(free_port()), "--policy", "round_robin"]
+    others = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port()), "--policy", "round_robin"]
+    others += ["--worker-startup-check-interval", "1", "--disable-retries"]
     return [sys.executable, "-m", "vllm_router.launch_router", "--vllm-pd-disaggregation", *where, *others]
 
 
