@@ -35,7 +35,6 @@ NOWHERE = "2.2.2.2"
 CHUNKED = ("--chunked-prefill-size", "128")
 WINDOWS_WHOLE = ("--disable-hybrid-swa-memory",)
 """Layers with a window keep all tokens. Else SGLang's torch_native backend reads them by the other layers' numbers."""
-ATTENTION_DP = ("--dp-size", "2", "--enable-dp-attention")
 
 
 @dataclass(frozen=True)
@@ -155,11 +154,11 @@ def router(prefill: SglangServer, decode: SglangServer, logs: Path) -> Server:
     """SGLang's own router, from the package sglang-router."""
 
     def command(port: int) -> list[str]:
-        made = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+        made = [sys.executable, "-m", "tests.e2e.sglang.front", "--host", "127.0.0.1", "--port", str(port)]
         made += ["--pd-disaggregation", "--prefill", prefill.url, str(prefill.bootstrap), "--decode", decode.url]
         return [*made, "--prometheus-port", str(servers.free_port()), "--disable-retries", "--policy", "round_robin"]
 
-    return Server("router", command, logs / "router.log", ready="/readiness")
+    return Server("router", command, logs / "router.log", ENV, ready="/readiness")
 
 
 FREE_S = 15.0

@@ -58,17 +58,17 @@ def _kill_under_load(fleet, what: str, kill, *, n_tokens: int = load.N_TOKENS) -
     asked = load.prompts(60, seed=231)
     prefill, decode, _ = fleet.up(PAIR.prefill, PAIR.decode, PAIR.reference)
     answered = right.tokens(fleet, PAIR.reference, asked, n_tokens)
-    answered = 0
+    n_answered = 0
     ask = handed_over(prefill, decode, n_tokens=n_tokens)
 
     async def counted(session, prompt: load.Prompt) -> load.Answer:
-        nonlocal answered
+        nonlocal n_answered
         answer = await ask(session, prompt)
-        answered += 1
+        n_answered += 1
         return answer
 
     async def kill_it() -> None:
-        await faults.until(lambda: answered >= 12)
+        await faults.until(lambda: n_answered >= 12)
         kill(prefill, decode)
 
     with fleet.timed(f"{what}: {len(asked)} prompts"):

@@ -14,17 +14,17 @@ PAIR = pair({"tp": 2, "options": CHUNKED}, {})
 
 @pytest.mark.full
 def test_answers_through_the_router(fleet):
-    """The router knows prompts as text: one word a token."""
-    asked = load.prompts(100, seed=301)
+    """The router knows prompts as text."""
+    asked = load.prompts(100, seed=301, longest=300)
     prefill, decode, _ = fleet.up(PAIR.prefill, PAIR.decode, PAIR.reference)
-    answered = right.tokens(fleet, PAIR.reference, asked)
+    answered = right.tokens(fleet, PAIR.reference, asked, as_text=True)
     front = router(prefill, decode, fleet.place).start()
     try:
         front.wait()
 
         async def ask(session: aiohttp.ClientSession, prompt: load.Prompt) -> load.Answer:
-            words = " ".join(f"w{number}" for number in prompt)
-            return await load.post(session, front.url, prompt, load.body(prompt) | {"prompt": words})
+            told = load.body(prompt) | {"prompt": right.text_of(prompt)}
+            return await load.post(session, front.url, prompt, told)
 
         with fleet.timed(f"router: {len(asked)} prompts, 16 at a time"):
             answers = load.ask_all(ask, asked, 16)

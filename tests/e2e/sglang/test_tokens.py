@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e import load
 from tests.e2e.sglang import right
-from tests.e2e.sglang.engines import ATTENTION_DP, CHUNKED, WINDOWS_WHOLE, Pair, check_free, handed_over, pair
+from tests.e2e.sglang.engines import CHUNKED, WINDOWS_WHOLE, Pair, check_free, handed_over, pair
 
 LOCAL = '{"transport": "local"}'
 ROWS = [
@@ -22,9 +22,6 @@ ROWS = [
     pair({"tp": 2}, {}, node=LOCAL),
     pair({}, {}, dtype="bfloat16"),
     pair({"tp": 2}, {}, model="gemma3", options=WINDOWS_WHOLE),
-    pair({"tp": 2}, {}, model="deepseek-v2"),
-    pair({"tp": 2, "options": ATTENTION_DP}, {}, model="deepseek-v2"),
-    pair({}, {"tp": 2, "options": ATTENTION_DP}, model="deepseek-v2"),
 ]
 
 
