@@ -54,6 +54,8 @@ class Caches:
     device: torch.device
     keys: dict[str, tuple[Key, ...]]
     n_pages: dict[str, int]
+    paged: dict[str, list[torch.Tensor]]
+    """By component the caches `[pages, ...]` that have tokens."""
 
     @staticmethod
     def of(
@@ -67,6 +69,7 @@ class Caches:
         parts: list[Part] = []
         keys: dict[str, tuple[Key, ...]] = {}
         n_pages: dict[str, int] = {}
+        paged: dict[str, list[torch.Tensor]] = {}
         for group in groups_of(kv_cache_config):
             given = kv_cache_config.kv_cache_groups[group.index]
             seen: set[int] = set()
@@ -83,6 +86,7 @@ class Caches:
                     encoding = _format(cache, spec, config.cache_config.cache_dtype)
                     heads = _total_heads(spec, n_heads, tp)
                     _check_known(name, cache, spec, layers.get(name))
+                    paged.setdefault(group.component, []).append(cache)
                     made = [_attention(cache, spec, layers.get(name), heads, tp, naming=_naming(group, name, encoding))]
                 made = [_named(part, name) for part in made]
                 keys[name] = tuple(view.key for part in made for view in part.views)
@@ -91,12 +95,18 @@ class Caches:
             raise UsageError("no KV cache of this worker can be handed over", remedy="check the model and its groups")
         states = [group.component for group in groups_of(kv_cache_config) if group.is_state]
         layout = build(*parts, slots=states, exact=states)
-        return Caches(layout, next(iter(kv_caches.values())).device, keys, n_pages)
+        return Caches(layout, next(iter(kv_caches.values())).device, keys, n_pages, paged)
 
     def pages(self, component: str, blocks: Sequence[int]) -> npt.NDArray[np.int64]:
         """The pages of vLLM's `blocks`: where a kernel wants smaller ones, a block is several."""
         held, n = np.array(blocks, np.int64), self.n_pages.get(component, 1)
         return held if n == 1 else (held[:, None] * n + np.arange(n)).reshape(-1)
+
+    def clear(self, component: str, blocks: Sequence[int]) -> None:
+        """Zeroes vLLM's `blocks` in every layer of the component."""
+        for cache in self.paged[component]:
+            for page in self.pages(component, blocks):
+                cache[int(page)].zero_()
 
 
 def _check_pages(group: Group, name: str, cache: torch.Tensor, n_blocks: int, n_pages: dict[str, int]) -> None:

@@ -36,12 +36,14 @@ NULL_BLOCK = 0
 class Held(NamedTuple):
     """A request's blocks of one group from that of `first_token` on, and the tokens (start, stop) that are meant.
 
-    A group without positions has its one state, and no tokens.
+    A group without positions has its one state, and no tokens. `partly` are those of the blocks that hold other tokens
+    than these, which nobody has written.
     """
 
     blocks: tuple[int, ...]
     first_token: int = 0
     tokens: tuple[int, int] | None = None
+    partly: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,10 @@ class Group:
         first = min(max(self.needed_from(n_tokens), start) // size, last)
         first = next((i + 1 for i in reversed(range(first, last)) if blocks[i] == NULL_BLOCK), first)
         begin = max(first * size, self.needed_from(n_tokens), start)
-        return Held(tuple(blocks[first:last]), first * size, (min(begin, n_tokens), n_tokens))
+        edges = {last - 1} if n_tokens < last * size else set()
+        edges |= {first} if first * size < begin else set()
+        partly = tuple(blocks[at] for at in sorted(edges) if first <= at < last and start <= at * size)
+        return Held(tuple(blocks[first:last]), first * size, (min(begin, n_tokens), n_tokens), partly)
 
 
 def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:

@@ -97,9 +97,23 @@ class WorkerSide:
         """This step's news, to be carried out soon. Raises what is a mistake here, of an earlier step's too."""
         self._tasks.check()
         if told:
+            self._clear(told)
             # Blocks to be loaded may still be zeroed, or read, by what was launched.
             after = self._event() if told.receives else None
             self._tasks.put(partial(self._carry_out, told, self._computed, after))
+
+    def _clear(self, told: PdStageMetadata) -> None:
+        """Zeroes blocks of which a request's tokens fill a part only, where vLLM zeroes new blocks: it leaves out those
+        that a connector loads, and takes for granted that whole blocks are loaded (`record_for_zeroing`). What else
+        was there, such as another layer's state, may be NaN as K and V, and a masked NaN is a NaN.
+        """
+        assert self._caches is not None, "a request before register_kv_caches"
+        if not self._kv_cache_config.needs_kv_cache_zeroing:
+            return
+        for receive in told.receives.values():
+            for component, one in receive.held.items():
+                if one.partly:
+                    self._caches.clear(component, one.partly)
 
     def _carry_out(self, told: PdStageMetadata, computed: CudaEvent | None, after: CudaEvent | None) -> None:
         for request_id, send in told.sends.items():

@@ -25,8 +25,16 @@ UNCACHED = {"granite", "falcon-h1"}
 "IndexError: index 3 is out of bounds for dimension 0 with size 2", no transfer involved).
 """
 
-ALONE = {"deepseek-v2"}
-"""One prompt at a time: asked for several, an MLA model answers otherwise on 0.32's CPU, no transfer involved."""
+ALONE = {"deepseek-v2", "qwen3-next"}
+"""One prompt at a time: asked for several, an MLA model answers otherwise on 0.32's CPU, no transfer involved. A gated
+delta net's chunks depend on what else is in a step.
+"""
+
+LENGTHS = {"qwen3-next": (BATCHED + 1, 2 * BATCHED + 1)}
+"""A gated delta net, in bf16 only, rounds otherwise where a chunk of its prompt ends elsewhere. With a connector the
+last token is decode's to compute, so prompts are of whole steps and one token: there one engine's last chunk is that
+token.
+"""
 
 CACHE_NBYTES = 384 << 20
 """A rank's cache: 65,536 tokens of the Llama. More would be memory that four servers of a small machine have not."""
@@ -112,6 +120,11 @@ class Pair:
     def at_a_time(self) -> tuple[int, ...]:
         """How many prompts are under way."""
         return (1,) if self.decode.model in ALONE else (8, 16)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of a prompt; none where any number will do."""
+        return LENGTHS.get(self.decode.model, ())
 
     @property
     def engines(self) -> tuple[Engine, Engine, Engine]:

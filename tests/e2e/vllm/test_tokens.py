@@ -29,6 +29,14 @@ def rows() -> list[object]:
     ]
 
 
+def prompts(row: Pair, n: int, seed: int) -> list[load.Prompt]:
+    """Of 20 to 600 tokens, or of the lengths that the row's model asks for."""
+    if not row.lengths:
+        return load.prompts(n, seed)
+    each = -(-n // len(row.lengths))
+    return [one for length in row.lengths for one in load.prompts(each, seed + length, shortest=length, longest=length)]
+
+
 @pytest.mark.parametrize("row", rows())
 def test_answers_are_those_of_one_engine(fleet, request: pytest.FixtureRequest, row: Pair):
     """200 prompts of 20 to 600 tokens, 8 and then 16 at a time; prefill computes the longer ones in chunks. Then four
@@ -37,7 +45,7 @@ def test_answers_are_those_of_one_engine(fleet, request: pytest.FixtureRequest, 
     if row.prefill.model == "qwen3-next" and not torch.cpu._is_avx512_bf16_supported():
         pytest.skip("vLLM's gated delta nets run on CPUs with AVX512-BF16 only")
     n = 100 if request.config.getoption("--full") else 30
-    asked = {at_a_time: load.prompts(n, seed=at_a_time) for at_a_time in row.at_a_time}
+    asked = {at_a_time: prompts(row, n, at_a_time) for at_a_time in row.at_a_time}
     one, other = (load.prompts(4, seed, shortest=200, longest=200) for seed in (11, 12))
     prefill, decode, _ = fleet.fresh(*row.engines)
     right = fleet.right(row.reference, [*one, *(prompt for some in asked.values() for prompt in some)])

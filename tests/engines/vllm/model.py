@@ -140,6 +140,16 @@ class Model:
         here = np.concatenate([(found == truth[:outside]).all((1, 2)), np.full(len(truth) - outside, True)])
         self.shadows[name][blocks[here], :, rows[here]] = torch.from_numpy(truth[here])
 
+    def adopt_cleared(self, sequence: Sequence) -> None:
+        """Where groups reinterpret each other's blocks, what no token of a loaded block fills is zero: a NaN there
+        would be one in attention too.
+        """
+        for at, (spec, names) in enumerate(self.groups if self.kv.needs_kv_cache_zeroing else ()):
+            if isinstance(spec, MambaSpec) or not (rest := sequence.computed % spec.block_size):
+                continue
+            for name in names:
+                self.shadows[name][sequence.blocks[at][sequence.computed // spec.block_size], :, rest:] = 0
+
     def check(self, name: str, blocks: torch.Tensor, rows: torch.Tensor, truth: NDArray[np.uint8], _: int) -> None:
         found = self.pools[name][blocks, :, rows].numpy()
         wrong = np.argwhere(found != truth)

@@ -171,6 +171,7 @@ class Worker(Model):
             sequence = self.sequences[new.req_id] = Sequence(tokens, new.block_ids, new.num_computed_tokens)
             self.admitted.setdefault(new.req_id, sequence.computed)
             self.read(sequence, self.adopt)
+            self.adopt_cleared(sequence)
         cached = scheduled.scheduled_cached_reqs
         assert not cached.resumed_req_ids, "the second model runner is told of resumed requests as of new ones"
         for name, computed, more in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
