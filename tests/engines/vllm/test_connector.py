@@ -113,7 +113,7 @@ def test_a_prefilled_request_keeps_its_blocks_and_tells_decode_where(src: Side) 
     assert params["remote_num_tokens"] == N_TOKENS
     told = src.scheduler.build_connector_meta(None)
     assert pickle.loads(pickle.dumps(told)) == told
-    assert told.sends["req-1"].held["kv"] == ((3, 5, 2), 0, (0, N_TOKENS))
+    assert told.sends["req-1"].held["kv"] == ((3, 5, 2), 0, (0, N_TOKENS), (2,))
     assert not src.scheduler.has_pending_push_work()
 
 
@@ -135,7 +135,7 @@ def test_decode_loads_what_it_has_not(src: Side, dst: Side) -> None:
     dst.scheduler.update_state_after_alloc(wanted, Blocks([7, 8, 9]), 24)
     assert dst.scheduler.has_pending_push_work()
     (receive,) = dst.scheduler.build_connector_meta(None).receives.values()
-    assert receive.held["kv"] == ((8, 9), 16, (16, N_TOKENS))
+    assert receive.held["kv"] == ((8, 9), 16, (16, N_TOKENS), (9,))
     assert dst.scheduler.get_num_new_matched_tokens(wanted, 0) == (0, False), "a preempted request is computed here"
 
 
@@ -260,7 +260,7 @@ def test_prefill_leaves_the_last_token_of_a_window_to_decode(tmp_path: Path) -> 
 
 def test_a_state_is_of_just_so_many_tokens() -> None:
     state = Group(1, "mamba", MambaSpec(block_size=16, shapes=((3, 8),), dtypes=(torch.float16,)))
-    assert state.held([0, 0, 4], 40) == ((4,), 0, None)
+    assert state.held([0, 0, 4], 40) == ((4,), 0, None, ())
     whole = Group(0, "kv", full(1, 16)["model.layers.0.self_attn.attn"])
     assert [recomputed_tokens([whole], n) for n in (0, 1, 3)] == [0, 0, 2]
     assert [recomputed_tokens([whole, state], n) for n in (0, 1, 3)] == [1, 1, 2]
@@ -268,8 +268,8 @@ def test_a_state_is_of_just_so_many_tokens() -> None:
 
 def test_blocks_that_a_window_has_no_more_are_not_named() -> None:
     swa = Group(0, "swa", windowed(1, 16)["model.layers.2.self_attn.attn"])
-    assert swa.held([0, 0, 7, 8, 9], 79) == ((8, 9) if swa.needed_from(79) >= 48 else (7, 8, 9), 48, (48, 79))
-    assert swa.held([0, 0, 0, 8, 9], 70) == ((8, 9), 48, (48, 70)), "tokens of null blocks are not asked for"
+    assert swa.held([0, 0, 7, 8, 9], 79) == ((8, 9) if swa.needed_from(79) >= 48 else (7, 8, 9), 48, (48, 79), (9,))
+    assert swa.held([0, 0, 0, 8, 9], 70) == ((8, 9), 48, (48, 70), (9,)), "tokens of null blocks are not asked for"
 
 
 def test_what_an_operator_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
