@@ -25,8 +25,8 @@ MUTANTS = [
         "an old refusal fails a room that was opened since",
         "7 Abort, I6",
         "protocol/prefill.py",
-        "if room is not None and rank not in room.destinations:",
-        "if room is not None:",
+        "            if rank not in room.destinations:",
+        "            if True:",
         "tests/protocol/test_fit.py",
     ),
     Mutant(
