@@ -56,11 +56,15 @@ def node_options(
     return {name: told[name] for name in _arguments(kind) if name in told} | {"config": Config(**config)}
 
 
-def trusts_layout() -> bool:
-    """Whether the operator vouches for pages whose layout nothing proves: `trust_layout` of PDSTAGE_NODE."""
-    told = (environment.NODE.read() or {}).get("trust_layout", _ADAPTERS["trust_layout"])
-    _check_kind(f"trust_layout of {environment.NODE.name}", told, default=False)
-    return bool(told)
+def trusts_layout(given: Mapping[str, Any] | None = None, *, where: str = "") -> bool:
+    """Whether the operator vouches for pages whose layout nothing proves: `trust_layout` of `given`, as it was written
+    at `where`, or else of PDSTAGE_NODE.
+    """
+    trusts = _ADAPTERS["trust_layout"]
+    for source, options in ((environment.NODE.name, environment.NODE.read()), (where, given)):
+        trusts = (options or {}).get("trust_layout", trusts)
+        _check_kind(f"trust_layout of {source}", trusts, default=False)
+    return trusts
 
 
 def _told() -> dict[str, Any]:

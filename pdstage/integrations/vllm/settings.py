@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.utils.network_utils import get_ip
 
 from pdstage.control.address import Address
-from pdstage.errors import UsageError
 from pdstage.integrations.options import node_options, trusts_layout
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from pdstage.manager import DecodeNode, PrefillNode
 
+_WHERE = "kv_connector_extra_config"
 _DEADLINES = {"hello_s": 10.0, "wait_s": 60.0}
 """A prefill engine has just answered the proxy, with all of the request computed: one that is not there now is gone,
 and a room of which nothing comes was another request's.
@@ -44,15 +44,12 @@ class Settings:
     def of(vllm_config: VllmConfig) -> Settings:
         options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
         host, port = options.pop("host", "127.0.0.1"), options.pop("port", 0)
-        trust_layout = options.pop("trust_layout", trusts_layout())
-        if not isinstance(trust_layout, bool):
-            raise UsageError(
-                f"trust_layout of kv_connector_extra_config is {trust_layout!r}", remedy="give true or false"
-            )
+        trust_layout = trusts_layout(options, where=_WHERE)
+        options.pop("trust_layout", None)
         place = vllm_config.parallel_config.data_parallel_index
         return Settings(get_ip() if host == "auto" else host, port and port + place, trust_layout, options)
 
     def node(self, kind: type[PrefillNode | DecodeNode]) -> dict[str, Any]:
         """A node's arguments. Raises `UsageError` for what no node takes."""
-        told = node_options(kind, self.options, where="kv_connector_extra_config", deadlines=_DEADLINES)
+        told = node_options(kind, self.options, where=_WHERE, deadlines=_DEADLINES)
         return {"bind": f"tcp://{Address(self.host, 0)}", "progress": "thread", **told}
