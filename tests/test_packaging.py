@@ -121,7 +121,7 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     assert base == ["msgspec>=0.19", "numpy>=1.26", "pyzmq>=26"]
     extras = {line.split(": ")[1] for line in lines if line.startswith("Provides-Extra")}
     backends = {"torch", "triton", "cuda12", "cuda13", "nixl", "mooncake", "mori", "vllm"}
-    assert extras == backends | {"demo", "serve", "metrics", "top", "trace", "docs", "dev"}
+    assert extras == backends | {"demo", "metrics", "top", "trace", "docs", "dev"}
     assert "License-Expression: Apache-2.0" in lines
     assert "pdstage = pdstage.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
     assert any(name.endswith("LICENSE") for name in wheel.namelist())
@@ -222,7 +222,7 @@ def test_pins_satisfy_ranges() -> None:
     pins = {canonicalize_name(name): pin for name, _, pin in (line.partition("==") for line in lines[1:])}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    sets = ("torch", "nixl", "mooncake", "demo", "serve", "metrics", "top", "trace", "docs", "dev")
+    sets = ("torch", "nixl", "mooncake", "demo", "metrics", "top", "trace", "docs", "dev")
     for text in [*project["dependencies"], *(one for name in sets for one in extras[name])]:
         wanted = Requirement(text)
         assert Version(pins[canonicalize_name(wanted.name)]) in wanted.specifier, text
