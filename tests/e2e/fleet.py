@@ -83,15 +83,15 @@ class Fleet:
         return [self._servers[spec] for spec in specs]
 
     def right(
-        self, reference: Spec, prompts: Iterable[Prompt], n_tokens: int = load.N_TOKENS
+        self, reference: Spec, prompts: Iterable[Prompt], n_tokens: int = load.N_TOKENS, *, at_a_time: int = 16
     ) -> dict[Prompt, tuple[int, ...]]:
-        """What the engine `reference` answers to each prompt."""
+        """What the engine `reference` answers to each prompt, asked so many at a time."""
         known = self._right.setdefault((reference, n_tokens), {})
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in known]
         if new:
             (server,) = self.up(reference)
             with self.timed(f"{reference.name}: {len(new)} right answers"):
-                answers = load.ask_all(load.to(server.url, n_tokens=n_tokens), new, 16)
+                answers = load.ask_all(load.to(server.url, n_tokens=n_tokens), new, at_a_time)
             lost = [one for one in answers if not one.is_ok]
             assert not lost, f"{server.name} did not answer: {lost[0].body}\n{server.tail()}"
             known.update({one.prompt: one.tokens for one in answers})

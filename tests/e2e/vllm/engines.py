@@ -114,7 +114,8 @@ class Pair:
 
     @property
     def reference(self) -> Engine:
-        return Engine(self.decode.model, self.decode.dtype, tp=1, block=128)
+        alone = self.decode.model in ALONE
+        return Engine(self.decode.model, self.decode.dtype, tp=1, block=self.decode.block if alone else 128)
 
     @property
     def at_a_time(self) -> tuple[int, ...]:

@@ -48,7 +48,8 @@ def test_answers_are_those_of_one_engine(fleet, request: pytest.FixtureRequest, 
     asked = {at_a_time: prompts(row, n, at_a_time) for at_a_time in row.at_a_time}
     one, other = (load.prompts(4, seed, shortest=200, longest=200) for seed in (11, 12))
     prefill, decode, _ = fleet.fresh(*row.engines)
-    right = fleet.right(row.reference, [*one, *(prompt for some in asked.values() for prompt in some)])
+    every = [*one, *(prompt for some in asked.values() for prompt in some)]
+    right = fleet.right(row.reference, every, at_a_time=row.at_a_time[-1])
     answers = []
     for at_a_time, some in asked.items():
         with fleet.timed(f"{row.name}: {n} prompts, {at_a_time} at a time"):
