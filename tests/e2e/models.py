@@ -146,10 +146,10 @@ def draw(name: str, weight: torch.Tensor) -> None:
         weight.fill_(2.0)
     elif weight.ndim >= 2:
         weight.normal_(std=0.5 if any(part in name for part in _SHARP) else 0.12)
-    if weight.ndim == 2 and any(part in name for part in _REDUCED):
-        half = weight.shape[0] // 2, weight.shape[1] // 2
-        weight[: half[0], half[1] :] = 0
-        weight[half[0] :, : half[1]] = 0
+    if weight.ndim >= 2 and any(part in name for part in _REDUCED):  # of experts all in one
+        half = weight.shape[-2] // 2, weight.shape[-1] // 2
+        weight[..., : half[0], half[1] :] = 0
+        weight[..., half[0] :, : half[1]] = 0
 
 
 def _save_tokenizer(folder: Path) -> None:
