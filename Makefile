@@ -67,8 +67,8 @@ serve: $(ENGINE_VENVS)/$(ENGINE)-cpu/.pdstage-setup  ## Serve a tiny model by tw
 	OMP_NUM_THREADS=1 $(ENGINE_VENVS)/$(ENGINE)-cpu/bin/python -m tests.e2e.serve $(ARGS)
 
 # Named tests run in one process, all of them in several: tests of one file always in the same.
-test: $(STAMP)  ## Run the tests (TESTS=tests/control ARGS=-x).
-	$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),-n $(WORKERS) --dist loadfile) $(ARGS)
+test: $(STAMP)  ## Run the tests (TESTS=tests/control ARGS=-x, FULL=1 for everything).
+	$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),-n $(WORKERS) --dist loadfile) $(if $(FULL),--full) $(ARGS)
 
 # One venv for each engine, since their pins exclude each other. All else, torch first, is .venv's: its site-packages come
 # after the engine's own. Without dependencies, which would pull gigabytes for GPUs.

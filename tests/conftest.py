@@ -26,8 +26,19 @@ def _n_cuda_devices() -> int:
     return torch.cuda.device_count()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs more CUDA devices than there are, and says so."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="everything, not only what .ci/run has time for")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what needs more time or more CUDA devices than there are, and says so."""
+    for item in items:
+        if item.get_closest_marker("full") and not config.getoption("--full"):
+            item.add_marker(pytest.mark.skip(reason="FULL=1 runs it"))
+    _skip_without_devices(items)
+
+
+def _skip_without_devices(items: list[pytest.Item]) -> None:
     needs = {"gpu": 1, "multigpu": 2}
     marked = [(item, n) for item in items for mark, n in needs.items() if item.get_closest_marker(mark)]
     if not marked:

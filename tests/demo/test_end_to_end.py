@@ -35,7 +35,6 @@ def needs(transport: str) -> None:
         pytest.skip(available()[transport])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "path", "prefill_tp", "decode_tp", "kv_heads"),
     [

@@ -53,7 +53,6 @@ def test_every_model_is_run():
     assert RUNS.keys() == set(MODELS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", RUNS)
 def test_decoding_goes_on_token_for_token(told, model):
     assert "error" not in told[model], told[model]["error"]

@@ -17,12 +17,7 @@ NOTES = pytest.StashKey[list[str]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("e2e", "whole engines")
-    group.addoption("--full", action="store_true", help="everything, not only what .ci/run has time for")
     group.addoption("--e2e-logs", type=Path, help="keep the servers' logs and the models here")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "full: left out where time is short; --full runs it")
 
 
 class Missing(pytest.Directory):
@@ -47,14 +42,10 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
     return None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Faults come last: they leave servers behind that must be started again."""
-    here = [item for item in items if Path(__file__).parent in item.path.parents]
-    if len(here) == len(items):
+    if all(Path(__file__).parent in item.path.parents for item in items):
         items.sort(key=lambda item: item.path.name == "test_faults.py")
-    for item in here:
-        if item.get_closest_marker("full") and not config.getoption("--full", False):
-            item.add_marker(pytest.mark.skip(reason="make test-e2e FULL=1 runs it"))
 
 
 @pytest.fixture(scope="session")
