@@ -138,14 +138,20 @@ def legs(prefill: SglangServer, number: int) -> dict[str, Any]:
 
 
 def handed_over(prefill: SglangServer, decode: SglangServer, *, n_tokens: int = load.N_TOKENS) -> load.Ask:
-    """Asks both engines at once, as SGLang's router does; the answer is decode's."""
+    """Asks both engines at once, as SGLang's router does; the answer is decode's. Where decode fails, the connection to
+    prefill is closed, which else would wait minutes for a decode engine that never comes.
+    """
 
     async def ask(session: aiohttp.ClientSession, prompt: load.Prompt) -> load.Answer:
         told = load.body(prompt, n_tokens=n_tokens, **legs(prefill, room()))
-        _, answer = await asyncio.gather(
-            load.post(session, prefill.url, prompt, told), load.post(session, decode.url, prompt, told)
-        )
-        return answer
+        at_prefill = asyncio.ensure_future(load.post(session, prefill.url, prompt, told))
+        try:
+            answer = await load.post(session, decode.url, prompt, told)
+            if answer.is_ok:
+                await at_prefill
+            return answer
+        finally:
+            at_prefill.cancel()
 
     return ask
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e import load
-from tests.e2e.servers import Server, free_port
+from tests.e2e.servers import Server, reserved_port
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -113,7 +113,7 @@ class Engine:
         }
 
     def server(self, folder: Path, logs: Path) -> Server:
-        where = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        where = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(reserved_port())}
         env = ENV if self.transport else ENV | where
         return Server(self.name, lambda port: self.command(folder, port), logs / f"{self.name}.log", env)
 
