@@ -41,8 +41,9 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"pdstage {_version()}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _add_demo(commands.add_parser("demo", help="move a real model's KV cache between ranks and go on decoding from it"))
-    gone = commands.add_parser("serve", add_help=False)  # no help: it is named nowhere, and ends with the next release
-    gone.add_argument("rest", nargs=argparse.REMAINDER)
+    # Named in no help, and gone with the next release. All that follows is positional: options of old are not judged.
+    gone = commands.add_parser("serve", add_help=False, prefix_chars="\0")
+    gone.add_argument("rest", nargs="*")
     gone.set_defaults(run=_serve_is_gone)
     bench = commands.add_parser("bench", help="measure one part against its baselines")
     bench.add_argument("name", metavar="NAME", help=f"one of {', '.join(BENCHES)}")
