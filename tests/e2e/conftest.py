@@ -49,13 +49,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def saving() -> list[str]:
-    """The command that saves a model; its name and a folder are put behind it. An engine may have its own."""
-    return [sys.executable, "-P", str(Path(__file__).with_name("models.py"))]
+def saving() -> tuple[str, ...]:
+    from tests.e2e.fleet import SAVING  # noqa: PLC0415  (as in `fleet`)
+
+    return SAVING
 
 
 @pytest.fixture(scope="session")
-def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, saving: list[str]) -> object:
+def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, saving: tuple[str, ...]) -> object:
     """The session's servers."""
     from tests.e2e.fleet import MOST, Fleet  # noqa: PLC0415  (what it imports is in an engine's environment only)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
     from tests.e2e.load import Prompt
     from tests.e2e.servers import Server
+
+SAVING = (sys.executable, "-P", str(Path(__file__).with_name("models.py")))
+"""The command that saves a model; its name and a folder are put behind it. An engine may have its own."""
 
 MOST = 4
 """Servers at a time: more have no memory, and those that idle cost time."""

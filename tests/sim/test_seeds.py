@@ -41,7 +41,7 @@ def test_seeds_do_what_they_did(block: int) -> None:
     seeds = range(block, N_DIGESTS, N_BLOCKS)
     was = frozen()
     differ = [seed for seed in seeds if digest(seed) != was[seed]]
-    assert not differ, f"seeds {differ} do something else than before; the first event says what: --seed {differ[0]}"
+    assert not differ, f"seeds {differ} do something else than before: `pdstage sim --seed {differ[0]}` on both sides"
 
 
 def test_equal_seeds_do_equal_things() -> None:

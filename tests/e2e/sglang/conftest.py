@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 
 @pytest.fixture(scope="session")
-def saving() -> list[str]:
-    return [sys.executable, "-m", "tests.e2e.sglang.save"]
+def saving() -> tuple[str, ...]:
+    from tests.e2e.sglang.engines import SAVING  # noqa: PLC0415  (what it imports is in SGLang's environment only)
+
+    return SAVING

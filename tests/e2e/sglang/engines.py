@@ -27,6 +27,7 @@ ENV = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(Path(__file__).parents[3]),
 }
+SAVING = (sys.executable, "-m", "tests.e2e.sglang.save")
 MAX_TOKENS = 16384
 """Of a pool."""
 NOWHERE = "2.2.2.2"
