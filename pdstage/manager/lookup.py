@@ -29,13 +29,15 @@ _TTL_S = 15.0
 class Directory:
     """Lookups and publications, in a daemon thread that starts with the first of them. Answers come on that thread.
 
-    A context manager.
+    A context manager. Any thread may call it; once it is closed, nothing is looked up and nothing answers.
     """
 
     def __init__(self, keys: Keys | None = None, *, cache_s: float = 2.0) -> None:
         self._keys = keys
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._closed = False
         self._cache_s = cache_s
         self._cache: dict[tuple[str, int | None, str | None], tuple[float, list[Advert]]] = {}
         self._published: tuple[BootstrapClient, Callable[[], Advert]] | None = None
@@ -66,16 +68,18 @@ class Directory:
         self._run(lambda: None)
 
     def close(self) -> None:
-        """Withdraws what was published and ends the thread."""
+        """Ends the thread, then withdraws what was published, which the thread can renew no more. Idempotent."""
+        with self._starting:
+            self._closed = True
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join()
         if self._published is not None:
             client, advert = self._published
             self._published = None
             with contextlib.suppress(PdstageError):  # the directory is gone: the lease ends by itself
                 client.withdraw(advert())
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join()
-            self._thread = None
 
     def __enter__(self) -> Self:
         return self
@@ -85,9 +89,10 @@ class Directory:
 
     def _run(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="pdstage-directory", daemon=True)
-            self._thread.start()
+        with self._starting:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._loop, name="pdstage-directory", daemon=True)
+                self._thread.start()
 
     def _loop(self) -> None:
         while True:

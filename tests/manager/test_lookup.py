@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 
 import numpy as np
@@ -52,6 +53,35 @@ def test_an_instance_that_is_not_there_is_asked_for_ever_more_seldom(directory: 
     assert adverts is None
     assert isinstance(error, DeadlineExceeded)
     assert 3 <= len(asked_at) <= 8, "0.1 s apart it would have been ten times"
+
+
+@pytest.mark.parametrize("second", ["lookup", "close"])
+def test_the_first_lookups_may_come_in_several_threads(monkeypatch, second: str) -> None:
+    """The worker begins with the first. Two of them would share one word to end, and close would wait for ever."""
+    asked: queue.SimpleQueue = queue.SimpleQueue()
+    monkeypatch.setattr(BootstrapClient, "lookup", lambda *_, **__: asked.put(None) or [])
+    directory, begun = Directory(), []
+    other = threading.Thread(target=lambda: look() if second == "lookup" else directory.close())
+
+    def look() -> None:
+        directory.lookup("127.0.0.1:1", None, "p", time.monotonic() + 1.0, lambda *_: None)
+
+    class Worker(threading.Thread):
+        def __init__(self, **given) -> None:
+            begun.append(self)
+            if len(begun) == 1:
+                other.start()
+                other.join(0.2)  # what it can do while the first has not started its worker yet
+            super().__init__(**given)
+
+    monkeypatch.setattr("pdstage.manager.lookup.threading.Thread", Worker)
+    look()
+    other.join()
+    directory.close()
+    look()
+    assert len(begun) == 1
+    assert not begun[0].is_alive()
+    assert asked.qsize() == 2 if second == "lookup" else asked.qsize() <= 1
 
 
 def test_an_engine_may_keep_the_directory_itself() -> None:
