@@ -42,6 +42,10 @@ _DENSE = _COMMON | {
     "head_dim": 32,
 }
 _SHARP = ("q_proj", "k_proj")
+_BLUNT = 0.06
+"""The deviation of MLA's queries. Prefill and decode compute MLA in two forms, equal but for their rounding; where
+attention is sharp, each layer makes a difference in its input larger, and other tokens win.
+"""
 _REDUCED = ("o_proj", "down_proj", "out_proj", "output_linear")
 """Projections that tensor parallelism splits by their input and sums up. Each half of the output sees half of the
 input, so that with two ranks each sum has one term that is not 0: their rounding is that of one rank, in bf16 too.
@@ -67,6 +71,16 @@ def _deepseek_v2() -> transformers.PreTrainedModel:
         qk_rope_head_dim=64,
         qk_nope_head_dim=128,
         v_head_dim=128,
+        rope_parameters={  # scaled, as every DeepSeek's: without, vLLM 0.32 rotates otherwise on the CPU, SGLang fails
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 512,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
     )
     return transformers.DeepseekV2ForCausalLM(config)
 
@@ -132,6 +146,8 @@ def save(name: str, folder: Path) -> Path:
     with torch.no_grad():
         for parameter, weight in made.named_parameters():
             draw(parameter, weight)
+            if name == "deepseek-v2" and "q_proj" in parameter:
+                weight.normal_(std=_BLUNT)
     made.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=2)
     made.save_pretrained(folder)
     _save_tokenizer(folder)

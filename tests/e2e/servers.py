@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -35,15 +34,6 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
-
-
-def reserved_port() -> int:
-    """A free one below those that Linux gives to whoever asks for any, for a server that binds it late."""
-    while True:
-        port = random.randint(20_000, 30_000)
-        with contextlib.suppress(OSError), socket.socket() as one:
-            one.bind(("127.0.0.1", port))
-            return port
 
 
 @dataclass

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e import load
-from tests.e2e.servers import Server, reserved_port
+from tests.e2e.servers import Server
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -25,16 +25,8 @@ UNCACHED = {"granite", "falcon-h1"}
 "IndexError: index 3 is out of bounds for dimension 0 with size 2", no transfer involved).
 """
 
-ALONE = {"deepseek-v2", "qwen3-next"}
-"""One prompt at a time: asked for several, an MLA model answers otherwise on 0.32's CPU, no transfer involved. A gated
-delta net's chunks depend on what else is in a step.
-"""
-
-JUDGED_BY_A_PAIR = {"deepseek-v2"}
-"""The right answers are those of a pair that vLLM's own NixlConnector connects: 0.32's MLA on the CPU decodes otherwise
-than it prefills. One engine, asked for a prompt and the first token of its own answer, goes on otherwise; a pair
-prefills up to another token than one engine does.
-"""
+ALONE = {"qwen3-next"}
+"""One prompt at a time: a gated delta net's chunks depend on what else is in a step."""
 
 LENGTHS = {"qwen3-next": (BATCHED + 1, 2 * BATCHED + 1)}
 """A gated delta net, in bf16 only, rounds otherwise where a chunk of its prompt ends elsewhere. With a connector the
@@ -65,7 +57,7 @@ ENV = {
 @dataclass(frozen=True)
 class Engine:
     """What tells one server from another. `role` is "kv_producer", "kv_consumer", or "" for an engine that transfers
-    nothing. `transport` is pdstage's, or "" for vLLM's own NixlConnector.
+    nothing.
     """
 
     model: str
@@ -82,7 +74,7 @@ class Engine:
     def name(self) -> str:
         parts = [self.model, self.dtype, f"tp{self.tp}", f"b{self.block}"]
         if self.role:
-            parts += [self.role.removeprefix("kv_"), self.transport or "NixlConnector"]
+            parts += [self.role.removeprefix("kv_"), self.transport]
         if self.role == "kv_consumer" and self.policy != "fail":
             parts.append(self.policy)
         if self.config != PATIENT:
@@ -103,19 +95,16 @@ class Engine:
         return made
 
     def _transfer_config(self) -> dict[str, Any]:
-        told = {"kv_role": self.role, "kv_load_failure_policy": self.policy}
-        if not self.transport:
-            return told | {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
-        return told | {
+        return {
+            "kv_role": self.role,
+            "kv_load_failure_policy": self.policy,
             "kv_connector": "PdStageConnector",
             "kv_connector_module_path": "pdstage.integrations.vllm",
             "kv_connector_extra_config": {"transport": self.transport, "config": dict(self.config)},
         }
 
     def server(self, folder: Path, logs: Path) -> Server:
-        where = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(reserved_port())}
-        env = ENV if self.transport else ENV | where
-        return Server(self.name, lambda port: self.command(folder, port), logs / f"{self.name}.log", env)
+        return Server(self.name, lambda port: self.command(folder, port), logs / f"{self.name}.log", ENV)
 
 
 @dataclass(frozen=True)
@@ -140,15 +129,8 @@ class Pair:
         return LENGTHS.get(self.decode.model, ())
 
     @property
-    def judges(self) -> tuple[Engine, ...]:
-        """The engines that know the right tokens: one, or a pair that vLLM's own connector connects."""
-        if self.decode.model in JUDGED_BY_A_PAIR:
-            return replace(self.prefill, transport=""), replace(self.decode, transport="")
-        return (self.reference,)
-
-    @property
     def engines(self) -> tuple[Engine, ...]:
-        return self.prefill, self.decode, *self.judges
+        return self.prefill, self.decode, self.reference
 
     @property
     def name(self) -> str:
