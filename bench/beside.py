@@ -1,6 +1,6 @@
 """Rooms between two ranks that have something, beside two that have not: in turn, in one run.
 
-Layer 6. Must not know what it is that they have.
+Layer 7. Must not know what it is that they have.
 """
 
 from __future__ import annotations

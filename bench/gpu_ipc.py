@@ -1,6 +1,6 @@
 """A gather straight into another process's memory, beside a gather here and a write there: transport `local`.
 
-Layer 6. Needs what that transport needs: msgspec, and on a GPU CuPy. The other process is on the same GPU, and on
+Layer 7. Needs what that transport needs: msgspec, and on a GPU CuPy. The other process is on the same GPU, and on
 `cuda:1` where that can be written. On the CPU the same goes through shared memory.
 """
 

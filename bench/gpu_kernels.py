@@ -1,6 +1,6 @@
 """Gather and scatter on a device: by run length, by model, by multiprocessors; and what the fused extras cost.
 
-Layer 6. Every number stands beside a copy of as many bytes made in the same run, in turn. GB/s counts the payload once,
+Layer 7. Every number stands beside a copy of as many bytes made in the same run, in turn. GB/s counts the payload once,
 so a copy at 2 TB/s loads the memory with 4. Lists of items are on the device here, unless a row says otherwise.
 """
 

@@ -1,6 +1,6 @@
 """The one way to measure here: both sides of a ratio in turn within one run, medians, and what they were measured on.
 
-Layer 6. Must not know what is measured.
+Layer 7. Must not know what is measured.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import numpy as np
 
 from pdstage import environment, native
 from pdstage.errors import UsageError
-from pdstage.watch.progress import progress
+from pdstage.tools.watch.progress import progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdstage.watch.progress import Advance
+    from pdstage.tools.watch.progress import Advance
 
 TRACED = ("rooms", "keys", "watch", "transfer", "auto")
 NAMES = ("host-kernels", "convert", "plan", "wire", "rooms", "keys", "watch", "transfer", "auto", "vllm-step", "gpu")
@@ -188,7 +188,7 @@ def run_traced(name: str, quick: bool, trace: Path) -> dict[str, Any]:
     if name not in TRACED:
         raise UsageError(f"bench {name} moves no rooms", remedy=f"trace one of {', '.join(TRACED)}", field="trace")
     # The GPU bench needs no node, nor what nodes need.
-    from pdstage.trace import check, merge_files  # noqa: PLC0415
+    from pdstage.tools.trace import check, merge_files  # noqa: PLC0415
 
     from . import ranks  # noqa: PLC0415
 

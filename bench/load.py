@@ -3,7 +3,7 @@
     python -m pdstage.bench.load --seconds 30 --metrics-port 9470
     pdstage top 9470 9471 9472
 
-Layer 6. Measures nothing: it is there to be looked at, by `pdstage top` and by dashboards.
+Layer 7. Measures nothing: it is there to be looked at, by `pdstage top` and by dashboards.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import time
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.manager import DecodeNode, PrefillNode, Receiver, Sender
 from pdstage.protocol.room import State
+from pdstage.tools.watch.option import VARIABLE, checked
 from pdstage.topology import Topology
-from pdstage.watch.option import VARIABLE, checked
 
 from .ranks import Actor, Rank, Shape, expose, observers
 

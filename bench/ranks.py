@@ -1,6 +1,6 @@
 """Ranks for the benches: one spawned process each, driven over a pipe, with a node over its own host pool.
 
-Layer 6. Must not know what is measured: a bench gives the class that a process runs, and calls its methods.
+Layer 7. Must not know what is measured: a bench gives the class that a process runs, and calls its methods.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from pdstage.kernels import Pool
 from pdstage.tensors import build, paged_nhd
-from pdstage.trace import tracing
-from pdstage.watch.option import Watching, asked_by_environment
+from pdstage.tools.trace import tracing
+from pdstage.tools.watch.option import Watching, asked_by_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -1,6 +1,6 @@
 """One bulk write over a transport, with nothing of a node around it: what staged rooms are held against.
 
-Layer 6. Must not know what it is compared with.
+Layer 7. Must not know what it is compared with.
 """
 
 from __future__ import annotations

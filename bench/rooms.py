@@ -1,6 +1,6 @@
 """Rooms: how many a second, what one costs beside thousands of others, and how long a lone one takes.
 
-Layer 6. One prefill and one decode rank, a process each, through the public API; a room is one page of 1 KiB. The
+Layer 7. One prefill and one decode rank, a process each, through the public API; a room is one page of 1 KiB. The
 baseline is an echo between two of the same control sockets in the same two processes, in turn with the rooms.
 """
 
@@ -21,8 +21,8 @@ from pdstage.control.bootstrap import BootstrapServer
 from pdstage.control.zmq import ControlSocket
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.room import State
+from pdstage.tools.watch.option import VARIABLE
 from pdstage.topology import Topology
-from pdstage.watch.option import VARIABLE
 
 from .harness import Row, interleaved
 from .ranks import Actor, Rank, Shape, expose, observers

@@ -1,6 +1,6 @@
 """Watch: what exporting metrics costs the rooms, and what a scrape takes.
 
-Layer 6. The same rooms between two ranks that are timed, exported and scraped, and two that are not, in turn; what a
+Layer 7. The same rooms between two ranks that are timed, exported and scraped, and two that are not, in turn; what a
 room is says `rooms`. This process scrapes each endpoint every second, and reads its rooms, as `pdstage top` does.
 """
 

@@ -1,6 +1,6 @@
 """The wire: a room's page numbers as one control frame, beside packing them as lists; and what smaller frames cost.
 
-Layer 6.
+Layer 7.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`python -m pdstage`: the command `pdstage`, where its script is not on the path.
 
-Layer 6. Must not know anything: `cli` does.
+Layer 7. Must not know anything: `cli` does.
 """
 
 import sys

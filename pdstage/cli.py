@@ -1,6 +1,6 @@
 """The `pdstage` command: demo, bench, top, plot, calibrate, doctor, bootstrap, instances, keys, sim.
 
-Layer 6. Reads arguments and prints; each command's module is imported when that command is given, so that `--help`
+Layer 7. Reads arguments and prints; each command's module is imported when that command is given, so that `--help`
 needs nothing installed.
 """
 
@@ -22,8 +22,8 @@ from pdstage.errors import PdstageError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdstage.calibrate.peer import Peer
     from pdstage.control.keys import Keys
+    from pdstage.tools.calibrate.peer import Peer
 
 BENCHES = ("plan", "wire", "host-kernels", "convert", "rooms", "keys", "watch", "transfer", "auto", "vllm-step", "gpu")
 DEFAULT_BIND = "127.0.0.1:8998"
@@ -93,7 +93,7 @@ def _add_trace(command: argparse.ArgumentParser) -> None:
 
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:
-    from pdstage.demo.options import AUX, LAYOUTS, MODELS, PATHS, TRANSPORTS, Options  # noqa: PLC0415
+    from pdstage.tools.demo.options import AUX, LAYOUTS, MODELS, PATHS, TRANSPORTS, Options  # noqa: PLC0415
 
     plain = Options()
     demo.add_argument("--model", choices=MODELS, default=plain.model, help="default %(default)s")
@@ -127,11 +127,11 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
 
 
 def _demo(given: argparse.Namespace) -> int:
-    from pdstage.demo.options import Options  # noqa: PLC0415
+    from pdstage.tools.demo.options import Options  # noqa: PLC0415
 
     options = Options(**{name: value for name, value in vars(given).items() if name not in ("command", "run")})
     try:
-        from pdstage.demo.run import run  # noqa: PLC0415
+        from pdstage.tools.demo.run import run  # noqa: PLC0415
     except ModuleNotFoundError as missing:
         raise UsageError(f"the demo needs {missing.name}", remedy="pip install 'pdstage[demo]'") from missing
     return 0 if run(options).good else 1
@@ -148,7 +148,7 @@ def _bench(given: argparse.Namespace) -> int:
     if given.name not in BENCHES:
         raise UsageError(f"no bench {given.name!r}", remedy=f"choose one of {', '.join(BENCHES)}", field="name")
     from pdstage.bench.harness import run_named, run_traced  # noqa: PLC0415
-    from pdstage.watch.option import VARIABLE, checked  # noqa: PLC0415
+    from pdstage.tools.watch.option import VARIABLE, checked  # noqa: PLC0415
 
     if (port := checked(given.metrics_port)) is not None:
         os.environ[VARIABLE] = str(port)
@@ -172,7 +172,7 @@ def _add_top(top: argparse.ArgumentParser) -> None:
 
 
 def _top(given: argparse.Namespace) -> int:
-    from pdstage.watch.top import run  # noqa: PLC0415
+    from pdstage.tools.watch.top import run  # noqa: PLC0415
 
     return run(
         given.endpoints, interval_s=given.interval, once=given.once, svg=given.svg, width=given.width,
@@ -199,7 +199,7 @@ def _add_plot(command: argparse.ArgumentParser) -> None:
 
 
 def _plot(given: argparse.Namespace) -> int:
-    from pdstage.trace import chrome, load, plot  # noqa: PLC0415
+    from pdstage.tools.trace import chrome, load, plot  # noqa: PLC0415
 
     trace = load(given.traces)
     if given.merged is not None:
@@ -225,8 +225,8 @@ def _add_calibrate(command: argparse.ArgumentParser) -> None:
 
 
 def _calibrate(given: argparse.Namespace) -> int:
-    from pdstage.calibrate.caller import Caller, calibrate, own_peer, table  # noqa: PLC0415
-    from pdstage.calibrate.peer import Peer  # noqa: PLC0415
+    from pdstage.tools.calibrate.caller import Caller, calibrate, own_peer, table  # noqa: PLC0415
+    from pdstage.tools.calibrate.peer import Peer  # noqa: PLC0415
 
     options = {"device": given.device, "keys": _keys_given(given), "insecure": given.insecure}
     if given.serve is not None:
@@ -252,7 +252,7 @@ def _serve(peer: Peer) -> int:
 
 
 def _add_doctor(command: argparse.ArgumentParser) -> None:
-    from pdstage.doctor import AREAS  # noqa: PLC0415
+    from pdstage.tools.doctor import AREAS  # noqa: PLC0415
 
     command.add_argument("--json", action="store_true", help="print the report as JSON (docs/doctor.md)")
     command.add_argument(
@@ -278,13 +278,13 @@ def _add_doctor(command: argparse.ArgumentParser) -> None:
 def _doctor(given: argparse.Namespace) -> int:
     """The exit code is 1 where something that was asked for cannot work."""
     if given.serve is not None:
-        from pdstage.calibrate.peer import Peer  # noqa: PLC0415
+        from pdstage.tools.calibrate.peer import Peer  # noqa: PLC0415
 
         keys = _keys_given(given)
         return _serve(Peer(_scheme(given.serve), device=given.device, keys=keys, insecure=given.insecure))
-    from pdstage.doctor.show import show  # noqa: PLC0415
-    from pdstage.doctor.site import Asked  # noqa: PLC0415
-    from pdstage.doctor.table import examine  # noqa: PLC0415
+    from pdstage.tools.doctor.show import show  # noqa: PLC0415
+    from pdstage.tools.doctor.site import Asked  # noqa: PLC0415
+    from pdstage.tools.doctor.table import examine  # noqa: PLC0415
 
     if given.allow is not None and given.keys is None:
         raise UsageError("--allow without --keys", remedy="pass this side's own key file too", field="allow")

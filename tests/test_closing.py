@@ -12,14 +12,14 @@ import pytest
 
 import pdstage
 from pdstage import MetadataBuffers, State, TransportError, UsageError
-from pdstage.calibrate.caller import Caller
-from pdstage.calibrate.peer import Peer
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.control.keys import Keys
 from pdstage.control.zmq import ControlSocket
 from pdstage.manager.copier import Copier
 from pdstage.manager.lookup import Directory
 from pdstage.metadata import usual_columns
+from pdstage.tools.calibrate.caller import Caller
+from pdstage.tools.calibrate.peer import Peer
 from pdstage.transport import available, open_transport
 from tests import descriptors
 from tests.manager.engine import Rank, decode_node, prefill_node
@@ -80,7 +80,7 @@ OWNED = {"ControlPort", "Port", "Target", "Elsewhere", "Here", "Process", "There
 
 def closable():
     """Every class of the package with a `close` without arguments, but private ones, the demo's and the engines'."""
-    left_out = ("pdstage.demo", "pdstage.bench", "pdstage.kernels", "pdstage.serve", "pdstage.integrations")
+    left_out = ("pdstage.tools.demo", "pdstage.bench", "pdstage.kernels", "pdstage.serve", "pdstage.integrations")
     for found in pkgutil.walk_packages(pdstage.__path__, "pdstage.", onerror=lambda _: None):  # an engine not here
         name = found.name
         if name.startswith(left_out) or "._native" in name:

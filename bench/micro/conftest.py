@@ -1,4 +1,4 @@
-"""Skips what this machine cannot run. Layer 6."""
+"""Skips what this machine cannot run. Layer 7."""
 
 from __future__ import annotations
 

@@ -9,15 +9,15 @@ import msgspec
 import pytest
 
 from pdstage import cli
-from pdstage.calibrate import about
-from pdstage.calibrate import caller as callers
-from pdstage.calibrate import pool as pools
-from pdstage.calibrate.caller import Caller, own_peer
-from pdstage.calibrate.peer import Copy, Pull, Stop, Took
 from pdstage.control.keys import Keys
 from pdstage.control.zmq import ControlSocket
 from pdstage.errors import TransportError, UsageError
 from pdstage.manager.calibration import read
+from pdstage.tools.calibrate import about
+from pdstage.tools.calibrate import caller as callers
+from pdstage.tools.calibrate import pool as pools
+from pdstage.tools.calibrate.caller import Caller, own_peer
+from pdstage.tools.calibrate.peer import Copy, Pull, Stop, Took
 
 
 @pytest.fixture(autouse=True)

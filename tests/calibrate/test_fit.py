@@ -8,10 +8,10 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from pdstage.calibrate import pool as pools
-from pdstage.calibrate.fit import Timed, Timings, model, non_negative
 from pdstage.cost import CostModel
 from pdstage.errors import UsageError
+from pdstage.tools.calibrate import pool as pools
+from pdstage.tools.calibrate.fit import Timed, Timings, model, non_negative
 
 TRUE = CostModel(
     descriptors=tuple((run, 2.5e-6 + run / 5e9 + 20e-6 * (run == 1 << 16)) for run in pools.RUNS),  # with a step

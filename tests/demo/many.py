@@ -12,9 +12,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from pdstage.demo.options import Options
-from pdstage.demo.run import run
 from pdstage.errors import PdstageError
+from pdstage.tools.demo.options import Options
+from pdstage.tools.demo.run import run
 
 
 def main(path: str) -> None:

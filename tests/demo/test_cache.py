@@ -13,13 +13,13 @@ if find_spec("transformers") is None:
     pytest.skip("needs transformers", allow_module_level=True)
 
 from pdstage import Key  # noqa: E402
-from pdstage.demo import cache as caches  # noqa: E402
-from pdstage.demo.families import FAMILIES, SLOT  # noqa: E402
-from pdstage.demo.holding import Holding, put_together  # noqa: E402
-from pdstage.demo.options import LAYOUTS, Options, Side  # noqa: E402
-from pdstage.demo.reference import build_model, continue_greedily, continue_transplanted  # noqa: E402
-from pdstage.demo.transfer import pool_of  # noqa: E402
 from pdstage.errors import UsageError  # noqa: E402
+from pdstage.tools.demo import cache as caches  # noqa: E402
+from pdstage.tools.demo.families import FAMILIES, SLOT  # noqa: E402
+from pdstage.tools.demo.holding import Holding, put_together  # noqa: E402
+from pdstage.tools.demo.options import LAYOUTS, Options, Side  # noqa: E402
+from pdstage.tools.demo.reference import build_model, continue_greedily, continue_transplanted  # noqa: E402
+from pdstage.tools.demo.transfer import pool_of  # noqa: E402
 
 PROMPT = [(7 * i * i + 3 * i + 11) % 512 for i in range(75)]
 CHUNK = 24

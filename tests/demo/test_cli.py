@@ -69,7 +69,7 @@ def test_bad_arguments_are_one_line_and_exit_code_2(capsys, argv, names):
 
 
 def test_a_missing_extra_is_named(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pdstage.demo.run", None)
+    monkeypatch.setitem(sys.modules, "pdstage.tools.demo.run", None)
     code, said = failed(capsys, "demo")
     assert code == 2
     assert "pip install 'pdstage[demo]'" in said

@@ -7,9 +7,9 @@ import os
 import pytest
 from demo import workers
 
-from pdstage.demo.crew import Crew
-from pdstage.demo.options import Side
 from pdstage.errors import DeadlineExceeded, PdstageError, UsageError
+from pdstage.tools.demo.crew import Crew
+from pdstage.tools.demo.options import Side
 
 
 @pytest.fixture

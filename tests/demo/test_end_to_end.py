@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from pdstage.demo.options import ModelShape, Options
 from pdstage.plan import shard_overlap
-from pdstage.trace import load
+from pdstage.tools.demo.options import ModelShape, Options
+from pdstage.tools.trace import load
 from pdstage.transport import available
 from tests.trace.test_trace import check_document
 

@@ -17,14 +17,14 @@ if find_spec("transformers") is None:
     pytest.skip("needs transformers", allow_module_level=True)
 
 from pdstage import Topology  # noqa: E402
-from pdstage.demo import reference  # noqa: E402
-from pdstage.demo.engine import COMPONENT, Context, LlamaEngine  # noqa: E402
-from pdstage.demo.families import stage_layers  # noqa: E402
-from pdstage.demo.llama import Segment, ShardedLlama, head_share, slice_weights  # noqa: E402
-from pdstage.demo.options import ModelShape, Options, Side  # noqa: E402
-from pdstage.demo.pools import HND, NHD, PagedPool, PagedShape  # noqa: E402
-from pdstage.demo.reference import Model, build_llama, continue_greedily  # noqa: E402
 from pdstage.errors import UsageError  # noqa: E402
+from pdstage.tools.demo import reference  # noqa: E402
+from pdstage.tools.demo.engine import COMPONENT, Context, LlamaEngine  # noqa: E402
+from pdstage.tools.demo.families import stage_layers  # noqa: E402
+from pdstage.tools.demo.llama import Segment, ShardedLlama, head_share, slice_weights  # noqa: E402
+from pdstage.tools.demo.options import ModelShape, Options, Side  # noqa: E402
+from pdstage.tools.demo.pools import HND, NHD, PagedPool, PagedShape  # noqa: E402
+from pdstage.tools.demo.reference import Model, build_llama, continue_greedily  # noqa: E402
 from pdstage.topology import shard_range  # noqa: E402
 
 N_NEW = 12
@@ -259,8 +259,8 @@ def test_a_stage_has_its_own_layers_only(models):
 def test_the_folder_kernels_is_not_taken_for_another_package():
     """Started in the checkout, `import kernels` finds this project's folder; transformers must not."""
     code = (
-        "from pdstage.demo.reference import build_llama\n"
-        "from pdstage.demo.options import ModelShape\n"
+        "from pdstage.tools.demo.reference import build_llama\n"
+        "from pdstage.tools.demo.options import ModelShape\n"
         "print(type(build_llama(ModelShape(), 0)).__name__)"
     )
     root = Path(__file__).parents[2]

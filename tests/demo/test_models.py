@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pdstage.demo.options import MODELS
+from pdstage.tools.demo.options import MODELS
 from pdstage.transport import available
 
 pytest.importorskip("torch")

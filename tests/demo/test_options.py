@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pdstage.demo.families import FAMILIES
-from pdstage.demo.options import LONGEST_PROMPT, MAX_REQUESTS, MODELS, SHORTEST_PROMPT, ModelShape, Options
 from pdstage.errors import UsageError
+from pdstage.tools.demo.families import FAMILIES
+from pdstage.tools.demo.options import LONGEST_PROMPT, MAX_REQUESTS, MODELS, SHORTEST_PROMPT, ModelShape, Options
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from pdstage.demo.pools import HND, NHD, PagedPool, PagedShape, SlotPool, Table, pages_for  # noqa: E402
+from pdstage.tools.demo.pools import HND, NHD, PagedPool, PagedShape, SlotPool, Table, pages_for  # noqa: E402
 
 
 def make(order, page_size=4, n_pages=8, heads=2, seed=0):

@@ -12,8 +12,8 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-from pdstage.demo.options import Options
-from pdstage.demo.report import Report, RoomReport, show
+from pdstage.tools.demo.options import Options
+from pdstage.tools.demo.report import Report, RoomReport, show
 
 KEYS = [
     "transport", "path", "model", "prefill_tp", "decode_tp", "prefill_pp", "decode_pp", "requests", "new_tokens",

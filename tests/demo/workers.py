@@ -32,7 +32,7 @@ def meet(job, pipe):
     import numpy as np  # noqa: PLC0415  (the other workers need no torch, whose import takes a second)
     import torch  # noqa: PLC0415
 
-    from pdstage.demo.group import Group  # noqa: PLC0415
+    from pdstage.tools.demo.group import Group  # noqa: PLC0415
 
     folder, place = job
     rank = place.group_rank

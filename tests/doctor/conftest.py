@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdstage.doctor.found import Report
+from pdstage.tools.doctor.found import Report
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEADLINE_S = 240

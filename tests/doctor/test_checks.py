@@ -11,11 +11,11 @@ import pytest
 
 from pdstage import cli
 from pdstage.control.keys import Keys
-from pdstage.doctor import found, gpu, host, network, transports, ucx
-from pdstage.doctor.child import Told
-from pdstage.doctor.found import Found, Report
-from pdstage.doctor.show import Coloured, Plain, show
-from pdstage.doctor.site import Asked, Site
+from pdstage.tools.doctor import found, gpu, host, network, transports, ucx
+from pdstage.tools.doctor.child import Told
+from pdstage.tools.doctor.found import Found, Report
+from pdstage.tools.doctor.show import Coloured, Plain, show
+from pdstage.tools.doctor.site import Asked, Site
 from tests.doctor.conftest import ROOT, doctor
 
 SITE = Site(Asked())
@@ -23,7 +23,7 @@ LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))
 RDMA = """
 import resource
 resource.setrlimit(resource.RLIMIT_MEMLOCK, ({0}, {0}))
-from pdstage.doctor import host
+from pdstage.tools.doctor import host
 host._has_capability = lambda number: False
 host.rdma_ports = lambda: [{1}]
 """
@@ -137,7 +137,7 @@ def test_with_colours_it_says_the_same(capsys, monkeypatch):
     shown.end(report)
     text = capsys.readouterr().out
     assert all(words in text for words in ("warn", "1024 files", "-> ulimit -n 65536", "0 failed, 1 to look at, of 1"))
-    monkeypatch.setattr("pdstage.doctor.show.find_spec", lambda name: None)
+    monkeypatch.setattr("pdstage.tools.doctor.show.find_spec", lambda name: None)
     assert isinstance(show(print), Plain)
 
 

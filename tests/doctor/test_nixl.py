@@ -79,7 +79,7 @@ def test_a_process_that_crashes_at_its_very_end(tmp_path):
     """As where a second libnl was loaded: the bytes have moved, but exit codes lie. Any transport shows it."""
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, os, signal, sys\n"
-        "atexit.register(lambda: 'pdstage.doctor.pair' in sys.modules and os.kill(os.getpid(), signal.SIGSEGV))\n"
+        "atexit.register(lambda: 'pdstage.tools.doctor.pair' in sys.modules and os.kill(os.getpid(), signal.SIGSEGV))\n"
     )
     run = doctor("--only", "transports", "--transport", "local", path=tmp_path)
     line = run.line("local")

@@ -21,7 +21,7 @@ MAIN = "import sys\nfrom pdstage import cli\nsys.exit(cli.main(sys.argv[1:]))"
 NEWER = "from pdstage.protocol import versions\nversions.VERSION = versions.OLDEST = 2\n"
 ELDER = """\
 import msgspec
-from pdstage.calibrate import peer
+from pdstage.tools.calibrate import peer
 peer._questions = msgspec.msgpack.Decoder(peer.Start | peer.Stop)
 """
 BREAKS = """\

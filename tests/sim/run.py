@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from pdstage.watch.progress import progress
+from pdstage.tools.watch.progress import progress
 from tests.sim.scenario import Faults, Scenario, draw, smaller
 from tests.sim.scheduler import Scheduler
 from tests.sim.side import Violation

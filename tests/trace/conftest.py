@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from pdstage import State
-from pdstage.trace import Tracer
+from pdstage.tools.trace import Tracer
 from tests.manager.conftest import site
 from tests.manager.engine import Rank, drive
 

@@ -9,7 +9,7 @@ import pytest
 from pdstage.bench import ranks, rooms
 from pdstage.bench.harness import run_traced
 from pdstage.errors import UsageError
-from pdstage.trace import load, merge_files
+from pdstage.tools.trace import load, merge_files
 from tests.trace.test_trace import check_document
 
 

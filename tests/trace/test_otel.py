@@ -8,7 +8,7 @@ import time
 import pytest
 
 from pdstage.errors import UsageError
-from pdstage.trace.otel import Spans, room_context
+from pdstage.tools.trace.otel import Spans, room_context
 from tests.trace.conftest import Run
 
 pytest.importorskip("opentelemetry.sdk")

@@ -13,8 +13,8 @@ from matplotlib.image import imread
 
 from pdstage import cli
 from pdstage.errors import UsageError
-from pdstage.trace import chrome, plot
-from pdstage.trace.model import Clock, Trace, merged
+from pdstage.tools.trace import chrome, plot
+from pdstage.tools.trace.model import Clock, Trace, merged
 from tests.trace.conftest import Run
 
 

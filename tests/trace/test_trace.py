@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdstage.errors import UsageError
-from pdstage.trace import Tracer, chrome, load, merge_files, tracing
-from pdstage.trace.model import Clock, Trace, merged, room_text, rows
+from pdstage.tools.trace import Tracer, chrome, load, merge_files, tracing
+from pdstage.tools.trace.model import Clock, Trace, merged, room_text, rows
 from tests.trace.conftest import Run
 
 

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdstage.watch import Timings, expose
+from pdstage.tools.watch import Timings, expose
 from tests.manager.conftest import Site
 from tests.manager.engine import Rank, drive
 

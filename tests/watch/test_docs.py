@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdstage import DecodeNode, Topology, cli
-from pdstage.watch import catalogue, expose
+from pdstage.tools.watch import catalogue, expose
 from tests.manager.engine import Rank
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -148,7 +148,7 @@ def test_the_example_runs(monkeypatch):
     from prometheus_client import CollectorRegistry  # noqa: PLC0415
 
     registry, rank = CollectorRegistry(), Rank()
-    monkeypatch.setattr("pdstage.watch.expose", free_port)
+    monkeypatch.setattr("pdstage.tools.watch.expose", free_port)
     names = {"DecodeNode": DecodeNode, "pool": rank.pool, "topology": Topology()}
     try:
         exec(code, names)

@@ -12,8 +12,8 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from pdstage import State, Topology, UsageError
-from pdstage.watch import Timings, catalogue, expose, register
-from pdstage.watch.exporter import collector_of
+from pdstage.tools.watch import Timings, catalogue, expose, register
+from pdstage.tools.watch.exporter import collector_of
 from tests.manager.engine import Rank
 from tests.watch.conftest import TOKENS, Samples, get, status_of
 

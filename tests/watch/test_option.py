@@ -10,7 +10,7 @@ import pytest
 
 from pdstage import UsageError, cli
 from pdstage.bench.rooms import Pair
-from pdstage.watch.option import N_PORTS, VARIABLE, Watching, asked_by_environment, checked
+from pdstage.tools.watch.option import N_PORTS, VARIABLE, Watching, asked_by_environment, checked
 from tests.manager.engine import Rank
 from tests.watch.conftest import Samples, get
 
@@ -49,7 +49,7 @@ def test_without_the_option_nothing_is_observed_served_or_imported(site):
     assert watching.observers == () == node.observers
     assert watching.endpoint is None
     watching.close()
-    code = "import sys, pdstage.watch.option as o; o.Watching(None); print('prometheus_client' in sys.modules)"
+    code = "import sys, pdstage.tools.watch.option as o; o.Watching(None); print('prometheus_client' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -12,7 +12,7 @@ import pytest
 
 from pdstage.bench import harness
 from pdstage.bench.harness import Row, run_named
-from pdstage.watch.progress import progress
+from pdstage.tools.watch.progress import progress
 
 SIM = (sys.executable, "-m", "pdstage.cli", "sim", "--seeds", "6", "--steps", "40")
 

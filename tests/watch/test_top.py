@@ -21,9 +21,9 @@ import pytest
 from rich.console import Console
 
 from pdstage import State, UsageError, cli
-from pdstage.watch import expose, frame
-from pdstage.watch.scrape import Endpoints, Node, parse, url_of
-from pdstage.watch.top import Top, run
+from pdstage.tools.watch import expose, frame
+from pdstage.tools.watch.scrape import Endpoints, Node, parse, url_of
+from pdstage.tools.watch.top import Top, run
 from tests.manager.engine import Rank
 from tests.watch.conftest import TOKENS
 

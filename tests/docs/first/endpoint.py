@@ -6,7 +6,7 @@ import numpy as np
 
 from pdstage import DecodeNode, Pool, Topology
 from pdstage.tensors import build, paged_nhd
-from pdstage.watch import expose
+from pdstage.tools.watch import expose
 
 k, v = np.zeros((2, 1, 8, 16, 2, 64), np.float32)
 pool = Pool.of(build(paged_nhd(k, v, total_heads=2, tp=(1, 0))))

@@ -1,0 +1,75 @@
+"""Who one side of a conversation between two hosts is: releases, and what is installed there.
+
+Layer 7. Imports no transport: a broken one must not end the process that is asked.
+"""
+
+from __future__ import annotations
+
+import platform
+import socket
+from functools import cache
+from importlib.metadata import PackageNotFoundError, PathDistribution, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import zmq
+from msgspec import Meta
+
+from pdstage import native
+from pdstage.protocol import messages as m
+from pdstage.protocol import versions
+from pdstage.transport import brought, names
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
+_Word = Annotated[str, Meta(max_length=256)]
+_FEATURES = (m.DIRECT_FEATURE, m.CHECKSUM_FEATURE, m.CONVERT_FEATURE, m.TAGS_FEATURE)
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """`wire` and `oldest_wire`: versions of the protocol. `host_code`: "c++" or "numpy".
+
+    `transports` that are installed, with the version of what they need, or of the distribution that brings one by an
+    entry point; `features` that this release can offer at Hello, and "curve" where the control plane can be encrypted.
+    """
+
+    host: _Word
+    pdstage: _Word
+    wire: Annotated[int, Meta(ge=0, le=255)]
+    oldest_wire: Annotated[int, Meta(ge=0, le=255)]
+    python: _Word
+    transports: Annotated[dict[_Word, _Word], Meta(max_length=64)]
+    features: Annotated[list[_Word], Meta(max_length=64)]
+    host_code: _Word
+
+
+@cache
+def this_side() -> Side:
+    own = _own_version()
+    others = {name: point.dist.version if point.dist else "" for name, point in brought().items()}
+    found = {name: find_spec(name) for name in names() if name != "local" and name not in others}
+    needed = {name: _version_at(name, spec) for name, spec in found.items() if spec is not None}
+    transports = others | {"local": own} | needed
+    curve = ["curve"] if zmq.has("curve") else []
+    return Side(
+        host=socket.gethostname(), pdstage=own, wire=versions.VERSION, oldest_wire=versions.OLDEST,
+        python=platform.python_version(), transports=transports, features=[*_FEATURES, *curve],
+        host_code=native.active(),
+    )  # fmt: skip
+
+
+def _own_version() -> str:
+    try:
+        return version("pdstage")
+    except PackageNotFoundError:
+        return ""
+
+
+def _version_at(name: str, spec: ModuleSpec) -> str:
+    """Of the distribution beside a package that is named after it; which files are whose takes a second to ask."""
+    folders = [Path(place).parent for place in spec.submodule_search_locations or ()]
+    found = sorted(path for folder in folders for path in folder.glob(f"{name}*.dist-info"))
+    return PathDistribution(found[0]).version if found else ""

@@ -1,0 +1,280 @@
+"""The asking side of a calibration: a prefill node, the sweep, and the file it makes.
+
+Layer 7. Times copies by themselves and rooms by either path end to end: medians of repeats in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+
+from pdstage.control.zmq import ControlSocket
+from pdstage.cost import CostModel
+from pdstage.errors import PdstageError, TransportError
+from pdstage.manager import PrefillNode
+from pdstage.manager.calibration import VERSION, Calibration
+from pdstage.tools.calibrate import fit
+from pdstage.tools.calibrate import pool as pools
+from pdstage.tools.calibrate.fit import Timed, Timings
+from pdstage.tools.calibrate.peer import (
+    STAGING_NBYTES,
+    WAIT_S,
+    About,
+    Answer,
+    Copy,
+    Failed,
+    Known,
+    Pull,
+    Question,
+    Start,
+    Stop,
+    Took,
+    copies,
+)
+from pdstage.topology import Topology
+from pdstage.transport import available
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from pdstage.control.keys import Keys
+    from pdstage.tools.calibrate.about import Side
+
+_answers = msgspec.msgpack.Decoder(Answer)
+_PATHS = ("direct", "staged")
+
+
+# Runs, bytes of a room or a copy, repeats.
+FULL = (pools.RUNS, (256 << 10, 1 << 20, 4 << 20, 16 << 20), 6)
+QUICK = (pools.RUNS[::3], (256 << 10, 2 << 20, 8 << 20), 3)
+AT_ONCE = 4
+"""Rooms that are timed together: alone, a room waits for its lease and its copies for one another, and a busy node does
+something else meanwhile."""
+
+
+class Caller:
+    """A calibration with the peer at `endpoint`. A context manager."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        bind: str = "tcp://127.0.0.1:0",
+        device: str = "cpu",
+        keys: Keys | None = None,
+        insecure: bool = False,
+    ) -> None:
+        self._bind, self._keys, self._insecure = bind, keys, insecure
+        self.pool = pools.make(device)
+        self._socket = ControlSocket(None, identity=secrets.token_bytes(16), keys=keys, insecure=insecure)
+        self._route = self._socket.connect(endpoint)
+        self._endpoint = endpoint
+        self._next = 0
+        self._unanswered: TransportError | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hangs up. May be repeated."""
+        self._socket.close()
+
+    @contextlib.contextmanager
+    def started(self, transport: str, *, wait_s: float = 2 * WAIT_S) -> Iterator[PrefillNode]:
+        """A node here, and one at the peer that it may `room` with. Raises what either raises at its start."""
+        self.ask(Start(transport), wait_s=wait_s)
+        with PrefillNode(
+            self.pool, Topology(), transport=transport, path="auto", bind=self._bind, staging_nbytes=STAGING_NBYTES,
+            keys=self._keys, insecure=self._insecure,
+        ) as node:  # fmt: skip
+            yield node
+        self.ask(Stop(), wait_s=wait_s)
+
+    def measure(self, transport: str, *, quick: bool = False) -> CostModel:
+        """What `transport` costs from here to the peer. Raises what its nodes raise on either side."""
+        runs, sizes, repeats = QUICK if quick else FULL
+        with self.started(transport) as node:
+            self.room(node, "staged", runs[0], pools.tokens(runs[0], sizes[0]))  # the two meet
+            gather, scatter = self._copies(node, runs, sizes, repeats)
+            direct, staged = self._rooms(node, runs, sizes, repeats)
+        return fit.model(Timings(gather, scatter, direct, staged))
+
+    def _copies(
+        self, node: PrefillNode, runs: tuple[int, ...], sizes: tuple[int, ...], repeats: int
+    ) -> Iterator[list[Timed]]:
+        asked = [Copy(run, tokens, repeats) for run, tokens in _cases(runs, [n for n in sizes if n <= 4 << 20])]
+        gathers = [copies(node.stager, self.pool, node.parts, one, into_pool=False) for one in asked]
+        yield [_timed(one.run, one.tokens, took) for one, took in zip(asked, gathers, strict=True)]
+        yield [_timed(one.run, one.tokens, self.ask(one, node).seconds) for one in asked]
+
+    def _rooms(
+        self, node: PrefillNode, runs: tuple[int, ...], sizes: tuple[int, ...], repeats: int
+    ) -> Iterator[list[Timed]]:
+        """Direct rooms, then staged ones; timed in turn, so that the machine's slow spells hit both alike."""
+        cases = _cases(runs, sizes)
+        took: dict[tuple[str, int, int], list[float]] = {}
+        for number in range(repeats + 1):
+            for run, tokens in cases:
+                for path in _PATHS:
+                    seconds = self.room(node, path, run, tokens, at_once=AT_ONCE).seconds[0]
+                    if number:  # the first round warms up
+                        took.setdefault((path, run, tokens), []).append(seconds / AT_ONCE)
+        chunk_nbytes = min(node.parts[0].nbytes, node.config.chunk_nbytes)
+        for path in _PATHS:
+            yield [_timed(run, tokens, took[path, run, tokens], chunk_nbytes) for run, tokens in cases]
+
+    def room(
+        self,
+        node: PrefillNode,
+        path: str,
+        run: int,
+        tokens: int,
+        *,
+        wait_s: float = WAIT_S,
+        look: bool = False,
+        at_once: int = 1,
+    ) -> Took:
+        """`at_once` rooms to the peer. `look`: raises `TransportError` unless the last brought what was sent."""
+        numbers = [self.next_room() for _ in range(at_once)]
+        node.paths.path = path
+        senders = [node.send(number) for number in numbers]
+        name = pools.component(run)
+        for number, sender in zip(numbers, senders, strict=True):
+            pages = pools.pages(run, tokens, number)
+            sender.chunk({name: pages}, {name: (0, tokens)})
+            sender.finish()
+        pull = Pull(numbers[0], node.bootstrap_address, run, tokens, wait_s, look, at_once)
+        took = self.ask(pull, node, wait_s=wait_s + 5)
+        for sender in senders:
+            sender.wait_released(wait_s)
+        if look and took.digest != pools.digest(self.pool, run, tokens, pages):
+            what = f"other bytes arrived than were sent, by the {path} path over {node.transport.traits.name}"
+            raise TransportError(what, remedy="do not use that transport here; report it")
+        return took
+
+    def next_room(self) -> int:
+        self._next += 1
+        return self._next
+
+    def about(self, wait_s: float = WAIT_S) -> Side:
+        """Who the peer is. Raises `TransportError` where it cannot say that: it is older."""
+        answer = self._answer(About(), None, wait_s)
+        if not isinstance(answer, Known):
+            raise _other_answer(self._endpoint)
+        return answer.side
+
+    def ask(self, question: Question, node: PrefillNode | None = None, *, wait_s: float = 2 * WAIT_S) -> Took:
+        """What it took at the peer; `node` goes on meanwhile. Raises `TransportError` with the peer's own reason."""
+        answer = self._answer(question, node, wait_s)
+        if not isinstance(answer, Took):
+            raise _other_answer(self._endpoint)
+        return answer
+
+    def _answer(self, question: Question, node: PrefillNode | None, wait_s: float) -> Took | Known:
+        if self._unanswered is not None:  # what comes now may answer that question
+            raise self._unanswered
+        self._socket.send(self._route, [msgspec.msgpack.encode(question)])
+        until = time.monotonic() + wait_s
+        while time.monotonic() < until:
+            if node is not None:
+                node.turn(5e-4)
+            if self._socket.wait(0.0 if node is not None else 0.2).messages:
+                for _, (frame, *_) in self._socket.recv():
+                    answer: Answer = _answers.decode(frame)
+                    if isinstance(answer, Failed):
+                        remedy = answer.remedy or "see what the peer printed; run one release on both sides"
+                        raise TransportError(answer.why, remedy=remedy)
+                    return answer
+            for _, error in self._socket.take_refusals():
+                raise error
+        self._unanswered = TransportError(
+            f"no answer from {self._endpoint} in {wait_s:g} s",
+            remedy="is pdstage calibrate --serve (or doctor --serve) still running there, with keys as here?",
+        )
+        raise self._unanswered
+
+
+def _cases(runs: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs and tokens; of long runs one token is more than the smaller sizes."""
+    return list(dict.fromkeys((run, pools.tokens(run, size)) for run in runs for size in sizes))
+
+
+def _other_answer(endpoint: str) -> TransportError:
+    return TransportError(f"{endpoint} answers another question", remedy="ask one peer from one place at a time")
+
+
+def _timed(run: int, tokens: int, took: list[float], chunk_nbytes: int = 1 << 62) -> Timed:
+    n_runs = tokens * pools.N_VIEWS
+    return Timed(n_runs * run, n_runs, -(-n_runs * run // chunk_nbytes), statistics.median(took))
+
+
+def calibrate(
+    caller: Caller, transports: Sequence[str], *, decode_host: str = "", quick: bool = False
+) -> tuple[Calibration, list[str]]:
+    """Measures each of `transports`; of ["all"] those that can be used here, and says why the others cannot.
+
+    Raises what a named one does, and `TransportError` where none of all can be measured: no file is better than an
+    empty one in the place of the last.
+    """
+    every, reasons = list(transports) == ["all"], available()
+    found: dict[str, CostModel] = {}
+    left_out = [reason for reason in reasons.values() if reason and every]
+    for name in [name for name, reason in reasons.items() if not reason] if every else transports:
+        try:
+            found[name] = caller.measure(name, quick=quick)
+        except PdstageError as error:
+            if not every:
+                raise
+            left_out.append(f"transport {name!r}: {error}")
+    if not found:
+        raise TransportError(f"no transport was measured: {'; '.join(left_out)}", remedy="name one with --transport")
+    here = socket.gethostname()
+    made_at = datetime.now(UTC).isoformat(timespec="seconds")
+    made = Calibration(
+        version=VERSION, made_at=made_at, prefill_host=here, decode_host=decode_host or here, transports=found
+    )
+    return made, left_out
+
+
+def table(made: Calibration) -> str:
+    """The numbers as text, a line each and a column a transport."""
+    units = {"bytes_per_s": (1e-9, "GB/s"), "run_s": (1e9, "ns"), "_s": (1e6, "us"), "": (1.0, "")}
+    lines, costs = [["", *made.transports, ""]], made.transports.values()
+    for nbytes in sorted({nbytes for cost in costs for nbytes, _ in cost.descriptors}):
+        lines.append([f"descriptor of {nbytes} B", *(f"{cost.descriptor_s(nbytes) * 1e6:.4g}" for cost in costs), "us"])
+    for field in fields(CostModel)[1:]:
+        factor, unit = next(value for end, value in units.items() if field.name.endswith(end))
+        lines.append([field.name, *(f"{getattr(c, field.name) * factor:.4g}" for c in costs), unit])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+@contextlib.contextmanager
+def own_peer(device: str = "cpu", keys: Path | None = None) -> Iterator[str]:
+    """The endpoint of a peer in a process of its own on this host, which ends with the context."""
+    command = [sys.executable, "-m", "pdstage.cli", "calibrate", "--serve", "tcp://127.0.0.1:0", "--device", device]
+    command += ["--keys", str(keys)] if keys is not None else []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise TransportError("the peer's process did not start", remedy="see what it printed")
+            yield line.split()[-1]
+        finally:
+            process.terminate()
+            process.wait()

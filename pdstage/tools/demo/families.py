@@ -1,0 +1,252 @@
+"""The demo's models besides Llama: tiny configurations, and what each layer keeps of a request.
+
+Layer 7 (demo). Pure data: must not know torch, transformers, ranks or pools.
+
+A layer keeps a few tensors. Those of components with pages are `[tokens, parts, *inner]`, those of slots
+`[parts, *inner]`; the axis of parts is what tensor-parallel ranks divide, in sections that each divide by themselves: a
+conv state's channels are `[q | k | v]` or `[x | B | C]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pdstage.tensors import Section
+from pdstage.topology import shard_range
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pdstage.topology import Topology
+
+N_LAYERS = 4
+KV_HEADS = 4
+HEAD_DIM = 32
+WINDOW = 40
+FP64, FP32 = "float64", "float32"
+# How long a tensor of a layer is kept: for every token, for the last ones, or one state for the whole sequence.
+PAGES, WINDOW_PAGES, SLOT = "pages", "window", "slot"
+
+
+def stage_layers(n_layers: int, place: Topology) -> range:
+    """The layers of a rank's pipeline stage."""
+    return range(*shard_range(n_layers, place.pp_size, place.pp_rank))
+
+
+class Run(NamedTuple):
+    """`n_parts` parts of a rank's tensor from `own` on are those of the whole tensor from `whole` on."""
+
+    whole: int
+    own: int
+    n_parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One tensor of a layer. `role` is its name within `component`, `inner` the shape of one part, `kept` for how long
+    it is kept.
+    """
+
+    component: str
+    role: str
+    sections: tuple[Section, ...]
+    inner: tuple[int, ...]
+    kept: str = PAGES
+    dtype: str = FP64
+
+    def runs(self, tp: tuple[int, int] = (1, 0)) -> list[Run]:
+        """A rank's parts, one run a section; `tp` is its (size, rank)."""
+        runs, whole, own = [], 0, 0
+        for section in self.sections:
+            axis, unit = section.axis(tp), section.unit()
+            runs.append(Run(whole + axis.first * unit, own, axis.count * unit))
+            whole += axis.total * unit
+            own += axis.count * unit
+        return runs
+
+    def n_parts(self, tp: tuple[int, int] = (1, 0)) -> int:
+        """Parts that a rank holds, of all sections."""
+        return sum(run.n_parts for run in self.runs(tp))
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One model. `package` is its folder in transformers, `config` and `model` its classes there; `settings` makes the
+    configuration for a number of KV heads. `kinds` says which of `kept` each layer keeps.
+    """
+
+    package: str
+    config: str
+    model: str
+    settings: Callable[[int], Mapping[str, Any]]
+    kinds: tuple[str, ...]
+    kept: Callable[[int], Mapping[str, tuple[Field, ...]]]
+    has_heads: bool = True
+    cache_argument: str = "past_key_values"
+    # Whether its top-k indexer leaves ties, which the smallest change in how a prompt is computed decides otherwise.
+    ties: bool = False
+    window: int = 0
+    layers: range = field(default=range(N_LAYERS))
+
+    @property
+    def modules(self) -> tuple[str, str]:
+        """transformers' modules of its configuration and of its network."""
+        where = f"transformers.models.{self.package}"
+        return f"{where}.configuration_{self.package}", f"{where}.modeling_{self.package}"
+
+    def fields(self, layer: int, kv_heads: int) -> tuple[Field, ...]:
+        return self.kept(kv_heads)[self.kinds[layer]]
+
+    def components(self, kv_heads: int) -> dict[str, tuple[Field, ...]]:
+        """Every component's fields; the layers that keep a component keep all of it."""
+        fields = [field for layer in self.layers for field in dict.fromkeys(self.fields(layer, kv_heads))]
+        return {
+            name: tuple(f for f in dict.fromkeys(fields) if f.component == name)
+            for name in sorted({f.component for f in fields})
+        }
+
+    def layers_of(self, component: str, kv_heads: int) -> tuple[int, ...]:
+        return tuple(n for n in self.layers if any(f.component == component for f in self.fields(n, kv_heads)))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model}, random weights: {len(self.layers)} layers, {', '.join(dict.fromkeys(self.kinds))}, float64"
+        )
+
+
+# As in the demo's Llama, weights so large that every token depends on its whole context.
+_COMMON = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": N_LAYERS, "initializer_range": 0.15}
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+def _attention(kv_heads: int) -> dict[str, Any]:
+    """Two queries a KV head; the hidden size as transformers asks for: a multiple of the heads."""
+    heads = 2 * kv_heads
+    return {
+        **_COMMON,
+        "hidden_size": heads * -(-128 // heads),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": HEAD_DIM,
+        "tie_word_embeddings": False,
+    }
+
+
+def _gemma3(kv_heads: int) -> dict[str, Any]:
+    types = ["sliding_attention", "full_attention"] * (N_LAYERS // 2)
+    return {
+        **_attention(kv_heads), "intermediate_size": 256, "sliding_window": WINDOW, "layer_types": types,
+        "query_pre_attn_scalar": HEAD_DIM,
+    }  # fmt: skip
+
+
+def _gpt_oss(kv_heads: int) -> dict[str, Any]:
+    return {
+        **_attention(kv_heads), "intermediate_size": 64, "sliding_window": WINDOW, "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+
+
+_KEY_HEADS, _VALUE_HEADS, _STATE_DIM, _KERNEL = 4, 8, 16, 4
+
+
+def _qwen3_next(kv_heads: int) -> dict[str, Any]:
+    return {
+        **_attention(kv_heads), **_MOE, "intermediate_size": 128, "num_experts": 4, "full_attention_interval": 2,
+        "shared_expert_intermediate_size": 64, "linear_key_head_dim": _STATE_DIM, "linear_value_head_dim": _STATE_DIM,
+        "linear_num_key_heads": _KEY_HEADS, "linear_num_value_heads": _VALUE_HEADS, "linear_conv_kernel_dim": _KERNEL,
+    }  # fmt: skip
+
+
+_SSM_HEADS = 16
+
+
+def _mamba2(_: int) -> dict[str, Any]:
+    return {
+        **_COMMON, "num_heads": _SSM_HEADS, "head_dim": _STATE_DIM, "state_size": _STATE_DIM, "n_groups": 1,
+        "conv_kernel": _KERNEL, "chunk_size": 16,
+    }  # fmt: skip
+
+
+LATENT, _ROPE, _INDEX = 32, 16, 32
+
+
+def _deepseek_v3(_: int) -> dict[str, Any]:
+    return {
+        **_COMMON, **_MOE, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "kv_lora_rank": LATENT, "q_lora_rank": 48,
+        "qk_rope_head_dim": _ROPE, "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 1,
+    }  # fmt: skip
+
+
+def _deepseek_v32(kv_heads: int) -> dict[str, Any]:
+    return {**_deepseek_v3(kv_heads), "index_topk": 32, "index_head_dim": _INDEX, "index_n_heads": 4}
+
+
+def _heads(component: str, kv_heads: int, kept: str = PAGES) -> tuple[Field, ...]:
+    return tuple(Field(component, role, (Section("kv_head", kv_heads, 1),), (HEAD_DIM,), kept) for role in ("k", "v"))
+
+
+_REPLICATED = Section("replicated", 1, 1, replicated=True)
+_LATENTS = (Field("kv", "latent", (_REPLICATED,), (LATENT + _ROPE,)),)
+_DELTA_NET = (
+    Field(
+        "mamba", "conv",
+        (
+            Section("q", _KEY_HEADS, _STATE_DIM),
+            Section("k", _KEY_HEADS, _STATE_DIM),
+            Section("v", _VALUE_HEADS, _STATE_DIM),
+        ),
+        (_KERNEL,), SLOT,
+    ),
+    Field("mamba", "ssm", (Section("head", _VALUE_HEADS, 1),), (_STATE_DIM, _STATE_DIM), SLOT, FP32),
+)  # fmt: skip
+_STATE_SPACE = (
+    # One group: B and C belong to all heads, so every rank holds them whole beside its part of x.
+    Field(
+        "mamba", "conv",
+        (
+            Section("x", _SSM_HEADS, _STATE_DIM),
+            Section("B", 1, _STATE_DIM, replicated=True),
+            Section("C", 1, _STATE_DIM, replicated=True),
+        ),
+        (_KERNEL,), SLOT,
+    ),
+    Field("mamba", "ssm", (Section("head", _SSM_HEADS, 1),), (_STATE_DIM, _STATE_DIM), SLOT, FP32),
+)  # fmt: skip
+
+
+def _windowed(kv_heads: int) -> dict[str, tuple[Field, ...]]:
+    return {"sliding window": _heads("swa", kv_heads, WINDOW_PAGES), "full attention": _heads("kv", kv_heads)}
+
+
+FAMILIES = {
+    "gemma3": Family(
+        "gemma3", "Gemma3TextConfig", "Gemma3ForCausalLM", _gemma3, ("sliding window", "full attention") * 2, _windowed,
+        window=WINDOW,
+    ),
+    "qwen3-next": Family(
+        "qwen3_next", "Qwen3NextConfig", "Qwen3NextForCausalLM", _qwen3_next,
+        ("linear attention", "full attention") * 2,
+        lambda kv_heads: {"linear attention": _DELTA_NET, "full attention": _heads("kv", kv_heads)},
+    ),
+    "mamba2": Family(
+        "mamba2", "Mamba2Config", "Mamba2ForCausalLM", _mamba2, ("state space",) * 4,
+        lambda _: {"state space": _STATE_SPACE}, has_heads=False, cache_argument="cache_params",
+    ),
+    "deepseek-v3": Family(
+        "deepseek_v3", "DeepseekV3Config", "DeepseekV3ForCausalLM",
+        lambda kv_heads: {**_deepseek_v3(kv_heads), "num_mtp_layers": 0}, ("latents",) * 4,
+        lambda _: {"latents": _LATENTS}, has_heads=False,
+    ),
+    "deepseek-v32": Family(
+        "deepseek_v32", "DeepseekV32Config", "DeepseekV32ForCausalLM", _deepseek_v32, ("indexed latents",) * 4,
+        lambda _: {"indexed latents": (*_LATENTS, Field("dsa", "index", (_REPLICATED,), (_INDEX,)))},
+        has_heads=False, ties=True,
+    ),
+    "gpt-oss": Family(
+        "gpt_oss", "GptOssConfig", "GptOssForCausalLM", _gpt_oss, ("sliding window", "full attention") * 2, _windowed,
+        window=WINDOW,
+    ),
+}  # fmt: skip

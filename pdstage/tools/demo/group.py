@@ -1,0 +1,79 @@
+"""The ranks of one side, joined by torch.distributed over loopback: what an engine's TP and PP groups do.
+
+Layer 7 (demo). Must not know models or transfers.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from pdstage.topology import Topology
+
+
+class Group:
+    """The ranks of `place`'s side, who meet at the file `meeting`; alone, every call is the identity."""
+
+    def __init__(self, place: Topology, meeting: Path, deadline_s: float) -> None:
+        self.size, self.rank = place.group_size, place.group_rank
+        self._tp, self._pp = place.tp_size, place.pp_size
+        self._joined = self.size > 1
+        self._stage: distributed.ProcessGroup | None = None
+        if not self._joined:
+            return
+        # gloo else picks the address that the host's name resolves to, which need not exist in a container.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        distributed.init_process_group(
+            "gloo", f"file://{meeting}", timedelta(seconds=deadline_s), world_size=self.size, rank=self.rank
+        )
+        for stage in range(self._pp if self._pp > 1 else 0):  # every rank makes all groups, as torch asks for
+            members = distributed.new_group(list(range(stage * self._tp, (stage + 1) * self._tp)))
+            if stage == place.pp_rank:
+                self._stage = members
+
+    def sum(self, partial: torch.Tensor) -> None:
+        """Adds up `partial` of this stage's ranks in place."""
+        if self._tp > 1:
+            distributed.all_reduce(partial, group=self._stage)
+
+    def hand_on(self, hidden: torch.Tensor, stage: int) -> None:
+        """Puts `stage`'s `hidden` in place of every other stage's."""
+        if self._pp > 1:
+            distributed.broadcast(hidden, src=stage * self._tp)
+
+    def gather(self, part: Any) -> list[Any]:  # noqa: ANN401  (whatever can be pickled)
+        """Every rank's `part` in the order of ranks, at rank 0; nothing elsewhere."""
+        if not self._joined:
+            return [part]
+        parts = [None] * self.size if self.rank == 0 else None
+        distributed.gather_object(part, parts, dst=0)
+        return parts or []
+
+    def agree(self, values: Sequence[int]) -> list[int]:
+        """Rank 0's `values`, on every rank: a token is chosen once, whatever the last bit of a sum is elsewhere."""
+        chosen = torch.tensor(values)
+        if self._joined:
+            distributed.broadcast(chosen, src=0)
+        return chosen.tolist()
+
+    def lowest(self, states: NDArray[np.int8]) -> NDArray[np.int8]:
+        """Elementwise minimum over the ranks: a room has come when it has come on all of them."""
+        held = torch.from_numpy(states.copy())
+        if self._joined:
+            distributed.all_reduce(held, op=distributed.ReduceOp.MIN)
+        return held.numpy()
+
+    def close(self) -> None:
+        if self._joined:
+            distributed.destroy_process_group()

@@ -1,0 +1,257 @@
+"""What one rank's process does, prefill or decode: make its engine, announce itself, work, report, leave.
+
+Layer 7 (demo). Must not know the other ranks' weights or pools. A decode rank is told the prompts' lengths and nothing
+else of them: all it knows of a prompt came through the transfer.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path  # noqa: TC003  (pickled with the job)
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from pdstage.tools.demo.engine import Context, LlamaEngine
+from pdstage.tools.demo.families import FAMILIES, stage_layers
+from pdstage.tools.demo.group import Group
+from pdstage.tools.demo.holding import SPARE_PAGES, Holding
+from pdstage.tools.demo.llama import ShardedLlama, head_share
+from pdstage.tools.demo.options import Options, Side  # noqa: TC001  (pickled with the job)
+from pdstage.tools.demo.pools import PagedPool, PagedShape, pages_for
+from pdstage.tools.demo.transfer import Moved, Place, ReceivingSide, SendingSide, digest
+from pdstage.tools.trace import tracing
+from pdstage.topology import Topology  # noqa: TC001  (pickled with the job)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from multiprocessing.connection import Connection
+
+    from pdstage.manager.observer import Observer
+    from pdstage.tools.demo.engine import Engine
+
+LISTEN_S = 0.01
+TRACE = ".trace.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One rank's work. `prompts` is empty at decode; `folder` holds the weights and the groups' meeting points."""
+
+    side: str
+    place: Topology
+    options: Options
+    folder: Path
+    rooms: tuple[tuple[str, int], ...]
+    prompts: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def layout(self) -> Side:
+        return self.options.prefill if self.side == "prefill" else self.options.decode
+
+    @property
+    def rank(self) -> int:
+        return self.place.group_rank
+
+    @property
+    def name(self) -> str:
+        return f"{self.side} rank {self.rank}"
+
+    @property
+    def weights(self) -> Path:
+        return self.folder / f"{self.side}-{self.rank}.pt"
+
+    @property
+    def trace(self) -> Path | None:
+        """Where this rank's part of the run's trace goes, if one was asked for."""
+        return self.folder / f"{self.side}-{self.rank}{TRACE}" if self.options.trace is not None else None
+
+    def reach(self, bootstrap: str, observers: tuple[Observer, ...]) -> Place:
+        """`bootstrap` is HOST:PORT of the directory."""
+        return Place(
+            topology=self.place,
+            transport=self.options.transport,
+            path=self.options.path,
+            aux=(self.side == "decode" and self.options.decode_aux) or self.options.aux,
+            bootstrap=bootstrap,
+            deadline_s=self.options.deadline_s,
+            metrics_port=self.options.metrics_port,
+            observers=observers,
+        )
+
+
+class Ready(NamedTuple):
+    """The rank is announced and waits to be told to start."""
+
+
+class Prefilled(NamedTuple):
+    n_tokens: int
+
+
+class Sent(NamedTuple):
+    """A prefill rank is done with a room, given by its place in `Job.rooms`; times as in `report.RoomReport`."""
+
+    room: int
+    moved: Moved
+    began_at: float
+    handed_at: float
+
+
+class Arrived(NamedTuple):
+    """A decode rank has all of a room."""
+
+    room: int
+    at: float
+
+
+class Rows(NamedTuple):
+    """Digests of the rows that a decode rank has, by room."""
+
+    digests: tuple[int, ...]
+
+
+class Decoded(NamedTuple):
+    n_tokens: int
+
+
+class Finished(NamedTuple):
+    """A rank has done its work. Decode rank 0 tells the tokens of all rooms; those of room 0 decoded once more from
+    the same pages (`again`); and those of room 0 after one of its pages, or its slot, was spoilt in one component, once
+    for each component (`controls`)."""
+
+    tokens: tuple[list[int], ...] = ()
+    again: tuple[int, ...] = ()
+    controls: tuple[tuple[int, ...], ...] = ()
+
+
+def prefill_rank(work: tuple[Job, str], pipe: Connection) -> None:
+    """Prefills prompt by prompt, handing each chunk over as soon as it is computed. `work`: the job, the directory."""
+    job, bootstrap = work
+    with tracing(job.trace) as observers:
+        _prefill(job, job.reach(bootstrap, observers), pipe)
+
+
+def _prefill(job: Job, place: Place, pipe: Connection) -> None:
+    engine = _engine(job, [n for _, n in job.rooms])
+    side = SendingSide(engine.pools, place)
+    pipe.send(Ready())
+    pipe.recv()
+    for i, ((room, _), prompt) in enumerate(zip(job.rooms, job.prompts, strict=True)):
+        pipe.send(Sent(i, *_send_room(job, engine, side, room, prompt, pipe=pipe)))
+    pipe.send(Finished())
+    _linger(pipe, side.turn)
+    side.close()
+    engine.group.close()
+
+
+def _send_room(
+    job: Job, engine: Engine, side: SendingSide, room: str, prompt: Sequence[int], *, pipe: Connection
+) -> tuple[Moved, float, float]:
+    """What was moved, when its first chunk was handed over, and when its last."""
+    tables = engine.admit(len(prompt), 0)
+    side.open(room)
+    handed_at, token = [], 0
+    for start, stop, token, spans in engine.prefill(prompt, tables, job.options.chunk_tokens):  # noqa: B007
+        handed_at.append(time.monotonic())
+        side.chunk(tables, spans)
+        if not job.rank:
+            pipe.send(Prefilled(stop - start))
+    side.finish(token)
+    moved = side.settle()
+    engine.release(tables)
+    return moved, handed_at[0], handed_at[-1]
+
+
+def decode_rank(work: tuple[Job, str], pipe: Connection) -> None:
+    """Waits until every room is complete on every rank, continues all of them, then runs the negative controls."""
+    job, bootstrap = work
+    with tracing(job.trace) as observers:
+        _decode(job, job.reach(bootstrap, observers), pipe)
+
+
+def _decode(job: Job, place: Place, pipe: Connection) -> None:
+    n_new = job.options.new_tokens
+    engine = _engine(job, [n + n_new for _, n in job.rooms])
+    side = ReceivingSide(engine.pools, place, len(job.rooms))
+    pipe.send(Ready())
+    pipe.recv()
+    held = [engine.admit(n, n_new) for _, n in job.rooms]
+    for (room, _), tables in zip(job.rooms, held, strict=True):
+        side.expect(room, tables)
+    _await_rooms(job, side, engine.group, pipe)
+    contexts = [Context(tables, n, side.token(room)) for (room, n), tables in zip(job.rooms, held, strict=True)]
+    pipe.send(Rows(tuple(digest(side.row(room)) for room, _ in job.rooms)))
+
+    def stepped() -> None:
+        side.turn()
+        if not job.rank:
+            pipe.send(Decoded(len(contexts)))
+
+    tokens = engine.decode(contexts, n_new, stepped)
+    (again,) = engine.decode(contexts[:1], n_new, side.turn)
+    controls = []
+    for component in engine.components:
+        put_back = engine.spoil(component, held[0], job.options.seed)
+        (control,) = engine.decode(contexts[:1], n_new, side.turn)
+        put_back()
+        controls.append(tuple(control))
+    pipe.send(Finished() if job.rank else Finished(tuple(tokens), tuple(again), tuple(controls)))
+    _linger(pipe, side.turn)
+    side.close()
+    engine.group.close()
+
+
+def _engine(job: Job, lengths: list[int]) -> Engine:
+    # One thread a rank: a dozen ranks share a machine that may have two cores.
+    torch.set_num_threads(1)
+    options, group = job.options, Group(job.place, job.folder / f"{job.side}-group", job.options.deadline_s)
+    # Every rank shuffles differently: page numbers mean nothing outside their own pool.
+    seed = options.seed * 1000 + 10 * job.rank + (500 if job.side == "decode" else 0)
+    if options.model == "llama":
+        return _llama(job, lengths, group, seed)
+    from pdstage.tools.demo.reference import build_model  # noqa: PLC0415  (seconds; the Llama's ranks need no transformers)
+    from pdstage.tools.demo.whole import WholeEngine  # noqa: PLC0415
+
+    holding = Holding(
+        FAMILIES[options.model], options.heads, job.place, order=job.layout.layout, page_size=job.layout.page,
+        lengths=lengths, seed=seed,
+    )  # fmt: skip
+    return WholeEngine(build_model(options), holding, group)
+
+
+def _llama(job: Job, lengths: list[int], group: Group, seed: int) -> LlamaEngine:
+    shape, page_size = job.options.shape, job.layout.page
+    share = head_share(shape, job.place.tp_size, job.place.tp_rank)
+    paged = PagedShape(
+        order=job.layout.layout,
+        n_pages=sum(pages_for(n, page_size) for n in lengths) + SPARE_PAGES,
+        page_size=page_size,
+        layers=stage_layers(shape.layers, job.place),
+        heads=share.kv_stop - share.kv_start,
+        total_heads=shape.kv_heads,
+        widths={"k": shape.head_dim, "v": shape.head_dim},
+    )
+    model = ShardedLlama(shape, torch.load(job.weights, weights_only=True), job.place, group)
+    return LlamaEngine(model, PagedPool(paged, seed), group)
+
+
+def _await_rooms(job: Job, side: ReceivingSide, group: Group, pipe: Connection) -> None:
+    """As an engine's scheduler does: poll, take the minimum over the ranks, go on when all agree."""
+    here = np.zeros(len(job.rooms), dtype=bool)
+    while True:
+        complete = side.poll()
+        for i in np.flatnonzero(complete & ~here):
+            pipe.send(Arrived(int(i), time.monotonic()))
+        here = complete
+        if group.lowest(complete.astype(np.int8)).all():
+            return
+        side.pause()
+
+
+def _linger(pipe: Connection, turn: Callable[[], None]) -> None:
+    """Keeps the node answering its peers until the parent says that all are done."""
+    while not pipe.poll(LISTEN_S):
+        turn()
+    pipe.recv()

@@ -1,0 +1,153 @@
+"""The models, as transformers computes them, and the judge: one process with a cache of its own.
+
+Layer 7 (demo). Must not know ranks, pools or transfers. The only module that imports transformers.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import pdstage
+from pdstage.errors import UsageError
+from pdstage.tools.demo import cache as caches
+from pdstage.tools.demo.families import FAMILIES
+
+# transformers looks for Hugging Face's package `kernels`. Where Python starts in this project's checkout, it would find
+# the folder of that name instead, which is no package of its own: hide it.
+_found = find_spec("kernels")
+if _found and _found.origin and Path(_found.origin).samefile(Path(pdstage.__path__[0], "kernels", "__init__.py")):
+    sys.modules["kernels"] = None  # type: ignore[assignment]
+
+import transformers  # noqa: E402
+from transformers import DynamicCache  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdstage.tools.demo.families import Family
+    from pdstage.tools.demo.options import ModelShape, Options
+
+logging.set_verbosity_error()  # a default generation configuration, printed for every rank
+
+
+class Model:
+    """One of transformers' models, run on one sequence."""
+
+    def __init__(self, network: Any, cache_argument: str = "past_key_values") -> None:  # noqa: ANN401  (untyped here)
+        self.network = network
+        self._cache_argument = cache_argument
+
+    def new_cache(self) -> Any:  # noqa: ANN401
+        return DynamicCache(config=self.network.config)
+
+    @torch.no_grad()
+    def forward(self, tokens: Sequence[int], cache: Any) -> torch.Tensor:  # noqa: ANN401
+        """Logits `[vocab]` after `tokens`, which follow those in `cache` and are added to it."""
+        state = {self._cache_argument: cache}
+        given = torch.tensor([list(tokens)])
+        logits: torch.Tensor = self.network(input_ids=given, use_cache=True, **state).logits[0, -1]
+        return logits
+
+
+def build_model(options: Options) -> Model:
+    """A model of random weights, the same in every process for the same options: nothing is downloaded.
+
+    Raises `UsageError` where this transformers does not have it.
+    """
+    if options.model == "llama":
+        return Model(build_llama(options.shape, options.seed))
+    family = FAMILIES[options.model]
+    torch.manual_seed(options.seed)
+    try:
+        configuration, network = map(import_module, family.modules)
+    except ModuleNotFoundError as missing:
+        raise UsageError(
+            f"transformers {transformers.__version__} has no {options.model}: {missing}",
+            remedy="pip install -U 'pdstage[demo]'",
+            field="model",
+        ) from missing
+    config = getattr(configuration, family.config)(**family.settings(options.heads))
+    # float64, as the Llama: the fast paths of experts have no kernels for it.
+    config._experts_implementation = "eager"
+    return Model(getattr(network, family.model)(config).double().eval(), family.cache_argument)
+
+
+def build_llama(shape: ModelShape, seed: int) -> Any:  # noqa: ANN401
+    """A randomly initialised `LlamaForCausalLM`."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  (a rank of another model needs neither)
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=shape.norm_eps,
+        initializer_range=shape.initializer_range,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config).double().eval()
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """`tokens`: the greedy continuation. `margin`: the smallest gap between the best two logits on the way."""
+
+    tokens: list[int]
+    margin: float
+
+
+def true_continuation(model: Model, options: Options, prompt: Sequence[int]) -> Truth:
+    """What decode has to say after `prompt`."""
+    n_tokens = options.new_tokens + 1
+    if options.ties:
+        return continue_transplanted(
+            model, prompt, n_tokens, family=FAMILIES[options.model], kv_heads=options.heads,
+            chunk_tokens=options.chunk_tokens,
+        )  # fmt: skip
+    return continue_greedily(model, prompt, n_tokens)
+
+
+def continue_greedily(model: Model, prompt: Sequence[int], n_tokens: int) -> Truth:
+    """The whole prompt at once, then token by token."""
+    cache = model.new_cache()
+    return _greedily(model, model.forward(prompt, cache), cache, n_tokens)
+
+
+def continue_transplanted(
+    model: Model, prompt: Sequence[int], n_tokens: int, *, family: Family, kv_heads: int, chunk_tokens: int
+) -> Truth:
+    """The prompt in chunks as the prefill ranks compute it, then on from a copy of that cache, written as decode does.
+
+    For a model whose top-k leaves ties: there the same tokens follow from the same cache only, and another way to
+    compute the prompt makes another one.
+    """
+    cache = model.new_cache()
+    for start in range(0, len(prompt), chunk_tokens):
+        logits = model.forward(prompt[start : start + chunk_tokens], cache)
+    spans = {component: (0, len(prompt)) for component in family.components(kv_heads)}
+    copy = model.new_cache()
+    caches.write(copy, caches.read(cache, family, kv_heads, spans), len(prompt))
+    return _greedily(model, logits, copy, n_tokens)
+
+
+def _greedily(model: Model, logits: torch.Tensor, cache: Any, n_tokens: int) -> Truth:  # noqa: ANN401
+    tokens, margin = [], float("inf")
+    for at in range(n_tokens):
+        best = logits.topk(2)
+        margin = min(margin, float(best.values[0] - best.values[1]))
+        tokens.append(int(best.indices[0]))
+        if at + 1 < n_tokens:
+            logits = model.forward(tokens[-1:], cache)
+    return Truth(tokens, margin)

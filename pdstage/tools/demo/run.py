@@ -1,0 +1,191 @@
+"""The whole demo: start the processes, compare what they decoded with one process's own answer, report.
+
+Layer 7 (demo). Must not know how a rank works inside.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+
+from pdstage.tools.demo.crew import Crew
+from pdstage.tools.demo.families import FAMILIES
+from pdstage.tools.demo.llama import slice_weights
+from pdstage.tools.demo.ranks import (
+    TRACE,
+    Arrived,
+    Decoded,
+    Finished,
+    Job,
+    Prefilled,
+    Rows,
+    Sent,
+    decode_rank,
+    prefill_rank,
+)
+from pdstage.tools.demo.report import Bars, Report, RoomReport, path_of, show
+from pdstage.tools.demo.transfer import serve_directory
+from pdstage.tools.trace import check, merge_files
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdstage.tools.demo.options import Options
+    from pdstage.tools.demo.reference import Truth
+
+DIRECTORY = "directory"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the ranks told and what should be: per room what moved and when, and what decode rank 0 finished with."""
+
+    rooms: list[RoomReport]
+    truths: list[Truth] = field(default_factory=list)
+    transports: set[str] = field(default_factory=set)
+    finished: Finished = field(default_factory=Finished)
+    aux_rows: int = 0
+    aux_fallbacks: int = 0
+
+
+def run(options: Options) -> Report:
+    """Runs the demo and prints its table. Raises `PdstageError` naming the rank that failed."""
+    # The table needs some 90 columns; a pipe claims 80.
+    console, prompts = Console(width=max(100, Console().width)), options.prompts()
+    check(options.trace)
+    outcome = Outcome([RoomReport(len(prompt)) for prompt in prompts])
+    with (
+        tempfile.TemporaryDirectory(prefix="pdstage-demo-") as folder,
+        Bars(console, options, sum(map(len, prompts))) as bars,
+        Crew(*_preload(options), deadline_s=options.deadline_s) as crew,
+    ):
+        _conduct(crew, bars, outcome, prompts, _jobs(options, Path(folder), prompts))
+        if options.trace is not None:
+            merge_files(Path(folder).glob(f"*{TRACE}"), options.trace)
+    for room, tokens, truth in zip(outcome.rooms, outcome.finished.tokens, outcome.truths, strict=True):
+        room.identical = identical([tokens], [truth])
+    report = _report(options, outcome)
+    show(console, options, report, outcome.rooms, min(truth.margin for truth in outcome.truths))
+    if options.json is not None:
+        report.write(options.json)
+    return report
+
+
+def _preload(options: Options) -> tuple[str, ...]:
+    if options.model == "llama":
+        return ("pdstage.tools.demo.ranks",)
+    return (
+        "pdstage.tools.demo.ranks",
+        "pdstage.tools.demo.whole",
+        "pdstage.tools.demo.reference",
+        FAMILIES[options.model].modules[1],
+    )
+
+
+def identical(decoded: Sequence[Sequence[int]], truths: Sequence[Truth]) -> bool:
+    """The check: every room's tokens are those of the single process, token for token."""
+    return [list(tokens) for tokens in decoded] == [truth.tokens for truth in truths]
+
+
+def _jobs(options: Options, folder: Path, prompts: list[list[int]]) -> list[Job]:
+    rooms = tuple((f"room-{i}", len(prompt)) for i, prompt in enumerate(prompts))
+    told = {"prefill": tuple(map(tuple, prompts)), "decode": ()}
+    sides = {"prefill": options.prefill, "decode": options.decode}
+    return [
+        Job(side=name, place=place, options=options, folder=folder, rooms=rooms, prompts=told[name])
+        for name, side in sides.items()
+        for place in side.places()
+    ]
+
+
+def _conduct(crew: Crew, bars: Bars, outcome: Outcome, prompts: list[list[int]], jobs: list[Job]) -> None:
+    """Starts everybody, works out the truth meanwhile, and listens until every rank has finished."""
+    crew.start(DIRECTORY, serve_directory, None)
+    from pdstage.tools.demo.reference import build_model, true_continuation  # noqa: PLC0415  (seconds, while processes start)
+
+    torch.set_num_threads(1)  # the ranks have the other cores; two threads that wait for each other would wait for them
+    options = jobs[0].options
+    model = build_model(options)
+    heard = crew.hear()
+    _, bootstrap = next(heard)
+    _start(crew, jobs, model.network.state_dict(), bootstrap)
+    outcome.truths = [true_continuation(model, options, prompt) for prompt in prompts]
+    for _ in jobs:
+        next(heard)
+        bars.advance("started", 1)
+    crew.tell("start", but=DIRECTORY)
+    working = len(jobs)
+    while working:
+        _, message = next(heard)
+        _take(message, outcome, bars)
+        working -= isinstance(message, Finished)
+    crew.tell("stop")
+    for name, message in heard:
+        raise RuntimeError(f"{name} said {message} after its end")
+
+
+def _start(crew: Crew, jobs: list[Job], full: dict[str, torch.Tensor], bootstrap: str) -> None:
+    for job in jobs:
+        if job.options.model == "llama":  # a rank of another model makes the whole of it by the seed
+            torch.save(slice_weights(full, job.options.shape, job.place), job.weights)
+        crew.start(job.name, prefill_rank if job.side == "prefill" else decode_rank, (job, bootstrap))
+
+
+def _take(message: object, outcome: Outcome, bars: Bars) -> None:
+    match message:
+        case Prefilled(n):
+            bars.advance("prefilled", n)
+        case Sent(index, moved, began_at, handed_at):
+            room = outcome.rooms[index]
+            room.nbytes += moved.nbytes
+            room.descriptors += moved.descriptors
+            room.rows.add(moved.row)
+            outcome.aux_rows += moved.aux_rows
+            outcome.aux_fallbacks += moved.aux_fallbacks
+            room.paths.update(moved.paths)
+            outcome.transports.update(moved.over)
+            room.began_at = min(room.began_at, began_at)
+            room.handed_at = max(room.handed_at, handed_at)
+        case Arrived(index, at):
+            outcome.rooms[index].came_at = max(outcome.rooms[index].came_at, at)
+            bars.advance("arrived", 1)
+        case Rows(digests):
+            for room, row in zip(outcome.rooms, digests, strict=True):
+                room.rows.add(row)
+        case Decoded(n):
+            bars.advance("decoded", n)
+        case Finished(tokens) if tokens:
+            outcome.finished = message
+        case _:
+            pass
+
+
+def _report(options: Options, outcome: Outcome) -> Report:
+    rooms, truths, (tokens, again, controls) = outcome.rooms, outcome.truths, outcome.finished
+    return Report(
+        transport="+".join(sorted(outcome.transports)),
+        path=path_of(set().union(*(room.paths for room in rooms))),
+        model=options.described,
+        prefill_tp=options.prefill_tp,
+        decode_tp=options.decode_tp,
+        prefill_pp=options.prefill_pp,
+        decode_pp=options.decode_pp,
+        requests=options.requests,
+        new_tokens=sum(map(len, tokens)),
+        tokens_identical=identical(tokens, truths),
+        # Room 0 decoded again from the same pages passes the check, and fails it once any component's is spoilt.
+        negative_control_caught=identical([again], truths[:1])
+        and bool(controls)
+        and not any(identical([control], truths[:1]) for control in controls),
+        bytes_moved=sum(room.nbytes for room in rooms),
+        descriptors=sum(room.descriptors for room in rooms),
+        seconds=max(room.came_at for room in rooms) - min(room.began_at for room in rooms),
+        rows_identical=all(len(room.rows) == 1 for room in rooms),
+        aux_rows=outcome.aux_rows,
+        aux_fallbacks=outcome.aux_fallbacks,
+    )

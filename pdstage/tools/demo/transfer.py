@@ -1,0 +1,245 @@
+"""How the demo's ranks use the public API: the part of an engine that a reader would copy.
+
+Layer 7 (demo). The only module here that calls the manager; must not know models.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdstage import AuxRow, DecodeNode, Items, MetadataBuffers, Pool, PrefillNode, State
+from pdstage.control.bootstrap import BootstrapServer
+from pdstage.errors import DeadlineExceeded
+from pdstage.metadata import usual_columns
+from pdstage.tensors import build, mamba_conv, mamba_ssm, mla, paged_hnd, sglang_mha
+from pdstage.tools.demo.pools import NHD, PagedPool, SlotPool, Table, pages_for
+from pdstage.tools.watch.option import Watching
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from multiprocessing.connection import Connection
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from pdstage import Receiver, Topology
+    from pdstage.manager.observer import Observer
+    from pdstage.tensors import Naming, Part
+    from pdstage.tools.demo import pools as demo_pools
+    from pdstage.tools.demo.holding import Spans
+
+STAGING_NBYTES = 16 << 20
+PAUSE_S = 0.005
+_OVER = "sessions_over_"
+COLUMNS = usual_columns(top_logprobs=0)
+
+
+class Moved(NamedTuple):
+    """What a prefill rank wrote for one room, and over which transports it reaches its peers.
+
+    `row`: a digest of the row that it gave. `aux_rows` of those rows went by the transport, `aux_fallbacks` were to.
+    """
+
+    nbytes: int
+    descriptors: int
+    row: int
+    aux_rows: int
+    aux_fallbacks: int
+    paths: tuple[str, ...]
+    over: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A rank among its side's, and how it reaches the other side. `bootstrap` is HOST:PORT of the directory."""
+
+    topology: Topology
+    transport: str
+    path: str
+    aux: str
+    bootstrap: str
+    deadline_s: float
+    metrics_port: int | None = None
+    observers: tuple[Observer, ...] = ()
+
+
+def serve_directory(_: None, pipe: Connection) -> None:
+    """Runs the bootstrap directory on a free loopback port, says which, and ends on the first message."""
+    with BootstrapServer() as server:
+        pipe.send(server.address)
+        pipe.recv()
+
+
+def pool_of(pools: Mapping[str, demo_pools.Pool], place: Topology) -> Pool:
+    """Describes a rank's tensors to pdstage, every pool as a component, by the memory order it is in."""
+    tp = (place.tp_size, place.tp_rank)
+    parts: list[Part] = []
+    for component, pool in pools.items():
+        parts += [_paged(component, pool, tp)] if isinstance(pool, PagedPool) else _states(component, pool, tp)
+    return Pool.of(build(*parts), keep=pools)
+
+
+def _paged(component: str, pool: PagedPool, tp: tuple[int, int]) -> Part:
+    shape, tensors = pool.shape, pool.tensors
+    naming: Naming = {"component": component, "layers": shape.layers}
+    if "k" not in tensors:  # latents, or index keys: one row a token, which every rank holds
+        ((role, caches),) = tensors.items()
+        if shape.order == NHD:
+            return mla(caches, page_size=shape.page_size, role=role, **naming)
+        return mla([cache[:, 0] for cache in caches], role=role, **naming)
+    k, v = tensors["k"], tensors["v"]
+    if shape.order == NHD:
+        return sglang_mha(k, v, page_size=shape.page_size, total_heads=shape.total_heads, tp=tp, **naming)
+    return paged_hnd(k, v, total_heads=shape.total_heads, tp=tp, **naming)
+
+
+def _states(component: str, pool: SlotPool, tp: tuple[int, int]) -> list[Part]:
+    naming: Naming = {"component": component, "layers": pool.layers}
+    last = pool.order == NHD
+    conv = [state.transpose(1, 2) if last else state for state in pool.tensors["conv"]]
+    (heads,) = pool.sections["ssm"]
+    return [
+        mamba_conv(conv, sections=pool.sections["conv"], tp=tp, channels_last=last, **naming),
+        mamba_ssm(pool.tensors["ssm"], total_heads=heads.heads, tp=tp, **naming),
+    ]
+
+
+def digest(row: AuxRow) -> int:
+    """Of all its columns' bytes."""
+    return zlib.crc32(b"".join(row[name].tobytes() for name in sorted(row.names)))
+
+
+class SendingSide:
+    """A prefill rank's node. Rooms are sent one at a time, so that what each moved can be told apart."""
+
+    def __init__(self, pools: Mapping[str, demo_pools.Pool], place: Place) -> None:
+        self._pages = {name: pool.shape.page_size for name, pool in pools.items() if isinstance(pool, PagedPool)}
+        self._deadline_s = place.deadline_s
+        self._rows = MetadataBuffers(COLUMNS, n_rows=1)
+        self._watching = Watching(place.metrics_port)
+        self._node = PrefillNode(
+            pool_of(pools, place.topology),
+            place.topology,
+            transport=place.transport,
+            bootstrap=place.bootstrap,
+            path=place.path,
+            staging_nbytes=STAGING_NBYTES,
+            aux=place.aux,
+            metadata=self._rows,
+            observers=(*place.observers, *self._watching.observers),
+        )
+        self._watching.expose(self._node)
+        self._before = self._node.stats()
+
+    def open(self, room: str) -> None:
+        self._room = room
+        self._sender = self._node.send(room)
+
+    def chunk(self, room: demo_pools.Room, spans: Spans) -> None:
+        """Hands over what is new in the pools; the write goes on while the next chunk is computed."""
+        ours = {component: span for component, span in spans.items() if component in room}
+        items = {name: self._items(name, room[name], *span) for name, span in ours.items()}
+        self._sender.chunk(items, tokens=ours)
+        self.turn()
+
+    def _items(self, component: str, table: Table, start: int, stop: int) -> Items:
+        """The pages that tokens `[start, stop)` lie in, or the slot."""
+        page = self._pages.get(component)
+        if page is None:
+            return Items(table.items)
+        first, before = start // page, table.first_token // page
+        return Items(table.items[first - before : pages_for(stop, page) - before], first_token=first * page)
+
+    def finish(self, token: int) -> None:
+        self._row = self._rows.allocate()
+        self._row["bootstrap_room"] = zlib.crc32(self._room.encode())
+        self._row["output_ids"] = self._row["output_token_logprobs_idx"] = token
+        self._sender.finish(aux=self._row)
+
+    def settle(self) -> Moved:
+        """Waits until the room's pages may be reused; says what was moved for it."""
+        try:
+            self._sender.wait(self._deadline_s)
+            self._sender.wait_released(self._deadline_s)
+        except TimeoutError as late:
+            raise DeadlineExceeded(str(late), remedy="try fewer ranks or requests") from late
+        row = digest(self._row)
+        self._rows.free(self._row)
+        now, before = self._node.stats(), self._before
+        self._before = now
+        moved = {name: count - before.get(name, 0) for name, count in now.items()}
+        paths = tuple(path for path in ("staged", "direct") if moved[f"chunks_{path}"])
+        over = tuple(name.removeprefix(_OVER) for name in now if name.startswith(_OVER))
+        rows = (moved["aux_rows"], moved["aux_fallbacks"])
+        return Moved(moved["bytes_written"], moved["descriptors"], row, *rows, paths, over)
+
+    def turn(self) -> None:
+        self._node.turn()
+
+    def close(self) -> None:
+        self._node.close()
+        self._watching.close()
+
+
+class ReceivingSide:
+    """A decode rank's node: asks for rooms, each into pages of its own."""
+
+    def __init__(self, pools: Mapping[str, demo_pools.Pool], place: Place, n_rooms: int) -> None:
+        self._bootstrap = place.bootstrap
+        self._rows = MetadataBuffers(COLUMNS, n_rows=n_rooms)
+        self._watching = Watching(place.metrics_port)
+        self._node = DecodeNode(
+            pool_of(pools, place.topology),
+            place.topology,
+            transport=place.transport,
+            path=place.path,
+            staging_nbytes=STAGING_NBYTES,
+            aux=place.aux,
+            metadata=self._rows,
+            observers=(*place.observers, *self._watching.observers),
+        )
+        self._watching.expose(self._node)
+        self._receivers: dict[str, Receiver] = {}
+
+    def expect(self, room: str, tables: demo_pools.Room) -> None:
+        """Asks for `room`, to be put where `tables` say."""
+        receiver = self._node.receive(room, prefill=self._bootstrap)
+        receiver.bind(
+            {name: Items(table.items, table.first_token) for name, table in tables.items()},
+            tokens={name: (table.start, table.stop) for name, table in tables.items()},
+            aux=self._rows.allocate(),
+        )
+        self._receivers[room] = receiver
+
+    def poll(self) -> NDArray[np.bool_]:
+        """Per room, in the order asked for: whether all of it is here. Raises the error of a room that failed."""
+        receivers = list(self._receivers.values())
+        states, _ = self._node.poll_many(receivers)
+        for receiver in receivers:
+            if receiver.error is not None:
+                raise receiver.error
+        complete: NDArray[np.bool_] = states == State.SUCCESS
+        return complete
+
+    def row(self, room: str) -> AuxRow:
+        """What prefill gave beside the caches."""
+        row = self._receivers[room].aux
+        assert isinstance(row, AuxRow), "a Success without the row that prefill gave"
+        return row
+
+    def token(self, room: str) -> int:
+        """The room's first new token, which prefill computed."""
+        return int(self.row(room)["output_ids"][0])
+
+    def pause(self) -> None:
+        """Waits a moment, or until something comes."""
+        self._node.turn(PAUSE_S)
+
+    def turn(self) -> None:
+        self._node.turn()
+
+    def close(self) -> None:
+        self._node.close()
+        self._watching.close()

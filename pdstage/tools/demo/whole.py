@@ -1,0 +1,110 @@
+"""The engine of every model but Llama: each rank computes the whole model, and stores and moves only its share.
+
+Splitting six models' arithmetic over ranks would be six engines; what is to be shown here is the cache. So a prefill
+rank runs transformers' own model on the whole prompt, and keeps in its own pools what a rank of its place in TP and PP
+would hold: its KV heads, its layers, its channels and heads of the states, the window's pages of sliding layers,
+latents and index keys as everybody. A decode rank's pools get nothing but what pdstage brings. Decode rank 0 then puts
+the ranks' parts together into a fresh cache and goes on with transformers' own model.
+
+Layer 7 (demo). Must not know processes or transfers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdstage.errors import PdstageError
+from pdstage.tools.demo import cache as caches
+from pdstage.tools.demo.engine import Context, Step
+from pdstage.tools.demo.holding import Holding, put_together
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from pdstage.tools.demo.group import Group
+    from pdstage.tools.demo.pools import Pool, Room
+    from pdstage.tools.demo.reference import Model
+
+
+class WholeEngine:
+    """One rank: the model, what it keeps, and the ranks of its side."""
+
+    def __init__(self, model: Model, holding: Holding, group: Group) -> None:
+        self.group = group
+        self._model = model
+        self._holding = holding
+        self._spoilt = False
+
+    @property
+    def pools(self) -> Mapping[str, Pool]:
+        return self._holding.pools
+
+    @property
+    def components(self) -> Sequence[str]:
+        return tuple(self._holding.family.components(self._holding.kv_heads))
+
+    def admit(self, n_tokens: int, room_for: int) -> Room:
+        """`room_for` is of no use here: what decode adds stays in its cache."""
+        return self._holding.admit(n_tokens)
+
+    def release(self, room: Room) -> None:
+        self._holding.release(room)
+
+    def prefill(self, prompt: Sequence[int], room: Room, chunk_tokens: int) -> Iterator[Step]:
+        held, cache = self._holding, self._model.new_cache()
+        for start in range(0, len(prompt), chunk_tokens):
+            part = prompt[start : start + chunk_tokens]
+            logits = self._model.forward(part, cache)
+            stop = start + len(part)
+            spans = held.fresh(start, stop, len(prompt))
+            held.keep(room, caches.read(cache, held.family, held.kv_heads, spans), spans)
+            yield Step(start, stop, int(logits.argmax()), spans)
+
+    def decode(
+        self, contexts: Sequence[Context], n_tokens: int, stepped: Callable[[], None] = lambda: None
+    ) -> list[list[int]]:
+        """Rank 0 computes; the others give their parts, and hear the tokens."""
+        held = [self._gather(context) for context in contexts]
+        rooms = [[context.first] for context in contexts]
+        for _ in range(n_tokens):
+            chosen = [0] * len(rooms)
+            if self.group.rank == 0:
+                chosen = [
+                    int(self._model.forward(tokens[-1:], cache).argmax())
+                    for tokens, cache in zip(rooms, held, strict=True)
+                ]
+            for tokens, token in zip(rooms, self.group.agree(chosen), strict=True):
+                tokens.append(token)
+            stepped()
+        return rooms
+
+    def spoil(self, component: str, room: Room, seed: int) -> Callable[[], None]:
+        """On the first rank of the first stage that has the component: its copy is the one that rank 0 reads."""
+        layers = self._holding.family.layers_of(component, self._holding.kv_heads)
+        first = self._holding.place.tp_rank == 0 and layers[0] in self._holding.layers
+        restore = self.pools[component].spoil(room[component], seed) if first else lambda: None
+        self._spoilt = True
+
+        def put_back() -> None:
+            restore()
+            self._spoilt = False
+
+        return put_back
+
+    def _gather(self, context: Context) -> object:
+        """A fresh cache with the room as all ranks together hold it, at rank 0; nothing elsewhere.
+
+        Raises `PdstageError` if two ranks' copies of the same part differ, but where one was spoilt on purpose.
+        """
+        held = self._holding
+        everyone = self.group.gather((held.place, held.parts(context.room)))
+        if not everyone:
+            return None
+        places, parts = zip(*everyone, strict=True)
+        states, differing = put_together(held.family, held.kv_heads, places, parts)
+        if differing and not self._spoilt:
+            key = min(differing)
+            raise PdstageError(f"decode ranks hold different copies of {key}", remedy="report this as a bug")
+        cache = self._model.new_cache()
+        caches.write(cache, states, context.n_tokens)
+        return cache

@@ -1,0 +1,164 @@
+"""Asks a question in a process of its own: what may crash, hang or kill its process there harms nobody here.
+
+Layer 7. Must not know any question: `probes` holds them by name. A probe says lines of JSON over a pipe, so that what
+libraries print does not mix with them: which step it is at, what it has found, and at the end that it is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_TAIL_NBYTES = 2000
+
+End = Literal["done", "failed", "crashed", "hung", "crashed at exit"]
+
+
+@dataclass(slots=True)
+class Told:
+    """How a probe ended, at which of its steps, and what it had found until then.
+
+    "failed": it said why, in `why` and `remedy`; "crashed at exit": it was done, and then died, or did not end.
+    """
+
+    end: End = "crashed"
+    step: str = "start"
+    facts: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+    remedy: str = ""
+    printed: str = ""
+    """The last that it wrote to stderr."""
+
+    @property
+    def good(self) -> bool:
+        return self.end in ("done", "crashed at exit")
+
+
+class Children:
+    """The probes under way; `close` ends those that are left, whichever thread waits for them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._closed = False
+
+    def ask(
+        self, probe: str, given: Mapping[str, object], *, deadline_s: float, environment: Mapping[str, str]
+    ) -> Told:
+        """Runs a probe to its end, or ends it and all that it started after `deadline_s`."""
+        reading, writing = os.pipe()
+        command = [sys.executable, "-m", "pdstage.tools.doctor.probes", str(writing), probe, json.dumps(given)]
+        with tempfile.TemporaryFile() as errors, os.fdopen(reading, "rb", buffering=0) as said:
+            try:
+                child = self._start(command, writing, errors.fileno(), {**os.environ, **environment})
+            finally:
+                os.close(writing)
+            told = Told()
+            try:
+                hung = not _listen(said.fileno(), told, time.monotonic() + deadline_s)
+                hung = hung or not _ends(child, deadline_s)
+            finally:
+                self._end(child)
+            _judge(told, child.returncode, hung=hung, deadline_s=deadline_s)
+            errors.seek(max(0, errors.seek(0, os.SEEK_END) - _TAIL_NBYTES))
+            told.printed = errors.read().decode(errors="replace").strip()
+        return told
+
+    def _start(
+        self, command: list[str], writing: int, errors: int, environment: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        with self._lock:
+            if self._closed:
+                raise InterruptedError("the doctor was ended")
+            child = subprocess.Popen(
+                command, pass_fds=[writing], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
+                env=environment, start_new_session=True,
+            )  # fmt: skip
+            self._running.add(child)
+        return child
+
+    def _end(self, child: subprocess.Popen[bytes]) -> None:
+        """Ends the whole session of the probe: it may have started a process of its own."""
+        with self._lock:
+            self._running.discard(child)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for child in self._running:
+                os.killpg(child.pid, signal.SIGKILL)  # not reaped yet, so that the number is still its own
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _listen(said: int, told: Told, until: float) -> bool:
+    """Takes what the probe says until it hangs up or has said its last word; False if the time was up first."""
+    waiting, held = select.poll(), b""
+    waiting.register(said, select.POLLIN)
+    while True:
+        if not waiting.poll(max(0.0, until - time.monotonic()) * 1e3):
+            return False
+        data = os.read(said, 1 << 16)
+        if not data:
+            return True
+        *lines, held = (held + data).split(b"\n")
+        for line in lines:
+            _take(told, json.loads(line))
+        if told.end != "crashed":  # its last word; whoever inherited the pipe may hold it open
+            return True
+
+
+def _take(told: Told, line: dict[str, Any]) -> None:
+    told.step = line.get("step", told.step)
+    told.facts.update(line.get("facts", {}))
+    if "end" in line:
+        told.end, told.why, told.remedy = line["end"], line.get("why", ""), line.get("remedy", "")
+
+
+def _ends(child: subprocess.Popen[bytes], deadline_s: float) -> bool:
+    """Whether it ends in time. Not reaped yet: until then nobody else has its number."""
+    pidfd = os.pidfd_open(child.pid)
+    try:
+        waiting = select.poll()
+        waiting.register(pidfd, select.POLLIN)
+        return bool(waiting.poll(deadline_s * 1e3))
+    finally:
+        os.close(pidfd)
+
+
+def _judge(told: Told, code: int, *, hung: bool, deadline_s: float) -> None:
+    if told.end == "done" and (hung or code < 0):
+        how = f"did not end within {deadline_s:g} s" if hung else f"died of {_name(-code)} at exit"
+        told.why, told.end = f"its process {how}", "crashed at exit"
+    elif hung and told.end == "crashed":
+        told.why, told.end = f"did not answer within {deadline_s:g} s, at {told.step}", "hung"
+    elif told.end == "crashed":
+        how = f"died of {_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        told.why = f"its process {how} at {told.step}{f' ({told.why})' if told.why else ''}"
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,98 @@
+"""Area "gpu": the driver, the devices, whether they reach each other's memory, and CUDA IPC between processes.
+
+Layer 7. Asks no CUDA library in this process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdstage.tools.doctor.found import Result, fail, ok, warn
+
+if TYPE_CHECKING:
+    from pdstage.tools.doctor.site import Site
+
+_NVIDIA = "0x10de"
+
+
+def driver(site: Site) -> Result:
+    """Without a device asked for, a host without GPUs is a host of pools in host memory, which is no fault."""
+    told = site.ask("driver")
+    wanted = site.asked.device != "cpu"
+    if told.step == "load" and not told.good:
+        cards = _cards()
+        says = f"{told.why}: pools in host memory only"
+        if cards:
+            return fail(f"{says}, but {cards} NVIDIA cards are on the bus", told.remedy, cards=cards)
+        if Path("/dev/kfd").exists():
+            says += "; AMD's driver is here, see transport mori"
+        return fail(says, told.remedy) if wanted else warn(says, "nothing, on a node without GPUs")
+    if not told.good:
+        return fail(f"the CUDA driver does not work: {told.why}", told.remedy or "see nvidia-smi and dmesg")
+    version, devices = told.facts["version"], told.facts["devices"]
+    says = f"CUDA driver for {version // 1000}.{version % 1000 // 10}, {len(devices)} devices"
+    number = int(site.asked.device.partition(":")[2] or 0) if wanted else 0
+    facts = {"version": version, "devices": devices}
+    if number >= len(devices):
+        remedy = "name one that is here with --device; CUDA_VISIBLE_DEVICES hides others"
+        return (
+            fail(f"{says}: there is no {site.asked.device}", remedy, **facts)
+            if wanted
+            else warn(f"{says}: pools in host memory only", remedy, **facts)
+        )
+    return ok(says, **facts)
+
+
+def devices(site: Site) -> Result | None:
+    found = site.ask("driver").facts.get("devices")
+    if not found:
+        return None
+    lines = [
+        f"{i}: {one['name']}, {one['nbytes'] / 2**30:.0f} GiB, sm_{one['capability'].replace('.', '')}"
+        for i, one in enumerate(found)
+    ]
+    return ok("; ".join(lines), devices=found)
+
+
+def peer_access(site: Site) -> Result | None:
+    """Which devices may read and write each other's memory: what NVLink, or PCIe between them, gives."""
+    peers = site.ask("driver").facts.get("peers") or []
+    if len(peers) < 2:
+        return None
+    apart = [(i, j) for i, row in enumerate(peers) for j, can in enumerate(row) if not can]
+    matrix = " ".join("".join("x" if can else "." for can in row) for row in peers)
+    if not apart:
+        return ok(f"all {len(peers)} devices reach each other's memory", peers=peers)
+    pairs = ", ".join(f"{i} to {j}" for i, j in apart[:8])
+    remedy = (
+        "between those bytes go through host memory; see nvidia-smi topo -p2p r, and the IOMMU's and ACS's settings"
+    )
+    return warn(f"not all devices reach each other's memory ({matrix}): not {pairs}", remedy, peers=peers)
+
+
+def ipc(site: Site) -> Result | None:
+    """CUDA IPC really tried on each device."""
+    found = site.ask("driver").facts.get("devices")
+    if not found:
+        return None
+    problems = {}
+    for number in range(len(found)):
+        told = site.ask("ipc", device=number)
+        if not told.good:
+            problems[number] = told.why
+    if problems:
+        says = "; ".join(f"device {number}: {why}" for number, why in problems.items())
+        remedy = "run ranks in one IPC namespace (docker run --ipc=host) and expose every GPU to each"
+        return warn(f"memory is not shared between processes: {says}", remedy, problems=problems)
+    return ok(f"memory of {len(found)} devices is shared between processes")
+
+
+def _cards(root: Path = Path("/sys/bus/pci/devices")) -> int:
+    """NVIDIA's display and 3D controllers on the bus, driver or not."""
+    found = 0
+    for folder in root.glob("*"):
+        vendor, kind = folder / "vendor", folder / "class"
+        if vendor.is_file() and vendor.read_text().strip() == _NVIDIA and kind.read_text().startswith("0x03"):
+            found += 1
+    return found

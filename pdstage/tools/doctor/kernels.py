@@ -1,0 +1,105 @@
+"""Area "kernels": what gathers and scatters here, each backend really tried.
+
+Layer 7. Imports no compiler and no GPU library: `try_kernels` does, in processes of their own.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from pdstage.tools.doctor.found import Result, fail, ok, warn
+
+if TYPE_CHECKING:
+    from pdstage.tools.doctor.site import Site
+
+_SOME_ARCHITECTURE = "sm_90"  # where no device says which
+
+
+def host(site: Site) -> Result:
+    told = site.ask("host_copy")
+    if not told.good:
+        return fail(
+            f"copies in host memory fail: {told.why}", "build the extension anew: make native", printed=told.printed
+        )
+    active = told.facts["active"]
+    if active != "c++":
+        remedy = "install a C++20 compiler and pdstage anew (make native); PDSTAGE_NATIVE=no leaves it out on purpose"
+        return warn(
+            "host memory is copied by numpy, several times slower than by the C++ extension", remedy, active=active
+        )
+    return ok("host memory is copied by the C++ extension", active=active)
+
+
+def nvrtc(site: Site) -> Result:
+    """CuPy and NVRTC compile one of our kernels, which needs no GPU."""
+    needed = _has_devices(site)
+    if find_spec("cupy") is None:
+        says, remedy = (
+            "CuPy is not installed: no CUDA kernels",
+            'pip install "pdstage[cuda13]", or [cuda12] for CUDA 12',
+        )
+        return fail(says, remedy) if needed else ok(says)
+    told = site.ask("nvrtc", architecture=_architecture(site))
+    if not told.good:
+        remedy = told.remedy or 'install CuPy and NVRTC of one CUDA: pip install "pdstage[cuda13]"'
+        return fail(f"the copy kernel does not compile: {told.why}", remedy, **told.facts, printed=told.printed)
+    facts = told.facts
+    says = f"CuPy {facts['cupy']} with NVRTC {facts['nvrtc']} compiles the copy kernel for {_architecture(site)}"
+    return ok(says, **facts)
+
+
+def triton(site: Site) -> Result:
+    needed = _has_devices(site)
+    if find_spec("triton") is None:
+        says = "Triton is not installed"
+        return warn(says, 'pip install "pdstage[triton]"') if needed else ok(says)
+    told = site.ask("triton")
+    if not told.good:
+        return fail(f"Triton does not import: {told.why}", 'install it anew: pip install "pdstage[triton]"')
+    why = told.facts["why_not"]
+    says = f"Triton {told.facts['version']}"
+    return (
+        warn(f"{says}: {why}", 'install a torch for this GPU, and "pdstage[triton]"')
+        if why and needed
+        else ok(f"{says}, but {why}: not used" if why else says, **told.facts)
+    )
+
+
+def torch(site: Site) -> Result:
+    if find_spec("torch") is None:
+        return ok("torch is not installed: pools are numpy arrays, or memory by address")
+    told = site.ask("torch")
+    if not told.good:
+        return fail(f"torch does not import: {told.why}", "install it anew")
+    facts = told.facts
+    built = f"for CUDA {facts['cuda']}" if facts["cuda"] else "without CUDA"
+    if _has_devices(site) and not facts["gpus"]:
+        remedy = "install torch's wheel for this driver's CUDA (pytorch.org), or use CuPy's memory"
+        return warn(f"torch {facts['version']}, built {built}, finds no GPU", remedy, **facts)
+    return ok(f"torch {facts['version']}, built {built}", **facts)
+
+
+def device(site: Site) -> Result | None:
+    """Gather and scatter on a GPU, compared byte for byte."""
+    if not _has_devices(site) or find_spec("torch") is None or not site.ask("torch").facts.get("gpus"):
+        return None
+    where = site.asked.device if site.asked.device != "cpu" else "cuda:0"
+    told = site.ask("device_copy", device=where)
+    found = {key[8:]: why for key, why in told.facts.items() if key.startswith("backend ")}
+    if not told.good:
+        return fail(f"copies on {where} fail, at {told.step}: {told.why}", told.remedy or "see dmesg", **told.facts)
+    good = [name for name, why in found.items() if not why]
+    if not good:
+        whys = "; ".join(f"{name}: {why}" for name, why in found.items())
+        return fail(f"no backend copies memory on {where}: {whys}", "install one: pdstage[cuda13] or pdstage[triton]")
+    return ok(f"{' and '.join(good)} copy memory on {where}, byte for byte", **told.facts)
+
+
+def _has_devices(site: Site) -> bool:
+    return bool(site.ask("driver").facts.get("devices")) or site.asked.device != "cpu"
+
+
+def _architecture(site: Site) -> str:
+    devices = site.ask("driver").facts.get("devices")
+    return f"sm_{devices[0]['capability'].replace('.', '')}" if devices else _SOME_ARCHITECTURE

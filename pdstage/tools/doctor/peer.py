@@ -1,0 +1,56 @@
+"""Area "peer": whether this node and another can work together, tried from end to end.
+
+Layer 7. The conversation itself is `caller`, in a process of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdstage.tools.calibrate.about import Side
+from pdstage.tools.doctor.found import Moved, PeerReport, Result, Stage, fail, ok
+
+if TYPE_CHECKING:
+    from pdstage.tools.doctor.child import Told
+    from pdstage.tools.doctor.site import Asked, Site
+
+_STEPS = 3  # the conversation may last so many probes' deadlines
+
+
+def check(site: Site) -> Result:
+    """With the first transport asked for, else by "auto"."""
+    asked = site.asked
+    transport = asked.transports[0] if asked.transports else "auto"
+    told = site.ask(
+        "caller", deadline_s=_STEPS * asked.deadline_s, peer=asked.peer, bind=asked.bind, transport=transport,
+        device=asked.device, keys=asked.keys, allow=asked.allow, insecure=asked.insecure, wait_s=asked.deadline_s / 2,
+    )  # fmt: skip
+    return judge(asked, told)
+
+
+def judge(asked: Asked, told: Told) -> Result:
+    """From what the conversation told to one line, whose facts hold a `PeerReport`."""
+    stages = [msgspec.convert(held, Stage) for key, held in told.facts.items() if key.startswith("stage ")]
+    failed_at = "" if told.end == "done" else told.step
+    remedy = told.remedy
+    if told.end in ("crashed", "hung"):  # it could not say so itself
+        remedy = f"run `pdstage doctor` on both sides: it says which transport is broken; at {failed_at} try another"
+        stages = [stage for stage in stages if stage.name != failed_at]
+        stages.append(Stage(name=failed_at, level="fail", seconds=0.0, says=told.why))
+    report = PeerReport(
+        endpoint=asked.peer, failed_at=failed_at, remedy=remedy if failed_at else "",
+        over=told.facts.get("over", ""), round_trip_s=told.facts.get("round_trip_s", 0.0), stages=stages,
+        paths={key[5:]: msgspec.convert(held, Moved) for key, held in told.facts.items() if key.startswith("path ")},
+        here=_side(told, "here"), there=_side(told, "there"),
+    )  # fmt: skip
+    if failed_at:
+        return fail(f"{asked.peer}: failed at {failed_at}: {told.why}", remedy, peer=report)
+    speeds = ", ".join(f"{name} {moved.bytes_per_s / 1e9:.2f} GB/s" for name, moved in report.paths.items())
+    return ok(f"{asked.peer}: works over {report.over}: {speeds}", peer=report)
+
+
+def _side(told: Told, which: str) -> Side | None:
+    held = told.facts.get(which)
+    return msgspec.convert(held, Side) if held else None

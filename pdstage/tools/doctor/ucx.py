@@ -1,0 +1,33 @@
+"""What UCX says of the ways it took, and the environment in which it says so.
+
+Layer 7, pure. With UCX_LOG_LEVEL=info UCX 1.14 and later name the lanes of each endpoint they make:
+`NAME intra-node cfg#1 rma_am(tcp/lo) am(tcp/lo cma/memory) ka(tcp/lo)`, each a transport and its device. The file is
+whole when its process has ended.
+"""
+
+from __future__ import annotations
+
+import re
+
+LOG = {"UCX_LOG_LEVEL": "info"}
+_LINE = re.compile(r"(\S+) (?:intra|inter)-node cfg#\d+ (.*)")
+_LANE = re.compile(r"([a-z0-9_]+)/[A-Za-z0-9_.:-]+")
+_WAYS = {
+    "tcp": ("tcp",),
+    "shm": ("sysv", "posix", "cma", "xpmem", "knem"),
+    "rdma": ("rc", "dc", "ud", "ib", "srd"),
+    "cuda": ("cuda", "gdr"),
+    "rocm": ("rocm",),
+}
+
+
+def lanes(log: str) -> list[str]:
+    """The transports of the first worker's endpoints to other processes, in order, each once."""
+    lines = _LINE.findall(log)
+    return list(dict.fromkeys(lane for name, line in lines if name == lines[0][0] for lane in _LANE.findall(line)))
+
+
+def ways(named: list[str]) -> list[str]:
+    """The kinds of way that these lanes are, in one order: tcp, shm, rdma, cuda, rocm."""
+    kinds = {lane.partition("_")[0] for lane in named}
+    return [way for way, prefixes in _WAYS.items() if kinds & set(prefixes)]

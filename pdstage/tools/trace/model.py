@@ -1,0 +1,169 @@
+"""A trace: which nodes there were, what each of their chunks' stages took, and the lives of their rooms.
+
+Layer 7. Must not know files: `chrome` writes and reads them.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdstage.protocol.room import RoomId
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Clock(NamedTuple):
+    """A host's monotonic clock, named by the host's boot. `wall_offset_s` added to its times is the time of day."""
+
+    name: str
+    wall_offset_s: float
+
+    @classmethod
+    def here(cls) -> Clock:
+        name = _BOOT.read_text().strip() if _BOOT.exists() else platform.node()
+        return cls(name, time.time() - time.monotonic())
+
+
+class Node(NamedTuple):
+    """One rank's node in one process. `place` says its topology in words, `incarnation` tells it from all others."""
+
+    incarnation: int
+    role: str
+    rank: int
+    place: str
+    host: str
+    os_pid: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} rank {self.rank}"
+
+
+class Stage(NamedTuple):
+    """A `StageOver` of the node with this `incarnation`; (`decode`, `writer`, `epoch`, `chunk`) is one chunk on both
+    sides. Times in seconds of the trace's clock.
+    """
+
+    incarnation: int
+    kind: str
+    room: str
+    decode: int
+    writer: int
+    epoch: int
+    peer: int
+    lane: int | None
+    chunk: int
+    began_at: float
+    ended_at: float
+    nbytes: int
+    error: str = ""
+
+    @property
+    def claim(self) -> tuple[int, int, int, int]:
+        return self.decode, self.writer, self.epoch, self.chunk
+
+
+class RoomLife(NamedTuple):
+    """A room at the node with this `incarnation`. What never happened, or had not when the trace ended, is None."""
+
+    incarnation: int
+    number: int
+    room: str
+    opened_at: float
+    bound_at: float | None = None
+    moved_at: float | None = None
+    ended_at: float | None = None
+    released_at: float | None = None
+    state: str = ""
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Trace:
+    """Times of every part are of `clock`; `n_dropped` older events did not fit the tracer."""
+
+    clock: Clock
+    nodes: dict[int, Node] = field(default_factory=dict)
+    stages: list[Stage] = field(default_factory=list)
+    rooms: list[RoomLife] = field(default_factory=list)
+    n_dropped: int = 0
+
+    def moved_to(self, clock: Clock) -> Trace:
+        """The same in times of another host's clock, as exact as the hosts' times of day agree."""
+        if clock.name == self.clock.name:
+            return self
+        by = self.clock.wall_offset_s - clock.wall_offset_s
+
+        def at(time_s: float | None) -> float | None:
+            return None if time_s is None else time_s + by
+
+        stages = [s._replace(began_at=s.began_at + by, ended_at=s.ended_at + by) for s in self.stages]
+        rooms = [
+            life._replace(
+                opened_at=life.opened_at + by, bound_at=at(life.bound_at), moved_at=at(life.moved_at),
+                ended_at=at(life.ended_at), released_at=at(life.released_at),
+            )
+            for life in self.rooms
+        ]  # fmt: skip
+        return Trace(clock, self.nodes, stages, rooms, self.n_dropped)
+
+    @property
+    def ordered_nodes(self) -> list[Node]:
+        """Prefill above decode, then by rank, then by who came first."""
+        first: dict[int, float] = {}
+        for at, incarnation in [(s.began_at, s.incarnation) for s in self.stages] + [
+            (life.opened_at, life.incarnation) for life in self.rooms
+        ]:
+            first[incarnation] = min(at, first.get(incarnation, at))
+        never = float("inf")
+        return sorted(
+            self.nodes.values(),
+            key=lambda node: (node.role != "prefill", node.rank, first.get(node.incarnation, never), node.incarnation),
+        )
+
+    def chunks(self) -> dict[tuple[int, int, int, int], list[Stage]]:
+        """The stages of each chunk, of both sides, by when they began."""
+        found: dict[tuple[int, int, int, int], list[Stage]] = {}
+        for stage in self.stages:
+            found.setdefault(stage.claim, []).append(stage)
+        for stages in found.values():
+            stages.sort(key=lambda stage: stage.began_at)
+        return found
+
+
+def merged(traces: Sequence[Trace]) -> Trace:
+    """All of them on the clock of the first. At least one."""
+    whole = Trace(traces[0].clock)
+    for trace in traces:
+        moved = trace.moved_to(whole.clock)
+        whole.nodes |= moved.nodes
+        whole.stages += moved.stages
+        whole.rooms += moved.rooms
+        whole.n_dropped += moved.n_dropped
+    return whole
+
+
+def room_text(room: RoomId) -> str:
+    """How a room is written: bytes that are no text in hexadecimal."""
+    if isinstance(room, bytes):
+        return room.decode() if room.isascii() and room.decode().isprintable() else room.hex()
+    return str(room)
+
+
+def rows(spans: Sequence[tuple[float, float]]) -> list[int]:
+    """The row of each span, such that none overlap in one: the lowest that is free when it begins."""
+    ends: list[float] = []
+    given = [0] * len(spans)
+    for number in sorted(range(len(spans)), key=lambda number: spans[number]):
+        began_at, ended_at = spans[number]
+        row = next((row for row, end in enumerate(ends) if end <= began_at), len(ends))
+        ends[row : row + 1] = [ended_at]
+        given[number] = row
+    return given

@@ -1,0 +1,133 @@
+"""How a run makes a trace: a tracer observes the nodes of one process, and files of several become one.
+
+Layer 7. Must not know the file's format, which is `chrome`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pdstage.errors import UsageError
+from pdstage.manager.observer import RoomBound, RoomEnded, RoomOpened, RoomReleased, StageOver
+from pdstage.tools.trace import chrome
+from pdstage.tools.trace.model import Clock, Node, RoomLife, Stage, Trace, merged, room_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from pdstage.manager.observer import Event, Observer, Origin
+    from pdstage.topology import Topology
+
+MOST_EVENTS = 200_000
+
+
+class Tracer:
+    """An `Observer` that remembers the latest `most_events` events of this process's nodes: some 100 MB of them."""
+
+    def __init__(self, most_events: int = MOST_EVENTS) -> None:
+        self._clock = Clock.here()
+        self._events: deque[tuple[Origin, Event]] = deque(maxlen=most_events)
+        self._n_events = 0
+
+    def observe(self, origin: Origin, event: Event) -> None:
+        self._n_events += 1
+        self._events.append((origin, event))
+
+    def trace(self) -> Trace:
+        """What was observed so far."""
+        events = list(self._events)
+        trace = Trace(self._clock, n_dropped=max(0, self._n_events - len(events)))
+        lives: dict[tuple[int, int], RoomLife] = {}
+        for origin, event in events:
+            if origin.incarnation not in trace.nodes:
+                trace.nodes[origin.incarnation] = _node(origin)
+            if isinstance(event, StageOver):
+                trace.stages.append(_stage(origin, event))
+            else:
+                key = origin.incarnation, event.number
+                lives[key] = _lived(lives.get(key), origin, event)
+        trace.rooms = list(lives.values())
+        return trace
+
+
+def _node(origin: Origin) -> Node:
+    return Node(
+        origin.incarnation, origin.role, origin.rank, place(origin.topology), platform.node(), os.getpid()
+    )  # fmt: skip
+
+
+def place(topology: Topology) -> str:
+    """A topology in words: of each axis that has more than one rank."""
+    axes = ((axis, getattr(topology, f"{axis}_rank"), getattr(topology, f"{axis}_size")) for axis in _AXES)
+    return ", ".join(f"{axis} {rank}/{size}" for axis, rank, size in axes if size > 1)
+
+
+_AXES = ("dp", "pp", "cp", "tp")
+
+
+def _stage(origin: Origin, event: StageOver) -> Stage:
+    return Stage(
+        origin.incarnation, event.kind, room_text(event.room), event.session.decode, event.session.writer, event.epoch,
+        event.peer, event.lane, event.chunk, event.began_at, event.ended_at, event.nbytes, event.error,
+    )  # fmt: skip
+
+
+def _lived(life: RoomLife | None, origin: Origin, event: RoomOpened | RoomBound | RoomEnded | RoomReleased) -> RoomLife:
+    at = event.opened_at if isinstance(event, RoomEnded) else event.at
+    if life is None:  # where earlier events were dropped, the room begins with the first that was not
+        life = RoomLife(origin.incarnation, event.number, room_text(event.room), at)
+    match event:
+        case RoomOpened():
+            return life
+        case RoomBound():
+            return life._replace(bound_at=event.at)
+        case RoomEnded():
+            return life._replace(
+                opened_at=event.opened_at, bound_at=event.bound_at, moved_at=event.moved_at, ended_at=event.ended_at,
+                state=event.state.name.lower(), reason=event.reason,
+            )  # fmt: skip
+        case RoomReleased():
+            return life._replace(released_at=event.at)
+
+
+@contextmanager
+def tracing(path: Path | None) -> Iterator[tuple[Observer, ...]]:
+    """What `--trace FILE` means to a process: observers for its nodes, and the file once the nodes are closed.
+
+    None: no observers, and nothing is timed. Raises `UsageError` at once where the file could not be written.
+    """
+    if path is None:
+        yield ()
+        return
+    check(path)
+    tracer = Tracer()
+    try:
+        yield (tracer,)
+    finally:
+        chrome.write(tracer.trace(), path)
+
+
+def check(path: Path | None) -> None:
+    """Raises `UsageError` where no file could be written at `path`: before a run, not after it."""
+    if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+        raise UsageError(
+            f"--trace {path}: no file can be written there", remedy="name a file in a folder that exists", field="trace"
+        )
+
+
+def load(paths: Iterable[Path]) -> Trace:
+    """The trace files of several processes as one trace, on the clock of the first by name."""
+    traces = [chrome.read(path) for path in sorted(paths)]
+    if not traces:
+        raise UsageError("no trace files", remedy="name at least one", field="trace")
+    return merged(traces)
+
+
+def merge_files(paths: Iterable[Path], into: Path) -> None:
+    """Writes the trace files of several processes as one."""
+    chrome.write(load(paths), into)

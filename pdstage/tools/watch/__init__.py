@@ -1,0 +1,37 @@
+"""Watching nodes in production: Prometheus metrics, and `pdstage top`.
+
+Layer 7. Must not know engines. Read `catalogue` (what is exported), `timings` (histograms, by observing a node),
+`exporter` and `server` (how), then `scrape` and `frame` (what `pdstage top` reads and draws).
+
+    from pdstage.tools.watch import Timings, expose, register
+
+    node = PrefillNode(..., observers=[Timings()])  # without: everything but times
+    expose(node, port=9470)                         # http://127.0.0.1:9470/metrics, and /rooms for `pdstage top`
+    register(node, labels={"engine": "a"})          # or into the registry that an engine exports already
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdstage.tools.watch.exporter import Registration, register
+    from pdstage.tools.watch.server import Endpoint, expose
+    from pdstage.tools.watch.timings import Timings
+
+__all__ = ["Endpoint", "Registration", "Timings", "expose", "register"]
+
+_LAZY = {  # commands that may be asked for metrics import `option` where prometheus_client need not be
+    "Endpoint": "pdstage.tools.watch.server",
+    "Registration": "pdstage.tools.watch.exporter",
+    "Timings": "pdstage.tools.watch.timings",
+    "expose": "pdstage.tools.watch.server",
+    "register": "pdstage.tools.watch.exporter",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'pdstage.tools.watch' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
