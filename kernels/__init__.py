@@ -7,11 +7,11 @@ Two levels. Tensors, for engines and microbenchmarks: `gather`, `scatter`, `stag
 a `Pool` over a `Layout` makes a `Plan` for each selection once, and the plan gathers and scatters chunk after chunk.
 Backends give equal bytes; `reference` is the definition of correct, and `backends()` says which of them work here.
 
-To read: `reference`, `checksum` (what is right); `pool`, `buffers` (what callers hold); `host_copy`; then for GPUs
-`device` (tables), `index_ring` (lists on their way there), `cuda_copy` with `cuda_tables`, `cupy_runtime` and `nvrtc`,
-and `triton_copy` with `triton_kernels`, `triton_device` and `torch_runtime`. Change of precision, the one thing that is
-more than moving bytes, has modules of its own: `convert_reference` (what is right), `host_convert`, and
-`triton_convert` with `triton_convert_kernels`.
+To read: `reference`, `checksum` (what is right); `pool`, `buffers` (what callers hold); `backend` (what they ask of a
+backend); `host_copy`; then for GPUs `device` (tables), `index_ring` (lists on their way there), `cuda_copy` with
+`cuda_tables`, `cupy_runtime` and `nvrtc`, and `triton_copy` with `triton_kernels`, `triton_device` and `torch_runtime`.
+Change of precision, the one thing that is more than moving bytes, has modules of its own: `convert_reference` (what is
+right), `host_convert`, and `triton_convert` with `triton_convert_kernels`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..convert import Encoding
     from ..plan import Tokens
     from ..tables import Index
-    from .pool import Launch, Recipe
+    from .backend import Launch, Recipe
 
 LARGEST = 448.0
 LEAST_TOKEN_HEAD_SCALE = 1e-6

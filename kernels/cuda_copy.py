@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from ..plan import Tokens
     from ..tables import Index, Int64s
+    from .backend import Compiled, Launch, Recipe
     from .cupy_runtime import Bulk, Kernel
     from .device import Group, Span
     from .index_ring import Slot
-    from .pool import Compiled, Launch, Recipe
 
 TO_STAGING, FROM_STAGING, TO_PEER = range(3)
 SOURCE = "copy.cu"

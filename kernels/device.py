@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ..plan import Tokens
     from ..tables import Index, Int64s, Part
-    from .pool import Recipe
+    from .backend import Recipe
 
 WIDEST = 16
 MOST_COMPONENTS = 16

@@ -16,7 +16,7 @@ from .host_copy import NativePlan
 
 if TYPE_CHECKING:
     from ..convert import Coding
-    from .pool import Recipe
+    from .backend import Recipe
 
 # Numbered as Kind and Holds in csrc/host/convert.hpp.
 COPY = 0

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ..plan import Tokens
     from ..tables import Index, Int64s
-    from .pool import Compiled, Launch, Recipe
+    from .backend import Compiled, Launch, Recipe
 
 
 DESTINATION = " of the destination"  # what errors about a peer's side say after the component's name

@@ -6,118 +6,24 @@ Layer 3. Must not know tensors, rooms or transports.
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 from ..convert import codings
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import HEAD_MAJOR, TOKEN_MAJOR, Staging
 from . import convert_reference, cuda_copy, host_convert, host_copy, reference, triton_convert, triton_copy
+from .backend import Launch, Recipe
 from .device import check_aligned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ..convert import Coding
-    from ..layout import Key, Region, View
+    from ..layout import Region, View
     from ..plan import Select, Tokens
     from ..tables import Index
+    from .backend import Backend, Compiled, Converting
     from .index_ring import Runtime
-
-
-class Launch(NamedTuple):
-    """How one call runs: on which stream, on how many multiprocessors, and where its checksum is added; 0 for nowhere.
-
-    `sum_ptr` is the address of a uint64 that the plan's device can write; only plans made with `checksum` take one.
-    """
-
-    stream: object = None
-    max_sms: int | None = None
-    sum_ptr: int = 0
-
-
-class Cells(NamedTuple):
-    """One selected view as the other side of a transfer knows it: whose shards, and in which pieces."""
-
-    key: Key
-    first_shard: int
-    n_shards: int
-    segs: int
-    width: int
-    tokens_per_row: int
-
-
-class Recipe(NamedTuple):
-    """What a backend makes a plan of. `select` is in key order; `threads` are the host's, where the host copies.
-
-    `codings`, one for each selected view of layout `staged`, are there only where one of them converts.
-    """
-
-    layout: Layout
-    select: tuple[Select, ...]
-    wire: str
-    device: str
-    checksum: bool
-    threads: int = 1
-    staged: Layout | None = None
-    codings: tuple[Coding, ...] = ()
-
-    def cells(self) -> list[Cells]:
-        """What two plans must have in common for bytes of one to become bytes of the other."""
-        views = self.layout.by_key()
-        return [
-            Cells(
-                key, start + views[key].axis.first, count, views[key].segs, views[key].width, views[key].tokens_per_row
-            )
-            for key, start, count in self.select
-        ]
-
-
-class Compiled(Protocol):
-    """A selection made ready by a backend. Checks everything before the first byte moves."""
-
-    def gather(
-        self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
-    ) -> None: ...
-
-    def scatter(
-        self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
-    ) -> None: ...
-
-    def copy_to(
-        self,
-        peer: Compiled,
-        indexes: Mapping[str, Index],
-        peer_indexes: Mapping[str, Index],
-        tokens: Tokens,
-        launch: Launch,
-    ) -> None:
-        """`peer` is a plan of the same class whose `cells` are equal."""
-
-
-class Backend(Protocol):
-    """What a backend's module offers to pools."""
-
-    def missing(self) -> str:
-        """Why it cannot be used here; empty if it can."""
-
-    def compile_plan(self, recipe: Recipe) -> Compiled: ...
-
-    def runtime_of(self, device: str) -> Runtime | None:
-        """The device's streams and events, by which one learns when a copy is done; None if it is when it returns."""
-
-
-class Converting(Protocol):
-    """What a module that converts offers to pools, besides a backend's own plans."""
-
-    @property
-    def SUMS(self) -> bool:  # noqa: N802  (a module's constant)
-        """Whether its plans can have checksums."""
-
-    def missing(self) -> str: ...
-
-    def compile_plan(self, recipe: Recipe) -> Compiled: ...
-
 
 # Modules are the backends; the annotation has mypy hold each of them to the protocol.
 _BACKENDS: dict[str, Backend] = {

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..layout import Layout, View
     from ..plan import Select, Tokens
     from ..tables import Index, Row
-    from .pool import Compiled, Launch, Recipe
+    from .backend import Compiled, Launch, Recipe
 
 
 def missing() -> str:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ..convert import Coding
     from ..plan import Tokens
     from ..tables import Index, Row
+    from .backend import Compiled, Launch, Recipe
     from .device import Span
-    from .pool import Compiled, Launch, Recipe
     from .triton_device import Device
 
 SUMS = False

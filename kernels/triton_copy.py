@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from ..plan import Tokens
     from ..tables import Index
+    from .backend import Compiled, Launch, Recipe
     from .device import Group, Span
     from .index_ring import Runtime
-    from .pool import Compiled, Launch, Recipe
     from .triton_device import Device
 
 GATHER, SCATTER, COPY = range(3)  # as triton_kernels.py has them

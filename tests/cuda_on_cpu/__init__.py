@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from pdstage.kernels import nvrtc
+from pdstage.kernels.backend import Recipe
 from pdstage.kernels.cuda_copy import CudaPlan
 from pdstage.kernels.cupy_runtime import Bulk, Kernel
 from pdstage.kernels.index_ring import IndexRing
-from pdstage.kernels.pool import Recipe
 from pdstage.plan import Staging
 
 HERE = Path(__file__).parent

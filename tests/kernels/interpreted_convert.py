@@ -12,7 +12,7 @@ from pools import HND, NHD, Logical, Stored, hold
 from pdstage.convert import Encoding, codings, fp8_tensor, fp8_token_head, mxfp8, pair, reformat
 from pdstage.errors import UsageError
 from pdstage.kernels import Plan, Pool, triton_convert
-from pdstage.kernels.pool import Recipe
+from pdstage.kernels.backend import Recipe
 from pdstage.plan import TOKEN_MAJOR, Select, Staging
 from pdstage.tables import Index
 

@@ -13,8 +13,8 @@ from rigs import MISUSE, Rig, check, check_refused
 
 from pdstage.errors import UsageError
 from pdstage.kernels import Index, Plan, Pool, triton_copy
+from pdstage.kernels.backend import Recipe
 from pdstage.kernels.checksum import checksum
-from pdstage.kernels.pool import Recipe
 from pdstage.kernels.triton_device import device_of
 from pdstage.plan import TOKEN_MAJOR, Select, Staging
 from pdstage.tables import Table

@@ -12,7 +12,7 @@ from rigs import MISUSE, Rig, check, check_refused
 
 from pdstage.errors import UsageError
 from pdstage.kernels import Index, Plan, Pool
-from pdstage.kernels.pool import Launch, Recipe
+from pdstage.kernels.backend import Launch, Recipe
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select, Staging
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")

@@ -8,9 +8,10 @@ from pools import Logical, Stored, hold
 
 from pdstage.errors import UsageError
 from pdstage.kernels import Index
+from pdstage.kernels.backend import Recipe
 from pdstage.kernels.cuda_tables import _GROUP, PARAMS_NBYTES
 from pdstage.kernels.device import DeviceTable
-from pdstage.kernels.pool import Pool, Recipe
+from pdstage.kernels.pool import Pool
 from pdstage.plan import TOKEN_MAJOR, Select, Staging
 
 
