@@ -149,6 +149,48 @@ def test_imports_point_down() -> None:
     assert not problems, "\n".join(["imports that DESIGN does not allow:", *problems])
 
 
+# Modules that know one another. A new one is a module too many; the list only ever gets shorter.
+CIRCLES = [
+    {"integrations.sglang.manager", "integrations.sglang.sender"},
+    {"manager.decode", "manager.receiver"},
+    {"manager.node", "manager.status"},
+    {"manager.prefill", "manager.sender"},
+    {"manager.role", "manager.sessions"},
+    {"ownership", "plan"},
+    {f"protocol.{name}" for name in ("effects", "holdings", "inbox", "outbox", "queue", "session")},
+]
+
+
+def circles(imported: dict[str, set[str]]) -> list[set[str]]:
+    """Groups of modules that reach one another by imports, by name."""
+    reached: dict[str, set[str]] = {}
+    for name in imported:
+        reached[name], new = set(), {name}
+        while new:
+            new = {target for one in new for target in imported[one]} - reached[name]
+            reached[name] |= new
+    groups = [{other for other in reached[name] if name in reached[other]} for name in sorted(imported)]
+    return [group for number, group in enumerate(groups) if len(group) > 1 and group not in groups[:number]]
+
+
+def test_modules_import_in_no_circle() -> None:
+    """Under TYPE_CHECKING and inside functions too: whoever reads one module of a circle has to read all."""
+    modules = dict(sources())
+    imported: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for found in imports_of(name, path):
+            target = found.target
+            while target and target not in modules:
+                target = target.rpartition(".")[0]
+            imported[name] |= {target} - {"", name, "pdstage"}
+    del imported["pdstage"]
+    assert [{name.removeprefix("pdstage.") for name in group} for group in circles(imported)] == CIRCLES
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == [{"b", "c"}]
+
+
 def test_package_root_imports_nothing_upward_at_import_time() -> None:
     """`pdstage/__init__.py` may name its public API, but only lazily where that would pull heavy modules."""
     found = [i for i in imports_of("pdstage", ROOT / "pdstage/__init__.py") if not (i.guarded or i.lazy)]
