@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 WAYS = ("direct", "staged", "auto")
 WITHIN, NEVER_WORSE = 1.10, 1.25
-_REPEATS, _MOST_ROUNDS = 5, 4
+_REPEATS, _MAX_ROUNDS = 5, 4
 _PATIENCE_S = 270.0  # after this long nothing is timed again
 QUICK_PAIRS, QUICK_RUNS, QUICK_NBYTES = ((2, 1),), (256, 4096, 65536), 8 << 20
 
@@ -65,7 +65,7 @@ def cells(fabric: Fabric, shape: Shape, calibration: str, runs: tuple[int, ...],
         for run_nbytes in runs:
             chosen = sides.chosen(run_nbytes)
             took: dict[str, list[float]] = {way: [] for way in WAYS}
-            for _ in range(_MOST_ROUNDS):
+            for _ in range(_MAX_ROUNDS):
                 for way, times in sides.times(WAYS, run_nbytes, _REPEATS).items():
                     took[way] += times
                 row = cell(fabric, shape, run_nbytes, chosen, took)

@@ -67,7 +67,7 @@ def knobs() -> list[Knob]:
         Knob("`copy_thread`", "where the process may use more than two cores",
              "that count is wrong, as under a container's quota",
              "two ranks to one over shared memory on two cores: 2.25 GB/s with it, 2.65 without "
-             "([copier.py](../pdstage/manager/copier.py))"),
+             "([copy_thread.py](../pdstage/manager/copy_thread.py))"),
         Knob("`progress`", '`"inline"`', "the engine may stop polling, or its steps are long",
              f"rooms a second: {rooms.value('rooms a second, local, inline'):,.0f} inline, "
              f"{rooms.value('rooms a second, local, thread'):,.0f} thread; one room beside busy main threads, p99: "

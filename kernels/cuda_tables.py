@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import UsageError
-from .device import MOST_COMPONENTS, rows
+from .device import MAX_COMPONENTS, rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,8 +40,8 @@ _GROUP = np.dtype(
 # staging, sum, groups, views, n_groups; then as many spans for the pool, and again for its peer.
 _HEAD = struct.Struct("<QQQQQ")
 _SPAN = struct.Struct("<Qqqqq")
-PARAMS_NBYTES = _HEAD.size + 2 * MOST_COMPONENTS * _SPAN.size
-MOST_UNITS = 2**31
+PARAMS_NBYTES = _HEAD.size + 2 * MAX_COMPONENTS * _SPAN.size
+MAX_UNITS = 2**31
 
 
 def divisor(by: int) -> tuple[int, int, int]:
@@ -110,7 +110,7 @@ def pack_params(
     """
     _HEAD.pack_into(out, 0, staging, sum_ptr, *groups)  # type: ignore[arg-type]
     for side, held in enumerate(spans):
-        at = _HEAD.size + side * MOST_COMPONENTS * _SPAN.size
+        at = _HEAD.size + side * MAX_COMPONENTS * _SPAN.size
         for ptr, bits, _, first_token, start, stop in held:
             _SPAN.pack_into(out, at, ptr, first_token, start, stop, bits)  # type: ignore[arg-type]
             at += _SPAN.size
@@ -125,7 +125,7 @@ def n_tiles(groups: Sequence[Group], spans: Sequence[Span], tile_units: int) -> 
     for group in groups:
         n_rows = rows(group, spans[group.component])
         units = n_rows * group.shards * group.segs * -(-group.width // UNIT)
-        if units >= MOST_UNITS or spans[group.component].stop >= MOST_UNITS:
+        if units >= MAX_UNITS or spans[group.component].stop >= MAX_UNITS:
             raise UsageError(
                 f"tokens 0..{spans[group.component].stop} of one index in one call",
                 remedy="split the call: a view moves fewer than 2^31 tokens and 2^31 pieces of 16 bytes",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .backend import Recipe
 
 WIDEST = 16
-MOST_COMPONENTS = 16
+MAX_COMPONENTS = 16
 
 
 class Group(NamedTuple):
@@ -88,10 +88,10 @@ class DeviceTable:
         """`merged` collapses adjacent dimensions; not for kernels that need to tell cells apart (checksums)."""
         self.table = Table.of(recipe.layout, recipe.select)
         self.head_major = recipe.wire == HEAD_MAJOR
-        if len(self.table.names) > MOST_COMPONENTS:
+        if len(self.table.names) > MAX_COMPONENTS:
             raise UsageError(
                 f"a selection of {len(self.table.names)} components",
-                remedy=f"make plans of at most {MOST_COMPONENTS} components on a device",
+                remedy=f"make plans of at most {MAX_COMPONENTS} components on a device",
             )
         self.group_list = list(self._groups(merged))
         self.groups: Int64s = np.array(self.group_list, dtype=np.int64).reshape(-1, len(Group._fields))

@@ -37,8 +37,8 @@ SUMS = False
 missing = triton_copy.missing
 # Values of a tile: 16 bytes of each of 1024 threads.
 _TILE_VALUES = 8192
-_MOST_VALUES = 1 << 17
-_MOST_CELLS = 2**31 - 2**16
+_MAX_VALUES = 1 << 17
+_MAX_CELLS = 2**31 - 2**16
 
 
 def compile_plan(recipe: Recipe) -> ConvertPlan:
@@ -90,7 +90,7 @@ class ConvertPlan:
     def _variants(self, rows: list[Row], coding: Coding) -> tuple[ConvertVariant, ConvertVariant]:
         row, encoding, n = rows[0], coding.encoding, _n_values(rows[0], coding)
         block = max(32, 1 << (n - 1).bit_length())
-        if block > _MOST_VALUES:
+        if block > _MAX_VALUES:
             raise UsageError(f"shards of {n} values in a plan that converts", remedy="make a plan without them")
         strides = [row.item_stride, row.outer_stride, row.inner_stride, row.shard_stride, row.seg_stride]
         aligned = math.gcd(*strides, coding.width, n, *(one.base for one in rows)) % 16 == 0
@@ -140,7 +140,7 @@ class ConvertPlan:
                 if span.start == span.stop or skipped:
                     continue
                 n_cells = rows_of(row.tokens_per_row, span.start, span.stop) * row.shards * row.segs
-                if n_cells > _MOST_CELLS:
+                if n_cells > _MAX_CELLS:
                     raise UsageError(f"{n_cells} cells of one view in one call", remedy="copy fewer tokens")
                 variant = run.variants[way]
                 n_tiles = run.n * -(-n_cells // variant.CELLS)

@@ -43,7 +43,7 @@ DEPTH = {
 }  # fmt: skip
 _CLASSES = ((16,), (8, 4), (2, 1))
 # Units and tokens of a call are counted in 32 bits, a last tile beyond them included.
-_MOST_UNITS = 2**31 - 2**16
+_MAX_UNITS = 2**31 - 2**16
 
 
 def missing() -> str:
@@ -167,8 +167,8 @@ class TritonPlan:
                     remedy=f"give them in host memory or on {' or '.join(devices)}",
                     component=name,
                 )
-            if span.stop > _MOST_UNITS:
-                raise UsageError(f"a list of {span.stop} tokens", remedy=f"list at most {_MOST_UNITS}", component=name)
+            if span.stop > _MAX_UNITS:
+                raise UsageError(f"a list of {span.stop} tokens", remedy=f"list at most {_MAX_UNITS}", component=name)
         return spans
 
     def _launch(self, sections: Sequence[_Section], staged: int, sides: Sequence[_Side], launch: Launch) -> None:
@@ -269,7 +269,7 @@ def _n_tiles(one: _Class, span: Span) -> int:
     n_tiles = 0
     for own, _ in one.runs:
         n_units = rows(own, span) * own.shards * own.segs * -(-own.width // one.variant.UNIT)
-        if n_units > _MOST_UNITS:
+        if n_units > _MAX_UNITS:
             raise UsageError(f"{n_units} pieces of one view in one call", remedy="copy fewer tokens at once")
         n_tiles += own.n_views * -(-n_units // one.variant.UNITS)
     return n_tiles

@@ -244,7 +244,7 @@ def _append_pool(
     )
 
 
-_MOST_UNITS = 128
+_MAX_UNITS = 128
 
 
 def _pieces(
@@ -285,6 +285,6 @@ def _units(total: int) -> int:
     """Into how many equal pieces both sides cut a dimension, whatever their TP sizes: halved towards 128, but odd
     factors stay, and 32 of the even ones, so that every TP size up to 32 that divides the dimension divides these.
     """
-    while total > _MOST_UNITS and total % 64 == 0:
+    while total > _MAX_UNITS and total % 64 == 0:
         total //= 2
     return total

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pdstage.plan import Tokens
     from pdstage.tables import Int64s
 
-_MOST_ITEMS = 1 << 31
+_MAX_ITEMS = 1 << 31
 
 
 class _Steps(NamedTuple):
@@ -99,7 +99,7 @@ class _Pieces:
         ends = [step * n for step, n in zip((page, block, piece), most, strict=True)]
         lowest, highest = sum(min(0, end) for end in ends), sum(max(0, end) for end in ends)
         steps = _Steps(per_block, page, block, piece, lowest, highest - lowest + 1)
-        if steps.n_items > _MOST_ITEMS:
+        if steps.n_items > _MAX_ITEMS:
             raise UsageError(
                 f"view {view.key} has strides of {strides} bytes, cut into pieces of {self.grain} tokens: their only "
                 f"common unit is {unit}",

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from pdstage.topology import Topology
 
 
-_MOST_RANKS = 1 << 10
-_MOST_INTERLEAVE = 1 << 20
+_MAX_RANKS = 1 << 10
+_MAX_INTERLEAVE = 1 << 20
 
 
 class Key(NamedTuple):
@@ -168,11 +168,11 @@ class Owned:
     interleave: int = 0
 
     def __post_init__(self) -> None:
-        in_range = 1 <= self.size <= _MOST_RANKS and 0 <= self.rank < self.size
-        if not in_range or not 0 <= self.interleave <= _MOST_INTERLEAVE:
+        in_range = 1 <= self.size <= _MAX_RANKS and 0 <= self.rank < self.size
+        if not in_range or not 0 <= self.interleave <= _MAX_INTERLEAVE:
             raise UsageError(
                 f"rank {self.rank} of {self.size} holds tokens by blocks of {self.interleave}",
-                remedy=f"give 1 <= size <= {_MOST_RANKS}, 0 <= rank < size, 0 <= interleave <= {_MOST_INTERLEAVE}",
+                remedy=f"give 1 <= size <= {_MAX_RANKS}, 0 <= rank < size, 0 <= interleave <= {_MAX_INTERLEAVE}",
             )
         if self.size == 1:  # equal, whatever its blocks
             object.__setattr__(self, "interleave", 0)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pdstage.layout import Layout
     from pdstage.plan import Rect
 
-_MOST_GRAINS = 1 << 14
+_MAX_GRAINS = 1 << 14
 
 
 class Numbering:
@@ -43,10 +43,10 @@ class Numbering:
         cycles = [owned.size * owned.interleave for owned in (src, dst) if owned.interleaved]
         self.grain = math.gcd(*(owned.interleave for owned in (src, dst) if owned.interleaved)) or 1
         self.period = math.lcm(*cycles)
-        if self.period // self.grain > _MOST_GRAINS:
+        if self.period // self.grain > _MAX_GRAINS:
             raise UsageError(
                 f"{src} at prefill, {dst} at decode: this repeats after {self.period} tokens only",
-                remedy=f"make the interleaves multiples of each other: at most {_MOST_GRAINS} pieces are kept",
+                remedy=f"make the interleaves multiples of each other: at most {_MAX_GRAINS} pieces are kept",
             )
         grains = np.arange(0, self.period, self.grain, dtype=np.int64)
         held = _holds(src, grains) & _holds(dst, grains)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     _Copy: TypeAlias = Callable[[Plan, int, Mapping[str, Index], int | None, int], None]
 
 ALIGNMENT = 256
-_MOST_PLANS = 1024
+_MAX_PLANS = 1024
 _STAGED = 4  # of a plan's key
 _LARGE_NBYTES = 512 << 10
 
@@ -256,7 +256,7 @@ class Stager:
         key = (what.owned, what.wire, what.checksum, cut, staged, *layers)
         plans = self._plans.get(key)
         if plans is None:
-            if len(self._plans) >= _MOST_PLANS:
+            if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             plans = self._plans[key] = self._new_plans(what)
         return plans

@@ -24,14 +24,14 @@ from pdstage.plan import HEAD_MAJOR, Rect, Select, Staging, selects, wire_order
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.config import Config
-from pdstage.protocol.decode import DecodeCore, InRoom, Landing, PartPhase
+from pdstage.protocol.decode import DecodeCore, DecodeRoom, Landing, PartPhase
 from pdstage.protocol.effects import (
     Attach,
     Changed,
-    Complaint,
     Detach,
     Gather,
     HangUp,
+    PeerWarning,
     Scatter,
     Send,
     Write,
@@ -39,7 +39,7 @@ from pdstage.protocol.effects import (
     WriteRow,
 )
 from pdstage.protocol.handshake import _GOLDEN
-from pdstage.protocol.outbox import GivenRow, OutChunk, OutRoom
+from pdstage.protocol.outbox import Chunk, GivenRow, PrefillRoom
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.room import NO_ROWS, OwnRows, Room, State, room_key
 from pdstage.protocol.session import Link
@@ -147,7 +147,7 @@ class Prefill:
     buffers: list[np.ndarray]
     rows: Memory
     alive: bool = True
-    complaints: list[str] = field(default_factory=list)
+    peer_warnings: list[str] = field(default_factory=list)
     changes: list[tuple[bytes, int]] = field(default_factory=list)
 
 
@@ -159,10 +159,10 @@ class Decode:
     staging: Memory
     rows: Memory
     alive: bool = True
-    complaints: list[str] = field(default_factory=list)
+    peer_warnings: list[str] = field(default_factory=list)
     changes: list[tuple[bytes, int]] = field(default_factory=list)
-    pages: dict[InRoom, list[int]] = field(default_factory=dict)
-    row_of: dict[InRoom, int] = field(default_factory=dict)
+    pages: dict[DecodeRoom, list[int]] = field(default_factory=dict)
+    row_of: dict[DecodeRoom, int] = field(default_factory=dict)
 
     def nonces(self) -> set[int]:
         """Its half of every session it has greeted with."""
@@ -179,7 +179,7 @@ class Copy(NamedTuple):
     dst: np.ndarray
 
 
-def direct_cells(src: Prefill, dst: Decode, chunk: OutChunk) -> Iterator[Copy]:
+def direct_cells(src: Prefill, dst: Decode, chunk: Chunk) -> Iterator[Copy]:
     """Every cell of a chunk that goes straight into the destination's pages."""
     record = chunk.record
     ours = {key: start for key, start, _ in selects(src.core.layout, record.shares, chunk.rects)}
@@ -243,7 +243,7 @@ class World:
         placed: bool = False,
         instances: bool = False,
         deadline_s: float = 1000.0,
-        choose: Callable[[OutChunk], bool] | None = None,
+        choose: Callable[[Chunk], bool] | None = None,
         aux: str = "",
         src_columns: tuple[Column, ...] = COLUMNS,
         dst_columns: tuple[Column, ...] = COLUMNS,
@@ -329,7 +329,7 @@ class World:
         """At addresses of this world's own numbering, so that two runs of one schedule send the same frames."""
         return Memory(nbytes, base=next(self.space) << 32)
 
-    def _choose(self, chunk: OutChunk) -> bool:
+    def _choose(self, chunk: Chunk) -> bool:
         return self.choose(chunk)
 
     def restart(self, node: Prefill | Decode) -> Prefill | Decode:
@@ -344,7 +344,7 @@ class World:
 
     # What an engine does.
 
-    def announce(self, room: int, rank: int = 0, *, prefill: int | None = None) -> InRoom:
+    def announce(self, room: int, rank: int = 0, *, prefill: int | None = None) -> DecodeRoom:
         """`prefill` names the one writer; else every prefill rank is one."""
         node = self.decode[rank]
         writers = {n: p.name for n, p in enumerate(self.prefill) if prefill in {None, n}}
@@ -354,7 +354,7 @@ class World:
 
     def bind(
         self,
-        handle: InRoom,
+        handle: DecodeRoom,
         tokens: int,
         pages: list[int],
         rank: int = 0,
@@ -375,12 +375,12 @@ class World:
 
     def receive(
         self, room: int, tokens: int, pages: list[int], rank: int = 0, *, prefill: int | None = None, **how: int
-    ) -> InRoom:
+    ) -> DecodeRoom:
         handle = self.announce(room, rank, prefill=prefill)
         self.bind(handle, tokens, pages, rank, **how)
         return handle
 
-    def submit(self, room: int, rank: int = 0) -> OutRoom:
+    def submit(self, room: int, rank: int = 0) -> PrefillRoom:
         node = self.prefill[rank]
         handle = node.core.submit(room_key(room), self.now)
         self.carry(node)
@@ -398,7 +398,7 @@ class World:
 
     def chunk(
         self,
-        handle: OutRoom,
+        handle: PrefillRoom,
         tokens: tuple[int, int],
         pages: list[int],
         rank: int = 0,
@@ -424,11 +424,11 @@ class World:
         held[:] = fill
         return GivenRow(node.rows.base + number * len(held), functools.partial(_view, held))
 
-    def finish(self, handle: OutRoom, rank: int = 0, aux: bytes | GivenRow | None = b"aux") -> None:
+    def finish(self, handle: PrefillRoom, rank: int = 0, aux: bytes | GivenRow | None = b"aux") -> None:
         self.prefill[rank].core.finish(handle, aux, self.now)
         self.carry(self.prefill[rank])
 
-    def send(self, room: int, tokens: int, pages: list[int], rank: int = 0, step: int = 0) -> OutRoom:
+    def send(self, room: int, tokens: int, pages: list[int], rank: int = 0, step: int = 0) -> PrefillRoom:
         """A whole room from one rank, in chunks of `step` tokens."""
         self.fill(room, tokens, pages, rank)
         handle = self.submit(room, rank)
@@ -438,7 +438,7 @@ class World:
         self.finish(handle, rank)
         return handle
 
-    def check(self, handle: InRoom, room: int, tokens: int, rank: int = 0, prefix: int = 0) -> None:
+    def check(self, handle: DecodeRoom, room: int, tokens: int, rank: int = 0, prefix: int = 0) -> None:
         """Success, and every byte asked for is the truth."""
         assert handle.state is State.SUCCESS, (handle.state, handle.error)
         node = self.decode[rank]
@@ -538,8 +538,8 @@ class World:
                     self._post(node, dst, effect, self._row_lands)
                 case Scatter() if isinstance(node, Decode):
                     self.put(Item("scatter", node, node, lambda e=effect: self._scatter(node, e)))
-                case Complaint(_, error):
-                    node.complaints.append(str(error))
+                case PeerWarning(_, error):
+                    node.peer_warnings.append(str(error))
                 case Changed(room):
                     self.changed(node, room)
                 case Detach(link):
@@ -552,11 +552,11 @@ class World:
                     raise AssertionError(effect)
 
     def changed(self, node: Prefill | Decode, room: Room) -> None:
-        if isinstance(node, Decode) and isinstance(room, InRoom):
+        if isinstance(node, Decode) and isinstance(room, DecodeRoom):
             self.take_aux(node, room)
         node.changes.append((room.key, room.status))
 
-    def take_aux(self, node: Decode, room: InRoom) -> None:
+    def take_aux(self, node: Decode, room: DecodeRoom) -> None:
         """What the driver does before anybody sees a Success: a row that came in a message is put in its place."""
         seen = any(key == room.key and status & 0x7F == State.SUCCESS for key, status in node.changes)
         number = node.row_of.get(room)
@@ -683,14 +683,14 @@ class World:
             dst.rows.at(at, nbytes)[:] = node.rows.at(src, nbytes)
         self._landed(node, dst, effect.ticket, effect.tag)
 
-    def check_lease(self, dst: Decode, chunk: OutChunk) -> None:
+    def check_lease(self, dst: Decode, chunk: Chunk) -> None:
         """A byte of `chunk` lands in staging memory: is it still the chunk's?"""
         grant = dst.core.holdings.at(chunk.lane, chunk.cursor)
         mine = grant is not None and grant.request.link.session == chunk.record.link.session
         held = mine and grant is not None and grant.state in ("granted", "quarantined")
         self.must(held, "I2", "a write into released staging memory")
 
-    def check_pages(self, dst: Decode, chunk: OutChunk) -> None:
+    def check_pages(self, dst: Decode, chunk: Chunk) -> None:
         """A byte of `chunk` lands in pages or in a row: is the room's part of its writer still open?"""
         room = dst.core.epochs.get(chunk.record.epoch)
         part = room.parts.get(chunk.record.link.session) if room is not None else None

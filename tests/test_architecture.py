@@ -33,7 +33,7 @@ LAYERS = {
         "native",
         "shared",
     ],
-    1: ["ownership", "plan", "convert", "ring", "cost", "metrics", "spans", "tables", "cut", "columns", "complaints"],
+    1: ["ownership", "plan", "convert", "ring", "cost", "metrics", "spans", "tables", "cut", "columns", "log_limit"],
     2: ["protocol"],
     3: ["kernels"],
     4: ["stager", "probe", "metadata", "control", "transport"],

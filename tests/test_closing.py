@@ -15,7 +15,7 @@ from pdstage import MetadataBuffers, State, TransportError, UsageError
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.control.keys import Keys
 from pdstage.control.zmq import ControlSocket
-from pdstage.manager.copier import Copier
+from pdstage.manager.copy_thread import CopyThread
 from pdstage.manager.lookup import Directory
 from pdstage.metadata import usual_columns
 from pdstage.tools.calibrate.caller import Caller
@@ -32,8 +32,8 @@ class Boom(Exception):
     pass
 
 
-def copier() -> Copier:
-    made = Copier(lambda: None)
+def copier() -> CopyThread:
+    made = CopyThread(lambda: None)
     made.submit(lambda: None)
     return made
 

@@ -10,7 +10,7 @@
 namespace pdstage {
 
 constexpr u32 UNIT = 16;
-constexpr u32 MOST_COMPONENTS = 16;
+constexpr u32 MAX_COMPONENTS = 16;
 constexpr u64 VIEW_ALIGNMENT = 128;
 constexpr u32 NO_ITEM = ~0u;
 
@@ -55,7 +55,7 @@ struct Params {
     const Group* groups;
     const View* views;
     u64 n_groups;
-    Span pool[MOST_COMPONENTS], peer[MOST_COMPONENTS];
+    Span pool[MAX_COMPONENTS], peer[MAX_COMPONENTS];
 };
 
 // As kernels/cuda_tables.py counts them.

@@ -15,7 +15,7 @@ from pdstage.errors import UsageError
 if TYPE_CHECKING:
     from pdstage.control.keys import Keys
 
-_MOST_CHARACTERS = 512
+_MAX_CHARACTERS = 512
 _WILDCARDS = {"", "*", "0.0.0.0", "::"}
 
 
@@ -38,7 +38,7 @@ class Address(NamedTuple):
         Raises `UsageError` that quotes `text`.
         """
         remedy = f"write it as {scheme}://host:port, an IPv6 host in brackets"
-        if len(text) > _MOST_CHARACTERS:
+        if len(text) > _MAX_CHARACTERS:
             raise UsageError(f"address {text[:64]!r}... of {len(text)} characters", remedy=remedy)
         found, separator, rest = text.partition("://")
         if separator and found != scheme:

@@ -12,9 +12,9 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
-from pdstage.complaints import Complaints
 from pdstage.control import directory_api as api
 from pdstage.errors import PdstageError
+from pdstage.log_limit import LogLimit
 
 if TYPE_CHECKING:
     from pdstage.control.address import Address
@@ -75,7 +75,7 @@ class Server(ThreadingHTTPServer):
         self.directory = directory
         self._open: dict[socket.socket, float] = {}
         self._open_lock = threading.Lock()
-        self._complaints = Complaints()
+        self._log_limit = LogLimit()
         self.address_family = socket.AF_INET6 if address.is_ipv6 else socket.AF_INET
         super().__init__(("" if address.is_wildcard and not address.is_ipv6 else address.host, address.port), Handler)
 
@@ -102,7 +102,7 @@ class Server(ThreadingHTTPServer):
     def _warn_of_many(self) -> None:
         where = f"{self.server_name}:{self.server_port}"
         what = f"bootstrap at {where}: {_MAX_CONNECTIONS} connections are open; the oldest makes room for each new one"
-        if text := self._complaints.due(where, what, time.monotonic()):
+        if text := self._log_limit.due(where, what, time.monotonic()):
             log.warning("%s", text)
 
     def service_actions(self) -> None:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 
-from pdstage.complaints import Complaints
 from pdstage.control.address import Address
 from pdstage.errors import PeerError
+from pdstage.log_limit import LogLimit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +44,7 @@ _FAILED = (_BROKEN_OFF, _PROTOCOL, _AUTH)
 _EVENTS = _ACCEPTED | _GONE | _GOOD | _BROKEN_OFF | _PROTOCOL | _AUTH
 _OTHER_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 _POLLIN = int(zmq.POLLIN)
-_MOST_AT_ONCE = 4096
+_MAX_AT_ONCE = 4096
 _LOOK_S = 0.005
 _BROKEN_OFF_IS_FINAL = 3
 """A server that does not know the client's idea of its key says nothing: it hangs up, as one that ends just then."""
@@ -90,7 +90,7 @@ class Guard:
         """Where the socket listens, once it does: what libzmq tells of an accepted connection is our end's address."""
         self.refusals: list[Refusal] = []
         self._look_at = 0.0
-        self._complaints = Complaints()
+        self._log_limit = LogLimit()
         self._hosts: dict[int, str] = {}  # of accepted connections, by descriptor
         self._failing: str | None = None  # why the accepted connection that closes next was refused
         self._broken_off: Counter[str] = Counter()
@@ -114,7 +114,7 @@ class Guard:
         while int(self._monitor.getsockopt(zmq.EVENTS)) & _POLLIN:
             head, endpoint = self._monitor.recv_multipart()
             events.append((*_EVENT.unpack(head), endpoint.decode()))
-            if len(events) == _MOST_AT_ONCE:
+            if len(events) == _MAX_AT_ONCE:
                 self._take_in(events)
                 events = []
         self._take_in(events)
@@ -192,7 +192,7 @@ class Guard:
         self._warn(host, error)
 
     def _warn(self, peer: str, error: PeerError) -> None:
-        if text := self._complaints.due(peer, str(error), time.monotonic()):
+        if text := self._log_limit.due(peer, str(error), time.monotonic()):
             log.warning("%s", text)
 
 

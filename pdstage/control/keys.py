@@ -21,8 +21,8 @@ from pdstage.errors import UsageError
 log = logging.getLogger(__name__)
 
 NBYTES: Final = 32
-_MOST_NBYTES = 4 << 20  # of a file; a list of 40,000 named keys
-_MOST_CANDIDATES = 4
+_MAX_NBYTES = 4 << 20  # of a file; a list of 40,000 named keys
+_MAX_CANDIDATES = 4
 _HEADER = """\
 # The secret key of a pdstage node, or of a cluster whose nodes all hold this file. Who can read it is one of them.
 # Its public half, for allow lists: {public}
@@ -83,7 +83,7 @@ class Keys:
         While keys are rotated, an address known for long may tell the key of yesterday.
         """
         listed = sorted(self._allow.read()) if self._allow is not None else []
-        return list(dict.fromkeys([first or self.public, self.public, *listed]))[:_MOST_CANDIDATES]
+        return list(dict.fromkeys([first or self.public, self.public, *listed]))[:_MAX_CANDIDATES]
 
 
 def keys_of(given: Keys | str | os.PathLike[str] | None) -> Keys | None:
@@ -173,12 +173,12 @@ def _read(path: Path) -> tuple[str, os.stat_result]:
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            data = file.read(_MOST_NBYTES + 1)
+            data = file.read(_MAX_NBYTES + 1)
     except OSError as error:
         raise UsageError(
             f"cannot read {path} ({error.strerror})", remedy="name a file made by `pdstage keys FILE`, or an allow list"
         ) from error
-    if len(data) > _MOST_NBYTES or not data.isascii():
+    if len(data) > _MAX_NBYTES or not data.isascii():
         raise UsageError(f"{path} is no text file of keys", remedy="make keys with `pdstage keys FILE`")
     return data.decode("ascii"), status
 

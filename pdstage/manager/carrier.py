@@ -13,7 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from pdstage.control.zmq import MAX_FRAMES
-from pdstage.protocol.effects import Attach, Changed, Complaint, Detach, Effect, Gather, HangUp, Scatter, Send
+from pdstage.protocol.effects import Attach, Changed, Detach, Effect, Gather, HangUp, PeerWarning, Scatter, Send
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,7 +65,7 @@ class Carrier:
             case Changed(room):
                 node._on_changed(room)
                 return False
-            case Complaint(route, error):
+            case PeerWarning(route, error):
                 node._complain(route, error)
                 return False
             case Attach(link, offers):

@@ -20,15 +20,15 @@ from pdstage.manager.receiver import Bound, Receiver
 from pdstage.manager.sessions import label, place
 from pdstage.metadata import AuxRow
 from pdstage.protocol import messages as m
-from pdstage.protocol.decode import DecodeCore, InRoom
+from pdstage.protocol.decode import DecodeCore, DecodeRoom
 from pdstage.protocol.effects import (
     Attach,
     Changed,
-    Complaint,
     Detach,
     Effect,
     Gather,
     HangUp,
+    PeerWarning,
     Scatter,
     Send,
     Write,
@@ -216,8 +216,8 @@ class DecodeNode(Node[DecodeCore, Receiver]):
                     staged=part.link.converted and part.link.converted.taken,
                 )  # fmt: skip
             case (
-                Gather() | Write() | WriteDirect() | WriteRow() | Send() | Changed() | Complaint() | Attach() | Detach()
-                | HangUp()
+                Gather() | Write() | WriteDirect() | WriteRow() | Send() | Changed() | PeerWarning() | Attach()
+                | Detach() | HangUp()
             ):  # fmt: skip
                 raise AssertionError(f"a decode core asked for {effect}")
             case _:
@@ -324,15 +324,15 @@ class DecodeNode(Node[DecodeCore, Receiver]):
 
     def _on_changed(self, room: Room) -> None:
         receiver = self.roster.of(room)
-        if isinstance(room, InRoom) and isinstance(receiver, Receiver) and room.state is State.SUCCESS:
+        if isinstance(room, DecodeRoom) and isinstance(receiver, Receiver) and room.state is State.SUCCESS:
             self._take_aux(receiver, room)  # before anybody sees the Success
         super()._on_changed(room)
-        if isinstance(room, InRoom) and room.ended:
+        if isinstance(room, DecodeRoom) and room.ended:
             held = self._receivers.get(room.key)
             if held is not None and held.room is room:
                 del self._receivers[room.key]
 
-    def _take_aux(self, receiver: Receiver, room: InRoom) -> None:
+    def _take_aux(self, receiver: Receiver, room: DecodeRoom) -> None:
         """What came by message is put into the row; what was written in place is there."""
         if receiver.state is State.SUCCESS:
             return

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     from pdstage.layout import Layout
     from pdstage.plan import Stagings
-    from pdstage.protocol.outbox import OutRoom
+    from pdstage.protocol.outbox import PrefillRoom
 
 _OVER = (Phase.WRITTEN, Phase.DROPPED, Phase.BROKEN)
 
 
-def prefix_tokens(room: OutRoom, names: Collection[str]) -> int | None:
+def prefix_tokens(room: PrefillRoom, names: Collection[str]) -> int | None:
     """The first token of the components `names` that any destination asks for; None before all have opened."""
     if not _all_opened(room):
         return None
@@ -31,7 +31,7 @@ def prefix_tokens(room: OutRoom, names: Collection[str]) -> int | None:
     return min((start for name, (start, _) in asked if name in names), default=0)
 
 
-def max_chunk_tokens(room: OutRoom, layout: Layout, stagings: Stagings, most_nbytes: int) -> int | None:
+def max_chunk_tokens(room: PrefillRoom, layout: Layout, stagings: Stagings, most_nbytes: int) -> int | None:
     """The most tokens that travel as one chunk of `most_nbytes` to every destination; None before all have opened."""
     if not _all_opened(room):
         return None
@@ -46,13 +46,13 @@ def max_chunk_tokens(room: OutRoom, layout: Layout, stagings: Stagings, most_nby
     return min(most, default=None)
 
 
-def backlog_nbytes(room: OutRoom) -> int:
+def backlog_nbytes(room: PrefillRoom) -> int:
     """Bytes of the room's chunks that no write has carried yet, summed over destinations."""
     chunks = (c for record in room.destinations.values() for c in record.chunks.values())
     return sum(chunk.nbytes for chunk in chunks if chunk.phase not in _OVER)
 
 
-def _all_opened(room: OutRoom) -> bool:
+def _all_opened(room: PrefillRoom) -> bool:
     return 0 < room.n_destinations <= len(room.destinations)
 
 

@@ -18,8 +18,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from pdstage.complaints import Complaints
 from pdstage.errors import PdstageError, UsageError
+from pdstage.log_limit import LogLimit
 from pdstage.manager.awaiting import Look, Pumps, until
 from pdstage.manager.carrier import Carrier
 from pdstage.manager.handle import Roster
@@ -74,7 +74,7 @@ class Driver(Role[AnyCore]):
         self._carrier = Carrier(self)
         self._sleep = Sleep(self)
         self.sessions = Sessions(self)
-        self._complaints = Complaints()
+        self._log_limit = LogLimit()
         self._early: list[Done | PostFailed | Inbound] = []
         self._closed = False
         self._failure: BaseException | None = None
@@ -290,7 +290,7 @@ class Driver(Role[AnyCore]):
 
     def _complain(self, route: bytes, error: PdstageError) -> None:
         peer = self.socket.name_of(route)
-        if text := self._complaints.due(peer, str(error), time.monotonic()):
+        if text := self._log_limit.due(peer, str(error), time.monotonic()):
             log.warning("peer %s: %s", peer, text)
 
     def _fail_everything(self, error: BaseException) -> None:

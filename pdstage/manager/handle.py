@@ -119,7 +119,7 @@ class Handle:
         return self.state
 
 
-MOST_ENDED = 65_536
+MAX_ENDED = 65_536
 """Ended rooms that are kept for `completions`: an engine that never asks for them must not pay for each (I14)."""
 
 
@@ -131,7 +131,7 @@ class Roster:
 
     def __init__(self) -> None:
         self._handles: dict[Room, Handle] = {}
-        self._ended: deque[Handle] = deque(maxlen=MOST_ENDED)
+        self._ended: deque[Handle] = deque(maxlen=MAX_ENDED)
         # Lists and dictionaries whose single calls are each whole: waiters come and go in any thread, and when garbage
         # is collected, where a lock could be held by whom it interrupts.
         self._waiters: dict[Waiter, None] = {}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pdstage.manager.paths import Paths
     from pdstage.manager.posts import Posts
     from pdstage.metrics import Counters
-    from pdstage.protocol.outbox import OutChunk
+    from pdstage.protocol.outbox import Chunk
     from pdstage.protocol.session import Link
     from pdstage.stager import Stager
     from pdstage.transport import Transport
@@ -102,7 +102,7 @@ class Moves:
             case WriteRow(_, _, spans):
                 return Spans(*np.ascontiguousarray(np.array(spans, np.int64).T))
 
-    def _place(self, ticket: int, chunk: OutChunk, address: int) -> Region | None:
+    def _place(self, ticket: int, chunk: Chunk, address: int) -> Region | None:
         """The chunk's lease, if it is mapped here: then it is gathered and written in one pass."""
         mapped = self._transport.mapped(label(chunk.record.link), address, chunk.nbytes)
         chunk.placed = mapped is not None and mapped.kind == self._kind
@@ -116,5 +116,5 @@ class Moves:
         return Region(held.base, min(held.nbytes, nbytes), held.kind, held.device)
 
 
-def _indexes(chunk: OutChunk) -> Mapping[str, Index]:
+def _indexes(chunk: Chunk) -> Mapping[str, Index]:
     return {name: given.index for name, given in chunk.source.items.items()}  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from pdstage.control.keys import keys_of
 from pdstage.control.zmq import ControlSocket
 from pdstage.errors import TransportError, UsageError
 from pdstage.manager import status
-from pdstage.manager.copier import Copier, has_core_to_spare
+from pdstage.manager.copy_thread import CopyThread, has_core_to_spare
 from pdstage.manager.driver import Driver
 from pdstage.manager.handle import Handle
 from pdstage.manager.lookup import Directory
@@ -108,7 +108,7 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
             self.memory = Memory(staging_nbytes, staging, pool.device, mappable=mappable)
             opened.callback(self.memory.release)
             self.parts = self.memory.parts(n_parts)
-            self._copier = Copier(self._wake)
+            self._copier = CopyThread(self._wake)
             copies_aside = has_core_to_spare() if copy_thread is None else copy_thread
             clock = time.monotonic if observers else None
             runtime = pool.runtime()

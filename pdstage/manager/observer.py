@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pdstage.manager.handle import Handle
     from pdstage.protocol.messages import Session
-    from pdstage.protocol.outbox import OutChunk
+    from pdstage.protocol.outbox import Chunk
     from pdstage.protocol.room import Room, RoomId
     from pdstage.protocol.session import Link
     from pdstage.stager import Copied
@@ -231,7 +231,7 @@ class Observation:
                 case _:
                     pass
 
-    def _waited(self, chunk: OutChunk, now: float) -> None:
+    def _waited(self, chunk: Chunk, now: float) -> None:
         waited = _of_chunk("lease_wait", chunk, min(chunk.waits_since, now))
         self._events.append(waited._replace(ended_at=now))
 
@@ -288,7 +288,7 @@ class Observation:
                     log.exception("observer %r failed and is asked no more", observer)
 
 
-def _of_chunk(kind: Kind, chunk: OutChunk, at: float, nbytes: int | None = None) -> StageOver:
+def _of_chunk(kind: Kind, chunk: Chunk, at: float, nbytes: int | None = None) -> StageOver:
     record, link = chunk.record, chunk.record.link
     return StageOver(
         kind, room_id(record.open.room), link.session, record.epoch, link.topology.unique_rank,

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from pdstage.cut import Pair
     from pdstage.layout import Layout
     from pdstage.plan import Rect, Stagings
-    from pdstage.protocol.outbox import OutChunk, Record
+    from pdstage.protocol.outbox import Chunk, Record
     from pdstage.protocol.session import Link
 
-_MOST_PLANS = 1024
+_MAX_PLANS = 1024
 
 
 class Paths:
@@ -41,7 +41,7 @@ class Paths:
         self._layout, self._stagings, self._pair_of, self._chunk_nbytes = layout, stagings, pair_of, chunk_nbytes
         self._plans: dict[tuple[object, ...], DirectPlans] = {}
 
-    def prefers_direct(self, chunk: OutChunk) -> bool:
+    def prefers_direct(self, chunk: Chunk) -> bool:
         """By what all of its source's chunks to this destination would cost, so that they go the same way."""
         if self.path != "auto":
             return self.path == "direct"
@@ -61,7 +61,7 @@ class Paths:
         key = (record.link, record.shares, *layers)
         plan = self._plans.get(key)
         if plan is None:
-            if len(self._plans) >= _MOST_PLANS:
+            if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             pair = self._pair_of(record.link)
             ours, theirs = (selects(layout, record.shares, rects) for layout in (self._layout, record.link.layout))

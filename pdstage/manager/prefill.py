@@ -28,11 +28,11 @@ from pdstage.plan import Stagings
 from pdstage.protocol.effects import (
     Attach,
     Changed,
-    Complaint,
     Detach,
     Effect,
     Gather,
     HangUp,
+    PeerWarning,
     Scatter,
     Send,
     Write,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from pdstage.manager.sleep import Heard
     from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
-    from pdstage.protocol.outbox import OutRoom
+    from pdstage.protocol.outbox import PrefillRoom
     from pdstage.protocol.session import Link
     from pdstage.stager import Copied
     from pdstage.topology import Topology
@@ -237,18 +237,18 @@ class PrefillNode(Node[PrefillCore, Sender]):
             self.core.abort(sender.room, reason, time.monotonic())
         self.kick()
 
-    def prefix_tokens(self, room: OutRoom, component: str | None = None) -> int | None:
+    def prefix_tokens(self, room: PrefillRoom, component: str | None = None) -> int | None:
         """`Sender.prefix_tokens`, and `prefix_tokens_of` a component."""
         names = self._positional if component is None else {canonical(component)}
         with self.use():
             return demand.prefix_tokens(room, names)
 
-    def max_chunk_tokens(self, room: OutRoom) -> int | None:
+    def max_chunk_tokens(self, room: PrefillRoom) -> int | None:
         """`Sender.max_chunk_tokens`."""
         with self.use():
             return demand.max_chunk_tokens(room, self.pool.layout, self._stagings, self._chunk_nbytes)
 
-    def backlog_nbytes(self, room: OutRoom) -> int:
+    def backlog_nbytes(self, room: PrefillRoom) -> int:
         """`Sender.backlog_nbytes`."""
         with self.use():
             return demand.backlog_nbytes(room)
@@ -261,7 +261,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
                 self.moves.gather(effect)
             case Write() | WriteDirect() | WriteRow():
                 self._write(effect)
-            case Scatter() | Send() | Changed() | Complaint() | Attach() | Detach() | HangUp():
+            case Scatter() | Send() | Changed() | PeerWarning() | Attach() | Detach() | HangUp():
                 raise AssertionError(f"a prefill core asked for {effect}")
             case _:
                 assert_never(effect)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pdstage.manager.items import Checked, GivenItems, GivenTokens
     from pdstage.metadata import AuxRow
     from pdstage.protocol import messages as m
-    from pdstage.protocol.decode import InRoom
+    from pdstage.protocol.decode import DecodeRoom
 
 
 class Bound:
@@ -43,7 +43,7 @@ class Receiver(Handle):
 
     __slots__ = ("_aux", "bound")
 
-    room: InRoom | None
+    room: DecodeRoom | None
     _node: DecodeNode
 
     def __init__(self, node: DecodeNode, key: bytes) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pdstage.manager.items import GivenItems, GivenTokens
     from pdstage.manager.prefill import PrefillNode
     from pdstage.metadata import AuxRow
-    from pdstage.protocol.outbox import OutRoom
+    from pdstage.protocol.outbox import PrefillRoom
 
 
 class Sender(Handle):
@@ -22,10 +22,10 @@ class Sender(Handle):
 
     __slots__ = ("finishing",)
 
-    room: OutRoom
+    room: PrefillRoom
     _node: PrefillNode
 
-    def __init__(self, node: PrefillNode, room: OutRoom, key: bytes) -> None:
+    def __init__(self, node: PrefillNode, room: PrefillRoom, key: bytes) -> None:
         super().__init__(node, room, key)
         self.finishing = False
 

@@ -14,9 +14,9 @@ from pdstage.errors import PdstageError, PeerError, TransportError
 from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.effects import Changed, Complaint, Scatter
+from pdstage.protocol.effects import Changed, PeerWarning, Scatter
 from pdstage.protocol.holdings import Grant
-from pdstage.protocol.inbox import InRoom, Landing, Part, PartPhase
+from pdstage.protocol.inbox import DecodeRoom, Landing, Part, PartPhase
 from pdstage.protocol.queue import Request
 from pdstage.protocol.receiving import Receiving
 from pdstage.protocol.room import Event, OwnRows
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from pdstage.protocol.coverage import Coverage
     from pdstage.protocol.session import Link
 
-_MOST_CLAIMS = 4096
+_MAX_CLAIMS = 4096
 """Leases and waiting requests of one writer for one room: what it asks for beyond has to wait for those."""
-_MOST_REPEATS = 65_536
+_MAX_REPEATS = 65_536
 """Chunks of one writer beyond which one that brings nothing new is not noted."""
 
 
@@ -63,7 +63,7 @@ class Arriving(Receiving):
             self._fail(part.room, PeerError(f"prefill rank {part.number} asks for a lease: {problem}"), now)
         elif part.coverage.covers(ask.rects):
             self.send(link, m.Refused(ask.epoch, ask.chunk, ask.attempt, "covered", 0), now)
-        elif held is None and self.holdings.n_claims(link, ask.epoch) >= _MOST_CLAIMS:
+        elif held is None and self.holdings.n_claims(link, ask.epoch) >= _MAX_CLAIMS:
             return  # it asks again
         elif not isinstance(held, Request) or held.attempt <= ask.attempt:
             self.holdings.wait(request)
@@ -85,7 +85,7 @@ class Arriving(Receiving):
             tag = wire.decode_tag(data, self._components) if link is not None else None
         except PeerError as error:
             self.counters.tags_malformed += 1
-            self.emit(Complaint(b"", error))
+            self.emit(PeerWarning(b"", error))
             return
         if link is None or tag is None or not self._on_tag(link, tag, now):
             self.counters.tags_stale += 1
@@ -132,7 +132,7 @@ class Arriving(Receiving):
             return part.has_aux and part.room.row is not None and not part.row_arrived and not tag.rects
         if not part.direct or not tag.rects or coverage.problem(tag.rects) or tag.chunk in part.arrived:
             return False
-        return not (coverage.covers(tag.rects) and len(part.arrived) >= _MOST_REPEATS)
+        return not (coverage.covers(tag.rects) and len(part.arrived) >= _MAX_REPEATS)
 
     def _arrived(self, part: Part, tag: wire.Tag, now: float) -> None:
         room = part.room
@@ -221,7 +221,7 @@ class Arriving(Receiving):
                 part.coverage.count(name, given[name])
         return f"finished without {part.coverage.missing()}" if not part.coverage.complete else ""
 
-    def _take_aux(self, room: InRoom, link: Link, close: m.CloseOk) -> None:
+    def _take_aux(self, room: DecodeRoom, link: Link, close: m.CloseOk) -> None:
         """A row that came both ways, as its post was told to have failed, is what the message says."""
         room.aux = close.aux
         if close.packed or any(written.lane == m.AUX for written in close.written):
@@ -229,4 +229,4 @@ class Arriving(Receiving):
         if close.packed and self._rows.wanted:
             self.counters.aux_fallbacks += 1
             what = "an aux row came by control message, not by the data transport"
-            self.say_once(link.route, what, "see prefill's log for why, and aux_fallbacks")
+            self.warn_once(link.route, what, "see prefill's log for why, and aux_fallbacks")

@@ -16,7 +16,17 @@ from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.effects import Changed, Gather, Write, WriteDirect, WriteRow
-from pdstage.protocol.outbox import GivenRow, OutChunk, Phase, Record, RecordPhase, SendBuffers, Source, clip, split
+from pdstage.protocol.outbox import (
+    Chunk,
+    GivenRow,
+    Phase,
+    Record,
+    RecordPhase,
+    SendBuffers,
+    SubmittedChunk,
+    clip,
+    split,
+)
 from pdstage.protocol.room import Event
 from pdstage.protocol.windows import Windowed
 
@@ -27,9 +37,9 @@ if TYPE_CHECKING:
     from pdstage.protocol.config import Config
     from pdstage.protocol.session import Link
 
-_MOST_PIECES = 1024
+_MAX_PIECES = 1024
 """A chunk that would fall into more fits no span worth having: it waits for a larger one, or goes direct."""
-_MOST_UNSETTLED = 4096
+_MAX_UNSETTLED = 4096
 
 
 class Borrower(Windowed):
@@ -43,7 +53,7 @@ class Borrower(Windowed):
         *,
         n_buffers: int,
         buffer_nbytes: int,
-        choose: Callable[[OutChunk], bool],
+        choose: Callable[[Chunk], bool],
     ) -> None:
         super().__init__(incarnation, config, welcome)
         self.layout = welcome.layout
@@ -52,7 +62,7 @@ class Borrower(Windowed):
         self.stagings = Stagings(self.layout)
         self._buffer_nbytes = buffer_nbytes
         self._choose = choose
-        self._flights: dict[int, tuple[OutChunk, int]] = {}
+        self._flights: dict[int, tuple[Chunk, int]] = {}
         self._orphans: dict[int, m.Session] = {}
         self._unsettled: OrderedDict[m.Session, None] = OrderedDict()
 
@@ -87,7 +97,7 @@ class Borrower(Windowed):
                 return
         self._give_back(link, lease, now)
 
-    def _take(self, chunk: OutChunk, lease: m.Lease) -> None:
+    def _take(self, chunk: Chunk, lease: m.Lease) -> None:
         nbytes = chunk.record.link.lanes[lease.lane].nbytes
         if lease.nbytes < chunk.nbytes or lease.cursor < 0 or lease.cursor % nbytes + chunk.nbytes > nbytes:
             raise PeerError(
@@ -115,8 +125,8 @@ class Borrower(Windowed):
         most = refused.max_nbytes
         stagings = record.staged_by(self.stagings)
         cut = split(chunk.rects, record, stagings, most) if most > 0 else iter(())
-        pieces = list(islice(cut, _MOST_PIECES + 1))
-        if 1 < len(pieces) <= _MOST_PIECES:
+        pieces = list(islice(cut, _MAX_PIECES + 1))
+        if 1 < len(pieces) <= _MAX_PIECES:
             chunk.phase = Phase.DROPPED
             record.unwritten -= 1
             for rects in pieces:
@@ -141,7 +151,7 @@ class Borrower(Windowed):
                 self._recalled(chunk, now)
         self._give_back(link, recall, now)
 
-    def _recalled(self, chunk: OutChunk, now: float) -> None:
+    def _recalled(self, chunk: Chunk, now: float) -> None:
         """Returned is final: the attempt rises first, and the old one is never accepted again."""
         chunk.attempt += 1
         self.timers.cancel(("ask", chunk))
@@ -152,7 +162,7 @@ class Borrower(Windowed):
 
     # Chunks.
 
-    def _add(self, record: Record, source: Source, now: float) -> None:
+    def _add(self, record: Record, source: SubmittedChunk, now: float) -> None:
         if record.phase is not RecordPhase.LIVE:
             return
         largest = max(lane.nbytes for lane in record.link.lanes)
@@ -161,9 +171,9 @@ class Borrower(Windowed):
         for rects in split(clip(source.rects, record, stagings), record, stagings, limit):
             self._add_piece(record, source, rects, now)
 
-    def _add_piece(self, record: Record, source: Source, rects: tuple[Rect, ...], now: float) -> None:
+    def _add_piece(self, record: Record, source: SubmittedChunk, rects: tuple[Rect, ...], now: float) -> None:
         nbytes = record.staged_by(self.stagings).of(record.shares, rects).nbytes(record.link.common.tokens(rects))
-        chunk = OutChunk(record, len(record.chunks), source, rects, nbytes)
+        chunk = Chunk(record, len(record.chunks), source, rects, nbytes)
         record.chunks[chunk.number] = chunk
         source.chunks.append(chunk)
         record.unwritten += 1
@@ -179,15 +189,15 @@ class Borrower(Windowed):
         else:
             self._ask(chunk, now)
 
-    def _chunk(self, link: Link, epoch: int, number: int) -> OutChunk | None:
+    def _chunk(self, link: Link, epoch: int, number: int) -> Chunk | None:
         record = self.records.get((link.session, epoch))
         return record.chunks.get(number) if record is not None else None
 
-    def _ask(self, chunk: OutChunk, now: float) -> None:
+    def _ask(self, chunk: Chunk, now: float) -> None:
         chunk.phase, chunk.waits_since = Phase.ASKING, now
         self._reserve(chunk, now)
 
-    def _ask_again(self, chunk: OutChunk, now: float) -> None:
+    def _ask_again(self, chunk: Chunk, now: float) -> None:
         if chunk.phase is not Phase.ASKING and (chunk.phase is not Phase.HELD or self._window_open(chunk)):
             return
         waited_s = now - chunk.waits_since
@@ -196,12 +206,12 @@ class Borrower(Windowed):
         else:
             self._reserve(chunk, now)
 
-    def _reserve(self, chunk: OutChunk, now: float) -> None:
+    def _reserve(self, chunk: Chunk, now: float) -> None:
         record = chunk.record
         self.send(record.link, m.Reserve(record.epoch, chunk.number, chunk.attempt, chunk.nbytes, chunk.rects), now)
         self.repeat(("ask", chunk), now)
 
-    def _go_direct(self, chunk: OutChunk, now: float) -> None:
+    def _go_direct(self, chunk: Chunk, now: float) -> None:
         """Falls back staged -> direct: gives its lease back, and one on its way is given back by its attempt."""
         if chunk.phase is not Phase.ASKING:
             record = chunk.record
@@ -218,7 +228,7 @@ class Borrower(Windowed):
         self.counters.leases_returned += 1
         self.send(link, m.Returned(told.epoch, told.chunk, told.attempt, told.lane, told.cursor), now)
 
-    def _advance(self, chunk: OutChunk) -> None:
+    def _advance(self, chunk: Chunk) -> None:
         """Queues a held chunk once its data exists and, unless direct, its window is open."""
         if chunk.phase is Phase.HELD and chunk.source.ready and (chunk.direct or self._window_open(chunk)):
             chunk.phase = Phase.READY
@@ -242,7 +252,7 @@ class Borrower(Windowed):
                 chunk.phase = Phase.GATHERING
                 self.emit(Gather(ticket, buffer, chunk, self._address(chunk)))
 
-    def _row_write(self, ticket: int, chunk: OutChunk) -> WriteRow:
+    def _row_write(self, ticket: int, chunk: Chunk) -> WriteRow:
         """All that a room's aux row has in common with the one that its destination named."""
         record, rows = chunk.record, chunk.record.link.rows
         assert record.room is not None and isinstance(record.room.aux, GivenRow)
@@ -285,7 +295,7 @@ class Borrower(Windowed):
 
     def _doubt(self, session: m.Session) -> None:
         self._unsettled[session] = None
-        if len(self._unsettled) > _MOST_UNSETTLED:
+        if len(self._unsettled) > _MAX_UNSETTLED:
             self._unsettled.popitem(last=False)
 
     def fenced(self, link: Link, now: float) -> None:
@@ -299,17 +309,17 @@ class Borrower(Windowed):
                 self._orphans[ticket] = link.session
                 self._land(ticket, now, error)
 
-    def _address(self, chunk: OutChunk) -> int:
+    def _address(self, chunk: Chunk) -> int:
         """Where its lease lies in the destination's memory."""
         lane = chunk.record.link.lanes[chunk.lane]
         return lane.base + chunk.cursor % lane.nbytes
 
-    def _tag(self, chunk: OutChunk) -> bytes:
+    def _tag(self, chunk: Chunk) -> bytes:
         link = chunk.record.link
         tag = wire.Tag(link.session, chunk.record.epoch, chunk.number, *chunk.where, chunk.rects, chunk.checksum)
         return wire.encode_tag(tag, tuple(component.name for component in link.layout.components))
 
-    def _tell_tag(self, chunk: OutChunk, now: float) -> None:
+    def _tell_tag(self, chunk: Chunk, now: float) -> None:
         """Where the transport carries no tags: says of a write that is done what its tag would."""
         link = chunk.record.link
         if link.tells_tags and chunk.phase is Phase.WRITTEN and link.session in self.links:
@@ -334,7 +344,7 @@ class Borrower(Windowed):
         self._landed(record, now)
         self._settle(now)
 
-    def _written(self, chunk: OutChunk, now: float, error: PdstageError | None) -> None:
+    def _written(self, chunk: Chunk, now: float, error: PdstageError | None) -> None:
         record = chunk.record
         if error is not None and chunk.row:  # nothing of it can land any more, else the session were lost by now
             chunk.phase = Phase.BROKEN

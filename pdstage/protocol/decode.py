@@ -17,7 +17,7 @@ from pdstage.protocol import wire
 from pdstage.protocol.arriving import Arriving
 from pdstage.protocol.effects import Changed
 from pdstage.protocol.handshake import Peer
-from pdstage.protocol.inbox import InRoom, Landing, Part, PartPhase
+from pdstage.protocol.inbox import DecodeRoom, Landing, Part, PartPhase
 from pdstage.protocol.receiving import too_late
 from pdstage.protocol.room import NO_ROWS, OwnRows, State, room_id
 from pdstage.protocol.session import Link
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pdstage.protocol.config import Config
     from pdstage.topology import Topology
 
-__all__ = ["DecodeCore", "InRoom", "Landing", "Part", "PartPhase"]
+__all__ = ["DecodeCore", "DecodeRoom", "Landing", "Part", "PartPhase"]
 
 
 class DecodeCore(Arriving):
@@ -76,7 +76,7 @@ class DecodeCore(Arriving):
 
     # What the engine does.
 
-    def announce(self, key: bytes, writers: Mapping[int, bytes], now: float, *, deadline_s: float) -> InRoom:
+    def announce(self, key: bytes, writers: Mapping[int, bytes], now: float, *, deadline_s: float) -> DecodeRoom:
         """The engine will receive this room from `writers` (number -> route). Greets those not known yet.
 
         Raises `UsageError` if the room is being received already, its writers are none or share a route, or there are
@@ -95,7 +95,7 @@ class DecodeCore(Arriving):
                 room=named,
             )
         self._make_place(writers.values(), now)
-        room = InRoom(key, self._new_epoch(), dict(writers))
+        room = DecodeRoom(key, self._new_epoch(), dict(writers))
         room.deadline_s = deadline_s
         self.rooms[key] = self.epochs[room.epoch] = room
         self.counters.rooms_opened += 1
@@ -126,7 +126,7 @@ class DecodeCore(Arriving):
 
     def bind(
         self,
-        room: InRoom,
+        room: DecodeRoom,
         asked: tuple[m.Asked, ...],
         items: Mapping[str, object],
         now: float,
@@ -161,7 +161,7 @@ class DecodeCore(Arriving):
         if room.state is State.WAITING_FOR_INPUT:
             self._open(room, now)
 
-    def abort(self, room: InRoom, reason: str, now: float) -> None:
+    def abort(self, room: DecodeRoom, reason: str, now: float) -> None:
         self._fail(room, Aborted(f"room {room.id!r} was aborted at decode: {reason}"), now)
         self._settle(now)
 
@@ -275,9 +275,9 @@ class DecodeCore(Arriving):
                 self._recall_all(now)
             case (str() as kind, Peer() as peer):
                 self._on_greeting_timer(kind, peer, now)
-            case ("asking", InRoom() as room):
+            case ("asking", DecodeRoom() as room):
                 self._ask(room, now)
-            case (str() as kind, InRoom() as room):
+            case (str() as kind, DecodeRoom() as room):
                 self._fail(room, too_late(kind, room, self.config), now)
             case ("open", Part() as part):
                 self._send_open(part, now)

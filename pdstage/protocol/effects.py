@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pdstage.columns import Span
     from pdstage.errors import PdstageError
     from pdstage.protocol.inbox import Landing
-    from pdstage.protocol.outbox import OutChunk
+    from pdstage.protocol.outbox import Chunk
     from pdstage.protocol.room import Room
     from pdstage.protocol.session import Link
 
@@ -53,7 +53,7 @@ class Gather(NamedTuple):
 
     ticket: int
     buffer: int
-    chunk: OutChunk
+    chunk: Chunk
     address: int
 
 
@@ -65,7 +65,7 @@ class Write(NamedTuple):
 
     ticket: int
     buffer: int
-    chunk: OutChunk
+    chunk: Chunk
     address: int
     tag: bytes
 
@@ -74,7 +74,7 @@ class WriteDirect(NamedTuple):
     """Write the chunk's source runs straight into the destination's pages; answer `completed(ticket)`."""
 
     ticket: int
-    chunk: OutChunk
+    chunk: Chunk
     tag: bytes
 
 
@@ -85,7 +85,7 @@ class WriteRow(NamedTuple):
     """
 
     ticket: int
-    chunk: OutChunk
+    chunk: Chunk
     spans: tuple[Span, ...]
     tag: bytes
 
@@ -103,7 +103,7 @@ class Changed(NamedTuple):
     room: Room
 
 
-class Complaint(NamedTuple):
+class PeerWarning(NamedTuple):
     """A peer said something it may not or that surprises, or was refused: for the log. Counted already."""
 
     route: bytes
@@ -112,6 +112,6 @@ class Complaint(NamedTuple):
 
 # fmt: off
 Effect: TypeAlias = (
-    Send | Attach | Detach | HangUp | Gather | Write | WriteDirect | WriteRow | Scatter | Changed | Complaint
+    Send | Attach | Detach | HangUp | Gather | Write | WriteDirect | WriteRow | Scatter | Changed | PeerWarning
 )
 # fmt: on

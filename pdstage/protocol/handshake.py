@@ -1,6 +1,7 @@
 """Can these two talk: decode greets, prefill answers, and each refuses in words what does not fit.
 
-Layer 2, pure. Must not know leases or what rooms do: a `Greeter` tells its heir when a peer is met, or never will be.
+Layer 2, pure. Must not know leases or what rooms do: a `HandshakeClient` tells its heir when a peer is met, or never
+will be.
 
 Every greeting carries a number of its own, so a session once lost is never resumed, not by the same two processes
 either; and prefill remembers the lost ones for a while, lest a late Hello begin one again with its seq at zero.
@@ -20,7 +21,7 @@ from pdstage.ownership import Common
 from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.effects import Attach, Complaint
+from pdstage.protocol.effects import Attach, PeerWarning
 from pdstage.protocol.fit import incompatible, parted
 from pdstage.protocol.session import Core, Link
 from pdstage.protocol.told import layout_problem
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pdstage.protocol.config import Config
-    from pdstage.protocol.inbox import InRoom
+    from pdstage.protocol.inbox import DecodeRoom
     from pdstage.protocol.versions import OtherVersion
 
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
-_MOST_LOST = 4096
+_MAX_LOST = 4096
 
 
 def meeting(welcome: m.Welcome, hello: m.Hello) -> Conversion:
@@ -52,12 +53,12 @@ class Peer:
     """This end of the session to come; a lost session's successor has another."""
     link: Link | None = None
     n_hellos: int = 0
-    rooms: dict[InRoom, None] = field(default_factory=dict)
+    rooms: dict[DecodeRoom, None] = field(default_factory=dict)
     given_up: dict[bytes, m.Abort] = field(default_factory=dict)
     """Rooms that ended before it answered, which it is told once it does."""
 
 
-class Greeter(Core):
+class HandshakeClient(Core):
     """Decode's half: says Hello to each writer of a room, once."""
 
     def __init__(self, incarnation: int, config: Config, hello: m.Hello) -> None:
@@ -71,14 +72,14 @@ class Greeter(Core):
         """The peer agreed: its rooms may open."""
 
     @abstractmethod
-    def _fail(self, room: InRoom, error: PdstageError, now: float) -> None: ...
+    def _fail(self, room: DecodeRoom, error: PdstageError, now: float) -> None: ...
 
     @abstractmethod
     def _hang_up(self, route: bytes) -> None:
         """Nobody there is greeted any more."""
 
     def _on_other_version(self, route: bytes, error: OtherVersion) -> None:
-        """The complaint is enough: nobody greets a decode node."""
+        """The warning is enough: nobody greets a decode node."""
 
     def _peer(self, route: bytes, now: float) -> Peer:
         """The peer at `route`, greeted if it is new."""
@@ -143,7 +144,7 @@ class Greeter(Core):
         self.counters.sessions_refused += 1
         self.peers.pop(peer.route, None)
         self._stop_greeting(peer)
-        self.emit(Complaint(peer.route, error))
+        self.emit(PeerWarning(peer.route, error))
         for room in list(peer.rooms):
             self._fail(room, error, now)
         self._hang_up(peer.route)
@@ -172,7 +173,7 @@ class Greeter(Core):
             )
 
 
-class Host(Core):
+class HandshakeServer(Core):
     """Prefill's half: answers Hello. A session is *half-open* until the first frame under it."""
 
     def __init__(self, incarnation: int, config: Config, welcome: m.Welcome) -> None:
@@ -198,7 +199,7 @@ class Host(Core):
             if problem:
                 self.counters.sessions_refused += 1
                 self.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
-                self.emit(Complaint(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides")))
+                self.emit(PeerWarning(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides")))
                 return
             self._make_room(route, now)
             link = Link(session, route, hello.layout, hello.topology, hello.lanes, hello.max_silence_s, now, now)
@@ -279,7 +280,7 @@ class Host(Core):
     def _never_again(self, session: m.Session) -> None:
         """No late Hello may begin this session: it was lost, or this process has said that it knows nothing of it."""
         self._lost[session] = None
-        if len(self._lost) > _MOST_LOST:
+        if len(self._lost) > _MAX_LOST:
             self._lost.popitem(last=False)
 
 

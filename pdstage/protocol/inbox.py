@@ -37,7 +37,7 @@ class PartPhase(Enum):
 class Part:
     """One writer of one room."""
 
-    room: InRoom
+    room: DecodeRoom
     number: int
     link: Link
     shares: tuple[Share, ...]
@@ -68,7 +68,7 @@ class Landing:
     checksum: int
 
 
-class InRoom(Room):
+class DecodeRoom(Room):
     """One room as its decode rank sees it. `items` are the engine's, opaque here."""
 
     __slots__ = (

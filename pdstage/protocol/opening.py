@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdstage.protocol import messages as m
     from pdstage.protocol.session import Link
 
-_MOST_SHARES = 64
+_MAX_SHARES = 64
 _FEW = 256
 _ITEM = np.dtype("<i4")
 
@@ -40,7 +40,7 @@ def check_open(opened: m.Open, link: Link, layout: Layout) -> None:
         raise PeerError(f"Open names aux row {opened.row}, which Hello did not expose", remedy="check the peer")
     if opened.shares not in link.shares:
         check_shares(link.converted[:2] if link.converted else (layout, link.layout), opened.shares)
-        if len(link.shares) >= _MOST_SHARES:
+        if len(link.shares) >= _MAX_SHARES:
             link.shares.clear()
         link.shares.add(opened.shares)
     asked = {ask.component: ask for ask in opened.asked}

@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Source:
+class SubmittedChunk:
     """One chunk as the engine gave it: rectangles, its items (opaque here), and whether its data exists yet."""
 
     rects: tuple[Rect, ...]
     items: Mapping[str, object]
     ready: bool
-    chunks: list[OutChunk] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
     """Its copies, one or more a destination."""
 
 
 class Phase(Enum):
-    """Where an `OutChunk` is. Direct chunks go READY -> WRITING -> WRITTEN."""
+    """Where an `Chunk` is. Direct chunks go READY -> WRITING -> WRITTEN."""
 
     ASKING = auto()
     """Reserve is repeated until a lease comes."""
@@ -56,12 +56,12 @@ class Phase(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class OutChunk:
+class Chunk:
     """One chunk of one destination: at most one lease at a time, written at most once (I15)."""
 
     record: Record
     number: int
-    source: Source
+    source: SubmittedChunk
     rects: tuple[Rect, ...]
     nbytes: int
     phase: Phase = Phase.ASKING
@@ -117,8 +117,8 @@ class Record:
     may_go_direct: bool = True
     """Whether this node lets its pool be read in place."""
     phase: RecordPhase = RecordPhase.WAITING
-    room: OutRoom | None = None
-    chunks: dict[int, OutChunk] = field(default_factory=dict)
+    room: PrefillRoom | None = None
+    chunks: dict[int, Chunk] = field(default_factory=dict)
     unwritten: int = 0
     in_flight: int = 0
     written: list[Written] = field(default_factory=list)
@@ -158,7 +158,7 @@ class GivenRow(NamedTuple):
     read: Callable[[], memoryview]
 
 
-class OutRoom(Room):
+class PrefillRoom(Room):
     """One room as its prefill rank sees it."""
 
     __slots__ = (
@@ -167,7 +167,7 @@ class OutRoom(Room):
 
     def __init__(self, key: bytes) -> None:
         super().__init__(key)
-        self.sources: list[Source] = []
+        self.sources: list[SubmittedChunk] = []
         self.slots: dict[str, int] = {}
         """Of components without positions, how many slots the engine gave; one it never named is not here."""
         self.destinations: dict[int, Record] = {}
@@ -212,19 +212,19 @@ class _Turns:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._queues: dict[Link, deque[OutChunk]] = {}
+        self._queues: dict[Link, deque[Chunk]] = {}
         self._busy: dict[Link, int] = {}
         self._line: OrderedDict[Link, None] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._queues or self._busy)
 
-    def queue(self, chunk: OutChunk) -> None:
+    def queue(self, chunk: Chunk) -> None:
         link = chunk.record.link
         self._queues.setdefault(link, deque()).append(chunk)
         self._line_up(link)
 
-    def begin(self) -> OutChunk | None:
+    def begin(self) -> Chunk | None:
         """The chunk whose turn it is; `done` must follow."""
         while self._line:
             link, _ = self._line.popitem(last=False)
@@ -268,17 +268,17 @@ class SendBuffers:
         """Nothing waits and nothing is under way."""
         return not self._staged and not self._direct
 
-    def queue(self, chunk: OutChunk) -> None:
+    def queue(self, chunk: Chunk) -> None:
         (self._direct if chunk.direct else self._staged).queue(chunk)
 
-    def pop(self) -> Iterator[tuple[OutChunk, int]]:
+    def pop(self) -> Iterator[tuple[Chunk, int]]:
         """(chunk, buffer) pairs that may begin now; the buffer is -1 for direct ones. Sessions take turns."""
         while (chunk := self._direct.begin()) is not None:
             yield chunk, -1
         while self.free and (chunk := self._staged.begin()) is not None:
             yield chunk, self.free.pop()
 
-    def done(self, chunk: OutChunk, buffer: int) -> None:
+    def done(self, chunk: Chunk, buffer: int) -> None:
         """Gives back what `pop` gave."""
         (self._direct if buffer < 0 else self._staged).done(chunk.record.link)
         if buffer >= 0:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pdstage.errors import PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol.effects import HangUp
-from pdstage.protocol.handshake import Greeter
+from pdstage.protocol.handshake import HandshakeClient
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pdstage.protocol.session import Link
 
 
-class Parting(Greeter):
+class Parting(HandshakeClient):
     """The decode core's farewells."""
 
     def __init__(self, incarnation: int, config: Config, hello: m.Hello) -> None:

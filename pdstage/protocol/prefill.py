@@ -14,7 +14,7 @@ from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.opening import check_open
-from pdstage.protocol.outbox import Ended, GivenRow, OutChunk, OutRoom, Phase, Record, RecordPhase, Source
+from pdstage.protocol.outbox import Chunk, Ended, GivenRow, Phase, PrefillRoom, Record, RecordPhase, SubmittedChunk
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
 from pdstage.protocol.sending import Sending
 from pdstage.protocol.session import Link
@@ -45,7 +45,7 @@ class PrefillCore(Sending):
         n_buffers: int,
         buffer_nbytes: int,
         config: Config,
-        choose: Callable[[OutChunk], bool],
+        choose: Callable[[Chunk], bool],
         direct: bool = True,
         notifies: bool = True,
         others: tuple[m.Offer, ...] = (),
@@ -79,14 +79,14 @@ class PrefillCore(Sending):
 
     # What the engine does.
 
-    def submit(self, key: bytes, now: float) -> OutRoom:
+    def submit(self, key: bytes, now: float) -> PrefillRoom:
         """The engine will send this room. Raises `UsageError` if it is being sent already."""
         if key in self.rooms:
             named = room_id(key)
             raise UsageError(
                 f"room {named!r} is being sent already", remedy="wait for its end, or abort it", room=named
             )
-        room = self.rooms[key] = OutRoom(key)
+        room = self.rooms[key] = PrefillRoom(key)
         ended = self._how_ended(key, now)
         self._ended.pop(key, None)
         self.counters.rooms_opened += 1
@@ -104,13 +104,13 @@ class PrefillCore(Sending):
         return room
 
     def chunk(
-        self, room: OutRoom, rects: tuple[Rect, ...], items: Mapping[str, object], now: float, *, ready: bool = True
-    ) -> Source:
+        self, room: PrefillRoom, rects: tuple[Rect, ...], items: Mapping[str, object], now: float, *, ready: bool = True
+    ) -> SubmittedChunk:
         """More of the room: `rects` stored in `items`, with its data there or (not `ready`) still being computed.
 
         An empty one of a component without positions says that there are none of its slots.
         """
-        source = Source(tuple(rect for rect in rects if rect.start < rect.stop), items, ready)
+        source = SubmittedChunk(tuple(rect for rect in rects if rect.start < rect.stop), items, ready)
         if room.ended:
             return source
         if room.finished:
@@ -125,7 +125,7 @@ class PrefillCore(Sending):
         self._settle(now)
         return source
 
-    def _check_rects(self, room: OutRoom, rects: tuple[Rect, ...]) -> None:
+    def _check_rects(self, room: PrefillRoom, rects: tuple[Rect, ...]) -> None:
         if not 0 < len(rects) <= m.MAX_RECTS or len({rect.component for rect in rects}) != len(rects):
             raise UsageError(
                 f"room {room.id!r} got a chunk of {len(rects)} rectangles",
@@ -153,7 +153,7 @@ class PrefillCore(Sending):
                     room=room.id,
                 )
 
-    def data_ready(self, room: OutRoom, source: Source, now: float) -> None:
+    def data_ready(self, room: PrefillRoom, source: SubmittedChunk, now: float) -> None:
         """The data of a chunk given with `ready=False` exists now."""
         source.ready = True
         for chunk in source.chunks:
@@ -164,7 +164,7 @@ class PrefillCore(Sending):
                 self._advance(chunk)
         self._settle(now)
 
-    def finish(self, room: OutRoom, aux: bytes | GivenRow | None, now: float) -> None:
+    def finish(self, room: PrefillRoom, aux: bytes | GivenRow | None, now: float) -> None:
         """No more chunks will come; `aux` goes to the destinations that want it.
 
         A row goes straight into theirs where both sides have them within reach, else in their Close.
@@ -190,7 +190,7 @@ class PrefillCore(Sending):
         self._maybe_complete(room)
         self._settle(now)
 
-    def abort(self, room: OutRoom, reason: str, now: float) -> None:
+    def abort(self, room: PrefillRoom, reason: str, now: float) -> None:
         self._fail(room, Aborted(f"room {room.id!r} was aborted at prefill: {reason}"), now)
 
     # What the driver reports.
@@ -352,17 +352,17 @@ class PrefillCore(Sending):
 
     def _on_timer(self, key: tuple[str, object], now: float) -> None:
         match key:
-            case ("ask", OutChunk() as chunk):
+            case ("ask", Chunk() as chunk):
                 self._ask_again(chunk, now)
             case ("close", Record() as record):
                 if record.phase is RecordPhase.CLOSING:
                     self._close_again(record, now)
                 elif record.phase is RecordPhase.FAILING:
                     self._close_failed(record, now)
-            case ("open_wait", OutRoom() as room):
+            case ("open_wait", PrefillRoom() as room):
                 waited = self.config.open_wait_s
                 self._fail(room, DeadlineExceeded(f"no decode rank opened room {room.id!r} in {waited} s"), now)
-            case ("room", OutRoom() as room):
+            case ("room", PrefillRoom() as room):
                 late = f"room {room.id!r} was not sent in its {room.deadline_s} s"
                 error = DeadlineExceeded(
                     late, remedy="raise deadline_s at decode, or look at the slower side", room=room.id
@@ -380,5 +380,5 @@ class PrefillCore(Sending):
                     self.lose(link, DeadlineExceeded(silent, remedy="look at that node"), now)
 
 
-def given_up(room: OutRoom, reason: str) -> Aborted:
+def given_up(room: PrefillRoom, reason: str) -> Aborted:
     return Aborted(f"room {room.id!r} was given up at decode: {reason}")

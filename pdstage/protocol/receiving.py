@@ -15,9 +15,9 @@ from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, UsageError
 from pdstage.plan import Share, shares
 from pdstage.protocol import messages as m
 from pdstage.protocol.coverage import Coverage, of_writer
-from pdstage.protocol.effects import Changed, Complaint, Detach
+from pdstage.protocol.effects import Changed, Detach, PeerWarning
 from pdstage.protocol.fit import lacking
-from pdstage.protocol.inbox import InRoom, Part, PartPhase
+from pdstage.protocol.inbox import DecodeRoom, Part, PartPhase
 from pdstage.protocol.lender import Lender
 from pdstage.protocol.room import Event, OwnRows, State
 from pdstage.protocol.slots import Slots
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from pdstage.protocol.handshake import Peer
     from pdstage.protocol.session import Link
 
-_MOST_DEALT = 4096
-_MOST_GIVEN_UP = 4096
+_MAX_DEALT = 4096
+_MAX_GIVEN_UP = 4096
 
 
 class Receiving(Lender):
@@ -39,8 +39,8 @@ class Receiving(Lender):
     def __init__(self, incarnation: int, config: Config, hello: m.Hello, rows: OwnRows) -> None:
         super().__init__(incarnation, config, hello)
         self._rows = rows
-        self.rooms: dict[bytes, InRoom] = {}
-        self.epochs: dict[int, InRoom] = {}
+        self.rooms: dict[bytes, DecodeRoom] = {}
+        self.epochs: dict[int, DecodeRoom] = {}
         self.layout = hello.layout
         self.topology = hello.topology
         self._slots = Slots(hello.layout)
@@ -53,7 +53,7 @@ class Receiving(Lender):
         for room in list(peer.rooms):
             self._maybe_connected(room, now)
 
-    def _maybe_connected(self, room: InRoom, now: float) -> None:
+    def _maybe_connected(self, room: DecodeRoom, now: float) -> None:
         """Once every writer is greeted: deals the shards and opens."""
         links = {}
         for number, route in room.writers.items():
@@ -90,17 +90,17 @@ class Receiving(Lender):
             if problem:
                 raise UsageError(problem, remedy="serve the same model with the same caches")
             dealt = shares(layouts, wanted, (self.topology.tp_size, self.topology.tp_rank))
-            if len(self._dealt) >= _MOST_DEALT:
+            if len(self._dealt) >= _MAX_DEALT:
                 self._dealt.clear()
             self._dealt[key] = dealt
         return dealt
 
-    def _ask(self, room: InRoom, now: float) -> None:
+    def _ask(self, room: DecodeRoom, now: float) -> None:
         part = next(part for part in room.parts.values() if part.has_aux)
         self.send(part.link, m.Ask(room.epoch, room.key), now)
         self.timers.set(("asking", room), now + self.config.ask_s)
 
-    def _open(self, room: InRoom, now: float) -> None:
+    def _open(self, room: DecodeRoom, now: float) -> None:
         self.timers.set(("open_until", room), now + self.config.open_s)
         self.timers.set(("wait", room), now + self.config.wait_s)
         for part in room.parts.values():
@@ -128,7 +128,7 @@ class Receiving(Lender):
         self.send(part.link, opening, now)
         self.repeat(("open", part), now)
 
-    def _fail(self, room: InRoom, error: PdstageError, now: float) -> None:
+    def _fail(self, room: DecodeRoom, error: PdstageError, now: float) -> None:
         if not room.on(Event.FAILED, error):
             return
         self.counters.rooms_failed += 1
@@ -146,10 +146,10 @@ class Receiving(Lender):
             peer = self.peers.get(route)
             if peer is not None and peer.link is not None:
                 self.send(peer.link, told, now)
-            elif peer is not None and len(peer.given_up) < _MOST_GIVEN_UP:
+            elif peer is not None and len(peer.given_up) < _MAX_GIVEN_UP:
                 peer.given_up[told.room] = told
 
-    def _end(self, room: InRoom) -> None:
+    def _end(self, room: DecodeRoom) -> None:
         for kind in ("room", "bind", "asking", "open_until", "wait", "transfer"):
             self.timers.cancel((kind, room))
         if self.rooms.get(room.key) is room:
@@ -189,7 +189,7 @@ class Receiving(Lender):
         self._stop_asking(part)
         self._maybe_release(part.room)
 
-    def _maybe_complete(self, room: InRoom, now: float) -> None:
+    def _maybe_complete(self, room: DecodeRoom, now: float) -> None:
         """Success: all covered, every scatter done, the aux bytes here (I5)."""
         if room.ended or not room.bound or room.pending:
             return
@@ -210,7 +210,7 @@ class Receiving(Lender):
                     self.timers.set(("linger", part), now + self.config.drain_s)
             self._maybe_release(room)
 
-    def _unlike(self, room: InRoom) -> str:
+    def _unlike(self, room: DecodeRoom) -> str:
         """Of which slots some writers brought their part and others did not, in words; empty if there are none (I5)."""
         ends: dict[str, tuple[int, int]] = {}
         for part in room.parts.values() if self._slots else ():
@@ -222,7 +222,7 @@ class Receiving(Lender):
                     return f"component {name!r} got slots that are not whole: {both}"
         return ""
 
-    def _maybe_release(self, room: InRoom) -> None:
+    def _maybe_release(self, room: DecodeRoom) -> None:
         if not room.ended or room.pending or room.released:
             return
         if all(part.phase is PartPhase.QUIET for part in room.parts.values()):
@@ -267,7 +267,7 @@ class Receiving(Lender):
                 self._fail(room, error, now)
         self._strand(link, now)
         if not link.said_bye:
-            self.emit(Complaint(link.route, error))
+            self.emit(PeerWarning(link.route, error))
         self.emit(Detach(link))
         if self.holds(link):
             self._stranded[link.session] = link
@@ -317,7 +317,7 @@ class Receiving(Lender):
         return any(part.phase is not PartPhase.QUIET for part in link.parts.values())
 
 
-def too_late(kind: str, room: InRoom, config: Config) -> DeadlineExceeded:
+def too_late(kind: str, room: DecodeRoom, config: Config) -> DeadlineExceeded:
     what, remedy = {
         "room": (f"did not end in its {room.deadline_s} s", "raise deadline_s, or look at the slower side"),
         "bind": (f"was not bound in {config.bind_s} s", "call bind() sooner or raise Config.bind_s"),

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from pdstage.errors import PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol.borrower import Borrower
-from pdstage.protocol.effects import Changed, Complaint, Detach
+from pdstage.protocol.effects import Changed, Detach, PeerWarning
 from pdstage.protocol.fit import lacking
-from pdstage.protocol.outbox import Ended, GivenRow, OutChunk, OutRoom, Phase, Record, RecordPhase, Source
+from pdstage.protocol.outbox import Chunk, Ended, GivenRow, Phase, PrefillRoom, Record, RecordPhase, SubmittedChunk
 from pdstage.protocol.parked import Askers, Parked
 from pdstage.protocol.room import Event
 from pdstage.protocol.slots import Slots
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pdstage.protocol.room import OwnRows
     from pdstage.protocol.session import Link
 
-_MOST_ENDED = 4096
+_MAX_ENDED = 4096
 
 
 class Sending(Borrower):
@@ -44,21 +44,21 @@ class Sending(Borrower):
         *,
         n_buffers: int,
         buffer_nbytes: int,
-        choose: Callable[[OutChunk], bool],
+        choose: Callable[[Chunk], bool],
         rows: OwnRows,
     ) -> None:
         super().__init__(
             incarnation, config, welcome, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose
         )  # fmt: skip
         self._rows = rows
-        self.rooms: dict[bytes, OutRoom] = {}
+        self.rooms: dict[bytes, PrefillRoom] = {}
         self._slots = Slots(welcome.layout)
         self._fitting: set[frozenset[m.Session]] = set()
         self._parked = Parked(config.max_parked, config.max_parked_nbytes)
         self._ended: OrderedDict[bytes, Ended] = OrderedDict()
         self._askers = Askers(config.max_parked)
 
-    def _attach(self, room: OutRoom, record: Record, now: float) -> None:
+    def _attach(self, room: PrefillRoom, record: Record, now: float) -> None:
         record.room, record.phase = room, RecordPhase.LIVE
         older = room.destinations.get(record.open.rank)
         room.destinations[record.open.rank] = record
@@ -81,7 +81,7 @@ class Sending(Borrower):
             self._add_row(record)
         self._maybe_close(record, now)
 
-    def _unwanted(self, room: OutRoom) -> str:
+    def _unwanted(self, room: PrefillRoom) -> str:
         """What of this rank's state no destination has a place for, where each is one of a pipeline's stages."""
         links = [record.link for record in room.destinations.values()]
         if all(link.topology.pp_size == 1 for link in links):
@@ -93,7 +93,7 @@ class Sending(Borrower):
         theirs = [link.converted.taken if link.converted else link.layout for link in links]
         problem = lacking("decode", ours, theirs)
         if not problem:
-            if len(self._fitting) >= _MOST_ENDED:
+            if len(self._fitting) >= _MAX_ENDED:
                 self._fitting.clear()
             self._fitting.add(sessions)
         return problem
@@ -127,7 +127,7 @@ class Sending(Borrower):
         asked = sorted((name, stop) for name, (_, stop) in record.asked.items() if name in owed)
         return tuple(m.Given(name, named.get(name, 0)) for name, stop in asked if name in named or not stop)
 
-    def _maybe_complete(self, room: OutRoom) -> None:
+    def _maybe_complete(self, room: PrefillRoom) -> None:
         if room.complete and room.on(Event.COMPLETED):
             self.counters.rooms_succeeded += 1
             self._end(room)
@@ -156,8 +156,15 @@ class Sending(Borrower):
             self._row_failed(record, why)
             return
         nbytes = sum(span.nbytes for span in link.aux.spans)
-        chunk = OutChunk(
-            record, len(record.chunks), Source((), {}, ready=True), (), nbytes, Phase.HELD, direct=True, row=True
+        chunk = Chunk(
+            record,
+            len(record.chunks),
+            SubmittedChunk((), {}, ready=True),
+            (),
+            nbytes,
+            Phase.HELD,
+            direct=True,
+            row=True,
         )
         record.chunks[chunk.number] = chunk
         record.unwritten += 1
@@ -173,9 +180,9 @@ class Sending(Borrower):
     def _row_failed(self, record: Record, why: str) -> None:
         if self._rows.wanted and record.phase is RecordPhase.LIVE:
             self.counters.aux_fallbacks += 1
-            self.say_once(record.link.route, f"{why}: it goes by control message", "see aux_fallbacks")
+            self.warn_once(record.link.route, f"{why}: it goes by control message", "see aux_fallbacks")
 
-    def _set_aux(self, record: Record, room: OutRoom) -> None:
+    def _set_aux(self, record: Record, room: PrefillRoom) -> None:
         """What Close carries, as of now: soon the row may be another room's."""
         aux, shared = room.aux, record.link.aux
         if isinstance(aux, GivenRow):
@@ -188,7 +195,7 @@ class Sending(Borrower):
         if record.room is not None:
             self._fail(record.room, error, now)
 
-    def _fail(self, room: OutRoom, error: PdstageError, now: float) -> None:
+    def _fail(self, room: PrefillRoom, error: PdstageError, now: float) -> None:
         if not room.on(Event.FAILED, error):
             return
         self.counters.rooms_failed += 1
@@ -211,14 +218,14 @@ class Sending(Borrower):
 
     def _note_ended(self, key: bytes, ended: Ended) -> None:
         self._ended[key] = ended
-        if len(self._ended) > _MOST_ENDED:
+        if len(self._ended) > _MAX_ENDED:
             self._ended.popitem(last=False)
 
     def _close_failed(self, record: Record, now: float) -> None:
         self.send(record.link, m.CloseFailed(record.epoch, m.brief(record.reason)), now)
         self.repeat(("close", record), now)
 
-    def _end(self, room: OutRoom) -> None:
+    def _end(self, room: PrefillRoom) -> None:
         self.timers.cancel(("open_wait", room))
         self.timers.cancel(("room", room))
         self._forget_askers(room.key)
@@ -230,7 +237,7 @@ class Sending(Borrower):
         self.emit(Changed(room))
         self._maybe_release(room)
 
-    def _maybe_release(self, room: OutRoom) -> None:
+    def _maybe_release(self, room: PrefillRoom) -> None:
         if room.ended and room.in_flight == 0 and room.release():
             self.emit(Changed(room))
 
@@ -318,5 +325,5 @@ class Sending(Borrower):
             self.timers.cancel(("asked", key))
         self._forget_marks(link)
         if not link.said_bye:
-            self.emit(Complaint(link.route, error))
+            self.emit(PeerWarning(link.route, error))
         self.emit(Detach(link))

@@ -16,7 +16,7 @@ from pdstage.columns import NOTHING
 from pdstage.errors import PeerError
 from pdstage.metrics import Counters
 from pdstage.ownership import EVERYTHING
-from pdstage.protocol.effects import Complaint, Effect, Send
+from pdstage.protocol.effects import Effect, PeerWarning, Send
 from pdstage.protocol.messages import (
     IDLE,
     IN_USE,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from pdstage.topology import Topology
 
 
-_MOST_SAID = 64
+_MAX_SAID = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +157,7 @@ class Core(ABC):
         """Nothing of ours is in flight, and nothing of a peer can land in what this node exposed."""
 
     def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
-        """One control frame. Never raises for what a peer sent: that is a `Complaint`."""
+        """One control frame. Never raises for what a peer sent: that is a `PeerWarning`."""
         link = None
         try:
             session, seq = decode_head(data)
@@ -170,7 +170,7 @@ class Core(ABC):
             self.counters.frames_malformed += 1
             # It becomes its rooms' error, which engines may keep for long: not with the frame and all that handled it.
             error.__traceback__ = error.__cause__ = error.__context__ = None
-            self.emit(Complaint(route, error))
+            self.emit(PeerWarning(route, error))
             if isinstance(error, OtherVersion) and error.greets:
                 self._on_other_version(route, error)
             if link is not None and not isinstance(error, UnknownMessage):
@@ -211,15 +211,15 @@ class Core(ABC):
     def emit(self, effect: Effect) -> None:
         self._effects.append(effect)
 
-    def say_once(self, route: bytes, what: str, remedy: str) -> None:
-        """A complaint about what will be so for many rooms or peers."""
-        if what not in self._said and len(self._said) < _MOST_SAID:
+    def warn_once(self, route: bytes, what: str, remedy: str) -> None:
+        """A warning about what will be so for many rooms or peers."""
+        if what not in self._said and len(self._said) < _MAX_SAID:
             self._said.add(what)
-            self.emit(Complaint(route, PeerError(what, remedy=f"{remedy}; this is said once")))
+            self.emit(PeerWarning(route, PeerError(what, remedy=f"{remedy}; this is said once")))
 
     def _say_left_out(self, link: Link) -> None:
         for what in link.aux.left_out:
-            self.say_once(link.route, f"aux column {what}: it is left out", "give it on both sides, or on neither")
+            self.warn_once(link.route, f"aux column {what}: it is left out", "give it on both sides, or on neither")
 
     def send(self, link: Link, message: AnyMessage, now: float) -> None:
         link.n_sent += 1

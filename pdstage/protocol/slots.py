@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdstage.errors import PeerError
-from pdstage.protocol.effects import Complaint
+from pdstage.protocol.effects import PeerWarning
 
 if TYPE_CHECKING:
     from pdstage.layout import Layout
@@ -47,5 +47,5 @@ class Slots:
         if name not in self._warned:
             self._warned.add(name)
             kept = f"component {name!r} has {both}: the first {min(at_prefill, at_decode)} are used"
-            core.emit(Complaint(link.route, PeerError(kept, remedy="this is said once; see slots_trimmed")))
+            core.emit(PeerWarning(link.route, PeerError(kept, remedy="this is said once; see slots_trimmed")))
         return ""

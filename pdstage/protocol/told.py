@@ -18,32 +18,32 @@ if TYPE_CHECKING:
 
     from pdstage.layout import Layout, Region, View
 
-_MOST_VIEWS = 1 << 14
-_MOST_NAME = 256
-_MOST_TOKENS_PER_ITEM = 1 << 20
+_MAX_VIEWS = 1 << 14
+_MAX_NAME = 256
+_MAX_TOKENS_PER_ITEM = 1 << 20
 _MOST = 1 << 62
 
 
 def layout_problem(layout: Layout) -> str:
     """What is wrong with a peer's `layout`, in words; empty if nothing is."""
     views = list(layout.views())
-    if not 0 < len(views) <= _MOST_VIEWS or len(layout.regions) > _MOST_VIEWS:
+    if not 0 < len(views) <= _MAX_VIEWS or len(layout.regions) > _MAX_VIEWS:
         return f"a layout of {len(views)} views in {len(layout.regions)} regions"
     if len(layout.by_key()) != len(views) or len({c.name for c in layout.components}) != len(layout.components):
         return "a layout that names a view or a component twice"
     for region in layout.regions:
         numbers = (region.base, region.nbytes, region.device)
-        if not all(0 <= number < _MOST for number in numbers) or len(region.kind) > _MOST_NAME:
+        if not all(0 <= number < _MOST for number in numbers) or len(region.kind) > _MAX_NAME:
             return f"a region of {region.nbytes} bytes at {region.base}"
     return next(filter(None, (_view_problem(view, layout.regions) for view in views)), "")
 
 
 def _view_problem(view: View, regions: tuple[Region, ...]) -> str:
-    if any(len(name) > _MOST_NAME for name in (*view.key[:2], view.axis.name, view.format)):
+    if any(len(name) > _MAX_NAME for name in (*view.key[:2], view.axis.name, view.format)):
         return "a name of more than 256 characters"
     if any(abs(number) >= _MOST for number in _numbers(view)):
         return f"view {view.key} has a number beyond 2^62"
-    if view.tokens_per_item > _MOST_TOKENS_PER_ITEM:
+    if view.tokens_per_item > _MAX_TOKENS_PER_ITEM:
         return f"view {view.key} has items of {view.tokens_per_item} tokens"
     try:
         check_inside(view, regions)

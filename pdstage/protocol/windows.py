@@ -13,35 +13,35 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from pdstage.errors import PeerError
-from pdstage.protocol.handshake import Host
+from pdstage.protocol.handshake import HandshakeServer
 from pdstage.protocol.outbox import Phase
 
 if TYPE_CHECKING:
     from pdstage.protocol import messages as m
     from pdstage.protocol.config import Config
-    from pdstage.protocol.outbox import OutChunk
+    from pdstage.protocol.outbox import Chunk
     from pdstage.protocol.session import Link
 
 
-class Windowed(Host):
+class Windowed(HandshakeServer):
     """The prefill core's lanes, by session: their watermarks, and held chunks whose window is closed."""
 
     def __init__(self, incarnation: int, config: Config, welcome: m.Welcome) -> None:
         super().__init__(incarnation, config, welcome)
         self._marks: dict[tuple[Link, int], int] = {}
-        self._closed: dict[tuple[Link, int], list[tuple[int, int, OutChunk]]] = {}
+        self._closed: dict[tuple[Link, int], list[tuple[int, int, Chunk]]] = {}
         """Heaps of (end of its lease, ticket, chunk)."""
 
     @abstractmethod
-    def _advance(self, chunk: OutChunk) -> None:
+    def _advance(self, chunk: Chunk) -> None:
         """The window of a held chunk has opened."""
 
-    def _window_open(self, chunk: OutChunk) -> bool:
+    def _window_open(self, chunk: Chunk) -> bool:
         link = chunk.record.link
         mark = self._marks.get((link, chunk.lane), 0)
         return chunk.cursor + chunk.nbytes <= mark + link.lanes[chunk.lane].nbytes
 
-    def _await_window(self, chunk: OutChunk) -> None:
+    def _await_window(self, chunk: Chunk) -> None:
         key = (chunk.record.link, chunk.lane)
         heapq.heappush(self._closed.setdefault(key, []), (chunk.cursor + chunk.nbytes, self.ticket(), chunk))
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from pdstage.spans import Spans
     from pdstage.transport._peer import Target
 
-MOST_LEFT = 16
+MAX_LEFT = 16
 """So many lives that are gone, of four connections each, one engine may have left behind when a new one comes."""
 _HOST = re.compile(r"[0-9A-Za-z.:_-]{1,255}")
 
@@ -171,7 +171,7 @@ class MooncakeTransport(Transport):
         registered twice and nothing of the kind was seen.
         """
         before = self._sending
-        if before.n_left >= MOST_LEFT and engine.key[0] == "tcp":
+        if before.n_left >= MAX_LEFT and engine.key[0] == "tcp":
             self._sending = Engine.take(*engine.key)
             self._engines.add(self._sending)
         return self._sending

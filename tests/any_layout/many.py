@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tests.any_layout import check
 
-_MOST_TOLD = 3
+_MAX_TOLD = 3
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Report:
         self.n_cases += other.n_cases
         self.cpu_s += other.cpu_s
         self.seen += other.seen
-        self.wrong = (self.wrong + other.wrong)[:_MOST_TOLD]
+        self.wrong = (self.wrong + other.wrong)[:_MAX_TOLD]
 
 
 def some(first: int, stop: int) -> Report:
@@ -44,7 +44,7 @@ def some(first: int, stop: int) -> Report:
             case = check.run(seed)
         except check.Wrong as wrong:
             report.wrong.append(str(wrong))
-            if len(report.wrong) == _MOST_TOLD:
+            if len(report.wrong) == _MAX_TOLD:
                 break
             continue
         report.seen.update(of.kind for of in case.logical)

@@ -71,7 +71,7 @@ def altered_bytes(data: bytes, draw: Draw) -> bytes:
     return bytes(held)
 
 
-_MOST_PLACES = 1 << 14
+_MAX_PLACES = 1 << 14
 """Of a frame of many megabytes not every value is listed: that took gigabytes."""
 
 
@@ -110,7 +110,7 @@ def bent_msgpack(body: bytes, draw: Draw) -> bytes:
 
 
 def _alter(tree: list[Any], draw: Draw) -> None:
-    places = list(islice(_places(tree), _MOST_PLACES))
+    places = list(islice(_places(tree), _MAX_PLACES))
     where, key = places[draw.below(len(places))] if places else (tree, 0)
     if not places:
         tree.append(draw.pick(VALUES))

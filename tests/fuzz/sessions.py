@@ -17,9 +17,9 @@ from pdstage.plan import selects
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.decode import DecodeCore
-from pdstage.protocol.effects import Complaint, Detach, Effect, Gather, Scatter, Send, Write, WriteDirect, WriteRow
-from pdstage.protocol.inbox import InRoom
-from pdstage.protocol.outbox import OutRoom
+from pdstage.protocol.effects import Detach, Effect, Gather, PeerWarning, Scatter, Send, Write, WriteDirect, WriteRow
+from pdstage.protocol.inbox import DecodeRoom
+from pdstage.protocol.outbox import PrefillRoom
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.room import State
 from pdstage.spans import DirectPlan, Index
@@ -33,7 +33,7 @@ _DEADLINES = {
     "stuck_after_s": 0.4, "drain_s": 3.0, "open_wait_s": 40.0, "write_s": 4.0, "max_silence_s": 6.0,
 }  # fmt: skip
 _CAPS = {"max_parked": 12, "max_half_open": 4, "max_peers": 16, "max_aux_nbytes": 4096}
-_MOST_STEPS = 40
+_MAX_STEPS = 40
 _HEAD = 28
 
 
@@ -231,8 +231,8 @@ class Hostile(World):
 
     def _check_caps(self, node: Prefill | Decode) -> None:
         core = node.core
-        complaints = [e for e in core._effects if isinstance(e, Complaint)]
-        assert all(str(c.error) for c in complaints)
+        peer_warnings = [e for e in core._effects if isinstance(e, PeerWarning)]
+        assert all(str(c.error) for c in peer_warnings)
         assert all(len(e.frame) < 1 << 20 for e in core._effects if isinstance(e, Send))
         assert sum(link.half_open for link in core.links.values()) <= _CAPS["max_half_open"]
         assert len(core.links) <= _CAPS["max_peers"]
@@ -249,9 +249,9 @@ class Hostile(World):
 def run(data: bytes, role: str) -> None:
     draw = Draw(data)
     world = Hostile(draw, role)
-    honest: list[tuple[int, InRoom, list[int]]] = []
-    others: list[InRoom | OutRoom] = []
-    for step in range(_MOST_STEPS):
+    honest: list[tuple[int, DecodeRoom, list[int]]] = []
+    others: list[DecodeRoom | PrefillRoom] = []
+    for step in range(_MAX_STEPS):
         if draw.empty and step:
             break
         match draw.below(8):
@@ -272,20 +272,20 @@ def run(data: bytes, role: str) -> None:
     _end(world, honest, others)
 
 
-def _honest(world: Hostile, room: int, pages: list[int]) -> tuple[int, InRoom, list[int]]:
+def _honest(world: Hostile, room: int, pages: list[int]) -> tuple[int, DecodeRoom, list[int]]:
     world.deadline_s = 60.0
     handle = _receive(world, room, pages, 0, prefill=0)
     _send(world, room, pages, 0)
     return room, handle, pages
 
 
-def _receive(world: Hostile, room: int, pages: list[int], rank: int, *, prefill: int) -> InRoom:
+def _receive(world: Hostile, room: int, pages: list[int], rank: int, *, prefill: int) -> DecodeRoom:
     """Where the world has rows, into the one that the pages name: no two rooms share it."""
     row = {"row": pages[0] // 2} if world.aux else {}
     return world.receive(room, TOKENS, pages, rank, prefill=prefill, **row)
 
 
-def _send(world: Hostile, room: int, pages: list[int], rank: int) -> OutRoom:
+def _send(world: Hostile, room: int, pages: list[int], rank: int) -> PrefillRoom:
     """A whole room in two chunks, with a row full of its number, where the world has rows."""
     if not world.aux:
         return world.send(room, TOKENS, pages, rank, step=4)
@@ -297,7 +297,7 @@ def _send(world: Hostile, room: int, pages: list[int], rank: int) -> OutRoom:
     return handle
 
 
-def _has_its_row(world: Hostile, handle: InRoom, room: int) -> bool:
+def _has_its_row(world: Hostile, handle: DecodeRoom, room: int) -> bool:
     """As `_send` filled it, in each column that both sides have; what else is in the row is nobody's."""
     if not world.aux:
         return handle.aux == b"aux"
@@ -308,7 +308,7 @@ def _has_its_row(world: Hostile, handle: InRoom, room: int) -> bool:
     )
 
 
-def _lied_to(world: Hostile, role: str, room: int, pages: list[int]) -> InRoom | OutRoom:
+def _lied_to(world: Hostile, role: str, room: int, pages: list[int]) -> DecodeRoom | PrefillRoom:
     """A room of the victim's with the liar, whose own handle does not count.
 
     It has less time than the honest ones: a stuck room delays another by no more than its deadline (I12).
@@ -324,7 +324,9 @@ def _lied_to(world: Hostile, role: str, room: int, pages: list[int]) -> InRoom |
     return sent
 
 
-def _end(world: Hostile, honest: list[tuple[int, InRoom, list[int]]], others: list[InRoom | OutRoom]) -> None:
+def _end(
+    world: Hostile, honest: list[tuple[int, DecodeRoom, list[int]]], others: list[DecodeRoom | PrefillRoom]
+) -> None:
     """The liar falls silent; the honest rooms have succeeded, its own have ended, and nothing of it is kept."""
     _until(world, 50.0, lambda: all(handle.ended for _, handle, _ in honest))
     for room, handle, _ in honest:

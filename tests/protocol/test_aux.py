@@ -70,7 +70,7 @@ def test_a_row_arrives(aux: str, path: str) -> None:
     closes = [item for item in world.log if "CloseOk" in item]
     assert any("packed=True" in line for line in closes) == (aux == "packed")
     assert_flat(world)
-    assert not world.prefill[0].complaints + world.decode[0].complaints
+    assert not world.prefill[0].peer_warnings + world.decode[0].peer_warnings
 
 
 def test_same_columns_are_one_span() -> None:
@@ -110,8 +110,8 @@ def test_a_column_of_one_side_moves_nothing(more: str, aux: str) -> None:
     world.run(2 * QUIET_S)
     holds(world, again)
     for node in world.nodes():
-        assert len(node.complaints) == (2 if more == "both" else 1)
-        assert "is left out" in node.complaints[0]
+        assert len(node.peer_warnings) == (2 if more == "both" else 1)
+        assert "is left out" in node.peer_warnings[0]
     assert_flat(world)
 
 
@@ -124,7 +124,7 @@ def test_a_column_of_another_shape_is_left_out_and_named_by_both(aux: str) -> No
     holds(world, handle)
     assert [column.name for column in handle.shared.dst] == ["token"]
     for node in world.nodes():
-        (said,) = node.complaints
+        (said,) = node.peer_warnings
         assert "'logprobs' float32[5] at prefill and float32[6] at decode" in said
 
 
@@ -260,8 +260,8 @@ def test_a_failed_write_falls_back_to_close(partly: bool) -> None:
     assert out.state is State.SUCCESS
     assert counts(world) == (0, 1)
     for node in world.nodes():
-        assert len(node.complaints) == 1
-        assert "control message" in node.complaints[0]
+        assert len(node.peer_warnings) == 1
+        assert "control message" in node.peer_warnings[0]
     assert_flat(world)
     assert item.tag
 
@@ -308,7 +308,7 @@ def test_a_receiver_without_a_row_gets_it_packed() -> None:
     assert handle.shared is not None
     assert handle.aux == bytes([FILL]) * handle.shared.nbytes
     assert counts(world) == (0, 1)
-    assert "bound without an aux row" in world.prefill[0].complaints[0]
+    assert "bound without an aux row" in world.prefill[0].peer_warnings[0]
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -326,8 +326,8 @@ def test_rows_out_of_reach_on_one_side_go_by_message(side: str) -> None:
         assert handle.state is State.SUCCESS
         assert handle.aux == bytes([FILL]) * handle.shared.nbytes
     assert counts(world) == (0, 2)
-    assert [len(node.complaints) for node in world.nodes()] == [1, 1]
-    assert f"at {side}" in world.prefill[0].complaints[0]
+    assert [len(node.peer_warnings) for node in world.nodes()] == [1, 1]
+    assert f"at {side}" in world.prefill[0].peer_warnings[0]
 
 
 def test_bytes_and_nothing_are_as_ever() -> None:
@@ -383,7 +383,7 @@ def _said(world: World, message: m.AnyMessage, side: str) -> str:
     node.core.receive(link.route, wire.encode(link.session, link.heard + 1, message), world.now)
     world.carry(node)
     assert not node.core.links, "the session goes on"
-    return node.complaints[-1]
+    return node.peer_warnings[-1]
 
 
 @pytest.mark.parametrize("aux", ["packed", "rows"])

@@ -101,8 +101,8 @@ def test_a_misfit_is_refused_at_hello_and_both_nodes_hear_why(what: str) -> None
     assert isinstance(handle.error, PeerError)
     assert words in str(handle.error)
     assert str(handle.error).count("\n") == 0
-    (complaint,) = world.prefill[0].complaints
-    assert words in complaint
+    (warning,) = world.prefill[0].peer_warnings
+    assert words in warning
     assert not world.prefill[0].core.links
     assert_flat(world)
 

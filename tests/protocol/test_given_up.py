@@ -5,8 +5,8 @@ import pytest
 from pdstage.errors import Aborted, DeadlineExceeded
 from pdstage.protocol import messages as m
 from pdstage.protocol.room import State
-from pdstage.protocol.sending import _MOST_ENDED
-from tests.pair import Decode, InRoom, World, assert_flat, first, is_message
+from pdstage.protocol.sending import _MAX_ENDED
+from tests.pair import Decode, DecodeRoom, World, assert_flat, first, is_message
 
 WHY = "the client left"
 
@@ -199,7 +199,7 @@ def give_up(node: Decode, world: World) -> None:
 # A room that was opened, and parked at prefill, since its engine had not submitted it yet.
 
 
-def open_and_abort(world: World, rank: int = 0, room: int = 1) -> InRoom:
+def open_and_abort(world: World, rank: int = 0, room: int = 1) -> DecodeRoom:
     handle = world.receive(room, 8, [0, 1], rank)
     world.run(until=world.now)
     abort(world, handle, rank)
@@ -320,9 +320,9 @@ def test_what_was_aborted_is_remembered_as_long_as_an_open_would_wait() -> None:
 def test_what_is_remembered_of_aborted_rooms_has_a_cap() -> None:
     """I14: the latest are remembered."""
     world = World()
-    n = _MOST_ENDED + 3
+    n = _MAX_ENDED + 3
     for room in range(n):
         open_and_abort(world, room=room)
-    assert len(world.prefill[0].core._ended) == _MOST_ENDED
+    assert len(world.prefill[0].core._ended) == _MAX_ENDED
     assert_given_up(world.submit(n - 1))
     assert not world.submit(0).ended

@@ -16,7 +16,7 @@ import pytest
 from pdstage.errors import PeerError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.effects import Complaint, Send
+from pdstage.protocol.effects import PeerWarning, Send
 from pdstage.protocol.room import State
 from pdstage.protocol.versions import OLDEST, VERSION, talks_with
 from tests import golden, replay
@@ -227,7 +227,7 @@ def test_features_that_only_the_peer_knows_are_ignored() -> None:
     world.run()
     world.check(handle, 1, 8)
     assert all(link.checksums for core in (prefill, decode) for link in core.links.values())
-    assert not world.prefill[0].complaints + world.decode[0].complaints
+    assert not world.prefill[0].peer_warnings + world.decode[0].peer_warnings
 
 
 # What cannot be talked with.
@@ -243,10 +243,10 @@ def test_versions_that_do_not_talk_refuse_each_other_in_words_on_both_sides() ->
     greeting = wire.encode(m.Session(next(iter(decode.peers.values())).nonce, 0), 0, hello.message)
     unread = greeting[:HEADER_NBYTES] + b"\x93\x01" + b"\xc1what a later version says"
     prefill.receive(b"D0", later(unread, version=VERSION + 2, oldest=VERSION + 1), 0.0)
-    complaint, answer = prefill.take_effects()
+    warning, answer = prefill.take_effects()
     words = f"wire version {VERSION + 2} from the peer, {VERSION} here"
-    assert isinstance(complaint, Complaint)
-    assert words in str(complaint.error)
+    assert isinstance(warning, PeerWarning)
+    assert words in str(warning.error)
     assert not prefill.links
     assert isinstance(answer, Send)
     decode.receive(b"P0", later(answer.frame, version=VERSION + 2, oldest=VERSION + 1), 0.0)
@@ -264,7 +264,7 @@ def test_only_a_hello_is_answered_across_versions(name: str) -> None:
         frame = wire.encode(m.Session(5, 0), 0, golden.FRAMES[name])
         core.receive(b"??", later(frame, oldest=VERSION + 1), 0.0)
         (effect,) = core.take_effects()
-        assert isinstance(effect, Complaint)
+        assert isinstance(effect, PeerWarning)
 
 
 def test_a_message_that_nobody_offered_is_named_and_changes_nothing() -> None:
@@ -276,10 +276,10 @@ def test_a_message_that_nobody_offered_is_named_and_changes_nothing() -> None:
         (link,) = node.core.links.values()
         frame = wire.encode(link.session, link.heard + 1, m.Heartbeat())[:HEADER_NBYTES] + b"\x92\x63\x01"
         node.core.receive(link.route, frame, 0.0)
-        (complaint,) = node.core.take_effects()
-        assert isinstance(complaint, Complaint)
-        assert f"control message number 99 of wire version {VERSION}" in str(complaint.error)
-        assert "did not offer it" in str(complaint.error)
+        (warning,) = node.core.take_effects()
+        assert isinstance(warning, PeerWarning)
+        assert f"control message number 99 of wire version {VERSION}" in str(warning.error)
+        assert "did not offer it" in str(warning.error)
         assert node.core.links
         assert node.core.counters.frames_malformed == 1
 

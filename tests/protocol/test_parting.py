@@ -10,7 +10,7 @@ import pytest
 from pdstage.errors import PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.effects import Complaint, HangUp, Send
+from pdstage.protocol.effects import HangUp, PeerWarning, Send
 from pdstage.protocol.room import State
 from pdstage.protocol.session import drawn
 from tests.pair import Decode, Item, Prefill, World, assert_flat, is_kind, is_message, nth
@@ -51,12 +51,12 @@ def test_an_idle_session_ends_in_order_on_both_sides() -> None:
     assert prefill.core.counters.sessions_ended == decode.core.counters.sessions_ended == 1
     assert decode.core.counters.sessions_idle == 1
     assert prefill.core.counters.sessions_lost == decode.core.counters.sessions_lost == 0
-    assert prefill.complaints == decode.complaints == []
+    assert prefill.peer_warnings == decode.peer_warnings == []
     assert world.n_hung_up == 1
     for way in ("D0>P0", "P0>D0"):
         assert sum(f"frame {way} Bye" in line for line in world.log) == 1
     serve(world, 2)
-    assert not world.decode[0].complaints
+    assert not world.decode[0].peer_warnings
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -135,7 +135,7 @@ def test_a_lost_farewell_is_made_good_long_before_silence_would_tell(side: str) 
     world.run(until=IDLE_S + 12.0)
     assert sum("Bye" in line for line in world.log) >= 2
     assert strangers(world)
-    assert not world.prefill[0].complaints
+    assert not world.prefill[0].peer_warnings
     assert world.prefill[0].core.counters.sessions_ended == 1
 
 
@@ -410,7 +410,7 @@ def test_a_connection_is_given_up_with_the_last_that_needs_it() -> None:
     effects = core.take_effects()
     assert effects.count(HangUp(b"P9")) == 1
     assert not core.needs(b"P9")
-    assert any(isinstance(effect, Complaint) for effect in effects)
+    assert any(isinstance(effect, PeerWarning) for effect in effects)
     stranded: Decode = World(fences=False, path="direct").decode[0]
     assert not stranded.core.needs(b"P0")
 

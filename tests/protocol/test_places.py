@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdstage.protocol import messages as m
-from pdstage.protocol.decode import InRoom
-from pdstage.protocol.outbox import OutRoom
+from pdstage.protocol.decode import DecodeRoom
+from pdstage.protocol.outbox import PrefillRoom
 from pdstage.protocol.room import State
 from tests.pair import World, assert_flat, is_message
 
@@ -33,13 +33,13 @@ def cut(name: str, path: str = "staged", **how: object) -> World:
     )  # type: ignore[arg-type]  # fmt: skip
 
 
-def all_over(world: World, handles: list[InRoom], sent: list[OutRoom]) -> None:
+def all_over(world: World, handles: list[DecodeRoom], sent: list[PrefillRoom]) -> None:
     for rank, handle in enumerate(handles):
         world.check(handle, 1, 11, rank)
         assert handle.aux == b"aux"
         assert handle.released
     assert all(room.state is State.SUCCESS and room.released for room in sent)
-    assert not [line for node in world.nodes() for line in node.complaints]
+    assert not [line for node in world.nodes() for line in node.peer_warnings]
     assert_flat(world)
 
 

@@ -12,8 +12,8 @@ from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, T
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.decode import InRoom, Part
-from pdstage.protocol.outbox import OutChunk, OutRoom, Phase, Record, Source
+from pdstage.protocol.decode import DecodeRoom, Part
+from pdstage.protocol.outbox import Chunk, Phase, PrefillRoom, Record, SubmittedChunk
 from pdstage.protocol.room import State
 from tests.pair import World, assert_flat, is_kind, is_message, nth
 
@@ -22,12 +22,12 @@ SHAPES = [("staged", 1, 1), ("direct", 1, 1), ("staged", 2, 2), ("direct", 2, 2)
 MOVING = is_kind("frame", "tag", "write", "scatter", "gather", "done")
 
 
-def whole(world: World) -> tuple[list[InRoom], list[OutRoom]]:
+def whole(world: World) -> tuple[list[DecodeRoom], list[PrefillRoom]]:
     handles = [world.receive(1, 8, [1, 0], rank) for rank in range(len(world.decode))]
     return handles, [world.send(1, 8, [2, 3], rank, step=5) for rank in range(len(world.prefill))]
 
 
-def succeeds(world: World, handles: list[InRoom], sent: list[OutRoom]) -> None:
+def succeeds(world: World, handles: list[DecodeRoom], sent: list[PrefillRoom]) -> None:
     world.run(until=world.now + 20.0)
     world.free()
     world.run(until=world.now + 20.0)
@@ -201,7 +201,7 @@ def test_an_abort_that_is_not_drained_in_time_loses_the_session() -> None:
     assert world.decode[0].core.links
     world.run(until=2.1)
     assert not world.decode[0].core.links
-    assert any("did not drain in 2.0 s" in words for words in world.decode[0].complaints)
+    assert any("did not drain in 2.0 s" in words for words in world.decode[0].peer_warnings)
     assert world.decode[0].core.holdings.lanes[0].quarantined_nbytes == LEASE
     world.free()
     world.run(until=30.0)
@@ -274,7 +274,7 @@ def test_a_callers_mistake_is_a_usage_error_and_changes_nothing(words: str) -> N
 # Typed errors: what a peer may not say.
 
 
-def opened(world: World) -> tuple[InRoom, OutRoom]:
+def opened(world: World) -> tuple[DecodeRoom, PrefillRoom]:
     handle, sent = world.receive(1, 8, [0, 1]), world.submit(1)
     world.run()
     return handle, sent
@@ -366,7 +366,7 @@ def test_an_open_out_of_range_ends_the_session(change: dict[str, object], words:
     decode.send(link, m.Open(**fields), world.now)
     world.carry(world.decode[0])
     world.run()
-    assert any(words in complaint for complaint in world.prefill[0].complaints), world.prefill[0].complaints
+    assert any(words in warning for warning in world.prefill[0].peer_warnings), world.prefill[0].peer_warnings
     assert not world.prefill[0].core.links
 
 
@@ -406,7 +406,7 @@ def test_a_lease_outside_its_lane_ends_the_session_and_writes_nothing(message: m
     world.rules.clear()
     world.carry(world.decode[0])
     world.run(until=1.0)
-    assert world.prefill[0].complaints
+    assert world.prefill[0].peer_warnings
     assert not any(line.startswith("write") for line in world.log)
     world.run(until=5.0)
     assert handle.state is State.FAILED
@@ -893,7 +893,7 @@ def test_an_ended_room_is_freed_without_the_garbage_collector(path: str) -> None
             node.pages.clear()
         del handles, node
         gc.collect()
-        kinds = (InRoom, OutRoom, Part, Record, OutChunk, Source)
+        kinds = (DecodeRoom, PrefillRoom, Part, Record, Chunk, SubmittedChunk)
         assert not [type(held).__name__ for held in gc.garbage if isinstance(held, kinds)]
     finally:
         gc.set_debug(0)
@@ -945,7 +945,7 @@ def test_aux_beyond_the_limit_ends_the_session() -> None:
 
 
 def test_too_big_cannot_cut_a_chunk_into_dust(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdstage.protocol.borrower._MOST_PIECES", 64)
+    monkeypatch.setattr("pdstage.protocol.borrower._MAX_PIECES", 64)
     world = World(n_pages=600, lane_nbytes=1 << 17, buffer_nbytes=1 << 17)
     world.hold(is_message(m.Lease))
     world.receive(1, 2400, list(range(600)))

@@ -204,4 +204,4 @@ def test_one_side_that_says_tags_and_one_that_does_not(one: str) -> None:
     world.run()
     assert room.state is State.FAILED
     assert "carries tags at one side only" in str(room.error)
-    assert any("carries tags at one side only" in line for line in world.prefill[0].complaints)
+    assert any("carries tags at one side only" in line for line in world.prefill[0].peer_warnings)

@@ -15,7 +15,7 @@ from pdstage.errors import DeadlineExceeded, PeerError
 from pdstage.layout import Component, Layout, Region, Row
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.effects import Attach, Complaint, Detach, Send
+from pdstage.protocol.effects import Attach, Detach, PeerWarning, Send
 from pdstage.protocol.room import State
 from pdstage.protocol.session import Lateness, Link
 from pdstage.protocol.told import layout_problem
@@ -196,9 +196,9 @@ def test_half_open_sessions_are_capped_and_keep_nobody_out() -> None:
     for n in range(5):
         core.receive(b"X%d" % n, wire.encode(m.Session(200 + n, 0), 0, hello), 0.0)
     assert sorted(link.session.decode for link in core.links.values()) == [202, 203, 204]
-    complaints = [str(e.error) for e in core.take_effects() if isinstance(e, Complaint)]
-    assert len(complaints) == 8
-    assert all("too many half-open" in words for words in complaints)
+    peer_warnings = [str(e.error) for e in core.take_effects() if isinstance(e, PeerWarning)]
+    assert len(peer_warnings) == 8
+    assert all("too many half-open" in words for words in peer_warnings)
     for link in list(core.links.values()):
         core.receive(link.route, wire.encode(link.session, 1, m.Heartbeat()), 0.0)
     core.receive(b"X9", wire.encode(m.Session(300, 0), 0, hello), 0.0)
@@ -296,7 +296,7 @@ def refused(world: World) -> tuple[str, str, object]:
     assert handle.state is State.FAILED
     assert isinstance(handle.error, PeerError)
     assert handle.released
-    return str(handle.error), world.prefill[0].complaints[0] if world.prefill[0].complaints else "", handle
+    return str(handle.error), world.prefill[0].peer_warnings[0] if world.prefill[0].peer_warnings else "", handle
 
 
 def other_layout(world: World, **change: object) -> None:
@@ -422,7 +422,7 @@ def test_a_peer_that_cannot_be_reached_fails_the_rooms_that_wait_for_it_only() -
     assert room.state is State.FAILED
     assert room.error is error
     assert room.released
-    assert [effect for effect in core.take_effects() if isinstance(effect, Complaint)] == [Complaint(b"P9", error)]
+    assert [effect for effect in core.take_effects() if isinstance(effect, PeerWarning)] == [PeerWarning(b"P9", error)]
     assert core.counters.sessions_refused == 1
     assert core.next_at() is None, "nobody is greeted any more"
     assert b"P9" not in core.peers
@@ -447,7 +447,7 @@ def test_garbage_is_a_complaint_and_nothing_else(side: str) -> None:
         node.core.receive(b"??", data, world.now)
     effects = node.core.take_effects()
     assert len(effects) == 4
-    assert all(isinstance(effect, Complaint) for effect in effects)
+    assert all(isinstance(effect, PeerWarning) for effect in effects)
     assert node.core.counters.frames_malformed == 4
     assert node.core.links
 
@@ -470,7 +470,7 @@ def test_a_message_of_the_other_role_ends_the_session(side: str, message: m.AnyM
     assert not node.core.links
     effects = node.core.take_effects()
     assert any(isinstance(effect, Detach) for effect in effects)
-    assert "check the peer's role" in str(next(e for e in effects if isinstance(e, Complaint)).error)
+    assert "check the peer's role" in str(next(e for e in effects if isinstance(e, PeerWarning)).error)
 
 
 @pytest.mark.parametrize(
@@ -496,7 +496,7 @@ def test_what_no_honest_peer_says_ends_its_session(message: m.AnyMessage) -> Non
     prefill.core.receive(link.route, wire.encode(link.session, link.heard + 1, message), world.now)
     assert list(prefill.core.links.values()) == [other]
     assert prefill.core.counters.frames_malformed == 1
-    assert any(isinstance(e, Complaint) and "does not decode" in str(e.error) for e in prefill.core.take_effects())
+    assert any(isinstance(e, PeerWarning) and "does not decode" in str(e.error) for e in prefill.core.take_effects())
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -510,9 +510,9 @@ def test_nobody_else_speaks_for_a_peer(side: str, message: m.AnyMessage) -> None
     core.receive(b"a stranger", wire.encode(link.session, 1 << 40, message), 0.0)
     assert core.links == {link.session: link}
     assert link.heard == heard, "its own frames are still accepted"
-    (complaint,) = core.take_effects()
-    assert isinstance(complaint, Complaint)
-    assert complaint.route == b"a stranger"
+    (warning,) = core.take_effects()
+    assert isinstance(warning, PeerWarning)
+    assert warning.route == b"a stranger"
 
 
 def test_a_refusal_that_quotes_the_peer_fits_a_frame() -> None:
@@ -565,8 +565,8 @@ def test_a_layout_that_takes_for_ever_to_check_is_refused_unread() -> None:
     hello = m.Hello(HELLO.topology, layout, "test", b"", HELLO.lanes, 1.0, ())
     prefill.receive(b"D0", wire.encode(m.Session(5, 0), 0, hello), 0.0)
     assert not prefill.links
-    complaint = next(effect for effect in prefill.take_effects() if isinstance(effect, Complaint))
-    assert "beyond 2^62" in str(complaint.error)
+    warning = next(effect for effect in prefill.take_effects() if isinstance(effect, PeerWarning))
+    assert "beyond 2^62" in str(warning.error)
 
 
 @pytest.mark.parametrize(
@@ -609,6 +609,6 @@ def test_the_transports_of_both_sides_need_one_in_common():
         effects = core.take_effects()
         attached = [effect.offers for effect in effects if isinstance(effect, Attach)]
         assert attached == ([m.offers(told)] if met else [])
-        refused = [str(effect.error) for effect in effects if isinstance(effect, Complaint)]
+        refused = [str(effect.error) for effect in effects if isinstance(effect, PeerWarning)]
         assert len(refused) == (not met)
         assert met or "transport 'a' or 'b' at decode, 'test' at prefill" in refused[0]

@@ -9,8 +9,8 @@ import pytest
 
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
-from pdstage.protocol.decode import InRoom
-from pdstage.protocol.outbox import OutRoom
+from pdstage.protocol.decode import DecodeRoom
+from pdstage.protocol.outbox import PrefillRoom
 from pdstage.protocol.room import State
 from pdstage.protocol.session import Link
 from tests.pair import World, assert_flat, is_kind, is_message
@@ -24,7 +24,7 @@ def world_of(path: str = "staged", **how: object) -> World:
     return World(**{"path": path, "slots": True, "src_page": 1, "dst_page": 1} | how)  # type: ignore[arg-type]
 
 
-def begun(world: World, n_prefill: int, n_decode: int) -> tuple[list[InRoom], list[OutRoom]]:
+def begun(world: World, n_prefill: int, n_decode: int) -> tuple[list[DecodeRoom], list[PrefillRoom]]:
     """Room 1 with its slots named at every rank; the caller runs it."""
     handles = [world.receive(1, n_decode, [7, 5, 3, 1, 0][:n_decode], n) for n in range(len(world.decode))]
     sent = []
@@ -37,7 +37,7 @@ def begun(world: World, n_prefill: int, n_decode: int) -> tuple[list[InRoom], li
     return handles, sent
 
 
-def is_over(world: World, handles: list[InRoom], sent: list[OutRoom]) -> None:
+def is_over(world: World, handles: list[DecodeRoom], sent: list[PrefillRoom]) -> None:
     assert all(room.released for room in (*handles, *sent))
     assert_flat(world)
 
@@ -58,11 +58,11 @@ def test_the_longer_list_is_trimmed_and_both_nodes_say_so_once(
         is_over(world, handles, sent)
         words = f"component 'kv' has {n_prefill} slots at prefill and {n_decode} at decode: "
         for node in world.nodes():
-            said = [line for line in node.complaints if line.startswith(words)]
-            assert len(said) == len(node.complaints) <= 1
+            said = [line for line in node.peer_warnings if line.startswith(words)]
+            assert len(said) == len(node.peer_warnings) <= 1
             assert node.core.counters.slots_trimmed > n or not said
-        assert all(node.complaints for node in world.prefill)
-        assert any(node.complaints for node in world.decode)
+        assert all(node.peer_warnings for node in world.prefill)
+        assert any(node.peer_warnings for node in world.decode)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -85,7 +85,7 @@ def test_equal_lengths_say_nothing() -> None:
         world.run(until=40.0)
         world.check(handles[0], 1, 4)
         is_over(world, handles, sent)
-        assert not [line for node in world.nodes() for line in node.complaints]
+        assert not [line for node in world.nodes() for line in node.peer_warnings]
         assert not [node for node in world.nodes() if node.core.counters.slots_trimmed]
 
 
@@ -119,7 +119,7 @@ def test_chunks_of_slots_count_together(exact: bool) -> None:
     world.finish(out)
     world.run(until=20.0)
     world.check(handle, 1, 4)
-    assert not world.decode[0].complaints
+    assert not world.decode[0].peer_warnings
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -151,7 +151,7 @@ def test_writers_that_all_have_more_than_asked_may_have_other_numbers(path: str)
         world.finish(out, rank)
     world.run(until=40.0)
     world.check(handle, 1, 3)
-    assert [len(node.complaints) for node in world.nodes()] == [1, 1, 1]
+    assert [len(node.peer_warnings) for node in world.nodes()] == [1, 1, 1]
 
 
 def test_a_writer_that_never_named_its_slots_fails_the_room() -> None:

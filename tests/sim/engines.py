@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pdstage.layout import Key
-    from pdstage.protocol.inbox import InRoom
-    from pdstage.protocol.outbox import OutRoom, Source
+    from pdstage.protocol.inbox import DecodeRoom
+    from pdstage.protocol.outbox import PrefillRoom, SubmittedChunk
     from pdstage.protocol.room import Room
     from tests.sim.side import Side
     from tests.sim.world import SimWorld
@@ -46,7 +46,7 @@ class Part:
     node: Prefill | Decode | None = None
     room: Room | None = None
     pages: list[int] = field(default_factory=list)
-    sources: list[Source] = field(default_factory=list)
+    sources: list[SubmittedChunk] = field(default_factory=list)
 
 
 class Engines:
@@ -174,7 +174,7 @@ class Engines:
             self.world.carry(part.node)  # type: ignore[arg-type]
 
     def _finish(self, part: Part, _: int, __: object) -> None:
-        room: OutRoom = part.room  # type: ignore[assignment]
+        room: PrefillRoom = part.room  # type: ignore[assignment]
         aux, side = part.job.aux, self.world.sides[part.node]  # type: ignore[index]
         number = side.take_row(room)
         if number is not None:
@@ -202,7 +202,7 @@ class Engines:
         elif room.aux != job.aux:  # type: ignore[attr-defined]
             raise Violation("I5", f"room {room.key!r} is a Success at {side.label} with aux {room.aux!r}")  # type: ignore[attr-defined]
 
-    def _check_row(self, side: Side, room: InRoom) -> None:
+    def _check_row(self, side: Side, room: DecodeRoom) -> None:
         """What came in a message is taken as a node takes it; then every common column is what prefill's row held."""
         assert room.shared is not None
         nbytes = self.world.columns["P"].row_nbytes

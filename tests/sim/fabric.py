@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pdstage.layout import Key
     from pdstage.protocol.decode import Landing
     from pdstage.protocol.messages import Session
-    from pdstage.protocol.outbox import OutChunk
+    from pdstage.protocol.outbox import Chunk
     from pdstage.protocol.room import Room
     from pdstage.protocol.session import Link
     from tests.sim.checks import Checks
@@ -60,7 +60,7 @@ class Post:
     src: Prefill
     dst: Decode
     ticket: int
-    chunk: OutChunk
+    chunk: Chunk
     room: Room
     tag: bytes
     buffer: int
@@ -129,7 +129,7 @@ class FabricWorld(World):
         elif not chunk.direct:
             self._write_once(dst, chunk)
 
-    def _write_once(self, dst: Decode, chunk: OutChunk) -> None:
+    def _write_once(self, dst: Decode, chunk: Chunk) -> None:
         where = (self.labels[dst], chunk.record.link.session, chunk.lane, chunk.cursor)
         self.must(where not in self.written, "I15", f"{where} is written twice")
         self.written.add(where)
@@ -280,7 +280,7 @@ class FabricWorld(World):
         self.carry(node)
 
     def _gather(self, node: Prefill, effect: Gather) -> None:
-        chunk: OutChunk = effect.chunk
+        chunk: Chunk = effect.chunk
         for post in self.posts:
             busy = post.src is node and post.buffer == effect.buffer and post.reads
             self.must(not busy, "I8", f"send buffer {effect.buffer} is gathered into while a post reads it")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdstage.protocol import messages as m
-from pdstage.protocol.decode import DecodeCore, InRoom, PartPhase
-from pdstage.protocol.outbox import OutRoom, Phase
+from pdstage.protocol.decode import DecodeCore, DecodeRoom, PartPhase
+from pdstage.protocol.outbox import Phase, PrefillRoom
 from pdstage.protocol.prefill import PrefillCore
 from tests.pair import assert_flat
 from tests.sim.frozen import Core, Node, flight_name, key_name
@@ -125,7 +125,7 @@ def decode_facts(node: Node, shape: Shape) -> Facts:
     for landing in core._flights.values():
         must(not landing.part.room.released, "I2: a scatter runs into released pages")
         must(held._at.get((landing.grant.lane, landing.grant.cursor)) is landing.grant, "I2: it reads a freed lease")
-    epochs = {room.epoch: name for name, room in node.handles.items() if isinstance(room, InRoom)}
+    epochs = {room.epoch: name for name, room in node.handles.items() if isinstance(room, DecodeRoom)}
     return Facts(
         sessions=frozenset(core.links),
         timers=_timers(core),
@@ -164,7 +164,7 @@ def prefill_facts(node: Node, shape: Shape) -> Facts:
             must(chunk.source.ready or chunk.attempt <= 1, "I16: recalled twice before its data exists")
     buffers = [buffer for _, buffer in core._flights.values() if buffer >= 0] + core.buffers.free
     must(sorted(buffers) == list(range(shape.n_buffers)), f"send buffers {buffers}")
-    rooms = {name: room for name, room in node.handles.items() if isinstance(room, OutRoom)}
+    rooms = {name: room for name, room in node.handles.items() if isinstance(room, PrefillRoom)}
     return Facts(
         sessions=frozenset(core.links),
         timers=_timers(core),

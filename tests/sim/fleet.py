@@ -22,10 +22,10 @@ from pdstage.protocol.config import Config
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.effects import (
     Changed,
-    Complaint,
     Detach,
     Effect,
     Gather,
+    PeerWarning,
     Scatter,
     Send,
     Write,
@@ -39,7 +39,7 @@ from pdstage.topology import Topology, shard_axis
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdstage.protocol.outbox import OutRoom
+    from pdstage.protocol.outbox import PrefillRoom
 
 HEADS, LAYERS, PAGE, WIDTH, N_PAGES = 4, 2, 64, 128, 4096
 TOKEN_NBYTES = 2 * LAYERS * HEADS * WIDTH
@@ -221,7 +221,7 @@ class Fleet:
         self.deliver(node)
         self.at(self.now + job.compute_s, self._computed, job, node, room, 0)
 
-    def _computed(self, job: Job, node: Node, room: OutRoom, start: int) -> None:
+    def _computed(self, job: Job, node: Node, room: PrefillRoom, start: int) -> None:
         if not node.alive or room.ended:
             return
         stop = min(job.tokens, start + job.step)
@@ -327,7 +327,7 @@ class Fleet:
                         self._gone(job, failed=room.state is State.FAILED)
             case Detach(link):
                 self.at(now + times.hop_s, self._tell, node, node.core.fenced, link)
-            case Complaint():
+            case PeerWarning():
                 node.n_complaints += 1
             case _:
                 pass

@@ -26,8 +26,8 @@ from pdstage.plan import Rect, Share
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.decode import DecodeCore
-from pdstage.protocol.inbox import InRoom, Part
-from pdstage.protocol.outbox import OutChunk, OutRoom, Record
+from pdstage.protocol.inbox import DecodeRoom, Part
+from pdstage.protocol.outbox import Chunk, PrefillRoom, Record
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.queue import RequestQueue
 from pdstage.protocol.session import Link
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pdstage.protocol.holdings import Holdings
 
 Core = PrefillCore | DecodeCore
-Handle = InRoom | OutRoom
+Handle = DecodeRoom | PrefillRoom
 
 _CONSTANT = frozenset(
     {
@@ -53,10 +53,10 @@ _SILENT = {
         "heard_at", "used_at", "sent_at", "n_sent", "heard", "layout", "topology", "lanes", "silence_s", "shares",
         "common", "aux", "rows",
     },
-    "InRoom": {"shared"},
+    "DecodeRoom": {"shared"},
     "Peer": {"n_hellos"},
     "Grant": {"granted_at"},
-    "OutChunk": {"waits_since"},
+    "Chunk": {"waits_since"},
     "_Need": {"numbers"},
     "Lane": {"_carved", "_largest"},  # computed from the leases when asked for
     "Part": {"reason"},
@@ -127,15 +127,15 @@ def key_name(core: Core, key: Hashable) -> tuple[object, ...]:
     match about:
         case []:
             return (kind, b"")
-        case [InRoom() as room]:
+        case [DecodeRoom() as room]:
             return (kind, room.key, room.epoch)
-        case [OutRoom() as room]:
+        case [PrefillRoom() as room]:
             return (kind, room.key)
         case [Part() as part]:
             return (kind, part.room.key, part.room.epoch, *part.link.session)
         case [Record() as record]:
             return (kind, record.open.room, *record.link.session, record.epoch)
-        case [OutChunk() as chunk]:
+        case [Chunk() as chunk]:
             record = chunk.record
             return (kind, record.open.room, *record.link.session, record.epoch, chunk.number)
         case [Link() as link]:

@@ -29,7 +29,7 @@ N_STEPS = 400
 N_SEEDS = 600
 """Runs of the search before a mutant counts as unseen: its budget, whatever the machine."""
 _STUCK_S = 20.0
-_MOST_MEMORY = 6 << 30
+_MAX_MEMORY = 6 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def _child(answer: Connection, mutant: Mutant | None, shown_by: str, n_seeds: in
         assert not any(name.split(".")[0] == "pdstage" for name in sys.modules), "pdstage was imported before"
         if mutant is not None:
             sys.meta_path.insert(0, _Finder(mutant.module, mutant.source()))
-        resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
+        resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
         verdict = _file(shown_by) if shown_by else _seeds(n_seeds)
         if mutant is not None:
             assert isinstance(sys.modules[mutant.module].__loader__, _Loader), "the changed module was never imported"

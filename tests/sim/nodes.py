@@ -21,9 +21,9 @@ from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.effects import (
     Attach,
     Changed,
-    Complaint,
     Detach,
     Gather,
+    PeerWarning,
     Scatter,
     Send,
     Write,
@@ -228,7 +228,7 @@ class Nodes:
                     lost.append(link.session)
                 case Attach(link):
                     met.append(link.session)
-                case Gather() | Scatter() | Changed() | Complaint() | _:
+                case Gather() | Scatter() | Changed() | PeerWarning() | _:
                     pass
         return tuple(sends), tuple(posts), tuple(lost), tuple(met)
 

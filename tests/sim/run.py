@@ -21,7 +21,7 @@ from tests.sim.world import Event, SimWorld
 
 STEPS = 500
 ENGINES_S, REST_S = 60.0, 160.0
-MOST_AT_REST = 100_000
+MAX_AT_REST = 100_000
 
 
 @dataclass
@@ -121,7 +121,7 @@ def _end(world: SimWorld) -> None:
 
 def _rest(world: SimWorld, until: float, *, engines: bool) -> None:
     """Delivers all there is, in order; time passes from one deadline to the next, until nothing is left to happen."""
-    for _ in range(MOST_AT_REST):
+    for _ in range(MAX_AT_REST):
         if engines and (steps := world.engines.pending()):
             world.apply(("engine", *steps[0]))
         elif ready := world.ready():

@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 
 from pdstage.layout import Key, View
-from pdstage.protocol.decode import InRoom
+from pdstage.protocol.decode import DecodeRoom
 from pdstage.protocol.room import Room
 from tests.pair import N_ROWS, WIDTH, Decode, Memory, Prefill
 
@@ -58,7 +58,7 @@ class Side:
         """Rooms not ended, and when each must have."""
         self.ended: dict[Room, tuple[object, object]] = {}
         """Rooms that ended: their state and error then."""
-        self.delivered: dict[InRoom, dict[Key, np.ndarray]] = {}
+        self.delivered: dict[DecodeRoom, dict[Key, np.ndarray]] = {}
         """How often each cell [token, shard] of a room was written."""
         self.stalled_at: float | None = None
         self.late_s = 0.0
@@ -140,7 +140,7 @@ class Side:
             self.node.memory.bytes[where] = mine
             self.image.bytes[where] = mine
 
-    def count(self, room: InRoom, key: Key, tokens: slice | int, shards: slice | int) -> None:
+    def count(self, room: DecodeRoom, key: Key, tokens: slice | int, shards: slice | int) -> None:
         """Cells of `room` are being written: each once (I7)."""
         counts = self.delivered.setdefault(room, {})
         if key not in counts:
@@ -150,7 +150,7 @@ class Side:
         if (counts[key][tokens, shards] > 1).any():
             raise Violation("I7", f"{key} of room {room.key!r} is delivered twice at {self.label}")
 
-    def check_delivered(self, room: InRoom, want: Callable[[Key], np.ndarray], start: int, stop: int) -> None:
+    def check_delivered(self, room: DecodeRoom, want: Callable[[Key], np.ndarray], start: int, stop: int) -> None:
         """Success: every cell asked for came once, and is the truth (I5)."""
         counts, pages = self.delivered.get(room, {}), self.node.pages[room]  # type: ignore[union-attr]
         for view in self.node.core.layout.views() if start < stop else ():

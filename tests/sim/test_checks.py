@@ -18,9 +18,9 @@ from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.borrower import Borrower
 from pdstage.protocol.coverage import Coverage
-from pdstage.protocol.decode import DecodeCore, InRoom
+from pdstage.protocol.decode import DecodeCore, DecodeRoom
 from pdstage.protocol.holdings import Grant, Holdings, Request
-from pdstage.protocol.outbox import OutChunk, OutRoom, RecordPhase, SendBuffers
+from pdstage.protocol.outbox import Chunk, PrefillRoom, RecordPhase, SendBuffers
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.room import Event, Room, State
 from pdstage.protocol.sending import Sending
@@ -96,7 +96,7 @@ def gives_source_back_early(patch: Patch) -> None:
 
 
 def shares_send_buffers(patch: Patch) -> None:
-    def pop(self: SendBuffers) -> Iterator[tuple[OutChunk, int]]:
+    def pop(self: SendBuffers) -> Iterator[tuple[Chunk, int]]:
         while (chunk := self._direct.begin()) is not None:
             yield chunk, -1
         while (chunk := self._staged.begin()) is not None:
@@ -108,7 +108,7 @@ def shares_send_buffers(patch: Patch) -> None:
 def changes_the_callers_pages(patch: Patch) -> None:
     plain = DecodeCore._end
 
-    def end(self: DecodeCore, room: InRoom) -> None:
+    def end(self: DecodeCore, room: DecodeRoom) -> None:
         plain(self, room)
         if room.items:
             room.items["kv"].append(0)  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ def asks_again_without_data(patch: Patch) -> None:
 
 
 def raises(patch: Patch) -> None:
-    def finish(self: PrefillCore, room: OutRoom, aux: bytes, now: float) -> None:
+    def finish(self: PrefillCore, room: PrefillRoom, aux: bytes, now: float) -> None:
         raise KeyError(room.key)
 
     patch.setattr(PrefillCore, "finish", finish)

@@ -13,7 +13,7 @@ from pdstage.columns import Column
 from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.decode import DecodeCore, InRoom
+from pdstage.protocol.decode import DecodeCore, DecodeRoom
 from pdstage.protocol.room import Room, State
 from tests.pair import COLUMNS, Decode, Item, Prefill
 from tests.sim.checks import Checks
@@ -334,7 +334,7 @@ class SimWorld(FabricWorld):
         if room.ended and room in side.live:
             del side.live[room]
             side.ended[room] = (room.state, room.error)
-            if isinstance(room, InRoom) and room.state is State.SUCCESS:
+            if isinstance(room, DecodeRoom) and room.state is State.SUCCESS:
                 self.engines.check_success(side, room)
         if room.released:
             side.give_back(room)

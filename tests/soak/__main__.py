@@ -18,7 +18,7 @@ from tests.soak.gauge import Gauge
 from tests.soak.real import RealPeers
 from tests.soak.star import Crowd, Star
 
-_MOST_GROWTH_NBYTES = 1024
+_MAX_GROWTH_NBYTES = 1024
 """Of resident memory, a peer come and gone: an allocator's fragments, and what is remembered up to a cap."""
 
 
@@ -78,7 +78,7 @@ def _flat(before: Gauge, now: Gauge, n_peers: int) -> bool:
     for name, (was, is_now) in grown.items():
         print(f"  GREW: {name}, from {was} to {is_now}")
     more_nbytes = now.resident_nbytes - before.resident_nbytes
-    if n_peers and more_nbytes > max(4 << 20, _MOST_GROWTH_NBYTES * n_peers):
+    if n_peers and more_nbytes > max(4 << 20, _MAX_GROWTH_NBYTES * n_peers):
         print(f"  GREW: {more_nbytes / n_peers:.0f} bytes of resident memory a peer")
         return False
     return not grown

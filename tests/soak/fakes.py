@@ -20,9 +20,9 @@ from pdstage.control.zmq import route_of
 from pdstage.layout import Layout, Region
 from pdstage.protocol import messages as m
 from pdstage.protocol.config import Config
-from pdstage.protocol.decode import DecodeCore, InRoom
+from pdstage.protocol.decode import DecodeCore, DecodeRoom
 from pdstage.protocol.effects import Detach, Send
-from pdstage.protocol.outbox import OutRoom
+from pdstage.protocol.outbox import PrefillRoom
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.room import room_key
 from pdstage.protocol.versions import VERSION
@@ -148,7 +148,7 @@ class FakePrefill(Fake):
         if self._held is not None:
             self._held.close()
 
-    def send(self, room: int) -> OutRoom:
+    def send(self, room: int) -> PrefillRoom:
         sent = self.core.submit(room_key(room), time.monotonic())
         self.core.finish(sent, b"aux", time.monotonic())
         self.carry()
@@ -169,7 +169,7 @@ class FakeDecode(Fake):
         self.socket.set(zmq.CONNECT_ROUTING_ID, b"there")
         self.socket.connect(endpoint)
 
-    def receive(self, room: int) -> InRoom:
+    def receive(self, room: int) -> DecodeRoom:
         now = time.monotonic()
         handle = self.core.announce(room_key(room), {0: b"there"}, now, deadline_s=60.0)
         self.core.bind(handle, (m.Asked("kv", 8, 8),), {}, now)

@@ -84,7 +84,7 @@ def test_a_trace_of_nothing(tmp_path):
 
 
 def test_more_rows_than_can_be_read(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(plot, "MOST_ROWS", 3)
+    monkeypatch.setattr(plot, "MAX_ROWS", 3)
     run.move("one")
     with pytest.raises(UsageError, match="more than can be read"):
         plot.draw(merged(run.traces()), tmp_path / "t.png")

@@ -187,7 +187,7 @@ def test_50_short_lived_peers_leave_a_bounded_number_of_connections(a, monkeypat
     """I14: what the library keeps of them goes with an engine that wrote to some of them; the one that peers write to
     stays, and a peer that lives on keeps its own.
     """
-    monkeypatch.setattr(mooncake, "MOST_LEFT", 8)
+    monkeypatch.setattr(mooncake, "MAX_LEFT", 8)
     context = multiprocessing.get_context("forkserver")  # a life each in some milliseconds
     context.set_forkserver_preload(["transport.endpoint", "pdstage.transport.mooncake"])
     lives, n_fds = [], []

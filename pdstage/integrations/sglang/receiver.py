@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pdstage.integrations.sglang.manager import PdStageKVManager
     from pdstage.manager import Receiver
 
-MOST_S = 3600.0
+MAX_S = 3600.0
 """A room's deadline: SGLang's own timeouts end it long before."""
 
 
@@ -47,7 +47,7 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.bootstrap_infos: list[dict[str, Any]] = []
         try:
             self._room = self.kv_mgr.awake().receive(
-                self.bootstrap_room, PLAIN + self.bootstrap_addr, dp_rank=self.prefill_dp_rank, deadline_s=MOST_S
+                self.bootstrap_room, PLAIN + self.bootstrap_addr, dp_rank=self.prefill_dp_rank, deadline_s=MAX_S
             )
         except PdstageError as error:
             self._fail(error)

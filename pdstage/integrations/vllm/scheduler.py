@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MOST_ASKED = 65_536
+_MAX_ASKED = 65_536
 _DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -176,7 +176,7 @@ class SchedulerSide:
 
     def _ask(self, remote: Remote) -> None:
         self._asked[remote.room] = None
-        if len(self._asked) > _MOST_ASKED:
+        if len(self._asked) > _MAX_ASKED:
             self._asked.popitem(last=False)
 
     def ended(self, output: KVConnectorOutput) -> None:

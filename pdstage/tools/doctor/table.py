@@ -21,7 +21,7 @@ from pdstage.tools.doctor.site import Asked, Site
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_MOST_S = 600
+_MAX_S = 600
 _AT_ONCE = 3  # each waits for processes of its own most of the time
 
 
@@ -62,8 +62,8 @@ def checks(asked: Asked) -> list[Check]:
     unknown = [area for area in asked.areas if area not in AREAS]
     if unknown:
         raise UsageError(f"no area {unknown[0]!r}", remedy=f"choose of {', '.join(AREAS)}", field="only")
-    if not 1 <= asked.deadline_s <= _MOST_S:
-        raise UsageError(f"a deadline of {asked.deadline_s:g} s", remedy=f"give 1 to {_MOST_S}", field="deadline")
+    if not 1 <= asked.deadline_s <= _MAX_S:
+        raise UsageError(f"a deadline of {asked.deadline_s:g} s", remedy=f"give 1 to {_MAX_S}", field="deadline")
     if "peer" in asked.areas and asked.areas != AREAS and not asked.peer:
         raise UsageError("area 'peer' without a peer", remedy="name it with --peer HOST:PORT", field="peer")
     every = [

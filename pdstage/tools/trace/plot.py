@@ -26,7 +26,7 @@ COLOURS = {
 NAMES = {"lease_wait": "lease wait", "direct": "direct write", "aux": "aux row"}
 INK, FAINT, BAND = "#20242c", "#8a909c", "#f5f6f9"
 ROOM_COLOURS = ("#dfe8f7", "#e2f2e8", "#fbeeda", "#eee2f4", "#f9e3e3", "#e0f1f3")
-MOST_ROWS = 80
+MAX_ROWS = 80
 WIDTH_IN, ROW_IN, LEAST_PX, DPI = 13.0, 0.36, 2.0, 150
 
 
@@ -88,7 +88,7 @@ def draw(
         ) from missing
     window = window_of(trace, room, from_ms, to_ms)
     lines, height = _placed(_rows(trace, window))
-    if len(lines) > MOST_ROWS:
+    if len(lines) > MAX_ROWS:
         raise UsageError(
             f"{len(lines)} rows are more than can be read", remedy="draw one --room, or less time", field="room"
         )

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from pdstage.manager.observer import Event, Observer, Origin
     from pdstage.topology import Topology
 
-MOST_EVENTS = 200_000
+MAX_EVENTS = 200_000
 
 
 class Tracer:
     """An `Observer` that remembers the latest `most_events` events of this process's nodes: some 100 MB of them."""
 
-    def __init__(self, most_events: int = MOST_EVENTS) -> None:
+    def __init__(self, most_events: int = MAX_EVENTS) -> None:
         self._clock = Clock.here()
         self._events: deque[tuple[Origin, Event]] = deque(maxlen=most_events)
         self._n_events = 0

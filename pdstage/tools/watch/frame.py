@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 WIDE = 110
 N_SLOWEST = 8
-_MOST_NODES = 16
-_MOST_BARS = 12
+_MAX_NODES = 16
+_MAX_BARS = 12
 _SPARKS = " ▁▂▃▄▅▆▇█"
 _STATES = (("bootstrapping", "meet"), ("waiting_for_input", "wait"), ("transferring", "move"))
 _STAGES = ("lease_wait", "gather", "write", "direct", "aux", "scatter")
@@ -125,7 +125,7 @@ def _nodes(views: Sequence[View], history: Mapping[tuple[str, str], Sequence[flo
         table.add_column(short, justify="right")
     for name in ("held", "done/s", "fail/s", "GB/s", *(("", "peers", "chunk p50", "p99") if wide else ())):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for view in views[:_MOST_NODES]:
+    for view in views[:_MAX_NODES]:
         rooms = view.now.by("pdstage_rooms", "state")
         failed = view.rate("pdstage_rooms_ended_total", outcome="failed")
         cells: list[str | Text] = [_named(view)]
@@ -142,8 +142,8 @@ def _nodes(views: Sequence[View], history: Mapping[tuple[str, str], Sequence[flo
             metric = "pdstage_chunk_latency_seconds" if view.now.role == "prefill" else "pdstage_stage_seconds"
             cells += [_seconds(view.added.quantile(q, metric)) for q in (0.5, 0.99)]
         table.add_row(*cells)
-    if len(views) > _MOST_NODES:
-        table.add_row(Text(f"and {len(views) - _MOST_NODES} more", style="bright_black"))
+    if len(views) > _MAX_NODES:
+        table.add_row(Text(f"and {len(views) - _MAX_NODES} more", style="bright_black"))
     return table
 
 
@@ -170,8 +170,8 @@ def _memory(views: Sequence[View], width: int) -> RenderableType:
             used, whole = buffers.get("used", 0.0), sum(buffers.values())
             told = f"{used:.0f} of {whole:.0f} x {_bytes(view.now.value('pdstage_send_buffer_bytes'))}"
             rows.append((used / whole, f"{view.now.name} buffers", _Bar(whole, {"cyan": used}, told)))
-    if len(rows) > _MOST_BARS:
-        rows = sorted(rows, key=lambda row: -row[0])[:_MOST_BARS]
+    if len(rows) > _MAX_BARS:
+        rows = sorted(rows, key=lambda row: -row[0])[:_MAX_BARS]
     table = Table.grid(padding=(0, 1))
     for _ in range(3):
         table.add_column(no_wrap=True)

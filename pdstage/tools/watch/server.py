@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_ROOMS = 100
+MAX_ROOMS = 100
 _STALLED_S = 10.0
 
 
@@ -80,7 +80,7 @@ class Endpoint:
             return _say(start, "200 OK", "ok\n")
         if path == "/rooms" and self._tells_rooms:
             asked = parse_qs(environ.get("QUERY_STRING", "")).get("n", ["10"])[0]
-            n = min(int(asked), MOST_ROOMS) if asked.isascii() and asked.isdigit() else 10
+            n = min(int(asked), MAX_ROOMS) if asked.isascii() and asked.isdigit() else 10
             return _say(start, "200 OK", json.dumps(self._rooms(n)), "application/json")
         if path == "/rooms":
             return _say(start, "403 Forbidden", "rooms are told on loopback only, or where rooms=True is given\n")

@@ -24,7 +24,7 @@ ROOM_BOUNDS_S = (*STAGE_BOUNDS_S[6:], 30.0, 60.0, 120.0, 300.0, 600.0)
 STAGES = {"prefill": ("lease_wait", "gather", "write", "direct", "aux"), "decode": ("scatter",)}
 OUTCOMES = ("success", "failed")
 ERRORS = ("Aborted", "DeadlineExceeded", "PdstageError", "PeerError", "TransportError", "UsageError")
-_MOST_WAITED = 4096
+_MAX_WAITED = 4096
 
 
 class Histogram:
@@ -80,7 +80,7 @@ class NodeTimings:
     def _wait(self, over: StageOver) -> None:
         """Kept until its chunk is written; of rooms that fail in between none ever is."""
         self._waited[over.session, over.epoch, over.chunk] = over.began_at
-        if len(self._waited) > _MOST_WAITED:
+        if len(self._waited) > _MAX_WAITED:
             del self._waited[next(iter(self._waited))]
 
 

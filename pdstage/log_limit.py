@@ -1,6 +1,6 @@
-"""Which of many complaints are said: a log must bear a peer that does the same wrong thing a thousand times a second.
+"""Which of many warnings are logged: a log must bear a peer that does the same wrong thing a thousand times a second.
 
-Layer 1, pure: the clock is an argument. Must not know what is complained of, nor where that is written.
+Layer 1, pure: the clock is an argument. Must not know what is warned of, nor where that is written.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 AGAIN_S = 60.0
-MOST_A_PEER = 16
-_MOST_PEERS = 1024
+MAX_A_PEER = 16
+_MAX_PEERS = 1024
 
 
 class _Window(NamedTuple):
@@ -18,8 +18,8 @@ class _Window(NamedTuple):
     said: set[str]
 
 
-class Complaints:
-    """Each complaint about each peer once a minute, and about one peer at most `MOST_A_PEER` in that time."""
+class LogLimit:
+    """Each warning about each peer once a minute, and about one peer at most `MAX_A_PEER` in that time."""
 
     def __init__(self) -> None:
         self._windows: OrderedDict[str, _Window] = OrderedDict()
@@ -30,11 +30,11 @@ class Complaints:
         if window is None or now - window.began_at >= AGAIN_S:
             window = self._windows[peer] = _Window(now, set())
             self._windows.move_to_end(peer)
-            if len(self._windows) > _MOST_PEERS:
+            if len(self._windows) > _MAX_PEERS:
                 self._windows.popitem(last=False)
-        if text in window.said or len(window.said) == MOST_A_PEER:
+        if text in window.said or len(window.said) == MAX_A_PEER:
             return ""
         window.said.add(text)
-        if len(window.said) == MOST_A_PEER:
+        if len(window.said) == MAX_A_PEER:
             return f"{text}; more about it is left out for {AGAIN_S:.0f} s"
         return text

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Copier:
+class CopyThread:
     """Runs functions in the order given, in a daemon thread that starts with the first; calls `wake` after each.
 
     A context manager.
