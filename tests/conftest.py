@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import threading
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,12 @@ def _n_cuda_devices() -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="everything, not only what .ci/run has time for")
+
+
+def pytest_configure() -> None:
+    """Whoever starts tests in the background has them ignore SIGINT, and with them the programs that tests end by it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
