@@ -55,7 +55,7 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 class Driver(Role[AnyCore]):
-    """Moves one core. What it moves it with is its heir's to make."""
+    """Drives one core. Subclasses supply the transport and the stager."""
 
     def __init__(self, config: Config, progress: str, switch_interval_s: float | None) -> None:
         if progress not in ("inline", "thread"):

@@ -1,4 +1,4 @@
-"""The prefill node: what an engine has where prompts are computed. A room of its is a `sender`.
+"""The prefill node: what an engine has where prompts are computed. `sender` is a room at prefill.
 
 Layer 5. Must not know how the core decides; it knows when a chunk's data is there, and hands gathers and writes on.
 """
@@ -16,11 +16,9 @@ from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
 from pdstage.manager import demand
 from pdstage.manager.calibration import costs
+from pdstage.manager.data_path import DataPath, Paths
 from pdstage.manager.items import GivenItems, GivenTokens, check, rects_of
-from pdstage.manager.moves import Moves
 from pdstage.manager.node import DEFAULT_SWITCH_S, Node
-from pdstage.manager.paths import Paths
-from pdstage.manager.posts import Posts
 from pdstage.manager.sender import Sender
 from pdstage.manager.sessions import label, place
 from pdstage.metadata import AuxRow
@@ -128,23 +126,22 @@ class PrefillNode(Node[PrefillCore, Sender]):
         )  # fmt: skip
         self._stagings = Stagings(pool.layout)
         self._positional = {component.name for component in pool.layout.components if component.positional}
-        self.posts = Posts(self.transport)
         self._chunk_nbytes = min(self.parts[0].nbytes, self.config.chunk_nbytes)
-        self.paths = Paths(
+        paths = Paths(
             path, lambda link: self.cost_of(self.transport.traits_of(label(link))), layout=pool.layout,
             stagings=self._stagings, pair_of=self.sessions.pair, chunk_nbytes=self._chunk_nbytes,
+        )  # fmt: skip
+        self.data_path = DataPath(
+            self.transport, self.stager, paths, parts=self.parts, device=pool.device, pair_of=self.sessions.pair,
+            observed=self._observed,
         )  # fmt: skip
         self._waiting: list[tuple[Sender, CudaEvent, Callable[[float], None]]] = []
         offer, *others = self._offers()
         self.core = PrefillCore(
             self.incarnation, layout=pool.layout, topology=topology, transport=offer.transport,
             description=offer.description, n_buffers=n_buffers, buffer_nbytes=self.parts[0].nbytes,
-            config=self.config, choose=self.paths.prefers_direct, direct=path != "staged", others=tuple(others),
+            config=self.config, choose=paths.prefers_direct, direct=path != "staged", others=tuple(others),
             notifies=self.transport.traits.notifies, rows=self.rows,
-        )  # fmt: skip
-        self.moves = Moves(
-            self.transport, self.stager, self.posts, self.paths, parts=self.parts, device=pool.device,
-            pair_of=self.sessions.pair, counters=self.core.counters, observed=self._observed,
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         self.bootstrap_address = bootstrap or ""
@@ -258,7 +255,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
     def _carry(self, effect: Effect) -> None:
         match effect:
             case Gather():
-                self.moves.gather(effect)
+                self.data_path.gather(effect)
             case Write() | WriteDirect() | WriteRow():
                 self._write(effect)
             case Scatter() | Send() | Changed() | PeerWarning() | Attach() | Detach() | HangUp():
@@ -270,7 +267,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
         return effect.chunk.nbytes if isinstance(effect, Gather | Write | WriteDirect | WriteRow) else 0
 
     def _write(self, effect: Write | WriteDirect | WriteRow) -> None:
-        error = self.moves.write(effect)
+        error = self.data_path.write(effect, self.core.counters)
         if error is not None:  # it never began
             with self._lock:
                 now = time.monotonic()
@@ -289,13 +286,13 @@ class PrefillNode(Node[PrefillCore, Sender]):
             self.core.counters.measured(told.nbytes, told.post_s, told.write_s)
         if not isinstance(event, Inbound):
             ended_at = self._observed.post_ended(event.ticket) if self._observed is not None else 0.0
-            for ticket, error, settled in self.posts.ended(event):
+            for ticket, error, settled in self.data_path.posts.ended(event):
                 if self._observed is not None:
                     self._observed.written(ticket, ended_at, error)
                 self.core.completed(ticket, now, error, settled=settled)
 
     def _on_staged(self, copied: Copied, now: float) -> None:
-        self.moves.gathered(copied.ticket)
+        self.data_path.gathered(copied.ticket)
         self.core.gathered(copied.ticket, now, copied.error, copied.checksum)
 
     def _layouts(self, link: Link) -> tuple[Layout, Layout]:
@@ -316,19 +313,19 @@ class PrefillNode(Node[PrefillCore, Sender]):
         return self.path
 
     def _forget(self, link: Link) -> None:
-        self.paths.forget(link)
+        self.data_path.paths.forget(link)
 
     def _is_fenced(self, link: Link) -> bool:
         return self.transport.traits_of(label(link)).stops_reads
 
     def _holds_nothing(self, link: Link) -> bool:
-        return not self.posts.to(label(link))
+        return not self.data_path.posts.to(label(link))
 
     def _in_flight(self) -> bool:
-        return bool(self.posts)
+        return bool(self.data_path.posts)
 
     def _must_ask(self) -> bool:
-        return bool(self.posts)
+        return bool(self.data_path.posts)
 
     def _expects(self) -> bool:
         return bool(self._waiting)
@@ -352,7 +349,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
     def close(self, timeout_s: float = 5.0) -> bool:
         """As of every node; then ends the bootstrap directory that it embeds, if it does."""
         safe = super().close(timeout_s)
-        self.moves.placed.clear()  # the copier has ended, and nobody asks what it did any more
+        self.data_path.placed.clear()  # the copier has ended, and nobody asks what it did any more
         if self._bootstrap is not None:
             self._bootstrap.close()
         return safe

@@ -51,7 +51,7 @@ def _of_prefill(node: PrefillNode) -> dict[str, int]:
         "rooms under way": len(core.rooms),
         "records": len(core.records),
         "writes": len(core._flights),
-        "posts": len(node.posts._writes),
+        "posts": len(node.data_path.posts._writes),
         "send buffers": len(node.parts) - len(core.buffers.free),
         "parked rooms": len(core._parked),
         "askers": len(core._askers),

@@ -209,7 +209,7 @@ def test_a_write_whose_session_is_lost_is_told_once(site, monkeypatch):
     receiver, sender = d.receive(1, site.address), p.send(1)
     receiver.bind(dst.allocate(8), 8)
     sender.chunk(src.allocate(8), (0, 8))
-    drive([p, d], lambda: bool(p.posts))
+    drive([p, d], lambda: bool(p.data_path.posts))
     d.close(0.1)
     drive([p], lambda: bool(seen.of("prefill", StageOver)))
     (stage,) = seen.of("prefill", StageOver)
@@ -230,7 +230,7 @@ def test_a_chunk_that_waited_in_vain_and_went_direct(site):
     src, dst = Rank(), Rank()
     config = Config(retry_s=0.02, fall_back_after_s=0.1, max_silence_s=3.0, recall_after_s=30.0)
     p = site.prefill(src, observers=(seen,), config=config)
-    p.paths.path = "auto"
+    p.data_path.paths.path = "auto"
     p.core._choose = lambda chunk: False
     d = site.decode(dst, staging_nbytes=8192, n_lanes=1, path="auto", config=config)
     wanting = [d.receive(room, site.address) for room in ("first", "second")]
