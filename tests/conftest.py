@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Whoever starts tests in the background has them ignore SIGINT, and with them the programs that tests end by it."""
+    """A shell that starts tests in the background has them ignore SIGINT, and with them the programs they end by it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -195,3 +195,17 @@ def test_every_option_of_a_node_is_told_of() -> None:
     told = f"{PrefillNode.__doc__} {DecodeNode.__doc__}"
     missing = [name for name in {**parameters(PrefillNode), **parameters(DecodeNode)} if f"`{name}`" not in told]
     assert missing == []
+
+
+@pytest.mark.parametrize(("old", "name"), [("pdstage.watch", "register"), ("pdstage.trace", "tracing")])
+def test_old_names_of_the_tools_warn(old, name):
+    code = (
+        "import importlib, warnings\n"
+        "with warnings.catch_warnings(record=True) as said:\n"
+        "    warnings.simplefilter('always')\n"
+        f"    found = importlib.import_module('{old}').{name}\n"
+        "print(found.__module__, *(one.message for one in said if one.category is DeprecationWarning))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    new = old.replace("pdstage.", "pdstage.tools.")
+    assert done.stdout.startswith(f"{new}.") and f"{old} is {new} now" in done.stdout, done.stdout
