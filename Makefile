@@ -26,7 +26,7 @@ HANGS_S = 600
 CPU_BENCHES := plan wire host-kernels convert rooms keys watch transfer auto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-engines test-e2e sim scale chaos fuzz soak lint types format bench gpu sanitize \
+.PHONY: help setup demo serve test test-engines test-e2e sim mutants scale chaos fuzz soak lint types format bench gpu sanitize \
     asan tsan micro plots docs site native sdist wheel clean distclean
 
 help:  ## Show this list.
@@ -99,6 +99,9 @@ fuzz: $(STAMP)  ## Feed one target hostile input for long (ARGS="--target messag
 sim: $(STAMP)  ## Simulate 2,000 seeds of faults and explore small worlds exhaustively (ARGS="--seed 7 --replay").
 	$(BIN)/pdstage sim $(ARGS)
 	$(if $(ARGS),,$(BIN)/python -m tests.sim.explore)
+
+mutants: $(STAMP)  ## Try every deliberate bug of the protocol, each of which something must see (ARGS="NAME").
+	$(BIN)/python -m tests.sim.mutants $(ARGS)
 
 scale: $(STAMP)  ## Simulate 1,000 prefill and 1,000 decode ranks and 100,000 rooms.
 	$(BIN)/python -m tests.sim.scale $(ARGS)

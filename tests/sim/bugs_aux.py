@@ -10,14 +10,14 @@ MUTANTS = [
     Mutant(
         "Close does not wait for the row",
         "10 aux, I5",
-        "protocol/sending.py",
+        "_add_row",
         "        record.unwritten += 1\n        self._advance(chunk)",
         "        self._advance(chunk)",
     ),
     Mutant(
         "Success before the row's tag",
         "10 aux, I5",
-        "protocol/arriving.py",
+        "_on_close_ok",
         "            if any(w.chunk not in part.arrived for w in close.written):",
         "            if any(w.chunk not in part.arrived for w in close.written if w.lane != m.AUX):",
         TESTS,
@@ -25,7 +25,7 @@ MUTANTS = [
     Mutant(
         "a row is free before the fence",
         "10 aux, I2",
-        "protocol/inbox.py",
+        "writes_in_place",
         "        return self.direct or (self.has_aux and self.room.row is not None)",
         "        return self.direct",
         TESTS,
@@ -33,7 +33,7 @@ MUTANTS = [
     Mutant(
         "a row whose post may still land falls back",
         "10 aux, I2",
-        "protocol/borrower.py",
+        "completed",
         "        if error is not None and not settled:\n            self._doubt(link.session)",
         "        if error is not None and not settled and not self._flights[ticket][0].row:\n"
         "            self._doubt(link.session)",
@@ -42,14 +42,14 @@ MUTANTS = [
     Mutant(
         "a failed row is never sent",
         "10 aux, I5",
-        "protocol/sending.py",
+        "_set_aux",
         "            by_write = any(written.lane == m.AUX for written in record.written)\n",
         "            by_write = any(chunk.row for chunk in record.chunks.values())\n",
     ),
     Mutant(
         "a failed row counts as written",
         "10 aux, I5",
-        "protocol/borrower.py",
+        "_written",
         '            self._row_failed(record, f"the write of an aux row failed: {error.what}")\n',
         "            record.written.append(m.Written(chunk.number, *chunk.where))\n",
         TESTS,
@@ -57,35 +57,35 @@ MUTANTS = [
     Mutant(
         "a row is written although none was named",
         "10 aux, I2",
-        "protocol/sending.py",
+        "_no_row",
         'return "a receiver was bound without an aux row" if record.open.row is None else ""',
         'return ""',
     ),
     Mutant(
         "rows are those of another room",
         "10 aux, I2",
-        "protocol/borrower.py",
+        "_row_write",
         "rows.base + record.open.row * rows.row_nbytes",
         "rows.base + record.epoch % rows.n_rows * rows.row_nbytes",
     ),
     Mutant(
         "a column more moves the others, in place",
         "10 aux, I5",
-        "columns.py",
+        "spans",
         "            spans.append(Span(src.offset, dst.offset, src.nbytes))",
         "            spans.append(Span(src.offset, src.offset, src.nbytes))",
     ),
     Mutant(
         "a column more moves the others, packed",
         "10 aux, I5",
-        "columns.py",
+        "unpack",
         "            yield column, view[at : at + column.nbytes]",
         "            yield column, view[column.offset : column.offset + column.nbytes]",
     ),
     Mutant(
         "spans are merged across a column that is not common",
         "10 aux, I2",
-        "columns.py",
+        "spans",
         "                if gaps[0] == gaps[1] and 0 <= gaps[0] < _ALIGNMENT:",
         "                if gaps[0] == gaps[1] and 0 <= gaps[0]:",
         "tests/test_columns.py",
@@ -93,7 +93,7 @@ MUTANTS = [
     Mutant(
         "Close carries the row as it is when it is repeated",
         "10 aux, I8",
-        "protocol/sending.py",
+        "_close",
         "        written = tuple(record.written)\n",
         "        written = tuple(record.written)\n"
         "        if record.room is not None:\n            self._set_aux(record, record.room)\n",
@@ -101,7 +101,7 @@ MUTANTS = [
     Mutant(
         "a row's tag counts where none was named",
         "10 aux, I6",
-        "protocol/arriving.py",
+        "_is_news",
         "return part.has_aux and part.room.row is not None and not part.row_arrived and not tag.rects",
         "return part.has_aux and not part.row_arrived and not tag.rects",
         TESTS,
@@ -109,7 +109,7 @@ MUTANTS = [
     Mutant(
         "a row alone ends the wait",
         "10 aux, I10",
-        "protocol/arriving.py",
+        "_arrived",
         "        fresh = tag.lane == m.AUX or not part.coverage.covers(tag.rects)",
         "        fresh = not part.coverage.covers(tag.rects)",
         TESTS,

@@ -10,7 +10,7 @@ MUTANTS = [
     Mutant(
         "a room is opened before its pages are free",
         "11 after, I2",
-        "manager/decode.py",
+        "_take_bindings",
         "if receiver.room is None or (bound.after is not None and not bound.after.query()):",
         "if receiver.room is None:",
         f"{_TRANSFER}::test_nothing_is_opened_before_after",
@@ -18,7 +18,7 @@ MUTANTS = [
     Mutant(
         "a chunk is gathered before its data exists",
         "11 ready, I5",
-        "manager/prefill.py",
+        "_check_ready",
         "                if ready.query():\n",
         "                if ready:\n",
         f"{_TRANSFER}::test_data_is_gathered_only_when_ready",
@@ -26,7 +26,7 @@ MUTANTS = [
     Mutant(
         "poll_many says released at Success",
         "11 released, I2",
-        "manager/handle.py",
+        "statuses",
         "return (self._statuses & 0x7F).view(np.int8), self._statuses >> np.uint8(7)",
         "return (self._statuses & 0x7F).view(np.int8), ((self._statuses & 0x7F) == State.SUCCESS).view(np.uint8)",
         "tests/manager/test_handle.py",
@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         "poll_many says released of a state that is old",
         "11 released, I2",
-        "manager/handle.py",
+        "statuses",
         "        if changes != self._polled_at or handles != self._polled:\n",
         "        if handles != self._polled:\n",
         "tests/manager/test_handle.py",

@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant(
         "an idle lane begins again at 0",
         "6 cursors, I4",
-        "ring.py",
+        "_advance",
         """        self._watermark = next(iter(self._window), self._head)
 """,
         """        if not self._window and not self._passed:
@@ -19,14 +19,14 @@ MUTANTS = [
     Mutant(
         "a lease straddles the end of its lane",
         "6 contiguous, I3",
-        "ring.py",
+        "_first_fit",
         "                if cursor + size <= base + stop:",
         "                if cursor + size <= base + stop or (cursor < base + stop == base + self.capacity):",
     ),
     Mutant(
         "padding waits for a release of its own",
         "6 padding, I13",
-        "ring.py",
+        "grant",
         """        self._window[cursor] = _Lease(cursor, size, GRANTED)
 """,
         """        if cursor > self._head:
@@ -37,7 +37,7 @@ MUTANTS = [
     Mutant(
         "an idle lane's watermark stays behind its head",
         "6 watermark, I13",
-        "ring.py",
+        "_advance",
         """        self._watermark = next(iter(self._window), self._head)
 """,
         """        self._watermark = next(iter(self._window), self._watermark)
@@ -46,21 +46,21 @@ MUTANTS = [
     Mutant(
         "leases are granted two laps ahead",
         "6 window, I2",
-        "ring.py",
+        "cursor_of_next",
         "return cursor if cursor + size <= self._watermark + 2 * self.capacity else None",
         "return cursor if cursor + size <= self._watermark + 3 * self.capacity else None",
     ),
     Mutant(
         "the window is not checked before a write",
         "6 window, I2",
-        "protocol/windows.py",
+        "_window_open",
         "        return chunk.cursor + chunk.nbytes <= mark + link.lanes[chunk.lane].nbytes",
         "        return chunk.cursor + chunk.nbytes <= mark + 2 * link.lanes[chunk.lane].nbytes",
     ),
     Mutant(
         "a failed post is tried again",
         "6 written once, I15",
-        "protocol/borrower.py",
+        "_written",
         """            chunk.phase = Phase.BROKEN
             self._fail_record(record, error, now)
             return
@@ -73,7 +73,7 @@ MUTANTS = [
     Mutant(
         "a failed post's lease is given back as unused",
         "6 unknown outcome, I2",
-        "protocol/borrower.py",
+        "_written",
         """            chunk.phase = Phase.BROKEN
             self._fail_record(record, error, now)
             return
@@ -87,7 +87,7 @@ MUTANTS = [
     Mutant(
         "the lease of a chunk that is dropped while it is gathered is given back",
         "6 used lease, I2",
-        "protocol/sending.py",
+        "_drop",
         "                if chunk.phase not in (Phase.GATHERING, Phase.WRITING, Phase.BROKEN):",
         "                if chunk.phase not in (Phase.WRITING, Phase.BROKEN):",
         "tests/protocol/test_rules.py::test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended",
@@ -95,17 +95,15 @@ MUTANTS = [
     Mutant(
         "Reserve is not repeated",
         "6 who asks again, I4",
-        "protocol/borrower.py",
+        "_reserve",
         """        self.repeat(("ask", chunk), now)
-
-    def _go_direct""",
-        """
-    def _go_direct""",
+""",
+        "",
     ),
     Mutant(
         "Reserve is not repeated while the window is closed",
         "6 who asks again, I11",
-        "protocol/borrower.py",
+        "_ask_again",
         "        if chunk.phase is not Phase.ASKING and (chunk.phase is not Phase.HELD or self._window_open(chunk)):",
         "        if chunk.phase is not Phase.ASKING:",
         "tests/protocol/test_traces.py",
@@ -113,7 +111,7 @@ MUTANTS = [
     Mutant(
         "Lease does not carry the watermark",
         "6 who asks again, I11",
-        "protocol/lender.py",
+        "_lease",
         """        mark = self._mark(request.link, grant.lane)
         answer""",
         """        mark = self._marks_sent.get(request.link, {}).get(grant.lane, 0)
@@ -122,21 +120,21 @@ MUTANTS = [
     Mutant(
         "a watermark from Lease is not taken",
         "6 who asks again, I11",
-        "protocol/borrower.py",
+        "_on_lease",
         "        self._raise_mark(link, lease.lane, lease.watermark)\n",
         "",
     ),
     Mutant(
         "nothing is recalled",
         "6 recall (a), I12",
-        "protocol/lender.py",
+        "_recall_all",
         "            if grant.request.link.session in self.links:\n                self._recall(grant, now)",
         "            pass",
     ),
     Mutant(
         "recall forgets leases that are open and late",
         "6 recall (a), I12",
-        "protocol/holdings.py",
+        "_late",
         "return now - max(grant.granted_at, self._contended_at) >= recall_after_s",
         "return False",
         "tests/protocol/test_holdings.py",
@@ -144,7 +142,7 @@ MUTANTS = [
     Mutant(
         "recall forgets leases shut in behind a stuck head",
         "6 recall (b), I12",
-        "protocol/holdings.py",
+        "to_recall",
         "shut_in = stuck and not self.is_open(grant) and self._elsewhere(grant)",
         "shut_in = False",
         "tests/protocol/test_holdings.py",
@@ -152,7 +150,7 @@ MUTANTS = [
     Mutant(
         "recall forgets leases on quarantined bytes",
         "6 recall (c), I12",
-        "protocol/holdings.py",
+        "to_recall",
         "if cursor in in_the_way or shut_in or",
         "if shut_in or",
         "tests/protocol/test_holdings.py",
@@ -160,7 +158,7 @@ MUTANTS = [
     Mutant(
         "decode frees on sending Recall",
         "6 recall, I2",
-        "protocol/lender.py",
+        "_recall",
         """        self.send(request.link, recall, now)
 """,
         """        self.send(request.link, recall, now)
@@ -171,7 +169,7 @@ MUTANTS = [
     Mutant(
         "no attempts: Returned is not final",
         "6 recall, I15",
-        "protocol/borrower.py",
+        "_recalled",
         """        chunk.attempt += 1
         self.timers.cancel(("ask", chunk))
 """,
@@ -181,21 +179,21 @@ MUTANTS = [
     Mutant(
         "a lease of any attempt is taken",
         "6 recall, I15",
-        "protocol/borrower.py",
+        "_on_lease",
         "if chunk is not None and chunk.attempt == lease.attempt and not chunk.direct:",
         "if chunk is not None and not chunk.direct:",
     ),
     Mutant(
         "a lease is given back after its write began",
         "6 recall, I2",
-        "protocol/borrower.py",
+        "_on_recall",
         "            if chunk.begun or chunk.phase is Phase.READY:",
         "            if chunk.phase is Phase.READY:",
     ),
     Mutant(
         "a recalled chunk asks again before its data exists",
         "6 recall, I16",
-        "protocol/borrower.py",
+        "_recalled",
         """        if chunk.source.ready:
             self._ask(chunk, now)
         else:
@@ -207,7 +205,7 @@ MUTANTS = [
     Mutant(
         "leases nobody wants are not given back",
         "6 recall, I13",
-        "protocol/borrower.py",
+        "_give_back",
         "        self.send(link, m.Returned(told.epoch, told.chunk, told.attempt, told.lane, told.cursor), now)",
         "        _ = link",
         "tests/protocol/test_traces.py",
@@ -215,7 +213,7 @@ MUTANTS = [
     Mutant(
         "a higher attempt does not free the old lease",
         "6 life, I14",
-        "protocol/arriving.py",
+        "_on_reserve",
         """            self.holdings.release(held, now)
         problem""",
         """        problem""",
@@ -224,33 +222,29 @@ MUTANTS = [
     Mutant(
         "a failed room's leases are free at once",
         "6 quarantine, I2",
-        "protocol/lender.py",
+        "_quarantine_of",
         """            if grant.state == "granted":
                 self._quarantine(grant, now)
-
-    def _quarantine(""",
+""",
         """            if grant.state == "granted":
                 self.holdings.release(grant, now)
-
-    def _quarantine(""",
+""",
     ),
     Mutant(
         "a failed room's leases stay granted",
         "6 quarantine, I12",
-        "protocol/lender.py",
+        "_quarantine_of",
         """            if grant.state == "granted":
                 self._quarantine(grant, now)
-
-    def _quarantine(""",
+""",
         """            pass
-
-    def _quarantine(""",
+""",
         "tests/protocol/test_traces.py",
     ),
     Mutant(
         "what landed is free before its scatter is done",
         "6 life, I2",
-        "protocol/arriving.py",
+        "_on_tag",
         """            self.holdings.land(grant)
             span""",
         """            self.holdings.land(grant)
@@ -260,7 +254,7 @@ MUTANTS = [
     Mutant(
         "quarantined bytes are not carved out",
         "6 carve-out, I3",
-        "ring.py",
+        "quarantine",
         """        self._lease(cursor, GRANTED).state = QUARANTINED
         self._carved = None
 """,
@@ -270,7 +264,7 @@ MUTANTS = [
     Mutant(
         "the watermark waits for a quarantined span",
         "6 carve-out, I12",
-        "ring.py",
+        "_advance",
         "            if first.state != QUARANTINED or self._held_back(first):",
         "            if True:",
         "tests/protocol/test_holdings.py",
@@ -278,14 +272,14 @@ MUTANTS = [
     Mutant(
         "the watermark passes quarantine under a live lease",
         "6 carve-out, I2",
-        "ring.py",
+        "_advance",
         "            if first.state != QUARANTINED or self._held_back(first):",
         "            if first.state != QUARANTINED:",
     ),
     Mutant(
         "a quiet span does not return to its lane",
         "6 carve-out, I14",
-        "ring.py",
+        "release",
         """        if lease.state == QUARANTINED:
             self._carved = None
 """,
@@ -294,7 +288,7 @@ MUTANTS = [
     Mutant(
         "too_big waits instead of being refused",
         "6 too_big, I12",
-        "protocol/holdings.py",
+        "grant_waiting",
         """            if request.nbytes > self.largest():
                 self.forget(request)
 """,
@@ -306,7 +300,7 @@ MUTANTS = [
     Mutant(
         "one session may take the whole lane",
         "6 half of a lane",
-        "protocol/holdings.py",
+        "_lane_for",
         "if others and held and not idle and held + request.nbytes > lane.capacity // 2:",
         "if False:",
         "tests/protocol/test_holdings.py",
@@ -314,7 +308,7 @@ MUTANTS = [
     Mutant(
         "the last come is served first",
         "6 order, I12",
-        "protocol/queue.py",
+        "add",
         "        place = (request.priority, self._n_arrived)\n",
         "        place = (request.priority, -self._n_arrived)\n",
         "tests/protocol/test_holdings.py",
@@ -322,14 +316,14 @@ MUTANTS = [
     Mutant(
         "a send buffer waits for a closed window",
         "6 send buffers, I11",
-        "protocol/borrower.py",
+        "_advance",
         "chunk.source.ready and (chunk.direct or self._window_open(chunk)):",
         "chunk.source.ready:",
     ),
     Mutant(
         "one destination may have every send buffer",
         "6 send buffers, I12",
-        "protocol/outbox.py",
+        "__init__",
         "_Turns(max(1, n_buffers - 1))",
         "_Turns(n_buffers)",
         "tests/protocol/test_rules.py",
@@ -337,7 +331,7 @@ MUTANTS = [
     Mutant(
         "a send buffer is free once its write began",
         "6 send buffers, I8",
-        "protocol/borrower.py",
+        "gathered",
         """        self.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
 """,
         """        self.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
@@ -347,7 +341,7 @@ MUTANTS = [
     Mutant(
         "a write may take for ever",
         "6 write_s, I10",
-        "protocol/prefill.py",
+        "_on_timer",
         """                self._on_write_timer(ticket, now)
 """,
         """                pass
@@ -357,7 +351,7 @@ MUTANTS = [
     Mutant(
         "source memory is given back before the last completion",
         "6 send buffers, I8",
-        "protocol/sending.py",
+        "_maybe_release",
         "        if room.ended and room.in_flight == 0 and room.release():",
         "        if room.ended and room.release():",
     ),

@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant(
         "what prefill has beyond decode is no misfit",
         "7 Hello, I5",
-        "protocol/fit.py",
+        "incompatible",
         '(("prefill", src_place), ("decode", dst_place))',
         '(("prefill", src_place),)',
         "tests/protocol/test_fit.py",
@@ -16,7 +16,7 @@ MUTANTS = [
     Mutant(
         "a pipeline of prefill is not judged as a whole",
         "7 Hello, I5",
-        "protocol/receiving.py",
+        "_deal",
         'lacking("prefill", layouts.values(), (wanted,))',
         '""',
         "tests/protocol/test_fit.py",
@@ -24,7 +24,7 @@ MUTANTS = [
     Mutant(
         "an old refusal fails a room that was opened since",
         "7 Abort, I6",
-        "protocol/prefill.py",
+        "_give_up",
         "            if rank not in room.destinations:",
         "            if True:",
         "tests/protocol/test_fit.py",
@@ -32,14 +32,14 @@ MUTANTS = [
     Mutant(
         "no seq: frames count again and in any order",
         "7 seq, I4",
-        "protocol/session.py",
+        "_is_stale",
         "            if frame.seq <= link.heard:",
         "            if False:",
     ),
     Mutant(
         "a frame of an old session is taken for the new one's",
         "7 session, I6",
-        "protocol/session.py",
+        "_link",
         "        link = self.links.get(session)\n        if link is not None and link.route != route:",
         "        link = self.links.get(session) or next((k for k in self.links.values() if k.route == route), None)\n"
         "        if link is not None and link.route != route:",
@@ -47,14 +47,14 @@ MUTANTS = [
     Mutant(
         "Hello is not repeated",
         "7 Hello, I4",
-        "protocol/handshake.py",
+        "_greet",
         '        self.back_off(("hello", peer), now, peer.n_hellos, peer.nonce)\n',
         "",
     ),
     Mutant(
         "Welcome of another greeting is taken",
         "7 Welcome, I6",
-        "protocol/handshake.py",
+        "_on_welcome",
         "        if peer is None or session.decode != peer.nonce:\n            return\n",
         "        if peer is None:\n            return\n",
         "tests/protocol/test_session.py",
@@ -62,7 +62,7 @@ MUTANTS = [
     Mutant(
         "a half-open session replaces the old one at once",
         "7 half-open, I6",
-        "protocol/handshake.py",
+        "_on_hello",
         "            self.emit(Attach(link, m.offers(hello)))\n",
         "            self.emit(Attach(link, m.offers(hello)))\n            self._confirm(link, now)\n",
         "tests/protocol/test_session.py",
@@ -70,7 +70,7 @@ MUTANTS = [
     Mutant(
         "the old session stays beside the new one",
         "7 half-open, I14",
-        "protocol/handshake.py",
+        "_confirm",
         '        if older is not None:\n            self.lose(older, PeerError("the decode node greeted again", '
         'remedy="see its log for why"), now)\n',
         "",
@@ -79,7 +79,7 @@ MUTANTS = [
     Mutant(
         "a new session begins with the old one's watermarks",
         "6 cursors of a session",
-        "protocol/handshake.py",
+        "_confirm",
         "        if older is not None:\n            self.lose(older",
         "        if older is not None:\n"
         "            for (held, lane), mark in list(self._marks.items()):\n"
@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         "a lost session may begin again",
         "7 session, I6",
-        "protocol/handshake.py",
+        "_on_hello",
         "            if session in self._lost:",
         "            if False:",
         "tests/protocol/test_session.py",
@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant(
         "half-open sessions never expire",
         "7 half-open, I14",
-        "protocol/session.py",
+        "_patience_s",
         "        return min(link.silence_s, self.config.hello_s) if link.half_open else link.silence_s",
         '        return float("inf") if link.half_open else link.silence_s',
         "tests/protocol/test_session.py",
@@ -106,7 +106,7 @@ MUTANTS = [
     Mutant(
         "NoSession of another process is taken as proof",
         "7 NoSession, I6",
-        "protocol/receiving.py",
+        "_on_stranded",
         "        if incarnation in (None, link.session.writer):\n",
         "        if True:\n",
         "tests/protocol/test_traces.py",
@@ -114,7 +114,7 @@ MUTANTS = [
     Mutant(
         "NoSession is said while a write is in flight",
         "7 NoSession, I2",
-        "protocol/prefill.py",
+        "_dispatch",
         "            if not isinstance(message, m.NoSession | m.Bye) and not self._in_flight(frame.session):",
         "            if not isinstance(message, m.NoSession | m.Bye):",
         "tests/protocol/test_traces.py",
@@ -122,7 +122,7 @@ MUTANTS = [
     Mutant(
         "NoSession is not said",
         "7 NoSession, I10",
-        "protocol/prefill.py",
+        "_dispatch",
         "                self.send_loose(route, frame.session, m.NoSession(proof))\n",
         "                pass\n",
         "tests/protocol/test_session.py",
@@ -130,7 +130,7 @@ MUTANTS = [
     Mutant(
         "no heartbeat",
         "7 silence, I4",
-        "protocol/session.py",
+        "on_link_timer",
         "                self.send(link, Heartbeat(self._need_of(link, now)), now)\n                due",
         "                due",
         "tests/protocol/test_traces.py",
@@ -138,7 +138,7 @@ MUTANTS = [
     Mutant(
         "silence is never noticed",
         "7 silence, I10",
-        "protocol/session.py",
+        "on_link_timer",
         """            self.timers.set(("silence", link), silent_at)
             return False
         return True
@@ -153,7 +153,7 @@ MUTANTS = [
     Mutant(
         "a late turn does not push its deadlines",
         "7 late turns",
-        "protocol/session.py",
+        "tick",
         "        if excess:\n            self.timers.delay(excess)",
         "        if False:\n            self.timers.delay(excess)",
         "tests/protocol/test_session.py",
@@ -161,7 +161,7 @@ MUTANTS = [
     Mutant(
         "a late turn does not push its peers' silence",
         "7 late turns",
-        "protocol/session.py",
+        "tick",
         "            for link in self.links.values():\n                link.heard_at += excess\n",
         "",
         "tests/protocol/test_session.py",
@@ -169,7 +169,7 @@ MUTANTS = [
     Mutant(
         "a lost session's open leases are free at once",
         "7 lost, I2",
-        "protocol/lender.py",
+        "_strand",
         '            if grant.state != "landed" and begins_never:',
         '            if grant.state != "landed":',
         "tests/protocol/test_traces.py",
@@ -177,7 +177,7 @@ MUTANTS = [
     Mutant(
         "a lost session's closed leases are kept",
         "7 lost, I14",
-        "protocol/lender.py",
+        "_strand",
         '            if grant.state != "landed" and begins_never:',
         "            if False:",
         "tests/protocol/test_rules.py",
@@ -185,38 +185,37 @@ MUTANTS = [
     Mutant(
         "pages are free before the fence",
         "7 lost, I2",
-        "protocol/receiving.py",
+        "lose",
         "            if not part.writes_in_place:  # it may still",
         "            if True:  # it may still",
     ),
     Mutant(
         "a lost session counts as fenced",
         "7 fences, I2",
-        "protocol/receiving.py",
+        "lose",
         "        self.emit(Detach(link))\n        if self.holds(link):\n",
         "        self.emit(Detach(link))\n        self.fenced(link, now)\n        if self.holds(link):\n",
     ),
     Mutant(
         "a fenced session gives nothing back",
         "7 fences, I14",
-        "protocol/receiving.py",
+        "fenced",
         "        self._unstrand(link, now)\n",
         "",
     ),
     Mutant(
         "a fence frees what has landed",
         "7 fences, I2",
-        "protocol/lender.py",
+        "_unstrand",
         '        for grant in self.holdings.of_session(link):\n            if grant.state != "landed":\n'
-        "                self.holdings.release(grant, now)\n\n    def _settle",
-        "        for grant in self.holdings.of_session(link):\n            self.holdings.release(grant, now)\n\n"
-        "    def _settle",
+        "                self.holdings.release(grant, now)\n",
+        "        for grant in self.holdings.of_session(link):\n            self.holdings.release(grant, now)\n",
         "tests/protocol/test_rules.py",
     ),
     Mutant(
         "an Abort that is not drained loses nothing",
         "7 drain_s, I10",
-        "protocol/decode.py",
+        "_on_timer",
         "                self.lose(part.link, late, now)\n",
         "                pass\n",
         "tests/protocol/test_rooms.py::test_an_abort_that_is_not_drained_in_time_loses_the_session",
@@ -224,7 +223,7 @@ MUTANTS = [
     Mutant(
         "prefill gives memory back before its fence",
         "7 fences, I8",
-        "protocol/sending.py",
+        "lose",
         "            if record.in_flight == 0:\n                self._forget(record)\n        for key",
         "            self.fenced(link, now)\n            if record.in_flight == 0:\n"
         "                self._forget(record)\n        for key",

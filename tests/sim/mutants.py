@@ -1,12 +1,15 @@
 """Deliberate bugs, one rule of DESIGN 6 to 8 broken by each, and who notices: `python -m tests.sim.mutants [NAME ...]`.
 
-A mutant is a replacement in the real source. It is tried in a process of its own, where a finder gives the changed
-module in place of the file; so nothing is copied, and no two mutants meet. Nothing of pdstage may be imported here.
+A mutant is a patch of a named function of pdstage, wherever that stands. It is tried in a process of its own, where a
+finder gives the changed module in place of the file; so nothing is copied, and no two mutants meet. Nothing of pdstage
+may be imported here.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import importlib.abc
 import importlib.machinery
 import io
@@ -17,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,29 +38,79 @@ _MAX_MEMORY = 6 << 30
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """`old`, found once in `file` (below pdstage/), becomes `new`; that breaks `rule`.
+    """`old`, found once in the one `function` of that name that has it, becomes `new`; that breaks `rule`.
 
+    `function` may be a class, a constant of a module, or `Class.method` where the method's name alone names several.
     The search must see it; or, where no schedule can or only one in hundreds does, the test file `shown_by`.
     """
 
     name: str
     rule: str
-    file: str
+    function: str
     old: str
     new: str
     shown_by: str = ""
 
-    @property
-    def module(self) -> str:
-        return "pdstage." + self.file.removesuffix(".py").replace("/", ".")
-
-    def source(self) -> str:
-        """The changed text. Raises `LookupError` if the source has moved on: then this mutant must follow."""
-        text = (PACKAGE / self.file).read_text()
-        n = text.count(self.old)
+    def place(self) -> Place:
+        """Where it stands now. Raises `LookupError` if that is nowhere or not one place: then it must follow."""
+        found = [place for place in definitions(self.function.split(".")[-1]) if place.is_(self.function)]
+        having = {(place.path, place.start + place.text.index(self.old)) for place in found if self.old in place.text}
+        n = sum(place.text.count(self.old) for place in found) if len(having) != 1 else 1
         if n != 1 or self.old == self.new:
-            raise LookupError(f"mutant {self.name!r}: its old text is found {n} times in pdstage/{self.file}")
-        return text.replace(self.old, self.new)
+            where = ", ".join(f"{place.path.relative_to(PACKAGE.parent)}:{place.name}" for place in found)
+            raise LookupError(f"mutant {self.name!r}: its old text is found {n} times in {where or self.function}")
+        return next(place for place in found if self.old in place.text)
+
+    def patched(self) -> tuple[str, str]:
+        """Its module and that module's changed text."""
+        place = self.place()
+        text = place.path.read_text()
+        at = place.start + place.text.index(self.old)
+        inner = place.path.relative_to(PACKAGE.parent).with_suffix("")
+        return ".".join(inner.parts).removesuffix(".__init__"), text[:at] + self.new + text[at + len(self.old) :]
+
+
+class Place(NamedTuple):
+    """A function, class or constant of pdstage: its name as `Class.method`, and its text, from `start` in its file."""
+
+    path: Path
+    name: str
+    start: int
+    text: str
+
+    def is_(self, name: str) -> bool:
+        return self.name == name or self.name.endswith(f".{name}")
+
+
+@functools.cache
+def _all_definitions() -> dict[str, list[Place]]:
+    found: dict[str, list[Place]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_text()
+        starts = [0, *accumulate(len(line) for line in text.splitlines(keepends=True))]
+
+        def visit(node: ast.AST, outer: str, path: Path = path, text: str = text, starts: list[int] = starts) -> None:
+            for inner in ast.iter_child_nodes(node):
+                match inner:
+                    case ast.FunctionDef() | ast.ClassDef():
+                        name = inner.name
+                    case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                        pass
+                    case _:
+                        continue
+                whole = f"{outer}.{name}" if outer else name
+                start, stop = starts[inner.lineno - 1], starts[inner.end_lineno or inner.lineno]
+                found.setdefault(name, []).append(Place(path, whole, start, text[start:stop]))
+                if not isinstance(inner, ast.Assign | ast.AnnAssign):
+                    visit(inner, whole)
+
+        visit(ast.parse(text), "")
+    return found
+
+
+def definitions(name: str) -> list[Place]:
+    """Every definition of pdstage with this name, whatever class it is in."""
+    return _all_definitions().get(name, [])
 
 
 class Verdict(NamedTuple):
@@ -126,12 +180,14 @@ def detect(mutant: Mutant | None, shown_by: str = "", n_seeds: int = N_SEEDS) ->
 def _child(answer: Connection, mutant: Mutant | None, shown_by: str, n_seeds: int) -> None:
     try:
         assert not any(name.split(".")[0] == "pdstage" for name in sys.modules), "pdstage was imported before"
+        module = ""
         if mutant is not None:
-            sys.meta_path.insert(0, _Finder(mutant.module, mutant.source()))
+            module, text = mutant.patched()
+            sys.meta_path.insert(0, _Finder(module, text))
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
         verdict = _file(shown_by) if shown_by else _seeds(n_seeds)
         if mutant is not None:
-            assert isinstance(sys.modules[mutant.module].__loader__, _Loader), "the changed module was never imported"
+            assert isinstance(sys.modules[module].__loader__, _Loader), "the changed module was never imported"
         answer.send(verdict)
     except Exception:  # noqa: BLE001  (whatever it is, the parent says it)
         answer.send(traceback.format_exc())

@@ -19,7 +19,7 @@ def test_the_code_as_it_is_passes(shown_by: str) -> None:
 
 def test_every_bug_has_its_place_in_the_source() -> None:
     for mutant in MUTANTS:
-        mutant.source()
+        mutant.place()
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,18 @@ def test_names_are_unique() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
 
 
-def test_a_mutant_whose_source_moved_on_is_named() -> None:
-    gone = Mutant("gone", "none", "ring.py", "no such text", "")
-    with pytest.raises(LookupError, match=r"'gone'.*0 times in pdstage/ring\.py"):
-        gone.source()
+@pytest.mark.parametrize(
+    ("function", "old", "n"),
+    [
+        ("release", "no such text", "0 times in .*pdstage/ring.py:Lane.release"),
+        ("no_such_function", "x", "0 times in no_such_function"),
+        ("release", "def release(", "[2-9] times"),
+    ],
+)
+def test_a_mutant_whose_source_moved_on_is_named(function: str, old: str, n: str) -> None:
+    with pytest.raises(LookupError, match=f"'gone'.*{n}"):
+        Mutant("gone", "none", function, old, "").place()
+
+
+def test_a_method_is_found_by_its_class_too() -> None:
+    assert Mutant("named", "none", "Lane.release", "def release(", "").place().name == "Lane.release"
