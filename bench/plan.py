@@ -145,7 +145,7 @@ class _Claim:
 
     asked: dict[str, tuple[int, int]]
     shares: tuple[Share, ...]
-    link: _Link
+    session: _Link
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 N_PAGES = 100_000
-_SESSION = m.Session(1 << 62, (1 << 61) + 1)
+_SESSION = m.SessionId(1 << 62, (1 << 61) + 1)
 _SHARES = tuple(Share("kv", role, (0, 61, 1), 0, 8) for role in "kv")
 _TOKENS = N_PAGES * 16
 

@@ -24,7 +24,7 @@ from pdstage.protocol.versions import OLDEST, VERSION
 from pdstage.topology import Axis, Topology
 
 FOLDER = Path(__file__).parent / "protocol" / "golden"
-SESSION = m.Session(0x0102030405060708, 0x1112131415161718)
+SESSION = m.SessionId(0x0102030405060708, 0x1112131415161718)
 SEQ = 3
 COMPONENTS = ("kv", "mamba")
 

@@ -42,7 +42,7 @@ from pdstage.protocol.handshake import _GOLDEN
 from pdstage.protocol.outbox import Chunk, GivenRow, PrefillRoom
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.room import NO_ROWS, OwnRows, Room, State, room_key
-from pdstage.protocol.session import Link
+from pdstage.protocol.session import Session
 from pdstage.topology import Topology, shard_axis
 
 _space = itertools.count(1)
@@ -183,10 +183,10 @@ def direct_cells(src: Prefill, dst: Decode, chunk: Chunk) -> Iterator[Copy]:
     """Every cell of a chunk that goes straight into the destination's pages."""
     record = chunk.record
     ours = {key: start for key, start, _ in selects(src.core.layout, record.shares, chunk.rects)}
-    src_views, dst_views = src.core.layout.by_key(), record.link.layout.by_key()
+    src_views, dst_views = src.core.layout.by_key(), record.session.layout.by_key()
     src_pages, dst_pages = chunk.source.items["kv"], np.frombuffer(record.open.items[0].data, np.int32).tolist()
     tokens = range(chunk.rects[0].start, chunk.rects[0].stop)
-    for key, first, count in selects(record.link.layout, record.shares, chunk.rects):
+    for key, first, count in selects(record.session.layout, record.shares, chunk.rects):
         for token, shard in itertools.product(tokens, range(count)):
             here = cell(src_views[key], src.memory, src_pages, token, ours[key] + shard)  # type: ignore[arg-type]
             there = cell(dst_views[key], dst.memory, dst_pages, token, first + shard)
@@ -257,7 +257,7 @@ class World:
         self.pick: Callable[[int], int] = lambda _: 0
         self.lives, self.space = itertools.count(1), itertools.count(1)
         self.written: set[tuple[object, ...]] = set()
-        self.fenced: set[m.Session] = set()
+        self.fenced: set[m.SessionId] = set()
         self.aux, self.columns = aux, {"P": Columns(src_columns), "D": Columns(dst_columns)}
         self.heads, self.layers, self.n_pages, self.path = heads, (0, layers), n_pages, path
         self.dst_dp = dst_dp
@@ -506,11 +506,11 @@ class World:
         self.log.append(repr(item))
         item.run()
 
-    def greeter(self, session: m.Session) -> Decode:
+    def greeter(self, session_id: m.SessionId) -> Decode:
         """The decode process that drew this session, dead or alive: a write finds the memory it was meant for, or
         nothing.
         """
-        return next(p for p in self.processes if session.decode in p.nonces())
+        return next(p for p in self.processes if session_id.decode in p.nonces())
 
     def node(self, name: bytes) -> Prefill | Decode:
         return next(node for node in (*self.prefill, *self.decode) if node.name == name)
@@ -528,13 +528,13 @@ class World:
                 case Gather() if isinstance(node, Prefill):
                     self.put(Item("gather", node, node, lambda e=effect: self._gather(node, e)))
                 case Write() if isinstance(node, Prefill):
-                    dst = self.greeter(effect.chunk.record.link.session)
+                    dst = self.greeter(effect.chunk.record.session.id)
                     self._post(node, dst, effect, self._write)
                 case WriteDirect() if isinstance(node, Prefill):
-                    dst = self.greeter(effect.chunk.record.link.session)
+                    dst = self.greeter(effect.chunk.record.session.id)
                     self._post(node, dst, effect, self._direct)
                 case WriteRow() if isinstance(node, Prefill):
-                    dst = self.greeter(effect.chunk.record.link.session)
+                    dst = self.greeter(effect.chunk.record.session.id)
                     self._post(node, dst, effect, self._row_lands)
                 case Scatter() if isinstance(node, Decode):
                     self.put(Item("scatter", node, node, lambda e=effect: self._scatter(node, e)))
@@ -542,10 +542,10 @@ class World:
                     node.peer_warnings.append(str(error))
                 case Changed(room):
                     self.changed(node, room)
-                case Detach(link):
-                    self.detach(node, link)
-                case Attach(link):
-                    self.attach(node, link)
+                case Detach(session):
+                    self.detach(node, session)
+                case Attach(session):
+                    self.attach(node, session)
                 case HangUp(route):
                     self.hang_up(node, route)
                 case _:
@@ -564,7 +564,7 @@ class World:
             for column, data in room.shared.unpack(room.aux):
                 self.row(node, number)[column.offset : column.offset + column.nbytes] = np.frombuffer(data, np.uint8)
 
-    def attach(self, node: Prefill | Decode, link: Link) -> None:
+    def attach(self, node: Prefill | Decode, session: Session) -> None:
         """The transport connects to the session's peer; here it always can."""
 
     def hang_up(self, node: Prefill | Decode, route: bytes) -> None:
@@ -578,9 +578,9 @@ class World:
         self.queue = [item for item in self.queue if not want(item)]
         self.held = [item for item in self.held if not want(item)]
 
-    def detach(self, node: Prefill | Decode, link: Link) -> None:
+    def detach(self, node: Prefill | Decode, session: Session) -> None:
         if self.fences:
-            self.put(Item("fence", node, node, lambda: self.fence(node, link)))
+            self.put(Item("fence", node, node, lambda: self.fence(node, session)))
 
     def _frame(self, node: Prefill | Decode, route: bytes, frame: bytes) -> None:
         message = wire.decode(frame).message
@@ -593,22 +593,22 @@ class World:
             target.core.receive(src.name, frame, self.now)
             self.carry(target)
 
-    def fence(self, node: Prefill | Decode, link: Link) -> None:
+    def fence(self, node: Prefill | Decode, session: Session) -> None:
         """The transport's disconnect: writes of the session that have not landed never will."""
         if not node.alive:
             return
-        self.fenced.add(link.session)
+        self.fenced.add(session.id)
         ours = [
             item
             for item in self.queue + self.held
-            if item.kind == "write" and node in {item.src, item.dst} and wire.tag_session(item.tag) == link.session
+            if item.kind == "write" and node in {item.src, item.dst} and wire.tag_session(item.tag) == session.id
         ]
         self.queue = [item for item in self.queue if item not in ours]
         self.held = [item for item in self.held if item not in ours]
         for item in ours:
             assert item.fail is not None
             item.fail()
-        node.core.fenced(link, self.now)
+        node.core.fenced(session, self.now)
         self.carry(node)
 
     def _post(
@@ -639,17 +639,17 @@ class World:
         chunk = effect.chunk
         room = chunk.record.room
         self.must(room is not None and not room.released, "I8", "a gather from released source memory")
-        lost = chunk.record.link.session not in node.core.links
+        lost = chunk.record.session.id not in node.core.sessions
         self.must(lost or node.core._window_open(chunk), "I11", "a buffer held for a closed window")
         select = selects(node.core.layout, chunk.record.shares, chunk.rects)
         buffer = node.buffers[effect.buffer]
         buffer[:] = 0xEE
-        wire = wire_order(node.core.layout, chunk.record.link.layout)
+        wire = wire_order(node.core.layout, chunk.record.session.layout)
         for offset, src in staged(node.core.layout, node.memory, select, chunk.source.items["kv"], chunk.rects, wire):  # type: ignore[arg-type]
             buffer[offset : offset + WIDTH] = src
         if self.placed:
-            self._place(self.greeter(chunk.record.link.session), effect, buffer[: chunk.nbytes])
-        node.core.gathered(effect.ticket, self.now, checksum=_checksum(chunk.record.link, buffer[: chunk.nbytes]))
+            self._place(self.greeter(chunk.record.session.id), effect, buffer[: chunk.nbytes])
+        node.core.gathered(effect.ticket, self.now, checksum=_checksum(chunk.record.session, buffer[: chunk.nbytes]))
         self.carry(node)
 
     def _write(self, node: Prefill, dst: Decode, effect: Write) -> None:
@@ -665,7 +665,7 @@ class World:
     def _land_staged(self, dst: Decode, effect: Gather | Write, data: np.ndarray) -> None:
         chunk = effect.chunk
         self.check_lease(dst, chunk)
-        where = (dst.staging.base, chunk.record.link.session, chunk.lane, chunk.cursor)
+        where = (dst.staging.base, chunk.record.session.id, chunk.lane, chunk.cursor)
         self.must(where not in self.written, "I15", "a lease written twice")
         self.written.add(where)
         dst.staging.at(effect.address, len(data))[:] = data
@@ -686,14 +686,14 @@ class World:
     def check_lease(self, dst: Decode, chunk: Chunk) -> None:
         """A byte of `chunk` lands in staging memory: is it still the chunk's?"""
         grant = dst.core.holdings.at(chunk.lane, chunk.cursor)
-        mine = grant is not None and grant.request.link.session == chunk.record.link.session
+        mine = grant is not None and grant.request.session.id == chunk.record.session.id
         held = mine and grant is not None and grant.state in ("granted", "quarantined")
         self.must(held, "I2", "a write into released staging memory")
 
     def check_pages(self, dst: Decode, chunk: Chunk) -> None:
         """A byte of `chunk` lands in pages or in a row: is the room's part of its writer still open?"""
         room = dst.core.epochs.get(chunk.record.epoch)
-        part = room.parts.get(chunk.record.link.session) if room is not None else None
+        part = room.parts.get(chunk.record.session.id) if room is not None else None
         self.must(part is not None and part.phase is not PartPhase.QUIET, "I2", "a write into released pages")
 
     def _landed(self, node: Prefill, dst: Decode, ticket: int, tag: bytes) -> None:
@@ -723,20 +723,20 @@ class World:
         part = landing.part
         self.must(not part.room.released, "I2", "a scatter into released pages")
         select = selects(node.core.layout, part.shares, landing.rects)
-        wire = wire_order(part.link.layout, node.core.layout)
+        wire = wire_order(part.session.layout, node.core.layout)
         src = node.staging.at(landing.address, landing.nbytes)
         for offset, dst in staged(node.core.layout, node.memory, select, node.pages[part.room], landing.rects, wire):
             dst[:] = src[offset : offset + WIDTH]
-        return _checksum(part.link, src)
+        return _checksum(part.session, src)
 
 
 def _view(held: np.ndarray) -> memoryview:
     return memoryview(held)
 
 
-def _checksum(link: Link, staged_bytes: np.ndarray) -> int:
+def _checksum(session: Session, staged_bytes: np.ndarray) -> int:
     """Any function of a chunk's bytes does for the cores."""
-    return zlib.crc32(staged_bytes) if link.checksums else 0
+    return zlib.crc32(staged_bytes) if session.checksums else 0
 
 
 def is_message(*kinds: type) -> Callable[[Item], bool]:
@@ -775,7 +775,7 @@ def assert_flat(world: World) -> None:
     """Nothing is left of any room: no lease, request, record or timer beyond the live sessions' own (I13, I14)."""
     for node in world.nodes():
         core = node.core
-        own = {(kind, link) for kind in ("beat", "silence") for link in core.links.values()}
+        own = {(kind, session) for kind in ("beat", "silence") for session in core.sessions.values()}
         left = {key for key in core.timers._at if key not in own and key != ("recalls",)}
         assert not left, (node.name, left)
         if isinstance(core, DecodeCore):
@@ -783,7 +783,7 @@ def assert_flat(world: World) -> None:
             holdings = core.holdings.snapshot()
             assert holdings[:2] == ((), ()), (node.name, holdings)
             assert all(lane.head == lane.watermark and not lane.quarantined_nbytes for lane in core.holdings.lanes)
-            assert all(peer.link is not None and not peer.rooms for peer in core.peers.values())
+            assert all(peer.session is not None and not peer.rooms for peer in core.peers.values())
         else:
             assert core.idle and not core.rooms and not core.records, (node.name, core.rooms, core.records)
             assert sorted(core.buffers.free) == list(range(world.n_buffers))

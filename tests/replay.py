@@ -189,7 +189,7 @@ def record() -> list[list[Line]]:
 def play(real: str, end: End, phases: list[list[Line]]) -> list[Line]:
     """Holds the recorded session against the real core `end` that stands for side `real`; returns what it said."""
     said: list[Line] = []
-    session = b""
+    session_id = b""
     for phase, lines in zip(PHASES, phases, strict=True):
         getattr(phase, real)(end)
         end.carry()
@@ -198,9 +198,9 @@ def play(real: str, end: End, phases: list[list[Line]]) -> list[Line]:
                 continue
             if line.side == real:
                 said.append(_until(real, end, line))
-                session = session or said[-1].data[_SESSION]
+                session_id = session_id or said[-1].data[_SESSION]
             else:
-                end.hear(line.kind, _addressed(line, end, session))
+                end.hear(line.kind, _addressed(line, end, session_id))
     return said
 
 
@@ -215,13 +215,13 @@ def _until(real: str, end: End, wanted: Line) -> Line:
     raise AssertionError(f"the {real} core never said {wanted.about()}")
 
 
-def _addressed(line: Line, end: End, session: bytes) -> bytes:
+def _addressed(line: Line, end: End, session_id: bytes) -> bytes:
     """The recorded bytes under the session that is held now."""
-    link = next(iter(end.core.links), None)
-    if link is not None:
-        now = b"".join(half.to_bytes(8, "little") for half in link)
+    session = next(iter(end.core.sessions), None)
+    if session is not None:
+        now = b"".join(half.to_bytes(8, "little") for half in session)
     elif isinstance(end.core, DecodeCore):  # a Welcome: decode's half is what it greeted with, the writer's its own
-        now = session[:8] + line.data[12:20]
+        now = session_id[:8] + line.data[12:20]
     else:
         return line.data
     return line.data[: _SESSION.start] + now + line.data[_SESSION.stop :]

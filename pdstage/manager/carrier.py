@@ -68,12 +68,12 @@ class Carrier:
             case PeerWarning(route, error):
                 node._complain(route, error)
                 return False
-            case Attach(link, offers):
-                node.sessions.attach(link, offers)
-            case Detach(link):
+            case Attach(session, offers):
+                node.sessions.attach(session, offers)
+            case Detach(session):
                 while self.copies:  # what they need of the session goes with it
                     self._do(self.copies.popleft())
-                node.sessions.detach(link)
+                node.sessions.detach(session)
             case HangUp(route):
                 node.sessions.hang_up(route)
                 return False

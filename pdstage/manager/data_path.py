@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pdstage.metrics import Counters
     from pdstage.plan import Rect, Stagings
     from pdstage.protocol.outbox import Chunk, Record
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.session import Session
     from pdstage.stager import Stager
     from pdstage.transport import Done, Transport
 
@@ -51,7 +51,7 @@ class DataPath:
         *,
         parts: Sequence[Region],
         device: str,
-        pair_of: Callable[[Link], Pair],
+        pair_of: Callable[[Session], Pair],
         observed: Observation | None,
     ) -> None:
         self._transport, self._stager, self.paths, self.posts = transport, stager, paths, Posts(transport)
@@ -62,12 +62,12 @@ class DataPath:
     def gather(self, effect: Gather) -> None:
         """Launches a chunk's gather: the stager says when it is over, and then `gathered` is to be called."""
         ticket, chunk = effect.ticket, effect.chunk
-        link, pair = chunk.record.link, self._pair_of(chunk.record.link)
+        session, pair = chunk.record.session, self._pair_of(chunk.record.session)
         dst = self._place(ticket, chunk, effect.address) or self._part(effect.buffer, chunk.nbytes)
         self._stager.gather(
             ticket, chunk.record.shares, chunk.rects, wire=pair.wire, items=_indexes(chunk), dst=dst,
-            checksum=link.checksums, tokens=chunk.tokens, cut=pair.src,
-            staged=link.converted and link.converted.offered,
+            checksum=session.checksums, tokens=chunk.tokens, cut=pair.src,
+            staged=session.converted and session.converted.offered,
         )  # fmt: skip
 
     def gathered(self, ticket: int) -> None:
@@ -81,7 +81,7 @@ class DataPath:
             return error
         if self._observed is not None:
             self._observed.began(effect.ticket)
-        failed = self.posts.begin(effect.ticket, label(effect.chunk.record.link), spans, effect.tag)
+        failed = self.posts.begin(effect.ticket, label(effect.chunk.record.session), spans, effect.tag)
         counters.descriptors += len(spans.nbytes) if spans is not None else 0
         return failed
 
@@ -106,7 +106,7 @@ class DataPath:
 
     def _place(self, ticket: int, chunk: Chunk, address: int) -> Region | None:
         """The chunk's lease, if it is mapped here: then it is gathered and written in one pass."""
-        mapped = self._transport.mapped(label(chunk.record.link), address, chunk.nbytes)
+        mapped = self._transport.mapped(label(chunk.record.session), address, chunk.nbytes)
         chunk.placed = mapped is not None and mapped.kind == self._kind
         if mapped is None or not chunk.placed:
             return None
@@ -130,11 +130,11 @@ class Paths:
     def __init__(
         self,
         path: str,
-        cost_of: Callable[[Link], CostModel],
+        cost_of: Callable[[Session], CostModel],
         *,
         layout: Layout,
         stagings: Stagings,
-        pair_of: Callable[[Link], Pair],
+        pair_of: Callable[[Session], Pair],
         chunk_nbytes: int,
     ) -> None:
         self.path, self._cost_of = path, cost_of
@@ -150,27 +150,27 @@ class Paths:
         if rects != chunk.source.rects:
             stagings = record.staged_by(self._stagings)
             rects = clip(chunk.source.rects, record, stagings)
-            tokens = record.link.common.tokens(rects)
+            tokens = record.session.common.tokens(rects)
             nbytes = stagings.of(record.shares, rects).nbytes(tokens)
             n_chunks = -(-nbytes // self._chunk_nbytes)
         n_descriptors = self.direct(record, rects).n_descriptors(tokens)
-        return self._cost_of(record.link).prefers_direct(nbytes, n_descriptors, n_chunks)
+        return self._cost_of(record.session).prefers_direct(nbytes, n_descriptors, n_chunks)
 
     def direct(self, record: Record, rects: tuple[Rect, ...]) -> DirectPlans:
         layers = ((rect.component, rect.layer_start, rect.layer_stop) for rect in rects)
-        key = (record.link, record.shares, *layers)
+        key = (record.session, record.shares, *layers)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            pair = self._pair_of(record.link)
-            ours, theirs = (selects(layout, record.shares, rects) for layout in (self._layout, record.link.layout))
+            pair = self._pair_of(record.session)
+            ours, theirs = (selects(layout, record.shares, rects) for layout in (self._layout, record.session.layout))
             plan = self._plans[key] = DirectPlans(pair.src, ours, pair.dst, theirs)
         return plan
 
-    def forget(self, link: Link) -> None:
+    def forget(self, session: Session) -> None:
         """The session is over."""
-        for key in [key for key in self._plans if key[0] is link]:
+        for key in [key for key in self._plans if key[0] is session]:
             del self._plans[key]
 
 

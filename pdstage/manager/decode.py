@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
     from pdstage.protocol.room import Room
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.session import Session
     from pdstage.stager import Copied
     from pdstage.topology import Topology
 
@@ -207,13 +207,13 @@ class DecodeNode(Node[DecodeCore, Receiver]):
         match effect:
             case Scatter(ticket, landing):
                 part = landing.part
-                pair, tokens = self.sessions.pair(part.link), part.link.common.tokens(landing.rects)
+                pair, tokens = self.sessions.pair(part.session), part.session.common.tokens(landing.rects)
                 items = {name: given.index for name, given in part.room.items.items()}  # type: ignore[attr-defined]
                 src = Region(landing.address, landing.nbytes)
                 self.stager.scatter(
                     ticket, part.shares, landing.rects, wire=pair.wire, items=items, src=src,
-                    checksum=part.link.checksums, tokens=tokens, cut=pair.dst,
-                    staged=part.link.converted and part.link.converted.taken,
+                    checksum=part.session.checksums, tokens=tokens, cut=pair.dst,
+                    staged=part.session.converted and part.session.converted.taken,
                 )  # fmt: skip
             case (
                 Gather() | Write() | WriteDirect() | WriteRow() | Send() | Changed() | PeerWarning() | Attach()
@@ -226,8 +226,8 @@ class DecodeNode(Node[DecodeCore, Receiver]):
     def _nbytes(self, effect: Effect) -> int:
         return effect.landing.nbytes if isinstance(effect, Scatter) else 0
 
-    def _layouts(self, link: Link) -> tuple[Layout, Layout]:
-        return link.layout, self.pool.layout
+    def _layouts(self, session: Session) -> tuple[Layout, Layout]:
+        return session.layout, self.pool.layout
 
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
         if isinstance(event, Inbound):
@@ -345,25 +345,25 @@ class DecodeNode(Node[DecodeCore, Receiver]):
             row.take(room.aux, shared)
         receiver._aux = row.of(shared.dst)
 
-    def _meet(self, link: Link, description: bytes) -> None:
-        self.transport.meet(label(link), description)
+    def _meet(self, session: Session, description: bytes) -> None:
+        self.transport.meet(label(session), description)
 
     def _on_refused(self, route: bytes, error: PdstageError, now: float) -> None:
         if route:
             self.directory.forget()  # the peer may be at the same address under another key
             self.core.unreachable(route, error, now)
 
-    def _holds_nothing(self, link: Link) -> bool:
-        return not self.core.holds(link)
+    def _holds_nothing(self, session: Session) -> bool:
+        return not self.core.holds(session)
 
-    def _peer_name(self, link: Link) -> str:
-        return f"prefill rank {place(link.topology)}"
+    def _peer_name(self, session: Session) -> str:
+        return f"prefill rank {place(session.topology)}"
 
-    def _path_to(self, link: Link) -> str:
+    def _path_to(self, session: Session) -> str:
         return "staged" if self.path == "staged" else "as prefill chooses"
 
-    def _is_fenced(self, link: Link) -> bool:
-        return self.transport.traits_of(label(link)).fences
+    def _is_fenced(self, session: Session) -> bool:
+        return self.transport.traits_of(label(session)).fences
 
     def _in_flight(self) -> bool:
         return self.core.holdings.lent  # a fabric without a thread of its own lands nothing while nobody asks

@@ -37,11 +37,11 @@ def max_chunk_tokens(room: PrefillRoom, layout: Layout, stagings: Stagings, most
         return None
     most = []
     for record in room.destinations.values():
-        limit = min(most_nbytes, max(lane.nbytes for lane in record.link.lanes))
+        limit = min(most_nbytes, max(lane.nbytes for lane in record.session.lanes))
         ours = {component.name for component in layout.components}
         asked = {n: _whole(n, *span) for n, span in record.asked.items() if n in ours}
         rects = rects_of(layout, asked, None)
-        staging, common = record.staged_by(stagings).of(record.shares, rects), record.link.common
+        staging, common = record.staged_by(stagings).of(record.shares, rects), record.session.common
         most += [t for name in asked if (t := common.numbers(name).reach(staging.tokens_within(name, limit)))]
     return min(most, default=None)
 

@@ -259,8 +259,8 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
             self.lent.give_all_back()
         else:
             _kept_for_ever.append((self.memory, self.pool, self.metadata))
-            links = *self.core.links.values(), *self.sessions.lost
-            peers = sorted({self.socket.endpoint_of(link.route) for link in links})
+            sessions = *self.core.sessions.values(), *self.sessions.lost
+            peers = sorted({self.socket.endpoint_of(session.route) for session in sessions})
             log.error("closed while %s may still use this node's memory: it is kept", ", ".join(peers))
         with self._turning:  # another thread's turn ends, and none begins
             self.transport.close()

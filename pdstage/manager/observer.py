@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pdstage.manager.handle import Handle
-    from pdstage.protocol.messages import Session
+    from pdstage.protocol.messages import SessionId
     from pdstage.protocol.outbox import Chunk
     from pdstage.protocol.room import Room, RoomId
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.session import Session
     from pdstage.stager import Copied
     from pdstage.topology import Topology
     from pdstage.transport import Done, Inbound, PostFailed
@@ -97,7 +97,7 @@ class StageOver(NamedTuple):
     and a send buffer; "gather"; "write", of a staged chunk; "direct", a write without staging; "aux", of the room's
     row. At decode: "scatter". A write ends when its end is seen, between two large copies.
 
-    `session` and `epoch` name one destination's claim on the room, and with `chunk` one chunk, alike on both sides;
+    `session_id` and `epoch` name one destination's claim on the room, and with `chunk` one chunk, alike on both sides;
     `peer` is the other side's rank. `lane` of decode's staging memory is None where there is none. `nbytes` is 0 for a
     write whose gather went straight to where it belongs: only its tag was left to be sent. `error` is empty if it went
     well.
@@ -105,7 +105,7 @@ class StageOver(NamedTuple):
 
     kind: Kind
     room: RoomId
-    session: Session
+    session: SessionId
     epoch: int
     peer: int
     lane: int | None
@@ -223,10 +223,10 @@ class Observation:
                 case WriteRow(ticket, chunk):
                     self._stages[ticket] = _of_chunk("aux", chunk, now)
                 case Scatter(ticket, landing):
-                    link, asked, room = landing.part.link, landing.grant.request, landing.part.room.id
-                    session, peer, lane = link.session, landing.part.number, landing.grant.lane
+                    session, asked, room = landing.part.session, landing.grant.request, landing.part.room.id
+                    session_id, peer, lane = session.id, landing.part.number, landing.grant.lane
                     self._stages[ticket] = StageOver(
-                        "scatter", room, session, asked.epoch, peer, lane, asked.chunk, now, now, landing.nbytes
+                        "scatter", room, session_id, asked.epoch, peer, lane, asked.chunk, now, now, landing.nbytes
                     )
                 case _:
                     pass
@@ -265,10 +265,10 @@ class Observation:
         told = "" if error is None else str(error)
         self._events.append(stage._replace(began_at=began_at, ended_at=max(began_at, ended_at), error=told))
 
-    def lost(self, link: Link) -> None:
+    def lost(self, session: Session) -> None:
         """The session is over: of its writes nobody may hear again. Copies report themselves."""
         for ticket, stage in list(self._stages.items()):
-            if stage.session == link.session and stage.kind in ("write", "direct", "aux"):
+            if stage.session == session.id and stage.kind in ("write", "direct", "aux"):
                 self.written(ticket, time.monotonic(), _LOST)
 
     # Telling.
@@ -289,8 +289,8 @@ class Observation:
 
 
 def _of_chunk(kind: Kind, chunk: Chunk, at: float, nbytes: int | None = None) -> StageOver:
-    record, link = chunk.record, chunk.record.link
+    record, session = chunk.record, chunk.record.session
     return StageOver(
-        kind, room_id(record.open.room), link.session, record.epoch, link.topology.unique_rank,
+        kind, room_id(record.open.room), session.id, record.epoch, session.topology.unique_rank,
         None if chunk.direct else chunk.lane, chunk.number, at, at, chunk.nbytes if nbytes is None else nbytes,
     )  # fmt: skip

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
     from pdstage.protocol.outbox import PrefillRoom
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.session import Session
     from pdstage.stager import Copied
     from pdstage.topology import Topology
 
@@ -128,7 +128,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
         self._positional = {component.name for component in pool.layout.components if component.positional}
         self._chunk_nbytes = min(self.parts[0].nbytes, self.config.chunk_nbytes)
         paths = Paths(
-            path, lambda link: self.cost_of(self.transport.traits_of(label(link))), layout=pool.layout,
+            path, lambda session: self.cost_of(self.transport.traits_of(label(session))), layout=pool.layout,
             stagings=self._stagings, pair_of=self.sessions.pair, chunk_nbytes=self._chunk_nbytes,
         )  # fmt: skip
         self.data_path = DataPath(
@@ -274,7 +274,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
                 if self._observed is not None:
                     self._observed.written(effect.ticket, now, error)
                 self.core.completed(effect.ticket, now, error)
-        elif self.transport.traits_of(label(effect.chunk.record.link)).post_blocks:
+        elif self.transport.traits_of(label(effect.chunk.record.session)).post_blocks:
             # Several such writes in a row: the tags of the earlier ones move on only while the transport is asked.
             early = self.transport.poll()
             self._early += early
@@ -295,31 +295,31 @@ class PrefillNode(Node[PrefillCore, Sender]):
         self.data_path.gathered(copied.ticket)
         self.core.gathered(copied.ticket, now, copied.error, copied.checksum)
 
-    def _layouts(self, link: Link) -> tuple[Layout, Layout]:
-        return self.pool.layout, link.layout
+    def _layouts(self, session: Session) -> tuple[Layout, Layout]:
+        return self.pool.layout, session.layout
 
-    def _meet(self, link: Link, description: bytes) -> None:
-        lanes = [Region(lane.base, lane.nbytes, lane.kind, lane.device) for lane in link.lanes]
-        self.transport.connect(label(link), description)
-        pool = link.layout.regions if link.exposes_pool else ()
-        self.transport.prepare(label(link), [*lanes, *pool, *_rows_of(link)])
+    def _meet(self, session: Session, description: bytes) -> None:
+        lanes = [Region(lane.base, lane.nbytes, lane.kind, lane.device) for lane in session.lanes]
+        self.transport.connect(label(session), description)
+        pool = session.layout.regions if session.exposes_pool else ()
+        self.transport.prepare(label(session), [*lanes, *pool, *_rows_of(session)])
 
-    def _peer_name(self, link: Link) -> str:
-        return f"decode rank {place(link.topology)}"
+    def _peer_name(self, session: Session) -> str:
+        return f"decode rank {place(session.topology)}"
 
-    def _path_to(self, link: Link) -> str:
-        if self.path != "staged" and not link.exposes_pool:
+    def _path_to(self, session: Session) -> str:
+        if self.path != "staged" and not session.exposes_pool:
             return f"staged (here it is {self.path}, but decode's pages may not be written in place)"
         return self.path
 
-    def _forget(self, link: Link) -> None:
-        self.data_path.paths.forget(link)
+    def _forget(self, session: Session) -> None:
+        self.data_path.paths.forget(session)
 
-    def _is_fenced(self, link: Link) -> bool:
-        return self.transport.traits_of(label(link)).stops_reads
+    def _is_fenced(self, session: Session) -> bool:
+        return self.transport.traits_of(label(session)).stops_reads
 
-    def _holds_nothing(self, link: Link) -> bool:
-        return not self.data_path.posts.to(label(link))
+    def _holds_nothing(self, session: Session) -> bool:
+        return not self.data_path.posts.to(label(session))
 
     def _in_flight(self) -> bool:
         return bool(self.data_path.posts)
@@ -355,6 +355,6 @@ class PrefillNode(Node[PrefillCore, Sender]):
         return safe
 
 
-def _rows_of(link: Link) -> tuple[Region, ...]:
-    rows = link.rows
+def _rows_of(session: Session) -> tuple[Region, ...]:
+    rows = session.rows
     return (Region(rows.base, rows.row_nbytes * rows.n_rows, rows.kind, rows.device),) if rows is not None else ()

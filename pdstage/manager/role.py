@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pdstage.protocol.config import Config
     from pdstage.protocol.effects import Effect
     from pdstage.protocol.room import Room
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.session import Session
     from pdstage.stager import Copied, Stager
     from pdstage.transport import Done, Inbound, PostFailed, Transport
 
@@ -83,29 +83,29 @@ class Role(ABC, Generic[AnyCore]):
     # Sessions.
 
     @abstractmethod
-    def _meet(self, link: Link, description: bytes) -> None:
+    def _meet(self, session: Session, description: bytes) -> None:
         """Tells the transport who a session's peer is; raises `PdstageError` if that cannot be."""
 
     @abstractmethod
-    def _layouts(self, link: Link) -> tuple[Layout, Layout]:
+    def _layouts(self, session: Session) -> tuple[Layout, Layout]:
         """A session's layouts: prefill's, decode's."""
 
     @abstractmethod
-    def _peer_name(self, link: Link) -> str:
+    def _peer_name(self, session: Session) -> str:
         """A session's peer for people: its role and its place."""
 
     @abstractmethod
-    def _path_to(self, link: Link) -> str:
+    def _path_to(self, session: Session) -> str:
         """Which path a session's chunks take, as far as this side knows, for people."""
 
-    def _forget(self, link: Link) -> None:
+    def _forget(self, session: Session) -> None:
         """A session is lost: lets go of what only this role made for it."""
 
     @abstractmethod
-    def _is_fenced(self, link: Link) -> bool:
+    def _is_fenced(self, session: Session) -> bool:
         """Whether the transport's disconnect alone makes a lost session harmless to this role."""
 
-    def _holds_nothing(self, link: Link) -> bool:
+    def _holds_nothing(self, session: Session) -> bool:
         return False
 
     # What the driver does for its parts, and the node and its role add to.

@@ -20,7 +20,7 @@ from pdstage.plan import TOKEN_MAJOR
 
 if TYPE_CHECKING:
     from pdstage.manager.role import Role
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.session import Session
     from pdstage.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -33,55 +33,55 @@ class Sessions:
 
     def __init__(self, node: Role[Any]) -> None:
         self._node = node
-        self._pairs: dict[Link, Pair] = {}
+        self._pairs: dict[Session, Pair] = {}
         self._dead_check_at = 0.0
-        self.lost: list[Link] = []
+        self.lost: list[Session] = []
         """Those that are not fenced yet."""
         self.over: Counter[str] = Counter()
         """How many began, by transport."""
 
-    def attach(self, link: Link, offers: dict[str, bytes]) -> None:
+    def attach(self, session: Session, offers: dict[str, bytes]) -> None:
         """A session began: tells the transport who its peer is."""
         node = self._node
         try:
-            node._meet(link, node.transport.described(offers))
+            node._meet(session, node.transport.described(offers))
         except PdstageError as error:
-            node._complain(link.route, error)
+            node._complain(session.route, error)
             with node._lock:
-                node.core.lose(link, error, time.monotonic())
+                node.core.lose(session, error, time.monotonic())
             return
-        over = node.transport.traits_of(label(link)).name
+        over = node.transport.traits_of(label(session)).name
         log.info(
             "session with %s at %s: transport %s, path %s",
-            node._peer_name(link), node.socket.name_of(link.route), over, node._path_to(link),
+            node._peer_name(session), node.socket.name_of(session.route), over, node._path_to(session),
         )  # fmt: skip
         with node._lock:
             self.over[over] += 1
 
-    def pair(self, link: Link) -> Pair:
+    def pair(self, session: Session) -> Pair:
         """How a session's layouts meet. Made when first asked for: who does not wait for Welcome may have opened a room
         before `attach`.
         """
-        pair = self._pairs.get(link)
+        pair = self._pairs.get(session)
         if pair is None:
-            (src, dst), met, wire = self._node._layouts(link), link.converted, None
+            (src, dst), met, wire = self._node._layouts(session), session.converted, None
             if met is not None:
                 src, dst, wire = feeding(src, met.offered), feeding(dst, met.taken), TOKEN_MAJOR
-            pair = self._pairs[link] = Pair(src, dst, link.common, wire)
+            pair = self._pairs[session] = Pair(src, dst, session.common, wire)
         return pair
 
-    def detach(self, link: Link) -> None:
+    def detach(self, session: Session) -> None:
         """A session is lost: the transport lets go of its peer."""
         node = self._node
-        node._forget(link)
+        node._forget(session)
         if node._observed is not None:
-            node._observed.lost(link)
-        self._pairs.pop(link, None)
+            node._observed.lost(session)
+        self._pairs.pop(session, None)
         node.directory.forget()
-        node.transport.disconnect(label(link))
-        if link.converted is not None:
-            node.stager.forget(link.converted.offered, link.converted.taken)
-        self.lost.append(link)
+        node.transport.disconnect(label(session))
+        if session.converted is not None:
+            node.stager.forget(session.converted.offered, session.converted.taken)
+        self.lost.append(session)
         self._dead_check_at = 0.0
 
     def check_lost(self) -> None:
@@ -90,39 +90,39 @@ class Sessions:
         if now < self._dead_check_at:
             return
         self._dead_check_at = now + _DEAD_CHECK_S
-        for link in list(self.lost):
-            safe = node._is_fenced(link) or node.transport.proved_dead(label(link))
-            if safe or node._holds_nothing(link):
+        for session in list(self.lost):
+            safe = node._is_fenced(session) or node.transport.proved_dead(label(session))
+            if safe or node._holds_nothing(session):
                 with node._lock:
-                    if link in self.lost:  # else an operator fenced it meanwhile
-                        self._let_go(link, now if safe else None)
+                    if session in self.lost:  # else an operator fenced it meanwhile
+                        self._let_go(session, now if safe else None)
 
-    def _let_go(self, link: Link, fenced_at: float | None) -> None:
+    def _let_go(self, session: Session, fenced_at: float | None) -> None:
         """Under the lock."""
-        self.lost.remove(link)
+        self.lost.remove(session)
         if fenced_at is not None:
-            self._node.core.fenced(link, fenced_at)
-        self._node.transport.forget(label(link))
-        self.hang_up(link.route)
+            self._node.core.fenced(session, fenced_at)
+        self._node.transport.forget(label(session))
+        self.hang_up(session.route)
 
     def hang_up(self, route: bytes) -> None:
         """Gives a connection up that this node made, unless somebody needs it by now."""
         node = self._node
         with node._lock:  # as in an engine's call that asks for this peer: it finds the connection, or makes a new one
-            lost = any(link.route == route for link in self.lost)  # still named by `unfenced`
+            lost = any(session.route == route for session in self.lost)  # still named by `unfenced`
             if not lost and not node.core.needs(route):
                 node.socket.disconnect(route)
 
     def unfenced(self) -> dict[str, int]:
         """The lost ones by control endpoint; under the lock."""
-        return dict(Counter(self._node.socket.endpoint_of(link.route) for link in self.lost))
+        return dict(Counter(self._node.socket.endpoint_of(session.route) for session in self.lost))
 
     def fence(self, endpoint: str) -> int:
         """The processes behind the lost ones of `endpoint` have ended; under the lock. Returns their number."""
         node = self._node
-        gone = [link for link in self.lost if node.socket.endpoint_of(link.route) == endpoint]
-        for link in gone:
-            self._let_go(link, time.monotonic())
+        gone = [session for session in self.lost if node.socket.endpoint_of(session.route) == endpoint]
+        for session in gone:
+            self._let_go(session, time.monotonic())
         return len(gone)
 
 
@@ -133,6 +133,6 @@ def place(topology: Topology) -> str:
     return ", ".join(f"{name} {getattr(topology, f'{name}_rank')} of {sizes[name]}" for name in told)
 
 
-def label(link: Link) -> str:
+def label(session: Session) -> str:
     """A session's name at the transport; a lost session's successor has another."""
-    return f"{link.session.decode:016x}-{link.session.writer:016x}"
+    return f"{session.id.decode:016x}-{session.id.writer:016x}"

@@ -89,7 +89,7 @@ def read(node: Node[Any, Any]) -> Status:
     with node._lock:
         counters = core.counters.as_dict()
         over = dict(node.sessions.over)
-        n_sessions, n_unfenced, n_rows = len(core.links), len(node.sessions.lost), len(node.lent)
+        n_sessions, n_unfenced, n_rows = len(core.sessions), len(node.sessions.lost), len(node.lent)
         if isinstance(core, DecodeCore):
             held = core.holdings
             grants = held.grants()

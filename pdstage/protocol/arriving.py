@@ -24,7 +24,7 @@ from pdstage.protocol.room import Event, OwnRows
 if TYPE_CHECKING:
     from pdstage.protocol.config import Config
     from pdstage.protocol.coverage import Coverage
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.session import Session
 
 _MAX_CLAIMS = 4096
 """Leases and waiting requests of one writer for one room: what it asks for beyond has to wait for those."""
@@ -43,14 +43,14 @@ class Arriving(Receiving):
 
     # Asked for.
 
-    def _on_reserve(self, link: Link, ask: m.Reserve, now: float) -> None:
-        part = self._part(link, ask.epoch)
+    def _on_reserve(self, session: Session, ask: m.Reserve, now: float) -> None:
+        part = self._part(session, ask.epoch)
         if part is None or part.room.ended or part.coverage is None or part.phase is PartPhase.QUIET:
-            self.send(link, m.Refused(ask.epoch, ask.chunk, ask.attempt, "gone", 0), now)
+            self.send(session, m.Refused(ask.epoch, ask.chunk, ask.attempt, "gone", 0), now)
             return
         self._answered(part)
-        request = Request(link, ask.epoch, ask.chunk, ask.attempt, ask.nbytes, ask.rects, part.room.priority)
-        held = self.holdings.find(link, ask.epoch, ask.chunk)
+        request = Request(session, ask.epoch, ask.chunk, ask.attempt, ask.nbytes, ask.rects, part.room.priority)
+        held = self.holdings.find(session, ask.epoch, ask.chunk)
         if isinstance(held, Grant):
             if held.request.attempt == ask.attempt:
                 self._lease(held, now)
@@ -62,8 +62,8 @@ class Arriving(Receiving):
         if problem:
             self._fail(part.room, PeerError(f"prefill rank {part.number} asks for a lease: {problem}"), now)
         elif part.coverage.covers(ask.rects):
-            self.send(link, m.Refused(ask.epoch, ask.chunk, ask.attempt, "covered", 0), now)
-        elif held is None and self.holdings.n_claims(link, ask.epoch) >= _MAX_CLAIMS:
+            self.send(session, m.Refused(ask.epoch, ask.chunk, ask.attempt, "covered", 0), now)
+        elif held is None and self.holdings.n_claims(session, ask.epoch) >= _MAX_CLAIMS:
             return  # it asks again
         elif not isinstance(held, Request) or held.attempt <= ask.attempt:
             self.holdings.wait(request)
@@ -71,8 +71,8 @@ class Arriving(Receiving):
     def _size_problem(self, part: Part, ask: m.Reserve) -> str:
         if len({rect.component for rect in ask.rects}) != len(ask.rects) or not ask.rects:
             return "its rectangles repeat a component, or are none"
-        stagings = part.link.stagings or self.stagings
-        nbytes = stagings.of(part.shares, ask.rects).nbytes(part.link.common.tokens(ask.rects))
+        stagings = part.session.stagings or self.stagings
+        nbytes = stagings.of(part.shares, ask.rects).nbytes(part.session.common.tokens(ask.rects))
         return "" if nbytes == ask.nbytes else f"{ask.nbytes} bytes for what has {nbytes} here"
 
     # Arrived.
@@ -81,27 +81,27 @@ class Arriving(Receiving):
         """One notification of the data plane."""
         self.counters.tags_received += 1
         try:
-            link = self.links.get(wire.tag_session(data))
-            tag = wire.decode_tag(data, self._components) if link is not None else None
+            session = self.sessions.get(wire.tag_session(data))
+            tag = wire.decode_tag(data, self._components) if session is not None else None
         except PeerError as error:
             self.counters.tags_malformed += 1
             self.emit(PeerWarning(b"", error))
             return
-        if link is None or tag is None or not self._on_tag(link, tag, now):
+        if session is None or tag is None or not self._on_tag(session, tag, now):
             self.counters.tags_stale += 1
         self._settle(now)
 
-    def _on_tagged(self, link: Link, told: m.Tagged, now: float) -> None:
+    def _on_tagged(self, session: Session, told: m.Tagged, now: float) -> None:
         """A tag that its writer says, and one said before is dropped like any tag that is had already (I7)."""
         tag = wire.decode_tag(told.tag, self._components)
-        if not link.tells_tags or tag.session != link.session:
+        if not session.tells_tags or tag.session != session.id:
             raise PeerError("a tag as a message, which is not for this session to say", remedy="check the peer")
         self.counters.tags_received += 1
-        if not self._on_tag(link, tag, now):
+        if not self._on_tag(session, tag, now):
             self.counters.tags_stale += 1
 
-    def _on_tag(self, link: Link, tag: wire.Tag, now: float) -> bool:
-        part = self._part(link, tag.epoch)
+    def _on_tag(self, session: Session, tag: wire.Tag, now: float) -> bool:
+        part = self._part(session, tag.epoch)
         if part is None or part.room.ended or part.coverage is None:
             return False
         if tag.lane in (m.DIRECT, m.AUX):
@@ -110,7 +110,7 @@ class Arriving(Receiving):
             self._arrived(part, tag, now)
         else:
             grant = self.holdings.at(tag.lane, tag.cursor)
-            if grant is None or grant.state != "granted" or grant.request.link is not link:
+            if grant is None or grant.state != "granted" or grant.request.session is not session:
                 return False
             request = grant.request
             if (request.epoch, request.chunk, request.rects) != (tag.epoch, tag.chunk, tag.rects):
@@ -148,7 +148,7 @@ class Arriving(Receiving):
         if fresh:
             self.timers.set(("transfer", room), now + self.config.transfer_s)
         if part.closing is not None:
-            self._on_close_ok(part.link, part.closing, now)
+            self._on_close_ok(part.session, part.closing, now)
         self._maybe_complete(room, now)
 
     # Copied out.
@@ -156,7 +156,7 @@ class Arriving(Receiving):
     def scattered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
         """The scatter's kernel ended; `checksum` is of the bytes it found, where the session has checksums."""
         landing = self._flights.pop(ticket)
-        if error is None and landing.part.link.checksums and checksum != landing.checksum:
+        if error is None and landing.part.session.checksums and checksum != landing.checksum:
             self.counters.chunks_altered += 1
             error = TransportError(
                 f"a chunk of {landing.nbytes} bytes from prefill rank {landing.part.number} was altered on its way",
@@ -173,10 +173,10 @@ class Arriving(Receiving):
 
     # Counted.
 
-    def _on_close_ok(self, link: Link, close: m.CloseOk, now: float) -> None:
-        part = self._part(link, close.epoch)
+    def _on_close_ok(self, session: Session, close: m.CloseOk, now: float) -> None:
+        part = self._part(session, close.epoch)
         if part is None:
-            self.send(link, m.Closed(close.epoch), now)
+            self.send(session, m.Closed(close.epoch), now)
             return
         room = part.room
         if not room.ended and part.phase is not PartPhase.QUIET:
@@ -186,11 +186,11 @@ class Arriving(Receiving):
                 raise PeerError(
                     f"{len(close.aux)} aux bytes", remedy=f"at most {self.config.max_aux_nbytes}, see Config"
                 )
-            if close.packed and len(close.aux or b"") != link.aux.nbytes:
+            if close.packed and len(close.aux or b"") != session.aux.nbytes:
                 raise PeerError(f"an aux row packed in {len(close.aux or b'')} bytes", remedy="check the peer")
             part.closing = close
             written = {(w.lane, w.cursor) for w in close.written if w.lane != m.DIRECT}
-            for grant in self.holdings.of(link, close.epoch):
+            for grant in self.holdings.of(session, close.epoch):
                 grant.listed = (grant.lane, grant.cursor) in written
             if any(w.chunk not in part.arrived for w in close.written):
                 return
@@ -198,9 +198,9 @@ class Arriving(Receiving):
             if shortfall:
                 self._fail(room, PeerError(f"prefill rank {part.number} {shortfall}"), now)
             elif part.has_aux:
-                self._take_aux(room, link, close)
-        self._release_of(link, close.epoch, now)
-        self.send(link, m.Closed(close.epoch), now)
+                self._take_aux(room, session, close)
+        self._release_of(session, close.epoch, now)
+        self.send(session, m.Closed(close.epoch), now)
         self._answered(part)
         self._quiet(part)
         self._maybe_complete(room, now)
@@ -215,18 +215,18 @@ class Arriving(Receiving):
         given = dict(close.slots)
         for name, stop in part.coverage.stops():
             if name in self._slots and name in given:
-                problem = self._slots.compare(self, part.link, name, given[name], stop)
+                problem = self._slots.compare(self, part.session, name, given[name], stop)
                 if problem:
                     return f"does not fit: {problem}"
                 part.coverage.count(name, given[name])
         return f"finished without {part.coverage.missing()}" if not part.coverage.complete else ""
 
-    def _take_aux(self, room: DecodeRoom, link: Link, close: m.CloseOk) -> None:
+    def _take_aux(self, room: DecodeRoom, session: Session, close: m.CloseOk) -> None:
         """A row that came both ways, as its post was told to have failed, is what the message says."""
         room.aux = close.aux
         if close.packed or any(written.lane == m.AUX for written in close.written):
-            room.shared = link.aux
+            room.shared = session.aux
         if close.packed and self._rows.wanted:
             self.counters.aux_fallbacks += 1
             what = "an aux row came by control message, not by the data transport"
-            self.warn_once(link.route, what, "see prefill's log for why, and aux_fallbacks")
+            self.warn_once(session.route, what, "see prefill's log for why, and aux_fallbacks")

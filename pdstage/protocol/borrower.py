@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from pdstage.plan import Rect
     from pdstage.protocol.config import Config
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.session import Session
 
 _MAX_PIECES = 1024
 """A chunk that would fall into more fits no span worth having: it waits for a larger one, or goes direct."""
@@ -57,14 +57,14 @@ class Borrower(Windowed):
     ) -> None:
         super().__init__(incarnation, config, welcome)
         self.layout = welcome.layout
-        self.records: dict[tuple[m.Session, int], Record] = {}
+        self.records: dict[tuple[m.SessionId, int], Record] = {}
         self.buffers = SendBuffers(n_buffers)
         self.stagings = Stagings(self.layout)
         self._buffer_nbytes = buffer_nbytes
         self._choose = choose
         self._flights: dict[int, tuple[Chunk, int]] = {}
-        self._orphans: dict[int, m.Session] = {}
-        self._unsettled: OrderedDict[m.Session, None] = OrderedDict()
+        self._orphans: dict[int, m.SessionId] = {}
+        self._unsettled: OrderedDict[m.SessionId, None] = OrderedDict()
 
     @abstractmethod
     def _maybe_close(self, record: Record, now: float) -> None:
@@ -83,11 +83,11 @@ class Borrower(Windowed):
 
     # What peers say, in the order of DESIGN's table.
 
-    def _on_lease(self, link: Link, lease: m.Lease, now: float) -> None:
-        if not 0 <= lease.lane < len(link.lanes):
-            raise PeerError(f"a lease in lane {lease.lane}", remedy=f"Hello named {len(link.lanes)} lanes")
-        self._raise_mark(link, lease.lane, lease.watermark)
-        chunk = self._chunk(link, lease.epoch, lease.chunk)
+    def _on_lease(self, session: Session, lease: m.Lease, now: float) -> None:
+        if not 0 <= lease.lane < len(session.lanes):
+            raise PeerError(f"a lease in lane {lease.lane}", remedy=f"Hello named {len(session.lanes)} lanes")
+        self._raise_mark(session, lease.lane, lease.watermark)
+        chunk = self._chunk(session, lease.epoch, lease.chunk)
         where = (lease.lane, lease.cursor)
         if chunk is not None and chunk.attempt == lease.attempt and not chunk.direct:
             if chunk.phase is Phase.ASKING:
@@ -95,10 +95,10 @@ class Borrower(Windowed):
                 return
             if chunk.phase not in (Phase.PARKED, Phase.DROPPED) and (chunk.lane, chunk.cursor) == where:
                 return
-        self._give_back(link, lease, now)
+        self._give_back(session, lease, now)
 
     def _take(self, chunk: Chunk, lease: m.Lease) -> None:
-        nbytes = chunk.record.link.lanes[lease.lane].nbytes
+        nbytes = chunk.record.session.lanes[lease.lane].nbytes
         if lease.nbytes < chunk.nbytes or lease.cursor < 0 or lease.cursor % nbytes + chunk.nbytes > nbytes:
             raise PeerError(
                 f"a lease of {lease.nbytes} bytes at {lease.cursor} for {chunk.nbytes}", remedy="check the peer"
@@ -110,8 +110,8 @@ class Borrower(Windowed):
         else:
             self._await_window(chunk)
 
-    def _on_refused(self, link: Link, refused: m.Refused, now: float) -> None:
-        chunk = self._chunk(link, refused.epoch, refused.chunk)
+    def _on_refused(self, session: Session, refused: m.Refused, now: float) -> None:
+        chunk = self._chunk(session, refused.epoch, refused.chunk)
         if chunk is None or chunk.phase is not Phase.ASKING or chunk.attempt != refused.attempt:
             return
         self.timers.cancel(("ask", chunk))
@@ -133,23 +133,23 @@ class Borrower(Windowed):
                 self._add_piece(record, chunk.source, rects, now)
         elif record.may_direct(chunk.rects):
             self._go_direct(chunk, now)
-        elif chunk.nbytes <= max(lane.nbytes for lane in link.lanes):
+        elif chunk.nbytes <= max(lane.nbytes for lane in session.lanes):
             # Carved out for now: the span comes back, or a deadline comes.
             self.repeat(("ask", chunk), now)
         else:
             error = PeerError(f"a chunk of {chunk.nbytes} bytes fits no lane", remedy="raise staging_nbytes at decode")
             self._fail_record(record, error, now)
 
-    def _on_recall(self, link: Link, recall: m.Recall, now: float) -> None:
-        self._raise_mark(link, recall.lane, recall.watermark)
-        chunk = self._chunk(link, recall.epoch, recall.chunk)
+    def _on_recall(self, session: Session, recall: m.Recall, now: float) -> None:
+        self._raise_mark(session, recall.lane, recall.watermark)
+        chunk = self._chunk(session, recall.epoch, recall.chunk)
         if chunk is not None and chunk.attempt == recall.attempt and not chunk.direct:
             if chunk.begun or chunk.phase is Phase.READY:
                 self._tell_tag(chunk, now)
                 return
             if chunk.phase in (Phase.ASKING, Phase.HELD):
                 self._recalled(chunk, now)
-        self._give_back(link, recall, now)
+        self._give_back(session, recall, now)
 
     def _recalled(self, chunk: Chunk, now: float) -> None:
         """Returned is final: the attempt rises first, and the old one is never accepted again."""
@@ -165,14 +165,14 @@ class Borrower(Windowed):
     def _add(self, record: Record, source: SubmittedChunk, now: float) -> None:
         if record.phase is not RecordPhase.LIVE:
             return
-        largest = max(lane.nbytes for lane in record.link.lanes)
+        largest = max(lane.nbytes for lane in record.session.lanes)
         limit = min(self._buffer_nbytes, largest, self.config.chunk_nbytes)
         stagings = record.staged_by(self.stagings)
         for rects in split(clip(source.rects, record, stagings), record, stagings, limit):
             self._add_piece(record, source, rects, now)
 
     def _add_piece(self, record: Record, source: SubmittedChunk, rects: tuple[Rect, ...], now: float) -> None:
-        nbytes = record.staged_by(self.stagings).of(record.shares, rects).nbytes(record.link.common.tokens(rects))
+        nbytes = record.staged_by(self.stagings).of(record.shares, rects).nbytes(record.session.common.tokens(rects))
         chunk = Chunk(record, len(record.chunks), source, rects, nbytes)
         record.chunks[chunk.number] = chunk
         source.chunks.append(chunk)
@@ -189,8 +189,8 @@ class Borrower(Windowed):
         else:
             self._ask(chunk, now)
 
-    def _chunk(self, link: Link, epoch: int, number: int) -> Chunk | None:
-        record = self.records.get((link.session, epoch))
+    def _chunk(self, session: Session, epoch: int, number: int) -> Chunk | None:
+        record = self.records.get((session.id, epoch))
         return record.chunks.get(number) if record is not None else None
 
     def _ask(self, chunk: Chunk, now: float) -> None:
@@ -208,7 +208,7 @@ class Borrower(Windowed):
 
     def _reserve(self, chunk: Chunk, now: float) -> None:
         record = chunk.record
-        self.send(record.link, m.Reserve(record.epoch, chunk.number, chunk.attempt, chunk.nbytes, chunk.rects), now)
+        self.send(record.session, m.Reserve(record.epoch, chunk.number, chunk.attempt, chunk.nbytes, chunk.rects), now)
         self.repeat(("ask", chunk), now)
 
     def _go_direct(self, chunk: Chunk, now: float) -> None:
@@ -217,16 +217,16 @@ class Borrower(Windowed):
             record = chunk.record
             told = m.Returned(record.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor)
             self.counters.leases_returned += 1
-            self.send(record.link, told, now)
+            self.send(record.session, told, now)
         self.timers.cancel(("ask", chunk))
         chunk.attempt += 1
         chunk.direct, chunk.phase = True, Phase.HELD
         self.counters.chunks_fallen_back += 1
         self._advance(chunk)
 
-    def _give_back(self, link: Link, told: m.Lease | m.Recall, now: float) -> None:
+    def _give_back(self, session: Session, told: m.Lease | m.Recall, now: float) -> None:
         self.counters.leases_returned += 1
-        self.send(link, m.Returned(told.epoch, told.chunk, told.attempt, told.lane, told.cursor), now)
+        self.send(session, m.Returned(told.epoch, told.chunk, told.attempt, told.lane, told.cursor), now)
 
     def _advance(self, chunk: Chunk) -> None:
         """Queues a held chunk once its data exists and, unless direct, its window is open."""
@@ -254,11 +254,13 @@ class Borrower(Windowed):
 
     def _row_write(self, ticket: int, chunk: Chunk) -> WriteRow:
         """All that a room's aux row has in common with the one that its destination named."""
-        record, rows = chunk.record, chunk.record.link.rows
+        record, rows = chunk.record, chunk.record.session.rows
         assert record.room is not None and isinstance(record.room.aux, GivenRow)
         assert rows is not None and record.open.row is not None
         src, dst = record.room.aux.address, rows.base + record.open.row * rows.row_nbytes
-        spans = tuple(Span(src + span.src_offset, dst + span.dst_offset, span.nbytes) for span in record.link.aux.spans)
+        spans = tuple(
+            Span(src + span.src_offset, dst + span.dst_offset, span.nbytes) for span in record.session.aux.spans
+        )
         return WriteRow(ticket, chunk, spans, self._tag(chunk))
 
     # What the driver reports.
@@ -287,43 +289,43 @@ class Borrower(Windowed):
             self._doubt(orphan)
         if ticket not in self._flights:
             return
-        link = self._flights[ticket][0].record.link
+        session = self._flights[ticket][0].record.session
         if error is not None and not settled:
-            self._doubt(link.session)
-            self.lose(link, error, now)
+            self._doubt(session.id)
+            self.lose(session, error, now)
         self._land(ticket, now, error)
 
-    def _doubt(self, session: m.Session) -> None:
-        self._unsettled[session] = None
+    def _doubt(self, session_id: m.SessionId) -> None:
+        self._unsettled[session_id] = None
         if len(self._unsettled) > _MAX_UNSETTLED:
             self._unsettled.popitem(last=False)
 
-    def fenced(self, link: Link, now: float) -> None:
+    def fenced(self, session: Session, now: float) -> None:
         """After `Detach`: posts of that session no longer read our memory. Gathers under way report themselves.
 
         What such posts wrote may still be on its way: until their tickets end, the session is not quiet.
         """
         error = TransportError("the session was lost while a write was in flight", remedy="see the session's error")
         for ticket, (chunk, _) in list(self._flights.items()):
-            if chunk.record.link is link and chunk.phase is Phase.WRITING:
-                self._orphans[ticket] = link.session
+            if chunk.record.session is session and chunk.phase is Phase.WRITING:
+                self._orphans[ticket] = session.id
                 self._land(ticket, now, error)
 
     def _address(self, chunk: Chunk) -> int:
         """Where its lease lies in the destination's memory."""
-        lane = chunk.record.link.lanes[chunk.lane]
+        lane = chunk.record.session.lanes[chunk.lane]
         return lane.base + chunk.cursor % lane.nbytes
 
     def _tag(self, chunk: Chunk) -> bytes:
-        link = chunk.record.link
-        tag = wire.Tag(link.session, chunk.record.epoch, chunk.number, *chunk.where, chunk.rects, chunk.checksum)
-        return wire.encode_tag(tag, tuple(component.name for component in link.layout.components))
+        session = chunk.record.session
+        tag = wire.Tag(session.id, chunk.record.epoch, chunk.number, *chunk.where, chunk.rects, chunk.checksum)
+        return wire.encode_tag(tag, tuple(component.name for component in session.layout.components))
 
     def _tell_tag(self, chunk: Chunk, now: float) -> None:
         """Where the transport carries no tags: says of a write that is done what its tag would."""
-        link = chunk.record.link
-        if link.tells_tags and chunk.phase is Phase.WRITTEN and link.session in self.links:
-            self.send(link, m.Tagged(self._tag(chunk)), now)
+        session = chunk.record.session
+        if session.tells_tags and chunk.phase is Phase.WRITTEN and session.id in self.sessions:
+            self.send(session, m.Tagged(self._tag(chunk)), now)
 
     def _land(self, ticket: int, now: float, error: PdstageError | None) -> None:
         """A gather or write ended: gives back what it held and moves its record on."""
@@ -372,8 +374,8 @@ class Borrower(Windowed):
     def _on_write_timer(self, ticket: int, now: float) -> None:
         chunk = self._flights[ticket][0]
         late = DeadlineExceeded(f"a write of {chunk.nbytes} bytes took over {self.config.write_s} s")
-        self.lose(chunk.record.link, late, now)
+        self.lose(chunk.record.session, late, now)
 
-    def _in_flight(self, session: m.Session) -> bool:
-        under_way = any(chunk.record.link.session == session for chunk, _ in self._flights.values())
-        return under_way or session in self._orphans.values()
+    def _in_flight(self, session_id: m.SessionId) -> bool:
+        under_way = any(chunk.record.session.id == session_id for chunk, _ in self._flights.values())
+        return under_way or session_id in self._orphans.values()

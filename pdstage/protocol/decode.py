@@ -2,7 +2,7 @@
 
 Layer 2, pure: no socket, thread or clock. Inputs are its public methods, output is `take_effects()`.
 
-It stands on six floors: `session` (who talks), `handshake` and `parting` (with whom, and how long), `lender` (the
+It stands on six floors: `session_id` (who talks), `handshake` and `parting` (with whom, and how long), `lender` (the
 ledger of leases), `receiving` (the room table), `arriving` (the chunks). Room table and ledger are apart: a room that
 ended may still be written to.
 """
@@ -20,7 +20,7 @@ from pdstage.protocol.handshake import Peer
 from pdstage.protocol.inbox import DecodeRoom, Landing, Part, PartPhase
 from pdstage.protocol.receiving import too_late
 from pdstage.protocol.room import NO_ROWS, OwnRows, State, room_id
-from pdstage.protocol.session import Link
+from pdstage.protocol.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -187,47 +187,47 @@ class DecodeCore(Arriving):
         """Everything that may differ between two states of this core, comparable and hashable."""
         rooms = []
         for epoch, room in sorted(self.epochs.items()):
-            parts = tuple((session, part.phase.name) for session, part in sorted(room.parts.items()))
+            parts = tuple((session_id, part.phase.name) for session_id, part in sorted(room.parts.items()))
             rooms.append((epoch, room.key, room.status, room.pending, parts))
         return (tuple(rooms), self.holdings.snapshot())
 
     # What peers say, in the order of DESIGN's table.
 
-    def _dispatch(self, route: bytes, link: Link | None, frame: wire.Frame, now: float) -> None:
+    def _dispatch(self, route: bytes, session: Session | None, frame: wire.Frame, now: float) -> None:
         message = frame.message
         match message:
             case m.Welcome():
-                if link is None:
+                if session is None:
                     self._on_welcome(route, frame, message, now)
             case m.HelloRefused():
                 self._on_hello_refused(route, frame, message, now)
-            case m.NoSession() if link is not None:
-                self.lose(link, PeerError("prefill does not know this session", remedy="it restarted"), now)
-                if message.incarnation == link.session.writer:
-                    self.fenced(link, now)
-            case m.NoSession() | m.Bye() if link is None:
+            case m.NoSession() if session is not None:
+                self.lose(session, PeerError("prefill does not know this session", remedy="it restarted"), now)
+                if message.incarnation == session.id.writer:
+                    self.fenced(session, now)
+            case m.NoSession() | m.Bye() if session is None:
                 stranded = self._stranded.get(frame.session)
                 if stranded is not None and stranded.route == route:
                     self._on_stranded(stranded, message.incarnation if isinstance(message, m.NoSession) else None, now)
                 self._on_farewell(route, frame.session)
             case _ if self._is_leaving(route, frame.session):
                 pass  # it has not heard our Bye yet
-            case _ if link is None:
+            case _ if session is None:
                 self.send_loose(route, frame.session, m.NoSession(self.incarnation))
             case _:
                 handler = self._handlers.get(type(message))
                 if handler is None:
                     raise PeerError(f"{type(message).__name__} sent to a decode node", remedy="check the peer's role")
-                handler(link, message, now)
+                handler(session, message, now)
 
-    def _on_bye(self, link: Link, bye: m.Bye, now: float) -> None:
+    def _on_bye(self, session: Session, bye: m.Bye, now: float) -> None:
         """A process says Bye after its last completion, so the session is quiet."""
-        link.said_bye = True
-        self.lose(link, PeerError("the prefill rank closed", remedy="route elsewhere"), now)
-        self.fenced(link, now)
+        session.said_bye = True
+        self.lose(session, PeerError("the prefill rank closed", remedy="route elsewhere"), now)
+        self.fenced(session, now)
 
-    def _on_asking(self, link: Link, asking: m.Asking, now: float) -> None:
-        part = self._part(link, asking.epoch)
+    def _on_asking(self, session: Session, asking: m.Asking, now: float) -> None:
+        part = self._part(session, asking.epoch)
         if part is None or not asking.finished:
             return
         room = part.room
@@ -236,8 +236,8 @@ class DecodeCore(Arriving):
             self.timers.cancel(("asking", room))
             self.emit(Changed(room))
 
-    def _on_opened(self, link: Link, opened: m.Opened, now: float) -> None:
-        part = self._part(link, opened.epoch)
+    def _on_opened(self, session: Session, opened: m.Opened, now: float) -> None:
+        part = self._part(session, opened.epoch)
         if part is None or part.phase not in (PartPhase.OPENING, PartPhase.OPENED):
             return
         if opened.state == "refused":
@@ -247,10 +247,10 @@ class DecodeCore(Arriving):
         if not part.shares and not part.has_aux:  # told, and it never writes: nobody waits for its Close
             self._quiet(part)
 
-    def _on_close_failed(self, link: Link, close: m.CloseFailed, now: float) -> None:
-        part = self._part(link, close.epoch)
+    def _on_close_failed(self, session: Session, close: m.CloseFailed, now: float) -> None:
+        part = self._part(session, close.epoch)
         if part is None or part.phase is PartPhase.QUIET:
-            self.send(link, m.Abort(close.epoch, "the room is over", False), now)
+            self.send(session, m.Abort(close.epoch, "the room is over", False), now)
         elif not part.room.ended:
             self._fail(part.room, Aborted(f"prefill rank {part.number} gave the room up: {close.reason}"), now)
         elif part.phase is PartPhase.ABORTING:
@@ -258,13 +258,13 @@ class DecodeCore(Arriving):
         else:
             self._abort_part(part, "the room is over", now)
 
-    def _on_drained(self, link: Link, drained: m.Drained, now: float) -> None:
-        part = self._part(link, drained.epoch)
+    def _on_drained(self, session: Session, drained: m.Drained, now: float) -> None:
+        part = self._part(session, drained.epoch)
         if part is None or part.phase is PartPhase.QUIET:
             return
         if not part.room.ended:
             self._fail(part.room, PeerError(f"prefill rank {part.number} dropped the room"), now)
-        self._release_of(link, drained.epoch, now)
+        self._release_of(session, drained.epoch, now)
         self._quiet(part)
 
     # Time.
@@ -285,14 +285,14 @@ class DecodeCore(Arriving):
                 self._send_abort(part, now)
             case ("drain", Part() as part):
                 late = DeadlineExceeded(f"prefill rank {part.number} did not drain in {self.config.drain_s} s")
-                self.lose(part.link, late, now)
-            case (("bye" | "bye_until") as kind, Link() as link):
-                self._on_farewell_timer(kind, link, now)
+                self.lose(part.session, late, now)
+            case (("bye" | "bye_until") as kind, Session() as session):
+                self._on_farewell_timer(kind, session, now)
             case ("linger", Part() as part):
                 self._abort_part(part, "finished", now)
-            case ("stranded", Link() as link):
-                self._ask_stranded(link, now)
-            case (("beat" | "silence") as kind, Link() as link):
-                if self.on_link_timer(kind, link, now):
-                    silent = f"prefill was silent for {link.silence_s} s"
-                    self.lose(link, DeadlineExceeded(silent, remedy="look at that node"), now)
+            case ("stranded", Session() as session):
+                self._ask_stranded(session, now)
+            case (("beat" | "silence") as kind, Session() as session):
+                if self.on_session_timer(kind, session, now):
+                    silent = f"prefill was silent for {session.silence_s} s"
+                    self.lose(session, DeadlineExceeded(silent, remedy="look at that node"), now)

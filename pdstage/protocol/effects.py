@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pdstage.protocol.inbox import Landing
     from pdstage.protocol.outbox import Chunk
     from pdstage.protocol.room import Room
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.session import Session
 
 
 class Send(NamedTuple):
@@ -28,14 +28,14 @@ class Attach(NamedTuple):
     that its death can be proved. `offers`: what the peer told of each of its transports, by name.
     """
 
-    link: Link
+    session: Session
     offers: dict[str, bytes]
 
 
 class Detach(NamedTuple):
     """The session is lost: disconnect the transport; answer `fenced` once nothing of it can land any more."""
 
-    link: Link
+    session: Session
 
 
 class HangUp(NamedTuple):

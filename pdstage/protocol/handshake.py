@@ -23,7 +23,7 @@ from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.effects import Attach, PeerWarning
 from pdstage.protocol.fit import incompatible, parted
-from pdstage.protocol.session import Core, Link
+from pdstage.protocol.session import Core, Session
 from pdstage.protocol.told import layout_problem
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Peer:
     route: bytes
     nonce: int
     """This end of the session to come; a lost session's successor has another."""
-    link: Link | None = None
+    session: Session | None = None
     n_hellos: int = 0
     rooms: dict[DecodeRoom, None] = field(default_factory=dict)
     given_up: dict[bytes, m.Abort] = field(default_factory=dict)
@@ -93,36 +93,36 @@ class HandshakeClient(Core):
         return peer
 
     def _greet(self, peer: Peer, now: float) -> None:
-        self.send_loose(peer.route, m.Session(peer.nonce, 0), self._hello)
+        self.send_loose(peer.route, m.SessionId(peer.nonce, 0), self._hello)
         self.back_off(("hello", peer), now, peer.n_hellos, peer.nonce)
         peer.n_hellos += 1
 
     def _on_welcome(self, route: bytes, frame: wire.Frame, welcome: m.Welcome, now: float) -> None:
-        session = frame.session
+        session_id = frame.session
         peer = self.peers.get(route)
-        if peer is None or session.decode != peer.nonce:
+        if peer is None or session_id.decode != peer.nonce:
             return
-        if peer.link is not None:  # the same greeting answered by a second process: the first is gone
-            self.lose(peer.link, PeerError("the prefill rank restarted", remedy="send its rooms again"), now)
+        if peer.session is not None:  # the same greeting answered by a second process: the first is gone
+            self.lose(peer.session, PeerError("the prefill rank restarted", remedy="send its rooms again"), now)
             return
         problem = self._welcome_problem(welcome)
         if problem:
             self._refused(peer, PeerError(f"a prefill rank does not fit: {problem}", remedy="match both sides"), now)
             return
         silence_s = welcome.max_silence_s
-        link = Link(session, route, welcome.layout, welcome.topology, (), silence_s, now, now, half_open=False)
-        link.heard = frame.seq
-        if (met := _agree(link, welcome, self._hello)) is not None:
-            link.stagings = Stagings(met.taken)
-        self._say_left_out(link)
-        self.links[session] = peer.link = link
+        session = Session(session_id, route, welcome.layout, welcome.topology, (), silence_s, now, now, half_open=False)
+        session.heard = frame.seq
+        if (met := _agree(session, welcome, self._hello)) is not None:
+            session.stagings = Stagings(met.taken)
+        self._say_left_out(session)
+        self.sessions[session_id] = peer.session = session
         self.counters.sessions_opened += 1
         self._stop_greeting(peer)
-        self.watch(link, now)
-        self.emit(Attach(link, m.offers(welcome)))
-        self.send(link, m.Heartbeat(), now)
+        self.watch(session, now)
+        self.emit(Attach(session, m.offers(welcome)))
+        self.send(session, m.Heartbeat(), now)
         for told in peer.given_up.values():
-            self.send(link, told, now)
+            self.send(session, told, now)
         peer.given_up.clear()
         self._met(peer, now)
 
@@ -136,7 +136,7 @@ class HandshakeClient(Core):
 
     def _on_hello_refused(self, route: bytes, frame: wire.Frame, refused: m.HelloRefused, now: float) -> None:
         peer = self.peers.get(route)
-        if peer is not None and peer.link is None and frame.session.decode == peer.nonce:
+        if peer is not None and peer.session is None and frame.session.decode == peer.nonce:
             error = PeerError(f"prefill refused this node: {refused.reason}", remedy="match both sides")
             self._refused(peer, error, now)
 
@@ -155,7 +155,7 @@ class HandshakeClient(Core):
         A session that lives is left alone: if its peer is gone, its silence will tell.
         """
         peer = self.peers.get(route)
-        if peer is not None and peer.link is None:
+        if peer is not None and peer.session is None:
             self._refused(peer, error, now)
         self._settle(now)
 
@@ -179,45 +179,47 @@ class HandshakeServer(Core):
     def __init__(self, incarnation: int, config: Config, welcome: m.Welcome) -> None:
         super().__init__(incarnation, config)
         self._welcome = welcome
-        self._at: dict[bytes, Link] = {}
+        self._at: dict[bytes, Session] = {}
         self._n_half_open = 0
-        self._lost: OrderedDict[m.Session, None] = OrderedDict()
+        self._lost: OrderedDict[m.SessionId, None] = OrderedDict()
 
     def _on_hello(self, route: bytes, frame: wire.Frame, hello: m.Hello, now: float) -> None:
-        session = m.Session(frame.session.decode, self.incarnation)
-        link = self.links.get(session)
-        if link is None:
-            if session in self._lost:
+        session_id = m.SessionId(frame.session.decode, self.incarnation)
+        session = self.sessions.get(session_id)
+        if session is None:
+            if session_id in self._lost:
                 self.counters.frames_stale += 1
                 return
             problem = self._hello_problem(hello)
-            if not problem and len(self.links) >= self.config.max_peers:
+            if not problem and len(self.sessions) >= self.config.max_peers:
                 self.counters.peers_crowded += 1
                 if self._ask_idlest(now):
                     return  # by the time Hello comes again there is a place
-                problem = f"already {len(self.links)} peers, all in use; raise Config.max_peers, or route elsewhere"
+                problem = f"already {len(self.sessions)} peers, all in use; raise Config.max_peers, or route elsewhere"
             if problem:
                 self.counters.sessions_refused += 1
                 self.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
                 self.emit(PeerWarning(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides")))
                 return
             self._make_room(route, now)
-            link = Link(session, route, hello.layout, hello.topology, hello.lanes, hello.max_silence_s, now, now)
-            link.exposes_pool = m.DIRECT_FEATURE in hello.features
-            link.rows = hello.rows
-            if (met := _agree(link, self._welcome, hello)) is not None:
-                link.stagings = Stagings(met.offered)
-            self._say_left_out(link)
-            self.links[session] = link
+            session = Session(
+                session_id, route, hello.layout, hello.topology, hello.lanes, hello.max_silence_s, now, now
+            )
+            session.exposes_pool = m.DIRECT_FEATURE in hello.features
+            session.rows = hello.rows
+            if (met := _agree(session, self._welcome, hello)) is not None:
+                session.stagings = Stagings(met.offered)
+            self._say_left_out(session)
+            self.sessions[session_id] = session
             self._n_half_open += 1
             self.counters.sessions_opened += 1
-            self.watch(link, now)
-            self.emit(Attach(link, m.offers(hello)))
-        self.send(link, self._welcome, now)
+            self.watch(session, now)
+            self.emit(Attach(session, m.offers(hello)))
+        self.send(session, self._welcome, now)
 
     def _on_other_version(self, route: bytes, error: OtherVersion) -> None:
         self.counters.sessions_refused += 1
-        self.send_loose(route, m.Session(*error.session), m.HelloRefused(error.what))
+        self.send_loose(route, m.SessionId(*error.session), m.HelloRefused(error.what))
 
     def _hello_problem(self, hello: m.Hello) -> str:
         if problem := _apart(hello, "decode", self._welcome, "prefill"):
@@ -230,19 +232,19 @@ class HandshakeServer(Core):
 
     def _ask_idlest(self, now: float) -> bool:
         """Asks the peer whose session was idle for longest to end it; False if there is none."""
-        unused = (link for link in self.links.values() if not link.half_open and not self.in_use(link))
-        idlest = min(unused, key=lambda link: link.used_at, default=None)
+        unused = (session for session in self.sessions.values() if not session.half_open and not self.in_use(session))
+        idlest = min(unused, key=lambda session: session.used_at, default=None)
         if idlest is not None:
             idlest.spare, idlest.used_at = True, now  # one that does not go is not asked again before the others
             self.send(idlest, m.Heartbeat(m.SPARE), now)
         return idlest is not None
 
-    def in_use(self, link: Link) -> bool:
-        return bool(link.records)
+    def in_use(self, session: Session) -> bool:
+        return bool(session.records)
 
-    def _on_heartbeat(self, link: Link, beat: m.Heartbeat, now: float) -> None:
-        if beat.idle == m.SPARE and not self.in_use(link):
-            self.send(link, m.Heartbeat(m.IDLE), now)
+    def _on_heartbeat(self, session: Session, beat: m.Heartbeat, now: float) -> None:
+        if beat.idle == m.SPARE and not self.in_use(session):
+            self.send(session, m.Heartbeat(m.IDLE), now)
 
     def _make_room(self, route: bytes, now: float) -> None:
         """Of too many half-open sessions one is over: the oldest of the route that greets, else of all.
@@ -250,36 +252,36 @@ class HandshakeServer(Core):
         An honest peer's is confirmed within a round trip; so who greets without end takes nobody's place.
         """
         if self._n_half_open >= self.config.max_half_open:
-            half_open = [link for link in self.links.values() if link.half_open]
-            oldest = next((link for link in half_open if link.route == route), half_open[0])
+            half_open = [session for session in self.sessions.values() if session.half_open]
+            oldest = next((session for session in half_open if session.route == route), half_open[0])
             self.lose(oldest, PeerError("too many half-open sessions", remedy="follow a Hello up"), now)
 
-    def _confirm(self, link: Link, now: float) -> None:
+    def _confirm(self, session: Session, now: float) -> None:
         """The first frame under a session: it replaces the one that its peer had before."""
-        link.half_open = False
+        session.half_open = False
         self._n_half_open -= 1
-        older = self._at.get(link.route)
-        self._at[link.route] = link
+        older = self._at.get(session.route)
+        self._at[session.route] = session
         if older is not None:
             self.lose(older, PeerError("the decode node greeted again", remedy="see its log for why"), now)
 
-    def _unlink(self, link: Link) -> bool:
+    def _unlink(self, session: Session) -> bool:
         """Forgets a session; False if it was forgotten already."""
-        if self.links.pop(link.session, None) is None:
+        if self.sessions.pop(session.id, None) is None:
             return False
-        self.unwatch(link)
-        if self._at.get(link.route) is link:
-            del self._at[link.route]
-        if link.half_open:
+        self.unwatch(session)
+        if self._at.get(session.route) is session:
+            del self._at[session.route]
+        if session.half_open:
             self._n_half_open -= 1
         else:
-            self.count_end(link)
-            self._never_again(link.session)
+            self.count_end(session)
+            self._never_again(session.id)
         return True
 
-    def _never_again(self, session: m.Session) -> None:
+    def _never_again(self, session_id: m.SessionId) -> None:
         """No late Hello may begin this session: it was lost, or this process has said that it knows nothing of it."""
-        self._lost[session] = None
+        self._lost[session_id] = None
         if len(self._lost) > _MAX_LOST:
             self._lost.popitem(last=False)
 
@@ -291,15 +293,15 @@ def _rows_problem(hello: m.Hello) -> str:
     return columns.problem(hello.columns, rows.row_nbytes if rows is not None else columns.MAX_ROW_NBYTES)
 
 
-def _agree(link: Link, welcome: m.Welcome, hello: m.Hello) -> Conversion | None:
+def _agree(session: Session, welcome: m.Welcome, hello: m.Hello) -> Conversion | None:
     """What both sides' greetings make of a session, the same on both; returns how its layouts are converted, if so."""
-    link.common = Common.of(welcome.layout, hello.layout)
-    link.aux = columns.share(welcome.columns, hello.columns)
-    link.checksums = m.CHECKSUM_FEATURE in welcome.features and m.CHECKSUM_FEATURE in hello.features
-    link.tells_tags = m.TAGS_FEATURE in welcome.features and m.TAGS_FEATURE in hello.features
+    session.common = Common.of(welcome.layout, hello.layout)
+    session.aux = columns.share(welcome.columns, hello.columns)
+    session.checksums = m.CHECKSUM_FEATURE in welcome.features and m.CHECKSUM_FEATURE in hello.features
+    session.tells_tags = m.TAGS_FEATURE in welcome.features and m.TAGS_FEATURE in hello.features
     met = meeting(welcome, hello)
-    link.converted = met if met.components else None
-    return link.converted
+    session.converted = met if met.components else None
+    return session.converted
 
 
 def _apart(theirs: m.Hello | m.Welcome, there: str, ours: m.Hello | m.Welcome, here: str) -> str:

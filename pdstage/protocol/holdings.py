@@ -17,8 +17,8 @@ from pdstage.ring import Lane
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from pdstage.protocol.messages import LaneSpan, Session
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.messages import LaneSpan, SessionId
+    from pdstage.protocol.session import Session
 
 
 @dataclass(slots=True, eq=False)
@@ -46,13 +46,13 @@ class Holdings:
     def __init__(self, spans: Iterable[LaneSpan]) -> None:
         self.spans = tuple(spans)
         self.lanes = [Lane(span.nbytes) for span in self.spans]
-        self._claims: dict[tuple[Session, int], dict[int, Grant | Request]] = {}
+        self._claims: dict[tuple[SessionId, int], dict[int, Grant | Request]] = {}
         self._queue = RequestQueue()
         self._at: dict[tuple[int, int], Grant] = {}
         self._closed: list[deque[Grant]] = [deque() for _ in self.lanes]
         self._moved_at = [0.0 for _ in self.lanes]
         self._contended_at: float | None = None
-        self._held: dict[tuple[Link, int], int] = {}
+        self._held: dict[tuple[Session, int], int] = {}
 
     def at(self, lane: int, cursor: int) -> Grant | None:
         return self._at.get((lane, cursor))
@@ -83,14 +83,14 @@ class Holdings:
         """Something waits: a request without a lease or a lease without its bytes."""
         return bool(self._queue) or any(self._closed)
 
-    def find(self, link: Link, epoch: int, chunk: int) -> Grant | Request | None:
+    def find(self, session: Session, epoch: int, chunk: int) -> Grant | Request | None:
         """What a chunk has here: a lease, a place in the queue, or nothing."""
-        claim = self._claims.get((link.session, epoch))
+        claim = self._claims.get((session.id, epoch))
         return claim.get(chunk) if claim is not None else None
 
-    def n_claims(self, link: Link, epoch: int) -> int:
+    def n_claims(self, session: Session, epoch: int) -> int:
         """Leases and waiting requests of one epoch of a session."""
-        return len(self._claims.get((link.session, epoch), ()))
+        return len(self._claims.get((session.id, epoch), ()))
 
     def wait(self, request: Request) -> None:
         """Queues a request; one of the same chunk that waits is replaced in its place."""
@@ -110,7 +110,7 @@ class Holdings:
 
     def grant_waiting(self, now: float) -> Iterator[Grant | Request]:
         """Grants what can be granted, in order; yields a bare `Request` that no lane can ever serve."""
-        over: set[Link] = set()
+        over: set[Session] = set()
         while True:
             if self._queue.n_sessions == 1:  # nobody is left to share with
                 over.clear()
@@ -123,7 +123,7 @@ class Holdings:
                 continue
             lane, limited = self._lane_for(request)
             if lane is None and limited:
-                over.add(request.link)
+                over.add(request.session)
                 continue
             if lane is None:
                 beside = self._beside(request)
@@ -160,24 +160,24 @@ class Holdings:
     def release(self, grant: Grant, now: float) -> None:
         del self._at[grant.lane, grant.cursor]
         self._unclaim(grant.request, grant)
-        held = (grant.request.link, grant.lane)
+        held = (grant.request.session, grant.lane)
         self._held[held] -= grant.request.nbytes
         if not self._held[held]:
             del self._held[held]
         if self.lanes[grant.lane].release(grant.cursor):
             self._moved_at[grant.lane] = now
 
-    def of(self, link: Link, epoch: int) -> list[Grant]:
+    def of(self, session: Session, epoch: int) -> list[Grant]:
         """Live leases of one epoch of a session."""
-        return [held for held in self._claims.get((link.session, epoch), {}).values() if isinstance(held, Grant)]
+        return [held for held in self._claims.get((session.id, epoch), {}).values() if isinstance(held, Grant)]
 
-    def of_session(self, link: Link) -> list[Grant]:
+    def of_session(self, session: Session) -> list[Grant]:
         """Live leases of a session."""
-        return [grant for grant in self._at.values() if grant.request.link is link]
+        return [grant for grant in self._at.values() if grant.request.session is session]
 
-    def forget_requests(self, link: Link, epoch: int | None = None) -> None:
+    def forget_requests(self, session: Session, epoch: int | None = None) -> None:
         """Takes what waits out of the queue, for a session or one of its epochs."""
-        claims = [(link.session, epoch)] if epoch is not None else [c for c in self._claims if c[0] == link.session]
+        claims = [(session.id, epoch)] if epoch is not None else [c for c in self._claims if c[0] == session.id]
         for claim in claims:
             for held in list(self._claims.get(claim, {}).values()):
                 if isinstance(held, Request):
@@ -259,7 +259,7 @@ class Holdings:
             cursor = lane.cursor_of_next(request.nbytes)
             if cursor is None:
                 continue
-            held = self._held.get((request.link, number), 0)
+            held = self._held.get((request.session, number), 0)
             idle = lane.head == lane.watermark  # then all it holds there is carved out, and keeps nobody waiting
             if others and held and not idle and held + request.nbytes > lane.capacity // 2:
                 limited = True
@@ -279,7 +279,7 @@ class Holdings:
         grant = Grant(request, number, cursor, now)
         self._at[number, cursor] = grant
         self._claims.setdefault(request.claim, {})[request.chunk] = grant
-        held = (request.link, number)
+        held = (request.session, number)
         self._held[held] = self._held.get(held, 0) + request.nbytes
         if not self.is_open(grant):
             self._closed[number].append(grant)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdstage.protocol import messages as m
     from pdstage.protocol.coverage import Coverage
     from pdstage.protocol.holdings import Grant
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.session import Session
 
 
 class PartPhase(Enum):
@@ -39,7 +39,7 @@ class Part:
 
     room: DecodeRoom
     number: int
-    link: Link
+    session: Session
     shares: tuple[Share, ...]
     phase: PartPhase = PartPhase.UNOPENED
     coverage: Coverage | None = None
@@ -91,7 +91,7 @@ class DecodeRoom(Room):
         super().__init__(key)
         self.epoch = epoch
         self.writers = writers
-        self.parts: dict[m.Session, Part] = {}
+        self.parts: dict[m.SessionId, Part] = {}
         self.bound = False
         self.items: Mapping[str, object] = {}
         self.wire_items: tuple[m.Items, ...] = ()

@@ -54,7 +54,7 @@ def brief(reason: str) -> str:
     return reason if len(reason) <= MAX_REASON else f"{reason[: MAX_REASON - 3]}..."
 
 
-class Session(NamedTuple):
+class SessionId(NamedTuple):
     """One agreement of two process lives; a frame of another session is stale.
 
     `writer` is the prefill process's incarnation; `decode` is drawn anew for each greeting, so that a session once lost

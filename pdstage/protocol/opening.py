@@ -17,40 +17,40 @@ if TYPE_CHECKING:
     from pdstage.layout import Layout
     from pdstage.plan import Share
     from pdstage.protocol import messages as m
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.session import Session
 
 _MAX_SHARES = 64
 _FEW = 256
 _ITEM = np.dtype("<i4")
 
 
-def check_open(opened: m.Open, link: Link, layout: Layout) -> None:
+def check_open(opened: m.Open, session: Session, layout: Layout) -> None:
     """Raises `PeerError` unless every number is in its range, every share both of `layout`, this rank's, and of the
     destination's, and every item in the destination's pool.
     """
-    place = link.topology
+    place = session.topology
     if (opened.rank, opened.destinations) != (place.group_rank, place.group_size):
         what = f"Open from rank {opened.rank} of {opened.destinations}"
         raise PeerError(f"{what}, Hello said {place.group_rank} of {place.group_size}", remedy="check the peer")
     if not 0 < opened.deadline_s < float("inf"):
         raise PeerError("Open with an endless deadline", remedy="check the peer")
-    if opened.items and not link.exposes_pool:
+    if opened.items and not session.exposes_pool:
         raise PeerError("Open gives items, but Hello did not expose the pool", remedy="check the peer")
-    if opened.row is not None and (link.rows is None or opened.row >= link.rows.n_rows):
+    if opened.row is not None and (session.rows is None or opened.row >= session.rows.n_rows):
         raise PeerError(f"Open names aux row {opened.row}, which Hello did not expose", remedy="check the peer")
-    if opened.shares not in link.shares:
-        check_shares(link.converted[:2] if link.converted else (layout, link.layout), opened.shares)
-        if len(link.shares) >= _MAX_SHARES:
-            link.shares.clear()
-        link.shares.add(opened.shares)
+    if opened.shares not in session.shares:
+        check_shares(session.converted[:2] if session.converted else (layout, session.layout), opened.shares)
+        if len(session.shares) >= _MAX_SHARES:
+            session.shares.clear()
+        session.shares.add(opened.shares)
     asked = {ask.component: ask for ask in opened.asked}
-    known = {component.name for component in link.layout.components}
+    known = {component.name for component in session.layout.components}
     for ask in opened.asked:
         if ask.component not in known or ask.start > ask.stop or asked[ask.component] is not ask:
             what = f"Open asks for {ask.component!r} {ask.start}..{ask.stop}"
             raise PeerError(what, remedy="ask for ascending tokens of each own component once")
     for items in opened.items:
-        check_items(link.layout, items, asked.get(items.component))
+        check_items(session.layout, items, asked.get(items.component))
 
 
 def check_shares(layouts: tuple[Layout, ...], owned: tuple[Share, ...]) -> None:

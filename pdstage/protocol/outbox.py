@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pdstage.plan import Rect, Share, Staging, Stagings
-    from pdstage.protocol.messages import Open, Session, Written
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.messages import Open, SessionId, Written
+    from pdstage.protocol.session import Session
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +81,7 @@ class Chunk:
     @property
     def tokens(self) -> dict[str, tuple[int, int]]:
         """The token ranges to stage: the numbers of those that both ranks hold."""
-        return self.record.link.common.tokens(self.rects)
+        return self.record.session.common.tokens(self.rects)
 
     @property
     def where(self) -> tuple[int, int]:
@@ -112,7 +112,7 @@ class RecordPhase(Enum):
 class Record:
     """One destination rank's claim on one room: the state of one (session, epoch)."""
 
-    link: Link
+    session: Session
     open: Open
     may_go_direct: bool = True
     """Whether this node lets its pool be read in place."""
@@ -131,12 +131,12 @@ class Record:
 
     def __post_init__(self) -> None:
         self.asked = {ask.component: (ask.start, ask.stop) for ask in self.open.asked}
-        converted = self.link.converted.components if self.link.converted else frozenset()
+        converted = self.session.converted.components if self.session.converted else frozenset()
         self._exposed = frozenset(items.component for items in self.open.items if self.may_go_direct) - converted
 
     def staged_by(self, plainly: Stagings) -> Stagings:
         """How its bytes are staged: `plainly` unless its session converts."""
-        return self.link.stagings or plainly
+        return self.session.stagings or plainly
 
     def may_direct(self, rects: Iterable[Rect]) -> bool:
         """Whether this node may, and the destination told where each of `rects` lies and lets it be written there."""
@@ -192,7 +192,7 @@ class Ended(NamedTuple):
     """A room that failed before all of its destinations came: those that come late are told, each once."""
 
     reason: str
-    known: dict[int, tuple[Session, int]]
+    known: dict[int, tuple[SessionId, int]]
     """The (session, epoch) of each rank that was served or told, or gave it up; another epoch of it means the room
     again, not that room.
     """
@@ -200,8 +200,8 @@ class Ended(NamedTuple):
     """Else a destination gave it up first, and to submit it before `until` is to see it fail."""
     until: float = math.inf
 
-    def refuses(self, rank: int, session: Session, epoch: int) -> bool:
-        return self.known.setdefault(rank, (session, epoch)) == (session, epoch)
+    def refuses(self, rank: int, session_id: SessionId, epoch: int) -> bool:
+        return self.known.setdefault(rank, (session_id, epoch)) == (session_id, epoch)
 
 
 class _Turns:
@@ -212,43 +212,43 @@ class _Turns:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._queues: dict[Link, deque[Chunk]] = {}
-        self._busy: dict[Link, int] = {}
-        self._line: OrderedDict[Link, None] = OrderedDict()
+        self._queues: dict[Session, deque[Chunk]] = {}
+        self._busy: dict[Session, int] = {}
+        self._line: OrderedDict[Session, None] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._queues or self._busy)
 
     def queue(self, chunk: Chunk) -> None:
-        link = chunk.record.link
-        self._queues.setdefault(link, deque()).append(chunk)
-        self._line_up(link)
+        session = chunk.record.session
+        self._queues.setdefault(session, deque()).append(chunk)
+        self._line_up(session)
 
     def begin(self) -> Chunk | None:
         """The chunk whose turn it is; `done` must follow."""
         while self._line:
-            link, _ = self._line.popitem(last=False)
-            queue = self._queues[link]
+            session, _ = self._line.popitem(last=False)
+            queue = self._queues[session]
             chunk = queue.popleft()
             while chunk.phase is not Phase.READY and queue:
                 chunk = queue.popleft()
             if not queue:
-                del self._queues[link]
+                del self._queues[session]
             if chunk.phase is Phase.READY:
-                self._busy[link] = self._busy.get(link, 0) + 1
-                self._line_up(link)
+                self._busy[session] = self._busy.get(session, 0) + 1
+                self._line_up(session)
                 return chunk
         return None
 
-    def done(self, link: Link) -> None:
-        self._busy[link] -= 1
-        if not self._busy[link]:
-            del self._busy[link]
-        self._line_up(link)
+    def done(self, session: Session) -> None:
+        self._busy[session] -= 1
+        if not self._busy[session]:
+            del self._busy[session]
+        self._line_up(session)
 
-    def _line_up(self, link: Link) -> None:
-        if link in self._queues and self._busy.get(link, 0) < self._most:
-            self._line.setdefault(link)
+    def _line_up(self, session: Session) -> None:
+        if session in self._queues and self._busy.get(session, 0) < self._most:
+            self._line.setdefault(session)
 
 
 class SendBuffers:
@@ -280,14 +280,14 @@ class SendBuffers:
 
     def done(self, chunk: Chunk, buffer: int) -> None:
         """Gives back what `pop` gave."""
-        (self._direct if buffer < 0 else self._staged).done(chunk.record.link)
+        (self._direct if buffer < 0 else self._staged).done(chunk.record.session)
         if buffer >= 0:
             self.free.append(buffer)
 
 
 def clip(rects: tuple[Rect, ...], record: Record, stagings: Stagings) -> tuple[Rect, ...]:
     """The part of `rects` that `record` asked for, owns and holds tokens of; may be empty."""
-    kept, common = [], record.link.common
+    kept, common = [], record.session.common
     for rect in rects:
         low, high = record.asked.get(rect.component, (0, 0))
         cut = rect._replace(start=max(rect.start, low), stop=min(rect.stop, high))
@@ -307,7 +307,7 @@ def split(rects: tuple[Rect, ...], record: Record, stagings: Stagings, limit: in
     """
     if not rects:
         return
-    shares, common = record.shares, record.link.common
+    shares, common = record.shares, record.session.common
     tokens = common.tokens(rects)
     if stagings.of(shares, rects).nbytes(tokens) <= limit:
         yield rects

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pdstage.protocol.outbox import Record
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.session import Session
 
 _RECORD_NBYTES = 512
 
@@ -27,8 +27,8 @@ class Parked:
         self._nbytes: dict[Record, int] = {}
         self._total = 0
         self._waiting: dict[bytes, dict[Record, None]] = {}
-        self._of: dict[Link, dict[Record, None]] = {}
-        self._nbytes_of: dict[Link, int] = {}
+        self._of: dict[Session, dict[Record, None]] = {}
+        self._nbytes_of: dict[Session, int] = {}
 
     def __len__(self) -> int:
         return len(self._nbytes)
@@ -38,16 +38,16 @@ class Parked:
         nbytes = _RECORD_NBYTES + sum(len(items.data) for items in record.open.items)
         out: list[Record] = []
         while len(self) >= self._most or self._total + nbytes > self._most_nbytes:
-            link = max(self._of, key=self._weight, default=record.link)
-            if self._weight(link) <= self._weight(record.link) + self._weight_of(1, nbytes):
+            session = max(self._of, key=self._weight, default=record.session)
+            if self._weight(session) <= self._weight(record.session) + self._weight_of(1, nbytes):
                 return False, out
-            out.append(next(reversed(self._of[link])))
+            out.append(next(reversed(self._of[session])))
             self.remove(out[-1])
         self._nbytes[record] = nbytes
         self._total += nbytes
         self._waiting.setdefault(record.open.room, {})[record] = None
-        self._of.setdefault(record.link, {})[record] = None
-        self._nbytes_of[record.link] = self._nbytes_of.get(record.link, 0) + nbytes
+        self._of.setdefault(record.session, {})[record] = None
+        self._nbytes_of[record.session] = self._nbytes_of.get(record.session, 0) + nbytes
         return True, out
 
     def take(self, key: bytes) -> list[Record]:
@@ -57,9 +57,9 @@ class Parked:
             self.remove(record)
         return records
 
-    def epoch_of(self, key: bytes, link: Link) -> int:
-        """The latest in which `link` waits for this room; -1 if it does not."""
-        return max((record.epoch for record in self._waiting.get(key, ()) if record.link is link), default=-1)
+    def epoch_of(self, key: bytes, session: Session) -> int:
+        """The latest in which `session` waits for this room; -1 if it does not."""
+        return max((record.epoch for record in self._waiting.get(key, ()) if record.session is session), default=-1)
 
     def waiting(self) -> Iterator[Record]:
         for records in list(self._waiting.values()):
@@ -78,14 +78,14 @@ class Parked:
         self.turn_away(record)
         nbytes = self._nbytes.pop(record)
         self._total -= nbytes
-        self._nbytes_of[record.link] -= nbytes
-        records = self._of[record.link]
+        self._nbytes_of[record.session] -= nbytes
+        records = self._of[record.session]
         del records[record]
         if not records:
-            del self._of[record.link], self._nbytes_of[record.link]
+            del self._of[record.session], self._nbytes_of[record.session]
 
-    def _weight(self, link: Link) -> float:
-        return self._weight_of(len(self._of.get(link, ())), self._nbytes_of.get(link, 0))
+    def _weight(self, session: Session) -> float:
+        return self._weight_of(len(self._of.get(session, ())), self._nbytes_of.get(session, 0))
 
     def _weight_of(self, n: int, nbytes: int) -> float:
         """The larger of its parts of the two caps."""
@@ -98,36 +98,36 @@ class Askers:
     def __init__(self, most: int) -> None:
         self._most = most
         self._n = 0
-        self._of: dict[bytes, dict[Link, int]] = {}
+        self._of: dict[bytes, dict[Session, int]] = {}
 
     def __len__(self) -> int:
         """Rooms asked for."""
         return len(self._of)
 
-    def note(self, key: bytes, link: Link, epoch: int) -> bool:
+    def note(self, key: bytes, session: Session, epoch: int) -> bool:
         asking = self._of.get(key, {})
-        if link not in asking:
+        if session not in asking:
             if self._n >= self._most:
                 return False
             self._n += 1
-        asking[link] = max(epoch, asking.get(link, epoch))
+        asking[session] = max(epoch, asking.get(session, epoch))
         self._of[key] = asking
         return True
 
-    def take(self, key: bytes) -> list[tuple[Link, int]]:
+    def take(self, key: bytes) -> list[tuple[Session, int]]:
         asking = self._of.pop(key, {})
         self._n -= len(asking)
         return list(asking.items())
 
-    def epoch_of(self, key: bytes, link: Link) -> int:
-        """The latest in which `link` asked for this room; -1 if it did not."""
-        return self._of.get(key, {}).get(link, -1)
+    def epoch_of(self, key: bytes, session: Session) -> int:
+        """The latest in which `session` asked for this room; -1 if it did not."""
+        return self._of.get(key, {}).get(session, -1)
 
-    def drop(self, link: Link) -> list[bytes]:
+    def drop(self, session: Session) -> list[bytes]:
         """Forgets a session; the rooms that nobody asks for any more."""
         empty = []
         for key, asking in list(self._of.items()):
-            if asking.pop(link, None) is not None:
+            if asking.pop(session, None) is not None:
                 self._n -= 1
             if not asking:
                 del self._of[key]

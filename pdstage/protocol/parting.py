@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from pdstage.protocol.config import Config
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.session import Session
 
 
 class Parting(HandshakeClient):
@@ -28,7 +28,7 @@ class Parting(HandshakeClient):
 
     def __init__(self, incarnation: int, config: Config, hello: m.Hello) -> None:
         super().__init__(incarnation, config, hello)
-        self._leaving: dict[bytes, tuple[Link, int]] = {}
+        self._leaving: dict[bytes, tuple[Session, int]] = {}
         """By route: a session whose Bye is not answered yet, and how often it was said."""
 
     def _make_place(self, routes: Collection[bytes], now: float) -> None:
@@ -41,67 +41,67 @@ class Parting(HandshakeClient):
         if not n_new or n_over <= 0:
             return
         self.counters.peers_crowded += n_new
-        links = (peer.link for peer in self.peers.values() if peer.route not in routes)
-        unused = [link for link in links if link is not None and not self.in_use(link)]
+        sessions = (peer.session for peer in self.peers.values() if peer.route not in routes)
+        unused = [session for session in sessions if session is not None and not self.in_use(session)]
         if len(unused) < n_over:
             raise UsageError(
                 f"this node talks with {len(self.peers)} peers, {n_new} more are needed and {len(unused)} are idle",
                 remedy=f"raise Config.max_peers, now {self.config.max_peers}, or use fewer prefill ranks",
                 max_peers=self.config.max_peers,
             )
-        asked = sorted((link for link in unused if not link.spare), key=lambda link: link.used_at)
-        for link in asked[: max(0, n_over - (len(unused) - len(asked)))]:
-            link.spare = True
-            self.send(link, m.Heartbeat(m.SPARE), now)
+        asked = sorted((session for session in unused if not session.spare), key=lambda session: session.used_at)
+        for session in asked[: max(0, n_over - (len(unused) - len(asked)))]:
+            session.spare = True
+            self.send(session, m.Heartbeat(m.SPARE), now)
 
-    def in_use(self, link: Link) -> bool:
-        peer = self.peers.get(link.route)
-        return bool(link.parts) or (peer is not None and bool(peer.rooms))
+    def in_use(self, session: Session) -> bool:
+        peer = self.peers.get(session.route)
+        return bool(session.parts) or (peer is not None and bool(peer.rooms))
 
-    def _on_heartbeat(self, link: Link, beat: m.Heartbeat, now: float) -> None:
-        if beat.idle != m.IN_USE and m.SPARE in (beat.idle, self._need_of(link, now)) and not self.in_use(link):
-            self._leave(link, now)
+    def _on_heartbeat(self, session: Session, beat: m.Heartbeat, now: float) -> None:
+        if beat.idle != m.IN_USE and m.SPARE in (beat.idle, self._need_of(session, now)) and not self.in_use(session):
+            self._leave(session, now)
 
-    def _leave(self, link: Link, now: float) -> None:
+    def _leave(self, session: Session, now: float) -> None:
         """Ends a session that neither side needs: Bye, until it is answered or the peer was silent for too long."""
         self.counters.sessions_idle += 1
-        link.said_bye = True
-        self._leaving[link.route] = link, 0
-        self.lose(link, PeerError("neither side needed the session"), now)
-        self.timers.set(("bye_until", link), now + link.silence_s)
-        self._say_bye(link, now)
+        session.said_bye = True
+        self._leaving[session.route] = session, 0
+        self.lose(session, PeerError("neither side needed the session"), now)
+        self.timers.set(("bye_until", session), now + session.silence_s)
+        self._say_bye(session, now)
 
-    def _say_bye(self, link: Link, now: float) -> None:
-        if not self._is_leaving(link.route, link.session):  # the route was left again since
-            self.timers.cancel(("bye_until", link))
+    def _say_bye(self, session: Session, now: float) -> None:
+        if not self._is_leaving(session.route, session.id):  # the route was left again since
+            self.timers.cancel(("bye_until", session))
             return
-        _, n_byes = self._leaving[link.route]
-        self._leaving[link.route] = link, n_byes + 1
-        self.send(link, m.Bye(), now)
+        _, n_byes = self._leaving[session.route]
+        self._leaving[session.route] = session, n_byes + 1
+        self.send(session, m.Bye(), now)
         if n_byes:  # the answer may be what was lost: then the peer knows no such session, and says so
-            self.send_loose(link.route, link.session, m.Heartbeat())
-        self.back_off(("bye", link), now, n_byes, link.session.decode)
+            self.send_loose(session.route, session.id, m.Heartbeat())
+        self.back_off(("bye", session), now, n_byes, session.id.decode)
 
-    def _on_farewell_timer(self, kind: str, link: Link, now: float) -> None:
+    def _on_farewell_timer(self, kind: str, session: Session, now: float) -> None:
         if kind == "bye":
-            self._say_bye(link, now)
+            self._say_bye(session, now)
         else:
-            self._left(link)
+            self._left(session)
 
-    def _is_leaving(self, route: bytes, session: m.Session) -> bool:
-        return route in self._leaving and self._leaving[route][0].session == session
+    def _is_leaving(self, route: bytes, session_id: m.SessionId) -> bool:
+        return route in self._leaving and self._leaving[route][0].id == session_id
 
-    def _on_farewell(self, route: bytes, session: m.Session) -> None:
+    def _on_farewell(self, route: bytes, session_id: m.SessionId) -> None:
         """The peer has heard our Bye, whatever it says to it."""
-        if self._is_leaving(route, session):
+        if self._is_leaving(route, session_id):
             self._left(self._leaving[route][0])
 
-    def _left(self, link: Link) -> None:
-        if self._is_leaving(link.route, link.session):
-            del self._leaving[link.route]
-        self.timers.cancel(("bye", link))
-        self.timers.cancel(("bye_until", link))
-        self._hang_up(link.route)
+    def _left(self, session: Session) -> None:
+        if self._is_leaving(session.route, session.id):
+            del self._leaving[session.route]
+        self.timers.cancel(("bye", session))
+        self.timers.cancel(("bye_until", session))
+        self._hang_up(session.route)
 
     def needs(self, route: bytes) -> bool:
         """Whether somebody at `route` is greeted, talked with, or owes an answer."""

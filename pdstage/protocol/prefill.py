@@ -2,7 +2,7 @@
 
 Layer 2, pure: no socket, thread or clock. Inputs are its public methods, output is `take_effects()`.
 
-It stands on five floors: `session` (who talks), `handshake` (with whom), `windows` (how far lanes may be written),
+It stands on five floors: `session_id` (who talks), `handshake` (with whom), `windows` (how far lanes may be written),
 `borrower` (chunks and their leases), `sending` (the room table).
 """
 
@@ -17,7 +17,7 @@ from pdstage.protocol.opening import check_open
 from pdstage.protocol.outbox import Chunk, Ended, GivenRow, Phase, PrefillRoom, Record, RecordPhase, SubmittedChunk
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
 from pdstage.protocol.sending import Sending
-from pdstage.protocol.session import Link
+from pdstage.protocol.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -180,9 +180,9 @@ class PrefillCore(Sending):
                 room=room.id,
             )
         room.finished, room.aux = True, aux
-        for link, epoch in self._forget_askers(room.key):
-            if link.session in self.links:
-                self.send(link, m.Asking(epoch, True), now)
+        for session, epoch in self._forget_askers(room.key):
+            if session.id in self.sessions:
+                self.send(session, m.Asking(epoch, True), now)
         for record in list(room.destinations.values()):
             if record.phase is RecordPhase.LIVE:
                 self._add_row(record)
@@ -195,11 +195,11 @@ class PrefillCore(Sending):
 
     # What the driver reports.
 
-    def _dispatch(self, route: bytes, link: Link | None, frame: wire.Frame, now: float) -> None:
+    def _dispatch(self, route: bytes, session: Session | None, frame: wire.Frame, now: float) -> None:
         message = frame.message
         if isinstance(message, m.Hello):
             self._on_hello(route, frame, message, now)
-        elif link is None:
+        elif session is None:
             # A process says NoSession only after the session's last completion: it is taken as proof of quiet.
             if not isinstance(message, m.NoSession | m.Bye) and not self._in_flight(frame.session):
                 if frame.session.writer == self.incarnation:
@@ -207,14 +207,14 @@ class PrefillCore(Sending):
                 proof = 0 if frame.session in self._unsettled else self.incarnation
                 self.send_loose(route, frame.session, m.NoSession(proof))
         elif isinstance(message, m.NoSession):
-            self.lose(link, PeerError("decode does not know this session", remedy="it restarted"), now)
+            self.lose(session, PeerError("decode does not know this session", remedy="it restarted"), now)
         else:
             handler = self._handlers.get(type(message))
             if handler is None:
                 raise PeerError(f"{type(message).__name__} sent to a prefill node", remedy="check the peer's role")
-            if link.half_open:
-                self._confirm(link, now)
-            handler(link, message, now)
+            if session.half_open:
+                self._confirm(session, now)
+            handler(session, message, now)
 
     def close(self, now: float) -> None:
         """Fails every room still open; `idle` tells when every destination has agreed that its room is over."""
@@ -242,88 +242,88 @@ class PrefillCore(Sending):
             tuple(sorted((key, room.status, room.in_flight) for key, room in self.rooms.items())),
             tuple(
                 (
-                    session,
+                    session_id,
                     epoch,
                     r.phase.name,
                     tuple((c.number, c.phase.name, c.attempt, c.lane, c.cursor) for c in r.chunks.values()),
                 )
-                for (session, epoch), r in sorted(self.records.items())
+                for (session_id, epoch), r in sorted(self.records.items())
             ),
-            tuple(sorted((link.session, lane, mark) for (link, lane), mark in self._marks.items())),
+            tuple(sorted((session.id, lane, mark) for (session, lane), mark in self._marks.items())),
             tuple(sorted(self.buffers.free)),
         )
 
     # Messages, in the order of the table.
 
-    def _on_ask(self, link: Link, ask: m.Ask, now: float) -> None:
+    def _on_ask(self, session: Session, ask: m.Ask, now: float) -> None:
         """Answered at once and, if not `finished`, again at finish(); decode repeats it slowly for a lost answer."""
         room = self.rooms.get(ask.room)
-        self._wanted_again(ask.room, link, ask.epoch, now)
+        self._wanted_again(ask.room, session, ask.epoch, now)
         finished = room is not None and room.finished
-        if not finished and self._askers.note(ask.room, link, ask.epoch):
+        if not finished and self._askers.note(ask.room, session, ask.epoch):
             self.timers.set(("asked", ask.room), now + 4 * self.config.ask_s)
-        self.send(link, m.Asking(ask.epoch, finished), now)
+        self.send(session, m.Asking(ask.epoch, finished), now)
 
-    def _on_open(self, link: Link, opened: m.Open, now: float) -> None:
-        record = self.records.get((link.session, opened.epoch))
+    def _on_open(self, session: Session, opened: m.Open, now: float) -> None:
+        record = self.records.get((session.id, opened.epoch))
         if record is not None:
-            self.send(link, m.Opened(opened.epoch, *self._opened_state(record)), now)
+            self.send(session, m.Opened(opened.epoch, *self._opened_state(record)), now)
             return
-        check_open(opened, link, self.layout)
-        record = Record(link, opened, self._direct)
+        check_open(opened, session, self.layout)
+        record = Record(session, opened, self._direct)
         room = self.rooms.get(opened.room)
-        self._wanted_again(opened.room, link, opened.epoch, now)
+        self._wanted_again(opened.room, session, opened.epoch, now)
         ended = self._how_ended(opened.room, now)
-        if room is None and ended is not None and ended.refuses(opened.rank, link.session, opened.epoch):
-            self.send(link, m.Opened(opened.epoch, "refused", m.brief(ended.reason)), now)
+        if room is None and ended is not None and ended.refuses(opened.rank, session.id, opened.epoch):
+            self.send(session, m.Opened(opened.epoch, "refused", m.brief(ended.reason)), now)
         elif room is None and not self._park(record, now):
-            self.send(link, m.Opened(opened.epoch, "refused", "too many rooms wait for prefill"), now)
+            self.send(session, m.Opened(opened.epoch, "refused", "too many rooms wait for prefill"), now)
         else:
             if room is not None:
                 self._note(record)
                 self._attach(room, record, now)
-            self.send(link, m.Opened(opened.epoch, *self._opened_state(record)), now)
+            self.send(session, m.Opened(opened.epoch, *self._opened_state(record)), now)
 
     def _opened_state(self, record: Record) -> tuple[str, str]:
         if record.phase is RecordPhase.WAITING:
             return "waiting", ""
         return ("refused", m.brief(record.reason)) if record.phase is RecordPhase.FAILING else ("accepted", "")
 
-    def _on_closed(self, link: Link, closed: m.Closed, now: float) -> None:
-        record = self.records.get((link.session, closed.epoch))
+    def _on_closed(self, session: Session, closed: m.Closed, now: float) -> None:
+        record = self.records.get((session.id, closed.epoch))
         if record is not None and record.phase is RecordPhase.CLOSING:
             self._forget(record)
 
-    def _on_abort(self, link: Link, abort: m.Abort, now: float) -> None:
-        record = self.records.get((link.session, abort.epoch))
+    def _on_abort(self, session: Session, abort: m.Abort, now: float) -> None:
+        record = self.records.get((session.id, abort.epoch))
         if record is None:
             if abort.room:
-                self._give_up(abort.room, link, abort, now)
-            self.send(link, m.Drained(abort.epoch), now)
+                self._give_up(abort.room, session, abort, now)
+            self.send(session, m.Drained(abort.epoch), now)
             return
         room = record.room
         done = record.phase is RecordPhase.CLOSING or (abort.finished and not record.unwritten)
         if done:
             record.phase = RecordPhase.CLOSING
-            self.send(link, m.Drained(abort.epoch), now)
+            self.send(session, m.Drained(abort.epoch), now)
             self._forget(record)
             if room is not None:
                 self._maybe_complete(room)
             return
         self._drain(record, now)
         if room is None:
-            self._give_up(record.open.room, link, abort, now)
+            self._give_up(record.open.room, session, abort, now)
         elif room.destinations.get(record.open.rank) is record:
             self._fail(room, Aborted(f"room {room.id!r} was aborted at decode: {abort.reason}"), now)
 
-    def _give_up(self, key: bytes, link: Link, abort: m.Abort, now: float) -> None:
+    def _give_up(self, key: bytes, session: Session, abort: m.Abort, now: float) -> None:
         """A destination says of a room that is not sent to it that it does not want it: it never opened it, or took
         back an Open that was parked. Where it speaks of that room in a later epoch already, this changes nothing.
 
         So a room that is not here yet fails once it is submitted, if that comes as soon as an Open would have waited.
         """
-        room, rank, mine = self.rooms.get(key), link.topology.group_rank, (link.session, abort.epoch)
-        if self._parked.epoch_of(key, link) > abort.epoch or self._askers.epoch_of(key, link) > abort.epoch:
+        room, rank, mine = self.rooms.get(key), session.topology.group_rank, (session.id, abort.epoch)
+        if self._parked.epoch_of(key, session) > abort.epoch or self._askers.epoch_of(key, session) > abort.epoch:
             return
         ended = self._how_ended(key, now)
         if room is not None:
@@ -336,17 +336,17 @@ class PrefillCore(Sending):
         if ended is not None:
             ended.known[rank] = mine
 
-    def _wanted_again(self, key: bytes, link: Link, epoch: int, now: float) -> None:
+    def _wanted_again(self, key: bytes, session: Session, epoch: int, now: float) -> None:
         """A destination speaks of a room that it had given up, in another epoch."""
         ended = self._how_ended(key, now)
-        if ended is not None and not ended.begun and not ended.refuses(link.topology.group_rank, link.session, epoch):
+        if ended is not None and not ended.begun and not ended.refuses(session.topology.group_rank, session.id, epoch):
             del self._ended[key]
 
-    def _on_bye(self, link: Link, bye: m.Bye, now: float) -> None:
-        link.said_bye = True
-        if not self._in_flight(link.session):  # an answer proves it quiet; later NoSession does, to whoever asks again
-            self.send(link, m.Bye(), now)
-        self.lose(link, PeerError("the decode node closed", remedy="route elsewhere"), now)
+    def _on_bye(self, session: Session, bye: m.Bye, now: float) -> None:
+        session.said_bye = True
+        if not self._in_flight(session.id):  # an answer proves it quiet; later NoSession does, to whoever asks again
+            self.send(session, m.Bye(), now)
+        self.lose(session, PeerError("the decode node closed", remedy="route elsewhere"), now)
 
     # Time, and the end of sessions.
 
@@ -374,10 +374,10 @@ class PrefillCore(Sending):
                 self._on_write_timer(ticket, now)
             case ("asked", bytes() as room_key):
                 self._forget_askers(room_key)
-            case (("beat" | "silence") as kind, Link() as link):
-                if self.on_link_timer(kind, link, now):
-                    silent = f"decode was silent for {link.silence_s} s"
-                    self.lose(link, DeadlineExceeded(silent, remedy="look at that node"), now)
+            case (("beat" | "silence") as kind, Session() as session):
+                if self.on_session_timer(kind, session, now):
+                    silent = f"decode was silent for {session.silence_s} s"
+                    self.lose(session, DeadlineExceeded(silent, remedy="look at that node"), now)
 
 
 def given_up(room: PrefillRoom, reason: str) -> Aborted:

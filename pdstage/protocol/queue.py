@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterator
 
     from pdstage.plan import Rect
-    from pdstage.protocol.messages import Session
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.messages import SessionId
+    from pdstage.protocol.session import Session
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """One attempt of one chunk, waiting for a lease."""
 
-    link: Link
+    session: Session
     epoch: int
     chunk: int
     attempt: int
@@ -31,8 +31,8 @@ class Request:
     waiting: bool = True
 
     @property
-    def claim(self) -> tuple[Session, int]:
-        return (self.link.session, self.epoch)
+    def claim(self) -> tuple[SessionId, int]:
+        return (self.session.id, self.epoch)
 
 
 class RequestQueue:
@@ -45,59 +45,59 @@ class RequestQueue:
     def __init__(self) -> None:
         self._n_arrived = 0
         self._n_waiting = 0
-        self._queues: dict[Link, list[tuple[int, int, Request]]] = {}
-        self._counts: dict[Link, int] = {}
-        self._fronts: list[tuple[int, int, Link]] = []
-        self._front: dict[Link, tuple[int, int]] = {}
+        self._queues: dict[Session, list[tuple[int, int, Request]]] = {}
+        self._counts: dict[Session, int] = {}
+        self._fronts: list[tuple[int, int, Session]] = []
+        self._front: dict[Session, tuple[int, int]] = {}
         """The entry of each session in `_fronts` that counts: never behind its true front."""
 
     def __len__(self) -> int:
         return self._n_waiting
 
-    def __contains__(self, link: Link) -> bool:
-        return link in self._counts
+    def __contains__(self, session: Session) -> bool:
+        return session in self._counts
 
     @property
     def n_sessions(self) -> int:
         return len(self._counts)
 
     def add(self, request: Request) -> None:
-        link = request.link
+        session = request.session
         self._n_arrived += 1
         self._n_waiting += 1
-        self._counts[link] = self._counts.get(link, 0) + 1
+        self._counts[session] = self._counts.get(session, 0) + 1
         place = (request.priority, self._n_arrived)
-        queue = self._queues.setdefault(link, [])
+        queue = self._queues.setdefault(session, [])
         heapq.heappush(queue, (*place, request))
-        if len(queue) > 64 + 4 * self._counts[link]:
+        if len(queue) > 64 + 4 * self._counts[session]:
             queue[:] = [entry for entry in queue if entry[2].waiting]
             heapq.heapify(queue)
-        if link not in self._front or place < self._front[link]:
-            self._put_front(link, place)
+        if session not in self._front or place < self._front[session]:
+            self._put_front(session, place)
 
     def remove(self, request: Request) -> None:
-        link = request.link
+        session = request.session
         request.waiting = False
         self._n_waiting -= 1
-        self._counts[link] -= 1
-        if not self._counts[link]:
-            del self._counts[link], self._queues[link], self._front[link]
+        self._counts[session] -= 1
+        if not self._counts[session]:
+            del self._counts[session], self._queues[session], self._front[session]
 
-    def first(self, passed_over: Container[Link]) -> Request | None:
+    def first(self, passed_over: Container[Session]) -> Request | None:
         """The first in line of the sessions not `passed_over`; those are few, the sessions that wait may be many."""
         aside, found = [], None
         while self._fronts and found is None:
-            priority, n, link = self._fronts[0]
-            if self._front.get(link) != (priority, n):
+            priority, n, session = self._fronts[0]
+            if self._front.get(session) != (priority, n):
                 heapq.heappop(self._fronts)
                 continue
-            queue = self._queues[link]
+            queue = self._queues[session]
             while not queue[0][2].waiting:
                 heapq.heappop(queue)
             if queue[0][:2] != (priority, n):
                 heapq.heappop(self._fronts)
-                self._put_front(link, queue[0][:2])
-            elif link in passed_over:
+                self._put_front(session, queue[0][:2])
+            elif session in passed_over:
                 aside.append(heapq.heappop(self._fronts))
             else:
                 found = queue[0][2]
@@ -109,9 +109,9 @@ class RequestQueue:
         """(priority, place in line, request), in no order."""
         return (entry for queue in self._queues.values() for entry in queue if entry[2].waiting)
 
-    def _put_front(self, link: Link, place: tuple[int, int]) -> None:
-        self._front[link] = place
-        heapq.heappush(self._fronts, (*place, link))
+    def _put_front(self, session: Session, place: tuple[int, int]) -> None:
+        self._front[session] = place
+        heapq.heappush(self._fronts, (*place, session))
         if len(self._fronts) > 64 + 4 * len(self._front):
-            self._fronts = [(*place, link) for link, place in self._front.items()]
+            self._fronts = [(*place, session) for session, place in self._front.items()]
             heapq.heapify(self._fronts)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from pdstage.protocol.config import Config
     from pdstage.protocol.handshake import Peer
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.session import Session
 
 _MAX_DEALT = 4096
 _MAX_GIVEN_UP = 4096
@@ -44,8 +44,8 @@ class Receiving(Lender):
         self.layout = hello.layout
         self.topology = hello.topology
         self._slots = Slots(hello.layout)
-        self._dealt: dict[tuple[tuple[int, m.Session], ...], dict[int, tuple[Share, ...]]] = {}
-        self._stranded: dict[m.Session, Link] = {}
+        self._dealt: dict[tuple[tuple[int, m.SessionId], ...], dict[int, tuple[Share, ...]]] = {}
+        self._stranded: dict[m.SessionId, Session] = {}
 
     # Before the data.
 
@@ -55,24 +55,24 @@ class Receiving(Lender):
 
     def _maybe_connected(self, room: DecodeRoom, now: float) -> None:
         """Once every writer is greeted: deals the shards and opens."""
-        links = {}
+        sessions = {}
         for number, route in room.writers.items():
             peer = self.peers.get(route)
-            if peer is None or peer.link is None:
+            if peer is None or peer.session is None:
                 return
-            links[number] = peer.link
+            sessions[number] = peer.session
         if room.state is not State.BOOTSTRAPPING:
             return
         try:
-            dealt = self._deal(links)
+            dealt = self._deal(sessions)
         except UsageError as error:
             self._fail(room, PeerError(f"prefill cannot serve this layout: {error}", remedy="match both sides"), now)
             return
         # The last pipeline stage samples, so it knows the request's aux row.
-        aux = max(links, key=lambda number: (links[number].topology.pp_rank, -number))
-        for number, link in links.items():
-            part = Part(room, number, link, dealt[number], has_aux=number == aux)
-            room.parts[link.session] = link.parts[room.epoch] = part
+        aux = max(sessions, key=lambda number: (sessions[number].topology.pp_rank, -number))
+        for number, session in sessions.items():
+            part = Part(room, number, session, dealt[number], has_aux=number == aux)
+            room.parts[session.id] = session.parts[room.epoch] = part
         room.on(Event.CONNECTED)
         self.emit(Changed(room))
         if room.bound:
@@ -80,12 +80,16 @@ class Receiving(Lender):
         else:  # at the next tick: most engines bind at once, and then there is nothing to ask
             self.timers.set(("asking", room), now)
 
-    def _deal(self, links: dict[int, Link]) -> dict[int, tuple[Share, ...]]:
-        key = tuple((number, link.session) for number, link in sorted(links.items()))
+    def _deal(self, sessions: dict[int, Session]) -> dict[int, tuple[Share, ...]]:
+        key = tuple((number, session.id) for number, session in sorted(sessions.items()))
         dealt = self._dealt.get(key)
         if dealt is None:
-            layouts = {n: link.converted.offered if link.converted else link.layout for n, link in links.items()}
-            wanted = merged(self.layout, [link.converted.taken for link in links.values() if link.converted])
+            layouts = {
+                n: session.converted.offered if session.converted else session.layout for n, session in sessions.items()
+            }
+            wanted = merged(
+                self.layout, [session.converted.taken for session in sessions.values() if session.converted]
+            )
             problem = lacking("prefill", layouts.values(), (wanted,))
             if problem:
                 raise UsageError(problem, remedy="serve the same model with the same caches")
@@ -97,7 +101,7 @@ class Receiving(Lender):
 
     def _ask(self, room: DecodeRoom, now: float) -> None:
         part = next(part for part in room.parts.values() if part.has_aux)
-        self.send(part.link, m.Ask(room.epoch, room.key), now)
+        self.send(part.session, m.Ask(room.epoch, room.key), now)
         self.timers.set(("asking", room), now + self.config.ask_s)
 
     def _open(self, room: DecodeRoom, now: float) -> None:
@@ -105,7 +109,7 @@ class Receiving(Lender):
         self.timers.set(("wait", room), now + self.config.wait_s)
         for part in room.parts.values():
             part.phase = PartPhase.OPENING
-            part.coverage = Coverage(part.shares, room.asked, part.link.common, self._slots.exact)
+            part.coverage = Coverage(part.shares, room.asked, part.session.common, self._slots.exact)
             part.direct = bool(room.wire_items) and bool(part.shares)
             self._send_open(part, now)
         self._maybe_complete(room, now)
@@ -116,7 +120,7 @@ class Receiving(Lender):
             room.epoch,
             room.key,
             part.shares,
-            of_writer(room.asked, part.link.common),
+            of_writer(room.asked, part.session.common),
             room.wire_items if part.direct else (),
             topology.group_rank,
             topology.group_size,
@@ -125,7 +129,7 @@ class Receiving(Lender):
             room.deadline_s,
             room.row if part.has_aux else None,
         )
-        self.send(part.link, opening, now)
+        self.send(part.session, opening, now)
         self.repeat(("open", part), now)
 
     def _fail(self, room: DecodeRoom, error: PdstageError, now: float) -> None:
@@ -136,7 +140,7 @@ class Receiving(Lender):
             self._give_up(m.Abort(room.epoch, m.brief(str(error)), False, room.key), room.writers.values(), now)
         self._end(room)
         for part in room.parts.values():
-            self._quarantine_of(part.link, room.epoch, now)
+            self._quarantine_of(part.session, room.epoch, now)
             self._abort_part(part, str(error), now)
         self._maybe_release(room)
 
@@ -144,8 +148,8 @@ class Receiving(Lender):
         """No writer need wait for this room's Open. Those not met yet are told when they answer."""
         for route in routes:
             peer = self.peers.get(route)
-            if peer is not None and peer.link is not None:
-                self.send(peer.link, told, now)
+            if peer is not None and peer.session is not None:
+                self.send(peer.session, told, now)
             elif peer is not None and len(peer.given_up) < _MAX_GIVEN_UP:
                 peer.given_up[told.room] = told
 
@@ -159,7 +163,7 @@ class Receiving(Lender):
             if peer is not None:
                 peer.rooms.pop(room, None)
         for part in room.parts.values():
-            self.holdings.forget_requests(part.link, room.epoch)
+            self.holdings.forget_requests(part.session, room.epoch)
         self.emit(Changed(room))
 
     def _abort_part(self, part: Part, reason: str, now: float) -> None:
@@ -168,16 +172,16 @@ class Receiving(Lender):
         elif part.phase in (PartPhase.OPENING, PartPhase.OPENED):
             part.phase, part.reason = PartPhase.ABORTING, reason
             self._stop_asking(part)
-            if part.link.session in self.links:
+            if part.session.id in self.sessions:
                 self.timers.set(("drain", part), now + self.config.drain_s)
                 self._send_abort(part, now)
-        elif part.phase is PartPhase.QUIET and not (part.shares or part.has_aux) and part.link.session in self.links:
+        elif part.phase is PartPhase.QUIET and not (part.shares or part.has_aux) and part.session.id in self.sessions:
             # It writes nothing, so one word is enough: its record would wait for a room that is sent to others next.
-            self.send(part.link, m.Abort(part.room.epoch, m.brief(reason), False), now)
+            self.send(part.session, m.Abort(part.room.epoch, m.brief(reason), False), now)
 
     def _send_abort(self, part: Part, now: float) -> None:
         finished = part.room.state is State.SUCCESS
-        self.send(part.link, m.Abort(part.room.epoch, m.brief(part.reason), finished), now)
+        self.send(part.session, m.Abort(part.room.epoch, m.brief(part.reason), finished), now)
         self.repeat(("abort", part), now)
 
     def _stop_asking(self, part: Part) -> None:
@@ -228,15 +232,15 @@ class Receiving(Lender):
         if all(part.phase is PartPhase.QUIET for part in room.parts.values()):
             self.epochs.pop(room.epoch, None)
             for part in room.parts.values():
-                del part.link.parts[room.epoch]
+                del part.session.parts[room.epoch]
             room.parts = {}  # parts name their room: without this only the collector could free either
             room.release()
             self.emit(Changed(room))
 
     # Parts.
 
-    def _part(self, link: Link, epoch: int) -> Part | None:
-        return link.parts.get(epoch)
+    def _part(self, session: Session, epoch: int) -> Part | None:
+        return session.parts.get(epoch)
 
     def _answered(self, part: Part) -> None:
         if part.phase is PartPhase.OPENING:
@@ -247,17 +251,17 @@ class Receiving(Lender):
 
     # The end of a session.
 
-    def lose(self, link: Link, error: PdstageError, now: float) -> None:
+    def lose(self, session: Session, error: PdstageError, now: float) -> None:
         """The session is over: its rooms fail, nothing further is sent under it, what may still be written is
         quarantined.
         """
-        if self.links.pop(link.session, None) is None:
+        if self.sessions.pop(session.id, None) is None:
             return
-        self.count_end(link)
-        self.unwatch(link)
+        self.count_end(session)
+        self.unwatch(session)
         self._dealt.clear()
-        peer = self.peers.pop(link.route, None)
-        for part in list(link.parts.values()):
+        peer = self.peers.pop(session.route, None)
+        for part in list(session.parts.values()):
             self._fail(part.room, error, now)
             self._stop_asking(part)
             if not part.writes_in_place:  # it may still write staging memory, never this room's own
@@ -265,56 +269,56 @@ class Receiving(Lender):
         if peer is not None:
             for room in list(peer.rooms):
                 self._fail(room, error, now)
-        self._strand(link, now)
-        if not link.said_bye:
-            self.emit(PeerWarning(link.route, error))
-        self.emit(Detach(link))
-        if self.holds(link):
-            self._stranded[link.session] = link
-            self._ask_stranded(link, now)
-        self._hang_up(link.route)
+        self._strand(session, now)
+        if not session.said_bye:
+            self.emit(PeerWarning(session.route, error))
+        self.emit(Detach(session))
+        if self.holds(session):
+            self._stranded[session.id] = session
+            self._ask_stranded(session, now)
+        self._hang_up(session.route)
 
     def needs(self, route: bytes) -> bool:
-        return super().needs(route) or any(link.route == route for link in self._stranded.values())
+        return super().needs(route) or any(session.route == route for session in self._stranded.values())
 
-    def _ask_stranded(self, link: Link, now: float) -> None:
+    def _ask_stranded(self, session: Session, now: float) -> None:
         """Asks a lost session's writer whether it still knows the session, at the pace of a heartbeat.
 
         A writer that was stopped or cut off comes back as the same process: its NoSession then proves it quiet, on
         transports too that fence nothing. The question is outside the session's order, so it keeps nothing alive.
         """
-        if not self.holds(link):
-            self._leave_stranded(link)
+        if not self.holds(session):
+            self._leave_stranded(session)
             return
-        self.send_loose(link.route, link.session, m.Heartbeat())
-        self.timers.set(("stranded", link), now + self.config.max_silence_s / 3)
+        self.send_loose(session.route, session.id, m.Heartbeat())
+        self.timers.set(("stranded", session), now + self.config.max_silence_s / 3)
 
-    def _on_stranded(self, link: Link, incarnation: int | None, now: float) -> None:
+    def _on_stranded(self, session: Session, incarnation: int | None, now: float) -> None:
         """A lost session's route answers NoSession, or Bye: its writer itself is quiet, another proves nothing."""
-        if incarnation in (None, link.session.writer):
-            self.fenced(link, now)
+        if incarnation in (None, session.id.writer):
+            self.fenced(session, now)
         else:  # whoever may still write is not at this route any more
-            self._leave_stranded(link)
+            self._leave_stranded(session)
 
-    def _leave_stranded(self, link: Link) -> None:
-        if self._stranded.pop(link.session, None) is not None:
-            self.timers.cancel(("stranded", link))
-            self._hang_up(link.route)
+    def _leave_stranded(self, session: Session) -> None:
+        if self._stranded.pop(session.id, None) is not None:
+            self.timers.cancel(("stranded", session))
+            self._hang_up(session.route)
 
-    def fenced(self, link: Link, now: float) -> None:
+    def fenced(self, session: Session, now: float) -> None:
         """After `Detach`: nothing of that session lands any more, so all it held is free."""
-        link.quiet = True
-        self._leave_stranded(link)
-        self._unstrand(link, now)
-        for part in list(link.parts.values()):
+        session.quiet = True
+        self._leave_stranded(session)
+        self._unstrand(session, now)
+        for part in list(session.parts.values()):
             self._quiet(part)
         self._settle(now)
 
-    def holds(self, link: Link) -> bool:
+    def holds(self, session: Session) -> bool:
         """Whether a lost session that is not fenced yet still keeps memory: leases, or what it may write in place."""
-        if self.holdings.of_session(link):
+        if self.holdings.of_session(session):
             return True
-        return any(part.phase is not PartPhase.QUIET for part in link.parts.values())
+        return any(part.phase is not PartPhase.QUIET for part in session.parts.values())
 
 
 def too_late(kind: str, room: DecodeRoom, config: Config) -> DeadlineExceeded:

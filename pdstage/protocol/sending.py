@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pdstage.errors import PdstageError
     from pdstage.protocol.config import Config
     from pdstage.protocol.room import OwnRows
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.session import Session
 
 _MAX_ENDED = 4096
 
@@ -53,7 +53,7 @@ class Sending(Borrower):
         self._rows = rows
         self.rooms: dict[bytes, PrefillRoom] = {}
         self._slots = Slots(welcome.layout)
-        self._fitting: set[frozenset[m.Session]] = set()
+        self._fitting: set[frozenset[m.SessionId]] = set()
         self._parked = Parked(config.max_parked, config.max_parked_nbytes)
         self._ended: OrderedDict[bytes, Ended] = OrderedDict()
         self._askers = Askers(config.max_parked)
@@ -83,19 +83,19 @@ class Sending(Borrower):
 
     def _unwanted(self, room: PrefillRoom) -> str:
         """What of this rank's state no destination has a place for, where each is one of a pipeline's stages."""
-        links = [record.link for record in room.destinations.values()]
-        if all(link.topology.pp_size == 1 for link in links):
+        sessions = [record.session for record in room.destinations.values()]
+        if all(session.topology.pp_size == 1 for session in sessions):
             return ""
-        sessions = frozenset(link.session for link in links)
-        if sessions in self._fitting:
+        ids = frozenset(session.id for session in sessions)
+        if ids in self._fitting:
             return ""
-        ours = [link.converted.offered if link.converted else self.layout for link in links]
-        theirs = [link.converted.taken if link.converted else link.layout for link in links]
+        ours = [session.converted.offered if session.converted else self.layout for session in sessions]
+        theirs = [session.converted.taken if session.converted else session.layout for session in sessions]
         problem = lacking("decode", ours, theirs)
         if not problem:
             if len(self._fitting) >= _MAX_ENDED:
                 self._fitting.clear()
-            self._fitting.add(sessions)
+            self._fitting.add(ids)
         return problem
 
     def _maybe_close(self, record: Record, now: float) -> None:
@@ -106,7 +106,7 @@ class Sending(Borrower):
         if not room.finished and not needs_nothing:
             return
         for given in self._given(record):
-            problem = self._slots.compare(self, record.link, *given, record.asked[given.component][1])
+            problem = self._slots.compare(self, record.session, *given, record.asked[given.component][1])
             if problem:
                 self._fail(room, UsageError(problem, remedy="give as many as decode does", room=room.id), now)
                 return
@@ -135,7 +135,7 @@ class Sending(Borrower):
     def _close(self, record: Record, now: float) -> None:
         written = tuple(record.written)
         close = m.CloseOk(record.epoch, written, record.aux, self._given(record), record.packed)
-        self.send(record.link, close, now)
+        self.send(record.session, close, now)
         self.repeat(("close", record), now)
 
     def _close_again(self, record: Record, now: float) -> None:
@@ -148,14 +148,14 @@ class Sending(Borrower):
 
     def _add_row(self, record: Record) -> None:
         """Puts the room's aux row on its way into the row that `record` named, where that is within reach."""
-        room, link = record.room, record.link
-        if room is None or not isinstance(room.aux, GivenRow) or not record.open.aux or not link.aux.spans:
+        room, session = record.room, record.session
+        if room is None or not isinstance(room.aux, GivenRow) or not record.open.aux or not session.aux.spans:
             return
         why = self._no_row(record)
         if why:
             self._row_failed(record, why)
             return
-        nbytes = sum(span.nbytes for span in link.aux.spans)
+        nbytes = sum(span.nbytes for span in session.aux.spans)
         chunk = Chunk(
             record,
             len(record.chunks),
@@ -173,18 +173,18 @@ class Sending(Borrower):
     def _no_row(self, record: Record) -> str:
         if not self._rows.within_reach:
             return "aux rows are not within the data transport's reach, or not to be, at prefill"
-        if record.link.rows is None:
+        if record.session.rows is None:
             return "aux rows are not within the data transport's reach, or not to be, at decode"
         return "a receiver was bound without an aux row" if record.open.row is None else ""
 
     def _row_failed(self, record: Record, why: str) -> None:
         if self._rows.wanted and record.phase is RecordPhase.LIVE:
             self.counters.aux_fallbacks += 1
-            self.warn_once(record.link.route, f"{why}: it goes by control message", "see aux_fallbacks")
+            self.warn_once(record.session.route, f"{why}: it goes by control message", "see aux_fallbacks")
 
     def _set_aux(self, record: Record, room: PrefillRoom) -> None:
         """What Close carries, as of now: soon the row may be another room's."""
-        aux, shared = room.aux, record.link.aux
+        aux, shared = room.aux, record.session.aux
         if isinstance(aux, GivenRow):
             by_write = any(written.lane == m.AUX for written in record.written)
             record.packed = record.open.aux and bool(shared.src) and not by_write
@@ -199,7 +199,7 @@ class Sending(Borrower):
         if not room.on(Event.FAILED, error):
             return
         self.counters.rooms_failed += 1
-        served = {rank: (record.link.session, record.epoch) for rank, record in room.destinations.items()}
+        served = {rank: (record.session.id, record.epoch) for rank, record in room.destinations.items()}
         self._note_ended(room.key, Ended(str(error), served))
         for record in list(room.destinations.values()):
             if record.phase is RecordPhase.LIVE:
@@ -222,7 +222,7 @@ class Sending(Borrower):
             self._ended.popitem(last=False)
 
     def _close_failed(self, record: Record, now: float) -> None:
-        self.send(record.link, m.CloseFailed(record.epoch, m.brief(record.reason)), now)
+        self.send(record.session, m.CloseFailed(record.epoch, m.brief(record.reason)), now)
         self.repeat(("close", record), now)
 
     def _end(self, room: PrefillRoom) -> None:
@@ -258,15 +258,15 @@ class Sending(Borrower):
 
     def _maybe_drained(self, record: Record, now: float) -> None:
         if record.phase is RecordPhase.DRAINING and record.in_flight == 0:
-            if record.link.session in self.links:
-                self.send(record.link, m.Drained(record.epoch), now)
+            if record.session.id in self.sessions:
+                self.send(record.session, m.Drained(record.epoch), now)
             self._forget(record)
 
     def _landed(self, record: Record, now: float) -> None:
         if record.room is not None:
             record.room.in_flight -= 1
             self._maybe_release(record.room)
-        if record.link.session in self.links:
+        if record.session.id in self.sessions:
             self._maybe_drained(record, now)
         elif record.in_flight == 0:
             self._forget(record)
@@ -275,20 +275,20 @@ class Sending(Borrower):
         self._drop(record)
         self._unpark(record)
         self.timers.cancel(("close", record))
-        self.records.pop((record.link.session, record.epoch), None)
-        record.link.records.pop(record.epoch, None)
+        self.records.pop((record.session.id, record.epoch), None)
+        record.session.records.pop(record.epoch, None)
         # Chunks name their record and records their room: without this only the collector could free any of them.
         record.chunks.clear()
         record.room = None
 
     def _note(self, record: Record) -> None:
-        self.records[record.link.session, record.epoch] = record.link.records[record.epoch] = record
+        self.records[record.session.id, record.epoch] = record.session.records[record.epoch] = record
 
     def _park(self, record: Record, now: float) -> bool:
         """Holds a record of a room that is not here yet; False if there is no place for it."""
         held, others = self._parked.add(record)
         for other in others:
-            self.send(other.link, m.CloseFailed(other.epoch, "too many of its rooms wait for prefill"), now)
+            self.send(other.session, m.CloseFailed(other.epoch, "too many of its rooms wait for prefill"), now)
             self._forget(other)
         if held:
             self._note(record)
@@ -306,24 +306,24 @@ class Sending(Borrower):
         self._parked.remove(record)
         self.timers.cancel(("parked", record))
 
-    def _forget_askers(self, key: bytes) -> Iterable[tuple[Link, int]]:
+    def _forget_askers(self, key: bytes) -> Iterable[tuple[Session, int]]:
         self.timers.cancel(("asked", key))
         return self._askers.take(key)
 
-    def lose(self, link: Link, error: PdstageError, now: float) -> None:
+    def lose(self, session: Session, error: PdstageError, now: float) -> None:
         """The session is over: its rooms fail, nothing further is sent under it."""
-        if not self._unlink(link):
+        if not self._unlink(session):
             return
-        for record in list(link.records.values()):
+        for record in list(session.records.values()):
             if record.phase in (RecordPhase.LIVE, RecordPhase.FAILING):
                 record.phase = RecordPhase.DRAINING
                 self._drop(record)
                 self._fail_record(record, error, now)
             if record.in_flight == 0:
                 self._forget(record)
-        for key in self._askers.drop(link):
+        for key in self._askers.drop(session):
             self.timers.cancel(("asked", key))
-        self._forget_marks(link)
-        if not link.said_bye:
-            self.emit(PeerWarning(link.route, error))
-        self.emit(Detach(link))
+        self._forget_marks(session)
+        if not session.said_bye:
+            self.emit(PeerWarning(session.route, error))
+        self.emit(Detach(session))

@@ -28,7 +28,7 @@ from pdstage.protocol.messages import (
     HelloRefused,
     LaneSpan,
     NoSession,
-    Session,
+    SessionId,
     Welcome,
 )
 from pdstage.protocol.timers import Timers
@@ -55,10 +55,10 @@ _MAX_SAID = 64
 
 
 @dataclass(slots=True, eq=False)
-class Link:
+class Session:
     """One session as one of its two ends sees it."""
 
-    session: Session
+    id: SessionId
     route: bytes
     layout: Layout
     topology: Topology
@@ -110,7 +110,7 @@ class Core(ABC):
         self.config = config
         self.counters = Counters()
         self.timers = Timers()
-        self.links: dict[Session, Link] = {}
+        self.sessions: dict[SessionId, Session] = {}
         self._effects: list[Effect] = []
         self._tickets = 0
         self._lateness = Lateness(config.max_silence_s)
@@ -130,16 +130,16 @@ class Core(ABC):
         excess = self._lateness.excess(self.timers.next_at(), now)
         if excess:
             self.timers.delay(excess)
-            for link in self.links.values():
-                link.heard_at += excess
+            for session in self.sessions.values():
+                session.heard_at += excess
         for key in self.timers.due(now):
             self._on_timer(key, now)  # type: ignore[arg-type]
         self._settle(now)
 
     def bye(self, now: float) -> None:
         """After the last completion: this process ends its sessions in order."""
-        for link in self.links.values():
-            self.send(link, Bye(), now)
+        for session in self.sessions.values():
+            self.send(session, Bye(), now)
 
     @property
     @abstractmethod
@@ -158,14 +158,14 @@ class Core(ABC):
 
     def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
         """One control frame. Never raises for what a peer sent: that is a `PeerWarning`."""
-        link = None
+        session = None
         try:
-            session, seq = decode_head(data)
-            link = self._link(session, route)
-            frame = Frame(session, seq, decode_body(data))
+            session_id, seq = decode_head(data)
+            session = self._find(session_id, route)
+            frame = Frame(session_id, seq, decode_body(data))
             self.counters.frames_received += 1
-            if not self._is_stale(link, frame, now):
-                self._dispatch(route, link, frame, now)
+            if not self._is_stale(session, frame, now):
+                self._dispatch(route, session, frame, now)
         except PeerError as error:
             self.counters.frames_malformed += 1
             # It becomes its rooms' error, which engines may keep for long: not with the frame and all that handled it.
@@ -173,13 +173,13 @@ class Core(ABC):
             self.emit(PeerWarning(route, error))
             if isinstance(error, OtherVersion) and error.greets:
                 self._on_other_version(route, error)
-            if link is not None and not isinstance(error, UnknownMessage):
-                self.lose(link, error, now)
+            if session is not None and not isinstance(error, UnknownMessage):
+                self.lose(session, error, now)
         self._settle(now)
 
     @abstractmethod
-    def _dispatch(self, route: bytes, link: Link | None, frame: Frame, now: float) -> None:
-        """Does what the message table says; `link` is None for a frame of no live session."""
+    def _dispatch(self, route: bytes, session: Session | None, frame: Frame, now: float) -> None:
+        """Does what the message table says; `session` is None for a frame of no live session."""
 
     @abstractmethod
     def _on_other_version(self, route: bytes, error: OtherVersion) -> None:
@@ -190,11 +190,11 @@ class Core(ABC):
         """Fails every room still open; `idle` tells when that is agreed."""
 
     @abstractmethod
-    def fenced(self, link: Link, now: float) -> None:
+    def fenced(self, session: Session, now: float) -> None:
         """After `Detach`: the transport proved that nothing of that session touches memory any more."""
 
     @abstractmethod
-    def lose(self, link: Link, error: PdstageError, now: float) -> None:
+    def lose(self, session: Session, error: PdstageError, now: float) -> None:
         """The session is over; `fenced` must follow once nothing of it can land any more."""
 
     @abstractmethod
@@ -217,70 +217,70 @@ class Core(ABC):
             self._said.add(what)
             self.emit(PeerWarning(route, PeerError(what, remedy=f"{remedy}; this is said once")))
 
-    def _say_left_out(self, link: Link) -> None:
-        for what in link.aux.left_out:
-            self.warn_once(link.route, f"aux column {what}: it is left out", "give it on both sides, or on neither")
+    def _say_left_out(self, session: Session) -> None:
+        for what in session.aux.left_out:
+            self.warn_once(session.route, f"aux column {what}: it is left out", "give it on both sides, or on neither")
 
-    def send(self, link: Link, message: AnyMessage, now: float) -> None:
-        link.n_sent += 1
-        link.sent_at = now
+    def send(self, session: Session, message: AnyMessage, now: float) -> None:
+        session.n_sent += 1
+        session.sent_at = now
         self.counters.frames_sent += 1
-        self._effects.append(Send(link.route, encode(link.session, link.n_sent, message)))
+        self._effects.append(Send(session.route, encode(session.id, session.n_sent, message)))
 
-    def send_loose(self, route: bytes, session: Session, message: AnyMessage) -> None:
+    def send_loose(self, route: bytes, session_id: SessionId, message: AnyMessage) -> None:
         """A frame outside any live session's order: greetings, and answers to strangers."""
         self.counters.frames_sent += 1
-        self._effects.append(Send(route, encode(session, 0, message)))
+        self._effects.append(Send(route, encode(session_id, 0, message)))
 
-    def _link(self, session: Session, route: bytes) -> Link | None:
+    def _find(self, session_id: SessionId, route: bytes) -> Session | None:
         """A session's frames come by its own route: nobody else speaks for a peer, whatever numbers it knows."""
-        link = self.links.get(session)
-        if link is not None and link.route != route:
+        session = self.sessions.get(session_id)
+        if session is not None and session.route != route:
             self.counters.frames_stale += 1
             raise PeerError("a frame of a session that another peer has", remedy="distrust this one")
-        return link
+        return session
 
-    def _is_stale(self, link: Link | None, frame: Frame, now: float) -> bool:
+    def _is_stale(self, session: Session | None, frame: Frame, now: float) -> bool:
         """Whether the frame is to be dropped; one that is not moves its session on."""
-        if link is None:
+        if session is None:
             self.counters.frames_stale += not isinstance(frame.message, Hello | Welcome | HelloRefused)
         elif not isinstance(frame.message, NoSession):
-            if frame.seq <= link.heard:
+            if frame.seq <= session.heard:
                 self.counters.frames_stale += 1
                 return True
-            link.heard = frame.seq
-            link.heard_at = now
+            session.heard = frame.seq
+            session.heard_at = now
             if not isinstance(frame.message, Heartbeat):
-                link.used_at, link.spare = now, False
+                session.used_at, session.spare = now, False
         return False
 
-    def watch(self, link: Link, now: float) -> None:
+    def watch(self, session: Session, now: float) -> None:
         """Starts the two timers of a live session: our heartbeat and the peer's silence."""
-        self.timers.set(("beat", link), now + self.config.max_silence_s / 3)
-        self.timers.set(("silence", link), now + self._patience_s(link))
+        self.timers.set(("beat", session), now + self.config.max_silence_s / 3)
+        self.timers.set(("silence", session), now + self._patience_s(session))
 
-    def count_end(self, link: Link) -> None:
-        if link.said_bye:
+    def count_end(self, session: Session) -> None:
+        if session.said_bye:
             self.counters.sessions_ended += 1
         else:
             self.counters.sessions_lost += 1
 
-    def unwatch(self, link: Link) -> None:
-        self.timers.cancel(("beat", link))
-        self.timers.cancel(("silence", link))
+    def unwatch(self, session: Session) -> None:
+        self.timers.cancel(("beat", session))
+        self.timers.cancel(("silence", session))
 
-    def on_link_timer(self, kind: str, link: Link, now: float) -> bool:
+    def on_session_timer(self, kind: str, session: Session, now: float) -> bool:
         """Serves `watch`'s timers; True if the peer has been silent for too long."""
         if kind == "beat":
-            due = link.sent_at + self.config.max_silence_s / 3
+            due = session.sent_at + self.config.max_silence_s / 3
             if due <= now:
-                self.send(link, Heartbeat(self._need_of(link, now)), now)
+                self.send(session, Heartbeat(self._need_of(session, now)), now)
                 due = now + self.config.max_silence_s / 3
-            self.timers.set(("beat", link), due)
+            self.timers.set(("beat", session), due)
             return False
-        silent_at = link.heard_at + self._patience_s(link)
+        silent_at = session.heard_at + self._patience_s(session)
         if silent_at > now:
-            self.timers.set(("silence", link), silent_at)
+            self.timers.set(("silence", session), silent_at)
             return False
         return True
 
@@ -289,18 +289,18 @@ class Core(ABC):
         return True
 
     @abstractmethod
-    def in_use(self, link: Link) -> bool:
+    def in_use(self, session: Session) -> bool:
         """Whether a room of this side needs the session."""
 
-    def _need_of(self, link: Link, now: float) -> int:
+    def _need_of(self, session: Session, now: float) -> int:
         """What a heartbeat says: a session that nobody needs costs both ends memory, and a connection."""
-        if self.in_use(link):
+        if self.in_use(session):
             return IN_USE
-        return SPARE if link.spare or now - link.used_at >= self.config.idle_s else IDLE
+        return SPARE if session.spare or now - session.used_at >= self.config.idle_s else IDLE
 
-    def _patience_s(self, link: Link) -> float:
+    def _patience_s(self, session: Session) -> float:
         """A greeting that nobody follows up expires by our clock, whatever it promised."""
-        return min(link.silence_s, self.config.hello_s) if link.half_open else link.silence_s
+        return min(session.silence_s, self.config.hello_s) if session.half_open else session.silence_s
 
     def repeat(self, key: Hashable, now: float) -> None:
         """Asks for `key` to come due again after `retry_s`: the side that waits repeats its question."""

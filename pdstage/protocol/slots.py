@@ -15,7 +15,7 @@ from pdstage.protocol.effects import PeerWarning
 
 if TYPE_CHECKING:
     from pdstage.layout import Layout
-    from pdstage.protocol.session import Core, Link
+    from pdstage.protocol.session import Core, Session
 
 
 class Slots:
@@ -32,7 +32,7 @@ class Slots:
     def __contains__(self, name: str) -> bool:
         return name in self._of
 
-    def compare(self, core: Core, link: Link, name: str, at_prefill: int, at_decode: int) -> str:
+    def compare(self, core: Core, session: Session, name: str, at_prefill: int, at_decode: int) -> str:
         """Why a room with these numbers of slots cannot be, in words that name both; empty if it can.
 
         Where they differ and may, that is counted, and complained of the first time for each component.
@@ -47,5 +47,5 @@ class Slots:
         if name not in self._warned:
             self._warned.add(name)
             kept = f"component {name!r} has {both}: the first {min(at_prefill, at_decode)} are used"
-            core.emit(PeerWarning(link.route, PeerError(kept, remedy="this is said once; see slots_trimmed")))
+            core.emit(PeerWarning(session.route, PeerError(kept, remedy="this is said once; see slots_trimmed")))
         return ""

@@ -19,13 +19,13 @@ def talks_with(version: int, oldest: int) -> bool:
 
 
 class OtherVersion(PeerError):
-    """A frame of a version that this node does not talk with. `greets`: it is a Hello, whose `session` to answer."""
+    """A frame of a version that this node does not talk with. `greets`: it is a Hello, whose `session_id` to answer."""
 
-    def __init__(self, version: int, oldest: int, session: tuple[int, int], *, greets: bool) -> None:
+    def __init__(self, version: int, oldest: int, session_id: tuple[int, int], *, greets: bool) -> None:
         super().__init__(
             f"wire version {version} from the peer, {VERSION} here; the peer talks with {oldest} and later, "
             f"this node with {OLDEST} and later",
             remedy="run releases on both sides whose wire versions talk with each other",
             version=version,
         )
-        self.session, self.greets = session, greets
+        self.session, self.greets = session_id, greets

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pdstage.protocol import messages as m
     from pdstage.protocol.config import Config
     from pdstage.protocol.outbox import Chunk
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.session import Session
 
 
 class Windowed(HandshakeServer):
@@ -28,8 +28,8 @@ class Windowed(HandshakeServer):
 
     def __init__(self, incarnation: int, config: Config, welcome: m.Welcome) -> None:
         super().__init__(incarnation, config, welcome)
-        self._marks: dict[tuple[Link, int], int] = {}
-        self._closed: dict[tuple[Link, int], list[tuple[int, int, Chunk]]] = {}
+        self._marks: dict[tuple[Session, int], int] = {}
+        self._closed: dict[tuple[Session, int], list[tuple[int, int, Chunk]]] = {}
         """Heaps of (end of its lease, ticket, chunk)."""
 
     @abstractmethod
@@ -37,26 +37,26 @@ class Windowed(HandshakeServer):
         """The window of a held chunk has opened."""
 
     def _window_open(self, chunk: Chunk) -> bool:
-        link = chunk.record.link
-        mark = self._marks.get((link, chunk.lane), 0)
-        return chunk.cursor + chunk.nbytes <= mark + link.lanes[chunk.lane].nbytes
+        session = chunk.record.session
+        mark = self._marks.get((session, chunk.lane), 0)
+        return chunk.cursor + chunk.nbytes <= mark + session.lanes[chunk.lane].nbytes
 
     def _await_window(self, chunk: Chunk) -> None:
-        key = (chunk.record.link, chunk.lane)
+        key = (chunk.record.session, chunk.lane)
         heapq.heappush(self._closed.setdefault(key, []), (chunk.cursor + chunk.nbytes, self.ticket(), chunk))
 
-    def _on_watermark(self, link: Link, mark: m.Watermark, now: float) -> None:
-        self._raise_mark(link, mark.lane, mark.watermark)
+    def _on_watermark(self, session: Session, mark: m.Watermark, now: float) -> None:
+        self._raise_mark(session, mark.lane, mark.watermark)
 
-    def _raise_mark(self, link: Link, lane: int, watermark: int) -> None:
-        if not 0 <= lane < len(link.lanes):
-            raise PeerError(f"a watermark of lane {lane}", remedy=f"Hello named {len(link.lanes)} lanes")
-        key = (link, lane)
+    def _raise_mark(self, session: Session, lane: int, watermark: int) -> None:
+        if not 0 <= lane < len(session.lanes):
+            raise PeerError(f"a watermark of lane {lane}", remedy=f"Hello named {len(session.lanes)} lanes")
+        key = (session, lane)
         if watermark <= self._marks.get(key, 0):
             return
         self._marks[key] = watermark
         closed = self._closed.get(key)
-        limit = watermark + link.lanes[lane].nbytes
+        limit = watermark + session.lanes[lane].nbytes
         while closed and closed[0][0] <= limit:
             end, _, chunk = heapq.heappop(closed)
             if chunk.phase is Phase.HELD and (chunk.lane, chunk.cursor + chunk.nbytes) == (lane, end):
@@ -65,7 +65,7 @@ class Windowed(HandshakeServer):
         if not closed:
             self._closed.pop(key, None)
 
-    def _forget_marks(self, link: Link) -> None:
-        for lane in range(len(link.lanes)):
-            self._marks.pop((link, lane), None)
-            self._closed.pop((link, lane), None)
+    def _forget_marks(self, session: Session) -> None:
+        for lane in range(len(session.lanes)):
+            self._marks.pop((session, lane), None)
+            self._closed.pop((session, lane), None)

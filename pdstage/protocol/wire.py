@@ -16,7 +16,7 @@ import msgspec
 
 from pdstage.errors import PeerError
 from pdstage.plan import Rect
-from pdstage.protocol.messages import MAX_RECTS, AnyMessage, Session
+from pdstage.protocol.messages import MAX_RECTS, AnyMessage, SessionId
 from pdstage.protocol.versions import OLDEST, VERSION, OtherVersion, talks_with
 
 MAX_FRAME_NBYTES = 16 << 20
@@ -27,7 +27,7 @@ _FRAME_MAGIC, _TAG_MAGIC = b"Pd", b"Pt"
 
 
 class Frame(NamedTuple):
-    session: Session
+    session: SessionId
     seq: int
     message: AnyMessage
 
@@ -43,9 +43,9 @@ def _kind(body: memoryview) -> int:
     return body[1] if len(body) > 1 and 0x91 <= body[0] <= 0x9F and body[1] < 0x80 else -1
 
 
-def encode(session: Session, seq: int, message: AnyMessage) -> bytes:
+def encode(session_id: SessionId, seq: int, message: AnyMessage) -> bytes:
     buffer = bytearray(_FRAME.size)
-    _FRAME.pack_into(buffer, 0, _FRAME_MAGIC, VERSION, OLDEST, *session, seq)
+    _FRAME.pack_into(buffer, 0, _FRAME_MAGIC, VERSION, OLDEST, *session_id, seq)
     _encoder.encode_into(message, buffer, _FRAME.size)
     return bytes(buffer)
 
@@ -56,11 +56,11 @@ class UnknownMessage(PeerError):
 
 def decode(frame: bytes | memoryview) -> Frame:
     """Raises `PeerError` for anything that is not a frame, `OtherVersion` for one of a version not talked with."""
-    session, seq = decode_head(frame)
-    return Frame(session, seq, decode_body(frame))
+    session_id, seq = decode_head(frame)
+    return Frame(session_id, seq, decode_body(frame))
 
 
-def decode_head(frame: bytes | memoryview) -> tuple[Session, int]:
+def decode_head(frame: bytes | memoryview) -> tuple[SessionId, int]:
     """Whose frame it is, and its seq. Raises as `decode` does, for what the header tells."""
     if not _FRAME.size < len(frame) <= MAX_FRAME_NBYTES:
         raise PeerError(f"a control frame of {len(frame)} bytes", remedy=f"frames have {_FRAME.size} to 16 MiB")
@@ -69,12 +69,12 @@ def decode_head(frame: bytes | memoryview) -> tuple[Session, int]:
         raise PeerError(
             f"a control frame that starts with {bytes(magic)!r}", remedy="only pdstage nodes may connect here"
         )
-    session = Session(session_decode, session_writer)
+    session_id = SessionId(session_decode, session_writer)
     if not talks_with(version, oldest):
         kind = _kind(memoryview(frame)[_FRAME.size :])
         if kind != _HELLO_REFUSED:
-            raise OtherVersion(version, oldest, session, greets=kind == _HELLO)
-    return session, seq
+            raise OtherVersion(version, oldest, session_id, greets=kind == _HELLO)
+    return session_id, seq
 
 
 def decode_body(frame: bytes | memoryview) -> AnyMessage:
@@ -100,7 +100,7 @@ class Tag(NamedTuple):
     `checksum` (`pdstage.kernels.checksum`) is of a staged chunk in a session where both sides offered it; else 0.
     """
 
-    session: Session
+    session: SessionId
     epoch: int
     chunk: int
     lane: int
@@ -118,16 +118,16 @@ def encode_tag(tag: Tag, components: tuple[str, ...]) -> bytes:
     return head + b"".join(_RECT.pack(components.index(rect.component), *rect[1:]) for rect in tag.rects)
 
 
-def tag_session(data: bytes) -> Session:
+def tag_session(data: bytes) -> SessionId:
     """The session a tag belongs to. Raises `PeerError` for what is not a tag of a version talked with."""
     if len(data) < _TAG.size or data[:2] != _TAG_MAGIC or not talks_with(data[2], data[3]):
         raise PeerError(f"a tag of {len(data)} bytes that is not ours", remedy="only pdstage nodes may write here")
-    return Session(*_TAG.unpack_from(data)[3:5])
+    return SessionId(*_TAG.unpack_from(data)[3:5])
 
 
 def decode_tag(data: bytes, components: tuple[str, ...]) -> Tag:
     """Raises `PeerError` for anything but a well-formed tag about `components`."""
-    session = tag_session(data)
+    session_id = tag_session(data)
     _, _, _, _, _, epoch, chunk, cursor, checksum, lane, n_rects = _TAG.unpack_from(data)
     if n_rects > MAX_RECTS or len(data) != _TAG.size + n_rects * _RECT.size:
         raise PeerError(f"a tag of {len(data)} bytes that announces {n_rects} rectangles", remedy="check the peer")
@@ -136,4 +136,4 @@ def decode_tag(data: bytes, components: tuple[str, ...]) -> Tag:
         if number >= len(components):
             raise PeerError(f"a tag about component number {number}", remedy=f"there are {len(components)} here")
         rects.append(Rect(components[number], *rest))
-    return Tag(session, epoch, chunk, lane, cursor, tuple(rects), checksum)
+    return Tag(session_id, epoch, chunk, lane, cursor, tuple(rects), checksum)

@@ -107,7 +107,7 @@ class Meeting:
         self.src, self.dst, self.shares = src, dst, owned
         self.common = Common.of(src.layout, dst.layout)
         self.asked = {name: self.common.part(name, *span) for name, span in asked.items()}
-        self.link = SimpleNamespace(common=self.common)
+        self.session = SimpleNamespace(common=self.common)
         self.pair = Pair(src.layout, dst.layout, self.common)
 
     def selects(self, rects: tuple[Rect, ...]) -> list[tuple[plan.Select, ...]]:

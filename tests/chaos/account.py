@@ -17,16 +17,18 @@ def of(node: DecodeNode | PrefillNode) -> dict[str, int]:
     with node.use():
         held = _of_decode(node) if isinstance(node, DecodeNode) else _of_prefill(node)
         core = node.core
-        held["timers"] = max(0, len(core.timers) - 2 * len(core.links) - 1)  # a beat and a silence each; "recalls"
+        held["timers"] = max(0, len(core.timers) - 2 * len(core.sessions) - 1)  # a beat and a silence each; "recalls"
         held["handles"] = max(0, len(node.roster) - held.get("stranded rooms", 0))
         return held
 
 
 def _of_decode(node: DecodeNode) -> dict[str, int]:
     core = node.core
-    lost = {room for room in core.epochs.values() if any(p.link.session not in core.links for p in room.parts.values())}
+    lost = {
+        room for room in core.epochs.values() if any(p.session.id not in core.sessions for p in room.parts.values())
+    }
     grants = [grant for lane in range(len(core.holdings.lanes)) for grant in _grants(node, lane)]
-    stranded = [g for g in grants if g.state == "quarantined" and g.request.link.session not in core.links]
+    stranded = [g for g in grants if g.state == "quarantined" and g.request.session.id not in core.sessions]
     return {
         "rooms": len(core.epochs) - len(lost),
         "rooms under way": len(core.rooms),
@@ -55,7 +57,7 @@ def _of_prefill(node: PrefillNode) -> dict[str, int]:
         "send buffers": len(node.parts) - len(core.buffers.free),
         "parked rooms": len(core._parked),
         "askers": len(core._askers),
-        "marks": sum(link.session not in core.links for link, _ in core._marks),
+        "marks": sum(session.id not in core.sessions for session, _ in core._marks),
     }
 
 

@@ -168,7 +168,7 @@ def _report(engine: Engine) -> dict[str, object]:
         "held": held,
         "carved": max(account.carved(engine.node), engine.kept_back(CONFIG.drain_s)),
         "fds": descriptors.count(),
-        "sessions": len(engine.node.core.links),
+        "sessions": len(engine.node.core.sessions),
         "fences": engine.node.transport.traits.fences,
         "stats": engine.node.stats(),
         "shm": account.shared_memory(),

@@ -117,14 +117,14 @@ def _lie_to_prefill(bed: _Bed, draw: Draw) -> None:
     columns = bed.their_rows.columns.placed
     hello = m.Hello(Topology(), layout, "local", bed.transport.describe(), lanes, 5.0, features, columns, rows)
     wire_items = (m.Items("kv", 0, memoryview(items).cast("B")),) if direct else ()
-    session = m.Session(nonce, bed.prefill.incarnation)
+    session_id = m.SessionId(nonce, bed.prefill.incarnation)
     row = draw.below(_ROWS) if draw.chance(160) else None
-    said: list[tuple[m.Session, m.AnyMessage]] = [
-        (m.Session(nonce, 0), hello),
-        (session, m.Heartbeat()),
-        (session, m.Open(1, room_key(room), shares, (m.Asked("kv", 0, 8),), wire_items, 0, 1, True, 0, 60.0, row)),
-        (session, m.Lease(1, 0, 0, 0, 0, half, 0)),
-        (session, draw.pick(samples())),
+    said: list[tuple[m.SessionId, m.AnyMessage]] = [
+        (m.SessionId(nonce, 0), hello),
+        (session_id, m.Heartbeat()),
+        (session_id, m.Open(1, room_key(room), shares, (m.Asked("kv", 0, 8),), wire_items, 0, 1, True, 0, 60.0, row)),
+        (session_id, m.Lease(1, 0, 0, 0, 0, half, 0)),
+        (session_id, draw.pick(samples())),
     ]
     before = _own_bytes(bed)
     for number, (whose, message) in enumerate(said):
@@ -138,8 +138,8 @@ def _lie_to_prefill(bed: _Bed, draw: Draw) -> None:
     assert _own_bytes(bed) == before, "a liar had prefill write into the nodes' own pools or rows"
     sender.abort()
     with bed.prefill._lock:
-        for link in [link for link in bed.prefill.core.links.values() if link.route.startswith(b"liar")]:
-            bed.prefill.core.receive(link.route, wire.encode(link.session, (1 << 64) - 1, m.Bye()), time.monotonic())
+        for session in [session for session in bed.prefill.core.sessions.values() if session.route.startswith(b"liar")]:
+            bed.prefill.core.receive(session.route, wire.encode(session.id, (1 << 64) - 1, m.Bye()), time.monotonic())
     _turn(bed.prefill)
 
 
@@ -160,12 +160,12 @@ def _row_of(bed: _Bed, room: int) -> AuxRow:
 
 def _lie_to_decode(bed: _Bed, draw: Draw) -> None:
     for _ in range(1 + draw.below(4)):
-        link = next(iter(bed.decode.core.links.values()), None)
-        session = link.session if link is not None else m.Session(1, 2)
-        frame = wire.encode(session, 1 << 60, draw.pick(samples()))
+        session = next(iter(bed.decode.core.sessions.values()), None)
+        session_id = session.id if session is not None else m.SessionId(1, 2)
+        frame = wire.encode(session_id, 1 << 60, draw.pick(samples()))
         _hear(bed.decode, b"liar", alter_frame(frame, draw) if draw.chance(128) else frame)
         with bed.decode._lock:
-            tag = wire.encode_tag(wire.Tag(session, draw.below(9), 0, draw.pick((0, 1, m.DIRECT)), 0, ()), ("kv",))
+            tag = wire.encode_tag(wire.Tag(session_id, draw.below(9), 0, draw.pick((0, 1, m.DIRECT)), 0, ()), ("kv",))
             bed.decode.core.tag(altered_bytes(tag, draw), time.monotonic())
     _turn(bed.decode)
 

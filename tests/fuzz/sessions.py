@@ -86,8 +86,8 @@ class Hostile(World):
                 self._later(lambda: core.completed(ticket, self.now))  # type: ignore[union-attr]
             case Scatter(ticket=ticket):
                 self._later(lambda: core.scattered(ticket, self.now))  # type: ignore[union-attr]
-            case Detach(link):
-                self._later(lambda: core.fenced(link, self.now))
+            case Detach(session):
+                self._later(lambda: core.fenced(session, self.now))
 
     def _later(self, run: Callable[[], None]) -> None:
         def act() -> None:
@@ -166,12 +166,12 @@ class Hostile(World):
     def invent(self) -> None:
         """A message of any kind out of nothing, under a session that is, was or never could be."""
         draw = self.draw
-        sessions = [link.session for link in self.victim.core.links.values()] or [m.Session(1, 2)]
-        session = draw.pick(sessions) if draw.chance(240) else m.Session(draw.below(1 << 64), draw.below(1 << 64))
+        sessions = [session.id for session in self.victim.core.sessions.values()] or [m.SessionId(1, 2)]
+        session_id = draw.pick(sessions) if draw.chance(240) else m.SessionId(draw.below(1 << 64), draw.below(1 << 64))
         if draw.chance(32):
-            session = m.Session(session.decode ^ draw.below(4), 0)
+            session_id = m.SessionId(session_id.decode ^ draw.below(4), 0)
         self.seq = draw.pick(NUMBERS) % (1 << 64) if draw.chance(4) else self.seq + 1
-        frame = wire.encode(session, self.seq % (1 << 64), draw.pick(samples()))
+        frame = wire.encode(session_id, self.seq % (1 << 64), draw.pick(samples()))
         match draw.below(4):
             case 1 | 2:
                 frame = bend_frame(frame, draw)
@@ -187,12 +187,12 @@ class Hostile(World):
         if dst is not self.liar:
             super()._post(node, dst, effect, land)
             return
-        link, chunk = effect.chunk.record.link, effect.chunk
+        session, chunk = effect.chunk.record.session, effect.chunk
         if isinstance(effect, Write):
-            lanes = tuple(lane for lane in link.lanes)
+            lanes = tuple(lane for lane in session.lanes)
             check_inside([effect.address], [chunk.nbytes], lanes)  # type: ignore[arg-type]
         elif isinstance(effect, WriteRow):
-            rows, (src, dst_at, nbytes) = link.rows, zip(*effect.spans, strict=True)
+            rows, (src, dst_at, nbytes) = session.rows, zip(*effect.spans, strict=True)
             assert rows is not None
             check_inside(dst_at, nbytes, (m.LaneSpan(rows.base, rows.row_nbytes * rows.n_rows),))  # type: ignore[arg-type]
             check_inside(src, nbytes, (m.LaneSpan(node.rows.base, len(node.rows.bytes)),))  # type: ignore[arg-type]
@@ -207,14 +207,14 @@ class Hostile(World):
         item = Item("done", node, node, done, tag=effect.tag)
         (self.stuck if self.draw.chance(16) else self.queue).append(item)
 
-    def greeter(self, session: m.Session) -> Decode:
+    def greeter(self, session_id: m.SessionId) -> Decode:
         """A session nobody drew is the liar's."""
-        return next((p for p in self.processes if session.decode in p.nonces()), self.liar)  # type: ignore[return-value]
+        return next((p for p in self.processes if session_id.decode in p.nonces()), self.liar)  # type: ignore[return-value]
 
     def _check_direct(self, node: Prefill, effect: WriteDirect) -> None:
         """The manager's way from a chunk to addresses."""
         record, rects = effect.chunk.record, effect.chunk.rects
-        ours, theirs = node.core.layout, record.link.layout
+        ours, theirs = node.core.layout, record.session.layout
         plan = DirectPlan(ours, selects(ours, record.shares, rects), theirs, selects(theirs, record.shares, rects))
         given = {
             one.component: Index.of(np.frombuffer(one.data, np.int32), one.first_token) for one in record.open.items
@@ -234,8 +234,8 @@ class Hostile(World):
         peer_warnings = [e for e in core._effects if isinstance(e, PeerWarning)]
         assert all(str(c.error) for c in peer_warnings)
         assert all(len(e.frame) < 1 << 20 for e in core._effects if isinstance(e, Send))
-        assert sum(link.half_open for link in core.links.values()) <= _CAPS["max_half_open"]
-        assert len(core.links) <= _CAPS["max_peers"]
+        assert sum(session.half_open for session in core.sessions.values()) <= _CAPS["max_half_open"]
+        assert len(core.sessions) <= _CAPS["max_peers"]
         if isinstance(core, PrefillCore):
             assert sum(record.room is None for record in core.records.values()) <= _CAPS["max_parked"]
             assert len(core._parked) <= _CAPS["max_parked"]
@@ -334,16 +334,18 @@ def _end(
         assert _has_its_row(world, handle, room)
     world.silent = True
     assert world.liar is not None
-    name, links = world.liar.name, world.victim.core.links
+    name, sessions = world.liar.name, world.victim.core.sessions
     _until(
         world,
         120.0,
-        lambda: all(handle.released for handle in others) and all(link.route != name for link in links.values()),
+        lambda: (
+            all(handle.released for handle in others) and all(session.route != name for session in sessions.values())
+        ),
     )
     for handle in others:
         assert handle.ended and handle.released, (handle.key, handle.state)
         assert (handle.state is State.FAILED) == (handle.error is not None)
-    assert all(link.route != name for link in links.values()), "the session outlives its peer"
+    assert all(session.route != name for session in sessions.values()), "the session outlives its peer"
     world.liar.alive = False
     world.queue += world.stuck
     world.run(until=world.now + 8.0)

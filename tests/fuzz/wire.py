@@ -63,7 +63,7 @@ def samples() -> tuple[m.AnyMessage, ...]:
         m.Heartbeat(),
         m.Bye(),
         m.NoSession(1),
-        m.Tagged(wire.encode_tag(wire.Tag(m.Session(1, 2), 1, 0, 0, 0, (rect,)), ("kv",))),
+        m.Tagged(wire.encode_tag(wire.Tag(m.SessionId(1, 2), 1, 0, 0, 0, (rect,)), ("kv",))),
     )
 
 
@@ -71,7 +71,7 @@ def samples() -> tuple[m.AnyMessage, ...]:
 
 
 def frame_seeds() -> list[bytes]:
-    return [wire.encode(m.Session(1, 2), 3, message) for message in samples()]
+    return [wire.encode(m.SessionId(1, 2), 3, message) for message in samples()]
 
 
 def alter_frame(frame: bytes, draw: Draw) -> bytes:
@@ -164,7 +164,7 @@ def _use_items(items: tuple[m.Items, ...], asked: tuple[m.Asked, ...]) -> None:
 
 def tag_seeds() -> list[bytes]:
     rects = (Rect("kv", 0, 8, 0, 2), Rect("swa", 4, 8, 1, 2))
-    tags = [wire.Tag(m.Session(1, 2), 1, 0, lane, 0, rects[:n], 7) for lane, n in ((0, 1), (m.DIRECT, 2), (1, 0))]
+    tags = [wire.Tag(m.SessionId(1, 2), 1, 0, lane, 0, rects[:n], 7) for lane, n in ((0, 1), (m.DIRECT, 2), (1, 0))]
     return [wire.encode_tag(tag, COMPONENTS) for tag in tags]
 
 

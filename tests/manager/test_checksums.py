@@ -45,7 +45,7 @@ def test_both_sides_find_the_same_sums_whatever_their_layouts(site, src_tp, dst_
     for (rank, node), receiver, pages in zip(ds, receivers, into, strict=True):
         assert receiver.wait(0) is State.SUCCESS
         assert rank.holds(5, TOKENS, pages)
-        assert all(link.checksums for link in node.core.links.values())
+        assert all(session.checksums for session in node.core.sessions.values())
         assert node.stats()["chunks_altered"] == 0
 
 

@@ -149,7 +149,7 @@ def test_bf16_becomes_fp8_while_it_is_gathered_and_half_the_bytes_cross(site, ki
     plain = 2 * LAYERS * TOKENS * HEADS * DIM * 2
     most = plain / 2 * Encoding.parse(formats["k", 0]).nbytes(DIM) / DIM
     assert most <= crossed < most * 1.15  # views begin at multiples of 128 bytes
-    assert all(link.checksums is checksums for node in ds for link in node.core.links.values())
+    assert all(session.checksums is checksums for node in ds for session in node.core.sessions.values())
     assert all(node.stats()["chunks_altered"] == 0 for node in ds)
 
 
@@ -228,8 +228,8 @@ def test_the_plans_of_a_session_go_with_it(site):
     _, (p,), (d,) = transfer(site, [Rank(1, 0, BF16)], [Rank(1, 0, TENSOR)])
     assert p.stager._plans
     assert d.stager._plans
-    for link in list(p.core.links.values()):
-        p.core.lose(link, PeerError("gone", remedy="none"), time.monotonic())
+    for session in list(p.core.sessions.values()):
+        p.core.lose(session, PeerError("gone", remedy="none"), time.monotonic())
     drive(site.nodes, lambda: not p.stager._plans and not d.stager._plans)
 
 

@@ -51,12 +51,12 @@ def test_a_killed_prefill_process_fails_its_rooms_only(site, transport, path):
     d = site.decode(dst, transport=transport, path=path)
     with Remote(site.address, 1, transport, path, rooms=2, stop=1) as remote:
         receivers = half_sent(d, dst, site.address)
-        (link,) = d.core.links.values()
+        (session,) = d.core.sessions.values()
         os.kill(remote.processes[0].pid, signal.SIGKILL)
         remote.processes[0].join()
         drive([d], lambda: receivers[1].state is State.FAILED, 60)
         assert "silent" in str(receivers[1].error)
-        drive([d], lambda: receivers[1].released and not d.core.holds(link), 60)
+        drive([d], lambda: receivers[1].released and not d.core.holds(session), 60)
         assert d.core.idle
         assert receivers[0].state is State.SUCCESS
     if path == "staged":

@@ -125,7 +125,7 @@ def test_a_decode_that_is_not_let_in(tmp_path):
         assert "refuses this node's key" in str(error)
         drive([p, d], lambda: p.stats()["peers_refused"] > 0)
         assert d.stats()["peers_refused"] == 1
-        assert not p.core.links
+        assert not p.core.sessions
         good = stack.enter_context(decode_node(dst, keys=tmp_path / "p"))
         one_room(p, good, src, dst)
 

@@ -237,7 +237,7 @@ def test_incompatible_layouts(site, caplog, dst, culprit):
     assert isinstance(receiver.error, PeerError)
     with pytest.raises(PeerError, match=culprit):
         receiver.wait(0)
-    assert not p.core.links
+    assert not p.core.sessions
     assert any(culprit in record.getMessage() for record in caplog.records)
 
 
@@ -304,8 +304,8 @@ def test_an_open_that_comes_with_its_hello(site):
     opened = m.Open(1, room_key("r"), shares, (m.Asked("kv", 0, 8),), items, 0, 1, False, 0, 60.0)
     with node._lock:
         for seq, (writer, message) in enumerate([(0, hello), (node.incarnation, opened)], 1):
-            node.core.receive(b"peer", wire.encode(m.Session(7, writer), seq, message), time.monotonic())
-        assert [link.half_open for link in node.core.links.values()] == [False]
+            node.core.receive(b"peer", wire.encode(m.SessionId(7, writer), seq, message), time.monotonic())
+        assert [session.half_open for session in node.core.sessions.values()] == [False]
         assert sender.room.destinations
 
 

@@ -139,7 +139,7 @@ def test_a_required_column_that_is_not_common_is_refused_at_hello(side: str, oth
     world.run()
     assert handle.state is State.FAILED
     assert f"'hidden', bfloat16[7] and required at {side}, {other}" in str(handle.error)
-    assert not world.prefill[0].core.links
+    assert not world.prefill[0].core.sessions
 
 
 # What goes wrong on the way.
@@ -224,15 +224,15 @@ def test_a_lost_session_keeps_the_row_until_it_is_fenced(fences: bool) -> None:
     world.hold(lambda item: item.kind == "write" and is_row(item))
     handle, _ = begin(world)
     world.run()
-    link = next(iter(world.decode[0].core.links.values()))
-    world.decode[0].core.lose(link, TransportError("gone"), world.now)
+    session = next(iter(world.decode[0].core.sessions.values()))
+    world.decode[0].core.lose(session, TransportError("gone"), world.now)
     assert handle.state is State.FAILED
     assert not handle.released
     world.prefill[0].alive = False  # nobody proves anything
     world.carry(world.decode[0])
     world.run(1.0)
     assert handle.released == fences
-    assert world.decode[0].core.holds(link) != fences
+    assert world.decode[0].core.holds(session) != fences
     if not fences:
         world.free()
         world.run(2.0)  # lands, and the room's part is still open
@@ -379,10 +379,10 @@ def test_an_open_after_finish_gets_it_too() -> None:
 def _said(world: World, message: m.AnyMessage, side: str) -> str:
     """What the node at `side` complains of when its peer says `message` in their session."""
     node = world.prefill[0] if side == "prefill" else world.decode[0]
-    (link,) = node.core.links.values()
-    node.core.receive(link.route, wire.encode(link.session, link.heard + 1, message), world.now)
+    (session,) = node.core.sessions.values()
+    node.core.receive(session.route, wire.encode(session.id, session.heard + 1, message), world.now)
     world.carry(node)
-    assert not node.core.links, "the session goes on"
+    assert not node.core.sessions, "the session goes on"
     return node.peer_warnings[-1]
 
 
@@ -410,8 +410,8 @@ def test_a_tag_of_a_row_counts_once_and_only_where_one_was_named(row: int | None
     handle = world.receive(1, 8, [0, 1], row=row)
     world.run()
     core = world.decode[0].core
-    (link,) = core.links.values()
-    tag = wire.encode_tag(wire.Tag(link.session, handle.epoch, 0, m.AUX, 0, ()), ("kv",))
+    (session,) = core.sessions.values()
+    tag = wire.encode_tag(wire.Tag(session.id, handle.epoch, 0, m.AUX, 0, ()), ("kv",))
     for _ in range(2):
         core.tag(tag, world.now)
     part = next(iter(handle.parts.values()))

@@ -54,4 +54,4 @@ def test_one_side_alone_has_no_checksums(side):
     world.send(7, TOKENS, SRC)
     world.run(until=60)
     world.check(receiver, 7, TOKENS)
-    assert not any(link.checksums for node in world.nodes() for link in node.core.links.values())
+    assert not any(session.checksums for node in world.nodes() for session in node.core.sessions.values())

@@ -103,7 +103,7 @@ def test_a_misfit_is_refused_at_hello_and_both_nodes_hear_why(what: str) -> None
     assert str(handle.error).count("\n") == 0
     (warning,) = world.prefill[0].peer_warnings
     assert words in warning
-    assert not world.prefill[0].core.links
+    assert not world.prefill[0].core.sessions
     assert_flat(world)
 
 
@@ -225,8 +225,8 @@ def test_a_refusal_of_an_older_try_does_not_touch_a_room_that_its_rank_has_opene
     handle = world.receive(1, 8, [1, 0])
     out = world.submit(1)
     world.run()
-    (link,) = world.decode[0].core.links.values()
-    world.decode[0].core.send(link, m.Abort(handle.epoch + 7, "no", False, b"i1"), 0.0)
+    (session,) = world.decode[0].core.sessions.values()
+    world.decode[0].core.send(session, m.Abort(handle.epoch + 7, "no", False, b"i1"), 0.0)
     world.carry(world.decode[0])
     world.run()
     assert not out.ended

@@ -226,7 +226,7 @@ def test_features_that_only_the_peer_knows_are_ignored() -> None:
     world.send(1, 8, [2, 3])
     world.run()
     world.check(handle, 1, 8)
-    assert all(link.checksums for core in (prefill, decode) for link in core.links.values())
+    assert all(session.checksums for core in (prefill, decode) for session in core.sessions.values())
     assert not world.prefill[0].peer_warnings + world.decode[0].peer_warnings
 
 
@@ -240,14 +240,14 @@ def test_versions_that_do_not_talk_refuse_each_other_in_words_on_both_sides() ->
     handle = world.announce(0)
     (hello,) = [item for item in world.queue if isinstance(item.message, m.Hello)]
     world.queue.clear()
-    greeting = wire.encode(m.Session(next(iter(decode.peers.values())).nonce, 0), 0, hello.message)
+    greeting = wire.encode(m.SessionId(next(iter(decode.peers.values())).nonce, 0), 0, hello.message)
     unread = greeting[:HEADER_NBYTES] + b"\x93\x01" + b"\xc1what a later version says"
     prefill.receive(b"D0", later(unread, version=VERSION + 2, oldest=VERSION + 1), 0.0)
     warning, answer = prefill.take_effects()
     words = f"wire version {VERSION + 2} from the peer, {VERSION} here"
     assert isinstance(warning, PeerWarning)
     assert words in str(warning.error)
-    assert not prefill.links
+    assert not prefill.sessions
     assert isinstance(answer, Send)
     decode.receive(b"P0", later(answer.frame, version=VERSION + 2, oldest=VERSION + 1), 0.0)
     assert handle.state is State.FAILED
@@ -261,7 +261,7 @@ def test_only_a_hello_is_answered_across_versions(name: str) -> None:
     """Two strangers that answered everything would never end."""
     world = World()
     for core in (world.prefill[0].core, world.decode[0].core):
-        frame = wire.encode(m.Session(5, 0), 0, golden.FRAMES[name])
+        frame = wire.encode(m.SessionId(5, 0), 0, golden.FRAMES[name])
         core.receive(b"??", later(frame, oldest=VERSION + 1), 0.0)
         (effect,) = core.take_effects()
         assert isinstance(effect, PeerWarning)
@@ -273,14 +273,14 @@ def test_a_message_that_nobody_offered_is_named_and_changes_nothing() -> None:
     world.announce(0)
     world.run()
     for node in world.nodes():
-        (link,) = node.core.links.values()
-        frame = wire.encode(link.session, link.heard + 1, m.Heartbeat())[:HEADER_NBYTES] + b"\x92\x63\x01"
-        node.core.receive(link.route, frame, 0.0)
+        (session,) = node.core.sessions.values()
+        frame = wire.encode(session.id, session.heard + 1, m.Heartbeat())[:HEADER_NBYTES] + b"\x92\x63\x01"
+        node.core.receive(session.route, frame, 0.0)
         (warning,) = node.core.take_effects()
         assert isinstance(warning, PeerWarning)
         assert f"control message number 99 of wire version {VERSION}" in str(warning.error)
         assert "did not offer it" in str(warning.error)
-        assert node.core.links
+        assert node.core.sessions
         assert node.core.counters.frames_malformed == 1
 
 

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdstage.protocol.holdings import Grant, Holdings
-from pdstage.protocol.messages import LaneSpan, Session
+from pdstage.protocol.messages import LaneSpan, SessionId
 from pdstage.protocol.queue import Request
 
 LANE = 2048
 
 
-def link(n: int) -> SimpleNamespace:
-    return Named(session=Session(n, 0))
+def session(n: int) -> SimpleNamespace:
+    return Named(id=SessionId(n, 0))
 
 
 class Named(SimpleNamespace):
@@ -24,7 +24,7 @@ class Named(SimpleNamespace):
     __eq__ = object.__eq__
 
 
-A, B = link(1), link(2)
+A, B = session(1), session(2)
 
 
 def holdings(*sizes: int) -> Holdings:
@@ -60,7 +60,7 @@ def test_a_large_request_is_not_overtaken_for_ever() -> None:
     """A small one behind it would fit, but the queue is in order: else a large chunk starves (I11)."""
     held = holdings()
     full = grant(held, ask(A, 0, LANE), ask(A, 1, LANE // 2))
-    assert not grant(held, ask(B, 2, LANE), ask(link(3), 3, 256))
+    assert not grant(held, ask(B, 2, LANE), ask(session(3), 3, 256))
     held.release(full[0], 0.0)
     assert [g.request.chunk for g in grant(held)] == [2]
     held.release(full[1], 0.0)
@@ -100,7 +100,7 @@ def test_who_is_refused_as_too_big_waits_for_no_share() -> None:
     held = holdings()
     (mine,) = grant(held, ask(A, 0, LANE // 2))
     refused, more = grant(held, ask(A, 1, LANE // 4), ask(B, 0, LANE + 1))
-    assert (type(refused), refused.link) == (Request, B)
+    assert (type(refused), refused.session) == (Request, B)
     assert (type(more), more.request.chunk) == (Grant, 1)
     assert mine.end == more.cursor
 

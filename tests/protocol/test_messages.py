@@ -23,7 +23,7 @@ FINITE = st.floats(allow_nan=False)
 RECT = st.builds(Rect, WORD, NUMBER, NUMBER, st.integers(0, 2**31), st.integers(0, 2**31))
 RECTS = st.lists(RECT, max_size=4).map(tuple)
 SHARE = st.builds(Share, WORD, WORD, st.tuples(NUMBER, NUMBER, NUMBER), NUMBER, NUMBER)
-SESSION = st.builds(m.Session, U64, U64)
+SESSION = st.builds(m.SessionId, U64, U64)
 
 
 @st.composite
@@ -118,8 +118,8 @@ def test_every_message_is_tried() -> None:
 
 
 @given(SESSION, U64, ANY)
-def test_round_trip(session: m.Session, seq: int, message: m.AnyMessage) -> None:
-    assert wire.decode(wire.encode(session, seq, message)) == wire.Frame(session, seq, message)
+def test_round_trip(session_id: m.SessionId, seq: int, message: m.AnyMessage) -> None:
+    assert wire.decode(wire.encode(session_id, seq, message)) == wire.Frame(session_id, seq, message)
 
 
 @given(st.binary(max_size=200))
@@ -138,7 +138,7 @@ def test_garbage_raises_peer_error_only(data: bytes) -> None:
 
 @given(ANY, st.data())
 def test_a_damaged_frame_raises_peer_error_only(message: m.AnyMessage, data: st.DataObject) -> None:
-    frame = bytearray(wire.encode(m.Session(1, 2), 3, message))
+    frame = bytearray(wire.encode(m.SessionId(1, 2), 3, message))
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
     try:
@@ -149,7 +149,7 @@ def test_a_damaged_frame_raises_peer_error_only(message: m.AnyMessage, data: st.
 
 @given(ANY, st.data())
 def test_a_truncated_frame_is_refused(message: m.AnyMessage, data: st.DataObject) -> None:
-    frame = wire.encode(m.Session(1, 2), 3, message)
+    frame = wire.encode(m.SessionId(1, 2), 3, message)
     with pytest.raises(PeerError):
         wire.decode(frame[: data.draw(st.integers(0, len(frame) - 1))])
 
@@ -165,7 +165,7 @@ def test_an_oversize_frame_is_refused_unread() -> None:
 
 
 def test_a_layout_that_contradicts_itself_is_the_peers_fault() -> None:
-    frame = wire.encode(m.Session(1, 2), 3, golden.HELLO)
+    frame = wire.encode(m.SessionId(1, 2), 3, golden.HELLO)
     bad = frame.replace(b"\xa5width\x10", b"\xa5width\x00")
     assert bad != frame
     with pytest.raises(PeerError, match="has a size below 1"):
@@ -212,7 +212,7 @@ def test_a_garbage_tag_raises_peer_error_only(data: bytes) -> None:
 
 
 def test_a_tag_about_an_unknown_component_is_refused() -> None:
-    data = wire.encode_tag(wire.Tag(m.Session(1, 2), 3, 4, 5, 6, (Rect("swa", 0, 1, 0, 1),)), NAMES)
+    data = wire.encode_tag(wire.Tag(m.SessionId(1, 2), 3, 4, 5, 6, (Rect("swa", 0, 1, 0, 1),)), NAMES)
     with pytest.raises(PeerError, match="component number 2"):
         wire.decode_tag(data, ("dsa", "kv"))
 
@@ -220,8 +220,8 @@ def test_a_tag_about_an_unknown_component_is_refused() -> None:
 def test_the_largest_tag_is_as_large_as_a_message_may_carry() -> None:
     """The limit is a number of `messages`, which knows nothing of how a tag is packed."""
     rects = (Rect("kv", 0, 1, 0, 1),) * m.MAX_RECTS
-    tag = wire.encode_tag(wire.Tag(m.Session(1, 2), 3, 4, 5, 6, rects), NAMES)
+    tag = wire.encode_tag(wire.Tag(m.SessionId(1, 2), 3, 4, 5, 6, rects), NAMES)
     assert len(tag) == m.MAX_TAG_NBYTES
-    assert wire.decode(wire.encode(m.Session(1, 2), 3, m.Tagged(tag))).message == m.Tagged(tag)
+    assert wire.decode(wire.encode(m.SessionId(1, 2), 3, m.Tagged(tag))).message == m.Tagged(tag)
     with pytest.raises(PeerError, match="does not decode"):
-        wire.decode(wire.encode(m.Session(1, 2), 3, m.Tagged(tag + b"\0")))
+        wire.decode(wire.encode(m.SessionId(1, 2), 3, m.Tagged(tag + b"\0")))

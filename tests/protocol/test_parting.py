@@ -36,7 +36,7 @@ def strangers(world: World) -> bool:
     """No end holds anything of the other: no session, greeting, farewell or timer (I14)."""
     assert_flat(world)
     return all(
-        not node.core.links and not len(node.core.timers) and node.core.next_at() is None for node in world.nodes()
+        not node.core.sessions and not len(node.core.timers) and node.core.next_at() is None for node in world.nodes()
     ) and not any(node.core.peers or node.core._leaving for node in world.decode)
 
 
@@ -44,8 +44,8 @@ def test_an_idle_session_ends_in_order_on_both_sides() -> None:
     world = served()
     (prefill,), (decode,) = world.prefill, world.decode
     world.run(until=IDLE_S - 0.1)
-    assert prefill.core.links
-    assert decode.core.links
+    assert prefill.core.sessions
+    assert decode.core.sessions
     world.run(until=IDLE_S + BEAT_S + 0.1)
     assert strangers(world)
     assert prefill.core.counters.sessions_ended == decode.core.counters.sessions_ended == 1
@@ -66,7 +66,7 @@ def test_either_side_may_be_the_less_patient(side: str) -> None:
     node.core.config = replace(node.core.config, idle_s=IDLE_S)
     serve(world, 1)
     world.run(until=IDLE_S - 0.1)
-    assert node.core.links
+    assert node.core.sessions
     world.run(until=IDLE_S + BEAT_S + 0.1)
     assert strangers(world)
 
@@ -74,7 +74,7 @@ def test_either_side_may_be_the_less_patient(side: str) -> None:
 def test_rooms_keep_their_session_however_long_they_wait() -> None:
     """Unbound, unsubmitted, half sent: a room's session is no idle one."""
     world = served(wait_s=900.0, transfer_s=900.0, open_wait_s=900.0, bind_s=900.0)
-    (session,) = world.decode[0].core.links
+    (session_id,) = world.decode[0].core.sessions
     unbound = world.announce(2)
     world.run(until=100.0)
     world.bind(unbound, 8, [0, 1])
@@ -84,13 +84,13 @@ def test_rooms_keep_their_session_however_long_they_wait() -> None:
     world.run(until=300.0)
     world.chunk(sent, (0, 4), [0, 1])
     world.run(until=400.0)
-    assert list(world.decode[0].core.links) == [session]
+    assert list(world.decode[0].core.sessions) == [session_id]
     world.chunk(sent, (4, 8), [0, 1])
     world.finish(sent)
     world.run()
     world.check(unbound, 2, 8)
     world.run(until=400.0 + IDLE_S - 0.1)
-    assert list(world.decode[0].core.links) == [session], "idle from its last room's end"
+    assert list(world.decode[0].core.sessions) == [session_id], "idle from its last room's end"
     world.run(until=400.0 + IDLE_S + 2 * BEAT_S)
     assert strangers(world)
 
@@ -106,13 +106,15 @@ def test_prefill_keeps_a_session_of_which_it_still_holds_a_room() -> None:
     assert handles[0].state is State.SUCCESS
     assert handles[0].released
     late = world.prefill[1].core
-    assert {link.route for link in late.links.values()} == {b"D0", b"D1"}, "its record of D0's room waits for submit"
+    assert {session.route for session in late.sessions.values()} == {b"D0", b"D1"}, (
+        "its record of D0's room waits for submit"
+    )
     sent = world.send(1, 8, [0, 1], 1)
     world.run()
     assert sent.state is State.SUCCESS, sent.error
     world.check(handles[1], 1, 8, 1)
     world.run(until=20 * IDLE_S)
-    assert not late.links
+    assert not late.sessions
 
 
 def test_a_room_that_waits_for_another_writer_keeps_its_sessions() -> None:
@@ -120,8 +122,8 @@ def test_a_room_that_waits_for_another_writer_keeps_its_sessions() -> None:
     world.drop(lambda item: item.dst is world.prefill[1] or item.src is world.prefill[1])
     handle = world.announce(1)
     world.run(until=5 * IDLE_S)
-    (link,) = world.decode[0].core.links.values()
-    assert link.route == b"P0"
+    (session,) = world.decode[0].core.sessions.values()
+    assert session.route == b"P0"
     assert not handle.ended
 
 
@@ -182,9 +184,9 @@ def test_a_room_that_comes_while_its_session_ends_sees_nothing_of_it(fault: str,
         world.check(handles[0], 2, 8)
         assert handles[0].released
         assert_flat_but_for_farewells(world)
-        assert len(world.prefill[0].core.links) <= 2
+        assert len(world.prefill[0].core.sessions) <= 2
         world.run(until=world.now + 3 * IDLE_S)
-        assert strangers(world), (at, [node.core.links for node in world.nodes()])
+        assert strangers(world), (at, [node.core.sessions for node in world.nodes()])
 
 
 def assert_flat_but_for_farewells(world: World) -> None:
@@ -199,9 +201,11 @@ def test_a_farewell_that_is_never_answered_is_over_in_time(lost: type) -> None:
     world = served()
     world.run(until=IDLE_S - 0.1)
     world.drop(lambda item: is_message(m.Bye)(item) and item.src is world.prefill[0])
-    world.drop(lambda item: is_message(lost)(item) and item.src is world.prefill[0] and not world.decode[0].core.links)
+    world.drop(
+        lambda item: is_message(lost)(item) and item.src is world.prefill[0] and not world.decode[0].core.sessions
+    )
     world.run(until=IDLE_S + 2 * BEAT_S)
-    assert not world.decode[0].core.links
+    assert not world.decode[0].core.sessions
     world.run(until=IDLE_S + 30.0)
     assert strangers(world)
     byes = sum("Bye" in line and "D0>P0" in line for line in world.log)
@@ -224,7 +228,7 @@ def test_a_session_greeted_anew_outlives_the_old_ones_late_frames() -> None:
     serve(world, 3)
     world.queue += old
     world.run(until=world.now + IDLE_S / 2)
-    assert len(world.prefill[0].core.links) == len(world.decode[0].core.links) == 1
+    assert len(world.prefill[0].core.sessions) == len(world.decode[0].core.sessions) == 1
 
 
 # At the limit.
@@ -252,14 +256,14 @@ def test_prefill_makes_place_by_the_idlest() -> None:
     handle = one_room(world, 9, 0, 2)
     world.run(until=world.now + 1.0)
     assert handle.state is State.SUCCESS
-    assert {link.route for link in core.links.values()} == {b"D0", b"D2"}, "D1 was idle for longest"
+    assert {session.route for session in core.sessions.values()} == {b"D0", b"D2"}, "D1 was idle for longest"
     assert core.counters.peers_crowded == 1
     assert core.counters.sessions_refused == 0
     assert not world.decode[1].core.peers
     assert world.decode[1].core.counters.sessions_idle == 1
     assert one_room(world, 10, 0, 1).state in {State.BOOTSTRAPPING, State.SUCCESS}
     world.run(until=world.now + 1.0)
-    assert {link.route for link in core.links.values()} == {b"D2", b"D1"}, "and may come back"
+    assert {session.route for session in core.sessions.values()} == {b"D2", b"D1"}, "and may come back"
 
 
 def test_prefill_refuses_in_words_where_all_peers_are_in_use() -> None:
@@ -272,7 +276,7 @@ def test_prefill_refuses_in_words_where_all_peers_are_in_use() -> None:
     assert isinstance(handle.error, PeerError)
     assert "already 2 peers, all in use; raise Config.max_peers" in str(handle.error)
     assert core.counters.peers_crowded == core.counters.sessions_refused == 1
-    assert len(core.links) == 2
+    assert len(core.sessions) == 2
 
 
 def test_one_that_does_not_go_is_not_asked_before_the_others() -> None:
@@ -287,11 +291,11 @@ def test_one_that_does_not_go_is_not_asked_before_the_others() -> None:
     core._ask_idlest(world.now)
     world.carry(world.prefill[0])
     world.run()
-    assert len(core.links) == 2, "D0 needs it"
+    assert len(core.sessions) == 2, "D0 needs it"
     handle = one_room(world, 4, 0, 2)
     world.run(until=world.now + 3.0)
     assert handle.state is State.SUCCESS
-    assert {link.route for link in core.links.values()} == {b"D0", b"D2"}
+    assert {session.route for session in core.sessions.values()} == {b"D0", b"D2"}
     assert not held.ended
 
 
@@ -304,7 +308,7 @@ def test_decode_makes_place_by_the_idlest() -> None:
         assert len(core.peers) <= 2
     assert set(core.peers) == {b"P0", b"P2"}
     assert core.counters.peers_crowded == 1
-    assert not world.prefill[1].core.links
+    assert not world.prefill[1].core.sessions
 
 
 def test_decode_says_so_where_all_peers_are_in_use() -> None:
@@ -372,13 +376,13 @@ def test_after_an_answer_the_next_greeting_is_eager_again() -> None:
     world.run(until=30.0)
     world.free()
     world.run(until=36.0)
-    assert world.decode[0].core.links
+    assert world.decode[0].core.sessions
     world.timed = []
     old: Prefill = world.prefill[0]
     world.restart(old)
     world.drop(is_kind("frame"))
     world.run(until=60.0)
-    assert not world.decode[0].core.links
+    assert not world.decode[0].core.sessions
     world.announce(2)
     began = world.now
     world.run(until=began + 0.8)
@@ -426,7 +430,7 @@ def test_a_stranded_sessions_route_is_kept_until_its_writer_answers() -> None:
     world.run(until=5.0)
     core = world.decode[0].core
     assert handle.state is State.FAILED
-    assert not core.links
+    assert not core.sessions
     assert core.needs(b"P0")
     assert world.n_hung_up == 0
     world.free()
@@ -443,16 +447,16 @@ def test_bye_is_not_answered_while_a_write_is_in_flight() -> None:
     world.receive(1, 8, [0, 1])
     world.send(1, 8, [0, 1])
     world.run(until=world.now)
-    (writer,), (link,) = world.prefill, world.prefill[0].core.links.values()
+    (writer,), (session,) = world.prefill, world.prefill[0].core.sessions.values()
 
     def say(message: m.AnyMessage, seq: int) -> list[m.AnyMessage]:
         writer.core.take_effects()
-        writer.core.receive(b"D0", wire.encode(link.session, seq, message), world.now)
+        writer.core.receive(b"D0", wire.encode(session.id, seq, message), world.now)
         return [wire.decode(effect.frame).message for effect in writer.core.take_effects() if isinstance(effect, Send)]
 
     assert world.held
-    assert say(m.Bye(), link.heard + 1) == []
-    assert link.session not in writer.core.links
+    assert say(m.Bye(), session.heard + 1) == []
+    assert session.id not in writer.core.sessions
     assert say(m.Heartbeat(), 0) == []
     world.release_held()
     world.run(until=world.now)

@@ -115,7 +115,7 @@ class Parts(World):
 
     def _gather(self, node, effect) -> None:
         chunk = effect.chunk
-        dst, buffer = self.greeter(chunk.record.link.session), node.buffers[effect.buffer]
+        dst, buffer = self.greeter(chunk.record.session.id), node.buffers[effect.buffer]
         pages = chunk.source.items["kv"]
         for offset, src in self.staged(node, dst, pages, chunk.record.shares, chunk.rects):
             buffer[offset : offset + WIDTH] = src
@@ -124,7 +124,7 @@ class Parts(World):
         self.carry(node)
 
     def copy_in(self, node, landing) -> int:
-        src = next(p for p in self.prefill if p.core.incarnation == landing.part.link.session.writer)
+        src = next(p for p in self.prefill if p.core.incarnation == landing.part.session.id.writer)
         held, pages = node.staging.at(landing.address, landing.nbytes), node.pages[landing.part.room]
         for offset, dst in self.staged(node, src, pages, landing.part.shares, landing.rects):
             dst[:] = held[offset : offset + WIDTH]

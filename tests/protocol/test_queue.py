@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstage.protocol.messages import Session
+from pdstage.protocol.messages import SessionId
 from pdstage.protocol.queue import Request, RequestQueue
 
 
@@ -16,11 +16,11 @@ class Named(SimpleNamespace):
     __eq__ = object.__eq__
 
 
-LINKS = [Named(session=Session(n, 0)) for n in range(5)]
+LINKS = [Named(id=SessionId(n, 0)) for n in range(5)]
 
 
-def ask(link: SimpleNamespace, chunk: int, priority: int = 0) -> Request:
-    return Request(link, 1, chunk, 0, 256, (), priority)
+def ask(session: SimpleNamespace, chunk: int, priority: int = 0) -> Request:
+    return Request(session, 1, chunk, 0, 256, (), priority)
 
 
 STEP = st.one_of(
@@ -41,15 +41,15 @@ def test_the_first_is_the_first_of_a_sorted_list(steps: list[tuple[str, int, int
         elif what == "remove" and model:
             queue.remove(model.pop(number % len(model))[2])
         elif what == "take":
-            over = {link for bit, link in enumerate(LINKS) if number >> bit & 1}
-            left = [entry for entry in sorted(model, key=lambda e: e[:2]) if entry[2].link not in over]
+            over = {session for bit, session in enumerate(LINKS) if number >> bit & 1}
+            left = [entry for entry in sorted(model, key=lambda e: e[:2]) if entry[2].session not in over]
             first = queue.first(over)
             assert first is (left[0][2] if left else None)
             if first is not None:
                 queue.remove(first)
                 model.remove(left[0])
         assert len(queue) == len(model)
-        assert queue.n_sessions == len({request.link for _, _, request in model})
+        assert queue.n_sessions == len({request.session for _, _, request in model})
         assert {id(r) for _, _, r in queue.entries()} == {id(r) for _, _, r in model}
 
 

@@ -198,9 +198,9 @@ def test_an_abort_that_is_not_drained_in_time_loses_the_session() -> None:
     world.decode[0].core.abort(handle, "enough", world.now)
     world.carry(world.decode[0])
     world.run(until=1.9)
-    assert world.decode[0].core.links
+    assert world.decode[0].core.sessions
     world.run(until=2.1)
-    assert not world.decode[0].core.links
+    assert not world.decode[0].core.sessions
     assert any("did not drain in 2.0 s" in words for words in world.decode[0].peer_warnings)
     assert world.decode[0].core.holdings.lanes[0].quarantined_nbytes == LEASE
     world.free()
@@ -295,14 +295,14 @@ def test_a_reserve_for_what_was_not_asked_fails_the_room_naming_it(reserve: tupl
     world = World()
     handle, sent = opened(world)
     prefill, decode = world.prefill[0].core, world.decode[0].core
-    (link,) = prefill.links.values()
-    prefill.send(link, m.Reserve(*reserve), world.now)
+    (session,) = prefill.sessions.values()
+    prefill.send(session, m.Reserve(*reserve), world.now)
     world.carry(world.prefill[0])
     world.run(until=5.0)
     assert isinstance(handle.error, PeerError)
     assert words in str(handle.error)
     assert sent.state is State.FAILED
-    assert decode.links, "the room, not the session"
+    assert decode.sessions, "the room, not the session"
     assert_flat(world)
 
 
@@ -310,16 +310,16 @@ def test_a_lease_for_a_chunk_never_asked_for_is_returned() -> None:
     world = World()
     opened(world)
     prefill, decode = world.prefill[0].core, world.decode[0].core
-    (link,) = decode.links.values()
+    (session,) = decode.sessions.values()
     for epoch, chunk in ((1, 7), (99, 0)):
-        decode.send(link, m.Lease(epoch, chunk, 0, 0, 4096, 256, 0), world.now)
-        decode.send(link, m.Recall(epoch, chunk, 0, 0, 4096, 0), world.now)
+        decode.send(session, m.Lease(epoch, chunk, 0, 0, 4096, 256, 0), world.now)
+        decode.send(session, m.Recall(epoch, chunk, 0, 0, 4096, 0), world.now)
     world.carry(world.decode[0])
     world.run()
     returned = [line for line in world.log if "Returned(" in line]
     assert len(returned) == 4
-    assert prefill.links
-    assert decode.links
+    assert prefill.sessions
+    assert decode.sessions
 
 
 OPEN: dict[str, object] = {
@@ -362,12 +362,12 @@ def test_an_open_out_of_range_ends_the_session(change: dict[str, object], words:
     fields = OPEN | {"epoch": 5} | change
     fields["items"] = tuple(m.Items(name, first, memoryview(data)) for name, first, data in fields["items"])
     decode = world.decode[0].core
-    (link,) = decode.links.values()
-    decode.send(link, m.Open(**fields), world.now)
+    (session,) = decode.sessions.values()
+    decode.send(session, m.Open(**fields), world.now)
     world.carry(world.decode[0])
     world.run()
     assert any(words in warning for warning in world.prefill[0].peer_warnings), world.prefill[0].peer_warnings
-    assert not world.prefill[0].core.links
+    assert not world.prefill[0].core.sessions
 
 
 def test_a_room_ends_at_prefill_however_long_its_destination_would_wait() -> None:
@@ -401,8 +401,8 @@ def test_a_lease_outside_its_lane_ends_the_session_and_writes_nothing(message: m
     world.send(1, 8, [0, 1])
     world.run()
     decode = world.decode[0].core
-    (link,) = decode.links.values()
-    decode.send(link, message, world.now)
+    (session,) = decode.sessions.values()
+    decode.send(session, message, world.now)
     world.rules.clear()
     world.carry(world.decode[0])
     world.run(until=1.0)
@@ -519,7 +519,7 @@ def test_gathers_of_a_lost_session_keep_their_buffer_until_they_end() -> None:
     world.drop(is_kind("frame"))
     world.run(until=5.0)
     prefill = world.prefill[0].core
-    assert not prefill.links
+    assert not prefill.sessions
     assert sent.state is State.FAILED
     assert len(prefill.buffers.free) == 1
     assert not sent.released, "the gather still reads these pages"
@@ -547,10 +547,10 @@ def test_a_failed_write_is_not_given_back_as_if_it_was_never_begun() -> None:
     world.carry(world.prefill[0])
     world.run()
     assert chunk.phase is Phase.BROKEN
-    (link,) = prefill.links.values()
-    (there,) = decode.links.values()
+    (session,) = prefill.sessions.values()
+    (there,) = decode.sessions.values()
     for message in (m.Recall(1, 0, 0, 0, 0, 0), m.Lease(1, 0, 0, 0, 0, LEASE, 0)):
-        prefill.receive(b"D0", wire.encode(there.session, link.heard + 1, message), 0.0)
+        prefill.receive(b"D0", wire.encode(there.id, session.heard + 1, message), 0.0)
     said = [wire.decode(effect.frame).message for effect in prefill.take_effects()]
     assert not any(isinstance(message, m.Returned) for message in said)
     assert "link down" in str(sent.error)
@@ -629,7 +629,7 @@ def test_each_destination_completes_on_its_own() -> None:
     world = World(decode=2)
     world.hold(lambda item: item.kind == "tag" and item.dst is world.decode[1])
     world.hold(lambda item: item.kind == "done" and wire.decode_tag(item.tag, ("kv",)).session in {
-        link.session for link in world.decode[1].core.links.values()
+        session.id for session in world.decode[1].core.sessions.values()
     })  # fmt: skip
     handles = [world.receive(1, 8, [0, 1], rank) for rank in (0, 1)]
     sent = world.send(1, 8, [0, 1])
@@ -842,10 +842,10 @@ def test_parked_items_are_capped_by_their_bytes() -> None:
 def test_turned_away_records_still_count() -> None:
     """A peer that never agrees to the end of its rooms gets no place for more of them."""
     world = World(max_parked=4, open_wait_s=1.0)
-    prefill, link = greeted(world)
+    prefill, session = greeted(world)
     world.drop(lambda item: item.src is world.prefill[0] and item.kind == "frame")
     for epoch in range(10, 40):
-        prefill.receive(link.route, wire.encode(link.session, epoch, m.Open(**(OPEN | {"epoch": epoch}))), world.now)
+        prefill.receive(session.route, wire.encode(session.id, epoch, m.Open(**(OPEN | {"epoch": epoch}))), world.now)
         world.now += 1.5
         prefill.tick(world.now)
         prefill.take_effects()
@@ -854,10 +854,10 @@ def test_turned_away_records_still_count() -> None:
 
 def test_asking_again_and_again_is_noted_once() -> None:
     world = World()
-    prefill, link = greeted(world)
+    prefill, session = greeted(world)
     for epoch in range(10, 40):
-        prefill.receive(link.route, wire.encode(link.session, epoch, m.Ask(epoch, b"i7")), world.now)
-    assert prefill._forget_askers(b"i7") == [(link, 39)]
+        prefill.receive(session.route, wire.encode(session.id, epoch, m.Ask(epoch, b"i7")), world.now)
+    assert prefill._forget_askers(b"i7") == [(session, 39)]
     assert prefill._askers._n == 0
 
 
@@ -869,7 +869,7 @@ def greeted(world: World):
     world.carry(world.decode[0])
     world.run()
     prefill = world.prefill[0].core
-    return prefill, next(iter(prefill.links.values()))
+    return prefill, next(iter(prefill.sessions.values()))
 
 
 @pytest.mark.parametrize("path", ["staged", "direct"])
@@ -906,28 +906,28 @@ def liar_at_prefill(world: World):
     world.submit(1)
     world.run()
     decode = world.decode[0].core
-    (link,) = decode.links.values()
-    return decode, link, handle
+    (session,) = decode.sessions.values()
+    return decode, session, handle
 
 
 def test_a_writer_that_asks_for_leases_without_end_is_answered_later() -> None:
     world = World()
-    decode, link, handle = liar_at_prefill(world)
+    decode, session, handle = liar_at_prefill(world)
     rects = (Rect("kv", 0, 8, 0, 2),)
     for chunk in range(5000):
         ask = m.Reserve(handle.epoch, chunk, 0, 512, rects)
-        decode.receive(link.route, wire.encode(link.session, link.heard + 1, ask), world.now)
+        decode.receive(session.route, wire.encode(session.id, session.heard + 1, ask), world.now)
         decode.take_effects()
     assert not handle.ended
-    assert decode.holdings.n_claims(link, handle.epoch) == 4096
+    assert decode.holdings.n_claims(session, handle.epoch) == 4096
 
 
 def test_a_tag_that_brings_nothing_new_moves_no_deadline() -> None:
     """Else a writer could keep a room open by saying the same cells again and again (I10)."""
     world = World(path="direct", transfer_s=5.0)
-    decode, link, handle = liar_at_prefill(world)
+    decode, session, handle = liar_at_prefill(world)
     for chunk in range(40):
-        tag = wire.Tag(link.session, handle.epoch, chunk, m.DIRECT, 0, (Rect("kv", 0, 4, 0, 2),))
+        tag = wire.Tag(session.id, handle.epoch, chunk, m.DIRECT, 0, (Rect("kv", 0, 4, 0, 2),))
         decode.tag(wire.encode_tag(tag, ("kv",)), world.now)
         world.carry(world.decode[0])
         world.run(until=world.now + 0.5)
@@ -937,9 +937,9 @@ def test_a_tag_that_brings_nothing_new_moves_no_deadline() -> None:
 
 def test_aux_beyond_the_limit_ends_the_session() -> None:
     world = World(max_aux_nbytes=16)
-    decode, link, handle = liar_at_prefill(world)
+    decode, session, handle = liar_at_prefill(world)
     close = m.CloseOk(handle.epoch, (), bytes(17))
-    decode.receive(link.route, wire.encode(link.session, link.heard + 1, close), world.now)
+    decode.receive(session.route, wire.encode(session.id, session.heard + 1, close), world.now)
     assert handle.state is State.FAILED
     assert "17 aux bytes" in str(handle.error)
 
@@ -954,11 +954,11 @@ def test_too_big_cannot_cut_a_chunk_into_dust(monkeypatch: pytest.MonkeyPatch) -
     world.chunk(sent, (0, 2400), list(range(600)))
     world.run()
     prefill = world.prefill[0].core
-    (link,) = prefill.links.values()
+    (session,) = prefill.sessions.values()
     (record,) = prefill.records.values()
     n_before = len(record.chunks)
     for number in range(n_before):
         refused = m.Refused(record.epoch, number, 0, "too_big", 256)
-        prefill.receive(link.route, wire.encode(link.session, link.heard + 1, refused), world.now)
+        prefill.receive(session.route, wire.encode(session.id, session.heard + 1, refused), world.now)
     assert len(record.chunks) == n_before
     assert not sent.ended

@@ -24,8 +24,8 @@ def said(world: World) -> int:
 
 def hear(node: Decode, data: bytes, now: float) -> list[m.AnyMessage]:
     """`node` hears a tag as a message from its one peer; what it answers."""
-    (link,) = node.core.links.values()
-    node.core.receive(link.route, wire.encode(link.session, link.heard + 1, m.Tagged(data)), now)
+    (session,) = node.core.sessions.values()
+    node.core.receive(session.route, wire.encode(session.id, session.heard + 1, m.Tagged(data)), now)
     return [wire.decode(effect.frame).message for effect in node.core.take_effects() if isinstance(effect, Send)]
 
 
@@ -118,8 +118,8 @@ def test_a_tag_said_again_and_again_counts_once(path: str) -> None:
     for n in range(1, 4):
         hear(node, item.message.tag, world.now)  # type: ignore[attr-defined]
         assert (node.core.counters.tags_received, node.core.counters.tags_stale, room.pending) == (n + 1, n, 0)
-    (link,) = node.core.links.values()
-    link.heard -= 3  # those were not from the prefill core, which goes on counting its own
+    (session,) = node.core.sessions.values()
+    session.heard -= 3  # those were not from the prefill core, which goes on counting its own
     world.chunk(sender, (8, 16), [4, 5, 6, 7])
     world.finish(sender)
     world.run()
@@ -167,8 +167,8 @@ def test_nothing_is_said_under_a_lost_session() -> None:
     world.send(1, 8, [0, 1])
     world.run()
     (node,) = world.prefill
-    (link,) = node.core.links.values()
-    node.core.lose(link, PeerError("the test says so"), world.now)
+    (session,) = node.core.sessions.values()
+    node.core.lose(session, PeerError("the test says so"), world.now)
     world.free()
     world.run()
     assert said(world) == 0
@@ -180,16 +180,16 @@ def test_an_untrue_tag_ends_its_session(what: str) -> None:
     world = saying() if what != "where tags come with the data" else World()
     room = world.receive(1, 8, [0, 1])
     world.run()
-    (link,) = world.decode[0].core.links.values()
-    tag = wire.Tag(link.session, 1, 0, 0, 0, ())
+    (session,) = world.decode[0].core.sessions.values()
+    tag = wire.Tag(session.id, 1, 0, 0, 0, ())
     data = {
-        "another session": wire.encode_tag(tag._replace(session=m.Session(1, 2)), ("kv",)),
+        "another session": wire.encode_tag(tag._replace(session=m.SessionId(1, 2)), ("kv",)),
         "no tag": b"Pt",
         "another component": wire.encode_tag(tag, ("kv",))[:-2] + b"\1\0" + b"\7" + bytes(25),
     }.get(what, wire.encode_tag(tag, ("kv",)))
     hear(world.decode[0], data, world.now)
     assert world.decode[0].core.counters.frames_malformed == 1
-    assert not world.decode[0].core.links
+    assert not world.decode[0].core.sessions
     assert room.state is State.FAILED
 
 

@@ -17,46 +17,46 @@ from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.effects import Attach, Detach, PeerWarning, Send
 from pdstage.protocol.room import State
-from pdstage.protocol.session import Lateness, Link
+from pdstage.protocol.session import Lateness, Session
 from pdstage.protocol.told import layout_problem
 from pdstage.topology import Axis
 from tests.pair import Decode, Prefill, World, assert_flat, is_kind, is_message
 
 
-def met(world: World) -> tuple[Prefill, Decode, Link, Link]:
+def met(world: World) -> tuple[Prefill, Decode, Session, Session]:
     """A world whose pair has greeted, with no room left."""
     handle = world.announce(0)
     world.run()
     world.decode[0].core.abort(handle, "only to greet", world.now)
     world.carry(world.decode[0])
     world.run()
-    (at_prefill,), (at_decode,) = world.prefill[0].core.links.values(), world.decode[0].core.links.values()
-    assert at_prefill.session == at_decode.session
+    (at_prefill,), (at_decode,) = world.prefill[0].core.sessions.values(), world.decode[0].core.sessions.values()
+    assert at_prefill.id == at_decode.id
     return world.prefill[0], world.decode[0], at_prefill, at_decode
 
 
 @given(st.lists(st.integers(1, 12), max_size=40))
 def test_only_a_rising_seq_is_accepted(seqs: list[int]) -> None:
     """Duplicates and what was overtaken are dropped and counted (I4, I6)."""
-    prefill, _, link, _ = met(World())
-    stale, best = prefill.core.counters.frames_stale, link.heard
+    prefill, _, session, _ = met(World())
+    stale, best = prefill.core.counters.frames_stale, session.heard
     base = best
     for n in seqs:
-        prefill.core.receive(b"D0", wire.encode(link.session, base + n, m.Ask(1, b"i0")), 0.0)
+        prefill.core.receive(b"D0", wire.encode(session.id, base + n, m.Ask(1, b"i0")), 0.0)
         fresh = base + n > best
         best = max(best, base + n)
         stale += not fresh
-        assert link.heard == best
+        assert session.heard == best
         assert bool(prefill.core.take_effects()) is fresh, "a stale frame has no effect"
     assert prefill.core.counters.frames_stale == stale
 
 
 def test_a_frame_of_an_unknown_session_is_counted_and_answered_with_our_name() -> None:
-    prefill, decode, link, _ = met(World())
+    prefill, decode, session, _ = met(World())
     for node, name in ((prefill, b"D0"), (decode, b"P0")):
         core = node.core
         stale = core.counters.frames_stale
-        other = m.Session(link.session.decode ^ 1, link.session.writer)
+        other = m.SessionId(session.id.decode ^ 1, session.id.writer)
         core.receive(name, wire.encode(other, 9, m.Heartbeat()), 0.0)
         (answer,) = core.take_effects()
         assert isinstance(answer, Send)
@@ -71,8 +71,8 @@ def test_heartbeats_keep_an_idle_session_alive() -> None:
     world = World(max_silence_s=1.0)
     met(world)
     world.run(until=100.0)
-    assert world.prefill[0].core.links
-    assert world.decode[0].core.links
+    assert world.prefill[0].core.sessions
+    assert world.decode[0].core.sessions
     beats = sum("Heartbeat" in line for line in world.log)
     assert 500 <= beats <= 700, "a third of the promise apart, each way, and no more"
 
@@ -80,29 +80,29 @@ def test_heartbeats_keep_an_idle_session_alive() -> None:
 def test_a_silent_peer_is_lost_after_its_own_promise() -> None:
     """I10."""
     world = World(max_silence_s=2.0)
-    _, decode, _, link = met(world)
+    _, decode, _, session = met(world)
     handle = world.receive(1, 8, [0, 1])
     world.run()
     world.drop(lambda item: item.src is world.prefill[0])
-    heard_at = link.heard_at
+    heard_at = session.heard_at
     world.run(until=heard_at + 1.9)
     assert handle.state is State.WAITING_FOR_INPUT
     world.run(until=heard_at + 2.1)
     assert isinstance(handle.error, DeadlineExceeded)
     assert "silent for 2.0 s" in str(handle.error)
-    assert link.session not in decode.core.links
+    assert session.id not in decode.core.sessions
 
 
 def test_a_late_turn_pushes_its_deadlines_by_the_excess() -> None:
     """A process that was stopped judges nobody by the time it slept: its peers had no chance to be heard."""
     world = World(max_silence_s=2.0, wait_s=8.0)
-    _, decode, _, link = met(world)
+    _, decode, _, session = met(world)
     handle = world.receive(1, 8, [0, 1])
     world.run(until=4.0)
     core, wait_at = decode.core, core_deadline(decode, "wait")
     last_at = core._lateness.last_at
     core.receive(
-        b"P0", wire.encode(link.session, link.heard + 1, m.Heartbeat()), last_at + 30.0
+        b"P0", wire.encode(session.id, session.heard + 1, m.Heartbeat()), last_at + 30.0
     )  # inputs are read first
     core.tick(last_at + 30.0)
     assert not handle.ended, handle.error
@@ -114,18 +114,18 @@ def test_a_late_turn_pushes_its_deadlines_by_the_excess() -> None:
 def test_a_late_turn_gives_each_peer_the_excess() -> None:
     """A peer is given as much longer as the node slept, from when it was last heard."""
     world = World(max_silence_s=2.0)
-    prefill, decode, at_prefill, link = met(world)
+    prefill, decode, at_prefill, session = met(world)
     core, start = decode.core, world.now
     core.tick(start)
-    core.receive(b"P0", wire.encode(link.session, link.heard + 1, m.Heartbeat()), start + 1.5)
+    core.receive(b"P0", wire.encode(session.id, session.heard + 1, m.Heartbeat()), start + 1.5)
     core.tick(start + 30.0)
-    assert link.session in core.links, "28 s late, so it is as if the peer had been heard half a second ago"
+    assert session.id in core.sessions, "28 s late, so it is as if the peer had been heard half a second ago"
     world.now = start + 31.4
     core.tick(world.now)
-    assert link.session in core.links
+    assert session.id in core.sessions
     core.tick(start + 31.6)
-    assert link.session not in core.links
-    assert prefill.core.links == {at_prefill.session: at_prefill}
+    assert session.id not in core.sessions
+    assert prefill.core.sessions == {at_prefill.id: at_prefill}
 
 
 def core_deadline(node: Decode, kind: str) -> float:
@@ -161,12 +161,12 @@ def test_hello_is_repeated_until_welcome_and_answered_alike() -> None:
     world.drop(is_message(m.Welcome))
     handle = world.announce(0)
     world.run(until=1.0)
-    assert len(world.prefill[0].core.links) == 1
+    assert len(world.prefill[0].core.sessions) == 1
     assert sum("Hello" in line for line in world.log) >= 3
     world.free()
     world.run(until=2.0)
     assert handle.state is State.WAITING_FOR_INPUT
-    assert len(world.prefill[0].core.links) == 1
+    assert len(world.prefill[0].core.sessions) == 1
 
 
 def test_a_half_open_session_expires_whatever_it_promised() -> None:
@@ -174,13 +174,13 @@ def test_a_half_open_session_expires_whatever_it_promised() -> None:
     prefill, decode = world.prefill[0], world.decode[0]
     hello = decode.core._hello
     forged = m.Hello(hello.topology, hello.layout, "test", b"", hello.lanes, 1e300, ())
-    prefill.core.receive(b"D9", wire.encode(m.Session(77, 0), 0, forged), 0.0)
-    assert prefill.core.links
+    prefill.core.receive(b"D9", wire.encode(m.SessionId(77, 0), 0, forged), 0.0)
+    assert prefill.core.sessions
     prefill.core.tick(1.0)
     prefill.core.tick(2.9)
-    assert prefill.core.links
+    assert prefill.core.sessions
     prefill.core.tick(3.1)
-    assert not prefill.core.links
+    assert not prefill.core.sessions
     assert prefill.core.counters.sessions_lost == 0, "it never was one"
 
 
@@ -189,27 +189,27 @@ def test_half_open_sessions_are_capped_and_keep_nobody_out() -> None:
     world = World(max_half_open=3, max_peers=4)
     core = world.prefill[0].core
     hello = world.decode[0].core._hello
-    core.receive(b"first", wire.encode(m.Session(100, 0), 0, hello), 0.0)
+    core.receive(b"first", wire.encode(m.SessionId(100, 0), 0, hello), 0.0)
     for n in range(5):
-        core.receive(b"flood", wire.encode(m.Session(n + 1, 0), 0, hello), 0.0)
-    assert sorted(link.session.decode for link in core.links.values()) == [4, 5, 100]
+        core.receive(b"flood", wire.encode(m.SessionId(n + 1, 0), 0, hello), 0.0)
+    assert sorted(session.id.decode for session in core.sessions.values()) == [4, 5, 100]
     for n in range(5):
-        core.receive(b"X%d" % n, wire.encode(m.Session(200 + n, 0), 0, hello), 0.0)
-    assert sorted(link.session.decode for link in core.links.values()) == [202, 203, 204]
+        core.receive(b"X%d" % n, wire.encode(m.SessionId(200 + n, 0), 0, hello), 0.0)
+    assert sorted(session.id.decode for session in core.sessions.values()) == [202, 203, 204]
     peer_warnings = [str(e.error) for e in core.take_effects() if isinstance(e, PeerWarning)]
     assert len(peer_warnings) == 8
     assert all("too many half-open" in words for words in peer_warnings)
-    for link in list(core.links.values()):
-        core.receive(link.route, wire.encode(link.session, 1, m.Heartbeat()), 0.0)
-    core.receive(b"X9", wire.encode(m.Session(300, 0), 0, hello), 0.0)
-    assert len(core.links) == 4, "confirmed ones are no half-open ones"
-    core.receive(b"X8", wire.encode(m.Session(301, 0), 0, hello), 0.0)
-    assert len(core.links) == 4
+    for session in list(core.sessions.values()):
+        core.receive(session.route, wire.encode(session.id, 1, m.Heartbeat()), 0.0)
+    core.receive(b"X9", wire.encode(m.SessionId(300, 0), 0, hello), 0.0)
+    assert len(core.sessions) == 4, "confirmed ones are no half-open ones"
+    core.receive(b"X8", wire.encode(m.SessionId(301, 0), 0, hello), 0.0)
+    assert len(core.sessions) == 4
 
 
 def test_the_first_frame_of_a_new_session_replaces_the_old_one() -> None:
     world = World()
-    prefill, decode, link, _ = met(world)
+    prefill, decode, session, _ = met(world)
     room = world.send(3, 8, [0, 1])
     handle = world.receive(3, 8, [0, 1])
     assert not handle.ended
@@ -218,44 +218,44 @@ def test_the_first_frame_of_a_new_session_replaces_the_old_one() -> None:
     world.hold(lambda item: item.kind == "frame" and not isinstance(item.message, m.Hello | m.Welcome))
     world.announce(4)
     world.run()
-    assert len(prefill.core.links) == 2, "half-open beside the old: Hello alone proves nothing"
+    assert len(prefill.core.sessions) == 2, "half-open beside the old: Hello alone proves nothing"
     world.free()
     world.run()
-    assert list(prefill.core.links.values()) != [link]
-    assert len(prefill.core.links) == 1
+    assert list(prefill.core.sessions.values()) != [session]
+    assert len(prefill.core.sessions) == 1
     assert room.state is State.FAILED
     assert "greeted again" in str(room.error)
-    assert fresh.core.links
+    assert fresh.core.sessions
 
 
 def test_a_lost_session_is_never_resumed() -> None:
     """A late Hello of it begins nothing: its seq would start at zero, its leases be granted twice (I6, I15)."""
     world = World(max_silence_s=1.0)
-    prefill, decode, link, _ = met(world)
-    hello = wire.encode(m.Session(link.session.decode, 0), 0, decode.core._hello)
+    prefill, decode, session, _ = met(world)
+    hello = wire.encode(m.SessionId(session.id.decode, 0), 0, decode.core._hello)
     world.drop(is_kind("frame"))
     world.run(until=10.0)
-    assert not prefill.core.links
+    assert not prefill.core.sessions
     world.free()
     prefill.core.take_effects()
     prefill.core.receive(b"D0", hello, world.now)
-    assert not prefill.core.links
+    assert not prefill.core.sessions
     assert not prefill.core.take_effects()
     world.announce(1)
     world.run(until=12.0)
-    (again,) = prefill.core.links
-    assert again.decode != link.session.decode
+    (again,) = prefill.core.sessions
+    assert again.decode != session.id.decode
 
 
 def test_what_prefill_remembers_of_lost_sessions_is_bounded() -> None:
     """I14."""
     prefill = World().prefill[0].core
     for n in range(5000):
-        session = m.Session(n + 1, prefill.incarnation)
-        prefill.receive(b"D", wire.encode(m.Session(n + 1, 0), 0, HELLO), 0.0)
-        prefill.receive(b"D", wire.encode(session, 1, m.Bye()), 0.0)
+        session_id = m.SessionId(n + 1, prefill.incarnation)
+        prefill.receive(b"D", wire.encode(m.SessionId(n + 1, 0), 0, HELLO), 0.0)
+        prefill.receive(b"D", wire.encode(session_id, 1, m.Bye()), 0.0)
         prefill.take_effects()
-    assert not prefill.links
+    assert not prefill.sessions
     assert not prefill._at
     assert len(prefill._lost) <= 4096
     assert not len(prefill.timers)
@@ -268,7 +268,7 @@ def test_a_refusal_of_another_greeting_is_ignored() -> None:
     world = World()
     world.hold(is_message(m.Hello))
     handle = world.announce(0)
-    world.decode[0].core.receive(b"P0", wire.encode(m.Session(12345, 0), 0, m.HelloRefused("old news")), 0.0)
+    world.decode[0].core.receive(b"P0", wire.encode(m.SessionId(12345, 0), 0, m.HelloRefused("old news")), 0.0)
     assert not handle.ended
     world.free()
     world.run()
@@ -281,8 +281,8 @@ def test_a_welcome_to_another_greeting_is_ignored() -> None:
     world.hold(is_message(m.Hello))
     handle = world.announce(0)
     core = world.decode[0].core
-    core.receive(b"P0", wire.encode(m.Session(12345, 1000), 1, world.prefill[0].core._welcome), 0.0)
-    assert not core.links
+    core.receive(b"P0", wire.encode(m.SessionId(12345, 1000), 1, world.prefill[0].core._welcome), 0.0)
+    assert not core.sessions
     assert handle.state is State.BOOTSTRAPPING
     world.free()
     world.run()
@@ -331,7 +331,7 @@ def test_layouts_that_do_not_fit_are_refused_in_words_on_both_sides(change: dict
     at_decode, at_prefill, _ = refused(world)
     assert word in at_decode
     assert word in at_prefill
-    assert not world.prefill[0].core.links
+    assert not world.prefill[0].core.sessions
     assert not world.decode[0].core.peers
     assert_flat(world)
 
@@ -385,8 +385,8 @@ def test_another_transport_is_refused_in_words_on_both_sides() -> None:
 def test_a_hello_that_makes_no_sense_is_refused(hello: dict[str, object]) -> None:
     world = World()
     whole = {field: getattr(HELLO, field) for field in HELLO.__struct_fields__} | hello
-    world.prefill[0].core.receive(b"D0", wire.encode(m.Session(5, 0), 0, m.Hello(**whole)), 0.0)
-    assert not world.prefill[0].core.links
+    world.prefill[0].core.receive(b"D0", wire.encode(m.SessionId(5, 0), 0, m.Hello(**whole)), 0.0)
+    assert not world.prefill[0].core.sessions
     answers = [wire.decode(e.frame).message for e in world.prefill[0].core.take_effects() if isinstance(e, Send)]
     assert [type(answer) for answer in answers] == [m.HelloRefused]
 
@@ -432,9 +432,9 @@ def test_a_peer_that_cannot_be_reached_fails_the_rooms_that_wait_for_it_only() -
 
 
 def test_a_live_session_outlives_a_connection_that_cannot_be_made_again() -> None:
-    _, decode, _, link = met(World())
-    decode.core.unreachable(link.route, PeerError("refused"), 0.0)
-    assert link.session in decode.core.links
+    _, decode, _, session = met(World())
+    decode.core.unreachable(session.route, PeerError("refused"), 0.0)
+    assert session.id in decode.core.sessions
     assert not decode.core.take_effects()
 
 
@@ -449,7 +449,7 @@ def test_garbage_is_a_complaint_and_nothing_else(side: str) -> None:
     assert len(effects) == 4
     assert all(isinstance(effect, PeerWarning) for effect in effects)
     assert node.core.counters.frames_malformed == 4
-    assert node.core.links
+    assert node.core.sessions
 
 
 @pytest.mark.parametrize(
@@ -465,9 +465,9 @@ def test_a_message_of_the_other_role_ends_the_session(side: str, message: m.AnyM
     world = World()
     prefill, decode, *_ = met(world)
     node = prefill if side == "prefill" else decode
-    (link,) = node.core.links.values()
-    node.core.receive(link.route, wire.encode(link.session, link.heard + 1, message), world.now)
-    assert not node.core.links
+    (session,) = node.core.sessions.values()
+    node.core.receive(session.route, wire.encode(session.id, session.heard + 1, message), world.now)
+    assert not node.core.sessions
     effects = node.core.take_effects()
     assert any(isinstance(effect, Detach) for effect in effects)
     assert "check the peer's role" in str(next(e for e in effects if isinstance(e, PeerWarning)).error)
@@ -492,9 +492,9 @@ def test_what_no_honest_peer_says_ends_its_session(message: m.AnyMessage) -> Non
     prefill, *_ = met(world)
     world.announce(1, 1)
     world.run()
-    link, other = prefill.core.links.values()
-    prefill.core.receive(link.route, wire.encode(link.session, link.heard + 1, message), world.now)
-    assert list(prefill.core.links.values()) == [other]
+    session, other = prefill.core.sessions.values()
+    prefill.core.receive(session.route, wire.encode(session.id, session.heard + 1, message), world.now)
+    assert list(prefill.core.sessions.values()) == [other]
     assert prefill.core.counters.frames_malformed == 1
     assert any(isinstance(e, PeerWarning) and "does not decode" in str(e.error) for e in prefill.core.take_effects())
 
@@ -505,11 +505,11 @@ def test_nobody_else_speaks_for_a_peer(side: str, message: m.AnyMessage) -> None
     """Who knows a session's numbers, which a directory tells in part, still has another route."""
     prefill, decode, *_ = met(World())
     core = (prefill if side == "prefill" else decode).core
-    (link,) = core.links.values()
-    heard = link.heard
-    core.receive(b"a stranger", wire.encode(link.session, 1 << 40, message), 0.0)
-    assert core.links == {link.session: link}
-    assert link.heard == heard, "its own frames are still accepted"
+    (session,) = core.sessions.values()
+    heard = session.heard
+    core.receive(b"a stranger", wire.encode(session.id, 1 << 40, message), 0.0)
+    assert core.sessions == {session.id: session}
+    assert session.heard == heard, "its own frames are still accepted"
     (warning,) = core.take_effects()
     assert isinstance(warning, PeerWarning)
     assert warning.route == b"a stranger"
@@ -520,7 +520,7 @@ def test_a_refusal_that_quotes_the_peer_fits_a_frame() -> None:
     prefill, *_ = met(World())
     word = "\0" * 256
     hello = m.Hello(HELLO.topology, HELLO.layout, word, b"", HELLO.lanes, 1.0, ())
-    prefill.core.receive(b"X", wire.encode(m.Session(5, 0), 0, hello), 0.0)
+    prefill.core.receive(b"X", wire.encode(m.SessionId(5, 0), 0, hello), 0.0)
     (refusal,) = [wire.decode(e.frame).message for e in prefill.core.take_effects() if isinstance(e, Send)]
     assert isinstance(refusal, m.HelloRefused)
     assert len(refusal.reason) <= m.MAX_REASON
@@ -535,9 +535,9 @@ def test_a_peers_fault_keeps_no_frame_alive() -> None:
     world.receive(7, 8, [0, 1])
     sent = world.submit(7)
     world.run()
-    (link,) = prefill.core.links.values()
-    prefill.core.receive(link.route, wire.encode(link.session, link.heard + 1, m.Watermark(9, 0)), world.now)
-    prefill.core.receive(link.route, wire.encode(link.session, link.heard + 1, m.Ask(-1, b"i1")), world.now)
+    (session,) = prefill.core.sessions.values()
+    prefill.core.receive(session.route, wire.encode(session.id, session.heard + 1, m.Watermark(9, 0)), world.now)
+    prefill.core.receive(session.route, wire.encode(session.id, session.heard + 1, m.Ask(-1, b"i1")), world.now)
     assert isinstance(sent.error, PeerError)
     assert sent.error.__traceback__ is None
     assert sent.error.__context__ is None
@@ -549,12 +549,12 @@ def test_bye_ends_a_session_at_once_and_in_peace() -> None:
     prefill.core.bye(world.now)
     world.carry(prefill)
     world.run()
-    assert not decode.core.links
+    assert not decode.core.sessions
     assert not decode.core.peers
     decode.core.bye(world.now)
     world.carry(decode)
     world.run(until=world.now + 60.0)
-    assert not prefill.core.links
+    assert not prefill.core.sessions
 
 
 def test_a_layout_that_takes_for_ever_to_check_is_refused_unread() -> None:
@@ -563,8 +563,8 @@ def test_a_layout_that_takes_for_ever_to_check_is_refused_unread() -> None:
     layout = Layout((Region(0, 1 << 20),), (Component("kv", (huge,)),))
     prefill = World().prefill[0].core
     hello = m.Hello(HELLO.topology, layout, "test", b"", HELLO.lanes, 1.0, ())
-    prefill.receive(b"D0", wire.encode(m.Session(5, 0), 0, hello), 0.0)
-    assert not prefill.links
+    prefill.receive(b"D0", wire.encode(m.SessionId(5, 0), 0, hello), 0.0)
+    assert not prefill.sessions
     warning = next(effect for effect in prefill.take_effects() if isinstance(effect, PeerWarning))
     assert "beyond 2^62" in str(warning.error)
 
@@ -605,7 +605,7 @@ def test_the_transports_of_both_sides_need_one_in_common():
             hello, transport=transport, others=tuple(m.Offer(name, name.encode()) for name in others)
         )
         core = world.make_prefill(0).core
-        core.receive(b"D0", wire.encode(m.Session(5, 0), 0, told), 0.0)
+        core.receive(b"D0", wire.encode(m.SessionId(5, 0), 0, told), 0.0)
         effects = core.take_effects()
         attached = [effect.offers for effect in effects if isinstance(effect, Attach)]
         assert attached == ([m.offers(told)] if met else [])

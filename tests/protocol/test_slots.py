@@ -12,7 +12,7 @@ from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeRoom
 from pdstage.protocol.outbox import PrefillRoom
 from pdstage.protocol.room import State
-from pdstage.protocol.session import Link
+from pdstage.protocol.session import Session
 from tests.pair import World, assert_flat, is_kind, is_message
 
 PATHS = ["staged", "direct"]
@@ -181,10 +181,10 @@ def lie(world: World, n: int, component: str = "kv") -> None:
     core = world.prefill[0].core
     send = core.send
 
-    def lying(link: Link, message: m.AnyMessage, now: float) -> None:
+    def lying(session: Session, message: m.AnyMessage, now: float) -> None:
         if isinstance(message, m.CloseOk):
             message = msgspec.structs.replace(message, slots=(m.Given(component, n),))
-        send(link, message, now)
+        send(session, message, now)
 
     core.send = lying  # type: ignore[method-assign]
     core._slots.compare = lambda *_: ""  # type: ignore[method-assign]

@@ -24,8 +24,8 @@ def met(world: World) -> World:
 
 def answers(node: Prefill | Decode, message: m.AnyMessage, now: float) -> list[m.AnyMessage]:
     """What `node` says to `message` from its one peer."""
-    (link,) = node.core.links.values()
-    node.core.receive(link.route, wire.encode(link.session, link.heard + 1, message), now)
+    (session,) = node.core.sessions.values()
+    node.core.receive(session.route, wire.encode(session.id, session.heard + 1, message), now)
     return [wire.decode(effect.frame).message for effect in node.core.take_effects() if isinstance(effect, Send)]
 
 
@@ -211,12 +211,12 @@ def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:
     world.run()
     core = world.decode[0].core
     (grant,) = core.holdings._at.values()
-    stranger = next(link for link in core.links.values() if link is not grant.request.link)
+    stranger = next(session for session in core.sessions.values() if session is not grant.request.session)
     for message in (m.Returned(1, 0, 0, grant.lane, grant.cursor), m.Drained(1), m.CloseOk(1, (), None)):
-        core.receive(stranger.route, wire.encode(stranger.session, stranger.heard + 1, message), world.now)
+        core.receive(stranger.route, wire.encode(stranger.id, stranger.heard + 1, message), world.now)
     assert list(core.holdings._at.values()) == [grant]
     assert not handle.ended
-    tag = wire.Tag(stranger.session, 1, 0, grant.lane, grant.cursor, grant.request.rects)
+    tag = wire.Tag(stranger.id, 1, 0, grant.lane, grant.cursor, grant.request.rects)
     stale = core.counters.tags_stale
     core.tag(wire.encode_tag(tag, ("kv",)), world.now)
     assert core.counters.tags_stale == stale + 1
@@ -228,7 +228,7 @@ def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:
     "change",
     [
         {"epoch": 7}, {"epoch": 2}, {"chunk": 5}, {"cursor": 256}, {"lane": 0xFFFE}, {"lane": m.DIRECT, "cursor": 0},
-        {"rects": ()}, {"session": m.Session(1, 1)},
+        {"rects": ()}, {"session": m.SessionId(1, 1)},
     ],
     ids=lambda change: "-".join(f"{name}={value}" for name, value in change.items()),
 )  # fmt: skip
@@ -241,11 +241,11 @@ def test_a_tag_counts_only_if_everything_in_it_is_right(change: dict[str, object
     world.run()
     core = world.decode[0].core
     (grant,) = core.holdings._at.values()
-    tag = wire.Tag(grant.request.link.session, 1, 0, grant.lane, grant.cursor, grant.request.rects)._replace(**change)
+    tag = wire.Tag(grant.request.session.id, 1, 0, grant.lane, grant.cursor, grant.request.rects)._replace(**change)
     core.tag(wire.encode_tag(tag, ("kv",)), world.now)
     assert core.counters.tags_stale == 1
     assert grant.state == "granted"
-    assert not any(room.parts[grant.request.link.session].arrived for room in (handle, other))
+    assert not any(room.parts[grant.request.session.id].arrived for room in (handle, other))
     world.free()
     world.run(until=2.0)
     world.check(handle, 1, 8)

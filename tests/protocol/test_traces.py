@@ -124,7 +124,7 @@ def test_a_writer_crashes_says_hello_again_and_is_asked_about_the_old_epoch(path
     world.send(1, 8, [0, 1])
     world.run()
     (write,) = world.held
-    old_link = next(iter(world.decode[0].core.links.values()))
+    old_session = next(iter(world.decode[0].core.sessions.values()))
     world.restart(world.prefill[0])
     world.run(until=5.0)
     assert any("NoSession" in line for line in world.log), "the new process was asked, and answered in its own name"
@@ -134,7 +134,7 @@ def test_a_writer_crashes_says_hello_again_and_is_asked_about_the_old_epoch(path
     assert again.state is State.WAITING_FOR_INPUT, "a new session with the new process"
     core = world.decode[0].core
     if path == "staged":
-        (grant,) = core.holdings.of_session(old_link)
+        (grant,) = core.holdings.of_session(old_session)
         assert grant.state == "quarantined"
         assert handle.released, "no page of the room was open to the writer"
     else:
@@ -159,7 +159,7 @@ def test_decode_restarts_and_an_old_larger_watermark_comes() -> None:
         world.send(room, 8, [0, 1])
         world.run()
     assert world.decode[0].core.holdings.lanes[0].watermark == 4 * LEASE
-    (old,) = world.prefill[0].core.links.values()
+    (old,) = world.prefill[0].core.sessions.values()
     world.restart(world.decode[0])
     world.hold(is_kind("scatter"))
     handles = [world.receive(room, 8, pages) for room, pages in ((10, [0, 1]), (11, [2, 3]))]
@@ -168,10 +168,10 @@ def test_decode_restarts_and_an_old_larger_watermark_comes() -> None:
     # The old process's last words, late: in its own session, with a mark far beyond the new ring's.
     core = world.prefill[0].core
     for message in (m.Watermark(0, 4 * LEASE), m.Lease(9, 0, 0, 0, 4 * LEASE, LEASE, 4 * LEASE)):
-        core.receive(b"D0", wire.encode(old.session, 1000, message), world.now)
+        core.receive(b"D0", wire.encode(old.id, 1000, message), world.now)
     world.carry(world.prefill[0])
     world.run(until=2.0)
-    (new,) = core.links.values()
+    (new,) = core.sessions.values()
     assert core._marks.get((new, 0), 0) == 0
     held = [c for r in core.records.values() for c in r.chunks.values() if c.phase is Phase.HELD]
     assert len(held) == 1, "the second room's lease is one lap ahead and stays closed"
@@ -406,7 +406,7 @@ def test_two_decodes_opposite_lease_orders_two_send_buffers() -> None:
     world.rules.pop(0)
     world.release_held(is_message(m.Reserve))
     world.run()
-    order = [[g.request.link.route for g in d.core.holdings._at.values()] for d in world.decode]
+    order = [[g.request.session.route for g in d.core.holdings._at.values()] for d in world.decode]
     assert order == [[b"P0", b"P1"], [b"P1", b"P0"]]
     for prefill in world.prefill:
         assert len(prefill.core.buffers.free) == 1, "one for the open destination, none for the closed one"
@@ -455,20 +455,20 @@ def test_a_writer_that_was_only_stopped_proves_itself_quiet(path: str) -> None:
     world.run()
     assert len(world.held) == 1
     stopped, decode = world.prefill[0], world.decode[0]
-    (link,) = decode.core.links.values()
+    (session,) = decode.core.sessions.values()
     stopped.alive = False
     world.run(until=10.0)
     assert handle.state is State.FAILED
-    assert decode.core.holds(link)
+    assert decode.core.holds(session)
     assert handle.released == (path == "staged"), "staged writers touch staging memory only"
     stopped.alive = True
     world.run(until=20.0)
-    assert link.session not in stopped.core.links, "it lost the session too, by silence"
-    assert decode.core.holds(link), "its write is under way still: it may not say NoSession"
+    assert session.id not in stopped.core.sessions, "it lost the session too, by silence"
+    assert decode.core.holds(session), "its write is under way still: it may not say NoSession"
     world.rules.clear()
     world.release_held()
     world.run(until=30.0)
-    assert not decode.core.holds(link)
+    assert not decode.core.holds(session)
     assert handle.released
     assert_flat(world)
 
@@ -480,7 +480,7 @@ def test_bytes_of_a_failed_post_that_land_later() -> None:
     handle = world.receive(1, 8, [0, 1])
     sent = world.send(1, 8, [0, 1])
     world.run()
-    (link,) = world.decode[0].core.links.values()
+    (session,) = world.decode[0].core.sessions.values()
     core = world.prefill[0].core
     (ticket,) = core._flights
     core.completed(ticket, world.now, TransportError("the fabric gave up"), settled=False)
@@ -488,8 +488,8 @@ def test_bytes_of_a_failed_post_that_land_later() -> None:
     world.run(until=60.0)
     assert handle.state is sent.state is State.FAILED
     assert sent.released, "a failed post reads no more"
-    assert [grant.state for grant in world.decode[0].core.holdings.of_session(link)] == ["quarantined"]
-    world.decode[0].core.fenced(link, world.now)
+    assert [grant.state for grant in world.decode[0].core.holdings.of_session(session)] == ["quarantined"]
+    world.decode[0].core.fenced(session, world.now)
     world.carry(world.decode[0])
     world.held.clear()
     world.run(until=120.0)
@@ -505,7 +505,7 @@ def test_another_process_at_the_route_proves_nothing_for_a_lost_session() -> Non
     world.send(1, 8, [0, 1])
     world.run()
     decode = world.decode[0]
-    (link,) = decode.core.links.values()
+    (session,) = decode.core.sessions.values()
     world.restart(world.prefill[0])
     world.run(until=30.0)
     assert handle.state is State.FAILED
@@ -513,7 +513,7 @@ def test_another_process_at_the_route_proves_nothing_for_a_lost_session() -> Non
     said = [line for line in world.log if "NoSession" in line]
     world.run(until=60.0)
     assert said == [line for line in world.log if "NoSession" in line], "asked for ever"
-    decode.core.fenced(link, world.now)
+    decode.core.fenced(session, world.now)
     assert handle.released
 
 
@@ -525,11 +525,11 @@ def test_a_disconnected_writer_is_not_quiet_before_its_posts_ended() -> None:
     handle = world.receive(1, 8, [0, 1])
     sent = world.send(1, 8, [0, 1])
     world.run()
-    (link,) = world.decode[0].core.links.values()
+    (session,) = world.decode[0].core.sessions.values()
     world.run(until=30.0)
     assert handle.state is sent.state is State.FAILED
     assert sent.released
-    assert [grant.state for grant in world.decode[0].core.holdings.of_session(link)] == ["quarantined"]
+    assert [grant.state for grant in world.decode[0].core.holdings.of_session(session)] == ["quarantined"]
     world.free()
     world.run(until=60.0)
     assert handle.released
@@ -547,7 +547,7 @@ def test_a_session_that_was_denied_is_not_begun_by_a_late_hello() -> None:
     world.run(until=0.3)
     world.release_held(nth(0, is_message(m.Welcome)))
     world.run(until=1.1)
-    assert not world.prefill[0].core.links, "the half-open session expired"
+    assert not world.prefill[0].core.sessions, "the half-open session expired"
     sent = world.send(1, 8, [0, 1])
     world.release_held(is_message(m.Heartbeat))
     world.run()

@@ -34,9 +34,9 @@ MUTANTS = [
         "a row whose post may still land falls back",
         "10 aux, I2",
         "completed",
-        "        if error is not None and not settled:\n            self._doubt(link.session)",
+        "        if error is not None and not settled:\n            self._doubt(session.id)",
         "        if error is not None and not settled and not self._flights[ticket][0].row:\n"
-        "            self._doubt(link.session)",
+        "            self._doubt(session.id)",
         TESTS,
     ),
     Mutant(

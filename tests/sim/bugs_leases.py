@@ -54,8 +54,8 @@ MUTANTS = [
         "the window is not checked before a write",
         "6 window, I2",
         "_window_open",
-        "        return chunk.cursor + chunk.nbytes <= mark + link.lanes[chunk.lane].nbytes",
-        "        return chunk.cursor + chunk.nbytes <= mark + 2 * link.lanes[chunk.lane].nbytes",
+        "        return chunk.cursor + chunk.nbytes <= mark + session.lanes[chunk.lane].nbytes",
+        "        return chunk.cursor + chunk.nbytes <= mark + 2 * session.lanes[chunk.lane].nbytes",
     ),
     Mutant(
         "a failed post is tried again",
@@ -112,23 +112,23 @@ MUTANTS = [
         "Lease does not carry the watermark",
         "6 who asks again, I11",
         "_lease",
-        """        mark = self._mark(request.link, grant.lane)
+        """        mark = self._mark(request.session, grant.lane)
         answer""",
-        """        mark = self._marks_sent.get(request.link, {}).get(grant.lane, 0)
+        """        mark = self._marks_sent.get(request.session, {}).get(grant.lane, 0)
         answer""",
     ),
     Mutant(
         "a watermark from Lease is not taken",
         "6 who asks again, I11",
         "_on_lease",
-        "        self._raise_mark(link, lease.lane, lease.watermark)\n",
+        "        self._raise_mark(session, lease.lane, lease.watermark)\n",
         "",
     ),
     Mutant(
         "nothing is recalled",
         "6 recall (a), I12",
         "_recall_all",
-        "            if grant.request.link.session in self.links:\n                self._recall(grant, now)",
+        "            if grant.request.session.id in self.sessions:\n                self._recall(grant, now)",
         "            pass",
     ),
     Mutant(
@@ -159,9 +159,9 @@ MUTANTS = [
         "decode frees on sending Recall",
         "6 recall, I2",
         "_recall",
-        """        self.send(request.link, recall, now)
+        """        self.send(request.session, recall, now)
 """,
-        """        self.send(request.link, recall, now)
+        """        self.send(request.session, recall, now)
         if grant.state == "granted":
             self.holdings.release(grant, now)
 """,
@@ -206,8 +206,8 @@ MUTANTS = [
         "leases nobody wants are not given back",
         "6 recall, I13",
         "_give_back",
-        "        self.send(link, m.Returned(told.epoch, told.chunk, told.attempt, told.lane, told.cursor), now)",
-        "        _ = link",
+        "        self.send(session, m.Returned(told.epoch, told.chunk, told.attempt, told.lane, told.cursor), now)",
+        "        _ = session",
         "tests/protocol/test_traces.py",
     ),
     Mutant(

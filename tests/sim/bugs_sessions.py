@@ -33,16 +33,17 @@ MUTANTS = [
         "no seq: frames count again and in any order",
         "7 seq, I4",
         "_is_stale",
-        "            if frame.seq <= link.heard:",
+        "            if frame.seq <= session.heard:",
         "            if False:",
     ),
     Mutant(
         "a frame of an old session is taken for the new one's",
         "7 session, I6",
-        "_link",
-        "        link = self.links.get(session)\n        if link is not None and link.route != route:",
-        "        link = self.links.get(session) or next((k for k in self.links.values() if k.route == route), None)\n"
-        "        if link is not None and link.route != route:",
+        "_find",
+        "        session = self.sessions.get(session_id)\n        if session is not None and session.route != route:",
+        "        session = self.sessions.get(session_id) or next((\n"
+        "            k for k in self.sessions.values() if k.route == route), None)\n"
+        "        if session is not None and session.route != route:",
     ),
     Mutant(
         "Hello is not repeated",
@@ -55,7 +56,7 @@ MUTANTS = [
         "Welcome of another greeting is taken",
         "7 Welcome, I6",
         "_on_welcome",
-        "        if peer is None or session.decode != peer.nonce:\n            return\n",
+        "        if peer is None or session_id.decode != peer.nonce:\n            return\n",
         "        if peer is None:\n            return\n",
         "tests/protocol/test_session.py",
     ),
@@ -63,8 +64,8 @@ MUTANTS = [
         "a half-open session replaces the old one at once",
         "7 half-open, I6",
         "_on_hello",
-        "            self.emit(Attach(link, m.offers(hello)))\n",
-        "            self.emit(Attach(link, m.offers(hello)))\n            self._confirm(link, now)\n",
+        "            self.emit(Attach(session, m.offers(hello)))\n",
+        "            self.emit(Attach(session, m.offers(hello)))\n            self._confirm(session, now)\n",
         "tests/protocol/test_session.py",
     ),
     Mutant(
@@ -83,7 +84,7 @@ MUTANTS = [
         "        if older is not None:\n            self.lose(older",
         "        if older is not None:\n"
         "            for (held, lane), mark in list(self._marks.items()):\n"
-        "                if held is older:\n                    self._marks[link, lane] = mark\n"
+        "                if held is older:\n                    self._marks[session, lane] = mark\n"
         "            self.lose(older",
         "tests/protocol/test_traces.py",
     ),
@@ -91,7 +92,7 @@ MUTANTS = [
         "a lost session may begin again",
         "7 session, I6",
         "_on_hello",
-        "            if session in self._lost:",
+        "            if session_id in self._lost:",
         "            if False:",
         "tests/protocol/test_session.py",
     ),
@@ -99,15 +100,15 @@ MUTANTS = [
         "half-open sessions never expire",
         "7 half-open, I14",
         "_patience_s",
-        "        return min(link.silence_s, self.config.hello_s) if link.half_open else link.silence_s",
-        '        return float("inf") if link.half_open else link.silence_s',
+        "        return min(session.silence_s, self.config.hello_s) if session.half_open else session.silence_s",
+        '        return float("inf") if session.half_open else session.silence_s',
         "tests/protocol/test_session.py",
     ),
     Mutant(
         "NoSession of another process is taken as proof",
         "7 NoSession, I6",
         "_on_stranded",
-        "        if incarnation in (None, link.session.writer):\n",
+        "        if incarnation in (None, session.id.writer):\n",
         "        if True:\n",
         "tests/protocol/test_traces.py",
     ),
@@ -130,22 +131,22 @@ MUTANTS = [
     Mutant(
         "no heartbeat",
         "7 silence, I4",
-        "on_link_timer",
-        "                self.send(link, Heartbeat(self._need_of(link, now)), now)\n                due",
+        "on_session_timer",
+        "                self.send(session, Heartbeat(self._need_of(session, now)), now)\n                due",
         "                due",
         "tests/protocol/test_traces.py",
     ),
     Mutant(
         "silence is never noticed",
         "7 silence, I10",
-        "on_link_timer",
-        """            self.timers.set(("silence", link), silent_at)
+        "on_session_timer",
+        """            self.timers.set(("silence", session), silent_at)
             return False
         return True
 """,
-        """            self.timers.set(("silence", link), silent_at)
+        """            self.timers.set(("silence", session), silent_at)
             return False
-        self.timers.set(("silence", link), now + 1.0)
+        self.timers.set(("silence", session), now + 1.0)
         return False
 """,
         "tests/protocol/test_traces.py",
@@ -162,7 +163,7 @@ MUTANTS = [
         "a late turn does not push its peers' silence",
         "7 late turns",
         "tick",
-        "            for link in self.links.values():\n                link.heard_at += excess\n",
+        "            for session in self.sessions.values():\n                session.heard_at += excess\n",
         "",
         "tests/protocol/test_session.py",
     ),
@@ -193,30 +194,30 @@ MUTANTS = [
         "a lost session counts as fenced",
         "7 fences, I2",
         "lose",
-        "        self.emit(Detach(link))\n        if self.holds(link):\n",
-        "        self.emit(Detach(link))\n        self.fenced(link, now)\n        if self.holds(link):\n",
+        "        self.emit(Detach(session))\n        if self.holds(session):\n",
+        "        self.emit(Detach(session))\n        self.fenced(session, now)\n        if self.holds(session):\n",
     ),
     Mutant(
         "a fenced session gives nothing back",
         "7 fences, I14",
         "fenced",
-        "        self._unstrand(link, now)\n",
+        "        self._unstrand(session, now)\n",
         "",
     ),
     Mutant(
         "a fence frees what has landed",
         "7 fences, I2",
         "_unstrand",
-        '        for grant in self.holdings.of_session(link):\n            if grant.state != "landed":\n'
+        '        for grant in self.holdings.of_session(session):\n            if grant.state != "landed":\n'
         "                self.holdings.release(grant, now)\n",
-        "        for grant in self.holdings.of_session(link):\n            self.holdings.release(grant, now)\n",
+        "        for grant in self.holdings.of_session(session):\n            self.holdings.release(grant, now)\n",
         "tests/protocol/test_rules.py",
     ),
     Mutant(
         "an Abort that is not drained loses nothing",
         "7 drain_s, I10",
         "_on_timer",
-        "                self.lose(part.link, late, now)\n",
+        "                self.lose(part.session, late, now)\n",
         "                pass\n",
         "tests/protocol/test_rooms.py::test_an_abort_that_is_not_drained_in_time_loses_the_session",
     ),
@@ -225,7 +226,7 @@ MUTANTS = [
         "7 fences, I8",
         "lose",
         "            if record.in_flight == 0:\n                self._forget(record)\n        for key",
-        "            self.fenced(link, now)\n            if record.in_flight == 0:\n"
+        "            self.fenced(session, now)\n            if record.in_flight == 0:\n"
         "                self._forget(record)\n        for key",
     ),
 ]

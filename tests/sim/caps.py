@@ -38,17 +38,17 @@ def half_open(n_greetings: int) -> None:
         ghost.alive = False
         hello = next(effect.frame for effect in ghost.core.take_effects())
         hub.core.receive(ghost.route, hello, fleet.now)
-        assert len(hub.core.links) <= N_HALF_OPEN
+        assert len(hub.core.sessions) <= N_HALF_OPEN
     fleet.deliver(hub)
     assert not fleet.sent["HelloRefused"], "who greets without end keeps nobody out"
-    assert len(hub.core.links) == N_HALF_OPEN
+    assert len(hub.core.sessions) == N_HALF_OPEN
     fleet.run(fleet.now + 6.0)
-    assert not hub.core.links and not len(hub.core.timers)
+    assert not hub.core.sessions and not len(hub.core.timers)
     late = fleet.add("decode", b"late")
     late.core.announce(b"room", {0: hub.route}, fleet.now, deadline_s=60.0)
     fleet.deliver(late)
     fleet.run(fleet.now + 1.0)
-    assert len(hub.core.links) == 1, "there is room again for who means it"
+    assert len(hub.core.sessions) == 1, "there is room again for who means it"
     print(
         f"half-open: of {n_greetings:,} greetings without a sequel {N_HALF_OPEN:,} were held at most, and all expired"
     )

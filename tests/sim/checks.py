@@ -124,7 +124,7 @@ class Checks:
         for (number, _), grant in holdings._at.items():
             if grant.state == "granted" and not grant.listed and not holdings.is_open(grant):
                 moved_at = self.moved_at[node, number]
-                if holdings._elsewhere(grant) and grant.request.link.session in node.core.links:
+                if holdings._elsewhere(grant) and grant.request.session.id in node.core.sessions:
                     since = self.stuck_since.get(grant, max(moved_at, self.world.now))
                     stuck[grant] = max(since, moved_at)
         self.stuck_since = {
@@ -140,8 +140,8 @@ class Checks:
 
     def _marks(self, node: Prefill) -> None:
         """No window is open that its own decode process did not open (I4, I6)."""
-        for (link, lane), mark in node.core._marks.items():
-            told = self.world.greeter(link.session).core.holdings.lanes[lane].watermark
+        for (session, lane), mark in node.core._marks.items():
+            told = self.world.greeter(session.id).core.holdings.lanes[lane].watermark
             if mark > told:
                 raise Violation("I6", f"{node.name!r} has watermark {mark} of a lane whose own is {told}")
 
@@ -150,11 +150,11 @@ class Checks:
         if held != self.world.n_buffers:
             raise Violation("I8", f"{node.name!r} knows of {held} send buffers, not {self.world.n_buffers}")
 
-    def sent(self, node: Prefill | Decode, session: m.Session, message: object) -> None:
+    def sent(self, node: Prefill | Decode, session_id: m.SessionId, message: object) -> None:
         if isinstance(message, m.Recall):
             self.recalled_at[node, message.lane, message.cursor] = self.world.now  # type: ignore[index]
         elif isinstance(message, m.Reserve) and message.attempt and isinstance(node, Prefill):
-            source = node.core.records[session, message.epoch].chunks[message.chunk].source
+            source = node.core.records[session_id, message.epoch].chunks[message.chunk].source
             if not source.ready:
                 raise Violation("I16", f"{node.name!r} asks again for a recalled chunk whose data does not exist")
 
@@ -181,9 +181,9 @@ class Checks:
     @contextmanager
     def stale_frame_changes_nothing(self, node: Prefill | Decode, frame: bytes, message: object) -> Iterator[None]:
         """A frame of another session, or not above the last accepted one, changes nothing and is counted (I6, I7)."""
-        session, seq = wire.decode_head(frame)
-        link = node.core.links.get(session)
-        old = seq <= link.heard if link is not None else not isinstance(message, GREETINGS)
+        session_id, seq = wire.decode_head(frame)
+        session = node.core.sessions.get(session_id)
+        old = seq <= session.heard if session is not None else not isinstance(message, GREETINGS)
         if not old or isinstance(message, ENDINGS) or not node.alive:
             yield
             return
@@ -197,9 +197,9 @@ class Checks:
     @contextmanager
     def stale_tag_changes_nothing(self, node: Decode, tag: bytes) -> Iterator[None]:
         """A tag of another session, or of an epoch that is not live, changes nothing and is counted (I6)."""
-        link = node.core.links.get(wire.tag_session(tag))
+        session = node.core.sessions.get(wire.tag_session(tag))
         room = node.core.epochs.get(wire.decode_tag(tag, ("kv",)).epoch)
-        if link is not None and room is not None and not room.ended:
+        if session is not None and room is not None and not room.ended:
             yield
             return
         before, n = node.core.snapshot(), node.core.counters.tags_stale
@@ -237,7 +237,7 @@ class Checks:
         """What is still carved out is of sessions that are lost and not fenced (I14)."""
         for node in self.world.decode:
             for grant in node.core.holdings._at.values():
-                if grant.state != "quarantined" or grant.request.link.session in node.core.links:
+                if grant.state != "quarantined" or grant.request.session.id in node.core.sessions:
                     raise Violation("I14", f"lease {grant.cursor} of {node.name!r} is left, {grant.state}")
 
     def is_flat(self) -> bool:
@@ -256,10 +256,10 @@ class Checks:
         for node in self.world.nodes():
             core = node.core
             if isinstance(node, Prefill):
-                links = {link for link, _ in (*core._marks, *core._closed)}
+                sessions = {session for session, _ in (*core._marks, *core._closed)}
             else:
-                links = {*core._marks_sent, *(link for link, _ in core.holdings._held)}
-            if any(link.session not in core.links for link in links):
+                sessions = {*core._marks_sent, *(session for session, _ in core.holdings._held)}
+            if any(session.id not in core.sessions for session in sessions):
                 raise Violation("I14", f"{node.name!r} remembers a lost session")
         if self.world.posts:
             raise Violation("I14", f"{len(self.world.posts)} posts never ended")

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from pdstage.layout import Key
     from pdstage.protocol.decode import Landing
-    from pdstage.protocol.messages import Session
+    from pdstage.protocol.messages import SessionId
     from pdstage.protocol.outbox import Chunk
     from pdstage.protocol.room import Room
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.session import Session
     from tests.sim.checks import Checks
     from tests.sim.engines import Engines
     from tests.sim.scenario import Scenario
@@ -69,8 +69,8 @@ class Post:
     tagged: bool = True
 
     @property
-    def session(self) -> Session:
-        return self.chunk.record.link.session
+    def session(self) -> SessionId:
+        return self.chunk.record.session.id
 
     @property
     def reads(self) -> bool:
@@ -130,7 +130,7 @@ class FabricWorld(World):
             self._write_once(dst, chunk)
 
     def _write_once(self, dst: Decode, chunk: Chunk) -> None:
-        where = (self.labels[dst], chunk.record.link.session, chunk.lane, chunk.cursor)
+        where = (self.labels[dst], chunk.record.session.id, chunk.lane, chunk.cursor)
         self.must(where not in self.written, "I15", f"{where} is written twice")
         self.written.add(where)
 
@@ -268,15 +268,15 @@ class FabricWorld(World):
             if piece.caught is None:
                 self._read(post, piece)
 
-    def fence(self, node: Prefill | Decode, link: Link) -> None:
+    def fence(self, node: Prefill | Decode, session: Session) -> None:
         """Decode's disconnect: nothing of the session lands any more. Prefill's: nothing of it reads any more."""
         if not node.alive:
             return
         if isinstance(node, Decode):
-            self.fenced.add(link.session)
-        for post in [post for post in self.posts if post.session == link.session and node in (post.src, post.dst)]:
+            self.fenced.add(session.id)
+        for post in [post for post in self.posts if post.session == session.id and node in (post.src, post.dst)]:
             self._fail_post(post, "lost" if isinstance(node, Decode) or not post.dst.alive else "late")
-        node.core.fenced(link, self.now)
+        node.core.fenced(session, self.now)
         self.carry(node)
 
     def _gather(self, node: Prefill, effect: Gather) -> None:

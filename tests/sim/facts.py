@@ -74,7 +74,7 @@ class Shape:
 class Facts(NamedTuple):
     """What the rest of the world needs to know of one state of one core."""
 
-    sessions: frozenset[m.Session]
+    sessions: frozenset[m.SessionId]
     timers: tuple[Name, ...]
     rooms: tuple[tuple[tuple[int, int], int], ...]
     """(room, how many before) and status of each handle."""
@@ -83,10 +83,10 @@ class Facts(NamedTuple):
     late: tuple[tuple[tuple[int, int], int], ...] = ()
     released: frozenset[tuple[int, int]] = frozenset()
     marks: tuple[tuple[Name, int], ...] = ()
-    leases: dict[tuple[int, int], tuple[m.Session, str]] = {}  # noqa: RUF012
-    writable: frozenset[tuple[m.Session, int, int]] = frozenset()
+    leases: dict[tuple[int, int], tuple[m.SessionId, str]] = {}  # noqa: RUF012
+    writable: frozenset[tuple[m.SessionId, int, int]] = frozenset()
     """What a write may be under way into: (session, lane, cursor), or (session, DIRECT or AUX, epoch)."""
-    landed: dict[Name, tuple[tuple[int, int], m.Session, int, int]] = {}  # noqa: RUF012
+    landed: dict[Name, tuple[tuple[int, int], m.SessionId, int, int]] = {}  # noqa: RUF012
     """Of each scatter under way: the room, whose chunk, and its tokens."""
     epochs: dict[int, tuple[int, int]] = {}  # noqa: RUF012
     flat: str = ""
@@ -106,28 +106,28 @@ def decode_facts(node: Node, shape: Shape) -> Facts:
             must(cursor >= end and cursor % 256 == 0, f"I3: leases overlap: {live}")
             must(cursor % lane.capacity + nbytes <= lane.capacity, f"I3: the lease at {cursor} leaves its lane")
             end = cursor + nbytes
-            session = held._at[number, cursor].request.link.session
-            leases[number, cursor] = (session, state)
+            session_id = held._at[number, cursor].request.session.id
+            leases[number, cursor] = (session_id, state)
             under = any(
                 other < cursor and _share_bytes(other, theirs, cursor, nbytes, lane.capacity)
                 for other, theirs, _ in live
             )
             if state != "landed" and not under:
-                writable.add((session, number, cursor))
+                writable.add((session_id, number, cursor))
         idle = lane.head == lane.watermark and lane.largest() == lane.capacity
         must(bool(live) or idle, f"I13: an idle lane has head {lane.head}, watermark {lane.watermark}")
     for room in core.epochs.values():
         for part in room.parts.values():
             if part.direct and part.phase is not PartPhase.QUIET:
-                writable.add((part.link.session, m.DIRECT, room.epoch))
+                writable.add((part.session.id, m.DIRECT, room.epoch))
             if part.has_aux and room.row is not None and part.phase is not PartPhase.QUIET:
-                writable.add((part.link.session, m.AUX, room.epoch))
+                writable.add((part.session.id, m.AUX, room.epoch))
     for landing in core._flights.values():
         must(not landing.part.room.released, "I2: a scatter runs into released pages")
         must(held._at.get((landing.grant.lane, landing.grant.cursor)) is landing.grant, "I2: it reads a freed lease")
     epochs = {room.epoch: name for name, room in node.handles.items() if isinstance(room, DecodeRoom)}
     return Facts(
-        sessions=frozenset(core.links),
+        sessions=frozenset(core.sessions),
         timers=_timers(core),
         rooms=_rooms(node),
         flights=tuple(flight_name(core, ticket) for ticket in core._flights),
@@ -137,7 +137,7 @@ def decode_facts(node: Node, shape: Shape) -> Facts:
         landed={
             flight_name(core, ticket): (
                 epochs[landing.part.room.epoch],
-                landing.part.link.session,
+                landing.part.session.id,
                 landing.rects[0].start,
                 landing.rects[0].stop,
             )
@@ -166,7 +166,7 @@ def prefill_facts(node: Node, shape: Shape) -> Facts:
     must(sorted(buffers) == list(range(shape.n_buffers)), f"send buffers {buffers}")
     rooms = {name: room for name, room in node.handles.items() if isinstance(room, PrefillRoom)}
     return Facts(
-        sessions=frozenset(core.links),
+        sessions=frozenset(core.sessions),
         timers=_timers(core),
         rooms=_rooms(node),
         flights=tuple(
@@ -178,7 +178,7 @@ def prefill_facts(node: Node, shape: Shape) -> Facts:
             (name, n) for name, room in rooms.items() for n, source in enumerate(room.sources) if not source.ready
         ),
         released=frozenset(name for name, room in rooms.items() if room.released),
-        marks=tuple(((*link.session, lane), mark) for (link, lane), mark in core._marks.items()),
+        marks=tuple(((*session.id, lane), mark) for (session, lane), mark in core._marks.items()),
         flat=_left(node, shape),
     )
 

@@ -316,7 +316,7 @@ class Fleet:
                 self.at(now + times.gather_s, self._tell, node, node.core.gathered, ticket)
             case Write(ticket, _, chunk, _, tag) | WriteDirect(ticket, chunk, tag) | WriteRow(ticket, chunk, _, tag):
                 self.n_writes += 1
-                route = chunk.record.link.route
+                route = chunk.record.session.route
                 self.at(now + times.write_s, self._landed, node, route, ticket, tag, chunk.nbytes)
             case Scatter(ticket):
                 self.at(now + times.scatter_s, self._tell, node, node.core.scattered, ticket)
@@ -325,8 +325,8 @@ class Fleet:
                     job = node.jobs.pop(room, None)
                     if job is not None:
                         self._gone(job, failed=room.state is State.FAILED)
-            case Detach(link):
-                self.at(now + times.hop_s, self._tell, node, node.core.fenced, link)
+            case Detach(session):
+                self.at(now + times.hop_s, self._tell, node, node.core.fenced, session)
             case PeerWarning():
                 node.n_complaints += 1
             case _:

@@ -30,7 +30,7 @@ from pdstage.protocol.inbox import DecodeRoom, Part
 from pdstage.protocol.outbox import Chunk, PrefillRoom, Record
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.queue import RequestQueue
-from pdstage.protocol.session import Link
+from pdstage.protocol.session import Session
 from pdstage.protocol.timers import Timers
 from pdstage.topology import Topology
 
@@ -49,7 +49,7 @@ _CONSTANT = frozenset(
     }
 )  # fmt: skip
 _SILENT = {
-    "Link": {
+    "Session": {
         "heard_at", "used_at", "sent_at", "n_sent", "heard", "layout", "topology", "lanes", "silence_s", "shares",
         "common", "aux", "rows",
     },
@@ -67,7 +67,7 @@ _SILENT = {
 GIVEN_UP = Aborted("what was said is left out")
 _ERRORS = (Aborted, DeadlineExceeded, PeerError, TransportError, UsageError)
 _ATOMS = frozenset({int, str, bytes, bool, float, type(None)})
-_FLAT = frozenset({m.Session, m.Asked, m.Written, m.LaneSpan, Rect, Share})
+_FLAT = frozenset({m.SessionId, m.Asked, m.Written, m.LaneSpan, Rect, Share})
 SOON, LATER = 0.3, 1e6
 """When a timer fires, before any other waiting time has passed or after all have; everything else happens at 0."""
 
@@ -107,7 +107,7 @@ class Node:
     core: Core
     name: bytes = b""
     handles: dict[tuple[int, int], Handle] = field(default_factory=dict)
-    fencing: dict[m.Session, Link] = field(default_factory=dict)
+    fencing: dict[m.SessionId, Session] = field(default_factory=dict)
     orphans: dict[tuple[object, ...], int] = field(default_factory=dict)
     """Tickets of posts that a disconnect overtook, by the name of their flight: they end all the same."""
 
@@ -117,7 +117,7 @@ def flight_name(core: Core, ticket: int) -> tuple[object, ...]:
     flight = core._flights[ticket]
     if isinstance(flight, tuple):
         record = flight[0].record
-        return (*record.link.session, record.epoch, flight[0].number)
+        return (*record.session.id, record.epoch, flight[0].number)
     return (flight.grant.lane, flight.grant.cursor)
 
 
@@ -132,14 +132,14 @@ def key_name(core: Core, key: Hashable) -> tuple[object, ...]:
         case [PrefillRoom() as room]:
             return (kind, room.key)
         case [Part() as part]:
-            return (kind, part.room.key, part.room.epoch, *part.link.session)
+            return (kind, part.room.key, part.room.epoch, *part.session.id)
         case [Record() as record]:
-            return (kind, record.open.room, *record.link.session, record.epoch)
+            return (kind, record.open.room, *record.session.id, record.epoch)
         case [Chunk() as chunk]:
             record = chunk.record
-            return (kind, record.open.room, *record.link.session, record.epoch, chunk.number)
-        case [Link() as link]:
-            return (kind, b"", *link.session)
+            return (kind, record.open.room, *record.session.id, record.epoch, chunk.number)
+        case [Session() as session]:
+            return (kind, b"", *session.id)
         case [int() as ticket]:
             return (kind, b"", *flight_name(core, ticket))
         case [bytes() as room]:
@@ -152,9 +152,9 @@ def key_name(core: Core, key: Hashable) -> tuple[object, ...]:
 def canonical(node: Node) -> None:
     """Brings the core into its canonical form. It behaves as before."""
     core = node.core
-    for link in core.links.values():
-        link.heard = link.n_sent = 0
-        link.heard_at = link.sent_at = 0.0
+    for session in core.sessions.values():
+        session.heard = session.n_sent = 0
+        session.heard_at = session.sent_at = 0.0
     for handle in node.handles.values():
         if handle.error is not None:
             handle.error = GIVEN_UP
@@ -217,7 +217,7 @@ class _Shared:
     def number(self, thing: object) -> int:
         number = self._numbers.get(id(thing))
         if number is None:
-            same = wire.encode(m.Session(0, 0), 0, thing) if isinstance(thing, m.Open) else thing
+            same = wire.encode(m.SessionId(0, 0), 0, thing) if isinstance(thing, m.Open) else thing
             number = self._equal.setdefault(same, len(self.things))
             self.things.append(thing)  # kept, so that its id stays its own
             if number < len(self.things) - 1:

@@ -48,7 +48,7 @@ class Mirror:
         for node, number in enumerate(root.nodes):
             _paired(self.states, number, root.nodes[_OTHER[node]])
         self.frames: dict[object, object] = {}
-        to_first, _, to_second, *_ = root.links
+        to_first, _, to_second, *_ = root.sessions
         for one, two in zip(to_first, to_second, strict=True):
             _paired(self.frames, one, two)
         self.tags: dict[object, object] = {}
@@ -92,8 +92,8 @@ class Mirror:
         return cast("int", self.tags[number])
 
     def post(self, number: int) -> int:
-        node, flight, session, room, tag, where = self.parts.whole.posts[number]
-        rest = self.renamed((flight, session, room))
+        node, flight, session_id, room, tag, where = self.parts.whole.posts[number]
+        rest = self.renamed((flight, session_id, room))
         return self.parts.whole.post_number(Post(_OTHER[node], *rest, self.tag(tag), self.renamed(where)))
 
     def given(self, given: Input) -> Input:
@@ -154,13 +154,13 @@ class Mirror:
     def side(self, number: int) -> int:
         image = self._sides.get(number)
         if image is None:
-            node, links, writes, fences, fenced, delivered, spent = self.parts.sides[number]
+            node, sessions, writes, fences, fenced, delivered, spent = self.parts.sides[number]
             image = self._sides[number] = self.parts.side(
                 Side(
                     self.state(node),
-                    tuple(tuple(self.frame(frame) for frame in link) for link in links),
+                    tuple(tuple(self.frame(frame) for frame in session) for session in sessions),
                     tuple(sorted((self.post(post), flags) for post, flags in writes)),
-                    tuple(sorted((_OTHER[at], self.renamed(session)) for at, session in fences)),
+                    tuple(sorted((_OTHER[at], self.renamed(session_id)) for at, session_id in fences)),
                     tuple(sorted(self.renamed(fenced))),
                     tuple(sorted(self.renamed(delivered))),
                     tuple(sorted(self.post(post) for post in spent)),

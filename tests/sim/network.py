@@ -43,10 +43,10 @@ class Network(Steps):
         if configuration.connected:
             for writer in range(1, n_nodes):
                 state = self._give(state, 0, ("greet", writer))
-            while any(state.links):
+            while any(state.sessions):
                 node = next(n for n in range(n_nodes) if self._heads(state, n))
-                src, link = self._heads(state, node)[0]
-                state = self._hear(state, node, src, link)
+                src, session = self._heads(state, node)[0]
+                state = self._hear(state, node, src, session)
         if configuration.begun:
             for node in range(n_nodes):
                 for given in self._asked_for(state, node):
@@ -67,7 +67,7 @@ class Network(Steps):
 
     def _apart(self, state: Global, writer: int) -> bool:
         """A writer with a frame to hear: nobody else's step can give it another step to take first."""
-        if not state.links[2 * writer - 2] or state.left.crash:  # another process might send it a frame of its own
+        if not state.sessions[2 * writer - 2] or state.left.crash:  # another process might send it a frame of its own
             return False
         return not self.unsure or not any(
             flags & (UNDER | DONE) and self.posts[post].node == writer for post, flags in state.writes
@@ -83,14 +83,14 @@ class Network(Steps):
     def _from_others(self, state: Global, node: int) -> Iterator[Move]:
         """What is between this process and others."""
         move = self._move
-        for src, link in self._heads(state, node):
-            given = ("hear", src, state.links[link][0])
-            yield move("hear", node, given, self._hear(state, node, src, link))
+        for src, session in self._heads(state, node):
+            given = ("hear", src, state.sessions[session][0])
+            yield move("hear", node, given, self._hear(state, node, src, session))
             if state.left.loss:
-                yield move("lose", node, given, self._without_head(state, link), "loss")
-        for at, (node_at, session) in enumerate(state.fences):
-            if node_at == node and self._may_end(state, node, session):
-                yield move("fence", node, ("fenced", session), self._fence(state, at))
+                yield move("lose", node, given, self._without_head(state, session), "loss")
+        for at, (node_at, session_id) in enumerate(state.fences):
+            if node_at == node and self._may_end(state, node, session_id):
+                yield move("fence", node, ("fenced", session_id), self._fence(state, at))
         yield from self._of_writes(state, node)
 
     def _of_itself(self, state: Global, node: int) -> Iterator[Move]:
@@ -172,18 +172,18 @@ class Network(Steps):
         return (had.crash, had.late, had.broken) == (left.crash, left.late, left.broken)
 
     def _has_other_end(self, state: Global, node: int, timer: Name) -> bool:
-        session = m.Session(*timer[2:4])  # type: ignore[arg-type]
+        session_id = m.SessionId(*timer[2:4])  # type: ignore[arg-type]
         others = range(1, len(state.nodes)) if node == 0 else (0,)
-        return any(session in self.nodes.facts[state.nodes[other]].sessions for other in others)
+        return any(session_id in self.nodes.facts[state.nodes[other]].sessions for other in others)
 
-    def _may_end(self, state: Global, node: int, session: m.Session) -> bool:
+    def _may_end(self, state: Global, node: int, session_id: m.SessionId) -> bool:
         """Whether a disconnect is a fence: the transport says so, or the process at the other end is gone."""
         if self.configuration.fences:
             return True
         lives = [self.nodes.template(n, self.nodes.home[number][1]) for n, number in enumerate(state.nodes)]
         if node == 0:
-            return session.writer not in {core.incarnation for core in lives[1:]}
-        return session.decode not in self.nodes.nonces(lives[0].incarnation)
+            return session_id.writer not in {core.incarnation for core in lives[1:]}
+        return session_id.decode not in self.nodes.nonces(lives[0].incarnation)
 
     def _asked_for(self, state: Global, node: int) -> list[Input]:
         """What the engine does of itself, each in its own time."""
@@ -203,7 +203,7 @@ class Network(Steps):
 
     def left_over(self, state: Global) -> str:
         """What keeps the world from being at its end; empty at a good end."""
-        if any(state.links) or state.writes or any(self._may_end(state, *fence) for fence in state.fences):
+        if any(state.sessions) or state.writes or any(self._may_end(state, *fence) for fence in state.fences):
             return "something is on its way"
         for node, number in enumerate(state.nodes):
             if self._asked_for(state, node):

@@ -49,7 +49,7 @@ class Post(NamedTuple):
 
     node: int
     flight: Name
-    session: m.Session
+    session: m.SessionId
     room: tuple[int, int]
     tag: int
     where: tuple[int, int]
@@ -63,9 +63,9 @@ class Did(NamedTuple):
     sends: tuple[tuple[int, int], ...]
     """(to which node, which frame)"""
     posts: tuple[Post, ...]
-    lost: tuple[m.Session, ...]
+    lost: tuple[m.SessionId, ...]
     """Sessions to be fenced."""
-    met: tuple[m.Session, ...]
+    met: tuple[m.SessionId, ...]
     """Sessions to be reachable for writes."""
 
 
@@ -167,9 +167,9 @@ class Nodes:
                 core.tag(self.tags[tag], 0.0)
             case ("scattered", flight):
                 core.scattered(self._ticket(node, flight), 0.0)
-            case ("fenced", session):
+            case ("fenced", session_id):
                 names = {ticket: flight_name(core, ticket) for ticket in core._flights}
-                core.fenced(node.fencing.pop(session), 0.0)  # type: ignore[arg-type]
+                core.fenced(node.fencing.pop(session_id), 0.0)  # type: ignore[arg-type]
                 node.orphans |= {name: t for t, name in names.items() if t in getattr(core, "_orphans", ())}
             case ("timer", name, float() as at):
                 core.timers.chosen = next(key for key in core.timers.keys if key_name(core, key) == name)
@@ -223,23 +223,23 @@ class Nodes:
                     sends.append((self.names.index(route), self.frame(frame)))
                 case Write() | WriteDirect() | WriteRow():
                     posts.append(self._post(at, node, effect))
-                case Detach(link):
-                    node.fencing[link.session] = link
-                    lost.append(link.session)
-                case Attach(link):
-                    met.append(link.session)
+                case Detach(session):
+                    node.fencing[session.id] = session
+                    lost.append(session.id)
+                case Attach(session):
+                    met.append(session.id)
                 case Gather() | Scatter() | Changed() | PeerWarning() | _:
                     pass
         return tuple(sends), tuple(posts), tuple(lost), tuple(met)
 
     def _post(self, at: int, node: Node, effect: Write | WriteDirect | WriteRow) -> Post:
         chunk = effect.chunk
-        session = chunk.record.link.session
+        session_id = chunk.record.session.id
         room = next((name for name, room in node.handles.items() if room is chunk.record.room), None)
         assert room is not None
         flight = flight_name(node.core, effect.ticket)
         where = (chunk.where[0], chunk.record.epoch) if chunk.direct else chunk.where
-        return Post(at, flight, session, room, self.tag(effect.tag), where)
+        return Post(at, flight, session_id, room, self.tag(effect.tag), where)
 
     def frame(self, data: bytes) -> int:
         """The number of a frame, its seq made 1 (0 where it has none) and its words left out."""

@@ -133,7 +133,7 @@ def _serve_a_fleet(scale: Scale) -> None:
 
 
 def _report_rooms(scale: Scale, fleet: Fleet, n_rooms: int, cpu_s: float) -> None:
-    n_sessions = sum(len(node.core.links) for node in fleet.nodes.values()) // 2
+    n_sessions = sum(len(node.core.sessions) for node in fleet.nodes.values()) // 2
     print(
         f"fleet: {scale.n_ranks} + {scale.n_ranks} ranks, {n_sessions:,} sessions, {n_rooms:,} rooms, loss {scale.loss}"
     )
@@ -171,7 +171,7 @@ def check_flat(fleet: Fleet) -> None:
     """No room is open: no core holds anything but its sessions."""
     for node in fleet.nodes.values():
         core = node.core
-        own = {(kind, link) for kind in ("beat", "silence") for link in core.links.values()}
+        own = {(kind, session) for kind in ("beat", "silence") for session in core.sessions.values()}
         left = {key for key in core.timers._at if key not in own and key != ("recalls",)}
         assert not left, (node.route, left)
         assert core.idle and not core.rooms and not node.jobs, (node.route, core.rooms)

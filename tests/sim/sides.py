@@ -21,12 +21,12 @@ class Side(NamedTuple):
     """As in `Global`, of one writer."""
 
     node: int
-    links: tuple[tuple[int, ...], ...] = ((), (), (), ())
+    sessions: tuple[tuple[int, ...], ...] = ((), (), (), ())
     """To the writer, to decode, and the same of earlier processes."""
     writes: tuple[tuple[int, int], ...] = ()
-    fences: tuple[tuple[int, m.Session], ...] = ()
-    fenced: tuple[m.Session, ...] = ()
-    delivered: tuple[tuple[tuple[int, int], m.Session, int, int], ...] = ()
+    fences: tuple[tuple[int, m.SessionId], ...] = ()
+    fenced: tuple[m.SessionId, ...] = ()
+    delivered: tuple[tuple[tuple[int, int], m.SessionId, int, int], ...] = ()
     spent: tuple[int, ...] = ()
 
 
@@ -34,8 +34,8 @@ class Added(NamedTuple):
     """What a step of decode adds to a side that it did not come from."""
 
     frames: tuple[int, ...] = ()
-    fences: tuple[tuple[int, m.Session], ...] = ()
-    delivered: tuple[tuple[tuple[int, int], m.Session, int, int], ...] = ()
+    fences: tuple[tuple[int, m.SessionId], ...] = ()
+    delivered: tuple[tuple[tuple[int, int], m.SessionId, int, int], ...] = ()
 
 
 NOTHING = Added()
@@ -99,28 +99,28 @@ class Parts:
             self.decodes.append(node)
         return number
 
-    def writer_of(self, session: m.Session) -> int:
+    def writer_of(self, session_id: m.SessionId) -> int:
         """Which side a session is of."""
-        writer = self._writer_of.get(session.writer)
+        writer = self._writer_of.get(session_id.writer)
         if writer is None:
             for (node, _), core in self.nodes.templates.items():
                 if node:
                     self._writer_of[core.incarnation] = node
-            writer = self._writer_of[session.writer]
+            writer = self._writer_of[session_id.writer]
         return writer
 
     # Parts of a whole.
 
     def split(self, state: Global) -> tuple[int, list[Side]]:
         posts, of = self.whole.posts, self.writer_of
-        half = len(state.links) // 2
+        half = len(state.sessions) // 2
         sides = []
         for w in range(1, len(state.nodes)):
             to, back = 2 * w - 2, 2 * w - 1
             sides.append(
                 Side(
                     state.nodes[w],
-                    (state.links[to], state.links[back], state.links[half + to], state.links[half + back]),
+                    (state.sessions[to], state.sessions[back], state.sessions[half + to], state.sessions[half + back]),
                     tuple(e for e in state.writes if posts[e[0]].node == w),
                     tuple(f for f in state.fences if of(f[1]) == w),
                     tuple(s for s in state.fenced if of(s) == w),
@@ -139,7 +139,7 @@ class Parts:
 
         return Global(
             (decode, *(side.node for side in sides)),
-            tuple(link for at in (0, 2) for side in sides for link in side.links[at : at + 2]),
+            tuple(session for at in (0, 2) for side in sides for session in side.sessions[at : at + 2]),
             all_of("writes"), all_of("fences"), all_of("fenced"), left, aborted, all_of("delivered"), all_of("spent"),
         )  # fmt: skip
 
@@ -175,11 +175,11 @@ class Parts:
     def _of_decode(self, left: Faults, before: int, move: Move, writer: int) -> Step:
         decode, sides = self.split(move.after)
         did = self.nodes.memo.get((self.decodes[before], move.given))
-        if did is not None and any(self.writer_of(session) != writer for session in did.met):
+        if did is not None and any(self.writer_of(session_id) != writer for session_id in did.met):
             raise NotImplementedError(f"a session of another side is met: {move.given}")
         added = []
         for n, side in enumerate(sides, 1):
-            extra = Added(side.links[0], side.fences, side.delivered) if n != writer else NOTHING
+            extra = Added(side.sessions[0], side.fences, side.delivered) if n != writer else NOTHING
             added.append(self._number(extra, self.added))
         return self._step(left, move, decode, sides[writer - 1] if writer else None, tuple(added))
 
@@ -190,10 +190,10 @@ class Parts:
 
     def merged(self, side: int, added: int) -> int:
         before, more = self.sides[side], self.added[added]
-        to, *rest = before.links
+        to, *rest = before.sessions
         return self.side(
             before._replace(
-                links=(to + more.frames, *rest),
+                sessions=(to + more.frames, *rest),
                 fences=tuple(sorted(before.fences + more.fences)),
                 delivered=tuple(sorted({*before.delivered, *more.delivered})),
             )

@@ -82,11 +82,11 @@ def _lose_some(star: Star) -> float:
         star.route(peer)
     star.fleet.run(star.fleet.now + 0.0004)  # met and opened, nothing computed yet
     core = star.hub.core
-    lost = [link for link in core.links.values() if link.route in {b"peer 1", b"peer 3", b"peer 5"}]
+    lost = [session for session in core.sessions.values() if session.route in {b"peer 1", b"peer 3", b"peer 5"}]
     with Lines() as lines:
-        for link in lost:
-            core.lose(link, PeerError("lost by the experiment"), star.fleet.now)
-            core.fenced(link, star.fleet.now)
+        for session in lost:
+            core.lose(session, PeerError("lost by the experiment"), star.fleet.now)
+            core.fenced(session, star.fleet.now)
     return lines.n / len(lost)
 
 

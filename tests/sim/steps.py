@@ -70,19 +70,19 @@ class Configuration:
 
 class Global(NamedTuple):
     nodes: tuple[int, ...]
-    links: tuple[tuple[int, ...], ...]
+    sessions: tuple[tuple[int, ...], ...]
     """Frames on their way: decode to writer 1, writer 1 to decode, decode to writer 2, ...; then in the same order
     those that an earlier process at the same address sent: nothing keeps them in order with its successor's.
     """
     writes: tuple[tuple[int, int], ...]
     """(post, flags), ascending."""
-    fences: tuple[tuple[int, m.Session], ...]
+    fences: tuple[tuple[int, m.SessionId], ...]
     """Disconnects under way: at which node, of which session."""
-    fenced: tuple[m.Session, ...]
+    fenced: tuple[m.SessionId, ...]
     left: Faults
     aborted: int
     """The room an engine aborted, or 0."""
-    delivered: tuple[tuple[tuple[int, int], m.Session, int, int], ...]
+    delivered: tuple[tuple[tuple[int, int], m.SessionId, int, int], ...]
     """What lies in its pages: room, whose, tokens."""
     spent: tuple[int, ...]
     """Posts that landed in leases or pages that are still lent."""
@@ -107,17 +107,17 @@ class Steps:
 
     def _heads(self, state: Global, node: int) -> list[tuple[int, int]]:
         """(from whom, over which link) a frame may come next."""
-        links = [(0, 2 * node - 2)] if node else [(w, 2 * w - 1) for w in range(1, len(state.nodes))]
-        links += [(src, link + len(state.links) // 2) for src, link in links]
-        return [(src, link) for src, link in links if state.links[link]]
+        sessions = [(0, 2 * node - 2)] if node else [(w, 2 * w - 1) for w in range(1, len(state.nodes))]
+        sessions += [(src, session + len(state.sessions) // 2) for src, session in sessions]
+        return [(src, session) for src, session in sessions if state.sessions[session]]
 
-    def _without_head(self, state: Global, link: int) -> Global:
-        links = state.links
-        return state._replace(links=(*links[:link], links[link][1:], *links[link + 1 :]))
+    def _without_head(self, state: Global, session: int) -> Global:
+        sessions = state.sessions
+        return state._replace(sessions=(*sessions[:session], sessions[session][1:], *sessions[session + 1 :]))
 
-    def _hear(self, state: Global, node: int, src: int, link: int) -> Global:
-        frame = state.links[link][0]
-        after = self._without_head(state, link)
+    def _hear(self, state: Global, node: int, src: int, session: int) -> Global:
+        frame = state.sessions[session][0]
+        after = self._without_head(state, session)
         if node == 0 and (tag := self.nodes.said(frame)) is not None:
             after = self._in_pages(after, tag)
         return self._give(after, node, ("hear", src, frame))
@@ -130,22 +130,22 @@ class Steps:
             return self._judged(state, state)
         nodes = list(state.nodes)
         nodes[node] = did.after
-        links = state.links
+        sessions = state.sessions
         if did.sends:
-            changed = [*links]
+            changed = [*sessions]
             for dst, frame in did.sends:
                 changed[2 * node - 1 if node else 2 * dst - 2] += (frame,)
-            links = tuple(changed)
-        after = state._replace(nodes=tuple(nodes), links=links)
+            sessions = tuple(changed)
+        after = state._replace(nodes=tuple(nodes), sessions=sessions)
         if did.posts:
             after = self._posted(after, did)
         if did.lost:
-            lost = tuple((node, session) for session in did.lost)
+            lost = tuple((node, session_id) for session_id in did.lost)
             after = after._replace(fences=tuple(sorted(after.fences + lost)))
-        for session in did.met:  # a half-open session that expired, greeted again: connected anew
-            if (node, session) in after.fences:
-                after = self._fence(after, after.fences.index((node, session)))
-            after = after._replace(fenced=tuple(s for s in after.fenced if s != session))
+        for session_id in did.met:  # a half-open session that expired, greeted again: connected anew
+            if (node, session_id) in after.fences:
+                after = self._fence(after, after.fences.index((node, session_id)))
+            after = after._replace(fenced=tuple(s for s in after.fenced if s != session_id))
         return self._judged(state, after)
 
     def _posted(self, state: Global, did: Did) -> Global:
@@ -188,7 +188,7 @@ class Steps:
         span = (tag.rects[0].start, tag.rects[0].stop) if tag.rects else ROW
         return self._delivered(state, (facts.epochs[tag.epoch], tag.session, *span))
 
-    def _delivered(self, state: Global, what: tuple[tuple[int, int], m.Session, int, int]) -> Global:
+    def _delivered(self, state: Global, what: tuple[tuple[int, int], m.SessionId, int, int]) -> Global:
         return state._replace(delivered=tuple(sorted({*state.delivered, what})))
 
     def _spend(self, state: Global, number: int) -> Global:
@@ -196,11 +196,11 @@ class Steps:
 
     def _fence(self, state: Global, at: int) -> Global:
         """A disconnect is over: nothing of the session lands any more; what was under way landed or not."""
-        node, session = state.fences[at]
+        node, session_id = state.fences[at]
         writes = []
         for number, flags in state.writes:
             new = flags
-            if self.posts[number].session == session:
+            if self.posts[number].session == session_id:
                 unsure = bool(flags & UNDER)
                 if node:  # the post still ends
                     new = flags & ~UNDER | (BAD | (MAYBE if flags & TAG else 0) if unsure else 0)
@@ -209,19 +209,19 @@ class Steps:
             if new & (TAG | DONE | UNDER):
                 writes.append((number, new))
         fences = state.fences[:at] + state.fences[at + 1 :]
-        fenced = tuple(sorted({*state.fenced, session}))
+        fenced = tuple(sorted({*state.fenced, session_id}))
         after = state._replace(writes=tuple(writes), fences=fences, fenced=fenced)
-        return self._give(after, node, ("fenced", session))
+        return self._give(after, node, ("fenced", session_id))
 
     def _crash(self, state: Global, node: int) -> Global:
         """Another process at the same address. What the old one sent is still on its way."""
         number = state.nodes[node]
         nodes = list(state.nodes)
         nodes[node] = self.nodes.born(node, self.nodes.home[number][1] + 1)
-        writes, fenced, links = [], set(state.fenced), list(state.links)
-        for link in [2 * node - 1] if node else [2 * w - 2 for w in range(1, len(nodes))]:
-            links[link + len(links) // 2] += links[link]
-            links[link] = ()
+        writes, fenced, sessions = [], set(state.fenced), list(state.sessions)
+        for session in [2 * node - 1] if node else [2 * w - 2 for w in range(1, len(nodes))]:
+            sessions[session + len(sessions) // 2] += sessions[session]
+            sessions[session] = ()
         for post, flags in state.writes:
             new = flags
             if node == 0:
@@ -236,7 +236,7 @@ class Steps:
             fenced |= self.nodes.facts[number].sessions | {s for n, s in state.fences if n == 0}
         after = state._replace(
             nodes=tuple(nodes),
-            links=tuple(links),
+            sessions=tuple(sessions),
             writes=tuple(writes),
             fences=tuple(fence for fence in state.fences if fence[0] != node),
             fenced=tuple(sorted(fenced)),
@@ -287,10 +287,10 @@ class Steps:
         ]
 
     def covered(self, state: Global, handle: tuple[int, int]) -> None:
-        tokens: dict[m.Session, set[int]] = {}
-        for room, session, start, stop in state.delivered:
+        tokens: dict[m.SessionId, set[int]] = {}
+        for room, session_id, start, stop in state.delivered:
             if room == handle:
-                tokens.setdefault(session, set()).update(range(start, stop))
+                tokens.setdefault(session_id, set()).update(range(start, stop))
         whole = self.shape.tokens * self.shape.chunks
         rows = sum(ROW[0] in each for each in tokens.values())
         must(

@@ -24,7 +24,7 @@ from pdstage.protocol.outbox import Chunk, PrefillRoom, RecordPhase, SendBuffers
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.room import Event, Room, State
 from pdstage.protocol.sending import Sending
-from pdstage.protocol.session import Core, Link
+from pdstage.protocol.session import Core, Session
 from pdstage.ring import Lane
 from tests.sim.run import Failed, load, main, run
 from tests.sim.scenario import Scenario, draw
@@ -81,9 +81,9 @@ def says_success_early(patch: Patch) -> None:
 
 
 def drops_the_session_check(patch: Patch) -> None:
-    def hear(self: Core, link: Link | None, frame: wire.Frame, now: float) -> bool:
-        if link is not None:
-            link.heard_at, link.heard = now, max(link.heard, frame.seq)
+    def hear(self: Core, session: Session | None, frame: wire.Frame, now: float) -> bool:
+        if session is not None:
+            session.heard_at, session.heard = now, max(session.heard, frame.seq)
         else:
             self.counters.frames_stale += not isinstance(frame.message, m.Hello | m.Welcome | m.HelloRefused)
         return False
@@ -144,12 +144,12 @@ def never_recalls(patch: Patch) -> None:
 def forgets_no_record(patch: Patch) -> None:
     plain = PrefillCore._on_closed
 
-    def on_closed(self: PrefillCore, link: object, closed: m.Closed, now: float) -> None:
-        record = self.records.get((link.session, closed.epoch))  # type: ignore[attr-defined]
+    def on_closed(self: PrefillCore, session: object, closed: m.Closed, now: float) -> None:
+        record = self.records.get((session.id, closed.epoch))  # type: ignore[attr-defined]
         if record is not None and record.phase is RecordPhase.CLOSING:
             self.timers.cancel(("close", record))
             return
-        plain(self, link, closed, now)  # type: ignore[arg-type]
+        plain(self, session, closed, now)  # type: ignore[arg-type]
 
     patch.setattr(PrefillCore, "_on_closed", on_closed)
 
@@ -229,7 +229,7 @@ def waits_beside_an_idle_lane(world: SimWorld, grant: Grant) -> None:
     request = grant.request
     for one in list(held._at.values()):
         held.release(one, world.now)
-    held.wait(Request(request.link, request.epoch, 1 << 30, 0, 256, (), 0))
+    held.wait(Request(request.session, request.epoch, 1 << 30, 0, 256, (), 0))
 
 
 def disagrees(world: SimWorld, grant: Grant) -> None:
@@ -253,9 +253,9 @@ def changes_an_ended_room(world: SimWorld, grant: Grant) -> None:
 
 
 def is_told_of_another_ring(world: SimWorld, grant: Grant) -> None:
-    node = next(n for n in world.prefill if n.core.links)
-    link = next(iter(node.core.links.values()))
-    node.core._marks[link, 0] = 1 << 40
+    node = next(n for n in world.prefill if n.core.sessions)
+    session = next(iter(node.core.sessions.values()))
+    node.core._marks[session, 0] = 1 << 40
     world.checks.node(node)
 
 

@@ -82,10 +82,10 @@ def test_symmetry_is_not_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A core that treats one writer otherwise, harmlessly, is told."""
     whole = DecodeCore._on_reserve
 
-    def reserve(self, link, ask, now):
-        whole(self, link, ask, now)
-        if link.route == b"P1":
-            self.send(link, m.Watermark(0, self.holdings.lanes[0].watermark), now)
+    def reserve(self, session, ask, now):
+        whole(self, session, ask, now)
+        if session.route == b"P1":
+            self.send(session, m.Watermark(0, self.holdings.lanes[0].watermark), now)
 
     monkeypatch.setattr(DecodeCore, "_on_reserve", reserve)
     assert Search(Configuration(name="twins", shape=TWINS), mirrored=False).run().complete
@@ -128,14 +128,14 @@ def _live_step(network: Network, node: Node, move: Move) -> None:
     nodes, given = network.nodes, move.given
     if given[0] == "hear":
         frame = wire.decode(nodes.frames[given[2]])
-        link = node.core.links.get(frame.session)
-        seq = link.heard + 1 if link is not None and frame.seq else frame.seq
+        session = node.core.sessions.get(frame.session)
+        seq = session.heard + 1 if session is not None and frame.seq else frame.seq
         node.core.receive(nodes.names[given[1]], wire.encode(frame.session, seq, frame.message), 0.0)
     else:
         nodes._give(node, given)
     for effect in node.core.take_effects():
         if isinstance(effect, Detach):
-            node.fencing[effect.link.session] = effect.link
+            node.fencing[effect.session.id] = effect.session
 
 
 # The explorer can fail: bugs put in on purpose, each with the configuration that shows it and what it must say.
@@ -154,7 +154,7 @@ def recall_frees_the_lease(patch: pytest.MonkeyPatch) -> None:
 def drained_before_the_last_completion(patch: pytest.MonkeyPatch) -> None:
     def drained(self, record, now):
         if record.phase is RecordPhase.DRAINING:
-            self.send(record.link, m.Drained(record.epoch), now)
+            self.send(record.session, m.Drained(record.epoch), now)
             self._forget(record)
 
     patch.setattr(Sending, "_maybe_drained", drained)
@@ -186,9 +186,9 @@ def no_question_is_repeated(patch: pytest.MonkeyPatch) -> None:
 def a_lost_lease_is_not_told_again(patch: pytest.MonkeyPatch) -> None:
     whole = DecodeCore._on_reserve
 
-    def reserve(self, link, ask, now):
-        if self.holdings.find(link, ask.epoch, ask.chunk) is None:
-            whole(self, link, ask, now)
+    def reserve(self, session, ask, now):
+        if self.holdings.find(session, ask.epoch, ask.chunk) is None:
+            whole(self, session, ask, now)
 
     patch.setattr(DecodeCore, "_on_reserve", reserve)
 
@@ -198,8 +198,8 @@ def the_window_is_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_tag_counts_after_its_room(patch: pytest.MonkeyPatch) -> None:
-    def tag(self, link, tag, now):
-        part = self._part(link, tag.epoch)
+    def tag(self, session, tag, now):
+        part = self._part(session, tag.epoch)
         if part is not None and tag.chunk not in part.arrived:
             self._arrived(part, tag, now)
         return True

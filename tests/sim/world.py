@@ -25,7 +25,7 @@ from tests.sim.side import Side
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdstage.protocol.session import Link
+    from pdstage.protocol.session import Session
 
 Event = tuple[object, ...]
 CLOSE_S = 5.0
@@ -42,7 +42,7 @@ class SimWorld(FabricWorld):
         self.ordinals: Counter[str] = Counter()
         self.touched: dict[Prefill | Decode, None] = {}
         self.cuts: set[tuple[str, str]] = set()
-        self.greeters: dict[m.Session, Decode] = {}
+        self.greeters: dict[m.SessionId, Decode] = {}
         self.unreachable: set[bytes] = set()
         self.tracing = tracing
         self.trace: list[str] = []
@@ -108,10 +108,10 @@ class SimWorld(FabricWorld):
         return self.sides[node].stalled_at is None
 
     def _peer_is_dead(self, item: Item) -> bool:
-        link: Link = item.message  # type: ignore[assignment]
+        session: Session = item.message  # type: ignore[assignment]
         if isinstance(item.src, Prefill):
-            return not self.greeter(link.session).alive
-        return not any(node.alive and node.core.incarnation == link.session.writer for node in self.prefill)
+            return not self.greeter(session.id).alive
+        return not any(node.alive and node.core.incarnation == session.id.writer for node in self.prefill)
 
     def ready(self) -> list[Item]:
         """What may arrive now, oldest first."""
@@ -339,16 +339,16 @@ class SimWorld(FabricWorld):
         if room.released:
             side.give_back(room)
 
-    def attach(self, node: Prefill | Decode, link: Link) -> None:
+    def attach(self, node: Prefill | Decode, session: Session) -> None:
         if node.name in self.unreachable:
             self.unreachable.discard(node.name)
-            node.core.lose(link, TransportError("the peer is out of reach"), self.now)
+            node.core.lose(session, TransportError("the peer is out of reach"), self.now)
             self.carry(node)
 
-    def detach(self, node: Prefill | Decode, link: Link) -> None:
-        if isinstance(node, Decode) and node.core._is_leaving(link.route, link.session):
+    def detach(self, node: Prefill | Decode, session: Session) -> None:
+        if isinstance(node, Decode) and node.core._is_leaving(session.route, session.id):
             self.counts["idle"] += 1
-        self.put(Item("fence", node, node, lambda: self.fence(node, link), link))
+        self.put(Item("fence", node, node, lambda: self.fence(node, session), session))
 
     def _frame(self, node: Prefill | Decode, route: bytes, frame: bytes) -> None:
         super()._frame(node, route, frame)
@@ -365,10 +365,10 @@ class SimWorld(FabricWorld):
         with self.checks.stale_frame_changes_nothing(target, frame, message):
             super().hear(src, route, frame, message)
 
-    def greeter(self, session: m.Session) -> Decode:
-        if session not in self.greeters:
-            self.greeters[session] = super().greeter(session)
-        return self.greeters[session]
+    def greeter(self, session_id: m.SessionId) -> Decode:
+        if session_id not in self.greeters:
+            self.greeters[session_id] = super().greeter(session_id)
+        return self.greeters[session_id]
 
 
 def _brief(message: object) -> str:
@@ -386,5 +386,5 @@ def _brief(message: object) -> str:
     return str(message)
 
 
-def frame_session(frame: bytes) -> m.Session:
+def frame_session(frame: bytes) -> m.SessionId:
     return wire.decode_head(frame)[0]

@@ -98,7 +98,7 @@ class Fake:
                 except zmq.ZMQError:  # gone: loss, as on any wire
                     continue
             elif isinstance(effect, Detach):
-                self.core.fenced(effect.link, time.monotonic())
+                self.core.fenced(effect.session, time.monotonic())
 
     def bye(self) -> None:
         """Ends its sessions in order; `gone` follows once its peer has heard."""

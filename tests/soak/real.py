@@ -40,7 +40,7 @@ class RealPeers:
                 ends = {other: (peer, rank), self.role: (self.node, self.rank)}
                 self._move(ends, instance)
                 if number % 3:
-                    drive([self.node, peer], lambda: not self.node.core.links)
+                    drive([self.node, peer], lambda: not self.node.core.sessions)
             self.node.completions()
 
     def _move(self, ends: dict, instance: str) -> None:
@@ -58,7 +58,9 @@ class RealPeers:
         assert dst_rank.holds(self.n_rooms, TOKENS, pages), receiver.error
 
     def gauge(self, before: Gauge | None = None) -> Gauge:
-        drive([self.node], lambda: not (self.node.core.links or len(self.node.core.timers) or self.node.sessions.lost))
+        drive(
+            [self.node], lambda: not (self.node.core.sessions or len(self.node.core.timers) or self.node.sessions.lost)
+        )
         self.node.directory.forget()
         deadline_at = time.monotonic() + 5
         while (now := Gauge(self.node)) and before is not None and now.grown(before):

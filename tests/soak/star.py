@@ -89,8 +89,8 @@ class Star:
         """Until the node has let go of everybody."""
         deadline_at = time.monotonic() + 30
         core = self.node.core
-        while core.links or getattr(core, "peers", ()) or len(core.timers) or self.node.sessions.lost:
-            assert time.monotonic() < deadline_at, (core.links, core.timers._at)
+        while core.sessions or getattr(core, "peers", ()) or len(core.timers) or self.node.sessions.lost:
+            assert time.monotonic() < deadline_at, (core.sessions, core.timers._at)
             self.turn()
 
     def gauge(self, before: Gauge | None = None) -> Gauge:
@@ -165,9 +165,9 @@ class Star:
 
     def _left(self, visit: Visit) -> Callable | None:
         """Until the node has let go of it."""
-        fake, links = visit.fake, self.node.core.links.values()
-        mine = (link.session.writer == fake.incarnation or link.route == fake.name_there for link in links)
-        if any(mine) or (visit.way == "idle" and fake.core.links):
+        fake, sessions = visit.fake, self.node.core.sessions.values()
+        mine = (session.id.writer == fake.incarnation or session.route == fake.name_there for session in sessions)
+        if any(mine) or (visit.way == "idle" and fake.core.sessions):
             assert time.monotonic() < visit.since + 30, visit.way
             return visit.step
         fake.gone()
@@ -192,7 +192,7 @@ class Crowd(Star):
             if n % 16 == 0:
                 self.turn()
         self.finish()
-        assert len(self.node.core.links) == self.n_peers
+        assert len(self.node.core.sessions) == self.n_peers
 
     def again(self) -> None:
         """Another room of each, over the session there is."""
@@ -220,7 +220,7 @@ class Crowd(Star):
                 fake.withdraw()
             fake.bye()
         deadline_at = time.monotonic() + 60
-        while self.node.core.links:
+        while self.node.core.sessions:
             assert time.monotonic() < deadline_at, "sessions do not end"
             self.turn()
         for fake in self.fakes:

@@ -155,13 +155,13 @@ def _agree(here: Side, there: Side, transport: str) -> str:
 
 
 def _met(say: Say, node: PrefillNode) -> str:
-    link = next(iter(node.core.links.values()), None)
-    if link is None:
+    session = next(iter(node.core.sessions.values()), None)
+    if session is None:
         raise PeerError("the session ended as soon as it began", remedy="see the peer's log")
-    over = node.transport.traits_of(label(link)).name
+    over = node.transport.traits_of(label(session)).name
     say.found(over=over)
-    direct = "pages may be written in place" if link.exposes_pool else "staged only"
-    tags = "as messages" if link.tells_tags else "with the data"
+    direct = "pages may be written in place" if session.exposes_pool else "staged only"
+    tags = "as messages" if session.tells_tags else "with the data"
     return f"over {over}, {direct}, tags travel {tags}"
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdstage.manager.observer import Event, Origin
-    from pdstage.protocol.messages import Session
+    from pdstage.protocol.messages import SessionId
 
 STAGE_BOUNDS_S = (*(round(digit * 10.0**power, 6) for power in range(-5, 1) for digit in (1, 2.5, 5)), 10.0)
 ROOM_BOUNDS_S = (*STAGE_BOUNDS_S[6:], 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -55,7 +55,7 @@ class NodeTimings:
         self.rooms = {(outcome,): Histogram(ROOM_BOUNDS_S) for outcome in OUTCOMES}
         self.transfers = {(outcome,): Histogram(ROOM_BOUNDS_S) for outcome in OUTCOMES}
         self.failures = Counter({(error,): 0 for error in ERRORS})
-        self._waited: dict[tuple[Session, int, int], float] = {}
+        self._waited: dict[tuple[SessionId, int, int], float] = {}
 
     def room(self, ended: RoomEnded) -> None:
         outcome = ("success" if ended.state is State.SUCCESS else "failed",)
