@@ -236,8 +236,8 @@ def _scale_views(views: Iterable[View]) -> dict[Key, View]:
 
 
 def _have_scales(data: View, scales: View) -> bool:
-    """Whether `scales` are those of `data`: of its encoding, its shards and its rows."""
-    if (scales.axis, scales.tokens_per_row) != (data.axis, data.tokens_per_row):
+    """Whether `scales` are those of `data`: of its encoding, its shards and its rows. Inline data has its own."""
+    if _parsed(data).part != DATA or (scales.axis, scales.tokens_per_row) != (data.axis, data.tokens_per_row):
         return False
     return _parsed(scales) == replace(_parsed(data), part=SCALE, of=data.key.role)
 

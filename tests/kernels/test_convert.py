@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from coded import ALL_BF16, INLINE, blocks_of_all, edge_cells, mixed, offered_by, pools_of
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pools import Logical, hold, indexes, ranges, storages
 from rigs import MISUSE, Rig, check_refused
@@ -349,9 +349,17 @@ def meeting_layouts(draw):
     return layout_of(plain), layout_of(coded)
 
 
+STRAY_SCALES = (
+    layout_of({"k": ("bf16", 2, 2, 2, 1, 1), "k_scale": (fp8_token_head("scale", "k"), 1, 2, 2, 2, 1)}),
+    layout_of({"k": (fp8_token_head(), 5, 2, 2, 1, 1), "k_scale": (fp8_token_head("scale", "k"), 1, 1, 2, 2, 1)}),
+)
+"""Inline data beside a view that calls itself its scales."""
+
+
 @native_only
 @settings(max_examples=400, deadline=None)
 @given(meeting_layouts(), st.booleans())
+@example(STRAY_SCALES, False)
 def test_layouts_that_meet_have_plans_whatever_peers_say(layouts, turned):
     src, dst = layouts[::-1] if turned else layouts
     offered, taken, names = pair(src, dst)
