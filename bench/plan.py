@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from pdstage.plan import Share
     from pdstage.probe import Cell
-    from pdstage.protocol.outbox import Record
+    from pdstage.protocol.outbox import Destination
 
 N_PAGES = 20_000
 LAYERS = 61
@@ -175,7 +175,7 @@ class HybridChunk:
         )
         writers = {rank: place(model, 4, rank, n_items, base=1 << 40) for rank in range(4)}
         self.claim = _Claim(self.tokens, shares(writers, self.dst, (2, 0))[1], _Link(EVERYTHING))
-        self.record = cast("Record", self.claim)
+        self.destination = cast("Destination", self.claim)
         self.stagings = [Stagings(self.src), Stagings(self.dst)]
         checked = check(self.src, self.items, self.tokens, unique=True)
         self.rects = rects_of(self.src, checked, None)
@@ -190,7 +190,9 @@ class HybridChunk:
         checked = check(self.src, self.items, self.tokens, unique=False)
         given = rects_of(self.src, checked, None)
         indexes = {name: one.index for name, one in checked.items()}
-        for rects in split(clip(given, self.record, self.stagings[0]), self.record, self.stagings[0], 1 << 40):
+        for rects in split(
+            clip(given, self.destination, self.stagings[0]), self.destination, self.stagings[0], 1 << 40
+        ):
             tokens = tokens_of(rects)
             nbytes = self.stagings[0].of(self.claim.shares, rects).nbytes(tokens)
             _COST.prefers_direct(nbytes, self.direct.n_descriptors(tokens))

@@ -24,7 +24,7 @@ from pdstage.plan import HEAD_MAJOR, Rect, Select, Staging, selects, wire_order
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.config import Config
-from pdstage.protocol.decode import DecodeCore, DecodeRoom, Landing, PartPhase
+from pdstage.protocol.decode import DecodeCore, DecodeRoom, Landing, WriterPhase
 from pdstage.protocol.effects import (
     Attach,
     Changed,
@@ -181,12 +181,12 @@ class Copy(NamedTuple):
 
 def direct_cells(src: Prefill, dst: Decode, chunk: Chunk) -> Iterator[Copy]:
     """Every cell of a chunk that goes straight into the destination's pages."""
-    record = chunk.record
-    ours = {key: start for key, start, _ in selects(src.core.layout, record.shares, chunk.rects)}
-    src_views, dst_views = src.core.layout.by_key(), record.session.layout.by_key()
-    src_pages, dst_pages = chunk.source.items["kv"], np.frombuffer(record.open.items[0].data, np.int32).tolist()
+    destination = chunk.destination
+    ours = {key: start for key, start, _ in selects(src.core.layout, destination.shares, chunk.rects)}
+    src_views, dst_views = src.core.layout.by_key(), destination.session.layout.by_key()
+    src_pages, dst_pages = chunk.source.items["kv"], np.frombuffer(destination.open.items[0].data, np.int32).tolist()
     tokens = range(chunk.rects[0].start, chunk.rects[0].stop)
-    for key, first, count in selects(record.session.layout, record.shares, chunk.rects):
+    for key, first, count in selects(destination.session.layout, destination.shares, chunk.rects):
         for token, shard in itertools.product(tokens, range(count)):
             here = cell(src_views[key], src.memory, src_pages, token, ours[key] + shard)  # type: ignore[arg-type]
             there = cell(dst_views[key], dst.memory, dst_pages, token, first + shard)
@@ -528,13 +528,13 @@ class World:
                 case Gather() if isinstance(node, Prefill):
                     self.put(Item("gather", node, node, lambda e=effect: self._gather(node, e)))
                 case Write() if isinstance(node, Prefill):
-                    dst = self.greeter(effect.chunk.record.session.id)
+                    dst = self.greeter(effect.chunk.destination.session.id)
                     self._post(node, dst, effect, self._write)
                 case WriteDirect() if isinstance(node, Prefill):
-                    dst = self.greeter(effect.chunk.record.session.id)
+                    dst = self.greeter(effect.chunk.destination.session.id)
                     self._post(node, dst, effect, self._direct)
                 case WriteRow() if isinstance(node, Prefill):
-                    dst = self.greeter(effect.chunk.record.session.id)
+                    dst = self.greeter(effect.chunk.destination.session.id)
                     self._post(node, dst, effect, self._row_lands)
                 case Scatter() if isinstance(node, Decode):
                     self.put(Item("scatter", node, node, lambda e=effect: self._scatter(node, e)))
@@ -623,7 +623,7 @@ class World:
             if not dst.alive or wire.tag_session(effect.tag) in self.fenced:
                 failed()
                 return
-            room = effect.chunk.record.room
+            room = effect.chunk.destination.room
             assert room is not None
             self.must(not (node.alive and room.released), "I8", "a write that reads released source memory")
             land(node, dst, effect)
@@ -637,19 +637,21 @@ class World:
         if not node.alive:
             return
         chunk = effect.chunk
-        room = chunk.record.room
+        room = chunk.destination.room
         self.must(room is not None and not room.released, "I8", "a gather from released source memory")
-        lost = chunk.record.session.id not in node.core.sessions
+        lost = chunk.destination.session.id not in node.core.sessions
         self.must(lost or node.core._window_open(chunk), "I11", "a buffer held for a closed window")
-        select = selects(node.core.layout, chunk.record.shares, chunk.rects)
+        select = selects(node.core.layout, chunk.destination.shares, chunk.rects)
         buffer = node.buffers[effect.buffer]
         buffer[:] = 0xEE
-        wire = wire_order(node.core.layout, chunk.record.session.layout)
+        wire = wire_order(node.core.layout, chunk.destination.session.layout)
         for offset, src in staged(node.core.layout, node.memory, select, chunk.source.items["kv"], chunk.rects, wire):  # type: ignore[arg-type]
             buffer[offset : offset + WIDTH] = src
         if self.placed:
-            self._place(self.greeter(chunk.record.session.id), effect, buffer[: chunk.nbytes])
-        node.core.gathered(effect.ticket, self.now, checksum=_checksum(chunk.record.session, buffer[: chunk.nbytes]))
+            self._place(self.greeter(chunk.destination.session.id), effect, buffer[: chunk.nbytes])
+        node.core.gathered(
+            effect.ticket, self.now, checksum=_checksum(chunk.destination.session, buffer[: chunk.nbytes])
+        )
         self.carry(node)
 
     def _write(self, node: Prefill, dst: Decode, effect: Write) -> None:
@@ -665,7 +667,7 @@ class World:
     def _land_staged(self, dst: Decode, effect: Gather | Write, data: np.ndarray) -> None:
         chunk = effect.chunk
         self.check_lease(dst, chunk)
-        where = (dst.staging.base, chunk.record.session.id, chunk.lane, chunk.cursor)
+        where = (dst.staging.base, chunk.destination.session.id, chunk.lane, chunk.cursor)
         self.must(where not in self.written, "I15", "a lease written twice")
         self.written.add(where)
         dst.staging.at(effect.address, len(data))[:] = data
@@ -685,16 +687,16 @@ class World:
 
     def check_lease(self, dst: Decode, chunk: Chunk) -> None:
         """A byte of `chunk` lands in staging memory: is it still the chunk's?"""
-        grant = dst.core.holdings.at(chunk.lane, chunk.cursor)
-        mine = grant is not None and grant.request.session.id == chunk.record.session.id
-        held = mine and grant is not None and grant.state in ("granted", "quarantined")
+        lease = dst.core.leases.at(chunk.lane, chunk.cursor)
+        mine = lease is not None and lease.request.session.id == chunk.destination.session.id
+        held = mine and lease is not None and lease.state in ("granted", "quarantined")
         self.must(held, "I2", "a write into released staging memory")
 
     def check_pages(self, dst: Decode, chunk: Chunk) -> None:
         """A byte of `chunk` lands in pages or in a row: is the room's part of its writer still open?"""
-        room = dst.core.epochs.get(chunk.record.epoch)
-        part = room.parts.get(chunk.record.session.id) if room is not None else None
-        self.must(part is not None and part.phase is not PartPhase.QUIET, "I2", "a write into released pages")
+        room = dst.core.epochs.get(chunk.destination.epoch)
+        writer = room.writers.get(chunk.destination.session.id) if room is not None else None
+        self.must(writer is not None and writer.phase is not WriterPhase.QUIET, "I2", "a write into released pages")
 
     def _landed(self, node: Prefill, dst: Decode, ticket: int, tag: bytes) -> None:
         def done() -> None:
@@ -720,14 +722,14 @@ class World:
 
     def copy_in(self, node: Decode, landing: Landing) -> int:
         """The scatter itself: from staging memory into the room's pages. Returns the checksum of what it found."""
-        part = landing.part
-        self.must(not part.room.released, "I2", "a scatter into released pages")
-        select = selects(node.core.layout, part.shares, landing.rects)
-        wire = wire_order(part.session.layout, node.core.layout)
+        writer = landing.writer
+        self.must(not writer.room.released, "I2", "a scatter into released pages")
+        select = selects(node.core.layout, writer.shares, landing.rects)
+        wire = wire_order(writer.session.layout, node.core.layout)
         src = node.staging.at(landing.address, landing.nbytes)
-        for offset, dst in staged(node.core.layout, node.memory, select, node.pages[part.room], landing.rects, wire):
+        for offset, dst in staged(node.core.layout, node.memory, select, node.pages[writer.room], landing.rects, wire):
             dst[:] = src[offset : offset + WIDTH]
-        return _checksum(part.session, src)
+        return _checksum(writer.session, src)
 
 
 def _view(held: np.ndarray) -> memoryview:
@@ -780,12 +782,12 @@ def assert_flat(world: World) -> None:
         assert not left, (node.name, left)
         if isinstance(core, DecodeCore):
             assert core.idle and not core.rooms, (node.name, core.epochs)
-            holdings = core.holdings.snapshot()
-            assert holdings[:2] == ((), ()), (node.name, holdings)
-            assert all(lane.head == lane.watermark and not lane.quarantined_nbytes for lane in core.holdings.lanes)
+            leases = core.leases.snapshot()
+            assert leases[:2] == ((), ()), (node.name, leases)
+            assert all(lane.head == lane.watermark and not lane.quarantined_nbytes for lane in core.leases.lanes)
             assert all(peer.session is not None and not peer.rooms for peer in core.peers.values())
         else:
-            assert core.idle and not core.rooms and not core.records, (node.name, core.rooms, core.records)
+            assert core.idle and not core.rooms and not core.destinations, (node.name, core.rooms, core.destinations)
             assert sorted(core.buffers.free) == list(range(world.n_buffers))
             assert not core._parked and not core._askers and not core._flights and not core._orphans
             assert core.buffers.idle

@@ -80,7 +80,7 @@ def _layout(rank: int, tp: int, n_pages: int = 8):
 def prefill_end() -> End:
     core = PrefillCore(
         0xAAAA, layout=_layout(0, 1), topology=Topology(), transport="test", description=b"p", n_buffers=2,
-        buffer_nbytes=4096, config=CONFIG, choose=lambda chunk: chunk.record.open.room == room_key(2),
+        buffer_nbytes=4096, config=CONFIG, choose=lambda chunk: chunk.destination.open.room == room_key(2),
     )  # fmt: skip
     return End(core)
 

@@ -157,7 +157,7 @@ CIRCLES = [
     {"manager.prefill", "manager.sender"},
     {"manager.role", "manager.sessions"},
     {"ownership", "plan"},
-    {f"protocol.{name}" for name in ("effects", "holdings", "inbox", "outbox", "queue", "session")},
+    {f"protocol.{name}" for name in ("effects", "leases", "inbox", "outbox", "queue", "session")},
 ]
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pdstage.manager.observer import Observation
     from pdstage.metrics import Counters
     from pdstage.plan import Rect, Stagings
-    from pdstage.protocol.outbox import Chunk, Record
+    from pdstage.protocol.outbox import Chunk, Destination
     from pdstage.protocol.session import Session
     from pdstage.stager import Stager
     from pdstage.transport import Done, Transport
@@ -62,10 +62,10 @@ class DataPath:
     def gather(self, effect: Gather) -> None:
         """Launches a chunk's gather: the stager says when it is over, and then `gathered` is to be called."""
         ticket, chunk = effect.ticket, effect.chunk
-        session, pair = chunk.record.session, self._pair_of(chunk.record.session)
+        session, pair = chunk.destination.session, self._pair_of(chunk.destination.session)
         dst = self._place(ticket, chunk, effect.address) or self._part(effect.buffer, chunk.nbytes)
         self._stager.gather(
-            ticket, chunk.record.shares, chunk.rects, wire=pair.wire, items=_indexes(chunk), dst=dst,
+            ticket, chunk.destination.shares, chunk.rects, wire=pair.wire, items=_indexes(chunk), dst=dst,
             checksum=session.checksums, tokens=chunk.tokens, cut=pair.src,
             staged=session.converted and session.converted.offered,
         )  # fmt: skip
@@ -81,7 +81,7 @@ class DataPath:
             return error
         if self._observed is not None:
             self._observed.began(effect.ticket)
-        failed = self.posts.begin(effect.ticket, label(effect.chunk.record.session), spans, effect.tag)
+        failed = self.posts.begin(effect.ticket, label(effect.chunk.destination.session), spans, effect.tag)
         counters.descriptors += len(spans.nbytes) if spans is not None else 0
         return failed
 
@@ -94,11 +94,11 @@ class DataPath:
                 src = self._parts[buffer].base
                 return Spans(np.array([src]), np.array([address]), np.array([chunk.nbytes]))
             case WriteDirect(_, chunk):
-                record = chunk.record
-                plan = self.paths.direct(record, chunk.rects)
+                destination = chunk.destination
+                plan = self.paths.direct(destination, chunk.rects)
                 theirs = {
                     given.component: Index.of(np.frombuffer(given.data, np.int32), given.first_token)
-                    for given in record.open.items
+                    for given in destination.open.items
                 }
                 return Spans(*plan.spans(chunk.tokens, _indexes(chunk), theirs))
             case WriteRow(_, _, spans):
@@ -106,7 +106,7 @@ class DataPath:
 
     def _place(self, ticket: int, chunk: Chunk, address: int) -> Region | None:
         """The chunk's lease, if it is mapped here: then it is gathered and written in one pass."""
-        mapped = self._transport.mapped(label(chunk.record.session), address, chunk.nbytes)
+        mapped = self._transport.mapped(label(chunk.destination.session), address, chunk.nbytes)
         chunk.placed = mapped is not None and mapped.kind == self._kind
         if mapped is None or not chunk.placed:
             return None
@@ -145,26 +145,28 @@ class Paths:
         """By what all of its source's chunks to this destination would cost, so that they go the same way."""
         if self.path != "auto":
             return self.path == "direct"
-        record, rects, tokens, nbytes = chunk.record, chunk.rects, chunk.tokens, chunk.nbytes
+        destination, rects, tokens, nbytes = chunk.destination, chunk.rects, chunk.tokens, chunk.nbytes
         n_chunks = 1
         if rects != chunk.source.rects:
-            stagings = record.staged_by(self._stagings)
-            rects = clip(chunk.source.rects, record, stagings)
-            tokens = record.session.common.tokens(rects)
-            nbytes = stagings.of(record.shares, rects).nbytes(tokens)
+            stagings = destination.staged_by(self._stagings)
+            rects = clip(chunk.source.rects, destination, stagings)
+            tokens = destination.session.common.tokens(rects)
+            nbytes = stagings.of(destination.shares, rects).nbytes(tokens)
             n_chunks = -(-nbytes // self._chunk_nbytes)
-        n_descriptors = self.direct(record, rects).n_descriptors(tokens)
-        return self._cost_of(record.session).prefers_direct(nbytes, n_descriptors, n_chunks)
+        n_descriptors = self.direct(destination, rects).n_descriptors(tokens)
+        return self._cost_of(destination.session).prefers_direct(nbytes, n_descriptors, n_chunks)
 
-    def direct(self, record: Record, rects: tuple[Rect, ...]) -> DirectPlans:
+    def direct(self, destination: Destination, rects: tuple[Rect, ...]) -> DirectPlans:
         layers = ((rect.component, rect.layer_start, rect.layer_stop) for rect in rects)
-        key = (record.session, record.shares, *layers)
+        key = (destination.session, destination.shares, *layers)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            pair = self._pair_of(record.session)
-            ours, theirs = (selects(layout, record.shares, rects) for layout in (self._layout, record.session.layout))
+            pair = self._pair_of(destination.session)
+            ours, theirs = (
+                selects(layout, destination.shares, rects) for layout in (self._layout, destination.session.layout)
+            )
             plan = self._plans[key] = DirectPlans(pair.src, ours, pair.dst, theirs)
         return plan
 

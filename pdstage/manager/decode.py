@@ -206,14 +206,14 @@ class DecodeNode(Node[DecodeCore, Receiver]):
     def _carry(self, effect: Effect) -> None:
         match effect:
             case Scatter(ticket, landing):
-                part = landing.part
-                pair, tokens = self.sessions.pair(part.session), part.session.common.tokens(landing.rects)
-                items = {name: given.index for name, given in part.room.items.items()}  # type: ignore[attr-defined]
+                writer = landing.writer
+                pair, tokens = self.sessions.pair(writer.session), writer.session.common.tokens(landing.rects)
+                items = {name: given.index for name, given in writer.room.items.items()}  # type: ignore[attr-defined]
                 src = Region(landing.address, landing.nbytes)
                 self.stager.scatter(
-                    ticket, part.shares, landing.rects, wire=pair.wire, items=items, src=src,
-                    checksum=part.session.checksums, tokens=tokens, cut=pair.dst,
-                    staged=part.session.converted and part.session.converted.taken,
+                    ticket, writer.shares, landing.rects, wire=pair.wire, items=items, src=src,
+                    checksum=writer.session.checksums, tokens=tokens, cut=pair.dst,
+                    staged=writer.session.converted and writer.session.converted.taken,
                 )  # fmt: skip
             case (
                 Gather() | Write() | WriteDirect() | WriteRow() | Send() | Changed() | PeerWarning() | Attach()
@@ -366,7 +366,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
         return self.transport.traits_of(label(session)).fences
 
     def _in_flight(self) -> bool:
-        return self.core.holdings.lent  # a fabric without a thread of its own lands nothing while nobody asks
+        return self.core.leases.lent  # a fabric without a thread of its own lands nothing while nobody asks
 
     def _must_ask(self) -> bool:
         return bool(self.core.epochs)

@@ -27,7 +27,7 @@ def prefix_tokens(room: PrefillRoom, names: Collection[str]) -> int | None:
     """The first token of the components `names` that any destination asks for; None before all have opened."""
     if not _all_opened(room):
         return None
-    asked = (one for record in room.destinations.values() for one in record.asked.items())
+    asked = (one for destination in room.destinations.values() for one in destination.asked.items())
     return min((start for name, (start, _) in asked if name in names), default=0)
 
 
@@ -36,19 +36,19 @@ def max_chunk_tokens(room: PrefillRoom, layout: Layout, stagings: Stagings, most
     if not _all_opened(room):
         return None
     most = []
-    for record in room.destinations.values():
-        limit = min(most_nbytes, max(lane.nbytes for lane in record.session.lanes))
+    for destination in room.destinations.values():
+        limit = min(most_nbytes, max(lane.nbytes for lane in destination.session.lanes))
         ours = {component.name for component in layout.components}
-        asked = {n: _whole(n, *span) for n, span in record.asked.items() if n in ours}
+        asked = {n: _whole(n, *span) for n, span in destination.asked.items() if n in ours}
         rects = rects_of(layout, asked, None)
-        staging, common = record.staged_by(stagings).of(record.shares, rects), record.session.common
+        staging, common = destination.staged_by(stagings).of(destination.shares, rects), destination.session.common
         most += [t for name in asked if (t := common.numbers(name).reach(staging.tokens_within(name, limit)))]
     return min(most, default=None)
 
 
 def backlog_nbytes(room: PrefillRoom) -> int:
     """Bytes of the room's chunks that no write has carried yet, summed over destinations."""
-    chunks = (c for record in room.destinations.values() for c in record.chunks.values())
+    chunks = (c for destination in room.destinations.values() for c in destination.chunks.values())
     return sum(chunk.nbytes for chunk in chunks if chunk.phase not in _OVER)
 
 

@@ -39,9 +39,9 @@ def name(effect: Effect) -> str:
     """As a profiler shows it: what is done, of which room and chunk."""
     match effect:
         case Gather() | Write() | WriteDirect() | WriteRow():
-            key, chunk = effect.chunk.record.open.room, effect.chunk.number
+            key, chunk = effect.chunk.destination.open.room, effect.chunk.number
         case Scatter():
-            key, chunk = effect.landing.part.room.key, effect.landing.grant.request.chunk
+            key, chunk = effect.landing.writer.room.key, effect.landing.lease.request.chunk
         case _:
             return f"pdstage {type(effect).__name__.lower()}"
     return f"pdstage {_NAMES[type(effect)]} {key[1:].decode(errors='replace')} #{chunk}"

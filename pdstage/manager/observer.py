@@ -97,7 +97,7 @@ class StageOver(NamedTuple):
     and a send buffer; "gather"; "write", of a staged chunk; "direct", a write without staging; "aux", of the room's
     row. At decode: "scatter". A write ends when its end is seen, between two large copies.
 
-    `session_id` and `epoch` name one destination's claim on the room, and with `chunk` one chunk, alike on both sides;
+    `session` and `epoch` name one destination's claim on the room, and with `chunk` one chunk, alike on both sides;
     `peer` is the other side's rank. `lane` of decode's staging memory is None where there is none. `nbytes` is 0 for a
     write whose gather went straight to where it belongs: only its tag was left to be sent. `error` is empty if it went
     well.
@@ -223,8 +223,8 @@ class Observation:
                 case WriteRow(ticket, chunk):
                     self._stages[ticket] = _of_chunk("aux", chunk, now)
                 case Scatter(ticket, landing):
-                    session, asked, room = landing.part.session, landing.grant.request, landing.part.room.id
-                    session_id, peer, lane = session.id, landing.part.number, landing.grant.lane
+                    session, asked, room = landing.writer.session, landing.lease.request, landing.writer.room.id
+                    session_id, peer, lane = session.id, landing.writer.number, landing.lease.lane
                     self._stages[ticket] = StageOver(
                         "scatter", room, session_id, asked.epoch, peer, lane, asked.chunk, now, now, landing.nbytes
                     )
@@ -289,8 +289,8 @@ class Observation:
 
 
 def _of_chunk(kind: Kind, chunk: Chunk, at: float, nbytes: int | None = None) -> StageOver:
-    record, session = chunk.record, chunk.record.session
+    destination, session = chunk.destination, chunk.destination.session
     return StageOver(
-        kind, room_id(record.open.room), session.id, record.epoch, session.topology.unique_rank,
+        kind, room_id(destination.open.room), session.id, destination.epoch, session.topology.unique_rank,
         None if chunk.direct else chunk.lane, chunk.number, at, at, chunk.nbytes if nbytes is None else nbytes,
     )  # fmt: skip

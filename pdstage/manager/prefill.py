@@ -274,7 +274,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
                 if self._observed is not None:
                     self._observed.written(effect.ticket, now, error)
                 self.core.completed(effect.ticket, now, error)
-        elif self.transport.traits_of(label(effect.chunk.record.session)).post_blocks:
+        elif self.transport.traits_of(label(effect.chunk.destination.session)).post_blocks:
             # Several such writes in a row: the tags of the earlier ones move on only while the transport is asked.
             early = self.transport.poll()
             self._early += early

@@ -21,7 +21,7 @@ from pdstage.protocol.room import State
 if TYPE_CHECKING:
     from pdstage.manager.handle import Handle
     from pdstage.manager.node import Node
-    from pdstage.protocol.holdings import Grant
+    from pdstage.protocol.leases import Lease
     from pdstage.protocol.room import RoomId
 
 
@@ -85,14 +85,14 @@ def read(node: Node[Any, Any]) -> Status:
     """The node's status. Any thread may ask, of a closed node too."""
     core = node.core
     of_role: dict[str, Any]
-    grants: list[Grant] = []
+    leases: list[Lease] = []
     with node._lock:
         counters = core.counters.as_dict()
         over = dict(node.sessions.over)
         n_sessions, n_unfenced, n_rows = len(core.sessions), len(node.sessions.lost), len(node.lent)
         if isinstance(core, DecodeCore):
-            held = core.holdings
-            grants = held.grants()
+            held = core.leases
+            leases = held.live()
             cursors = [(lane.capacity, lane.watermark, lane.head, lane.quarantined_nbytes) for lane in held.lanes]
             of_role = {"n_waiting": held.n_waiting}
         else:
@@ -103,16 +103,16 @@ def read(node: Node[Any, Any]) -> Status:
         of_role["n_copies"] = len(core._flights)
     return Status(
         _info(node), counters, asdict(node.socket.counters), over, _by_state(node), n_sessions, n_unfenced,
-        n_rows_lent=n_rows, lanes=_lanes(cursors, grants), failed=node._failure is not None, **of_role,
+        n_rows_lent=n_rows, lanes=_lanes(cursors, leases), failed=node._failure is not None, **of_role,
     )  # fmt: skip
 
 
-def _lanes(cursors: list[tuple[int, int, int, int]], grants: list[Grant]) -> tuple[LaneStatus, ...]:
+def _lanes(cursors: list[tuple[int, int, int, int]], leases: list[Lease]) -> tuple[LaneStatus, ...]:
     nbytes: Counter[tuple[int, str]] = Counter()
-    for grant in grants:
-        capacity, watermark, *_ = cursors[grant.lane]
-        shut = grant.state == "granted" and grant.end > watermark + capacity
-        nbytes[grant.lane, "ahead" if shut else grant.state] += grant.request.nbytes
+    for lease in leases:
+        capacity, watermark, *_ = cursors[lease.lane]
+        shut = lease.state == "granted" and lease.end > watermark + capacity
+        nbytes[lease.lane, "ahead" if shut else lease.state] += lease.request.nbytes
     return tuple(
         LaneStatus(
             capacity, nbytes[number, "granted"], nbytes[number, "ahead"], nbytes[number, "landed"], carved,

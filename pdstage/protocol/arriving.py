@@ -15,9 +15,9 @@ from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.effects import Changed, PeerWarning, Scatter
-from pdstage.protocol.holdings import Grant
-from pdstage.protocol.inbox import DecodeRoom, Landing, Part, PartPhase
-from pdstage.protocol.queue import Request
+from pdstage.protocol.inbox import DecodeRoom, Landing, Writer, WriterPhase
+from pdstage.protocol.leases import Lease
+from pdstage.protocol.queue import LeaseRequest
 from pdstage.protocol.receiving import Receiving
 from pdstage.protocol.room import Event, OwnRows
 
@@ -44,35 +44,35 @@ class Arriving(Receiving):
     # Asked for.
 
     def _on_reserve(self, session: Session, ask: m.Reserve, now: float) -> None:
-        part = self._part(session, ask.epoch)
-        if part is None or part.room.ended or part.coverage is None or part.phase is PartPhase.QUIET:
+        writer = self._writer(session, ask.epoch)
+        if writer is None or writer.room.ended or writer.coverage is None or writer.phase is WriterPhase.QUIET:
             self.send(session, m.Refused(ask.epoch, ask.chunk, ask.attempt, "gone", 0), now)
             return
-        self._answered(part)
-        request = Request(session, ask.epoch, ask.chunk, ask.attempt, ask.nbytes, ask.rects, part.room.priority)
-        held = self.holdings.find(session, ask.epoch, ask.chunk)
-        if isinstance(held, Grant):
+        self._answered(writer)
+        request = LeaseRequest(session, ask.epoch, ask.chunk, ask.attempt, ask.nbytes, ask.rects, writer.room.priority)
+        held = self.leases.find(session, ask.epoch, ask.chunk)
+        if isinstance(held, Lease):
             if held.request.attempt == ask.attempt:
                 self._lease(held, now)
                 return
             if held.request.attempt > ask.attempt or held.state != "granted":
                 return
-            self.holdings.release(held, now)
-        problem = part.coverage.problem(ask.rects) or self._size_problem(part, ask)
+            self.leases.release(held, now)
+        problem = writer.coverage.problem(ask.rects) or self._size_problem(writer, ask)
         if problem:
-            self._fail(part.room, PeerError(f"prefill rank {part.number} asks for a lease: {problem}"), now)
-        elif part.coverage.covers(ask.rects):
+            self._fail(writer.room, PeerError(f"prefill rank {writer.number} asks for a lease: {problem}"), now)
+        elif writer.coverage.covers(ask.rects):
             self.send(session, m.Refused(ask.epoch, ask.chunk, ask.attempt, "covered", 0), now)
-        elif held is None and self.holdings.n_claims(session, ask.epoch) >= _MAX_CLAIMS:
+        elif held is None and self.leases.n_claims(session, ask.epoch) >= _MAX_CLAIMS:
             return  # it asks again
-        elif not isinstance(held, Request) or held.attempt <= ask.attempt:
-            self.holdings.wait(request)
+        elif not isinstance(held, LeaseRequest) or held.attempt <= ask.attempt:
+            self.leases.wait(request)
 
-    def _size_problem(self, part: Part, ask: m.Reserve) -> str:
+    def _size_problem(self, writer: Writer, ask: m.Reserve) -> str:
         if len({rect.component for rect in ask.rects}) != len(ask.rects) or not ask.rects:
             return "its rectangles repeat a component, or are none"
-        stagings = part.session.stagings or self.stagings
-        nbytes = stagings.of(part.shares, ask.rects).nbytes(part.session.common.tokens(ask.rects))
+        stagings = writer.session.stagings or self.stagings
+        nbytes = stagings.of(writer.shares, ask.rects).nbytes(writer.session.common.tokens(ask.rects))
         return "" if nbytes == ask.nbytes else f"{ask.nbytes} bytes for what has {nbytes} here"
 
     # Arrived.
@@ -101,54 +101,54 @@ class Arriving(Receiving):
             self.counters.tags_stale += 1
 
     def _on_tag(self, session: Session, tag: wire.Tag, now: float) -> bool:
-        part = self._part(session, tag.epoch)
-        if part is None or part.room.ended or part.coverage is None:
+        writer = self._writer(session, tag.epoch)
+        if writer is None or writer.room.ended or writer.coverage is None:
             return False
         if tag.lane in (m.DIRECT, m.AUX):
-            if not self._is_news(part, part.coverage, tag):
+            if not self._is_news(writer, writer.coverage, tag):
                 return False
-            self._arrived(part, tag, now)
+            self._arrived(writer, tag, now)
         else:
-            grant = self.holdings.at(tag.lane, tag.cursor)
-            if grant is None or grant.state != "granted" or grant.request.session is not session:
+            lease = self.leases.at(tag.lane, tag.cursor)
+            if lease is None or lease.state != "granted" or lease.request.session is not session:
                 return False
-            request = grant.request
+            request = lease.request
             if (request.epoch, request.chunk, request.rects) != (tag.epoch, tag.chunk, tag.rects):
                 return False
-            self.holdings.land(grant)
-            span = self.holdings.spans[grant.lane]
+            self.leases.land(lease)
+            span = self.leases.spans[lease.lane]
             ticket = self.ticket()
-            address = span.base + grant.cursor % span.nbytes
-            landing = Landing(part, grant, address, request.nbytes, request.rects, tag.checksum)
+            address = span.base + lease.cursor % span.nbytes
+            landing = Landing(writer, lease, address, request.nbytes, request.rects, tag.checksum)
             self._flights[ticket] = landing
-            part.room.pending += 1
+            writer.room.pending += 1
             self.emit(Scatter(ticket, landing))
-            self._arrived(part, tag, now)
+            self._arrived(writer, tag, now)
         return True
 
-    def _is_news(self, part: Part, coverage: Coverage, tag: wire.Tag) -> bool:
+    def _is_news(self, writer: Writer, coverage: Coverage, tag: wire.Tag) -> bool:
         """Whether what a tag says was written in place may have been, and was not told before (I6, I7)."""
         if tag.lane == m.AUX:
-            return part.has_aux and part.room.row is not None and not part.row_arrived and not tag.rects
-        if not part.direct or not tag.rects or coverage.problem(tag.rects) or tag.chunk in part.arrived:
+            return writer.has_aux and writer.room.row is not None and not writer.row_arrived and not tag.rects
+        if not writer.direct or not tag.rects or coverage.problem(tag.rects) or tag.chunk in writer.arrived:
             return False
-        return not (coverage.covers(tag.rects) and len(part.arrived) >= _MAX_REPEATS)
+        return not (coverage.covers(tag.rects) and len(writer.arrived) >= _MAX_REPEATS)
 
-    def _arrived(self, part: Part, tag: wire.Tag, now: float) -> None:
-        room = part.room
-        assert part.coverage is not None
-        fresh = tag.lane == m.AUX or not part.coverage.covers(tag.rects)
-        part.coverage.add(tag.rects)
-        part.arrived.add(tag.chunk)
-        part.row_arrived |= tag.lane == m.AUX
-        self._answered(part)
+    def _arrived(self, writer: Writer, tag: wire.Tag, now: float) -> None:
+        room = writer.room
+        assert writer.coverage is not None
+        fresh = tag.lane == m.AUX or not writer.coverage.covers(tag.rects)
+        writer.coverage.add(tag.rects)
+        writer.arrived.add(tag.chunk)
+        writer.row_arrived |= tag.lane == m.AUX
+        self._answered(writer)
         if room.on(Event.MOVED):
             self.emit(Changed(room))
         self.timers.cancel(("wait", room))
         if fresh:
             self.timers.set(("transfer", room), now + self.config.transfer_s)
-        if part.closing is not None:
-            self._on_close_ok(part.session, part.closing, now)
+        if writer.closing is not None:
+            self._on_close_ok(writer.session, writer.closing, now)
         self._maybe_complete(room, now)
 
     # Copied out.
@@ -156,15 +156,15 @@ class Arriving(Receiving):
     def scattered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
         """The scatter's kernel ended; `checksum` is of the bytes it found, where the session has checksums."""
         landing = self._flights.pop(ticket)
-        if error is None and landing.part.session.checksums and checksum != landing.checksum:
+        if error is None and landing.writer.session.checksums and checksum != landing.checksum:
             self.counters.chunks_altered += 1
             error = TransportError(
-                f"a chunk of {landing.nbytes} bytes from prefill rank {landing.part.number} was altered on its way",
+                f"a chunk of {landing.nbytes} bytes from prefill rank {landing.writer.number} was altered on its way",
                 remedy="send the room again; if it recurs, suspect the fabric or memory",
             )
-        room = landing.part.room
+        room = landing.writer.room
         room.pending -= 1
-        self.holdings.release(landing.grant, now)
+        self.leases.release(landing.lease, now)
         if error is not None:
             self._fail(room, error, now)
         self._maybe_complete(room, now)
@@ -174,13 +174,13 @@ class Arriving(Receiving):
     # Counted.
 
     def _on_close_ok(self, session: Session, close: m.CloseOk, now: float) -> None:
-        part = self._part(session, close.epoch)
-        if part is None:
+        writer = self._writer(session, close.epoch)
+        if writer is None:
             self.send(session, m.Closed(close.epoch), now)
             return
-        room = part.room
-        if not room.ended and part.phase is not PartPhase.QUIET:
-            if part.coverage is None:
+        room = writer.room
+        if not room.ended and writer.phase is not WriterPhase.QUIET:
+            if writer.coverage is None:
                 raise PeerError("CloseOk for a room that was never opened", remedy="check the peer")
             if close.aux is not None and len(close.aux) > self.config.max_aux_nbytes:
                 raise PeerError(
@@ -188,38 +188,38 @@ class Arriving(Receiving):
                 )
             if close.packed and len(close.aux or b"") != session.aux.nbytes:
                 raise PeerError(f"an aux row packed in {len(close.aux or b'')} bytes", remedy="check the peer")
-            part.closing = close
+            writer.closing = close
             written = {(w.lane, w.cursor) for w in close.written if w.lane != m.DIRECT}
-            for grant in self.holdings.of(session, close.epoch):
-                grant.listed = (grant.lane, grant.cursor) in written
-            if any(w.chunk not in part.arrived for w in close.written):
+            for lease in self.leases.of(session, close.epoch):
+                lease.listed = (lease.lane, lease.cursor) in written
+            if any(w.chunk not in writer.arrived for w in close.written):
                 return
-            shortfall = self._shortfall(part, close)
+            shortfall = self._shortfall(writer, close)
             if shortfall:
-                self._fail(room, PeerError(f"prefill rank {part.number} {shortfall}"), now)
-            elif part.has_aux:
+                self._fail(room, PeerError(f"prefill rank {writer.number} {shortfall}"), now)
+            elif writer.has_aux:
                 self._take_aux(room, session, close)
         self._release_of(session, close.epoch, now)
         self.send(session, m.Closed(close.epoch), now)
-        self._answered(part)
-        self._quiet(part)
+        self._answered(writer)
+        self._quiet(writer)
         self._maybe_complete(room, now)
 
-    def _shortfall(self, part: Part, close: m.CloseOk) -> str:
+    def _shortfall(self, writer: Writer, close: m.CloseOk) -> str:
         """Why what a writer has brought is not all, in words; empty if it is.
 
         Of components without positions it may have fewer slots than were asked for: then no more are needed (I9). Its
         word changes nothing else, so that a writer that lies leaves no hole where there may be none (I5).
         """
-        assert part.coverage is not None
+        assert writer.coverage is not None
         given = dict(close.slots)
-        for name, stop in part.coverage.stops():
+        for name, stop in writer.coverage.stops():
             if name in self._slots and name in given:
-                problem = self._slots.compare(self, part.session, name, given[name], stop)
+                problem = self._slots.compare(self, writer.session, name, given[name], stop)
                 if problem:
                     return f"does not fit: {problem}"
-                part.coverage.count(name, given[name])
-        return f"finished without {part.coverage.missing()}" if not part.coverage.complete else ""
+                writer.coverage.count(name, given[name])
+        return f"finished without {writer.coverage.missing()}" if not writer.coverage.complete else ""
 
     def _take_aux(self, room: DecodeRoom, session: Session, close: m.CloseOk) -> None:
         """A row that came both ways, as its post was told to have failed, is what the message says."""

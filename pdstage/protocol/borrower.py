@@ -18,10 +18,10 @@ from pdstage.protocol import wire
 from pdstage.protocol.effects import Changed, Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.outbox import (
     Chunk,
+    Destination,
+    DestinationPhase,
     GivenRow,
     Phase,
-    Record,
-    RecordPhase,
     SendBuffers,
     SubmittedChunk,
     clip,
@@ -57,7 +57,7 @@ class Borrower(Windowed):
     ) -> None:
         super().__init__(incarnation, config, welcome)
         self.layout = welcome.layout
-        self.records: dict[tuple[m.SessionId, int], Record] = {}
+        self.destinations: dict[tuple[m.SessionId, int], Destination] = {}
         self.buffers = SendBuffers(n_buffers)
         self.stagings = Stagings(self.layout)
         self._buffer_nbytes = buffer_nbytes
@@ -67,19 +67,19 @@ class Borrower(Windowed):
         self._unsettled: OrderedDict[m.SessionId, None] = OrderedDict()
 
     @abstractmethod
-    def _maybe_close(self, record: Record, now: float) -> None:
-        """A chunk of `record` needs no write any more."""
+    def _maybe_close(self, destination: Destination, now: float) -> None:
+        """A chunk of `destination` needs no write any more."""
 
     @abstractmethod
-    def _row_failed(self, record: Record, why: str) -> None:
-        """The aux row of `record` cannot be written in place: it goes by message."""
+    def _row_failed(self, destination: Destination, why: str) -> None:
+        """The aux row of `destination` cannot be written in place: it goes by message."""
 
     @abstractmethod
-    def _landed(self, record: Record, now: float) -> None:
-        """A gather or write of `record` ended, whatever became of it."""
+    def _landed(self, destination: Destination, now: float) -> None:
+        """A gather or write of `destination` ended, whatever became of it."""
 
     @abstractmethod
-    def _fail_record(self, record: Record, error: PdstageError, now: float) -> None: ...
+    def _fail_destination(self, destination: Destination, error: PdstageError, now: float) -> None: ...
 
     # What peers say, in the order of DESIGN's table.
 
@@ -98,7 +98,7 @@ class Borrower(Windowed):
         self._give_back(session, lease, now)
 
     def _take(self, chunk: Chunk, lease: m.Lease) -> None:
-        nbytes = chunk.record.session.lanes[lease.lane].nbytes
+        nbytes = chunk.destination.session.lanes[lease.lane].nbytes
         if lease.nbytes < chunk.nbytes or lease.cursor < 0 or lease.cursor % nbytes + chunk.nbytes > nbytes:
             raise PeerError(
                 f"a lease of {lease.nbytes} bytes at {lease.cursor} for {chunk.nbytes}", remedy="check the peer"
@@ -115,30 +115,30 @@ class Borrower(Windowed):
         if chunk is None or chunk.phase is not Phase.ASKING or chunk.attempt != refused.attempt:
             return
         self.timers.cancel(("ask", chunk))
-        record = chunk.record
+        destination = chunk.destination
         if refused.why != "too_big":
             chunk.phase = Phase.DROPPED
-            record.unwritten -= 1
+            destination.unwritten -= 1
             if refused.why == "covered":
-                self._maybe_close(record, now)
+                self._maybe_close(destination, now)
             return
         most = refused.max_nbytes
-        stagings = record.staged_by(self.stagings)
-        cut = split(chunk.rects, record, stagings, most) if most > 0 else iter(())
+        stagings = destination.staged_by(self.stagings)
+        cut = split(chunk.rects, destination, stagings, most) if most > 0 else iter(())
         pieces = list(islice(cut, _MAX_PIECES + 1))
         if 1 < len(pieces) <= _MAX_PIECES:
             chunk.phase = Phase.DROPPED
-            record.unwritten -= 1
+            destination.unwritten -= 1
             for rects in pieces:
-                self._add_piece(record, chunk.source, rects, now)
-        elif record.may_direct(chunk.rects):
+                self._add_piece(destination, chunk.source, rects, now)
+        elif destination.may_direct(chunk.rects):
             self._go_direct(chunk, now)
         elif chunk.nbytes <= max(lane.nbytes for lane in session.lanes):
             # Carved out for now: the span comes back, or a deadline comes.
             self.repeat(("ask", chunk), now)
         else:
             error = PeerError(f"a chunk of {chunk.nbytes} bytes fits no lane", remedy="raise staging_nbytes at decode")
-            self._fail_record(record, error, now)
+            self._fail_destination(destination, error, now)
 
     def _on_recall(self, session: Session, recall: m.Recall, now: float) -> None:
         self._raise_mark(session, recall.lane, recall.watermark)
@@ -162,22 +162,26 @@ class Borrower(Windowed):
 
     # Chunks.
 
-    def _add(self, record: Record, source: SubmittedChunk, now: float) -> None:
-        if record.phase is not RecordPhase.LIVE:
+    def _add(self, destination: Destination, source: SubmittedChunk, now: float) -> None:
+        if destination.phase is not DestinationPhase.LIVE:
             return
-        largest = max(lane.nbytes for lane in record.session.lanes)
+        largest = max(lane.nbytes for lane in destination.session.lanes)
         limit = min(self._buffer_nbytes, largest, self.config.chunk_nbytes)
-        stagings = record.staged_by(self.stagings)
-        for rects in split(clip(source.rects, record, stagings), record, stagings, limit):
-            self._add_piece(record, source, rects, now)
+        stagings = destination.staged_by(self.stagings)
+        for rects in split(clip(source.rects, destination, stagings), destination, stagings, limit):
+            self._add_piece(destination, source, rects, now)
 
-    def _add_piece(self, record: Record, source: SubmittedChunk, rects: tuple[Rect, ...], now: float) -> None:
-        nbytes = record.staged_by(self.stagings).of(record.shares, rects).nbytes(record.session.common.tokens(rects))
-        chunk = Chunk(record, len(record.chunks), source, rects, nbytes)
-        record.chunks[chunk.number] = chunk
+    def _add_piece(self, destination: Destination, source: SubmittedChunk, rects: tuple[Rect, ...], now: float) -> None:
+        nbytes = (
+            destination.staged_by(self.stagings)
+            .of(destination.shares, rects)
+            .nbytes(destination.session.common.tokens(rects))
+        )
+        chunk = Chunk(destination, len(destination.chunks), source, rects, nbytes)
+        destination.chunks[chunk.number] = chunk
         source.chunks.append(chunk)
-        record.unwritten += 1
-        if record.may_direct(rects) and (nbytes > self._buffer_nbytes or self._choose(chunk)):
+        destination.unwritten += 1
+        if destination.may_direct(rects) and (nbytes > self._buffer_nbytes or self._choose(chunk)):
             chunk.direct, chunk.phase = True, Phase.HELD
             self._advance(chunk)
         elif nbytes > self._buffer_nbytes:
@@ -185,13 +189,13 @@ class Borrower(Windowed):
                 f"one row of {rects[0].component!r} does not fit a send buffer of {self._buffer_nbytes} bytes",
                 remedy="raise staging_nbytes at prefill",
             )
-            self._fail_record(record, error, now)
+            self._fail_destination(destination, error, now)
         else:
             self._ask(chunk, now)
 
     def _chunk(self, session: Session, epoch: int, number: int) -> Chunk | None:
-        record = self.records.get((session.id, epoch))
-        return record.chunks.get(number) if record is not None else None
+        destination = self.destinations.get((session.id, epoch))
+        return destination.chunks.get(number) if destination is not None else None
 
     def _ask(self, chunk: Chunk, now: float) -> None:
         chunk.phase, chunk.waits_since = Phase.ASKING, now
@@ -201,23 +205,31 @@ class Borrower(Windowed):
         if chunk.phase is not Phase.ASKING and (chunk.phase is not Phase.HELD or self._window_open(chunk)):
             return
         waited_s = now - chunk.waits_since
-        if chunk.source.ready and waited_s >= self.config.fall_back_after_s and chunk.record.may_direct(chunk.rects):
+        if (
+            chunk.source.ready
+            and waited_s >= self.config.fall_back_after_s
+            and chunk.destination.may_direct(chunk.rects)
+        ):
             self._go_direct(chunk, now)
         else:
             self._reserve(chunk, now)
 
     def _reserve(self, chunk: Chunk, now: float) -> None:
-        record = chunk.record
-        self.send(record.session, m.Reserve(record.epoch, chunk.number, chunk.attempt, chunk.nbytes, chunk.rects), now)
+        destination = chunk.destination
+        self.send(
+            destination.session,
+            m.Reserve(destination.epoch, chunk.number, chunk.attempt, chunk.nbytes, chunk.rects),
+            now,
+        )
         self.repeat(("ask", chunk), now)
 
     def _go_direct(self, chunk: Chunk, now: float) -> None:
         """Falls back staged -> direct: gives its lease back, and one on its way is given back by its attempt."""
         if chunk.phase is not Phase.ASKING:
-            record = chunk.record
-            told = m.Returned(record.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor)
+            destination = chunk.destination
+            told = m.Returned(destination.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor)
             self.counters.leases_returned += 1
-            self.send(record.session, told, now)
+            self.send(destination.session, told, now)
         self.timers.cancel(("ask", chunk))
         chunk.attempt += 1
         chunk.direct, chunk.phase = True, Phase.HELD
@@ -236,14 +248,14 @@ class Borrower(Windowed):
 
     def _settle(self, now: float) -> None:
         for chunk, buffer in self.buffers.pop():
-            record = chunk.record
+            destination = chunk.destination
             ticket = self.ticket()
             self._flights[ticket] = (chunk, buffer)
-            record.in_flight += 1
-            if record.room is not None:
-                record.room.in_flight += 1
-                if record.room.on(Event.MOVED):
-                    self.emit(Changed(record.room))
+            destination.in_flight += 1
+            if destination.room is not None:
+                destination.room.in_flight += 1
+                if destination.room.on(Event.MOVED):
+                    self.emit(Changed(destination.room))
             if chunk.direct:
                 chunk.phase = Phase.WRITING
                 self.timers.set(("write", ticket), now + self.config.write_s)
@@ -254,12 +266,12 @@ class Borrower(Windowed):
 
     def _row_write(self, ticket: int, chunk: Chunk) -> WriteRow:
         """All that a room's aux row has in common with the one that its destination named."""
-        record, rows = chunk.record, chunk.record.session.rows
-        assert record.room is not None and isinstance(record.room.aux, GivenRow)
-        assert rows is not None and record.open.row is not None
-        src, dst = record.room.aux.address, rows.base + record.open.row * rows.row_nbytes
+        destination, rows = chunk.destination, chunk.destination.session.rows
+        assert destination.room is not None and isinstance(destination.room.aux, GivenRow)
+        assert rows is not None and destination.open.row is not None
+        src, dst = destination.room.aux.address, rows.base + destination.open.row * rows.row_nbytes
         spans = tuple(
-            Span(src + span.src_offset, dst + span.dst_offset, span.nbytes) for span in record.session.aux.spans
+            Span(src + span.src_offset, dst + span.dst_offset, span.nbytes) for span in destination.session.aux.spans
         )
         return WriteRow(ticket, chunk, spans, self._tag(chunk))
 
@@ -271,7 +283,7 @@ class Borrower(Windowed):
         `checksum` is of the bytes gathered, where the session has checksums.
         """
         chunk, buffer = self._flights[ticket]
-        if error is not None or chunk.record.phase is not RecordPhase.LIVE:
+        if error is not None or chunk.destination.phase is not DestinationPhase.LIVE:
             self._land(ticket, now, error)
             return
         chunk.phase, chunk.checksum = Phase.WRITING, checksum
@@ -289,7 +301,7 @@ class Borrower(Windowed):
             self._doubt(orphan)
         if ticket not in self._flights:
             return
-        session = self._flights[ticket][0].record.session
+        session = self._flights[ticket][0].destination.session
         if error is not None and not settled:
             self._doubt(session.id)
             self.lose(session, error, now)
@@ -307,23 +319,23 @@ class Borrower(Windowed):
         """
         error = TransportError("the session was lost while a write was in flight", remedy="see the session's error")
         for ticket, (chunk, _) in list(self._flights.items()):
-            if chunk.record.session is session and chunk.phase is Phase.WRITING:
+            if chunk.destination.session is session and chunk.phase is Phase.WRITING:
                 self._orphans[ticket] = session.id
                 self._land(ticket, now, error)
 
     def _address(self, chunk: Chunk) -> int:
         """Where its lease lies in the destination's memory."""
-        lane = chunk.record.session.lanes[chunk.lane]
+        lane = chunk.destination.session.lanes[chunk.lane]
         return lane.base + chunk.cursor % lane.nbytes
 
     def _tag(self, chunk: Chunk) -> bytes:
-        session = chunk.record.session
-        tag = wire.Tag(session.id, chunk.record.epoch, chunk.number, *chunk.where, chunk.rects, chunk.checksum)
+        session = chunk.destination.session
+        tag = wire.Tag(session.id, chunk.destination.epoch, chunk.number, *chunk.where, chunk.rects, chunk.checksum)
         return wire.encode_tag(tag, tuple(component.name for component in session.layout.components))
 
     def _tell_tag(self, chunk: Chunk, now: float) -> None:
         """Where the transport carries no tags: says of a write that is done what its tag would."""
-        session = chunk.record.session
+        session = chunk.destination.session
         if session.tells_tags and chunk.phase is Phase.WRITTEN and session.id in self.sessions:
             self.send(session, m.Tagged(self._tag(chunk)), now)
 
@@ -332,31 +344,31 @@ class Borrower(Windowed):
         chunk, buffer = self._flights.pop(ticket)
         self.timers.cancel(("write", ticket))
         self.buffers.done(chunk, buffer)
-        record = chunk.record
-        record.in_flight -= 1
+        destination = chunk.destination
+        destination.in_flight -= 1
         if chunk.phase is Phase.WRITING:
             self._written(chunk, now, error)
-        elif error is None or record.phase is not RecordPhase.LIVE:
+        elif error is None or destination.phase is not DestinationPhase.LIVE:
             chunk.phase = Phase.DROPPED
-        elif record.may_direct(chunk.rects):
+        elif destination.may_direct(chunk.rects):
             self._go_direct(chunk, now)
         else:
             chunk.phase = Phase.DROPPED
-            self._fail_record(record, error, now)
-        self._landed(record, now)
+            self._fail_destination(destination, error, now)
+        self._landed(destination, now)
         self._settle(now)
 
     def _written(self, chunk: Chunk, now: float, error: PdstageError | None) -> None:
-        record = chunk.record
+        destination = chunk.destination
         if error is not None and chunk.row:  # nothing of it can land any more, else the session were lost by now
             chunk.phase = Phase.BROKEN
-            record.unwritten -= 1
-            self._row_failed(record, f"the write of an aux row failed: {error.what}")
-            self._maybe_close(record, now)
+            destination.unwritten -= 1
+            self._row_failed(destination, f"the write of an aux row failed: {error.what}")
+            self._maybe_close(destination, now)
             return
         if error is not None:  # what landed is unknown: not repeated, and its lease is not given back as if unused
             chunk.phase = Phase.BROKEN
-            self._fail_record(record, error, now)
+            self._fail_destination(destination, error, now)
             return
         chunk.phase = Phase.WRITTEN
         self.counters.bytes_written += chunk.nbytes
@@ -366,16 +378,16 @@ class Borrower(Windowed):
             self.counters.chunks_direct += 1
         else:
             self.counters.chunks_staged += 1
-        record.written.append(m.Written(chunk.number, *chunk.where))
-        record.unwritten -= 1
+        destination.written.append(m.Written(chunk.number, *chunk.where))
+        destination.unwritten -= 1
         self._tell_tag(chunk, now)
-        self._maybe_close(record, now)
+        self._maybe_close(destination, now)
 
     def _on_write_timer(self, ticket: int, now: float) -> None:
         chunk = self._flights[ticket][0]
         late = DeadlineExceeded(f"a write of {chunk.nbytes} bytes took over {self.config.write_s} s")
-        self.lose(chunk.record.session, late, now)
+        self.lose(chunk.destination.session, late, now)
 
     def _in_flight(self, session_id: m.SessionId) -> bool:
-        under_way = any(chunk.record.session.id == session_id for chunk, _ in self._flights.values())
+        under_way = any(chunk.destination.session.id == session_id for chunk, _ in self._flights.values())
         return under_way or session_id in self._orphans.values()

@@ -17,7 +17,7 @@ from pdstage.protocol import wire
 from pdstage.protocol.arriving import Arriving
 from pdstage.protocol.effects import Changed
 from pdstage.protocol.handshake import Peer
-from pdstage.protocol.inbox import DecodeRoom, Landing, Part, PartPhase
+from pdstage.protocol.inbox import DecodeRoom, Landing, Writer, WriterPhase
 from pdstage.protocol.receiving import too_late
 from pdstage.protocol.room import NO_ROWS, OwnRows, State, room_id
 from pdstage.protocol.session import Session
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pdstage.protocol.config import Config
     from pdstage.topology import Topology
 
-__all__ = ["DecodeCore", "DecodeRoom", "Landing", "Part", "PartPhase"]
+__all__ = ["DecodeCore", "DecodeRoom", "Landing", "Writer", "WriterPhase"]
 
 
 class DecodeCore(Arriving):
@@ -177,7 +177,7 @@ class DecodeCore(Arriving):
 
     @property
     def idle(self) -> bool:
-        return not self.epochs and not self._flights and not self.holdings.lent
+        return not self.epochs and not self._flights and not self.leases.lent
 
     @property
     def memory_is_free(self) -> bool:
@@ -187,9 +187,9 @@ class DecodeCore(Arriving):
         """Everything that may differ between two states of this core, comparable and hashable."""
         rooms = []
         for epoch, room in sorted(self.epochs.items()):
-            parts = tuple((session_id, part.phase.name) for session_id, part in sorted(room.parts.items()))
-            rooms.append((epoch, room.key, room.status, room.pending, parts))
-        return (tuple(rooms), self.holdings.snapshot())
+            writers = tuple((session_id, writer.phase.name) for session_id, writer in sorted(room.writers.items()))
+            rooms.append((epoch, room.key, room.status, room.pending, writers))
+        return (tuple(rooms), self.leases.snapshot())
 
     # What peers say, in the order of DESIGN's table.
 
@@ -227,45 +227,45 @@ class DecodeCore(Arriving):
         self.fenced(session, now)
 
     def _on_asking(self, session: Session, asking: m.Asking, now: float) -> None:
-        part = self._part(session, asking.epoch)
-        if part is None or not asking.finished:
+        writer = self._writer(session, asking.epoch)
+        if writer is None or not asking.finished:
             return
-        room = part.room
+        room = writer.room
         if not room.bound and not room.ended and not room.ready_to_bind:
             room.ready_to_bind = True
             self.timers.cancel(("asking", room))
             self.emit(Changed(room))
 
     def _on_opened(self, session: Session, opened: m.Opened, now: float) -> None:
-        part = self._part(session, opened.epoch)
-        if part is None or part.phase not in (PartPhase.OPENING, PartPhase.OPENED):
+        writer = self._writer(session, opened.epoch)
+        if writer is None or writer.phase not in (WriterPhase.OPENING, WriterPhase.OPENED):
             return
         if opened.state == "refused":
-            self._fail(part.room, PeerError(f"prefill rank {part.number} refused the room: {opened.reason}"), now)
+            self._fail(writer.room, PeerError(f"prefill rank {writer.number} refused the room: {opened.reason}"), now)
             return
-        self._answered(part)
-        if not part.shares and not part.has_aux:  # told, and it never writes: nobody waits for its Close
-            self._quiet(part)
+        self._answered(writer)
+        if not writer.shares and not writer.has_aux:  # told, and it never writes: nobody waits for its Close
+            self._quiet(writer)
 
     def _on_close_failed(self, session: Session, close: m.CloseFailed, now: float) -> None:
-        part = self._part(session, close.epoch)
-        if part is None or part.phase is PartPhase.QUIET:
+        writer = self._writer(session, close.epoch)
+        if writer is None or writer.phase is WriterPhase.QUIET:
             self.send(session, m.Abort(close.epoch, "the room is over", False), now)
-        elif not part.room.ended:
-            self._fail(part.room, Aborted(f"prefill rank {part.number} gave the room up: {close.reason}"), now)
-        elif part.phase is PartPhase.ABORTING:
-            self._send_abort(part, now)
+        elif not writer.room.ended:
+            self._fail(writer.room, Aborted(f"prefill rank {writer.number} gave the room up: {close.reason}"), now)
+        elif writer.phase is WriterPhase.ABORTING:
+            self._send_abort(writer, now)
         else:
-            self._abort_part(part, "the room is over", now)
+            self._abort_writer(writer, "the room is over", now)
 
     def _on_drained(self, session: Session, drained: m.Drained, now: float) -> None:
-        part = self._part(session, drained.epoch)
-        if part is None or part.phase is PartPhase.QUIET:
+        writer = self._writer(session, drained.epoch)
+        if writer is None or writer.phase is WriterPhase.QUIET:
             return
-        if not part.room.ended:
-            self._fail(part.room, PeerError(f"prefill rank {part.number} dropped the room"), now)
+        if not writer.room.ended:
+            self._fail(writer.room, PeerError(f"prefill rank {writer.number} dropped the room"), now)
         self._release_of(session, drained.epoch, now)
-        self._quiet(part)
+        self._quiet(writer)
 
     # Time.
 
@@ -279,17 +279,17 @@ class DecodeCore(Arriving):
                 self._ask(room, now)
             case (str() as kind, DecodeRoom() as room):
                 self._fail(room, too_late(kind, room, self.config), now)
-            case ("open", Part() as part):
-                self._send_open(part, now)
-            case ("abort", Part() as part):
-                self._send_abort(part, now)
-            case ("drain", Part() as part):
-                late = DeadlineExceeded(f"prefill rank {part.number} did not drain in {self.config.drain_s} s")
-                self.lose(part.session, late, now)
+            case ("open", Writer() as writer):
+                self._send_open(writer, now)
+            case ("abort", Writer() as writer):
+                self._send_abort(writer, now)
+            case ("drain", Writer() as writer):
+                late = DeadlineExceeded(f"prefill rank {writer.number} did not drain in {self.config.drain_s} s")
+                self.lose(writer.session, late, now)
             case (("bye" | "bye_until") as kind, Session() as session):
                 self._on_farewell_timer(kind, session, now)
-            case ("linger", Part() as part):
-                self._abort_part(part, "finished", now)
+            case ("linger", Writer() as writer):
+                self._abort_writer(writer, "finished", now)
             case ("stranded", Session() as session):
                 self._ask_stranded(session, now)
             case (("beat" | "silence") as kind, Session() as session):

@@ -240,7 +240,7 @@ class HandshakeServer(Core):
         return idlest is not None
 
     def in_use(self, session: Session) -> bool:
-        return bool(session.records)
+        return bool(session.destinations)
 
     def _on_heartbeat(self, session: Session, beat: m.Heartbeat, now: float) -> None:
         if beat.idle == m.SPARE and not self.in_use(session):

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from pdstage.plan import Rect, Share
     from pdstage.protocol import messages as m
     from pdstage.protocol.coverage import Coverage
-    from pdstage.protocol.holdings import Grant
+    from pdstage.protocol.leases import Lease
     from pdstage.protocol.session import Session
 
 
-class PartPhase(Enum):
+class WriterPhase(Enum):
     UNOPENED = auto()
     OPENING = auto()
     """Open is repeated."""
@@ -34,14 +34,14 @@ class PartPhase(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class Writer:
     """One writer of one room."""
 
     room: DecodeRoom
     number: int
     session: Session
     shares: tuple[Share, ...]
-    phase: PartPhase = PartPhase.UNOPENED
+    phase: WriterPhase = WriterPhase.UNOPENED
     coverage: Coverage | None = None
     arrived: set[int] = field(default_factory=set)
     closing: m.CloseOk | None = None
@@ -60,8 +60,8 @@ class Part:
 class Landing:
     """A chunk that lies in staging memory and must be scattered into its room's items."""
 
-    part: Part
-    grant: Grant
+    writer: Writer
+    lease: Lease
     address: int
     nbytes: int
     rects: tuple[Rect, ...]
@@ -72,26 +72,16 @@ class DecodeRoom(Room):
     """One room as its decode rank sees it. `items` are the engine's, opaque here."""
 
     __slots__ = (
-        "asked",
-        "aux",
-        "bound",
-        "deadline_s",
-        "epoch",
-        "items",
-        "parts",
-        "pending",
-        "priority",
-        "row",
-        "shared",
-        "wire_items",
-        "writers",
-    )
+        "asked", "aux", "bound", "deadline_s", "epoch", "items", "pending", "priority", "routes", "row", "shared",
+        "wire_items", "writers",
+    )  # fmt: skip
 
-    def __init__(self, key: bytes, epoch: int, writers: dict[int, bytes]) -> None:
+    def __init__(self, key: bytes, epoch: int, routes: dict[int, bytes]) -> None:
         super().__init__(key)
         self.epoch = epoch
-        self.writers = writers
-        self.parts: dict[m.SessionId, Part] = {}
+        self.routes = routes
+        """Of each writer, by its number."""
+        self.writers: dict[m.SessionId, Writer] = {}
         self.bound = False
         self.items: Mapping[str, object] = {}
         self.wire_items: tuple[m.Items, ...] = ()

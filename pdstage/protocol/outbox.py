@@ -59,7 +59,7 @@ class Phase(Enum):
 class Chunk:
     """One chunk of one destination: at most one lease at a time, written at most once (I15)."""
 
-    record: Record
+    destination: Destination
     number: int
     source: SubmittedChunk
     rects: tuple[Rect, ...]
@@ -81,7 +81,7 @@ class Chunk:
     @property
     def tokens(self) -> dict[str, tuple[int, int]]:
         """The token ranges to stage: the numbers of those that both ranks hold."""
-        return self.record.session.common.tokens(self.rects)
+        return self.destination.session.common.tokens(self.rects)
 
     @property
     def where(self) -> tuple[int, int]:
@@ -96,7 +96,7 @@ class Chunk:
 _BEGUN = frozenset({Phase.GATHERING, Phase.WRITING, Phase.WRITTEN, Phase.BROKEN})
 
 
-class RecordPhase(Enum):
+class DestinationPhase(Enum):
     WAITING = auto()
     """Parked: this room was not submitted here yet."""
     LIVE = auto()
@@ -109,14 +109,14 @@ class RecordPhase(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class Destination:
     """One destination rank's claim on one room: the state of one (session, epoch)."""
 
     session: Session
     open: Open
     may_go_direct: bool = True
     """Whether this node lets its pool be read in place."""
-    phase: RecordPhase = RecordPhase.WAITING
+    phase: DestinationPhase = DestinationPhase.WAITING
     room: PrefillRoom | None = None
     chunks: dict[int, Chunk] = field(default_factory=dict)
     unwritten: int = 0
@@ -170,7 +170,7 @@ class PrefillRoom(Room):
         self.sources: list[SubmittedChunk] = []
         self.slots: dict[str, int] = {}
         """Of components without positions, how many slots the engine gave; one it never named is not here."""
-        self.destinations: dict[int, Record] = {}
+        self.destinations: dict[int, Destination] = {}
         self.n_destinations = 0
         self.finished = False
         self.aux: bytes | GivenRow | None = None
@@ -184,7 +184,7 @@ class PrefillRoom(Room):
         return (
             self.finished
             and 0 < self.n_destinations == len(self.destinations)
-            and all(record.phase is RecordPhase.CLOSING for record in self.destinations.values())
+            and all(destination.phase is DestinationPhase.CLOSING for destination in self.destinations.values())
         )
 
 
@@ -220,7 +220,7 @@ class _Turns:
         return bool(self._queues or self._busy)
 
     def queue(self, chunk: Chunk) -> None:
-        session = chunk.record.session
+        session = chunk.destination.session
         self._queues.setdefault(session, deque()).append(chunk)
         self._line_up(session)
 
@@ -280,18 +280,18 @@ class SendBuffers:
 
     def done(self, chunk: Chunk, buffer: int) -> None:
         """Gives back what `pop` gave."""
-        (self._direct if buffer < 0 else self._staged).done(chunk.record.session)
+        (self._direct if buffer < 0 else self._staged).done(chunk.destination.session)
         if buffer >= 0:
             self.free.append(buffer)
 
 
-def clip(rects: tuple[Rect, ...], record: Record, stagings: Stagings) -> tuple[Rect, ...]:
-    """The part of `rects` that `record` asked for, owns and holds tokens of; may be empty."""
-    kept, common = [], record.session.common
+def clip(rects: tuple[Rect, ...], destination: Destination, stagings: Stagings) -> tuple[Rect, ...]:
+    """The part of `rects` that `destination` asked for, owns and holds tokens of; may be empty."""
+    kept, common = [], destination.session.common
     for rect in rects:
-        low, high = record.asked.get(rect.component, (0, 0))
+        low, high = destination.asked.get(rect.component, (0, 0))
         cut = rect._replace(start=max(rect.start, low), stop=min(rect.stop, high))
-        if cut.start >= cut.stop or not stagings.of(record.shares, (cut,)).select:
+        if cut.start >= cut.stop or not stagings.of(destination.shares, (cut,)).select:
             continue
         start, stop = common.tokens((cut,))[cut.component]
         if start < stop:
@@ -299,7 +299,9 @@ def clip(rects: tuple[Rect, ...], record: Record, stagings: Stagings) -> tuple[R
     return tuple(kept)
 
 
-def split(rects: tuple[Rect, ...], record: Record, stagings: Stagings, limit: int) -> Iterator[tuple[Rect, ...]]:
+def split(
+    rects: tuple[Rect, ...], destination: Destination, stagings: Stagings, limit: int
+) -> Iterator[tuple[Rect, ...]]:
     """`rects` in order as chunks of at most `limit` staged bytes: by component, then by tokens, then by layers.
 
     A single row of a single layer that is larger still comes whole: the caller sees its size. No two chunks share a
@@ -307,14 +309,14 @@ def split(rects: tuple[Rect, ...], record: Record, stagings: Stagings, limit: in
     """
     if not rects:
         return
-    shares, common = record.shares, record.session.common
+    shares, common = destination.shares, destination.session.common
     tokens = common.tokens(rects)
     if stagings.of(shares, rects).nbytes(tokens) <= limit:
         yield rects
         return
     if len(rects) > 1:
         for rect in rects:
-            yield from split((rect,), record, stagings, limit)
+            yield from split((rect,), destination, stagings, limit)
         return
     rect = rects[0]
     most = _whole_rows(stagings.of(shares, rects), rect.component, limit)
@@ -327,7 +329,7 @@ def split(rects: tuple[Rect, ...], record: Record, stagings: Stagings, limit: in
         middle = (rect.layer_start + rect.layer_stop) // 2
         for half in (rect._replace(layer_stop=middle), rect._replace(layer_start=middle)):
             if stagings.of(shares, (half,)).select:
-                yield from split((half,), record, stagings, limit)
+                yield from split((half,), destination, stagings, limit)
     else:
         yield rects
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pdstage.protocol.outbox import Record
+    from pdstage.protocol.outbox import Destination
     from pdstage.protocol.session import Session
 
 _RECORD_NBYTES = 512
@@ -24,65 +24,68 @@ class Parked:
 
     def __init__(self, most: int, most_nbytes: int) -> None:
         self._most, self._most_nbytes = most, most_nbytes
-        self._nbytes: dict[Record, int] = {}
+        self._nbytes: dict[Destination, int] = {}
         self._total = 0
-        self._waiting: dict[bytes, dict[Record, None]] = {}
-        self._of: dict[Session, dict[Record, None]] = {}
+        self._waiting: dict[bytes, dict[Destination, None]] = {}
+        self._of: dict[Session, dict[Destination, None]] = {}
         self._nbytes_of: dict[Session, int] = {}
 
     def __len__(self) -> int:
         return len(self._nbytes)
 
-    def add(self, record: Record) -> tuple[bool, list[Record]]:
-        """Holds `record` if there is a place for it; and which others made room: those are to be forgotten."""
-        nbytes = _RECORD_NBYTES + sum(len(items.data) for items in record.open.items)
-        out: list[Record] = []
+    def add(self, destination: Destination) -> tuple[bool, list[Destination]]:
+        """Holds `destination` if there is a place for it; and which others made room: those are to be forgotten."""
+        nbytes = _RECORD_NBYTES + sum(len(items.data) for items in destination.open.items)
+        out: list[Destination] = []
         while len(self) >= self._most or self._total + nbytes > self._most_nbytes:
-            session = max(self._of, key=self._weight, default=record.session)
-            if self._weight(session) <= self._weight(record.session) + self._weight_of(1, nbytes):
+            session = max(self._of, key=self._weight, default=destination.session)
+            if self._weight(session) <= self._weight(destination.session) + self._weight_of(1, nbytes):
                 return False, out
             out.append(next(reversed(self._of[session])))
             self.remove(out[-1])
-        self._nbytes[record] = nbytes
+        self._nbytes[destination] = nbytes
         self._total += nbytes
-        self._waiting.setdefault(record.open.room, {})[record] = None
-        self._of.setdefault(record.session, {})[record] = None
-        self._nbytes_of[record.session] = self._nbytes_of.get(record.session, 0) + nbytes
+        self._waiting.setdefault(destination.open.room, {})[destination] = None
+        self._of.setdefault(destination.session, {})[destination] = None
+        self._nbytes_of[destination.session] = self._nbytes_of.get(destination.session, 0) + nbytes
         return True, out
 
-    def take(self, key: bytes) -> list[Record]:
+    def take(self, key: bytes) -> list[Destination]:
         """The records that wait for a room; they are no longer held."""
-        records = list(self._waiting.get(key, ()))
-        for record in records:
-            self.remove(record)
-        return records
+        destinations = list(self._waiting.get(key, ()))
+        for destination in destinations:
+            self.remove(destination)
+        return destinations
 
     def epoch_of(self, key: bytes, session: Session) -> int:
         """The latest in which `session` waits for this room; -1 if it does not."""
-        return max((record.epoch for record in self._waiting.get(key, ()) if record.session is session), default=-1)
+        return max(
+            (destination.epoch for destination in self._waiting.get(key, ()) if destination.session is session),
+            default=-1,
+        )
 
-    def waiting(self) -> Iterator[Record]:
-        for records in list(self._waiting.values()):
-            yield from list(records)
+    def waiting(self) -> Iterator[Destination]:
+        for destinations in list(self._waiting.values()):
+            yield from list(destinations)
 
-    def turn_away(self, record: Record) -> None:
+    def turn_away(self, destination: Destination) -> None:
         """It waits no more, but counts."""
-        records = self._waiting.get(record.open.room, {})
-        records.pop(record, None)
-        if not records:
-            self._waiting.pop(record.open.room, None)
+        destinations = self._waiting.get(destination.open.room, {})
+        destinations.pop(destination, None)
+        if not destinations:
+            self._waiting.pop(destination.open.room, None)
 
-    def remove(self, record: Record) -> None:
-        if record not in self._nbytes:
+    def remove(self, destination: Destination) -> None:
+        if destination not in self._nbytes:
             return
-        self.turn_away(record)
-        nbytes = self._nbytes.pop(record)
+        self.turn_away(destination)
+        nbytes = self._nbytes.pop(destination)
         self._total -= nbytes
-        self._nbytes_of[record.session] -= nbytes
-        records = self._of[record.session]
-        del records[record]
-        if not records:
-            del self._of[record.session], self._nbytes_of[record.session]
+        self._nbytes_of[destination.session] -= nbytes
+        destinations = self._of[destination.session]
+        del destinations[destination]
+        if not destinations:
+            del self._of[destination.session], self._nbytes_of[destination.session]
 
     def _weight(self, session: Session) -> float:
         return self._weight_of(len(self._of.get(session, ())), self._nbytes_of.get(session, 0))

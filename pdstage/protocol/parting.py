@@ -56,7 +56,7 @@ class Parting(HandshakeClient):
 
     def in_use(self, session: Session) -> bool:
         peer = self.peers.get(session.route)
-        return bool(session.parts) or (peer is not None and bool(peer.rooms))
+        return bool(session.writers) or (peer is not None and bool(peer.rooms))
 
     def _on_heartbeat(self, session: Session, beat: m.Heartbeat, now: float) -> None:
         if beat.idle != m.IN_USE and m.SPARE in (beat.idle, self._need_of(session, now)) and not self.in_use(session):

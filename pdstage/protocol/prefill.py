@@ -14,7 +14,16 @@ from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.opening import check_open
-from pdstage.protocol.outbox import Chunk, Ended, GivenRow, Phase, PrefillRoom, Record, RecordPhase, SubmittedChunk
+from pdstage.protocol.outbox import (
+    Chunk,
+    Destination,
+    DestinationPhase,
+    Ended,
+    GivenRow,
+    Phase,
+    PrefillRoom,
+    SubmittedChunk,
+)
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
 from pdstage.protocol.sending import Sending
 from pdstage.protocol.session import Session
@@ -94,12 +103,12 @@ class PrefillCore(Sending):
         if ended is not None and not ended.begun:
             self._fail(room, given_up(room, ended.reason), now)
             self._ended[key].known.update(ended.known)
-        for record in self._parked.take(key):
-            self.timers.cancel(("parked", record))
+        for destination in self._parked.take(key):
+            self.timers.cancel(("parked", destination))
             if room.ended:
-                self._turn_away(record, str(room.error), now)
+                self._turn_away(destination, str(room.error), now)
             else:
-                self._attach(room, record, now)
+                self._attach(room, destination, now)
         self._settle(now)
         return room
 
@@ -120,8 +129,8 @@ class PrefillCore(Sending):
             if rect.component in self._slots:
                 room.slots[rect.component] = max(room.slots.get(rect.component, 0), rect.stop)
         room.sources.append(source)
-        for record in list(room.destinations.values()):
-            self._add(record, source, now)
+        for destination in list(room.destinations.values()):
+            self._add(destination, source, now)
         self._settle(now)
         return source
 
@@ -183,10 +192,10 @@ class PrefillCore(Sending):
         for session, epoch in self._forget_askers(room.key):
             if session.id in self.sessions:
                 self.send(session, m.Asking(epoch, True), now)
-        for record in list(room.destinations.values()):
-            if record.phase is RecordPhase.LIVE:
-                self._add_row(record)
-                self._maybe_close(record, now)
+        for destination in list(room.destinations.values()):
+            if destination.phase is DestinationPhase.LIVE:
+                self._add_row(destination)
+                self._maybe_close(destination, now)
         self._maybe_complete(room)
         self._settle(now)
 
@@ -220,8 +229,8 @@ class PrefillCore(Sending):
         """Fails every room still open; `idle` tells when every destination has agreed that its room is over."""
         for room in list(self.rooms.values()):
             self.abort(room, "the node closes", now)
-        for record in self._parked.waiting():
-            self._turn_away(record, "the prefill node closes", now)
+        for destination in self._parked.waiting():
+            self._turn_away(destination, "the prefill node closes", now)
 
     @property
     def quiet(self) -> bool:
@@ -230,7 +239,7 @@ class PrefillCore(Sending):
 
     @property
     def idle(self) -> bool:
-        return not self._flights and not self.records
+        return not self._flights and not self.destinations
 
     @property
     def memory_is_free(self) -> bool:
@@ -247,7 +256,7 @@ class PrefillCore(Sending):
                     r.phase.name,
                     tuple((c.number, c.phase.name, c.attempt, c.lane, c.cursor) for c in r.chunks.values()),
                 )
-                for (session_id, epoch), r in sorted(self.records.items())
+                for (session_id, epoch), r in sorted(self.destinations.items())
             ),
             tuple(sorted((session.id, lane, mark) for (session, lane), mark in self._marks.items())),
             tuple(sorted(self.buffers.free)),
@@ -265,55 +274,59 @@ class PrefillCore(Sending):
         self.send(session, m.Asking(ask.epoch, finished), now)
 
     def _on_open(self, session: Session, opened: m.Open, now: float) -> None:
-        record = self.records.get((session.id, opened.epoch))
-        if record is not None:
-            self.send(session, m.Opened(opened.epoch, *self._opened_state(record)), now)
+        destination = self.destinations.get((session.id, opened.epoch))
+        if destination is not None:
+            self.send(session, m.Opened(opened.epoch, *self._opened_state(destination)), now)
             return
         check_open(opened, session, self.layout)
-        record = Record(session, opened, self._direct)
+        destination = Destination(session, opened, self._direct)
         room = self.rooms.get(opened.room)
         self._wanted_again(opened.room, session, opened.epoch, now)
         ended = self._how_ended(opened.room, now)
         if room is None and ended is not None and ended.refuses(opened.rank, session.id, opened.epoch):
             self.send(session, m.Opened(opened.epoch, "refused", m.brief(ended.reason)), now)
-        elif room is None and not self._park(record, now):
+        elif room is None and not self._park(destination, now):
             self.send(session, m.Opened(opened.epoch, "refused", "too many rooms wait for prefill"), now)
         else:
             if room is not None:
-                self._note(record)
-                self._attach(room, record, now)
-            self.send(session, m.Opened(opened.epoch, *self._opened_state(record)), now)
+                self._note(destination)
+                self._attach(room, destination, now)
+            self.send(session, m.Opened(opened.epoch, *self._opened_state(destination)), now)
 
-    def _opened_state(self, record: Record) -> tuple[str, str]:
-        if record.phase is RecordPhase.WAITING:
+    def _opened_state(self, destination: Destination) -> tuple[str, str]:
+        if destination.phase is DestinationPhase.WAITING:
             return "waiting", ""
-        return ("refused", m.brief(record.reason)) if record.phase is RecordPhase.FAILING else ("accepted", "")
+        return (
+            ("refused", m.brief(destination.reason))
+            if destination.phase is DestinationPhase.FAILING
+            else ("accepted", "")
+        )
 
     def _on_closed(self, session: Session, closed: m.Closed, now: float) -> None:
-        record = self.records.get((session.id, closed.epoch))
-        if record is not None and record.phase is RecordPhase.CLOSING:
-            self._forget(record)
+        destination = self.destinations.get((session.id, closed.epoch))
+        if destination is not None and destination.phase is DestinationPhase.CLOSING:
+            self._forget(destination)
 
     def _on_abort(self, session: Session, abort: m.Abort, now: float) -> None:
-        record = self.records.get((session.id, abort.epoch))
-        if record is None:
+        destination = self.destinations.get((session.id, abort.epoch))
+        if destination is None:
             if abort.room:
                 self._give_up(abort.room, session, abort, now)
             self.send(session, m.Drained(abort.epoch), now)
             return
-        room = record.room
-        done = record.phase is RecordPhase.CLOSING or (abort.finished and not record.unwritten)
+        room = destination.room
+        done = destination.phase is DestinationPhase.CLOSING or (abort.finished and not destination.unwritten)
         if done:
-            record.phase = RecordPhase.CLOSING
+            destination.phase = DestinationPhase.CLOSING
             self.send(session, m.Drained(abort.epoch), now)
-            self._forget(record)
+            self._forget(destination)
             if room is not None:
                 self._maybe_complete(room)
             return
-        self._drain(record, now)
+        self._drain(destination, now)
         if room is None:
-            self._give_up(record.open.room, session, abort, now)
-        elif room.destinations.get(record.open.rank) is record:
+            self._give_up(destination.open.room, session, abort, now)
+        elif room.destinations.get(destination.open.rank) is destination:
             self._fail(room, Aborted(f"room {room.id!r} was aborted at decode: {abort.reason}"), now)
 
     def _give_up(self, key: bytes, session: Session, abort: m.Abort, now: float) -> None:
@@ -354,11 +367,11 @@ class PrefillCore(Sending):
         match key:
             case ("ask", Chunk() as chunk):
                 self._ask_again(chunk, now)
-            case ("close", Record() as record):
-                if record.phase is RecordPhase.CLOSING:
-                    self._close_again(record, now)
-                elif record.phase is RecordPhase.FAILING:
-                    self._close_failed(record, now)
+            case ("close", Destination() as destination):
+                if destination.phase is DestinationPhase.CLOSING:
+                    self._close_again(destination, now)
+                elif destination.phase is DestinationPhase.FAILING:
+                    self._close_failed(destination, now)
             case ("open_wait", PrefillRoom() as room):
                 waited = self.config.open_wait_s
                 self._fail(room, DeadlineExceeded(f"no decode rank opened room {room.id!r} in {waited} s"), now)
@@ -368,8 +381,8 @@ class PrefillCore(Sending):
                     late, remedy="raise deadline_s at decode, or look at the slower side", room=room.id
                 )
                 self._fail(room, error, now)
-            case ("parked", Record() as record):
-                self._turn_away(record, f"prefill never began room {room_id(record.open.room)!r}", now)
+            case ("parked", Destination() as destination):
+                self._turn_away(destination, f"prefill never began room {room_id(destination.open.room)!r}", now)
             case ("write", int() as ticket):
                 self._on_write_timer(ticket, now)
             case ("asked", bytes() as room_key):

@@ -1,6 +1,6 @@
 """Requests that wait for a lease, in order of priority and arrival, whatever the number of sessions that ask.
 
-Layer 2, pure. Must not know lanes: `holdings` says whose turn may be passed over.
+Layer 2, pure. Must not know lanes: `leases` says whose turn may be passed over.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class LeaseRequest:
     """One attempt of one chunk, waiting for a lease."""
 
     session: Session
@@ -45,7 +45,7 @@ class RequestQueue:
     def __init__(self) -> None:
         self._n_arrived = 0
         self._n_waiting = 0
-        self._queues: dict[Session, list[tuple[int, int, Request]]] = {}
+        self._queues: dict[Session, list[tuple[int, int, LeaseRequest]]] = {}
         self._counts: dict[Session, int] = {}
         self._fronts: list[tuple[int, int, Session]] = []
         self._front: dict[Session, tuple[int, int]] = {}
@@ -61,7 +61,7 @@ class RequestQueue:
     def n_sessions(self) -> int:
         return len(self._counts)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: LeaseRequest) -> None:
         session = request.session
         self._n_arrived += 1
         self._n_waiting += 1
@@ -75,7 +75,7 @@ class RequestQueue:
         if session not in self._front or place < self._front[session]:
             self._put_front(session, place)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: LeaseRequest) -> None:
         session = request.session
         request.waiting = False
         self._n_waiting -= 1
@@ -83,7 +83,7 @@ class RequestQueue:
         if not self._counts[session]:
             del self._counts[session], self._queues[session], self._front[session]
 
-    def first(self, passed_over: Container[Session]) -> Request | None:
+    def first(self, passed_over: Container[Session]) -> LeaseRequest | None:
         """The first in line of the sessions not `passed_over`; those are few, the sessions that wait may be many."""
         aside, found = [], None
         while self._fronts and found is None:
@@ -105,7 +105,7 @@ class RequestQueue:
             heapq.heappush(self._fronts, entry)
         return found
 
-    def entries(self) -> Iterator[tuple[int, int, Request]]:
+    def entries(self) -> Iterator[tuple[int, int, LeaseRequest]]:
         """(priority, place in line, request), in no order."""
         return (entry for queue in self._queues.values() for entry in queue if entry[2].waiting)
 

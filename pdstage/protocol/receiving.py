@@ -17,7 +17,7 @@ from pdstage.protocol import messages as m
 from pdstage.protocol.coverage import Coverage, of_writer
 from pdstage.protocol.effects import Changed, Detach, PeerWarning
 from pdstage.protocol.fit import lacking
-from pdstage.protocol.inbox import DecodeRoom, Part, PartPhase
+from pdstage.protocol.inbox import DecodeRoom, Writer, WriterPhase
 from pdstage.protocol.lender import Lender
 from pdstage.protocol.room import Event, OwnRows, State
 from pdstage.protocol.slots import Slots
@@ -56,7 +56,7 @@ class Receiving(Lender):
     def _maybe_connected(self, room: DecodeRoom, now: float) -> None:
         """Once every writer is greeted: deals the shards and opens."""
         sessions = {}
-        for number, route in room.writers.items():
+        for number, route in room.routes.items():
             peer = self.peers.get(route)
             if peer is None or peer.session is None:
                 return
@@ -71,8 +71,8 @@ class Receiving(Lender):
         # The last pipeline stage samples, so it knows the request's aux row.
         aux = max(sessions, key=lambda number: (sessions[number].topology.pp_rank, -number))
         for number, session in sessions.items():
-            part = Part(room, number, session, dealt[number], has_aux=number == aux)
-            room.parts[session.id] = session.parts[room.epoch] = part
+            writer = Writer(room, number, session, dealt[number], has_aux=number == aux)
+            room.writers[session.id] = session.writers[room.epoch] = writer
         room.on(Event.CONNECTED)
         self.emit(Changed(room))
         if room.bound:
@@ -100,48 +100,48 @@ class Receiving(Lender):
         return dealt
 
     def _ask(self, room: DecodeRoom, now: float) -> None:
-        part = next(part for part in room.parts.values() if part.has_aux)
-        self.send(part.session, m.Ask(room.epoch, room.key), now)
+        writer = next(writer for writer in room.writers.values() if writer.has_aux)
+        self.send(writer.session, m.Ask(room.epoch, room.key), now)
         self.timers.set(("asking", room), now + self.config.ask_s)
 
     def _open(self, room: DecodeRoom, now: float) -> None:
         self.timers.set(("open_until", room), now + self.config.open_s)
         self.timers.set(("wait", room), now + self.config.wait_s)
-        for part in room.parts.values():
-            part.phase = PartPhase.OPENING
-            part.coverage = Coverage(part.shares, room.asked, part.session.common, self._slots.exact)
-            part.direct = bool(room.wire_items) and bool(part.shares)
-            self._send_open(part, now)
+        for writer in room.writers.values():
+            writer.phase = WriterPhase.OPENING
+            writer.coverage = Coverage(writer.shares, room.asked, writer.session.common, self._slots.exact)
+            writer.direct = bool(room.wire_items) and bool(writer.shares)
+            self._send_open(writer, now)
         self._maybe_complete(room, now)
 
-    def _send_open(self, part: Part, now: float) -> None:
-        room, topology = part.room, self.topology
+    def _send_open(self, writer: Writer, now: float) -> None:
+        room, topology = writer.room, self.topology
         opening = m.Open(
             room.epoch,
             room.key,
-            part.shares,
-            of_writer(room.asked, part.session.common),
-            room.wire_items if part.direct else (),
+            writer.shares,
+            of_writer(room.asked, writer.session.common),
+            room.wire_items if writer.direct else (),
             topology.group_rank,
             topology.group_size,
-            part.has_aux,
+            writer.has_aux,
             room.priority,
             room.deadline_s,
-            room.row if part.has_aux else None,
+            room.row if writer.has_aux else None,
         )
-        self.send(part.session, opening, now)
-        self.repeat(("open", part), now)
+        self.send(writer.session, opening, now)
+        self.repeat(("open", writer), now)
 
     def _fail(self, room: DecodeRoom, error: PdstageError, now: float) -> None:
         if not room.on(Event.FAILED, error):
             return
         self.counters.rooms_failed += 1
-        if all(part.phase is PartPhase.UNOPENED for part in room.parts.values()):
-            self._give_up(m.Abort(room.epoch, m.brief(str(error)), False, room.key), room.writers.values(), now)
+        if all(writer.phase is WriterPhase.UNOPENED for writer in room.writers.values()):
+            self._give_up(m.Abort(room.epoch, m.brief(str(error)), False, room.key), room.routes.values(), now)
         self._end(room)
-        for part in room.parts.values():
-            self._quarantine_of(part.session, room.epoch, now)
-            self._abort_part(part, str(error), now)
+        for writer in room.writers.values():
+            self._quarantine_of(writer.session, room.epoch, now)
+            self._abort_writer(writer, str(error), now)
         self._maybe_release(room)
 
     def _give_up(self, told: m.Abort, routes: Iterable[bytes], now: float) -> None:
@@ -158,49 +158,53 @@ class Receiving(Lender):
             self.timers.cancel((kind, room))
         if self.rooms.get(room.key) is room:
             del self.rooms[room.key]
-        for route in room.writers.values():
+        for route in room.routes.values():
             peer = self.peers.get(route)
             if peer is not None:
                 peer.rooms.pop(room, None)
-        for part in room.parts.values():
-            self.holdings.forget_requests(part.session, room.epoch)
+        for writer in room.writers.values():
+            self.leases.forget_requests(writer.session, room.epoch)
         self.emit(Changed(room))
 
-    def _abort_part(self, part: Part, reason: str, now: float) -> None:
-        if part.phase is PartPhase.UNOPENED:
-            part.phase = PartPhase.QUIET
-        elif part.phase in (PartPhase.OPENING, PartPhase.OPENED):
-            part.phase, part.reason = PartPhase.ABORTING, reason
-            self._stop_asking(part)
-            if part.session.id in self.sessions:
-                self.timers.set(("drain", part), now + self.config.drain_s)
-                self._send_abort(part, now)
-        elif part.phase is PartPhase.QUIET and not (part.shares or part.has_aux) and part.session.id in self.sessions:
+    def _abort_writer(self, writer: Writer, reason: str, now: float) -> None:
+        if writer.phase is WriterPhase.UNOPENED:
+            writer.phase = WriterPhase.QUIET
+        elif writer.phase in (WriterPhase.OPENING, WriterPhase.OPENED):
+            writer.phase, writer.reason = WriterPhase.ABORTING, reason
+            self._stop_asking(writer)
+            if writer.session.id in self.sessions:
+                self.timers.set(("drain", writer), now + self.config.drain_s)
+                self._send_abort(writer, now)
+        elif (
+            writer.phase is WriterPhase.QUIET
+            and not (writer.shares or writer.has_aux)
+            and writer.session.id in self.sessions
+        ):
             # It writes nothing, so one word is enough: its record would wait for a room that is sent to others next.
-            self.send(part.session, m.Abort(part.room.epoch, m.brief(reason), False), now)
+            self.send(writer.session, m.Abort(writer.room.epoch, m.brief(reason), False), now)
 
-    def _send_abort(self, part: Part, now: float) -> None:
-        finished = part.room.state is State.SUCCESS
-        self.send(part.session, m.Abort(part.room.epoch, m.brief(part.reason), finished), now)
-        self.repeat(("abort", part), now)
+    def _send_abort(self, writer: Writer, now: float) -> None:
+        finished = writer.room.state is State.SUCCESS
+        self.send(writer.session, m.Abort(writer.room.epoch, m.brief(writer.reason), finished), now)
+        self.repeat(("abort", writer), now)
 
-    def _stop_asking(self, part: Part) -> None:
+    def _stop_asking(self, writer: Writer) -> None:
         for kind in ("open", "abort", "drain", "linger"):
-            self.timers.cancel((kind, part))
+            self.timers.cancel((kind, writer))
 
-    def _quiet(self, part: Part) -> None:
-        part.phase = PartPhase.QUIET
-        self._stop_asking(part)
-        self._maybe_release(part.room)
+    def _quiet(self, writer: Writer) -> None:
+        writer.phase = WriterPhase.QUIET
+        self._stop_asking(writer)
+        self._maybe_release(writer.room)
 
     def _maybe_complete(self, room: DecodeRoom, now: float) -> None:
         """Success: all covered, every scatter done, the aux bytes here (I5)."""
         if room.ended or not room.bound or room.pending:
             return
-        for part in room.parts.values():
-            if part.coverage is None or not part.coverage.complete:
+        for writer in room.writers.values():
+            if writer.coverage is None or not writer.coverage.complete:
                 return
-            if part.has_aux and part.phase is not PartPhase.QUIET:
+            if writer.has_aux and writer.phase is not WriterPhase.QUIET:
                 return
         problem = self._unlike(room)
         if problem:
@@ -209,45 +213,45 @@ class Receiving(Lender):
             self.counters.rooms_succeeded += 1
             self._end(room)
             # A writer that owes nothing may not have heard its Open yet: that is still repeated.
-            for part in room.parts.values():
-                if part.phase is not PartPhase.QUIET:
-                    self.timers.set(("linger", part), now + self.config.drain_s)
+            for writer in room.writers.values():
+                if writer.phase is not WriterPhase.QUIET:
+                    self.timers.set(("linger", writer), now + self.config.drain_s)
             self._maybe_release(room)
 
     def _unlike(self, room: DecodeRoom) -> str:
         """Of which slots some writers brought their part and others did not, in words; empty if there are none (I5)."""
         ends: dict[str, tuple[int, int]] = {}
-        for part in room.parts.values() if self._slots else ():
-            assert part.coverage is not None
-            for name, stop in part.coverage.stops():
-                number, other = ends.setdefault(name, (part.number, stop))
+        for writer in room.writers.values() if self._slots else ():
+            assert writer.coverage is not None
+            for name, stop in writer.coverage.stops():
+                number, other = ends.setdefault(name, (writer.number, stop))
                 if name in self._slots and stop != other:
-                    both = f"{other} from prefill rank {number} and {stop} from {part.number}"
+                    both = f"{other} from prefill rank {number} and {stop} from {writer.number}"
                     return f"component {name!r} got slots that are not whole: {both}"
         return ""
 
     def _maybe_release(self, room: DecodeRoom) -> None:
         if not room.ended or room.pending or room.released:
             return
-        if all(part.phase is PartPhase.QUIET for part in room.parts.values()):
+        if all(writer.phase is WriterPhase.QUIET for writer in room.writers.values()):
             self.epochs.pop(room.epoch, None)
-            for part in room.parts.values():
-                del part.session.parts[room.epoch]
-            room.parts = {}  # parts name their room: without this only the collector could free either
+            for writer in room.writers.values():
+                del writer.session.writers[room.epoch]
+            room.writers = {}  # parts name their room: without this only the collector could free either
             room.release()
             self.emit(Changed(room))
 
     # Parts.
 
-    def _part(self, session: Session, epoch: int) -> Part | None:
-        return session.parts.get(epoch)
+    def _writer(self, session: Session, epoch: int) -> Writer | None:
+        return session.writers.get(epoch)
 
-    def _answered(self, part: Part) -> None:
-        if part.phase is PartPhase.OPENING:
-            part.phase = PartPhase.OPENED
-            self.timers.cancel(("open", part))
-            if all(p.phase is not PartPhase.OPENING for p in part.room.parts.values()):
-                self.timers.cancel(("open_until", part.room))
+    def _answered(self, writer: Writer) -> None:
+        if writer.phase is WriterPhase.OPENING:
+            writer.phase = WriterPhase.OPENED
+            self.timers.cancel(("open", writer))
+            if all(p.phase is not WriterPhase.OPENING for p in writer.room.writers.values()):
+                self.timers.cancel(("open_until", writer.room))
 
     # The end of a session.
 
@@ -261,11 +265,11 @@ class Receiving(Lender):
         self.unwatch(session)
         self._dealt.clear()
         peer = self.peers.pop(session.route, None)
-        for part in list(session.parts.values()):
-            self._fail(part.room, error, now)
-            self._stop_asking(part)
-            if not part.writes_in_place:  # it may still write staging memory, never this room's own
-                self._quiet(part)
+        for writer in list(session.writers.values()):
+            self._fail(writer.room, error, now)
+            self._stop_asking(writer)
+            if not writer.writes_in_place:  # it may still write staging memory, never this room's own
+                self._quiet(writer)
         if peer is not None:
             for room in list(peer.rooms):
                 self._fail(room, error, now)
@@ -310,15 +314,15 @@ class Receiving(Lender):
         session.quiet = True
         self._leave_stranded(session)
         self._unstrand(session, now)
-        for part in list(session.parts.values()):
-            self._quiet(part)
+        for writer in list(session.writers.values()):
+            self._quiet(writer)
         self._settle(now)
 
     def holds(self, session: Session) -> bool:
         """Whether a lost session that is not fenced yet still keeps memory: leases, or what it may write in place."""
-        if self.holdings.of_session(session):
+        if self.leases.of_session(session):
             return True
-        return any(part.phase is not PartPhase.QUIET for part in session.parts.values())
+        return any(writer.phase is not WriterPhase.QUIET for writer in session.writers.values())
 
 
 def too_late(kind: str, room: DecodeRoom, config: Config) -> DeadlineExceeded:

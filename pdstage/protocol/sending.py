@@ -17,7 +17,16 @@ from pdstage.protocol import messages as m
 from pdstage.protocol.borrower import Borrower
 from pdstage.protocol.effects import Changed, Detach, PeerWarning
 from pdstage.protocol.fit import lacking
-from pdstage.protocol.outbox import Chunk, Ended, GivenRow, Phase, PrefillRoom, Record, RecordPhase, SubmittedChunk
+from pdstage.protocol.outbox import (
+    Chunk,
+    Destination,
+    DestinationPhase,
+    Ended,
+    GivenRow,
+    Phase,
+    PrefillRoom,
+    SubmittedChunk,
+)
 from pdstage.protocol.parked import Askers, Parked
 from pdstage.protocol.room import Event
 from pdstage.protocol.slots import Slots
@@ -34,7 +43,7 @@ _MAX_ENDED = 4096
 
 
 class Sending(Borrower):
-    """The prefill core's room table. A room is in `rooms` until it ends; a record in `records` until it is settled."""
+    """The prefill core's room table: rooms until they end, what destinations claim of them until it is settled."""
 
     def __init__(
         self,
@@ -58,14 +67,14 @@ class Sending(Borrower):
         self._ended: OrderedDict[bytes, Ended] = OrderedDict()
         self._askers = Askers(config.max_parked)
 
-    def _attach(self, room: PrefillRoom, record: Record, now: float) -> None:
-        record.room, record.phase = room, RecordPhase.LIVE
-        older = room.destinations.get(record.open.rank)
-        room.destinations[record.open.rank] = record
-        room.n_destinations = record.open.destinations
+    def _attach(self, room: PrefillRoom, destination: Destination, now: float) -> None:
+        destination.room, destination.phase = room, DestinationPhase.LIVE
+        older = room.destinations.get(destination.open.rank)
+        room.destinations[destination.open.rank] = destination
+        room.n_destinations = destination.open.destinations
         if older is not None:
             self._drain(older, now)
-        room.deadline_s = min(record.open.deadline_s, self.config.max_deadline_s)
+        room.deadline_s = min(destination.open.deadline_s, self.config.max_deadline_s)
         self.timers.set(("room", room), now + room.deadline_s)
         if len(room.destinations) >= room.n_destinations:
             self.timers.cancel(("open_wait", room))
@@ -76,14 +85,14 @@ class Sending(Borrower):
             if room.on(Event.CONNECTED):
                 self.emit(Changed(room))
         for source in room.sources:
-            self._add(record, source, now)
+            self._add(destination, source, now)
         if room.finished:
-            self._add_row(record)
-        self._maybe_close(record, now)
+            self._add_row(destination)
+        self._maybe_close(destination, now)
 
     def _unwanted(self, room: PrefillRoom) -> str:
         """What of this rank's state no destination has a place for, where each is one of a pipeline's stages."""
-        sessions = [record.session for record in room.destinations.values()]
+        sessions = [destination.session for destination in room.destinations.values()]
         if all(session.topology.pp_size == 1 for session in sessions):
             return ""
         ids = frozenset(session.id for session in sessions)
@@ -98,33 +107,33 @@ class Sending(Borrower):
             self._fitting.add(ids)
         return problem
 
-    def _maybe_close(self, record: Record, now: float) -> None:
-        room = record.room
-        needs_nothing = not record.shares and not record.open.aux
-        if record.phase is not RecordPhase.LIVE or room is None or record.unwritten:
+    def _maybe_close(self, destination: Destination, now: float) -> None:
+        room = destination.room
+        needs_nothing = not destination.shares and not destination.open.aux
+        if destination.phase is not DestinationPhase.LIVE or room is None or destination.unwritten:
             return
         if not room.finished and not needs_nothing:
             return
-        for given in self._given(record):
-            problem = self._slots.compare(self, record.session, *given, record.asked[given.component][1])
+        for given in self._given(destination):
+            problem = self._slots.compare(self, destination.session, *given, destination.asked[given.component][1])
             if problem:
                 self._fail(room, UsageError(problem, remedy="give as many as decode does", room=room.id), now)
                 return
-        self._set_aux(record, room)
-        record.phase = RecordPhase.CLOSING
-        self._close(record, now)
+        self._set_aux(destination, room)
+        destination.phase = DestinationPhase.CLOSING
+        self._close(destination, now)
         self._maybe_complete(room)
 
-    def _given(self, record: Record) -> tuple[m.Given, ...]:
-        """How many slots there are of each component without positions that `record` asks of this rank.
+    def _given(self, destination: Destination) -> tuple[m.Given, ...]:
+        """How many slots there are of each component without positions that `destination` asks of this rank.
 
         Nothing is said of one that the engine never named although slots were asked for: it was forgotten.
         """
         if not self._slots:
             return ()
-        named = record.room.slots if record.room is not None else {}
-        owed = {share.component for share in record.shares if share.component in self._slots}
-        asked = sorted((name, stop) for name, (_, stop) in record.asked.items() if name in owed)
+        named = destination.room.slots if destination.room is not None else {}
+        owed = {share.component for share in destination.shares if share.component in self._slots}
+        asked = sorted((name, stop) for name, (_, stop) in destination.asked.items() if name in owed)
         return tuple(m.Given(name, named.get(name, 0)) for name, stop in asked if name in named or not stop)
 
     def _maybe_complete(self, room: PrefillRoom) -> None:
@@ -132,33 +141,33 @@ class Sending(Borrower):
             self.counters.rooms_succeeded += 1
             self._end(room)
 
-    def _close(self, record: Record, now: float) -> None:
-        written = tuple(record.written)
-        close = m.CloseOk(record.epoch, written, record.aux, self._given(record), record.packed)
-        self.send(record.session, close, now)
-        self.repeat(("close", record), now)
+    def _close(self, destination: Destination, now: float) -> None:
+        written = tuple(destination.written)
+        close = m.CloseOk(destination.epoch, written, destination.aux, self._given(destination), destination.packed)
+        self.send(destination.session, close, now)
+        self.repeat(("close", destination), now)
 
-    def _close_again(self, record: Record, now: float) -> None:
+    def _close_again(self, destination: Destination, now: float) -> None:
         """Unanswered: what was lost may be a tag that was said, and decode waits for all that are listed."""
-        for chunk in record.chunks.values():
+        for chunk in destination.chunks.values():
             self._tell_tag(chunk, now)
-        self._close(record, now)
+        self._close(destination, now)
 
     # The aux row.
 
-    def _add_row(self, record: Record) -> None:
-        """Puts the room's aux row on its way into the row that `record` named, where that is within reach."""
-        room, session = record.room, record.session
-        if room is None or not isinstance(room.aux, GivenRow) or not record.open.aux or not session.aux.spans:
+    def _add_row(self, destination: Destination) -> None:
+        """Puts the room's aux row on its way into the row that `destination` named, where that is within reach."""
+        room, session = destination.room, destination.session
+        if room is None or not isinstance(room.aux, GivenRow) or not destination.open.aux or not session.aux.spans:
             return
-        why = self._no_row(record)
+        why = self._no_row(destination)
         if why:
-            self._row_failed(record, why)
+            self._row_failed(destination, why)
             return
         nbytes = sum(span.nbytes for span in session.aux.spans)
         chunk = Chunk(
-            record,
-            len(record.chunks),
+            destination,
+            len(destination.chunks),
             SubmittedChunk((), {}, ready=True),
             (),
             nbytes,
@@ -166,46 +175,46 @@ class Sending(Borrower):
             direct=True,
             row=True,
         )
-        record.chunks[chunk.number] = chunk
-        record.unwritten += 1
+        destination.chunks[chunk.number] = chunk
+        destination.unwritten += 1
         self._advance(chunk)
 
-    def _no_row(self, record: Record) -> str:
+    def _no_row(self, destination: Destination) -> str:
         if not self._rows.within_reach:
             return "aux rows are not within the data transport's reach, or not to be, at prefill"
-        if record.session.rows is None:
+        if destination.session.rows is None:
             return "aux rows are not within the data transport's reach, or not to be, at decode"
-        return "a receiver was bound without an aux row" if record.open.row is None else ""
+        return "a receiver was bound without an aux row" if destination.open.row is None else ""
 
-    def _row_failed(self, record: Record, why: str) -> None:
-        if self._rows.wanted and record.phase is RecordPhase.LIVE:
+    def _row_failed(self, destination: Destination, why: str) -> None:
+        if self._rows.wanted and destination.phase is DestinationPhase.LIVE:
             self.counters.aux_fallbacks += 1
-            self.warn_once(record.session.route, f"{why}: it goes by control message", "see aux_fallbacks")
+            self.warn_once(destination.session.route, f"{why}: it goes by control message", "see aux_fallbacks")
 
-    def _set_aux(self, record: Record, room: PrefillRoom) -> None:
+    def _set_aux(self, destination: Destination, room: PrefillRoom) -> None:
         """What Close carries, as of now: soon the row may be another room's."""
-        aux, shared = room.aux, record.session.aux
+        aux, shared = room.aux, destination.session.aux
         if isinstance(aux, GivenRow):
-            by_write = any(written.lane == m.AUX for written in record.written)
-            record.packed = record.open.aux and bool(shared.src) and not by_write
-            aux = shared.pack(aux.read()) if record.packed else None
-        record.aux = aux if record.open.aux else None
+            by_write = any(written.lane == m.AUX for written in destination.written)
+            destination.packed = destination.open.aux and bool(shared.src) and not by_write
+            aux = shared.pack(aux.read()) if destination.packed else None
+        destination.aux = aux if destination.open.aux else None
 
-    def _fail_record(self, record: Record, error: PdstageError, now: float) -> None:
-        if record.room is not None:
-            self._fail(record.room, error, now)
+    def _fail_destination(self, destination: Destination, error: PdstageError, now: float) -> None:
+        if destination.room is not None:
+            self._fail(destination.room, error, now)
 
     def _fail(self, room: PrefillRoom, error: PdstageError, now: float) -> None:
         if not room.on(Event.FAILED, error):
             return
         self.counters.rooms_failed += 1
-        served = {rank: (record.session.id, record.epoch) for rank, record in room.destinations.items()}
+        served = {rank: (destination.session.id, destination.epoch) for rank, destination in room.destinations.items()}
         self._note_ended(room.key, Ended(str(error), served))
-        for record in list(room.destinations.values()):
-            if record.phase is RecordPhase.LIVE:
-                record.phase, record.reason = RecordPhase.FAILING, str(error)
-                self._drop(record)
-                self._close_failed(record, now)
+        for destination in list(room.destinations.values()):
+            if destination.phase is DestinationPhase.LIVE:
+                destination.phase, destination.reason = DestinationPhase.FAILING, str(error)
+                self._drop(destination)
+                self._close_failed(destination, now)
         self._end(room)
 
     def _how_ended(self, key: bytes, now: float) -> Ended | None:
@@ -221,9 +230,9 @@ class Sending(Borrower):
         if len(self._ended) > _MAX_ENDED:
             self._ended.popitem(last=False)
 
-    def _close_failed(self, record: Record, now: float) -> None:
-        self.send(record.session, m.CloseFailed(record.epoch, m.brief(record.reason)), now)
-        self.repeat(("close", record), now)
+    def _close_failed(self, destination: Destination, now: float) -> None:
+        self.send(destination.session, m.CloseFailed(destination.epoch, m.brief(destination.reason)), now)
+        self.repeat(("close", destination), now)
 
     def _end(self, room: PrefillRoom) -> None:
         self.timers.cancel(("open_wait", room))
@@ -241,70 +250,72 @@ class Sending(Borrower):
         if room.ended and room.in_flight == 0 and room.release():
             self.emit(Changed(room))
 
-    def _drop(self, record: Record) -> None:
+    def _drop(self, destination: Destination) -> None:
         """Nothing more of this record begins."""
-        for chunk in record.chunks.values():
+        for chunk in destination.chunks.values():
             if chunk.phase is not Phase.WRITTEN:
                 self.timers.cancel(("ask", chunk))
                 if chunk.phase not in (Phase.GATHERING, Phase.WRITING, Phase.BROKEN):
                     chunk.phase = Phase.DROPPED
 
-    def _drain(self, record: Record, now: float) -> None:
-        self._drop(record)
-        self.timers.cancel(("close", record))
-        self._unpark(record)
-        record.phase = RecordPhase.DRAINING
-        self._maybe_drained(record, now)
+    def _drain(self, destination: Destination, now: float) -> None:
+        self._drop(destination)
+        self.timers.cancel(("close", destination))
+        self._unpark(destination)
+        destination.phase = DestinationPhase.DRAINING
+        self._maybe_drained(destination, now)
 
-    def _maybe_drained(self, record: Record, now: float) -> None:
-        if record.phase is RecordPhase.DRAINING and record.in_flight == 0:
-            if record.session.id in self.sessions:
-                self.send(record.session, m.Drained(record.epoch), now)
-            self._forget(record)
+    def _maybe_drained(self, destination: Destination, now: float) -> None:
+        if destination.phase is DestinationPhase.DRAINING and destination.in_flight == 0:
+            if destination.session.id in self.sessions:
+                self.send(destination.session, m.Drained(destination.epoch), now)
+            self._forget(destination)
 
-    def _landed(self, record: Record, now: float) -> None:
-        if record.room is not None:
-            record.room.in_flight -= 1
-            self._maybe_release(record.room)
-        if record.session.id in self.sessions:
-            self._maybe_drained(record, now)
-        elif record.in_flight == 0:
-            self._forget(record)
+    def _landed(self, destination: Destination, now: float) -> None:
+        if destination.room is not None:
+            destination.room.in_flight -= 1
+            self._maybe_release(destination.room)
+        if destination.session.id in self.sessions:
+            self._maybe_drained(destination, now)
+        elif destination.in_flight == 0:
+            self._forget(destination)
 
-    def _forget(self, record: Record) -> None:
-        self._drop(record)
-        self._unpark(record)
-        self.timers.cancel(("close", record))
-        self.records.pop((record.session.id, record.epoch), None)
-        record.session.records.pop(record.epoch, None)
+    def _forget(self, destination: Destination) -> None:
+        self._drop(destination)
+        self._unpark(destination)
+        self.timers.cancel(("close", destination))
+        self.destinations.pop((destination.session.id, destination.epoch), None)
+        destination.session.destinations.pop(destination.epoch, None)
         # Chunks name their record and records their room: without this only the collector could free any of them.
-        record.chunks.clear()
-        record.room = None
+        destination.chunks.clear()
+        destination.room = None
 
-    def _note(self, record: Record) -> None:
-        self.records[record.session.id, record.epoch] = record.session.records[record.epoch] = record
+    def _note(self, destination: Destination) -> None:
+        self.destinations[destination.session.id, destination.epoch] = destination.session.destinations[
+            destination.epoch
+        ] = destination
 
-    def _park(self, record: Record, now: float) -> bool:
+    def _park(self, destination: Destination, now: float) -> bool:
         """Holds a record of a room that is not here yet; False if there is no place for it."""
-        held, others = self._parked.add(record)
+        held, others = self._parked.add(destination)
         for other in others:
             self.send(other.session, m.CloseFailed(other.epoch, "too many of its rooms wait for prefill"), now)
             self._forget(other)
         if held:
-            self._note(record)
-            self.timers.set(("parked", record), now + min(record.open.deadline_s, self.config.open_wait_s))
+            self._note(destination)
+            self.timers.set(("parked", destination), now + min(destination.open.deadline_s, self.config.open_wait_s))
         return held
 
-    def _turn_away(self, record: Record, reason: str, now: float) -> None:
+    def _turn_away(self, destination: Destination, reason: str, now: float) -> None:
         """A parked record's room will not be sent."""
-        self._parked.turn_away(record)
-        self.timers.cancel(("parked", record))
-        record.phase, record.reason = RecordPhase.FAILING, reason
-        self._close_failed(record, now)
+        self._parked.turn_away(destination)
+        self.timers.cancel(("parked", destination))
+        destination.phase, destination.reason = DestinationPhase.FAILING, reason
+        self._close_failed(destination, now)
 
-    def _unpark(self, record: Record) -> None:
-        self._parked.remove(record)
-        self.timers.cancel(("parked", record))
+    def _unpark(self, destination: Destination) -> None:
+        self._parked.remove(destination)
+        self.timers.cancel(("parked", destination))
 
     def _forget_askers(self, key: bytes) -> Iterable[tuple[Session, int]]:
         self.timers.cancel(("asked", key))
@@ -314,13 +325,13 @@ class Sending(Borrower):
         """The session is over: its rooms fail, nothing further is sent under it."""
         if not self._unlink(session):
             return
-        for record in list(session.records.values()):
-            if record.phase in (RecordPhase.LIVE, RecordPhase.FAILING):
-                record.phase = RecordPhase.DRAINING
-                self._drop(record)
-                self._fail_record(record, error, now)
-            if record.in_flight == 0:
-                self._forget(record)
+        for destination in list(session.destinations.values()):
+            if destination.phase in (DestinationPhase.LIVE, DestinationPhase.FAILING):
+                destination.phase = DestinationPhase.DRAINING
+                self._drop(destination)
+                self._fail_destination(destination, error, now)
+            if destination.in_flight == 0:
+                self._forget(destination)
         for key in self._askers.drop(session):
             self.timers.cancel(("asked", key))
         self._forget_marks(session)

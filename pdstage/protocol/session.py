@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from pdstage.ownership import Common
     from pdstage.plan import Share, Stagings
     from pdstage.protocol.config import Config
-    from pdstage.protocol.inbox import Part
+    from pdstage.protocol.inbox import Writer
     from pdstage.protocol.messages import RowSpan
-    from pdstage.protocol.outbox import Record
+    from pdstage.protocol.outbox import Destination
     from pdstage.topology import Topology
 
 
@@ -88,9 +88,9 @@ class Session:
     """Both offered to convert, and some formats differ: how the two layouts meet."""
     stagings: Stagings | None = None
     """Of this side of `converted`."""
-    parts: dict[int, Part] = field(default_factory=dict)
+    writers: dict[int, Writer] = field(default_factory=dict)
     """At decode: its parts of rooms not released yet, by epoch."""
-    records: dict[int, Record] = field(default_factory=dict)
+    destinations: dict[int, Destination] = field(default_factory=dict)
     """At prefill: what its rooms claim, by epoch."""
     common: Common = EVERYTHING
     """The tokens that both ranks hold of each component."""

@@ -19,7 +19,7 @@ def talks_with(version: int, oldest: int) -> bool:
 
 
 class OtherVersion(PeerError):
-    """A frame of a version that this node does not talk with. `greets`: it is a Hello, whose `session_id` to answer."""
+    """A frame of a version that this node does not talk with. `greets`: it is a Hello, whose `session` to answer."""
 
     def __init__(self, version: int, oldest: int, session_id: tuple[int, int], *, greets: bool) -> None:
         super().__init__(

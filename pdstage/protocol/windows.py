@@ -37,12 +37,12 @@ class Windowed(HandshakeServer):
         """The window of a held chunk has opened."""
 
     def _window_open(self, chunk: Chunk) -> bool:
-        session = chunk.record.session
+        session = chunk.destination.session
         mark = self._marks.get((session, chunk.lane), 0)
         return chunk.cursor + chunk.nbytes <= mark + session.lanes[chunk.lane].nbytes
 
     def _await_window(self, chunk: Chunk) -> None:
-        key = (chunk.record.session, chunk.lane)
+        key = (chunk.destination.session, chunk.lane)
         heapq.heappush(self._closed.setdefault(key, []), (chunk.cursor + chunk.nbytes, self.ticket(), chunk))
 
     def _on_watermark(self, session: Session, mark: m.Watermark, now: float) -> None:

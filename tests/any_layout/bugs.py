@@ -119,9 +119,9 @@ def prefix_sent_again():
     """A chunk is not cut at the first token that decode asked for."""
     clip = outbox.clip
 
-    def wrong(rects, record, stagings):
-        from_start = copy.copy(record)
-        from_start.asked = {name: (0, stop) for name, (_, stop) in record.asked.items()}
+    def wrong(rects, destination, stagings):
+        from_start = copy.copy(destination)
+        from_start.asked = {name: (0, stop) for name, (_, stop) in destination.asked.items()}
         return clip(rects, from_start, stagings)
 
     return patch.object(outbox, "clip", wrong)

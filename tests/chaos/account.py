@@ -25,33 +25,33 @@ def of(node: DecodeNode | PrefillNode) -> dict[str, int]:
 def _of_decode(node: DecodeNode) -> dict[str, int]:
     core = node.core
     lost = {
-        room for room in core.epochs.values() if any(p.session.id not in core.sessions for p in room.parts.values())
+        room for room in core.epochs.values() if any(p.session.id not in core.sessions for p in room.writers.values())
     }
-    grants = [grant for lane in range(len(core.holdings.lanes)) for grant in _grants(node, lane)]
-    stranded = [g for g in grants if g.state == "quarantined" and g.request.session.id not in core.sessions]
+    leases = [lease for lane in range(len(core.leases.lanes)) for lease in _grants(node, lane)]
+    stranded = [g for g in leases if g.state == "quarantined" and g.request.session.id not in core.sessions]
     return {
         "rooms": len(core.epochs) - len(lost),
         "rooms under way": len(core.rooms),
         "stranded rooms": len(lost),
-        "leases": len(grants) - len(stranded),
+        "leases": len(leases) - len(stranded),
         "stranded leases": len(stranded),
-        "leases waited for": int(core.holdings.contended),
-        "blocked lanes": sum(lane.head != lane.watermark for lane in core.holdings.lanes),
+        "leases waited for": int(core.leases.contended),
+        "blocked lanes": sum(lane.head != lane.watermark for lane in core.leases.lanes),
         "scatters": len(core._flights),
         "bindings": len(node._binding) + len(node._answers),
     }
 
 
 def _grants(node: DecodeNode, lane: int) -> list:
-    holdings = node.core.holdings
-    return [g for cursor, _, _ in holdings.lanes[lane].leases() if (g := holdings.at(lane, cursor)) is not None]
+    leases = node.core.leases
+    return [g for cursor, _, _ in leases.lanes[lane].leases() if (g := leases.at(lane, cursor)) is not None]
 
 
 def _of_prefill(node: PrefillNode) -> dict[str, int]:
     core = node.core
     return {
         "rooms under way": len(core.rooms),
-        "records": len(core.records),
+        "records": len(core.destinations),
         "writes": len(core._flights),
         "posts": len(node.data_path.posts._writes),
         "send buffers": len(node.parts) - len(core.buffers.free),
@@ -66,7 +66,7 @@ def carved(node: DecodeNode | PrefillNode) -> float:
     if not isinstance(node, DecodeNode):
         return 0.0
     with node.use():
-        return max(lane.quarantined_nbytes / lane.capacity for lane in node.core.holdings.lanes)
+        return max(lane.quarantined_nbytes / lane.capacity for lane in node.core.leases.lanes)
 
 
 def threads() -> list[str]:

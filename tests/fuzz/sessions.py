@@ -187,7 +187,7 @@ class Hostile(World):
         if dst is not self.liar:
             super()._post(node, dst, effect, land)
             return
-        session, chunk = effect.chunk.record.session, effect.chunk
+        session, chunk = effect.chunk.destination.session, effect.chunk
         if isinstance(effect, Write):
             lanes = tuple(lane for lane in session.lanes)
             check_inside([effect.address], [chunk.nbytes], lanes)  # type: ignore[arg-type]
@@ -213,11 +213,14 @@ class Hostile(World):
 
     def _check_direct(self, node: Prefill, effect: WriteDirect) -> None:
         """The manager's way from a chunk to addresses."""
-        record, rects = effect.chunk.record, effect.chunk.rects
-        ours, theirs = node.core.layout, record.session.layout
-        plan = DirectPlan(ours, selects(ours, record.shares, rects), theirs, selects(theirs, record.shares, rects))
+        destination, rects = effect.chunk.destination, effect.chunk.rects
+        ours, theirs = node.core.layout, destination.session.layout
+        plan = DirectPlan(
+            ours, selects(ours, destination.shares, rects), theirs, selects(theirs, destination.shares, rects)
+        )
         given = {
-            one.component: Index.of(np.frombuffer(one.data, np.int32), one.first_token) for one in record.open.items
+            one.component: Index.of(np.frombuffer(one.data, np.int32), one.first_token)
+            for one in destination.open.items
         }
         pages = Index.of(np.array(effect.chunk.source.items["kv"], np.int32))
         try:
@@ -237,12 +240,12 @@ class Hostile(World):
         assert sum(session.half_open for session in core.sessions.values()) <= _CAPS["max_half_open"]
         assert len(core.sessions) <= _CAPS["max_peers"]
         if isinstance(core, PrefillCore):
-            assert sum(record.room is None for record in core.records.values()) <= _CAPS["max_parked"]
+            assert sum(destination.room is None for destination in core.destinations.values()) <= _CAPS["max_parked"]
             assert len(core._parked) <= _CAPS["max_parked"]
             assert core._askers._n <= _CAPS["max_parked"]
-            assert len(core.records) <= 64
+            assert len(core.destinations) <= 64
         if isinstance(core, DecodeCore):
-            assert len(core.holdings._queue) + len(core.holdings._at) <= 512
+            assert len(core.leases._queue) + len(core.leases._at) <= 512
         assert len(core.timers) <= 4096
 
 

@@ -238,7 +238,7 @@ def test_a_chunk_that_waited_in_vain_and_went_direct(site):
     for receiver in wanting:
         receiver.bind(dst.allocate(16), 16)  # 6 KiB of K and V of three layers: two do not fit the lane
     first.chunk(src.allocate(16), (0, 16), ready=Never())
-    drive([p, d], lambda: bool(d.core.holdings.lent))
+    drive([p, d], lambda: bool(d.core.leases.lent))
     second.chunk(src.allocate(16), (0, 16))
     second.finish()
     drive([p, d], lambda: second.state is State.SUCCESS)

@@ -164,8 +164,8 @@ def test_data_is_gathered_only_when_ready(site):
     sender, pages, ready = p.send(1), src.allocate(TOKENS), Event()
     sender.chunk(pages, TOKENS, ready=ready)
     sender.finish()
-    drive(site.nodes, lambda: any(r.chunks for r in p.core.records.values()))
-    (chunk,) = [chunk for record in p.core.records.values() for chunk in record.chunks.values()]
+    drive(site.nodes, lambda: any(r.chunks for r in p.core.destinations.values()))
+    (chunk,) = [chunk for destination in p.core.destinations.values() for chunk in destination.chunks.values()]
     drive(site.nodes, lambda: chunk.phase is not Phase.ASKING)
     assert chunk.phase is Phase.HELD, "it has its lease, and waits for its data"
     assert sender.backlog_nbytes > 0

@@ -10,7 +10,7 @@ from pdstage.columns import Column
 from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.decode import PartPhase
+from pdstage.protocol.decode import WriterPhase
 from pdstage.protocol.effects import WriteRow
 from pdstage.protocol.room import State
 from tests.pair import COLUMNS, Item, World, assert_flat, is_kind, is_message
@@ -187,10 +187,10 @@ def test_close_that_overtakes_the_rows_tag_is_no_success() -> None:
     world.hold(lambda item: item.kind == "tag" and is_row(item))
     handle, _ = begin(world)
     world.run(1.0)
-    part = next(iter(handle.parts.values()))
-    assert part.closing is not None
-    assert part.coverage is not None
-    assert part.coverage.complete
+    writer = next(iter(handle.writers.values()))
+    assert writer.closing is not None
+    assert writer.coverage is not None
+    assert writer.coverage.complete
     assert handle.state is State.TRANSFERRING
     world.free()
     world.run(2.0)
@@ -414,10 +414,10 @@ def test_a_tag_of_a_row_counts_once_and_only_where_one_was_named(row: int | None
     tag = wire.encode_tag(wire.Tag(session.id, handle.epoch, 0, m.AUX, 0, ()), ("kv",))
     for _ in range(2):
         core.tag(tag, world.now)
-    part = next(iter(handle.parts.values()))
-    assert part.row_arrived == (row is not None)
+    writer = next(iter(handle.writers.values()))
+    assert writer.row_arrived == (row is not None)
     assert core.counters.tags_stale == (2 if row is None else 1)
-    assert part.phase is not PartPhase.QUIET
+    assert writer.phase is not WriterPhase.QUIET
     assert handle.state is (State.WAITING_FOR_INPUT if row is None else State.TRANSFERRING)
 
 

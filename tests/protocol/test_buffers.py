@@ -20,7 +20,7 @@ LINKS = [Named(n=n) for n in range(6)]
 
 
 def chunk(session: SimpleNamespace, number: int, *, direct: bool = False) -> SimpleNamespace:
-    return Named(record=SimpleNamespace(session=session), number=number, direct=direct, phase=Phase.READY)
+    return Named(destination=SimpleNamespace(session=session), number=number, direct=direct, phase=Phase.READY)
 
 
 def begin(buffers: SendBuffers) -> list[tuple[SimpleNamespace, int]]:
@@ -43,7 +43,7 @@ def test_sessions_take_turns_however_much_one_has_queued() -> None:
     for _ in range(21):
         under_way.extend(begin(buffers))
         one, buffer = under_way.popleft()
-        served[one.record.session] += 1
+        served[one.destination.session] += 1
         buffers.done(one, buffer)
     assert served == {modest: 10, greedy: 11}
 
@@ -73,16 +73,18 @@ def test_any_order_of_events_serves_what_may_be_served(steps: list[tuple[str, in
         elif what == "done" and under_way:
             buffers.done(*under_way.pop(number % len(under_way)))
         for one, buffer in begin(buffers):
-            first = next(w for w in waiting if (w.record.session, w.direct) == (one.record.session, one.direct))
+            first = next(
+                w for w in waiting if (w.destination.session, w.direct) == (one.destination.session, one.direct)
+            )
             assert one is first, "in order within a session"
             waiting.remove(one)
             under_way.append((one, buffer))
-        busy = Counter((one.record.session, one.direct) for one, _ in under_way)
+        busy = Counter((one.destination.session, one.direct) for one, _ in under_way)
         taken = [buffer for _, buffer in under_way if buffer >= 0]
         assert sorted(taken + buffers.free) == list(range(n_buffers))
         assert all(held <= (2 if direct else n_buffers - 1) for (_, direct), held in busy.items())
         for one in waiting:
-            held = busy[one.record.session, one.direct]
+            held = busy[one.destination.session, one.direct]
             assert held == 2 if one.direct else not buffers.free or held == n_buffers - 1, "could have begun"
     while under_way:
         buffers.done(*under_way.pop())

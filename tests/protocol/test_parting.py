@@ -192,7 +192,7 @@ def test_a_room_that_comes_while_its_session_ends_sees_nothing_of_it(fault: str,
 def assert_flat_but_for_farewells(world: World) -> None:
     assert not world.decode[0].core.rooms
     assert not world.decode[0].core.epochs
-    assert not world.prefill[0].core.records
+    assert not world.prefill[0].core.destinations
 
 
 @pytest.mark.parametrize("lost", [m.Bye, m.NoSession, m.Heartbeat])

@@ -115,28 +115,28 @@ class Parts(World):
 
     def _gather(self, node, effect) -> None:
         chunk = effect.chunk
-        dst, buffer = self.greeter(chunk.record.session.id), node.buffers[effect.buffer]
+        dst, buffer = self.greeter(chunk.destination.session.id), node.buffers[effect.buffer]
         pages = chunk.source.items["kv"]
-        for offset, src in self.staged(node, dst, pages, chunk.record.shares, chunk.rects):
+        for offset, src in self.staged(node, dst, pages, chunk.destination.shares, chunk.rects):
             buffer[offset : offset + WIDTH] = src
         assert -(-(offset + WIDTH) // 128) * 128 == chunk.nbytes
         node.core.gathered(effect.ticket, self.now)
         self.carry(node)
 
     def copy_in(self, node, landing) -> int:
-        src = next(p for p in self.prefill if p.core.incarnation == landing.part.session.id.writer)
-        held, pages = node.staging.at(landing.address, landing.nbytes), node.pages[landing.part.room]
-        for offset, dst in self.staged(node, src, pages, landing.part.shares, landing.rects):
+        src = next(p for p in self.prefill if p.core.incarnation == landing.writer.session.id.writer)
+        held, pages = node.staging.at(landing.address, landing.nbytes), node.pages[landing.writer.room]
+        for offset, dst in self.staged(node, src, pages, landing.writer.shares, landing.rects):
             dst[:] = held[offset : offset + WIDTH]
         return 0
 
     def _direct(self, node, dst, effect) -> None:
         chunk = effect.chunk
         self.check_pages(dst, chunk)
-        tokens, record = self.common(node, dst, chunk.rects), chunk.record
-        pages = chunk.source.items["kv"], np.frombuffer(record.open.items[0].data, np.int32).tolist()
+        tokens, destination = self.common(node, dst, chunk.rects), chunk.destination
+        pages = chunk.source.items["kv"], np.frombuffer(destination.open.items[0].data, np.int32).tolist()
         sides = (
-            selects(side.core.layout, record.shares, chunk.rects) for side in (node, dst)
+            selects(side.core.layout, destination.shares, chunk.rects) for side in (node, dst)
         )  # fmt: skip
         for ours, theirs in zip(*sides, strict=True):
             read, written = self.cells(node, pages[0], *ours, tokens), self.cells(dst, pages[1], *theirs, tokens)

@@ -96,10 +96,10 @@ def test_a_writer_that_holds_nothing_is_told_and_closes_at_once(path: str) -> No
     sent = [world.submit(1, rank) for rank in range(2)]
     world.run()
     assert skipped == {"P0"}
-    (record,) = sent[0].destinations.values()
-    assert record.phase.name == "CLOSING"
-    assert not world.prefill[0].core.records
-    assert len(world.prefill[1].core.records) == 1
+    (destination,) = sent[0].destinations.values()
+    assert destination.phase.name == "CLOSING"
+    assert not world.prefill[0].core.destinations
+    assert len(world.prefill[1].core.destinations) == 1
     other = world.receive(1, 11, [9, 2, 5], 0)
     for rank, room in enumerate(sent):
         world.fill(1, 11, [3, 1, 7], rank)
@@ -149,7 +149,7 @@ def test_a_room_that_fails_leaves_no_record_with_a_writer_that_holds_nothing() -
         world.carry(node)
     world.run()
     assert world.now == 0.0
-    assert not any(node.core.records or len(node.core._parked) for node in world.prefill)
+    assert not any(node.core.destinations or len(node.core._parked) for node in world.prefill)
     assert_flat(world)
 
 
@@ -163,7 +163,7 @@ def test_a_writer_that_holds_nothing_and_gives_up_fails_no_room() -> None:
     busy = world.submit(1, 1 - idle)
     world.run(until=30.0)
     assert handle.state is State.WAITING_FOR_INPUT, handle.error
-    assert not world.prefill[idle].core.records
+    assert not world.prefill[idle].core.destinations
     world.fill(1, 8, [2, 3], 1 - idle)
     world.chunk(busy, (0, 8), [2, 3], 1 - idle)
     world.finish(busy, 1 - idle)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdstage.protocol.messages import SessionId
-from pdstage.protocol.queue import Request, RequestQueue
+from pdstage.protocol.queue import LeaseRequest, RequestQueue
 
 
 class Named(SimpleNamespace):
@@ -19,8 +19,8 @@ class Named(SimpleNamespace):
 LINKS = [Named(id=SessionId(n, 0)) for n in range(5)]
 
 
-def ask(session: SimpleNamespace, chunk: int, priority: int = 0) -> Request:
-    return Request(session, 1, chunk, 0, 256, (), priority)
+def ask(session: SimpleNamespace, chunk: int, priority: int = 0) -> LeaseRequest:
+    return LeaseRequest(session, 1, chunk, 0, 256, (), priority)
 
 
 STEP = st.one_of(

@@ -12,8 +12,8 @@ from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, T
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.decode import DecodeRoom, Part
-from pdstage.protocol.outbox import Chunk, Phase, PrefillRoom, Record, SubmittedChunk
+from pdstage.protocol.decode import DecodeRoom, Writer
+from pdstage.protocol.outbox import Chunk, Destination, Phase, PrefillRoom, SubmittedChunk
 from pdstage.protocol.room import State
 from tests.pair import World, assert_flat, is_kind, is_message, nth
 
@@ -202,7 +202,7 @@ def test_an_abort_that_is_not_drained_in_time_loses_the_session() -> None:
     world.run(until=2.1)
     assert not world.decode[0].core.sessions
     assert any("did not drain in 2.0 s" in words for words in world.decode[0].peer_warnings)
-    assert world.decode[0].core.holdings.lanes[0].quarantined_nbytes == LEASE
+    assert world.decode[0].core.leases.lanes[0].quarantined_nbytes == LEASE
     world.free()
     world.run(until=30.0)
     assert_flat(world)
@@ -659,8 +659,10 @@ def test_a_room_is_received_again_while_its_older_epoch_drains(path: str) -> Non
     new = world.receive(1, 8, [4, 5])
     world.run(until=0.1)
     core = world.prefill[0].core
-    assert {record.epoch for record in core.records.values()} == {1, 2}, "both are kept until the older drains"
-    assert [record.phase.name for record in core.records.values()] == ["DRAINING", "LIVE"]
+    assert {destination.epoch for destination in core.destinations.values()} == {1, 2}, (
+        "both are kept until the older drains"
+    )
+    assert [destination.phase.name for destination in core.destinations.values()] == ["DRAINING", "LIVE"]
     assert first.state is State.TRANSFERRING, "the same room serves the new epoch"
     world.rules.pop()
     assert not old.released
@@ -781,8 +783,8 @@ def test_a_data_ready_chunk_moves_only_when_its_data_exists() -> None:
     world.send(2, 8, [2, 3])
     world.run(until=3.0)
     world.check(other, 2, 8)
-    (record,) = world.prefill[0].core.records.values()
-    assert record.chunks[0].phase is Phase.PARKED, "recalled once, and it asks again only with its data (I16)"
+    (destination,) = world.prefill[0].core.destinations.values()
+    assert destination.chunks[0].phase is Phase.PARKED, "recalled once, and it asks again only with its data (I16)"
     assert sum("Recall(epoch=1" in line for line in world.log) == 1
     world.prefill[0].core.data_ready(sent, source, world.now)
     world.carry(world.prefill[0])
@@ -849,7 +851,7 @@ def test_turned_away_records_still_count() -> None:
         world.now += 1.5
         prefill.tick(world.now)
         prefill.take_effects()
-    assert len(prefill.records) == len(prefill._parked) == 4
+    assert len(prefill.destinations) == len(prefill._parked) == 4
 
 
 def test_asking_again_and_again_is_noted_once() -> None:
@@ -893,7 +895,7 @@ def test_an_ended_room_is_freed_without_the_garbage_collector(path: str) -> None
             node.pages.clear()
         del handles, node
         gc.collect()
-        kinds = (DecodeRoom, PrefillRoom, Part, Record, Chunk, SubmittedChunk)
+        kinds = (DecodeRoom, PrefillRoom, Writer, Destination, Chunk, SubmittedChunk)
         assert not [type(held).__name__ for held in gc.garbage if isinstance(held, kinds)]
     finally:
         gc.set_debug(0)
@@ -919,7 +921,7 @@ def test_a_writer_that_asks_for_leases_without_end_is_answered_later() -> None:
         decode.receive(session.route, wire.encode(session.id, session.heard + 1, ask), world.now)
         decode.take_effects()
     assert not handle.ended
-    assert decode.holdings.n_claims(session, handle.epoch) == 4096
+    assert decode.leases.n_claims(session, handle.epoch) == 4096
 
 
 def test_a_tag_that_brings_nothing_new_moves_no_deadline() -> None:
@@ -955,10 +957,10 @@ def test_too_big_cannot_cut_a_chunk_into_dust(monkeypatch: pytest.MonkeyPatch) -
     world.run()
     prefill = world.prefill[0].core
     (session,) = prefill.sessions.values()
-    (record,) = prefill.records.values()
-    n_before = len(record.chunks)
+    (destination,) = prefill.destinations.values()
+    n_before = len(destination.chunks)
     for number in range(n_before):
-        refused = m.Refused(record.epoch, number, 0, "too_big", 256)
+        refused = m.Refused(destination.epoch, number, 0, "too_big", 256)
         prefill.receive(session.route, wire.encode(session.id, session.heard + 1, refused), world.now)
-    assert len(record.chunks) == n_before
+    assert len(destination.chunks) == n_before
     assert not sent.ended

@@ -87,8 +87,8 @@ def test_a_reserve_of_a_room_that_ended_gets_no_lease() -> None:
     decode.receive(session.route, wire.encode(session.id, session.heard + 1, ask), world.now)
     said = [wire.decode(e.frame).message for e in decode.take_effects() if hasattr(e, "frame")]
     assert m.Refused(handle.epoch, 7, 0, "gone", 0) in said
-    assert not decode.holdings.contended
-    assert [grant.state for grant in decode.holdings.of_session(session)] == ["quarantined"]
+    assert not decode.leases.contended
+    assert [lease.state for lease in decode.leases.of_session(session)] == ["quarantined"]
 
 
 def test_a_reserve_of_a_higher_attempt_frees_the_old_lease() -> None:
@@ -102,7 +102,7 @@ def test_a_reserve_of_a_higher_attempt_frees_the_old_lease() -> None:
     for attempt in (0, 1, 0):
         ask = m.Reserve(handle.epoch, 0, attempt, LEASE, (Rect("kv", 0, 8, 0, 2),))
         decode.receive(session.route, wire.encode(session.id, session.heard + 1, ask), world.now)
-    assert [grant.request.attempt for grant in decode.holdings.of_session(session)] == [1]
+    assert [lease.request.attempt for lease in decode.leases.of_session(session)] == [1]
 
 
 def test_a_writer_that_sent_all_succeeds_though_it_finishes_late() -> None:
@@ -136,9 +136,9 @@ def test_of_a_lost_session_only_open_leases_are_in_doubt() -> None:
     world.run()
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
-    assert [decode.holdings.is_open(grant) for grant in decode.holdings.of_session(session)] == [True, False]
+    assert [decode.leases.is_open(lease) for lease in decode.leases.of_session(session)] == [True, False]
     decode.lose(session, PeerError("the test says so"), world.now)
-    assert [(grant.state, grant.cursor) for grant in decode.holdings.of_session(session)] == [("quarantined", 0)]
+    assert [(lease.state, lease.cursor) for lease in decode.leases.of_session(session)] == [("quarantined", 0)]
 
 
 def test_a_fence_leaves_what_has_landed_to_its_scatter() -> None:
@@ -152,13 +152,13 @@ def test_a_fence_leaves_what_has_landed_to_its_scatter() -> None:
     (session,) = decode.sessions.values()
     decode.lose(session, PeerError("the test says so"), world.now)
     decode.fenced(session, world.now)
-    assert [grant.state for grant in decode.holdings.of_session(session)] == ["landed"]
+    assert [lease.state for lease in decode.leases.of_session(session)] == ["landed"]
     assert not handle.released
     world.carry(world.decode[0])
     world.rules.clear()
     world.release_held()
     world.run()
-    assert not decode.holdings.of_session(session)
+    assert not decode.leases.of_session(session)
     assert handle.released
 
 
@@ -166,7 +166,7 @@ def test_no_destination_has_every_send_buffer() -> None:
     """Of N buffers one session has N - 1 at most, so that another's room is not behind a slow one's (I12)."""
 
     def chunk(session: object) -> SimpleNamespace:
-        return SimpleNamespace(direct=False, phase=Phase.READY, record=SimpleNamespace(session=session))
+        return SimpleNamespace(direct=False, phase=Phase.READY, destination=SimpleNamespace(session=session))
 
     slow, quick = Named(), Named()
     buffers = SendBuffers(3)
@@ -175,7 +175,7 @@ def test_no_destination_has_every_send_buffer() -> None:
     assert len(list(buffers.pop())) == 2
     buffers.queue(chunk(quick))
     ((begun, _),) = buffers.pop()
-    assert begun.record.session is quick
+    assert begun.destination.session is quick
     assert not list(buffers.pop())
 
 
@@ -190,16 +190,16 @@ def test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended() -> N
     world.receive(1, 8, [0, 1])
     sender = world.send(1, 8, [0, 1])
     world.run(until=world.now)
-    (record,) = world.prefill[0].core.records.values()
-    (chunk,) = record.chunks.values()
+    (destination,) = world.prefill[0].core.destinations.values()
+    (chunk,) = destination.chunks.values()
     assert chunk.phase is Phase.GATHERING
     world.drop(is_message(m.CloseFailed))
-    core, session = world.prefill[0].core, record.session
+    core, session = world.prefill[0].core, destination.session
     core.abort(sender, "changed its mind", world.now)
 
     def asked_for_it_back() -> list[m.AnyMessage]:
         core.take_effects()
-        recall = m.Recall(record.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor, 0)
+        recall = m.Recall(destination.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor, 0)
         core.receive(b"D0", wire.encode(session.id, session.heard + 1, recall), world.now)
         return [wire.decode(e.frame).message for e in core.take_effects() if isinstance(e, Send)]
 

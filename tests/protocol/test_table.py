@@ -182,7 +182,7 @@ def test_decode_answers_in_each_state(
         assert room.state is State.FAILED
         gone = isinstance(message(epoch), m.CloseOk | m.Drained)
         assert room.released is gone, "CloseOk and Drained prove the writer quiet; nothing else does"
-        assert (core.holdings.lanes[0].quarantined_nbytes == 0) is gone
+        assert (core.leases.lanes[0].quarantined_nbytes == 0) is gone
 
 
 def test_reserve_is_answered_by_its_attempt() -> None:
@@ -199,7 +199,7 @@ def test_reserve_is_answered_by_its_attempt() -> None:
     assert reserve(0) == []
     (second,) = reserve(2)
     assert (second.attempt, second.cursor) == (2, first.cursor + LEASE)
-    assert len(node.core.holdings.snapshot()[0]) == 1
+    assert len(node.core.leases.snapshot()[0]) == 1
 
 
 def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:
@@ -210,17 +210,17 @@ def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:
     world.send(1, 8, [0, 1], 0)
     world.run()
     core = world.decode[0].core
-    (grant,) = core.holdings._at.values()
-    stranger = next(session for session in core.sessions.values() if session is not grant.request.session)
-    for message in (m.Returned(1, 0, 0, grant.lane, grant.cursor), m.Drained(1), m.CloseOk(1, (), None)):
+    (lease,) = core.leases._at.values()
+    stranger = next(session for session in core.sessions.values() if session is not lease.request.session)
+    for message in (m.Returned(1, 0, 0, lease.lane, lease.cursor), m.Drained(1), m.CloseOk(1, (), None)):
         core.receive(stranger.route, wire.encode(stranger.id, stranger.heard + 1, message), world.now)
-    assert list(core.holdings._at.values()) == [grant]
+    assert list(core.leases._at.values()) == [lease]
     assert not handle.ended
-    tag = wire.Tag(stranger.id, 1, 0, grant.lane, grant.cursor, grant.request.rects)
+    tag = wire.Tag(stranger.id, 1, 0, lease.lane, lease.cursor, lease.request.rects)
     stale = core.counters.tags_stale
     core.tag(wire.encode_tag(tag, ("kv",)), world.now)
     assert core.counters.tags_stale == stale + 1
-    assert grant.state == "granted"
+    assert lease.state == "granted"
     assert not other.ended
 
 
@@ -240,12 +240,12 @@ def test_a_tag_counts_only_if_everything_in_it_is_right(change: dict[str, object
     sent = world.send(1, 8, [0, 1])
     world.run()
     core = world.decode[0].core
-    (grant,) = core.holdings._at.values()
-    tag = wire.Tag(grant.request.session.id, 1, 0, grant.lane, grant.cursor, grant.request.rects)._replace(**change)
+    (lease,) = core.leases._at.values()
+    tag = wire.Tag(lease.request.session.id, 1, 0, lease.lane, lease.cursor, lease.request.rects)._replace(**change)
     core.tag(wire.encode_tag(tag, ("kv",)), world.now)
     assert core.counters.tags_stale == 1
-    assert grant.state == "granted"
-    assert not any(room.parts[grant.request.session.id].arrived for room in (handle, other))
+    assert lease.state == "granted"
+    assert not any(room.writers[lease.request.session.id].arrived for room in (handle, other))
     world.free()
     world.run(until=2.0)
     world.check(handle, 1, 8)

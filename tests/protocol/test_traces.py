@@ -58,9 +58,9 @@ def test_reserve_resent_crossing_recall_and_returned() -> None:
     world.release_held(about(1, m.Lease))
     world.run()
     assert sum("Returned(epoch=1" in repr(item) for item in world.held) >= 2, "for the Recall, and for the Lease"
-    (record,) = [r for r in world.prefill[0].core.records.values() if r.epoch == 1]
-    assert record.chunks[0].attempt == 1
-    assert not record.chunks[0].begun, "attempt 0 is dead"
+    (destination,) = [r for r in world.prefill[0].core.destinations.values() if r.epoch == 1]
+    assert destination.chunks[0].attempt == 1
+    assert not destination.chunks[0].begun, "attempt 0 is dead"
     world.free()
     world.run(until=20.0)
     for handle, room in ((one, 1), (two, 2)):
@@ -89,13 +89,13 @@ def test_abort_drained_then_a_late_open() -> None:
     world.run()
     core = world.prefill[0].core
     assert handle.released
-    assert not core.records
+    assert not core.destinations
     stale = core.counters.frames_stale
     world.submit(1)
     world.queue.append(late)
     world.run()
     assert core.counters.frames_stale == stale + 1
-    assert not core.records, "the late Open opened nothing"
+    assert not core.destinations, "the late Open opened nothing"
     assert handle.state is State.FAILED
 
 
@@ -107,7 +107,7 @@ def test_a_close_that_is_lost(lost: type) -> None:
     handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1])
     world.run(until=2.0)
     assert sent.state is State.SUCCESS, "its last completion came, and Close(ok) was said"
-    assert len(world.prefill[0].core.records) == 1
+    assert len(world.prefill[0].core.destinations) == 1
     world.free()
     world.run(until=3.0)
     world.check(handle, 1, 8)
@@ -134,8 +134,8 @@ def test_a_writer_crashes_says_hello_again_and_is_asked_about_the_old_epoch(path
     assert again.state is State.WAITING_FOR_INPUT, "a new session with the new process"
     core = world.decode[0].core
     if path == "staged":
-        (grant,) = core.holdings.of_session(old_session)
-        assert grant.state == "quarantined"
+        (lease,) = core.leases.of_session(old_session)
+        assert lease.state == "quarantined"
         assert handle.released, "no page of the room was open to the writer"
     else:
         assert not handle.released, "the old process may still write these pages"
@@ -158,7 +158,7 @@ def test_decode_restarts_and_an_old_larger_watermark_comes() -> None:
         world.receive(room, 8, [0, 1])
         world.send(room, 8, [0, 1])
         world.run()
-    assert world.decode[0].core.holdings.lanes[0].watermark == 4 * LEASE
+    assert world.decode[0].core.leases.lanes[0].watermark == 4 * LEASE
     (old,) = world.prefill[0].core.sessions.values()
     world.restart(world.decode[0])
     world.hold(is_kind("scatter"))
@@ -173,7 +173,7 @@ def test_decode_restarts_and_an_old_larger_watermark_comes() -> None:
     world.run(until=2.0)
     (new,) = core.sessions.values()
     assert core._marks.get((new, 0), 0) == 0
-    held = [c for r in core.records.values() for c in r.chunks.values() if c.phase is Phase.HELD]
+    held = [c for r in core.destinations.values() for c in r.chunks.values() if c.phase is Phase.HELD]
     assert len(held) == 1, "the second room's lease is one lap ahead and stays closed"
     world.free()
     world.run(until=4.0)
@@ -201,7 +201,7 @@ def test_a_session_that_takes_its_lease_after_the_last_watermark_advance(hint: s
     assert lease.watermark == 0, "granted closed, before the advance"
     world.release_held(is_kind("scatter"))
     world.run()
-    assert world.decode[0].core.holdings.lanes[0].watermark == LEASE, "the last advance there will be"
+    assert world.decode[0].core.leases.lanes[0].watermark == LEASE, "the last advance there will be"
     world.rules = [rule for rule in world.rules if rule[1] == "drop"]
     world.release_held()
     world.run()
@@ -223,14 +223,14 @@ def test_lane_of_4_leases_of_3_then_4(idle: bool) -> None:
     world.send(1, 24, list(range(6)))
     if idle:
         world.run(until=1.0)
-        lane = world.decode[0].core.holdings.lanes[0]
+        lane = world.decode[0].core.leases.lanes[0]
         assert (lane.head, lane.watermark) == (3 * unit, 3 * unit)
     second = world.receive(2, 32, list(range(8, 16)))
     world.send(2, 32, list(range(8, 16)))
     world.run(until=5.0)
     world.check(first, 1, 24)
     world.check(second, 2, 32)
-    lane = world.decode[0].core.holdings.lanes[0]
+    lane = world.decode[0].core.leases.lanes[0]
     assert lane.head == lane.watermark == 8 * unit, "one unit of padding in front of the second"
     assert_flat(world)
 
@@ -267,7 +267,7 @@ def test_auto_falls_back_from_staged_to_direct() -> None:
     world.decode[0].core.abort(stuck, "to fill the lane with quarantine", world.now)
     world.carry(world.decode[0])
     world.run()
-    assert world.decode[0].core.holdings.largest() == 0
+    assert world.decode[0].core.leases.largest() == 0
     # Asked twice: the first is refused as too big, and the second crosses the refusal.
     world.hold(is_message(m.Refused))
     world.hold(of_epoch(2, "write"))
@@ -282,12 +282,12 @@ def test_auto_falls_back_from_staged_to_direct() -> None:
     # The lane is free again before the crossed question is heard, so it is answered with a lease.
     world.release_held(of_epoch(1, "write"))
     world.run()
-    assert world.decode[0].core.holdings.largest() == LEASE
+    assert world.decode[0].core.leases.largest() == LEASE
     world.release_held(about(2, m.Reserve))
     world.run()
     assert any("Lease(epoch=2" in line for line in world.log)
     assert any("Returned(epoch=2" in line for line in world.log)
-    assert not world.decode[0].core.holdings.snapshot()[0]
+    assert not world.decode[0].core.leases.snapshot()[0]
     world.free()
     world.run(until=5.0)
     world.check(handle, 2, 8)
@@ -313,7 +313,7 @@ def test_a_chunk_that_gets_no_staging_memory_goes_direct(held: bool) -> None:
     handle = world.receive(2, 8, [2, 3], prefill=1)
     sent = world.send(2, 8, [2, 3], 1)
     world.run()
-    chunk = next(iter(world.prefill[1].core.records.values())).chunks[0]
+    chunk = next(iter(world.prefill[1].core.destinations.values())).chunks[0]
     assert chunk.phase is (Phase.HELD if held else Phase.ASKING)
     world.run(until=0.9)
     assert not handle.ended
@@ -381,7 +381,7 @@ def test_a_stopped_writer_at_the_head_of_the_only_lane(fences: bool) -> None:
     world.check(handles[-1][1], 7, 8)
     world.run(until=30.0)
     assert stuck.state is State.FAILED
-    lane = world.decode[0].core.holdings.lanes[0]
+    lane = world.decode[0].core.leases.lanes[0]
     assert lane.quarantined_nbytes == (0 if fences else LEASE)
     # The whole lane, which the stuck lease kept from ever being granted at once, is refused and split, not queued.
     big = world.receive(20, 16, [4, 5, 6, 7], prefill=1)
@@ -406,7 +406,7 @@ def test_two_decodes_opposite_lease_orders_two_send_buffers() -> None:
     world.rules.pop(0)
     world.release_held(is_message(m.Reserve))
     world.run()
-    order = [[g.request.session.route for g in d.core.holdings._at.values()] for d in world.decode]
+    order = [[g.request.session.route for g in d.core.leases._at.values()] for d in world.decode]
     assert order == [[b"P0", b"P1"], [b"P1", b"P0"]]
     for prefill in world.prefill:
         assert len(prefill.core.buffers.free) == 1, "one for the open destination, none for the closed one"
@@ -488,7 +488,7 @@ def test_bytes_of_a_failed_post_that_land_later() -> None:
     world.run(until=60.0)
     assert handle.state is sent.state is State.FAILED
     assert sent.released, "a failed post reads no more"
-    assert [grant.state for grant in world.decode[0].core.holdings.of_session(session)] == ["quarantined"]
+    assert [lease.state for lease in world.decode[0].core.leases.of_session(session)] == ["quarantined"]
     world.decode[0].core.fenced(session, world.now)
     world.carry(world.decode[0])
     world.held.clear()
@@ -529,7 +529,7 @@ def test_a_disconnected_writer_is_not_quiet_before_its_posts_ended() -> None:
     world.run(until=30.0)
     assert handle.state is sent.state is State.FAILED
     assert sent.released
-    assert [grant.state for grant in world.decode[0].core.holdings.of_session(session)] == ["quarantined"]
+    assert [lease.state for lease in world.decode[0].core.leases.of_session(session)] == ["quarantined"]
     world.free()
     world.run(until=60.0)
     assert handle.released

@@ -26,7 +26,7 @@ MUTANTS = [
     Mutant(
         "padding waits for a release of its own",
         "6 padding, I13",
-        "grant",
+        "Lane.grant",
         """        self._window[cursor] = _Lease(cursor, size, GRANTED)
 """,
         """        if cursor > self._head:
@@ -62,7 +62,7 @@ MUTANTS = [
         "6 written once, I15",
         "_written",
         """            chunk.phase = Phase.BROKEN
-            self._fail_record(record, error, now)
+            self._fail_destination(destination, error, now)
             return
 """,
         """            chunk.phase = Phase.READY
@@ -75,11 +75,11 @@ MUTANTS = [
         "6 unknown outcome, I2",
         "_written",
         """            chunk.phase = Phase.BROKEN
-            self._fail_record(record, error, now)
+            self._fail_destination(destination, error, now)
             return
 """,
         """            chunk.phase = Phase.DROPPED
-            self._fail_record(record, error, now)
+            self._fail_destination(destination, error, now)
             return
 """,
         "tests/protocol/test_rooms.py::test_a_failed_write_is_not_given_back_as_if_it_was_never_begun",
@@ -112,9 +112,9 @@ MUTANTS = [
         "Lease does not carry the watermark",
         "6 who asks again, I11",
         "_lease",
-        """        mark = self._mark(request.session, grant.lane)
+        """        mark = self._mark(request.session, lease.lane)
         answer""",
-        """        mark = self._marks_sent.get(request.session, {}).get(grant.lane, 0)
+        """        mark = self._marks_sent.get(request.session, {}).get(lease.lane, 0)
         answer""",
     ),
     Mutant(
@@ -128,14 +128,14 @@ MUTANTS = [
         "nothing is recalled",
         "6 recall (a), I12",
         "_recall_all",
-        "            if grant.request.session.id in self.sessions:\n                self._recall(grant, now)",
+        "            if lease.request.session.id in self.sessions:\n                self._recall(lease, now)",
         "            pass",
     ),
     Mutant(
         "recall forgets leases that are open and late",
         "6 recall (a), I12",
         "_late",
-        "return now - max(grant.granted_at, self._contended_at) >= recall_after_s",
+        "return now - max(lease.granted_at, self._contended_at) >= recall_after_s",
         "return False",
         "tests/protocol/test_holdings.py",
     ),
@@ -143,7 +143,7 @@ MUTANTS = [
         "recall forgets leases shut in behind a stuck head",
         "6 recall (b), I12",
         "to_recall",
-        "shut_in = stuck and not self.is_open(grant) and self._elsewhere(grant)",
+        "shut_in = stuck and not self.is_open(lease) and self._elsewhere(lease)",
         "shut_in = False",
         "tests/protocol/test_holdings.py",
     ),
@@ -162,8 +162,8 @@ MUTANTS = [
         """        self.send(request.session, recall, now)
 """,
         """        self.send(request.session, recall, now)
-        if grant.state == "granted":
-            self.holdings.release(grant, now)
+        if lease.state == "granted":
+            self.leases.release(lease, now)
 """,
     ),
     Mutant(
@@ -214,7 +214,7 @@ MUTANTS = [
         "a higher attempt does not free the old lease",
         "6 life, I14",
         "_on_reserve",
-        """            self.holdings.release(held, now)
+        """            self.leases.release(held, now)
         problem""",
         """        problem""",
         "tests/protocol/test_rules.py",
@@ -223,19 +223,19 @@ MUTANTS = [
         "a failed room's leases are free at once",
         "6 quarantine, I2",
         "_quarantine_of",
-        """            if grant.state == "granted":
-                self._quarantine(grant, now)
+        """            if lease.state == "granted":
+                self._quarantine(lease, now)
 """,
-        """            if grant.state == "granted":
-                self.holdings.release(grant, now)
+        """            if lease.state == "granted":
+                self.leases.release(lease, now)
 """,
     ),
     Mutant(
         "a failed room's leases stay granted",
         "6 quarantine, I12",
         "_quarantine_of",
-        """            if grant.state == "granted":
-                self._quarantine(grant, now)
+        """            if lease.state == "granted":
+                self._quarantine(lease, now)
 """,
         """            pass
 """,
@@ -245,10 +245,10 @@ MUTANTS = [
         "what landed is free before its scatter is done",
         "6 life, I2",
         "_on_tag",
-        """            self.holdings.land(grant)
+        """            self.leases.land(lease)
             span""",
-        """            self.holdings.land(grant)
-            self.holdings.release(grant, now)
+        """            self.leases.land(lease)
+            self.leases.release(lease, now)
             span""",
     ),
     Mutant(

@@ -171,15 +171,15 @@ MUTANTS = [
         "a lost session's open leases are free at once",
         "7 lost, I2",
         "_strand",
-        '            if grant.state != "landed" and begins_never:',
-        '            if grant.state != "landed":',
+        '            if lease.state != "landed" and begins_never:',
+        '            if lease.state != "landed":',
         "tests/protocol/test_traces.py",
     ),
     Mutant(
         "a lost session's closed leases are kept",
         "7 lost, I14",
         "_strand",
-        '            if grant.state != "landed" and begins_never:',
+        '            if lease.state != "landed" and begins_never:',
         "            if False:",
         "tests/protocol/test_rules.py",
     ),
@@ -187,7 +187,7 @@ MUTANTS = [
         "pages are free before the fence",
         "7 lost, I2",
         "lose",
-        "            if not part.writes_in_place:  # it may still",
+        "            if not writer.writes_in_place:  # it may still",
         "            if True:  # it may still",
     ),
     Mutant(
@@ -208,16 +208,16 @@ MUTANTS = [
         "a fence frees what has landed",
         "7 fences, I2",
         "_unstrand",
-        '        for grant in self.holdings.of_session(session):\n            if grant.state != "landed":\n'
-        "                self.holdings.release(grant, now)\n",
-        "        for grant in self.holdings.of_session(session):\n            self.holdings.release(grant, now)\n",
+        '        for lease in self.leases.of_session(session):\n            if lease.state != "landed":\n'
+        "                self.leases.release(lease, now)\n",
+        "        for lease in self.leases.of_session(session):\n            self.leases.release(lease, now)\n",
         "tests/protocol/test_rules.py",
     ),
     Mutant(
         "an Abort that is not drained loses nothing",
         "7 drain_s, I10",
         "_on_timer",
-        "                self.lose(part.session, late, now)\n",
+        "                self.lose(writer.session, late, now)\n",
         "                pass\n",
         "tests/protocol/test_rooms.py::test_an_abort_that_is_not_drained_in_time_loses_the_session",
     ),
@@ -225,8 +225,8 @@ MUTANTS = [
         "prefill gives memory back before its fence",
         "7 fences, I8",
         "lose",
-        "            if record.in_flight == 0:\n                self._forget(record)\n        for key",
-        "            self.fenced(session, now)\n            if record.in_flight == 0:\n"
-        "                self._forget(record)\n        for key",
+        "            if destination.in_flight == 0:\n                self._forget(destination)\n        for key",
+        "            self.fenced(session, now)\n            if destination.in_flight == 0:\n"
+        "                self._forget(destination)\n        for key",
     ),
 ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.holdings import Grant, Holdings, Request
+from pdstage.protocol.leases import Lease, LeaseRequest, LeaseTable
 from pdstage.protocol.outbox import SendBuffers
 from pdstage.protocol.room import Room, State
 from pdstage.ring import ALIGNMENT, Lane
@@ -28,8 +28,8 @@ ENDINGS = m.NoSession | m.Bye
 EPSILON_S = 1e-6
 
 
-def requests_waiting(holdings: Holdings) -> list[Request]:
-    return [request for _, _, request in holdings._queue.entries()]
+def requests_waiting(leases: LeaseTable) -> list[LeaseRequest]:
+    return [request for _, _, request in leases._queue.entries()]
 
 
 def n_busy(buffers: SendBuffers) -> int:
@@ -44,14 +44,14 @@ class Checks:
         self.watermarks: dict[tuple[Decode, int], int] = {}
         self.moved_at: dict[tuple[Decode, int], float] = {}
         self.states: dict[Decode, dict[tuple[int, int], str]] = {}
-        self.stuck_since: dict[Grant, float] = {}
+        self.stuck_since: dict[Lease, float] = {}
         self.recalled_at: dict[tuple[Decode, int, int], float] = {}
 
     def node(self, node: Prefill | Decode) -> None:
         if isinstance(node, Decode):
             self._lanes(node)
             self._ledger(node)
-            if node.core.holdings.contended:
+            if node.core.leases.contended:
                 self._waiting(node)
         else:
             self._marks(node)
@@ -60,7 +60,7 @@ class Checks:
     # Decode.
 
     def _lanes(self, node: Decode) -> None:
-        for number, lane in enumerate(node.core.holdings.lanes):
+        for number, lane in enumerate(node.core.leases.lanes):
             key = (node, number)
             before = self.watermarks.get(key, 0)
             if lane.watermark < before:
@@ -91,14 +91,14 @@ class Checks:
 
     def _ledger(self, node: Decode) -> None:
         """Lane and ledger agree on every lease, and none goes back (I15)."""
-        holdings, seen = node.core.holdings, self.states.setdefault(node, {})
+        leases, seen = node.core.leases, self.states.setdefault(node, {})
         now: dict[tuple[int, int], str] = {}
         n_landed = 0
-        for number, lane in enumerate(holdings.lanes):
+        for number, lane in enumerate(leases.lanes):
             for cursor, nbytes, state in lane.leases():
-                grant = holdings.at(number, cursor)
-                aligned = -(-grant.request.nbytes // ALIGNMENT) * ALIGNMENT if grant is not None else 0
-                if grant is None or grant.state != state or aligned != nbytes:
+                lease = leases.at(number, cursor)
+                aligned = -(-lease.request.nbytes // ALIGNMENT) * ALIGNMENT if lease is not None else 0
+                if lease is None or lease.state != state or aligned != nbytes:
                     raise Violation(
                         "I15", f"lane {number} of {node.name!r} says {cursor} is {state}, not so the ledger"
                     )
@@ -107,41 +107,39 @@ class Checks:
                 n_landed += state == "landed"
                 now[number, cursor] = state
         self.states[node] = now
-        if len(now) != len(holdings._at):
-            raise Violation("I15", f"{node.name!r} holds {len(holdings._at)} leases, its lanes {len(now)}")
+        if len(now) != len(leases._at):
+            raise Violation("I15", f"{node.name!r} holds {len(leases._at)} leases, its lanes {len(now)}")
         if n_landed != len(node.core._flights):
             raise Violation("I15", f"{node.name!r} has {n_landed} landed leases and {len(node.core._flights)} scatters")
 
     def _waiting(self, node: Decode) -> None:
-        holdings, config = node.core.holdings, self.world.config
-        idle = [lane for lane in holdings.lanes if lane.head == lane.watermark]
-        for request in requests_waiting(holdings):
+        leases, config = node.core.leases, self.world.config
+        idle = [lane for lane in leases.lanes if lane.head == lane.watermark]
+        for request in requests_waiting(leases):
             if any(request.nbytes <= lane.largest() for lane in idle):
                 raise Violation(
                     "I13", f"a request of {request.nbytes} bytes waits at {node.name!r} beside an idle lane"
                 )
-        stuck: dict[Grant, float] = {}
-        for (number, _), grant in holdings._at.items():
-            if grant.state == "granted" and not grant.listed and not holdings.is_open(grant):
+        stuck: dict[Lease, float] = {}
+        for (number, _), lease in leases._at.items():
+            if lease.state == "granted" and not lease.listed and not leases.is_open(lease):
                 moved_at = self.moved_at[node, number]
-                if holdings._elsewhere(grant) and grant.request.session.id in node.core.sessions:
-                    since = self.stuck_since.get(grant, max(moved_at, self.world.now))
-                    stuck[grant] = max(since, moved_at)
-        self.stuck_since = {
-            g: at for g, at in self.stuck_since.items() if holdings.at(g.lane, g.cursor) is not g
-        } | stuck
+                if leases._elsewhere(lease) and lease.request.session.id in node.core.sessions:
+                    since = self.stuck_since.get(lease, max(moved_at, self.world.now))
+                    stuck[lease] = max(since, moved_at)
+        self.stuck_since = {g: at for g, at in self.stuck_since.items() if leases.at(g.lane, g.cursor) is not g} | stuck
         patience_s = config.stuck_after_s + 2 * config.retry_s + self.world.sides[node].late_s + EPSILON_S
-        for grant, since in stuck.items():
-            told_at = self.recalled_at.get((node, grant.lane, grant.cursor), -1.0)
+        for lease, since in stuck.items():
+            told_at = self.recalled_at.get((node, lease.lane, lease.cursor), -1.0)
             if self.world.now - max(since, told_at) > patience_s:
-                raise Violation("I12", f"lease {grant.cursor} of {node.name!r} waits in a stuck lane beside a free one")
+                raise Violation("I12", f"lease {lease.cursor} of {node.name!r} waits in a stuck lane beside a free one")
 
     # Prefill.
 
     def _marks(self, node: Prefill) -> None:
         """No window is open that its own decode process did not open (I4, I6)."""
         for (session, lane), mark in node.core._marks.items():
-            told = self.world.greeter(session.id).core.holdings.lanes[lane].watermark
+            told = self.world.greeter(session.id).core.leases.lanes[lane].watermark
             if mark > told:
                 raise Violation("I6", f"{node.name!r} has watermark {mark} of a lane whose own is {told}")
 
@@ -154,7 +152,7 @@ class Checks:
         if isinstance(message, m.Recall):
             self.recalled_at[node, message.lane, message.cursor] = self.world.now  # type: ignore[index]
         elif isinstance(message, m.Reserve) and message.attempt and isinstance(node, Prefill):
-            source = node.core.records[session_id, message.epoch].chunks[message.chunk].source
+            source = node.core.destinations[session_id, message.epoch].chunks[message.chunk].source
             if not source.ready:
                 raise Violation("I16", f"{node.name!r} asks again for a recalled chunk whose data does not exist")
 
@@ -236,9 +234,9 @@ class Checks:
     def quarantine_is_bounded(self) -> None:
         """What is still carved out is of sessions that are lost and not fenced (I14)."""
         for node in self.world.decode:
-            for grant in node.core.holdings._at.values():
-                if grant.state != "quarantined" or grant.request.session.id in node.core.sessions:
-                    raise Violation("I14", f"lease {grant.cursor} of {node.name!r} is left, {grant.state}")
+            for lease in node.core.leases._at.values():
+                if lease.state != "quarantined" or lease.request.session.id in node.core.sessions:
+                    raise Violation("I14", f"lease {lease.cursor} of {node.name!r} is left, {lease.state}")
 
     def is_flat(self) -> bool:
         try:
@@ -258,7 +256,7 @@ class Checks:
             if isinstance(node, Prefill):
                 sessions = {session for session, _ in (*core._marks, *core._closed)}
             else:
-                sessions = {*core._marks_sent, *(session for session, _ in core.holdings._held)}
+                sessions = {*core._marks_sent, *(session for session, _ in core.leases._held)}
             if any(session.id not in core.sessions for session in sessions):
                 raise Violation("I14", f"{node.name!r} remembers a lost session")
         if self.world.posts:

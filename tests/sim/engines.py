@@ -148,8 +148,8 @@ class Engines:
         part.node = node = world.prefill[rank]
         room = node.core.submit(room_key(job.number), world.now)
         self._began(part, room, world.config.open_wait_s)
-        for record in room.destinations.values():
-            self.opened(world.sides[node], room, record.open.deadline_s)
+        for destination in room.destinations.values():
+            self.opened(world.sides[node], room, destination.open.deadline_s)
         side = world.sides[node]
         part.pages = side.take(room, self._n_pages(part), self._rng(part))
         side.fill(world.scenario.seed, job.number, job.tokens, world.heads, part.pages)

@@ -70,7 +70,7 @@ class Post:
 
     @property
     def session(self) -> SessionId:
-        return self.chunk.record.session.id
+        return self.chunk.destination.session.id
 
     @property
     def reads(self) -> bool:
@@ -115,9 +115,9 @@ class FabricWorld(World):
     ) -> None:
         del land
         chunk = effect.chunk
-        assert chunk.record.room is not None
+        assert chunk.destination.room is not None
         buffer = effect.buffer if isinstance(effect, Write) else -1
-        post = Post(node, dst, effect.ticket, chunk, chunk.record.room, effect.tag, buffer)
+        post = Post(node, dst, effect.ticket, chunk, chunk.destination.room, effect.tag, buffer)
         self.posts.append(post)
         for piece in self._pieces(post, effect):
             item = Item("land", node, dst, lambda: None, tag=effect.tag)
@@ -130,7 +130,7 @@ class FabricWorld(World):
             self._write_once(dst, chunk)
 
     def _write_once(self, dst: Decode, chunk: Chunk) -> None:
-        where = (self.labels[dst], chunk.record.session.id, chunk.lane, chunk.cursor)
+        where = (self.labels[dst], chunk.destination.session.id, chunk.lane, chunk.cursor)
         self.must(where not in self.written, "I15", f"{where} is written twice")
         self.written.add(where)
 
@@ -193,14 +193,14 @@ class FabricWorld(World):
         side, chunk = self.sides[post.dst], post.chunk
         if chunk.row:
             self.check_pages(post.dst, chunk)
-            side.must_own_row(post.dst.core.epochs[chunk.record.epoch], "I2", "a write into")
+            side.must_own_row(post.dst.core.epochs[chunk.destination.epoch], "I2", "a write into")
             ((_, dst),), (data,) = piece.copies, piece.caught
             dst[:] = data
             side.rows.at(side.rows.base + piece.offset, len(data))[:] = data
             return
         if chunk.direct:
             self.check_pages(post.dst, chunk)
-            room = post.dst.core.epochs[chunk.record.epoch]
+            room = post.dst.core.epochs[chunk.destination.epoch]
             side.must_own(room, post.dst.pages[room], "I2", "a direct write into")
             views = post.dst.core.layout.by_key()
             for (key, token, shard), (_, dst), data in zip(piece.cells, piece.copies, piece.caught, strict=True):
@@ -212,14 +212,14 @@ class FabricWorld(World):
         self.check_lease(post.dst, chunk)
         ((_, dst),), (data,) = piece.copies, piece.caught
         dst[:] = data
-        address = post.dst.core.holdings.spans[chunk.lane].base + chunk.cursor % self.lane_nbytes + piece.offset
+        address = post.dst.core.leases.spans[chunk.lane].base + chunk.cursor % self.lane_nbytes + piece.offset
         side.staged.at(address, len(data))[:] = data  # type: ignore[union-attr]
 
     def alter(self, post: Post, piece: Piece) -> None:
         """Flips a bit of a piece that has landed in staging memory."""
         chunk, side = post.chunk, self.sides[post.dst]
         self.altered.add((id(post.dst), chunk.lane, chunk.cursor))
-        address = post.dst.core.holdings.spans[chunk.lane].base + chunk.cursor % self.lane_nbytes + piece.offset
+        address = post.dst.core.leases.spans[chunk.lane].base + chunk.cursor % self.lane_nbytes + piece.offset
         for memory in (post.dst.staging, side.staged):
             memory.at(address, 1)[0] ^= 1  # type: ignore[union-attr]
 
@@ -288,7 +288,7 @@ class FabricWorld(World):
             node.core.gathered(effect.ticket, self.now, TransportError("the gather failed"))
             self.carry(node)
             return
-        self.sides[node].must_own(chunk.record.room, chunk.source.items["kv"], "I8", "a gather reads")  # type: ignore[arg-type]
+        self.sides[node].must_own(chunk.destination.room, chunk.source.items["kv"], "I8", "a gather reads")  # type: ignore[arg-type]
         super()._gather(node, effect)
 
     def _scatter(self, node: Decode, effect: Scatter) -> None:
@@ -299,10 +299,10 @@ class FabricWorld(World):
             super()._scatter(node, effect)
 
     def copy_in(self, node: Decode, landing: Landing) -> int:
-        room, side = landing.part.room, self.sides[node]
+        room, side = landing.writer.room, self.sides[node]
         side.must_own(room, node.pages[room], "I2", "a scatter into")
         for rect in landing.rects:
-            for key, first, count in selects(node.core.layout, landing.part.shares, (rect,)):
+            for key, first, count in selects(node.core.layout, landing.writer.shares, (rect,)):
                 side.count(room, key, slice(rect.start, rect.stop), slice(first, first + count))
         checksum = super().copy_in(node, landing)
         self._image(node, side, landing)
@@ -310,10 +310,10 @@ class FabricWorld(World):
 
     def _image(self, node: Decode, side: Side, landing: Landing) -> None:
         """What those cells must hold from now on: the truth, unless the network changed it on purpose."""
-        altered = (id(node), landing.grant.lane, landing.grant.cursor) in self.altered
-        room, views = landing.part.room, node.core.layout.by_key()
+        altered = (id(node), landing.lease.lane, landing.lease.cursor) in self.altered
+        room, views = landing.writer.room, node.core.layout.by_key()
         for rect in landing.rects:
-            for key, first, count in selects(node.core.layout, landing.part.shares, (rect,)):
+            for key, first, count in selects(node.core.layout, landing.writer.shares, (rect,)):
                 view = views[key]
                 where = offsets(view, node.pages[room], rect.start, rect.stop)[:, first : first + count]
                 shards = slice(view.axis.first + first, view.axis.first + first + count)

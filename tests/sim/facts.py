@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdstage.protocol import messages as m
-from pdstage.protocol.decode import DecodeCore, DecodeRoom, PartPhase
+from pdstage.protocol.decode import DecodeCore, DecodeRoom, WriterPhase
 from pdstage.protocol.outbox import Phase, PrefillRoom
 from pdstage.protocol.prefill import PrefillCore
 from tests.pair import assert_flat
@@ -96,7 +96,7 @@ class Facts(NamedTuple):
 def decode_facts(node: Node, shape: Shape) -> Facts:
     core = node.core
     assert isinstance(core, DecodeCore)
-    held, leases, writable = core.holdings, {}, set()
+    held, leases, writable = core.leases, {}, set()
     for number, lane in enumerate(held.lanes):
         live = list(lane.leases())
         mine = {(g.cursor, g.state) for (at, _), g in held._at.items() if at == number}
@@ -117,14 +117,14 @@ def decode_facts(node: Node, shape: Shape) -> Facts:
         idle = lane.head == lane.watermark and lane.largest() == lane.capacity
         must(bool(live) or idle, f"I13: an idle lane has head {lane.head}, watermark {lane.watermark}")
     for room in core.epochs.values():
-        for part in room.parts.values():
-            if part.direct and part.phase is not PartPhase.QUIET:
-                writable.add((part.session.id, m.DIRECT, room.epoch))
-            if part.has_aux and room.row is not None and part.phase is not PartPhase.QUIET:
-                writable.add((part.session.id, m.AUX, room.epoch))
+        for writer in room.writers.values():
+            if writer.direct and writer.phase is not WriterPhase.QUIET:
+                writable.add((writer.session.id, m.DIRECT, room.epoch))
+            if writer.has_aux and room.row is not None and writer.phase is not WriterPhase.QUIET:
+                writable.add((writer.session.id, m.AUX, room.epoch))
     for landing in core._flights.values():
-        must(not landing.part.room.released, "I2: a scatter runs into released pages")
-        must(held._at.get((landing.grant.lane, landing.grant.cursor)) is landing.grant, "I2: it reads a freed lease")
+        must(not landing.writer.room.released, "I2: a scatter runs into released pages")
+        must(held._at.get((landing.lease.lane, landing.lease.cursor)) is landing.lease, "I2: it reads a freed lease")
     epochs = {room.epoch: name for name, room in node.handles.items() if isinstance(room, DecodeRoom)}
     return Facts(
         sessions=frozenset(core.sessions),
@@ -136,8 +136,8 @@ def decode_facts(node: Node, shape: Shape) -> Facts:
         writable=frozenset(writable),
         landed={
             flight_name(core, ticket): (
-                epochs[landing.part.room.epoch],
-                landing.part.session.id,
+                epochs[landing.writer.room.epoch],
+                landing.writer.session.id,
                 landing.rects[0].start,
                 landing.rects[0].stop,
             )
@@ -157,10 +157,10 @@ def prefill_facts(node: Node, shape: Shape) -> Facts:
     core = node.core
     assert isinstance(core, PrefillCore)
     for chunk, _ in core._flights.values():
-        room = chunk.record.room
+        room = chunk.destination.room
         must(room is None or not room.released, "I8: source memory given back with a gather or write under way")
-    for record in core.records.values():
-        for chunk in record.chunks.values():
+    for destination in core.destinations.values():
+        for chunk in destination.chunks.values():
             must(chunk.source.ready or chunk.attempt <= 1, "I16: recalled twice before its data exists")
     buffers = [buffer for _, buffer in core._flights.values() if buffer >= 0] + core.buffers.free
     must(sorted(buffers) == list(range(shape.n_buffers)), f"send buffers {buffers}")

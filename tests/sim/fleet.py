@@ -316,7 +316,7 @@ class Fleet:
                 self.at(now + times.gather_s, self._tell, node, node.core.gathered, ticket)
             case Write(ticket, _, chunk, _, tag) | WriteDirect(ticket, chunk, tag) | WriteRow(ticket, chunk, _, tag):
                 self.n_writes += 1
-                route = chunk.record.session.route
+                route = chunk.destination.session.route
                 self.at(now + times.write_s, self._landed, node, route, ticket, tag, chunk.nbytes)
             case Scatter(ticket):
                 self.at(now + times.scatter_s, self._tell, node, node.core.scattered, ticket)

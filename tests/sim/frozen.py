@@ -26,8 +26,8 @@ from pdstage.plan import Rect, Share
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.decode import DecodeCore
-from pdstage.protocol.inbox import DecodeRoom, Part
-from pdstage.protocol.outbox import Chunk, PrefillRoom, Record
+from pdstage.protocol.inbox import DecodeRoom, Writer
+from pdstage.protocol.outbox import Chunk, Destination, PrefillRoom
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.queue import RequestQueue
 from pdstage.protocol.session import Session
@@ -37,7 +37,7 @@ from pdstage.topology import Topology
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
 
-    from pdstage.protocol.holdings import Holdings
+    from pdstage.protocol.leases import LeaseTable
 
 Core = PrefillCore | DecodeCore
 Handle = DecodeRoom | PrefillRoom
@@ -55,12 +55,12 @@ _SILENT = {
     },
     "DecodeRoom": {"shared"},
     "Peer": {"n_hellos"},
-    "Grant": {"granted_at"},
+    "Lease": {"granted_at"},
     "Chunk": {"waits_since"},
     "_Need": {"numbers"},
     "Lane": {"_carved", "_largest"},  # computed from the leases when asked for
-    "Part": {"reason"},
-    "Record": {"reason", "asked", "_exposed", "open"},  # session and epoch name the Open
+    "Writer": {"reason"},
+    "Destination": {"reason", "asked", "_exposed", "open"},  # session and epoch name the Open
     "Ended": {"reason"},
 }  # fmt: skip
 """Fields without influence, by class."""
@@ -116,9 +116,9 @@ def flight_name(core: Core, ticket: int) -> tuple[object, ...]:
     """What is under way, by a name that survives renumbering."""
     flight = core._flights[ticket]
     if isinstance(flight, tuple):
-        record = flight[0].record
-        return (*record.session.id, record.epoch, flight[0].number)
-    return (flight.grant.lane, flight.grant.cursor)
+        destination = flight[0].destination
+        return (*destination.session.id, destination.epoch, flight[0].number)
+    return (flight.lease.lane, flight.lease.cursor)
 
 
 def key_name(core: Core, key: Hashable) -> tuple[object, ...]:
@@ -131,13 +131,13 @@ def key_name(core: Core, key: Hashable) -> tuple[object, ...]:
             return (kind, room.key, room.epoch)
         case [PrefillRoom() as room]:
             return (kind, room.key)
-        case [Part() as part]:
-            return (kind, part.room.key, part.room.epoch, *part.session.id)
-        case [Record() as record]:
-            return (kind, record.open.room, *record.session.id, record.epoch)
+        case [Writer() as writer]:
+            return (kind, writer.room.key, writer.room.epoch, *writer.session.id)
+        case [Destination() as destination]:
+            return (kind, destination.open.room, *destination.session.id, destination.epoch)
         case [Chunk() as chunk]:
-            record = chunk.record
-            return (kind, record.open.room, *record.session.id, record.epoch, chunk.number)
+            destination = chunk.destination
+            return (kind, destination.open.room, *destination.session.id, destination.epoch, chunk.number)
         case [Session() as session]:
             return (kind, b"", *session.id)
         case [int() as ticket]:
@@ -159,8 +159,8 @@ def canonical(node: Node) -> None:
         if handle.error is not None:
             handle.error = GIVEN_UP
     names = sorted((flight_name(core, ticket), ticket) for ticket in core._flights)
-    for record in getattr(core, "records", {}).values():
-        for chunk in record.chunks.values():
+    for destination in getattr(core, "destinations", {}).values():
+        for chunk in destination.chunks.values():
             chunk.waits_since = 0.0
     fresh = {ticket: n for n, (_, ticket) in enumerate(names)}
     core._tickets = 1000
@@ -176,7 +176,7 @@ def canonical(node: Node) -> None:
         core._orphans = {n: core._orphans[node.orphans[name]] for n, name in enumerate(names, 500)}
         node.orphans = {name: n for n, name in enumerate(names, 500)}
     else:
-        _canonical_holdings(core)
+        _canonical_leases(core)
 
 
 def _canonical_buffers(core: PrefillCore) -> None:
@@ -188,17 +188,17 @@ def _canonical_buffers(core: PrefillCore) -> None:
         core._closed[key] = [(end, n, chunk) for n, (end, _, chunk) in enumerate(sorted(heap, key=lambda e: e[:2]))]
 
 
-def _canonical_holdings(core: DecodeCore) -> None:
-    held = core.holdings
+def _canonical_leases(core: DecodeCore) -> None:
+    held = core.leases
     held._moved_at = [0.0 for _ in held.lanes]
     if held._contended_at is not None:
         held._contended_at = 0.0
-    for grant in held._at.values():
-        grant.granted_at = 0.0
+    for lease in held._at.values():
+        lease.granted_at = 0.0
     _renumber(held)
 
 
-def _renumber(held: Holdings) -> None:
+def _renumber(held: LeaseTable) -> None:
     """Who waits stays in its order, numbered from 1."""
     waiting = sorted(held._queue.entries(), key=lambda entry: entry[1])
     held._queue = RequestQueue()
@@ -279,11 +279,11 @@ class _Digest:
         if kind in _ATOMS:
             self.out.append(x)
         elif kind in _FLAT:
-            self.out.extend(part if type(part) is not tuple else repr(part) for part in x)  # type: ignore[attr-defined]
+            self.out.extend(writer if type(writer) is not tuple else repr(writer) for writer in x)  # type: ignore[attr-defined]
         elif kind in (list, tuple, deque):
             self.out.append(len(x))  # type: ignore[arg-type]
-            for part in x:  # type: ignore[attr-defined]
-                self.walk(part)
+            for writer in x:  # type: ignore[attr-defined]
+                self.walk(writer)
         elif kind in (dict, OrderedDict):
             self.out.append(len(x))  # type: ignore[arg-type]
             for key, value in x.items():  # type: ignore[attr-defined]

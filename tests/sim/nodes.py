@@ -234,11 +234,11 @@ class Nodes:
 
     def _post(self, at: int, node: Node, effect: Write | WriteDirect | WriteRow) -> Post:
         chunk = effect.chunk
-        session_id = chunk.record.session.id
-        room = next((name for name, room in node.handles.items() if room is chunk.record.room), None)
+        session_id = chunk.destination.session.id
+        room = next((name for name, room in node.handles.items() if room is chunk.destination.room), None)
         assert room is not None
         flight = flight_name(node.core, effect.ticket)
-        where = (chunk.where[0], chunk.record.epoch) if chunk.direct else chunk.where
+        where = (chunk.where[0], chunk.destination.epoch) if chunk.direct else chunk.where
         return Post(at, flight, session_id, room, self.tag(effect.tag), where)
 
     def frame(self, data: bytes) -> int:

@@ -175,9 +175,9 @@ def check_flat(fleet: Fleet) -> None:
         left = {key for key in core.timers._at if key not in own and key != ("recalls",)}
         assert not left, (node.route, left)
         assert core.idle and not core.rooms and not node.jobs, (node.route, core.rooms)
-        if hasattr(core, "holdings"):
-            assert core.holdings.snapshot()[:2] == ((), ()), (node.route, core.holdings.snapshot())
-            assert all(lane.head == lane.watermark for lane in core.holdings.lanes)
+        if hasattr(core, "leases"):
+            assert core.leases.snapshot()[:2] == ((), ()), (node.route, core.leases.snapshot())
+            assert all(lane.head == lane.watermark for lane in core.leases.lanes)
         else:
             assert core.buffers.idle and not core._parked and not core._askers, node.route
 

@@ -19,8 +19,8 @@ from pdstage.protocol import wire
 from pdstage.protocol.borrower import Borrower
 from pdstage.protocol.coverage import Coverage
 from pdstage.protocol.decode import DecodeCore, DecodeRoom
-from pdstage.protocol.holdings import Grant, Holdings, Request
-from pdstage.protocol.outbox import Chunk, PrefillRoom, RecordPhase, SendBuffers
+from pdstage.protocol.leases import Lease, LeaseRequest, LeaseTable
+from pdstage.protocol.outbox import Chunk, DestinationPhase, PrefillRoom, SendBuffers
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.room import Event, Room, State
 from pdstage.protocol.sending import Sending
@@ -57,15 +57,15 @@ def leaves_success(patch: Patch) -> None:
 def frees_on_recall(patch: Patch) -> None:
     plain = DecodeCore._recall
 
-    def recall(self: DecodeCore, grant: Grant, now: float) -> None:
-        plain(self, grant, now)
-        self.holdings.release(grant, now)
+    def recall(self: DecodeCore, lease: Lease, now: float) -> None:
+        plain(self, lease, now)
+        self.leases.release(lease, now)
 
     patch.setattr(DecodeCore, "_recall", recall)
 
 
 def frees_on_failure(patch: Patch) -> None:
-    patch.setattr(DecodeCore, "_quarantine", lambda self, grant, now: self.holdings.release(grant, now))
+    patch.setattr(DecodeCore, "_quarantine", lambda self, lease, now: self.leases.release(lease, now))
 
 
 def grants_past_the_end(patch: Patch) -> None:
@@ -133,9 +133,9 @@ def never_asks_again(patch: Patch) -> None:
 
 
 def never_recalls(patch: Patch) -> None:
-    plain = Holdings.to_recall
+    plain = LeaseTable.to_recall
     patch.setattr(
-        Holdings,
+        LeaseTable,
         "to_recall",
         lambda self, now, recall_s, stuck_s: plain(self, now, recall_s, 1e9),
     )
@@ -145,9 +145,9 @@ def forgets_no_record(patch: Patch) -> None:
     plain = PrefillCore._on_closed
 
     def on_closed(self: PrefillCore, session: object, closed: m.Closed, now: float) -> None:
-        record = self.records.get((session.id, closed.epoch))  # type: ignore[attr-defined]
-        if record is not None and record.phase is RecordPhase.CLOSING:
-            self.timers.cancel(("close", record))
+        destination = self.destinations.get((session.id, closed.epoch))  # type: ignore[attr-defined]
+        if destination is not None and destination.phase is DestinationPhase.CLOSING:
+            self.timers.cancel(("close", destination))
             return
         plain(self, session, closed, now)  # type: ignore[arg-type]
 
@@ -201,65 +201,65 @@ def test_a_mistake_is_found(mistake: Callable[[Patch], None], invariants: set[st
 # Broken books.
 
 
-def world_with_a_lease() -> tuple[SimWorld, Grant]:
+def world_with_a_lease() -> tuple[SimWorld, Lease]:
     """A world whose first decode rank has granted something."""
     for seed in range(100):
         world = SimWorld(draw(seed))
         for event in run(seed, steps=120).events:
             world.apply(event)
-            for grant in world.decode[0].core.holdings._at.values():
-                if grant.state == "granted" and grant.cursor:
-                    return world, grant
+            for lease in world.decode[0].core.leases._at.values():
+                if lease.state == "granted" and lease.cursor:
+                    return world, lease
     raise AssertionError("no seed grants a lease")
 
 
-def falls(world: SimWorld, grant: Grant) -> None:
-    world.decode[0].core.holdings.lanes[grant.lane]._watermark = -256
+def falls(world: SimWorld, lease: Lease) -> None:
+    world.decode[0].core.leases.lanes[lease.lane]._watermark = -256
 
 
-def delivers_twice(world: SimWorld, grant: Grant) -> None:
+def delivers_twice(world: SimWorld, lease: Lease) -> None:
     node = world.decode[0]
-    room = node.core.epochs[grant.request.epoch]
+    room = node.core.epochs[lease.request.epoch]
     for _ in range(2):
         world.sides[node].count(room, node.core.layout.components[0].views[0].key, 0, 0)
 
 
-def waits_beside_an_idle_lane(world: SimWorld, grant: Grant) -> None:
-    held = world.decode[0].core.holdings
-    request = grant.request
+def waits_beside_an_idle_lane(world: SimWorld, lease: Lease) -> None:
+    held = world.decode[0].core.leases
+    request = lease.request
     for one in list(held._at.values()):
         held.release(one, world.now)
-    held.wait(Request(request.session, request.epoch, 1 << 30, 0, 256, (), 0))
+    held.wait(LeaseRequest(request.session, request.epoch, 1 << 30, 0, 256, (), 0))
 
 
-def disagrees(world: SimWorld, grant: Grant) -> None:
-    world.decode[0].core.holdings.lanes[grant.lane].land(grant.cursor)
+def disagrees(world: SimWorld, lease: Lease) -> None:
+    world.decode[0].core.leases.lanes[lease.lane].land(lease.cursor)
 
 
-def goes_back(world: SimWorld, grant: Grant) -> None:
+def goes_back(world: SimWorld, lease: Lease) -> None:
     world.checks.node(world.decode[0])
-    world.checks.states[world.decode[0]][grant.lane, grant.cursor] = "quarantined"
+    world.checks.states[world.decode[0]][lease.lane, lease.cursor] = "quarantined"
 
 
-def changes_a_byte(world: SimWorld, grant: Grant) -> None:
+def changes_a_byte(world: SimWorld, lease: Lease) -> None:
     world.decode[0].staging.bytes[-1] ^= 1
 
 
-def changes_an_ended_room(world: SimWorld, grant: Grant) -> None:
+def changes_an_ended_room(world: SimWorld, lease: Lease) -> None:
     room = Room(b"i1")
     room.on(Event.FAILED, TransportError("at first"))
     world.sides[world.decode[0]].ended[room] = (room.state, room.error)
     room.error = TransportError("then another")
 
 
-def is_told_of_another_ring(world: SimWorld, grant: Grant) -> None:
+def is_told_of_another_ring(world: SimWorld, lease: Lease) -> None:
     node = next(n for n in world.prefill if n.core.sessions)
     session = next(iter(node.core.sessions.values()))
     node.core._marks[session, 0] = 1 << 40
     world.checks.node(node)
 
 
-BROKEN: list[tuple[Callable[[SimWorld, Grant], None], str]] = [
+BROKEN: list[tuple[Callable[[SimWorld, Lease], None], str]] = [
     (changes_an_ended_room, "I1"),
     (changes_a_byte, "I2"),
     (falls, "I4"),
@@ -272,10 +272,10 @@ BROKEN: list[tuple[Callable[[SimWorld, Grant], None], str]] = [
 
 
 @pytest.mark.parametrize(("breaks", "invariant"), BROKEN, ids=lambda what: getattr(what, "__name__", ""))
-def test_broken_books_are_found(breaks: Callable[[SimWorld, Grant], None], invariant: str) -> None:
-    world, grant = world_with_a_lease()
+def test_broken_books_are_found(breaks: Callable[[SimWorld, Lease], None], invariant: str) -> None:
+    world, lease = world_with_a_lease()
     with pytest.raises(Violation) as caught:
-        breaks(world, grant)
+        breaks(world, lease)
         world.checks.node(world.decode[0])
         world.checks.everything()
     assert caught.value.invariant == invariant

@@ -15,7 +15,7 @@ from pdstage.protocol.coverage import Coverage
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.effects import Detach
 from pdstage.protocol.lender import Lender
-from pdstage.protocol.outbox import Phase, RecordPhase
+from pdstage.protocol.outbox import DestinationPhase, Phase
 from pdstage.protocol.room import TRANSITIONS, Event, State
 from pdstage.protocol.sending import Sending
 from tests.sim.explore import QUICK
@@ -85,7 +85,7 @@ def test_symmetry_is_not_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     def reserve(self, session, ask, now):
         whole(self, session, ask, now)
         if session.route == b"P1":
-            self.send(session, m.Watermark(0, self.holdings.lanes[0].watermark), now)
+            self.send(session, m.Watermark(0, self.leases.lanes[0].watermark), now)
 
     monkeypatch.setattr(DecodeCore, "_on_reserve", reserve)
     assert Search(Configuration(name="twins", shape=TWINS), mirrored=False).run().complete
@@ -144,18 +144,18 @@ def _live_step(network: Network, node: Node, move: Move) -> None:
 def recall_frees_the_lease(patch: pytest.MonkeyPatch) -> None:
     whole = Lender._recall
 
-    def recall(self, grant, now):
-        whole(self, grant, now)
-        self.holdings.release(grant, now)
+    def recall(self, lease, now):
+        whole(self, lease, now)
+        self.leases.release(lease, now)
 
     patch.setattr(Lender, "_recall", recall)
 
 
 def drained_before_the_last_completion(patch: pytest.MonkeyPatch) -> None:
-    def drained(self, record, now):
-        if record.phase is RecordPhase.DRAINING:
-            self.send(record.session, m.Drained(record.epoch), now)
-            self._forget(record)
+    def drained(self, destination, now):
+        if destination.phase is DestinationPhase.DRAINING:
+            self.send(destination.session, m.Drained(destination.epoch), now)
+            self._forget(destination)
 
     patch.setattr(Sending, "_maybe_drained", drained)
 
@@ -187,7 +187,7 @@ def a_lost_lease_is_not_told_again(patch: pytest.MonkeyPatch) -> None:
     whole = DecodeCore._on_reserve
 
     def reserve(self, session, ask, now):
-        if self.holdings.find(session, ask.epoch, ask.chunk) is None:
+        if self.leases.find(session, ask.epoch, ask.chunk) is None:
             whole(self, session, ask, now)
 
     patch.setattr(DecodeCore, "_on_reserve", reserve)
@@ -199,9 +199,9 @@ def the_window_is_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def a_tag_counts_after_its_room(patch: pytest.MonkeyPatch) -> None:
     def tag(self, session, tag, now):
-        part = self._part(session, tag.epoch)
-        if part is not None and tag.chunk not in part.arrived:
-            self._arrived(part, tag, now)
+        writer = self._writer(session, tag.epoch)
+        if writer is not None and tag.chunk not in writer.arrived:
+            self._arrived(writer, tag, now)
         return True
 
     patch.setattr(DecodeCore, "_on_tag", tag)

@@ -59,7 +59,9 @@ class SimWorld(FabricWorld):
             aux=scenario.aux, src_columns=COLUMNS + (MORE,) * (scenario.more_columns == "P"),
             dst_columns=COLUMNS + (MORE,) * (scenario.more_columns == "D"),
             deadline_s=scenario.deadline_s, checksums=scenario.checksums,
-            choose=lambda c: scenario.path == "direct" or (scenario.path == "auto" and (c.number + c.record.epoch) % 2),
+            choose=lambda c: (
+                scenario.path == "direct" or (scenario.path == "auto" and (c.number + c.destination.epoch) % 2)
+            ),
             **scenario.config,
         )  # fmt: skip
         self.engines = Engines(self)
@@ -210,7 +212,7 @@ class SimWorld(FabricWorld):
             return False
         piece = post.pieces[item]
         self._do_deliver(key)
-        if post.dst.core.holdings.at(post.chunk.lane, post.chunk.cursor) is not None:
+        if post.dst.core.leases.at(post.chunk.lane, post.chunk.cursor) is not None:
             self.alter(post, piece)
         return True
 
@@ -232,7 +234,7 @@ class SimWorld(FabricWorld):
         """Every core agrees that its rooms are over."""
         cores = [node.core for node in self.nodes()]
         return all(c.idle and not c.rooms for c in cores) and not any(
-            c.holdings.lent for c in cores if isinstance(c, DecodeCore)
+            c.leases.lent for c in cores if isinstance(c, DecodeCore)
         )
 
     def _tick(self) -> None:

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdstage.protocol.queue import Request, RequestQueue
+from pdstage.protocol.queue import LeaseRequest, RequestQueue
 from pdstage.ring import Lane
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Grant:
+class Lease:
     """One live lease: granted, landed or quarantined."""
 
-    request: Request
+    request: LeaseRequest
     lane: int
     cursor: int
     granted_at: float
@@ -38,7 +38,7 @@ class Grant:
         return self.cursor + self.request.nbytes
 
 
-class Holdings:
+class LeaseTable:
     """Lanes, grants and the queue. Within a priority, first come first served; no session more than half while others
     wait.
     """
@@ -46,23 +46,23 @@ class Holdings:
     def __init__(self, spans: Iterable[LaneSpan]) -> None:
         self.spans = tuple(spans)
         self.lanes = [Lane(span.nbytes) for span in self.spans]
-        self._claims: dict[tuple[SessionId, int], dict[int, Grant | Request]] = {}
+        self._claims: dict[tuple[SessionId, int], dict[int, Lease | LeaseRequest]] = {}
         self._queue = RequestQueue()
-        self._at: dict[tuple[int, int], Grant] = {}
-        self._closed: list[deque[Grant]] = [deque() for _ in self.lanes]
+        self._at: dict[tuple[int, int], Lease] = {}
+        self._closed: list[deque[Lease]] = [deque() for _ in self.lanes]
         self._moved_at = [0.0 for _ in self.lanes]
         self._contended_at: float | None = None
         self._held: dict[tuple[Session, int], int] = {}
 
-    def at(self, lane: int, cursor: int) -> Grant | None:
+    def at(self, lane: int, cursor: int) -> Lease | None:
         return self._at.get((lane, cursor))
 
     def largest(self) -> int:
         """No lease above this can be granted, now or later, while what is quarantined stays so."""
         return max(lane.largest() for lane in self.lanes)
 
-    def is_open(self, grant: Grant) -> bool:
-        return self.lanes[grant.lane].is_open(grant.cursor, grant.request.nbytes)
+    def is_open(self, lease: Lease) -> bool:
+        return self.lanes[lease.lane].is_open(lease.cursor, lease.request.nbytes)
 
     @property
     def lent(self) -> bool:
@@ -74,7 +74,7 @@ class Holdings:
         """Requests without a lease."""
         return len(self._queue)
 
-    def grants(self) -> list[Grant]:
+    def live(self) -> list[Lease]:
         """Every live lease, in no order."""
         return list(self._at.values())
 
@@ -83,7 +83,7 @@ class Holdings:
         """Something waits: a request without a lease or a lease without its bytes."""
         return bool(self._queue) or any(self._closed)
 
-    def find(self, session: Session, epoch: int, chunk: int) -> Grant | Request | None:
+    def find(self, session: Session, epoch: int, chunk: int) -> Lease | LeaseRequest | None:
         """What a chunk has here: a lease, a place in the queue, or nothing."""
         claim = self._claims.get((session.id, epoch))
         return claim.get(chunk) if claim is not None else None
@@ -92,24 +92,24 @@ class Holdings:
         """Leases and waiting requests of one epoch of a session."""
         return len(self._claims.get((session.id, epoch), ()))
 
-    def wait(self, request: Request) -> None:
+    def wait(self, request: LeaseRequest) -> None:
         """Queues a request; one of the same chunk that waits is replaced in its place."""
         claim = self._claims.setdefault(request.claim, {})
         older = claim.get(request.chunk)
-        if isinstance(older, Request):
+        if isinstance(older, LeaseRequest):
             older.attempt, older.nbytes, older.rects = request.attempt, request.nbytes, request.rects
             return
         claim[request.chunk] = request
         self._queue.add(request)
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: LeaseRequest) -> None:
         if not request.waiting:
             return
         self._queue.remove(request)
         self._unclaim(request, request)
 
-    def grant_waiting(self, now: float) -> Iterator[Grant | Request]:
-        """Grants what can be granted, in order; yields a bare `Request` that no lane can ever serve."""
+    def grant_waiting(self, now: float) -> Iterator[Lease | LeaseRequest]:
+        """Grants what can be granted, in order; yields a bare `LeaseRequest` that no lane can ever serve."""
         over: set[Session] = set()
         while True:
             if self._queue.n_sessions == 1:  # nobody is left to share with
@@ -132,7 +132,7 @@ class Holdings:
                 request, lane = beside
             yield self._grant(request, lane, now)
 
-    def _beside(self, first: Request) -> tuple[Request, int] | None:
+    def _beside(self, first: LeaseRequest) -> tuple[LeaseRequest, int] | None:
         """A lane of which too much is carved out for those in front, and who fits it behind them (I13).
 
         Without quarantine every lane is one that the first in line waits for, and nobody overtakes.
@@ -148,39 +148,39 @@ class Holdings:
                 spare = {number for number in spare if request.nbytes > self.lanes[number].largest()}
         return None
 
-    def land(self, grant: Grant) -> None:
-        self.lanes[grant.lane].land(grant.cursor)
-        grant.state = "landed"
+    def land(self, lease: Lease) -> None:
+        self.lanes[lease.lane].land(lease.cursor)
+        lease.state = "landed"
 
-    def quarantine(self, grant: Grant, now: float) -> None:
-        grant.state = "quarantined"
-        if self.lanes[grant.lane].quarantine(grant.cursor):
-            self._moved_at[grant.lane] = now
+    def quarantine(self, lease: Lease, now: float) -> None:
+        lease.state = "quarantined"
+        if self.lanes[lease.lane].quarantine(lease.cursor):
+            self._moved_at[lease.lane] = now
 
-    def release(self, grant: Grant, now: float) -> None:
-        del self._at[grant.lane, grant.cursor]
-        self._unclaim(grant.request, grant)
-        held = (grant.request.session, grant.lane)
-        self._held[held] -= grant.request.nbytes
+    def release(self, lease: Lease, now: float) -> None:
+        del self._at[lease.lane, lease.cursor]
+        self._unclaim(lease.request, lease)
+        held = (lease.request.session, lease.lane)
+        self._held[held] -= lease.request.nbytes
         if not self._held[held]:
             del self._held[held]
-        if self.lanes[grant.lane].release(grant.cursor):
-            self._moved_at[grant.lane] = now
+        if self.lanes[lease.lane].release(lease.cursor):
+            self._moved_at[lease.lane] = now
 
-    def of(self, session: Session, epoch: int) -> list[Grant]:
+    def of(self, session: Session, epoch: int) -> list[Lease]:
         """Live leases of one epoch of a session."""
-        return [held for held in self._claims.get((session.id, epoch), {}).values() if isinstance(held, Grant)]
+        return [held for held in self._claims.get((session.id, epoch), {}).values() if isinstance(held, Lease)]
 
-    def of_session(self, session: Session) -> list[Grant]:
+    def of_session(self, session: Session) -> list[Lease]:
         """Live leases of a session."""
-        return [grant for grant in self._at.values() if grant.request.session is session]
+        return [lease for lease in self._at.values() if lease.request.session is session]
 
     def forget_requests(self, session: Session, epoch: int | None = None) -> None:
         """Takes what waits out of the queue, for a session or one of its epochs."""
         claims = [(session.id, epoch)] if epoch is not None else [c for c in self._claims if c[0] == session.id]
         for claim in claims:
             for held in list(self._claims.get(claim, {}).values()):
-                if isinstance(held, Request):
+                if isinstance(held, LeaseRequest):
                     self.forget(held)
 
     def note_contention(self, now: float) -> bool:
@@ -193,62 +193,62 @@ class Holdings:
 
     def snapshot(self) -> tuple[object, ...]:
         """Leases, requests and cursors, comparable and hashable."""
-        grants = sorted(
+        leases = sorted(
             (*g.request.claim, g.request.chunk, g.request.attempt, *at, g.state) for at, g in self._at.items()
         )
         waiting = sorted((priority, n, *r.claim, r.chunk, r.attempt) for priority, n, r in self._queue.entries())
-        return (tuple(grants), tuple(waiting), tuple((lane.head, lane.watermark) for lane in self.lanes))
+        return (tuple(leases), tuple(waiting), tuple((lane.head, lane.watermark) for lane in self.lanes))
 
-    def opened(self) -> Iterator[Grant]:
+    def opened(self) -> Iterator[Lease]:
         """Leases whose window has opened since the last call."""
         for closed in self._closed:
             while closed:
-                grant = closed[0]
-                live = self._at.get((grant.lane, grant.cursor)) is grant and grant.state == "granted"
-                if live and not self.is_open(grant):
+                lease = closed[0]
+                live = self._at.get((lease.lane, lease.cursor)) is lease and lease.state == "granted"
+                if live and not self.is_open(lease):
                     break
                 closed.popleft()
                 if live:
-                    yield grant
+                    yield lease
 
-    def to_recall(self, now: float, recall_after_s: float, stuck_after_s: float) -> list[Grant]:
+    def to_recall(self, now: float, recall_after_s: float, stuck_after_s: float) -> list[Lease]:
         """Leases that are in the way, by the three rules of DESIGN 6."""
         wanted = []
         for number, lane in enumerate(self.lanes):
             in_the_way = set(lane.in_the_way())
             stuck = now - self._moved_at[number] >= stuck_after_s
             for cursor, _, state in list(lane.leases()):
-                grant = self._at.get((number, cursor))
-                if grant is None or state != "granted" or grant.listed:
+                lease = self._at.get((number, cursor))
+                if lease is None or state != "granted" or lease.listed:
                     continue
-                shut_in = stuck and not self.is_open(grant) and self._elsewhere(grant)
-                if cursor in in_the_way or shut_in or self._late(grant, now, recall_after_s):
-                    wanted.append(grant)
+                shut_in = stuck and not self.is_open(lease) and self._elsewhere(lease)
+                if cursor in in_the_way or shut_in or self._late(lease, now, recall_after_s):
+                    wanted.append(lease)
         return wanted
 
-    def _unclaim(self, request: Request, held: Grant | Request) -> None:
+    def _unclaim(self, request: LeaseRequest, held: Lease | LeaseRequest) -> None:
         claim = self._claims.get(request.claim)
         if claim is not None and claim.get(request.chunk) is held:
             del claim[request.chunk]
             if not claim:
                 del self._claims[request.claim]
 
-    def _late(self, grant: Grant, now: float, recall_after_s: float) -> bool:
-        if self._contended_at is None or not self.is_open(grant):
+    def _late(self, lease: Lease, now: float, recall_after_s: float) -> bool:
+        if self._contended_at is None or not self.is_open(lease):
             return False
-        return now - max(grant.granted_at, self._contended_at) >= recall_after_s
+        return now - max(lease.granted_at, self._contended_at) >= recall_after_s
 
-    def _elsewhere(self, grant: Grant) -> bool:
-        nbytes = grant.request.nbytes
+    def _elsewhere(self, lease: Lease) -> bool:
+        nbytes = lease.request.nbytes
         return any(
-            number != grant.lane
+            number != lease.lane
             and nbytes <= lane.largest()
             and (at := lane.cursor_of_next(nbytes)) is not None
             and lane.is_open(at, nbytes)
             for number, lane in enumerate(self.lanes)
         )
 
-    def _lane_for(self, request: Request, among: set[int] | None = None) -> tuple[int | None, bool]:
+    def _lane_for(self, request: LeaseRequest, among: set[int] | None = None) -> tuple[int | None, bool]:
         """The lane to grant in, open ones first, then the least loaded; or whether only the session's share forbids."""
         others = self._queue.n_sessions > 1
         best: tuple[bool, int, int] | None = None
@@ -268,7 +268,7 @@ class Holdings:
             best = rank if best is None else min(best, rank)
         return (best[2] if best else None), limited and best is None
 
-    def _grant(self, request: Request, number: int, now: float) -> Grant:
+    def _grant(self, request: LeaseRequest, number: int, now: float) -> Lease:
         self.forget(request)
         lane = self.lanes[number]
         idle = lane.head == lane.watermark
@@ -276,11 +276,11 @@ class Holdings:
         assert cursor is not None, "the lane said it would grant"
         if idle:
             self._moved_at[number] = now
-        grant = Grant(request, number, cursor, now)
-        self._at[number, cursor] = grant
-        self._claims.setdefault(request.claim, {})[request.chunk] = grant
+        lease = Lease(request, number, cursor, now)
+        self._at[number, cursor] = lease
+        self._claims.setdefault(request.claim, {})[request.chunk] = lease
         held = (request.session, number)
         self._held[held] = self._held.get(held, 0) + request.nbytes
-        if not self.is_open(grant):
-            self._closed[number].append(grant)
-        return grant
+        if not self.is_open(lease):
+            self._closed[number].append(lease)
+        return lease
