@@ -20,7 +20,7 @@ from pdstage.manager.items import check, rects_of
 from pdstage.ownership import EVERYTHING, Common
 from pdstage.plan import TOKEN_MAJOR, Select, Stagings, selects, shares, tokens_of
 from pdstage.probe import LayerProbe, prove_layout
-from pdstage.protocol.outbox import clip, split
+from pdstage.protocol.destinations import clip, split
 from pdstage.spans import DirectPlan, coalesce
 from pdstage.stager import Stager
 from pdstage.tables import Index, Table
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from pdstage.plan import Share
     from pdstage.probe import Cell
-    from pdstage.protocol.outbox import Destination
+    from pdstage.protocol.destinations import Destination
 
 N_PAGES = 20_000
 LAYERS = 61

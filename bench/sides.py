@@ -190,7 +190,7 @@ class Sources(_Side):
         name, tokens = component(run), self.shape.tokens(run)
         for node in self.nodes:
             node.data_path.paths.path = path
-            node.core.config = dataclasses.replace(_CONFIG, chunk_nbytes=chunk_nbytes)
+            node.core.endpoint.config = dataclasses.replace(_CONFIG, chunk_nbytes=chunk_nbytes)
             sender = node.send(room)
             sender.chunk({name: self.shape.pages(run, room)}, {name: (0, tokens)})
             sender.finish()

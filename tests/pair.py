@@ -24,25 +24,15 @@ from pdstage.plan import HEAD_MAJOR, Rect, Select, Staging, selects, wire_order
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.config import Config
-from pdstage.protocol.decode import DecodeCore, DecodeRoom, Landing, WriterPhase
-from pdstage.protocol.effects import (
-    Attach,
-    Changed,
-    Detach,
-    Gather,
-    HangUp,
-    PeerWarning,
-    Scatter,
-    Send,
-    Write,
-    WriteDirect,
-    WriteRow,
-)
+from pdstage.protocol.decode import DecodeCore
+from pdstage.protocol.decode_chunks import Landing, Scatter
+from pdstage.protocol.decode_rooms import DecodeRoom, WriterPhase
+from pdstage.protocol.destinations import Chunk, GivenRow, PrefillRoom
 from pdstage.protocol.handshake import _GOLDEN
-from pdstage.protocol.outbox import Chunk, GivenRow, PrefillRoom
 from pdstage.protocol.prefill import PrefillCore
+from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.room import NO_ROWS, OwnRows, Room, State, room_key
-from pdstage.protocol.session import Session
+from pdstage.protocol.session import Attach, Changed, Detach, HangUp, PeerWarning, Send, Session
 from pdstage.topology import Topology, shard_axis
 
 _space = itertools.count(1)
@@ -166,7 +156,7 @@ class Decode:
 
     def nonces(self) -> set[int]:
         """Its half of every session it has greeted with."""
-        return {(self.core.incarnation + n * _GOLDEN) % (1 << 64) for n in range(1, self.core._n_greeted + 1)}
+        return {(self.core.incarnation + n * _GOLDEN) % (1 << 64) for n in range(1, self.core.handshake._n_greeted + 1)}
 
 
 class Copy(NamedTuple):
@@ -407,7 +397,7 @@ class World:
         layers=None,
     ):
         node = self.prefill[rank]
-        low, high = layers or self.src_stages[node.core._welcome.topology.pp_rank]
+        low, high = layers or self.src_stages[node.core.handshake.welcome.topology.pp_rank]
         rects = (Rect("kv", *tokens, low, high),)
         source = node.core.chunk(handle, rects, {"kv": pages}, self.now, ready=ready)
         self.carry(node)
@@ -640,7 +630,7 @@ class World:
         room = chunk.destination.room
         self.must(room is not None and not room.released, "I8", "a gather from released source memory")
         lost = chunk.destination.session.id not in node.core.sessions
-        self.must(lost or node.core._window_open(chunk), "I11", "a buffer held for a closed window")
+        self.must(lost or node.core.chunks.windows.is_open(chunk), "I11", "a buffer held for a closed window")
         select = selects(node.core.layout, chunk.destination.shares, chunk.rects)
         buffer = node.buffers[effect.buffer]
         buffer[:] = 0xEE
@@ -694,7 +684,7 @@ class World:
 
     def check_pages(self, dst: Decode, chunk: Chunk) -> None:
         """A byte of `chunk` lands in pages or in a row: is the room's part of its writer still open?"""
-        room = dst.core.epochs.get(chunk.destination.epoch)
+        room = dst.core.rooms.by_epoch.get(chunk.destination.epoch)
         writer = room.writers.get(chunk.destination.session.id) if room is not None else None
         self.must(writer is not None and writer.phase is not WriterPhase.QUIET, "I2", "a write into released pages")
 
@@ -778,16 +768,22 @@ def assert_flat(world: World) -> None:
     for node in world.nodes():
         core = node.core
         own = {(kind, session) for kind in ("beat", "silence") for session in core.sessions.values()}
-        left = {key for key in core.timers._at if key not in own and key != ("recalls",)}
+        left = {key for key in core.endpoint.timers._at if key not in own and key != ("recalls",)}
         assert not left, (node.name, left)
         if isinstance(core, DecodeCore):
-            assert core.idle and not core.rooms, (node.name, core.epochs)
+            assert core.idle and not core.rooms.by_key, (node.name, core.rooms.by_epoch)
             leases = core.leases.snapshot()
             assert leases[:2] == ((), ()), (node.name, leases)
             assert all(lane.head == lane.watermark and not lane.quarantined_nbytes for lane in core.leases.lanes)
-            assert all(peer.session is not None and not peer.rooms for peer in core.peers.values())
+            assert all(peer.session is not None and not peer.rooms for peer in core.handshake.peers.values())
         else:
-            assert core.idle and not core.rooms and not core.destinations, (node.name, core.rooms, core.destinations)
-            assert sorted(core.buffers.free) == list(range(world.n_buffers))
-            assert not core._parked and not core._askers and not core._flights and not core._orphans
-            assert core.buffers.idle
+            assert core.idle and not core.rooms.by_key and not core.rooms.destinations, (
+                node.name,
+                core.rooms.by_key,
+                core.rooms.destinations,
+            )
+            assert sorted(core.chunks.buffers.free) == list(range(world.n_buffers))
+            assert (
+                not core.rooms.pending and not core.rooms.askers and not core.chunks.flights and not core.chunks.orphans
+            )
+            assert core.chunks.buffers.idle

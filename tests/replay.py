@@ -21,9 +21,11 @@ from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.config import Config
 from pdstage.protocol.decode import DecodeCore
-from pdstage.protocol.effects import Gather, Scatter, Send, Write, WriteDirect, WriteRow
+from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.prefill import PrefillCore
+from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.room import room_key
+from pdstage.protocol.session import Send
 from pdstage.protocol.versions import VERSION
 from pdstage.topology import Topology
 from tests.golden import FOLDER

@@ -157,7 +157,6 @@ CIRCLES = [
     {"manager.prefill", "manager.sender"},
     {"manager.role", "manager.sessions"},
     {"ownership", "plan"},
-    {f"protocol.{name}" for name in ("effects", "leases", "inbox", "outbox", "queue", "session")},
 ]
 
 

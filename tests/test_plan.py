@@ -30,7 +30,7 @@ from pdstage.plan import (
     tokens_of,
     wire_order,
 )
-from pdstage.protocol.outbox import split
+from pdstage.protocol.destinations import split
 from pdstage.topology import REPLICATED, Axis, shard_axis, shard_range
 
 SIZES = range(1, 17)

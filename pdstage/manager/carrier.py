@@ -13,12 +13,14 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from pdstage.control.zmq import MAX_FRAMES
-from pdstage.protocol.effects import Attach, Changed, Detach, Effect, Gather, HangUp, PeerWarning, Scatter, Send
+from pdstage.protocol.decode_chunks import Scatter
+from pdstage.protocol.prefill_chunks import Gather
+from pdstage.protocol.session import Attach, Changed, Detach, HangUp, PeerWarning, Send
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdstage.manager.role import Role
+    from pdstage.manager.role import Effect, Role
 
 _LARGE_NBYTES = 128 << 10
 

@@ -14,8 +14,8 @@ from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.sessions import label
 from pdstage.plan import selects
-from pdstage.protocol.effects import Gather, Write, WriteDirect, WriteRow
-from pdstage.protocol.outbox import clip
+from pdstage.protocol.destinations import clip
+from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.spans import Index, split
 from pdstage.transport import Mapped, PostFailed, Spans
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pdstage.manager.observer import Observation
     from pdstage.metrics import Counters
     from pdstage.plan import Rect, Stagings
-    from pdstage.protocol.outbox import Chunk, Destination
+    from pdstage.protocol.destinations import Chunk, Destination
     from pdstage.protocol.session import Session
     from pdstage.stager import Stager
     from pdstage.transport import Done, Transport

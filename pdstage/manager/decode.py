@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from typing import TYPE_CHECKING, ClassVar, assert_never
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -20,21 +20,9 @@ from pdstage.manager.receiver import Bound, Receiver
 from pdstage.manager.sessions import label, place
 from pdstage.metadata import AuxRow
 from pdstage.protocol import messages as m
-from pdstage.protocol.decode import DecodeCore, DecodeRoom
-from pdstage.protocol.effects import (
-    Attach,
-    Changed,
-    Detach,
-    Effect,
-    Gather,
-    HangUp,
-    PeerWarning,
-    Scatter,
-    Send,
-    Write,
-    WriteDirect,
-    WriteRow,
-)
+from pdstage.protocol.decode import DecodeCore
+from pdstage.protocol.decode_chunks import Scatter
+from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.room import RoomId, State, room_key
 from pdstage.protocol.versions import OLDEST
 from pdstage.transport import Done, Inbound, PostFailed, Transport
@@ -49,6 +37,7 @@ if TYPE_CHECKING:
     from pdstage.layout import Layout
     from pdstage.manager.handle import CudaEvent, Handle
     from pdstage.manager.observer import Observer
+    from pdstage.manager.role import Effect
     from pdstage.manager.sleep import Heard
     from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
@@ -203,25 +192,16 @@ class DecodeNode(Node[DecodeCore, Receiver]):
 
     # What the core asks for.
 
-    def _carry(self, effect: Effect) -> None:
-        match effect:
-            case Scatter(ticket, landing):
-                writer = landing.writer
-                pair, tokens = self.sessions.pair(writer.session), writer.session.common.tokens(landing.rects)
-                items = {name: given.index for name, given in writer.room.items.items()}  # type: ignore[attr-defined]
-                src = Region(landing.address, landing.nbytes)
-                self.stager.scatter(
-                    ticket, writer.shares, landing.rects, wire=pair.wire, items=items, src=src,
-                    checksum=writer.session.checksums, tokens=tokens, cut=pair.dst,
-                    staged=writer.session.converted and writer.session.converted.taken,
-                )  # fmt: skip
-            case (
-                Gather() | Write() | WriteDirect() | WriteRow() | Send() | Changed() | PeerWarning() | Attach()
-                | Detach() | HangUp()
-            ):  # fmt: skip
-                raise AssertionError(f"a decode core asked for {effect}")
-            case _:
-                assert_never(effect)
+    def _carry(self, effect: Scatter) -> None:
+        landing, writer = effect.landing, effect.landing.writer
+        pair, tokens = self.sessions.pair(writer.session), writer.session.common.tokens(landing.rects)
+        items = {name: given.index for name, given in writer.room.items.items()}  # type: ignore[attr-defined]
+        src = Region(landing.address, landing.nbytes)
+        self.stager.scatter(
+            effect.ticket, writer.shares, landing.rects, wire=pair.wire, items=items, src=src,
+            checksum=writer.session.checksums, tokens=tokens, cut=pair.dst,
+            staged=writer.session.converted and writer.session.converted.taken,
+        )  # fmt: skip
 
     def _nbytes(self, effect: Effect) -> int:
         return effect.landing.nbytes if isinstance(effect, Scatter) else 0
@@ -369,7 +349,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
         return self.core.leases.lent  # a fabric without a thread of its own lands nothing while nobody asks
 
     def _must_ask(self) -> bool:
-        return bool(self.core.epochs)
+        return bool(self.core.rooms.by_epoch)
 
     def _expects(self) -> bool:
         return bool(self._binding)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdstage.manager.items import Checked, rects_of
-from pdstage.protocol.outbox import Phase
+from pdstage.protocol.destinations import Phase
 from pdstage.spans import Index
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pdstage.layout import Layout
     from pdstage.plan import Stagings
-    from pdstage.protocol.outbox import PrefillRoom
+    from pdstage.protocol.destinations import PrefillRoom
 
 _OVER = (Phase.WRITTEN, Phase.DROPPED, Phase.BROKEN)
 

@@ -26,7 +26,7 @@ from pdstage.manager.handle import Roster
 from pdstage.manager.role import AnyCore, Role
 from pdstage.manager.sessions import Sessions
 from pdstage.manager.sleep import EVERYTHING, Heard, Sleep
-from pdstage.protocol.effects import Changed, Effect, Send
+from pdstage.protocol.session import Changed, Send
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pdstage.manager.handle import Handle
     from pdstage.manager.nvtx import Ranges
     from pdstage.manager.observer import Observation
+    from pdstage.manager.role import Effect
     from pdstage.protocol.config import Config
     from pdstage.protocol.room import Room
     from pdstage.transport import Done, Inbound, PostFailed

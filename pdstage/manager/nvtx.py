@@ -10,12 +10,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pdstage import environment
-from pdstage.protocol.effects import Effect, Gather, Scatter, Write, WriteDirect, WriteRow
+from pdstage.protocol.decode_chunks import Scatter
+from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pdstage.kernels.index_ring import Runtime
+    from pdstage.protocol.decode import DecodeEffect
+    from pdstage.protocol.prefill import PrefillEffect
 
 _NAMES = {Gather: "gather", Write: "write", WriteDirect: "direct write", WriteRow: "aux row", Scatter: "scatter"}
 
@@ -27,7 +30,7 @@ class Ranges:
         self._runtime = runtime
 
     @contextmanager
-    def of(self, effect: Effect) -> Iterator[None]:
+    def of(self, effect: PrefillEffect | DecodeEffect) -> Iterator[None]:
         self._runtime.push_range(name(effect))
         try:
             yield
@@ -35,7 +38,7 @@ class Ranges:
             self._runtime.pop_range()
 
 
-def name(effect: Effect) -> str:
+def name(effect: PrefillEffect | DecodeEffect) -> str:
     """As a profiler shows it: what is done, of which room and chunk."""
     match effect:
         case Gather() | Write() | WriteDirect() | WriteRow():

@@ -15,15 +15,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 from pdstage.errors import PdstageError, TransportError
-from pdstage.protocol.effects import Effect, Gather, Scatter, Write, WriteDirect, WriteRow
+from pdstage.protocol.decode_chunks import Scatter
+from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.room import State, room_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pdstage.manager.handle import Handle
+    from pdstage.protocol.decode import DecodeEffect
+    from pdstage.protocol.destinations import Chunk
     from pdstage.protocol.messages import SessionId
-    from pdstage.protocol.outbox import Chunk
+    from pdstage.protocol.prefill import PrefillEffect
     from pdstage.protocol.room import Room, RoomId
     from pdstage.protocol.session import Session
     from pdstage.stager import Copied
@@ -206,7 +209,7 @@ class Observation:
 
     # Stages. What is under way is kept by its ticket, as it will be told but for its times and its error.
 
-    def asked(self, effects: Iterable[Effect]) -> None:
+    def asked(self, effects: Iterable[PrefillEffect | DecodeEffect]) -> None:
         """The core asked for these just now."""
         now = time.monotonic()
         for effect in effects:

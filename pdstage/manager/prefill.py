@@ -23,22 +23,9 @@ from pdstage.manager.sender import Sender
 from pdstage.manager.sessions import label, place
 from pdstage.metadata import AuxRow
 from pdstage.plan import Stagings
-from pdstage.protocol.effects import (
-    Attach,
-    Changed,
-    Detach,
-    Effect,
-    Gather,
-    HangUp,
-    PeerWarning,
-    Scatter,
-    Send,
-    Write,
-    WriteDirect,
-    WriteRow,
-)
-from pdstage.protocol.outbox import GivenRow
+from pdstage.protocol.destinations import GivenRow
 from pdstage.protocol.prefill import PrefillCore
+from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.room import RoomId, room_key
 from pdstage.protocol.versions import VERSION
 from pdstage.states import canonical
@@ -53,10 +40,12 @@ if TYPE_CHECKING:
     from pdstage.layout import Layout
     from pdstage.manager.handle import CudaEvent
     from pdstage.manager.observer import Observer
+    from pdstage.manager.role import Effect
     from pdstage.manager.sleep import Heard
     from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
-    from pdstage.protocol.outbox import PrefillRoom
+    from pdstage.protocol.destinations import PrefillRoom
+    from pdstage.protocol.prefill_chunks import ChunkEffect
     from pdstage.protocol.session import Session
     from pdstage.stager import Copied
     from pdstage.topology import Topology
@@ -252,14 +241,12 @@ class PrefillNode(Node[PrefillCore, Sender]):
 
     # What the core asks for.
 
-    def _carry(self, effect: Effect) -> None:
+    def _carry(self, effect: ChunkEffect) -> None:
         match effect:
             case Gather():
                 self.data_path.gather(effect)
             case Write() | WriteDirect() | WriteRow():
                 self._write(effect)
-            case Scatter() | Send() | Changed() | PeerWarning() | Attach() | Detach() | HangUp():
-                raise AssertionError(f"a prefill core asked for {effect}")
             case _:
                 assert_never(effect)
 

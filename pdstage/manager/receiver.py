@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pdstage.manager.items import Checked, GivenItems, GivenTokens
     from pdstage.metadata import AuxRow
     from pdstage.protocol import messages as m
-    from pdstage.protocol.decode import DecodeRoom
+    from pdstage.protocol.decode_rooms import DecodeRoom
 
 
 class Bound:

@@ -6,9 +6,10 @@ Layer 5. An interface: `prefill` and `decode` fill it in, `node` makes what it i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
-from pdstage.protocol.session import Core
+from pdstage.protocol.decode import DecodeCore, DecodeEffect
+from pdstage.protocol.prefill import PrefillCore, PrefillEffect
 
 if TYPE_CHECKING:
     import threading
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
     from pdstage.manager.observer import Observation
     from pdstage.manager.sessions import Sessions
     from pdstage.protocol.config import Config
-    from pdstage.protocol.effects import Effect
     from pdstage.protocol.room import Room
     from pdstage.protocol.session import Session
     from pdstage.stager import Copied, Stager
     from pdstage.transport import Done, Inbound, PostFailed, Transport
 
-AnyCore = TypeVar("AnyCore", bound=Core)
+AnyCore = TypeVar("AnyCore", bound=PrefillCore | DecodeCore)
+Effect: TypeAlias = PrefillEffect | DecodeEffect
 
 
 class Role(ABC, Generic[AnyCore]):
@@ -50,8 +51,8 @@ class Role(ABC, Generic[AnyCore]):
     # Effects and events.
 
     @abstractmethod
-    def _carry(self, effect: Effect) -> None:
-        """Carries out an effect of this role; ends in `assert_never`."""
+    def _carry(self, effect: Any) -> None:  # noqa: ANN401
+        """Carries out an effect that only this role's core asks for; ends in `assert_never`."""
 
     @abstractmethod
     def _nbytes(self, effect: Effect) -> int:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pdstage.manager.items import GivenItems, GivenTokens
     from pdstage.manager.prefill import PrefillNode
     from pdstage.metadata import AuxRow
-    from pdstage.protocol.outbox import PrefillRoom
+    from pdstage.protocol.destinations import PrefillRoom
 
 
 class Sender(Handle):

@@ -98,9 +98,9 @@ def read(node: Node[Any, Any]) -> Status:
         else:
             assert isinstance(core, PrefillCore)
             cursors = []
-            of_role = {"n_buffers": len(node.parts), "n_buffers_free": len(core.buffers.free)}
+            of_role = {"n_buffers": len(node.parts), "n_buffers_free": len(core.chunks.buffers.free)}
             of_role["buffer_nbytes"] = node.parts[0].nbytes
-        of_role["n_copies"] = len(core._flights)
+        of_role["n_copies"] = len(core.chunks.flights)
     return Status(
         _info(node), counters, asdict(node.socket.counters), over, _by_state(node), n_sessions, n_unfenced,
         n_rows_lent=n_rows, lanes=_lanes(cursors, leases), failed=node._failure is not None, **of_role,

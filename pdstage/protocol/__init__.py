@@ -1,11 +1,20 @@
 """The protocol, without sockets, threads or a clock: bytes and events in, effects out.
 
-Layer 2. Read in this order: `messages` (what is said), `wire` (its bytes), `room` (the states of a room), `effects`
-(what a core asks of its driver). Then the floors that each core stands on, from below: `session` (who is talking and
-in what order), `handshake` (with whom), and of decode `parting` (for how long), `lender` (the leases), `receiving` (the
-room table), `arriving` (the chunks) and `decode` (the core); of prefill `windows` (how far lanes may be written),
-`borrower` (the chunks and their leases), `sending` (the room table) and `prefill` (the core). Beside them lie `inbox`,
-`outbox`, `holdings` with its `queue`, and `parked` for what each side holds, `coverage` for what has arrived, `told`
-and `opening` for the limits of a peer's layout and of what it asks for, `fit` and `slots` for what both sides' state
-must have in common, `versions` for who talks with whom, `timers` and `config`.
+Read in this order:
+
+    messages, wire              what is said, and its bytes
+    room                        the states of a room
+    session                     one end of all sessions: who talks, in what order, how long silent; timers, effects
+    handshake, compat           how sessions begin and end, and what both sides must have in common
+    prefill                     the prefill core, which has:
+        destinations                chunks as the engine gave them, and as each destination gets them
+        prefill_chunks              the chunks' way: lease, window, send buffer, gather, write
+        prefill_rooms               the room table; `pending_opens` for rooms that are not submitted yet
+    decode                      the decode core, which has:
+        leases                      the ledger of staging memory, and what is said of it
+        decode_rooms                the room table, and each writer's part of a room; `coverage` of what has arrived
+        decode_chunks               the chunks' way: reserved, arrived, scattered, counted
+
+A core has its parts, and no class here takes behaviour from another's. `config` has every deadline, `timers` and
+`versions` say what they are.
 """

@@ -1,38 +1,39 @@
 """The decode core: what engine, driver and peers may say to a decode rank, and what follows.
 
-Layer 2, pure: no socket, thread or clock. Inputs are its public methods, output is `take_effects()`.
-
-It stands on six floors: `session_id` (who talks), `handshake` and `parting` (with whom, and how long), `lender` (the
-ledger of leases), `receiving` (the room table), `arriving` (the chunks). Room table and ledger are apart: a room that
-ended may still be written to.
+No socket, thread or clock: inputs are its public methods, output is `take_effects()`. It has an `Endpoint` (who talks),
+a `HandshakeClient` and its `Farewells` (with whom, and how long), a `LeaseTable` and its `Lender` (staging memory),
+`DecodeRooms` (the room table) and a `ChunkReceiver` (the chunks). Room table and leases are apart: a room that ended
+may still be written to.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.arriving import Arriving
-from pdstage.protocol.effects import Changed
-from pdstage.protocol.handshake import Peer
-from pdstage.protocol.inbox import DecodeRoom, Landing, Writer, WriterPhase
-from pdstage.protocol.receiving import too_late
+from pdstage.protocol.decode_chunks import ChunkReceiver, Scatter
+from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer, WriterPhase, too_late
+from pdstage.protocol.handshake import Farewells, HandshakeClient, Peer
+from pdstage.protocol.leases import LeaseTable, Lender
 from pdstage.protocol.room import NO_ROWS, OwnRows, State, room_id
-from pdstage.protocol.session import Session
+from pdstage.protocol.session import Changed, CoreEffect, Detach, Endpoint, PeerWarning, Session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
+    from pdstage.errors import PdstageError
     from pdstage.layout import Layout
     from pdstage.protocol.config import Config
+    from pdstage.protocol.versions import OtherVersion
     from pdstage.topology import Topology
 
-__all__ = ["DecodeCore", "DecodeRoom", "Landing", "Writer", "WriterPhase"]
+DecodeEffect: TypeAlias = CoreEffect | Scatter
+"""What the decode core asks of its driver."""
 
 
-class DecodeCore(Arriving):
+class DecodeCore:
     """The protocol's decode half. Not `notifies`: the transport carries no tags, so writers say them."""
 
     def __init__(
@@ -59,20 +60,22 @@ class DecodeCore(Arriving):
             topology, layout, transport, description, lanes, config.max_silence_s, features, rows.columns,
             rows.span if rows.wanted else None, others,
         )  # fmt: skip
-        super().__init__(incarnation, config, hello, rows)
+        self.layout = layout
+        self.topology = topology
+        self.endpoint = Endpoint(incarnation, config, self)
+        self.incarnation = incarnation
+        self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
+        self.handshake = HandshakeClient(self.endpoint, hello, self)
+        self.farewells = Farewells(self.endpoint, self.handshake, self)
+        self.leases = LeaseTable(lanes)
+        self.lender = Lender(self.endpoint, self.leases)
+        self.rooms = DecodeRooms(self.endpoint, self.handshake, self.lender)
+        self.chunks = ChunkReceiver(self.endpoint, self.lender, self.rooms, rows)
+        self._rows = rows
+        self._components = tuple(component.name for component in layout.components)
         self._last_epoch = 0
-        self._handlers: dict[type, Callable[..., None]] = {
-            m.Asking: self._on_asking,
-            m.Opened: self._on_opened,
-            m.Reserve: self._on_reserve,
-            m.Returned: self._on_returned,
-            m.Tagged: self._on_tagged,
-            m.CloseOk: self._on_close_ok,
-            m.CloseFailed: self._on_close_failed,
-            m.Drained: self._on_drained,
-            m.Heartbeat: self._on_heartbeat,
-            m.Bye: self._on_bye,
-        }
+        self._stranded: dict[m.SessionId, Session] = {}
+        """Lost sessions whose writers may still write, by their id."""
 
     # What the engine does.
 
@@ -82,7 +85,7 @@ class DecodeCore(Arriving):
         Raises `UsageError` if the room is being received already, its writers are none or share a route, or there are
         `max_peers` others and all in use.
         """
-        if key in self.rooms:
+        if key in self.rooms.by_key:
             named = room_id(key)
             raise UsageError(
                 f"room {named!r} is being received already", remedy="wait for its end, or abort it", room=named
@@ -94,18 +97,18 @@ class DecodeCore(Arriving):
                 remedy="name each prefill rank once, at least one",
                 room=named,
             )
-        self._make_place(writers.values(), now)
+        self.farewells.make_place(writers.values(), now)
         room = DecodeRoom(key, self._new_epoch(), dict(writers))
         room.deadline_s = deadline_s
-        self.rooms[key] = self.epochs[room.epoch] = room
-        self.counters.rooms_opened += 1
-        self.timers.set(("room", room), now + deadline_s)
-        self.timers.set(("bind", room), now + self.config.bind_s)
+        self.rooms.by_key[key] = self.rooms.by_epoch[room.epoch] = room
+        self.endpoint.counters.rooms_opened += 1
+        self.endpoint.timers.set(("room", room), now + deadline_s)
+        self.endpoint.timers.set(("bind", room), now + self.endpoint.config.bind_s)
         for route in writers.values():
-            peer = self._peer(route, now)
+            peer = self.handshake.peer(route, now)
             peer.rooms[room] = None
             peer.given_up.pop(key, None)
-        self._maybe_connected(room, now)
+        self.rooms.connect(room, now)
         return room
 
     def give_up(self, key: bytes, writers: Mapping[int, bytes], reason: str, now: float) -> None:
@@ -113,12 +116,12 @@ class DecodeCore(Arriving):
 
         Nothing if the room is being received anew. Raises `UsageError` as `announce` does for too many peers.
         """
-        if key in self.rooms:
+        if key in self.rooms.by_key:
             return
-        self._make_place(writers.values(), now)
+        self.farewells.make_place(writers.values(), now)
         for route in writers.values():
-            self._peer(route, now)
-        self._give_up(m.Abort(self._new_epoch(), m.brief(reason), False, key), writers.values(), now)
+            self.handshake.peer(route, now)
+        self.rooms.give_up(m.Abort(self._new_epoch(), m.brief(reason), False, key), writers.values(), now)
 
     def _new_epoch(self) -> int:
         self._last_epoch += 1
@@ -156,28 +159,65 @@ class DecodeCore(Arriving):
         room.bound, room.asked, room.items = True, asked, items
         room.wire_items, room.priority = wire_items, priority
         room.row = row if self._rows.within_reach else None
-        self.timers.cancel(("bind", room))
-        self.timers.cancel(("asking", room))
+        self.endpoint.timers.cancel(("bind", room))
+        self.endpoint.timers.cancel(("asking", room))
         if room.state is State.WAITING_FOR_INPUT:
-            self._open(room, now)
+            self.rooms.open(room, now)
 
     def abort(self, room: DecodeRoom, reason: str, now: float) -> None:
-        self._fail(room, Aborted(f"room {room.id!r} was aborted at decode: {reason}"), now)
-        self._settle(now)
+        self.rooms.fail(room, Aborted(f"room {room.id!r} was aborted at decode: {reason}"), now)
+        self.settle(now)
 
     def close(self, now: float) -> None:
         """Ends every room; `idle` tells when every writer is quiet."""
-        for room in list(self.rooms.values()):
+        for room in list(self.rooms.by_key.values()):
             self.abort(room, "the node closes", now)
+
+    # What the driver says, and takes.
+
+    def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
+        """One control frame. Never raises for what a peer sent: that is a `PeerWarning`."""
+        self.endpoint.receive(route, data, now)
+
+    def tag(self, data: bytes, now: float) -> None:
+        """One notification of the data plane."""
+        self.chunks.tag(data, now)
+        self.settle(now)
+
+    def scattered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
+        """The scatter's kernel ended; `checksum` is of the bytes it found, where the session has checksums."""
+        self.chunks.scattered(ticket, now, error, checksum)
+        self.settle(now)
+
+    def unreachable(self, route: bytes, error: PdstageError, now: float) -> None:
+        """No connection to `route` can be made: the rooms that wait for its answer to Hello fail with `error`."""
+        self.handshake.unreachable(route, error, now)
+        self.settle(now)
+
+    def tick(self, now: float) -> None:
+        """Serves what is due."""
+        self.endpoint.tick(now)
+
+    def next_at(self) -> float | None:
+        """When `tick` must be called next."""
+        return self.endpoint.timers.next_at()
+
+    def take_effects(self) -> list[DecodeEffect]:
+        """The effects since the last call, in order; the driver carries them out."""
+        return self.endpoint.take_effects()
+
+    def bye(self, now: float) -> None:
+        """After the last completion: this process ends its sessions in order."""
+        self.endpoint.bye(now)
 
     @property
     def quiet(self) -> bool:
         """Nothing of ours is in flight, so that Bye may be said."""
-        return not self._flights
+        return not self.chunks.flights
 
     @property
     def idle(self) -> bool:
-        return not self.epochs and not self._flights and not self.leases.lent
+        return not self.rooms.by_epoch and not self.chunks.flights and not self.leases.lent
 
     @property
     def memory_is_free(self) -> bool:
@@ -186,113 +226,230 @@ class DecodeCore(Arriving):
     def snapshot(self) -> tuple[object, ...]:
         """Everything that may differ between two states of this core, comparable and hashable."""
         rooms = []
-        for epoch, room in sorted(self.epochs.items()):
+        for epoch, room in sorted(self.rooms.by_epoch.items()):
             writers = tuple((session_id, writer.phase.name) for session_id, writer in sorted(room.writers.items()))
             rooms.append((epoch, room.key, room.status, room.pending, writers))
         return (tuple(rooms), self.leases.snapshot())
 
     # What peers say, in the order of DESIGN's table.
 
-    def _dispatch(self, route: bytes, session: Session | None, frame: wire.Frame, now: float) -> None:
-        message = frame.message
-        match message:
-            case m.Welcome():
+    def on_frame(self, route: bytes, session: Session | None, frame: wire.Frame, now: float) -> None:
+        match frame.message:
+            case m.Welcome() as welcome:
                 if session is None:
-                    self._on_welcome(route, frame, message, now)
-            case m.HelloRefused():
-                self._on_hello_refused(route, frame, message, now)
-            case m.NoSession() if session is not None:
+                    self.handshake.on_welcome(route, frame, welcome, now)
+            case m.HelloRefused() as refused:
+                self.handshake.on_hello_refused(route, frame, refused, now)
+            case m.NoSession() as answer if session is not None:
                 self.lose(session, PeerError("prefill does not know this session", remedy="it restarted"), now)
-                if message.incarnation == session.id.writer:
+                if answer.incarnation == session.id.writer:
                     self.fenced(session, now)
-            case m.NoSession() | m.Bye() if session is None:
+            case (m.NoSession() | m.Bye()) as answer if session is None:
                 stranded = self._stranded.get(frame.session)
                 if stranded is not None and stranded.route == route:
-                    self._on_stranded(stranded, message.incarnation if isinstance(message, m.NoSession) else None, now)
-                self._on_farewell(route, frame.session)
-            case _ if self._is_leaving(route, frame.session):
+                    self._on_stranded(stranded, answer.incarnation if isinstance(answer, m.NoSession) else None, now)
+                self.farewells.on_answer(route, frame.session)
+            case _ if self.farewells.is_leaving(route, frame.session):
                 pass  # it has not heard our Bye yet
             case _ if session is None:
-                self.send_loose(route, frame.session, m.NoSession(self.incarnation))
-            case _:
-                handler = self._handlers.get(type(message))
-                if handler is None:
-                    raise PeerError(f"{type(message).__name__} sent to a decode node", remedy="check the peer's role")
-                handler(session, message, now)
+                self.endpoint.send_loose(route, frame.session, m.NoSession(self.endpoint.incarnation))
+            case message:
+                self._on_message(session, message, now)
 
-    def _on_bye(self, session: Session, bye: m.Bye, now: float) -> None:
+    def _on_message(self, session: Session, message: m.AnyMessage, now: float) -> None:
+        match message:
+            case m.Reserve():
+                self.chunks.on_reserve(session, message, now)
+            case m.CloseOk():
+                self.chunks.on_close_ok(session, message, now)
+            case m.Opened():
+                self._on_opened(session, message, now)
+            case m.Heartbeat():
+                self.farewells.on_heartbeat(session, message, now)
+            case m.Tagged():
+                self.chunks.on_tagged(session, message, now)
+            case m.Asking():
+                self._on_asking(session, message)
+            case m.Returned():
+                self.lender.on_returned(session, message, now)
+            case m.CloseFailed():
+                self._on_close_failed(session, message, now)
+            case m.Drained():
+                self._on_drained(session, message, now)
+            case m.Bye():
+                self._on_bye(session, now)
+            case _:
+                raise PeerError(f"{type(message).__name__} sent to a decode node", remedy="check the peer's role")
+
+    def _on_bye(self, session: Session, now: float) -> None:
         """A process says Bye after its last completion, so the session is quiet."""
         session.said_bye = True
         self.lose(session, PeerError("the prefill rank closed", remedy="route elsewhere"), now)
         self.fenced(session, now)
 
-    def _on_asking(self, session: Session, asking: m.Asking, now: float) -> None:
-        writer = self._writer(session, asking.epoch)
+    def _on_asking(self, session: Session, asking: m.Asking) -> None:
+        writer = self.rooms.writer(session, asking.epoch)
         if writer is None or not asking.finished:
             return
         room = writer.room
         if not room.bound and not room.ended and not room.ready_to_bind:
             room.ready_to_bind = True
-            self.timers.cancel(("asking", room))
-            self.emit(Changed(room))
+            self.endpoint.timers.cancel(("asking", room))
+            self.endpoint.emit(Changed(room))
 
     def _on_opened(self, session: Session, opened: m.Opened, now: float) -> None:
-        writer = self._writer(session, opened.epoch)
+        writer = self.rooms.writer(session, opened.epoch)
         if writer is None or writer.phase not in (WriterPhase.OPENING, WriterPhase.OPENED):
             return
         if opened.state == "refused":
-            self._fail(writer.room, PeerError(f"prefill rank {writer.number} refused the room: {opened.reason}"), now)
+            self.rooms.fail(
+                writer.room, PeerError(f"prefill rank {writer.number} refused the room: {opened.reason}"), now
+            )
             return
-        self._answered(writer)
+        self.rooms.answered(writer)
         if not writer.shares and not writer.has_aux:  # told, and it never writes: nobody waits for its Close
-            self._quiet(writer)
+            self.rooms.quiet(writer)
 
     def _on_close_failed(self, session: Session, close: m.CloseFailed, now: float) -> None:
-        writer = self._writer(session, close.epoch)
+        writer = self.rooms.writer(session, close.epoch)
         if writer is None or writer.phase is WriterPhase.QUIET:
-            self.send(session, m.Abort(close.epoch, "the room is over", False), now)
+            self.endpoint.send(session, m.Abort(close.epoch, "the room is over", False), now)
         elif not writer.room.ended:
-            self._fail(writer.room, Aborted(f"prefill rank {writer.number} gave the room up: {close.reason}"), now)
+            self.rooms.fail(writer.room, Aborted(f"prefill rank {writer.number} gave the room up: {close.reason}"), now)
         elif writer.phase is WriterPhase.ABORTING:
-            self._send_abort(writer, now)
+            self.rooms.send_abort(writer, now)
         else:
-            self._abort_writer(writer, "the room is over", now)
+            self.rooms.abort_writer(writer, "the room is over", now)
 
     def _on_drained(self, session: Session, drained: m.Drained, now: float) -> None:
-        writer = self._writer(session, drained.epoch)
+        writer = self.rooms.writer(session, drained.epoch)
         if writer is None or writer.phase is WriterPhase.QUIET:
             return
         if not writer.room.ended:
-            self._fail(writer.room, PeerError(f"prefill rank {writer.number} dropped the room"), now)
-        self._release_of(session, drained.epoch, now)
-        self._quiet(writer)
+            self.rooms.fail(writer.room, PeerError(f"prefill rank {writer.number} dropped the room"), now)
+        self.lender.release_of(session, drained.epoch, now)
+        self.rooms.quiet(writer)
 
     # Time.
 
-    def _on_timer(self, key: tuple[str, object], now: float) -> None:
+    def on_timer(self, key: tuple[str, object], now: float) -> None:
         match key:
             case ("recalls",):
-                self._recall_all(now)
+                self.lender.recall_all(now)
             case (str() as kind, Peer() as peer):
-                self._on_greeting_timer(kind, peer, now)
+                self.handshake.on_timer(kind, peer, now)
             case ("asking", DecodeRoom() as room):
-                self._ask(room, now)
+                self.rooms.ask(room, now)
             case (str() as kind, DecodeRoom() as room):
-                self._fail(room, too_late(kind, room, self.config), now)
+                self.rooms.fail(room, too_late(kind, room, self.endpoint.config), now)
             case ("open", Writer() as writer):
-                self._send_open(writer, now)
+                self.rooms.send_open(writer, now)
             case ("abort", Writer() as writer):
-                self._send_abort(writer, now)
+                self.rooms.send_abort(writer, now)
             case ("drain", Writer() as writer):
-                late = DeadlineExceeded(f"prefill rank {writer.number} did not drain in {self.config.drain_s} s")
+                late = DeadlineExceeded(
+                    f"prefill rank {writer.number} did not drain in {self.endpoint.config.drain_s} s"
+                )
                 self.lose(writer.session, late, now)
             case (("bye" | "bye_until") as kind, Session() as session):
-                self._on_farewell_timer(kind, session, now)
+                self.farewells.on_timer(kind, session, now)
             case ("linger", Writer() as writer):
-                self._abort_writer(writer, "finished", now)
+                self.rooms.abort_writer(writer, "finished", now)
             case ("stranded", Session() as session):
                 self._ask_stranded(session, now)
             case (("beat" | "silence") as kind, Session() as session):
-                if self.on_session_timer(kind, session, now):
+                if self.endpoint.on_session_timer(kind, session, now):
                     silent = f"prefill was silent for {session.silence_s} s"
                     self.lose(session, DeadlineExceeded(silent, remedy="look at that node"), now)
+
+    # The end of a session.
+
+    def lose(self, session: Session, error: PdstageError, now: float) -> None:
+        """The session is over: its rooms fail, nothing further is sent under it, what may still be written is
+        quarantined.
+        """
+        if self.endpoint.sessions.pop(session.id, None) is None:
+            return
+        self.endpoint.count_end(session)
+        self.endpoint.unwatch(session)
+        self.rooms.forget_deals()
+        peer = self.handshake.peers.pop(session.route, None)
+        for writer in list(session.claims.values()):
+            self.rooms.fail(writer.room, error, now)
+            self.rooms.stop_asking(writer)
+            if not writer.writes_in_place:  # it may still write staging memory, never this room's own
+                self.rooms.quiet(writer)
+        if peer is not None:
+            for room in list(peer.rooms):
+                self.rooms.fail(room, error, now)
+        self.lender.strand(session, now)
+        if not session.said_bye:
+            self.endpoint.emit(PeerWarning(session.route, error))
+        self.endpoint.emit(Detach(session))
+        if self.holds(session):
+            self._stranded[session.id] = session
+            self._ask_stranded(session, now)
+        self.handshake.hang_up(session.route)
+
+    def needs(self, route: bytes) -> bool:
+        """Whether somebody at `route` is greeted, talked with, or owes an answer."""
+        if route in self.handshake.peers or route in self.farewells:
+            return True
+        return any(session.route == route for session in self._stranded.values())
+
+    def _ask_stranded(self, session: Session, now: float) -> None:
+        """Asks a lost session's writer whether it still knows the session, at the pace of a heartbeat.
+
+        A writer that was stopped or cut off comes back as the same process: its NoSession then proves it quiet, on
+        transports too that fence nothing. The question is outside the session's order, so it keeps nothing alive.
+        """
+        if not self.holds(session):
+            self._leave_stranded(session)
+            return
+        self.endpoint.send_loose(session.route, session.id, m.Heartbeat())
+        self.endpoint.timers.set(("stranded", session), now + self.endpoint.config.max_silence_s / 3)
+
+    def _on_stranded(self, session: Session, incarnation: int | None, now: float) -> None:
+        """A lost session's route answers NoSession, or Bye: its writer itself is quiet, another proves nothing."""
+        if incarnation in (None, session.id.writer):
+            self.fenced(session, now)
+        else:  # whoever may still write is not at this route any more
+            self._leave_stranded(session)
+
+    def _leave_stranded(self, session: Session) -> None:
+        if self._stranded.pop(session.id, None) is not None:
+            self.endpoint.timers.cancel(("stranded", session))
+            self.handshake.hang_up(session.route)
+
+    def fenced(self, session: Session, now: float) -> None:
+        """After `Detach`: nothing of that session lands any more, so all it held is free."""
+        session.quiet = True
+        self._leave_stranded(session)
+        self.lender.unstrand(session, now)
+        for writer in list(session.claims.values()):
+            self.rooms.quiet(writer)
+        self.settle(now)
+
+    def holds(self, session: Session) -> bool:
+        """Whether a lost session that is not fenced yet still keeps memory: leases, or what it may write in place."""
+        if self.leases.of_session(session):
+            return True
+        return any(writer.phase is not WriterPhase.QUIET for writer in session.claims.values())
+
+    # What its parts ask of it.
+
+    def on_other_version(self, route: bytes, error: OtherVersion) -> None:
+        """The warning is enough: nobody greets a decode node."""
+
+    def in_use(self, session: Session) -> bool:
+        peer = self.handshake.peers.get(session.route)
+        return bool(session.claims) or (peer is not None and bool(peer.rooms))
+
+    def met(self, peer: Peer, now: float) -> None:
+        self.rooms.met(peer, now)
+
+    def fail(self, room: DecodeRoom, error: PdstageError, now: float) -> None:
+        self.rooms.fail(room, error, now)
+
+    def settle(self, now: float) -> None:
+        self.lender.settle(now)

@@ -1,36 +1,34 @@
-"""Can these two talk: decode greets, prefill answers, and each refuses in words what does not fit.
-
-Layer 2, pure. Must not know leases or what rooms do: a `HandshakeClient` tells its heir when a peer is met, or never
-will be.
+"""How sessions begin and end in order: decode greets, prefill answers, each refuses in words what does not fit, and
+decode ends a session that neither side needs.
 
 Every greeting carries a number of its own, so a session once lost is never resumed, not by the same two processes
 either; and prefill remembers the lost ones for a while, lest a late Hello begin one again with its seq at zero.
+
+Only decode ends an idle session, since only its rooms use it, and only on hearing a heartbeat by which prefill needs it
+no more either. Frames keep their order, so whatever prefill did for a room before that heartbeat decode has heard of:
+a room that comes at that very moment finds the session whole, or greets the peer anew.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pdstage import columns, convert
 from pdstage.convert import Conversion
-from pdstage.errors import DeadlineExceeded, PdstageError, PeerError
+from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, UsageError
 from pdstage.ownership import Common
 from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.effects import Attach, PeerWarning
-from pdstage.protocol.fit import incompatible, parted
-from pdstage.protocol.session import Core, Session
-from pdstage.protocol.told import layout_problem
+from pdstage.protocol.compat import incompatible, layout_problem, parted
+from pdstage.protocol.session import Attach, HangUp, PeerWarning, Session
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
-    from pdstage.protocol.config import Config
-    from pdstage.protocol.inbox import DecodeRoom
+    from pdstage.protocol.session import Endpoint, Owner
     from pdstage.protocol.versions import OtherVersion
 
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
@@ -53,57 +51,61 @@ class Peer:
     """This end of the session to come; a lost session's successor has another."""
     session: Session | None = None
     n_hellos: int = 0
-    rooms: dict[DecodeRoom, None] = field(default_factory=dict)
+    rooms: dict[Any, None] = field(default_factory=dict)
     given_up: dict[bytes, m.Abort] = field(default_factory=dict)
     """Rooms that ended before it answered, which it is told once it does."""
 
 
-class HandshakeClient(Core):
-    """Decode's half: says Hello to each writer of a room, once."""
+class ClientOwner(Protocol):
+    """What a `HandshakeClient` and its `Farewells` ask of the decode core."""
 
-    def __init__(self, incarnation: int, config: Config, hello: m.Hello) -> None:
-        super().__init__(incarnation, config)
-        self.peers: dict[bytes, Peer] = {}
-        self._hello = hello
-        self._n_greeted = 0
-
-    @abstractmethod
-    def _met(self, peer: Peer, now: float) -> None:
+    def met(self, peer: Peer, now: float) -> None:
         """The peer agreed: its rooms may open."""
 
-    @abstractmethod
-    def _fail(self, room: DecodeRoom, error: PdstageError, now: float) -> None: ...
+    def fail(self, room: Any, error: PdstageError, now: float) -> None:  # noqa: ANN401  (a room is its core's own)
+        """The room's peer will never agree."""
 
-    @abstractmethod
-    def _hang_up(self, route: bytes) -> None:
-        """Nobody there is greeted any more."""
+    def lose(self, session: Session, error: PdstageError, now: float) -> None: ...
 
-    def _on_other_version(self, route: bytes, error: OtherVersion) -> None:
-        """The warning is enough: nobody greets a decode node."""
+    def in_use(self, session: Session) -> bool: ...
 
-    def _peer(self, route: bytes, now: float) -> Peer:
+    def needs(self, route: bytes) -> bool:
+        """Whether the connection to `route` is needed for anything."""
+
+
+class HandshakeClient:
+    """Decode's half: says Hello to each writer of a room, once."""
+
+    def __init__(self, endpoint: Endpoint, hello: m.Hello, owner: ClientOwner) -> None:
+        self.endpoint = endpoint
+        self.hello = hello
+        self.peers: dict[bytes, Peer] = {}
+        self._owner = owner
+        self._n_greeted = 0
+
+    def peer(self, route: bytes, now: float) -> Peer:
         """The peer at `route`, greeted if it is new."""
         peer = self.peers.get(route)
         if peer is None:
             self._n_greeted += 1
-            nonce = (self.incarnation + self._n_greeted * _GOLDEN) % (1 << 64)
+            nonce = (self.endpoint.incarnation + self._n_greeted * _GOLDEN) % (1 << 64)
             peer = self.peers[route] = Peer(route, nonce)
             self._greet(peer, now)
-            self.timers.set(("hello_until", peer), now + self.config.hello_s)
+            self.endpoint.timers.set(("hello_until", peer), now + self.endpoint.config.hello_s)
         return peer
 
     def _greet(self, peer: Peer, now: float) -> None:
-        self.send_loose(peer.route, m.SessionId(peer.nonce, 0), self._hello)
-        self.back_off(("hello", peer), now, peer.n_hellos, peer.nonce)
+        self.endpoint.send_loose(peer.route, m.SessionId(peer.nonce, 0), self.hello)
+        self.endpoint.back_off(("hello", peer), now, peer.n_hellos, peer.nonce)
         peer.n_hellos += 1
 
-    def _on_welcome(self, route: bytes, frame: wire.Frame, welcome: m.Welcome, now: float) -> None:
+    def on_welcome(self, route: bytes, frame: wire.Frame, welcome: m.Welcome, now: float) -> None:
         session_id = frame.session
         peer = self.peers.get(route)
         if peer is None or session_id.decode != peer.nonce:
             return
         if peer.session is not None:  # the same greeting answered by a second process: the first is gone
-            self.lose(peer.session, PeerError("the prefill rank restarted", remedy="send its rooms again"), now)
+            self._owner.lose(peer.session, PeerError("the prefill rank restarted", remedy="send its rooms again"), now)
             return
         problem = self._welcome_problem(welcome)
         if problem:
@@ -112,42 +114,42 @@ class HandshakeClient(Core):
         silence_s = welcome.max_silence_s
         session = Session(session_id, route, welcome.layout, welcome.topology, (), silence_s, now, now, half_open=False)
         session.heard = frame.seq
-        if (met := _agree(session, welcome, self._hello)) is not None:
+        if (met := _agree(session, welcome, self.hello)) is not None:
             session.stagings = Stagings(met.taken)
-        self._say_left_out(session)
-        self.sessions[session_id] = peer.session = session
-        self.counters.sessions_opened += 1
+        self.endpoint.warn_left_out(session)
+        self.endpoint.sessions[session_id] = peer.session = session
+        self.endpoint.counters.sessions_opened += 1
         self._stop_greeting(peer)
-        self.watch(session, now)
-        self.emit(Attach(session, m.offers(welcome)))
-        self.send(session, m.Heartbeat(), now)
+        self.endpoint.watch(session, now)
+        self.endpoint.emit(Attach(session, m.offers(welcome)))
+        self.endpoint.send(session, m.Heartbeat(), now)
         for told in peer.given_up.values():
-            self.send(session, told, now)
+            self.endpoint.send(session, told, now)
         peer.given_up.clear()
-        self._met(peer, now)
+        self._owner.met(peer, now)
 
     def _welcome_problem(self, welcome: m.Welcome) -> str:
-        if problem := _apart(welcome, "prefill", self._hello, "decode"):
+        if problem := _apart(welcome, "prefill", self.hello, "decode"):
             return problem
         if not 0 < welcome.max_silence_s < float("inf"):
             return "no finite max_silence_s"
         problem = columns.problem(welcome.columns, columns.MAX_ROW_NBYTES)
-        return problem or layout_problem(welcome.layout) or _misfit(welcome, self._hello)
+        return problem or layout_problem(welcome.layout) or _misfit(welcome, self.hello)
 
-    def _on_hello_refused(self, route: bytes, frame: wire.Frame, refused: m.HelloRefused, now: float) -> None:
+    def on_hello_refused(self, route: bytes, frame: wire.Frame, refused: m.HelloRefused, now: float) -> None:
         peer = self.peers.get(route)
         if peer is not None and peer.session is None and frame.session.decode == peer.nonce:
             error = PeerError(f"prefill refused this node: {refused.reason}", remedy="match both sides")
             self._refused(peer, error, now)
 
     def _refused(self, peer: Peer, error: PdstageError, now: float) -> None:
-        self.counters.sessions_refused += 1
+        self.endpoint.counters.sessions_refused += 1
         self.peers.pop(peer.route, None)
         self._stop_greeting(peer)
-        self.emit(PeerWarning(peer.route, error))
+        self.endpoint.emit(PeerWarning(peer.route, error))
         for room in list(peer.rooms):
-            self._fail(room, error, now)
-        self._hang_up(peer.route)
+            self._owner.fail(room, error, now)
+        self.hang_up(peer.route)
 
     def unreachable(self, route: bytes, error: PdstageError, now: float) -> None:
         """No connection to `route` can be made: the rooms that wait for its answer to Hello fail with `error`.
@@ -157,49 +159,143 @@ class HandshakeClient(Core):
         peer = self.peers.get(route)
         if peer is not None and peer.session is None:
             self._refused(peer, error, now)
-        self._settle(now)
 
     def _stop_greeting(self, peer: Peer) -> None:
-        self.timers.cancel(("hello", peer))
-        self.timers.cancel(("hello_until", peer))
+        self.endpoint.timers.cancel(("hello", peer))
+        self.endpoint.timers.cancel(("hello_until", peer))
 
-    def _on_greeting_timer(self, kind: str, peer: Peer, now: float) -> None:
+    def on_timer(self, kind: str, peer: Peer, now: float) -> None:
         if kind == "hello":
             self._greet(peer, now)
         else:
-            waited = self.config.hello_s
+            waited = self.endpoint.config.hello_s
             self._refused(
                 peer, DeadlineExceeded(f"no answer from {peer.route!r} in {waited} s", remedy="is it up?"), now
             )
 
+    def hang_up(self, route: bytes) -> None:
+        """Nobody there is greeted any more: the connection may go, if nothing else needs it."""
+        if not self._owner.needs(route):
+            self.endpoint.emit(HangUp(route))
 
-class HandshakeServer(Core):
+
+class Farewells:
+    """Decode's sessions that no room needs, and peers that there is no place for: ended in order."""
+
+    def __init__(self, endpoint: Endpoint, handshake: HandshakeClient, owner: ClientOwner) -> None:
+        self.endpoint = endpoint
+        self._handshake = handshake
+        self._owner = owner
+        self._leaving: dict[bytes, tuple[Session, int]] = {}
+        """By route: a session whose Bye is not answered yet, and how often it was said."""
+
+    def __contains__(self, route: bytes) -> bool:
+        """Whether a session with that route has said Bye and waits for the answer."""
+        return route in self._leaving
+
+    def make_place(self, routes: Collection[bytes], now: float) -> None:
+        """For peers at `routes`: beyond `max_peers` as many others, the idlest first, are asked to end their sessions.
+
+        Until they have answered there are that many too many. Raises `UsageError` where too many are in use.
+        """
+        peers, most = self._handshake.peers, self.endpoint.config.max_peers
+        n_new = sum(route not in peers for route in routes)
+        n_over = len(peers) + n_new - most
+        if not n_new or n_over <= 0:
+            return
+        self.endpoint.counters.peers_crowded += n_new
+        sessions = (peer.session for peer in peers.values() if peer.route not in routes)
+        unused = [session for session in sessions if session is not None and not self._owner.in_use(session)]
+        if len(unused) < n_over:
+            raise UsageError(
+                f"this node talks with {len(peers)} peers, {n_new} more are needed and {len(unused)} are idle",
+                remedy=f"raise Config.max_peers, now {most}, or use fewer prefill ranks",
+                max_peers=most,
+            )
+        asked = sorted((session for session in unused if not session.spare), key=lambda session: session.used_at)
+        for session in asked[: max(0, n_over - (len(unused) - len(asked)))]:
+            session.spare = True
+            self.endpoint.send(session, m.Heartbeat(m.SPARE), now)
+
+    def on_heartbeat(self, session: Session, beat: m.Heartbeat, now: float) -> None:
+        if beat.idle == m.IN_USE or self._owner.in_use(session):
+            return
+        if m.SPARE in (beat.idle, self.endpoint.need_of(session, now)):
+            self._leave(session, now)
+
+    def _leave(self, session: Session, now: float) -> None:
+        """Ends a session that neither side needs: Bye, until it is answered or the peer was silent for too long."""
+        self.endpoint.counters.sessions_idle += 1
+        session.said_bye = True
+        self._leaving[session.route] = session, 0
+        self._owner.lose(session, PeerError("neither side needed the session"), now)
+        self.endpoint.timers.set(("bye_until", session), now + session.silence_s)
+        self._say_bye(session, now)
+
+    def _say_bye(self, session: Session, now: float) -> None:
+        if not self.is_leaving(session.route, session.id):  # the route was left again since
+            self.endpoint.timers.cancel(("bye_until", session))
+            return
+        _, n_byes = self._leaving[session.route]
+        self._leaving[session.route] = session, n_byes + 1
+        self.endpoint.send(session, m.Bye(), now)
+        if n_byes:  # the answer may be what was lost: then the peer knows no such session, and says so
+            self.endpoint.send_loose(session.route, session.id, m.Heartbeat())
+        self.endpoint.back_off(("bye", session), now, n_byes, session.id.decode)
+
+    def on_timer(self, kind: str, session: Session, now: float) -> None:
+        if kind == "bye":
+            self._say_bye(session, now)
+        else:
+            self._left(session)
+
+    def is_leaving(self, route: bytes, session_id: m.SessionId) -> bool:
+        return route in self._leaving and self._leaving[route][0].id == session_id
+
+    def on_answer(self, route: bytes, session_id: m.SessionId) -> None:
+        """The peer has heard our Bye, whatever it says to it."""
+        if self.is_leaving(route, session_id):
+            self._left(self._leaving[route][0])
+
+    def _left(self, session: Session) -> None:
+        if self.is_leaving(session.route, session.id):
+            del self._leaving[session.route]
+        self.endpoint.timers.cancel(("bye", session))
+        self.endpoint.timers.cancel(("bye_until", session))
+        self._handshake.hang_up(session.route)
+
+
+class HandshakeServer:
     """Prefill's half: answers Hello. A session is *half-open* until the first frame under it."""
 
-    def __init__(self, incarnation: int, config: Config, welcome: m.Welcome) -> None:
-        super().__init__(incarnation, config)
-        self._welcome = welcome
+    def __init__(self, endpoint: Endpoint, welcome: m.Welcome, owner: Owner) -> None:
+        self.endpoint = endpoint
+        self.welcome = welcome
+        self.lost: OrderedDict[m.SessionId, None] = OrderedDict()
+        self._owner = owner
         self._at: dict[bytes, Session] = {}
         self._n_half_open = 0
-        self._lost: OrderedDict[m.SessionId, None] = OrderedDict()
 
-    def _on_hello(self, route: bytes, frame: wire.Frame, hello: m.Hello, now: float) -> None:
-        session_id = m.SessionId(frame.session.decode, self.incarnation)
-        session = self.sessions.get(session_id)
+    def on_hello(self, route: bytes, frame: wire.Frame, hello: m.Hello, now: float) -> None:
+        session_id = m.SessionId(frame.session.decode, self.endpoint.incarnation)
+        session = self.endpoint.sessions.get(session_id)
         if session is None:
-            if session_id in self._lost:
-                self.counters.frames_stale += 1
+            if session_id in self.lost:
+                self.endpoint.counters.frames_stale += 1
                 return
             problem = self._hello_problem(hello)
-            if not problem and len(self.sessions) >= self.config.max_peers:
-                self.counters.peers_crowded += 1
+            n_peers = len(self.endpoint.sessions)
+            if not problem and n_peers >= self.endpoint.config.max_peers:
+                self.endpoint.counters.peers_crowded += 1
                 if self._ask_idlest(now):
                     return  # by the time Hello comes again there is a place
-                problem = f"already {len(self.sessions)} peers, all in use; raise Config.max_peers, or route elsewhere"
+                problem = f"already {n_peers} peers, all in use; raise Config.max_peers, or route elsewhere"
             if problem:
-                self.counters.sessions_refused += 1
-                self.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
-                self.emit(PeerWarning(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides")))
+                self.endpoint.counters.sessions_refused += 1
+                self.endpoint.send_loose(route, frame.session, m.HelloRefused(m.brief(problem)))
+                self.endpoint.emit(
+                    PeerWarning(route, PeerError(f"refused a decode node: {problem}", remedy="match both sides"))
+                )
                 return
             self._make_room(route, now)
             session = Session(
@@ -207,83 +303,82 @@ class HandshakeServer(Core):
             )
             session.exposes_pool = m.DIRECT_FEATURE in hello.features
             session.rows = hello.rows
-            if (met := _agree(session, self._welcome, hello)) is not None:
+            if (met := _agree(session, self.welcome, hello)) is not None:
                 session.stagings = Stagings(met.offered)
-            self._say_left_out(session)
-            self.sessions[session_id] = session
+            self.endpoint.warn_left_out(session)
+            self.endpoint.sessions[session_id] = session
             self._n_half_open += 1
-            self.counters.sessions_opened += 1
-            self.watch(session, now)
-            self.emit(Attach(session, m.offers(hello)))
-        self.send(session, self._welcome, now)
+            self.endpoint.counters.sessions_opened += 1
+            self.endpoint.watch(session, now)
+            self.endpoint.emit(Attach(session, m.offers(hello)))
+        self.endpoint.send(session, self.welcome, now)
 
-    def _on_other_version(self, route: bytes, error: OtherVersion) -> None:
-        self.counters.sessions_refused += 1
-        self.send_loose(route, m.SessionId(*error.session), m.HelloRefused(error.what))
+    def on_other_version(self, route: bytes, error: OtherVersion) -> None:
+        self.endpoint.counters.sessions_refused += 1
+        self.endpoint.send_loose(route, m.SessionId(*error.session), m.HelloRefused(error.what))
 
     def _hello_problem(self, hello: m.Hello) -> str:
-        if problem := _apart(hello, "decode", self._welcome, "prefill"):
+        if problem := _apart(hello, "decode", self.welcome, "prefill"):
             return problem
         if not 0 < len(hello.lanes) < m.AUX or any(lane.nbytes < 1 for lane in hello.lanes):
             return f"{len(hello.lanes)} lanes, or an empty one"
         if not 0 < hello.max_silence_s < float("inf"):
             return "no finite max_silence_s"
-        return _rows_problem(hello) or layout_problem(hello.layout) or _misfit(self._welcome, hello)
+        return _rows_problem(hello) or layout_problem(hello.layout) or _misfit(self.welcome, hello)
 
     def _ask_idlest(self, now: float) -> bool:
         """Asks the peer whose session was idle for longest to end it; False if there is none."""
-        unused = (session for session in self.sessions.values() if not session.half_open and not self.in_use(session))
+        unused = (
+            session for session in self.endpoint.sessions.values() if not session.half_open and not session.claims
+        )
         idlest = min(unused, key=lambda session: session.used_at, default=None)
         if idlest is not None:
             idlest.spare, idlest.used_at = True, now  # one that does not go is not asked again before the others
-            self.send(idlest, m.Heartbeat(m.SPARE), now)
+            self.endpoint.send(idlest, m.Heartbeat(m.SPARE), now)
         return idlest is not None
 
-    def in_use(self, session: Session) -> bool:
-        return bool(session.destinations)
-
-    def _on_heartbeat(self, session: Session, beat: m.Heartbeat, now: float) -> None:
-        if beat.idle == m.SPARE and not self.in_use(session):
-            self.send(session, m.Heartbeat(m.IDLE), now)
+    def on_heartbeat(self, session: Session, beat: m.Heartbeat, now: float) -> None:
+        if beat.idle == m.SPARE and not session.claims:
+            self.endpoint.send(session, m.Heartbeat(m.IDLE), now)
 
     def _make_room(self, route: bytes, now: float) -> None:
         """Of too many half-open sessions one is over: the oldest of the route that greets, else of all.
 
         An honest peer's is confirmed within a round trip; so who greets without end takes nobody's place.
         """
-        if self._n_half_open >= self.config.max_half_open:
-            half_open = [session for session in self.sessions.values() if session.half_open]
+        if self._n_half_open >= self.endpoint.config.max_half_open:
+            half_open = [session for session in self.endpoint.sessions.values() if session.half_open]
             oldest = next((session for session in half_open if session.route == route), half_open[0])
-            self.lose(oldest, PeerError("too many half-open sessions", remedy="follow a Hello up"), now)
+            self._owner.lose(oldest, PeerError("too many half-open sessions", remedy="follow a Hello up"), now)
 
-    def _confirm(self, session: Session, now: float) -> None:
+    def confirm(self, session: Session, now: float) -> None:
         """The first frame under a session: it replaces the one that its peer had before."""
         session.half_open = False
         self._n_half_open -= 1
         older = self._at.get(session.route)
         self._at[session.route] = session
         if older is not None:
-            self.lose(older, PeerError("the decode node greeted again", remedy="see its log for why"), now)
+            self._owner.lose(older, PeerError("the decode node greeted again", remedy="see its log for why"), now)
 
-    def _unlink(self, session: Session) -> bool:
+    def unlink(self, session: Session) -> bool:
         """Forgets a session; False if it was forgotten already."""
-        if self.sessions.pop(session.id, None) is None:
+        if self.endpoint.sessions.pop(session.id, None) is None:
             return False
-        self.unwatch(session)
+        self.endpoint.unwatch(session)
         if self._at.get(session.route) is session:
             del self._at[session.route]
         if session.half_open:
             self._n_half_open -= 1
         else:
-            self.count_end(session)
-            self._never_again(session.id)
+            self.endpoint.count_end(session)
+            self.never_again(session.id)
         return True
 
-    def _never_again(self, session_id: m.SessionId) -> None:
+    def never_again(self, session_id: m.SessionId) -> None:
         """No late Hello may begin this session: it was lost, or this process has said that it knows nothing of it."""
-        self._lost[session_id] = None
-        if len(self._lost) > _MAX_LOST:
-            self._lost.popitem(last=False)
+        self.lost[session_id] = None
+        if len(self.lost) > _MAX_LOST:
+            self.lost.popitem(last=False)
 
 
 def _rows_problem(hello: m.Hello) -> str:

@@ -1,24 +1,125 @@
-"""What the decode side holds: the ledger of leases and the requests that wait for one.
+"""Leases at decode: the ledger of the lanes' memory, the requests that wait for some of it, and what is said of both.
 
-Layer 2, pure. Must not know messages or the room table: a lease's life goes on after its room's end (I2, I15).
+A lease's life goes on after its room's end, so the room table is not known here (I2, I15):
 
     granted -> landed -> released          granted -> quarantined -> released          granted -> released
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdstage.protocol.queue import LeaseRequest, RequestQueue
+from pdstage.protocol import messages as m
 from pdstage.ring import Lane
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Container, Iterable, Iterator
 
-    from pdstage.protocol.messages import LaneSpan, SessionId
-    from pdstage.protocol.session import Session
+    from pdstage.plan import Rect
+    from pdstage.protocol.session import Endpoint, Session
+
+
+@dataclass(slots=True, eq=False)
+class LeaseRequest:
+    """One attempt of one chunk, waiting for a lease."""
+
+    session: Session
+    epoch: int
+    chunk: int
+    attempt: int
+    nbytes: int
+    rects: tuple[Rect, ...]
+    priority: int
+    waiting: bool = True
+
+    @property
+    def claim(self) -> tuple[m.SessionId, int]:
+        return (self.session.id, self.epoch)
+
+
+class RequestQueue:
+    """First come first served within a priority; sessions may be passed over.
+
+    Each session's requests are a heap, and one heap holds the front of each session. Entries that are no longer true
+    are met and thrown away at the top, or all at once when they are most of a heap.
+    """
+
+    def __init__(self) -> None:
+        self._n_arrived = 0
+        self._n_waiting = 0
+        self._queues: dict[Session, list[tuple[int, int, LeaseRequest]]] = {}
+        self._counts: dict[Session, int] = {}
+        self._fronts: list[tuple[int, int, Session]] = []
+        self._front: dict[Session, tuple[int, int]] = {}
+        """The entry of each session in `_fronts` that counts: never behind its true front."""
+
+    def __len__(self) -> int:
+        return self._n_waiting
+
+    def __contains__(self, session: Session) -> bool:
+        return session in self._counts
+
+    @property
+    def n_sessions(self) -> int:
+        return len(self._counts)
+
+    def add(self, request: LeaseRequest) -> None:
+        session = request.session
+        self._n_arrived += 1
+        self._n_waiting += 1
+        self._counts[session] = self._counts.get(session, 0) + 1
+        place = (request.priority, self._n_arrived)
+        queue = self._queues.setdefault(session, [])
+        heapq.heappush(queue, (*place, request))
+        if len(queue) > 64 + 4 * self._counts[session]:
+            queue[:] = [entry for entry in queue if entry[2].waiting]
+            heapq.heapify(queue)
+        if session not in self._front or place < self._front[session]:
+            self._put_front(session, place)
+
+    def remove(self, request: LeaseRequest) -> None:
+        session = request.session
+        request.waiting = False
+        self._n_waiting -= 1
+        self._counts[session] -= 1
+        if not self._counts[session]:
+            del self._counts[session], self._queues[session], self._front[session]
+
+    def first(self, passed_over: Container[Session]) -> LeaseRequest | None:
+        """The first in line of the sessions not `passed_over`; those are few, the sessions that wait may be many."""
+        aside, found = [], None
+        while self._fronts and found is None:
+            priority, n, session = self._fronts[0]
+            if self._front.get(session) != (priority, n):
+                heapq.heappop(self._fronts)
+                continue
+            queue = self._queues[session]
+            while not queue[0][2].waiting:
+                heapq.heappop(queue)
+            if queue[0][:2] != (priority, n):
+                heapq.heappop(self._fronts)
+                self._put_front(session, queue[0][:2])
+            elif session in passed_over:
+                aside.append(heapq.heappop(self._fronts))
+            else:
+                found = queue[0][2]
+        for entry in aside:
+            heapq.heappush(self._fronts, entry)
+        return found
+
+    def entries(self) -> Iterator[tuple[int, int, LeaseRequest]]:
+        """(priority, place in line, request), in no order."""
+        return (entry for queue in self._queues.values() for entry in queue if entry[2].waiting)
+
+    def _put_front(self, session: Session, place: tuple[int, int]) -> None:
+        self._front[session] = place
+        heapq.heappush(self._fronts, (*place, session))
+        if len(self._fronts) > 64 + 4 * len(self._front):
+            self._fronts = [(*place, session) for session, place in self._front.items()]
+            heapq.heapify(self._fronts)
 
 
 @dataclass(slots=True, eq=False)
@@ -43,10 +144,10 @@ class LeaseTable:
     wait.
     """
 
-    def __init__(self, spans: Iterable[LaneSpan]) -> None:
+    def __init__(self, spans: Iterable[m.LaneSpan]) -> None:
         self.spans = tuple(spans)
         self.lanes = [Lane(span.nbytes) for span in self.spans]
-        self._claims: dict[tuple[SessionId, int], dict[int, Lease | LeaseRequest]] = {}
+        self._claims: dict[tuple[m.SessionId, int], dict[int, Lease | LeaseRequest]] = {}
         self._queue = RequestQueue()
         self._at: dict[tuple[int, int], Lease] = {}
         self._closed: list[deque[Lease]] = [deque() for _ in self.lanes]
@@ -284,3 +385,104 @@ class LeaseTable:
         if not self.is_open(lease):
             self._closed[number].append(lease)
         return lease
+
+
+class Lender:
+    """Says what becomes of the leases: who gets one, how far its lane may be written, and which are asked back."""
+
+    def __init__(self, endpoint: Endpoint, leases: LeaseTable) -> None:
+        self.endpoint = endpoint
+        self.leases = leases
+        self._marks_sent: dict[Session, dict[int, int]] = {}
+
+    def send_lease(self, lease: Lease, now: float) -> None:
+        request = lease.request
+        mark = self._mark(request.session, lease.lane)
+        answer = m.Lease(request.epoch, request.chunk, request.attempt, lease.lane, lease.cursor, request.nbytes, mark)
+        self.endpoint.send(request.session, answer, now)
+
+    def _mark(self, session: Session, lane: int) -> int:
+        """The lane's watermark, remembered as known to `session`: it bounds what that session may still begin."""
+        mark = self.leases.lanes[lane].watermark
+        self._marks_sent.setdefault(session, {})[lane] = mark
+        return mark
+
+    def on_returned(self, session: Session, returned: m.Returned, now: float) -> None:
+        lease = self.leases.at(returned.lane, returned.cursor)
+        if lease is None or lease.request.session is not session or lease.state == "landed":
+            return
+        if (lease.request.epoch, lease.request.chunk) == (returned.epoch, returned.chunk):
+            self.endpoint.counters.leases_returned += 1
+            self.leases.release(lease, now)
+
+    def release_of(self, session: Session, epoch: int, now: float) -> None:
+        """The writer is quiet about this epoch: everything it did not land is free."""
+        for lease in self.leases.of(session, epoch):
+            if lease.state != "landed":
+                self.leases.release(lease, now)
+
+    def quarantine_of(self, session: Session, epoch: int, now: float) -> None:
+        """The room failed: its writer may still write what it was granted."""
+        for lease in self.leases.of(session, epoch):
+            if lease.state == "granted":
+                self._quarantine(lease, now)
+
+    def _quarantine(self, lease: Lease, now: float) -> None:
+        self.endpoint.counters.leases_quarantined += 1
+        self.leases.quarantine(lease, now)
+        self.endpoint.timers.set(("recalls",), now)
+
+    def strand(self, session: Session, now: float) -> None:
+        """The session is lost: what it may still write is quarantined; what its last watermark forbids it, free."""
+        marks = self._marks_sent.pop(session, {})
+        self.leases.forget_requests(session)
+        for lease in self.leases.of_session(session):
+            capacity = self.leases.lanes[lease.lane].capacity
+            begins_never = lease.end > marks.get(lease.lane, 0) + capacity
+            if lease.state != "landed" and begins_never:
+                self.leases.release(lease, now)
+            elif lease.state == "granted":
+                self._quarantine(lease, now)
+
+    def unstrand(self, session: Session, now: float) -> None:
+        """The session is fenced: all it held but what waits for its scatter is free."""
+        for lease in self.leases.of_session(session):
+            if lease.state != "landed":
+                self.leases.release(lease, now)
+
+    def settle(self, now: float) -> None:
+        """After every input: grants what waits, tells whose window opened, and arms recall while something waits."""
+        for granted in self.leases.grant_waiting(now):
+            if isinstance(granted, Lease):
+                self.endpoint.counters.leases_granted += 1
+                self.send_lease(granted, now)
+            else:
+                most = self.leases.largest()
+                refused = m.Refused(granted.epoch, granted.chunk, granted.attempt, "too_big", most)
+                self.endpoint.send(granted.session, refused, now)
+        told = set()
+        for lease in self.leases.opened():
+            session = lease.request.session
+            if (session, lease.lane) not in told and session.id in self.endpoint.sessions:
+                told.add((session, lease.lane))
+                self.endpoint.send(session, m.Watermark(lease.lane, self._mark(session, lease.lane)), now)
+        if self.leases.note_contention(now):
+            soon = min(self.endpoint.config.recall_after_s, self.endpoint.config.stuck_after_s)
+            self.endpoint.timers.set_default(("recalls",), now + soon)
+
+    def recall_all(self, now: float) -> None:
+        """Asks for every lease that is in the way, again and again while something waits."""
+        for lease in self.leases.to_recall(
+            now, self.endpoint.config.recall_after_s, self.endpoint.config.stuck_after_s
+        ):
+            if lease.request.session.id in self.endpoint.sessions:
+                self._recall(lease, now)
+        if self.leases.contended:
+            self.endpoint.repeat(("recalls",), now)
+
+    def _recall(self, lease: Lease, now: float) -> None:
+        request = lease.request
+        self.endpoint.counters.leases_recalled += 1
+        mark = self._mark(request.session, lease.lane)
+        recall = m.Recall(request.epoch, request.chunk, request.attempt, lease.lane, lease.cursor, mark)
+        self.endpoint.send(request.session, recall, now)

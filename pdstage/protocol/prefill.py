@@ -1,43 +1,53 @@
 """The prefill core: what engine, driver and peers may say to a prefill rank, and what follows.
 
-Layer 2, pure: no socket, thread or clock. Inputs are its public methods, output is `take_effects()`.
-
-It stands on five floors: `session_id` (who talks), `handshake` (with whom), `windows` (how far lanes may be written),
-`borrower` (chunks and their leases), `sending` (the room table).
+No socket, thread or clock: inputs are its public methods, output is `take_effects()`. It has an `Endpoint` (who talks),
+a `HandshakeServer` (with whom), `PrefillRooms` (the room table) and a `ChunkSender` (chunks and their leases).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, assert_never
 
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.opening import check_open
-from pdstage.protocol.outbox import (
+from pdstage.protocol.compat import check_open
+from pdstage.protocol.destinations import (
     Chunk,
     Destination,
     DestinationPhase,
-    Ended,
     GivenRow,
     Phase,
     PrefillRoom,
     SubmittedChunk,
 )
+from pdstage.protocol.handshake import HandshakeServer
+from pdstage.protocol.prefill_chunks import ChunkEffect
+from pdstage.protocol.prefill_rooms import Ended, PrefillRooms
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
-from pdstage.protocol.sending import Sending
-from pdstage.protocol.session import Session
+from pdstage.protocol.session import CoreEffect, Detach, Endpoint, PeerWarning, Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from pdstage.errors import PdstageError
     from pdstage.layout import Layout
     from pdstage.plan import Rect
     from pdstage.protocol.config import Config
+    from pdstage.protocol.versions import OtherVersion
     from pdstage.topology import Topology
 
+PrefillEffect: TypeAlias = CoreEffect | ChunkEffect
+"""What the prefill core asks of its driver."""
 
-class PrefillCore(Sending):
+
+Heard: TypeAlias = (
+    m.Ask | m.Open | m.Lease | m.Refused | m.Watermark | m.Recall | m.Closed | m.Abort | m.Heartbeat | m.Bye
+)
+"""What a prefill node is told within a session."""
+
+
+class PrefillCore:
     """The protocol's prefill half. `choose` says whether a chunk that may go direct should; not `direct`: none may.
 
     Not `notifies`: the transport carries no tags, so they are said here.
@@ -67,49 +77,44 @@ class PrefillCore(Sending):
         welcome = m.Welcome(
             topology, layout, transport, description, config.max_silence_s, features, rows.columns, others
         )  # fmt: skip
-        super().__init__(
-            incarnation, config, welcome, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose, rows=rows
-        )  # fmt: skip
+        self.layout = layout
+        self.topology = topology
+        self.endpoint = Endpoint(incarnation, config, self)
+        self.handshake = HandshakeServer(self.endpoint, welcome, self)
+        self.incarnation = incarnation
+        self.sessions, self.counters = self.endpoint.sessions, self.endpoint.counters
+        self.rooms = PrefillRooms(
+            self.endpoint, welcome, rows, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, choose=choose
+        )
+        self.chunks = self.rooms.chunks
         self._direct = direct
         self._components = tuple(component.name for component in layout.components)
         self._row_tokens = layout.row_tokens
-        self._handlers: dict[type, Callable[..., None]] = {
-            m.Ask: self._on_ask,
-            m.Open: self._on_open,
-            m.Lease: self._on_lease,
-            m.Refused: self._on_refused,
-            m.Watermark: self._on_watermark,
-            m.Recall: self._on_recall,
-            m.Closed: self._on_closed,
-            m.Abort: self._on_abort,
-            m.Heartbeat: self._on_heartbeat,
-            m.Bye: self._on_bye,
-        }
 
     # What the engine does.
 
     def submit(self, key: bytes, now: float) -> PrefillRoom:
         """The engine will send this room. Raises `UsageError` if it is being sent already."""
-        if key in self.rooms:
+        if key in self.rooms.by_key:
             named = room_id(key)
             raise UsageError(
                 f"room {named!r} is being sent already", remedy="wait for its end, or abort it", room=named
             )
-        room = self.rooms[key] = PrefillRoom(key)
-        ended = self._how_ended(key, now)
-        self._ended.pop(key, None)
-        self.counters.rooms_opened += 1
-        self.timers.set(("open_wait", room), now + self.config.open_wait_s)
+        room = self.rooms.by_key[key] = PrefillRoom(key)
+        ended = self.rooms.how_ended(key, now)
+        self.rooms.ended.pop(key, None)
+        self.endpoint.counters.rooms_opened += 1
+        self.endpoint.timers.set(("open_wait", room), now + self.endpoint.config.open_wait_s)
         if ended is not None and not ended.begun:
-            self._fail(room, given_up(room, ended.reason), now)
-            self._ended[key].known.update(ended.known)
-        for destination in self._parked.take(key):
-            self.timers.cancel(("parked", destination))
+            self.rooms.fail(room, given_up(room, ended.reason), now)
+            self.rooms.ended[key].known.update(ended.known)
+        for destination in self.rooms.pending.take(key):
+            self.endpoint.timers.cancel(("parked", destination))
             if room.ended:
-                self._turn_away(destination, str(room.error), now)
+                self.rooms.turn_away(destination, str(room.error), now)
             else:
-                self._attach(room, destination, now)
-        self._settle(now)
+                self.rooms.attach(room, destination, now)
+        self.settle(now)
         return room
 
     def chunk(
@@ -126,12 +131,12 @@ class PrefillCore(Sending):
             raise UsageError(f"room {room.id!r} got a chunk after finish()", remedy="chunks come first", room=room.id)
         self._check_rects(room, rects)
         for rect in rects:
-            if rect.component in self._slots:
+            if rect.component in self.rooms.slots:
                 room.slots[rect.component] = max(room.slots.get(rect.component, 0), rect.stop)
         room.sources.append(source)
         for destination in list(room.destinations.values()):
-            self._add(destination, source, now)
-        self._settle(now)
+            self.chunks.add(destination, source, now)
+        self.settle(now)
         return source
 
     def _check_rects(self, room: PrefillRoom, rects: tuple[Rect, ...]) -> None:
@@ -143,7 +148,7 @@ class PrefillCore(Sending):
             )
         for rect in rects:
             known = rect.component in self._components
-            least = 0 if rect.component in self._slots else 1
+            least = 0 if rect.component in self.rooms.slots else 1
             ascends = 0 <= rect.start <= rect.stop - least
             if not known or not ascends or not 0 <= rect.layer_start < rect.layer_stop:
                 raise UsageError(
@@ -168,10 +173,10 @@ class PrefillCore(Sending):
         for chunk in source.chunks:
             chunk.waits_since = now
             if chunk.phase is Phase.PARKED:
-                self._ask(chunk, now)
+                self.chunks.ask(chunk, now)
             elif chunk.phase is Phase.HELD:
-                self._advance(chunk)
-        self._settle(now)
+                self.chunks.advance(chunk)
+        self.settle(now)
 
     def finish(self, room: PrefillRoom, aux: bytes | GivenRow | None, now: float) -> None:
         """No more chunks will come; `aux` goes to the destinations that want it.
@@ -182,73 +187,90 @@ class PrefillCore(Sending):
             return
         if room.finished:
             raise UsageError(f"room {room.id!r} is finished already", remedy="call finish() once", room=room.id)
-        if isinstance(aux, bytes) and len(aux) > self.config.max_aux_nbytes:
+        if isinstance(aux, bytes) and len(aux) > self.endpoint.config.max_aux_nbytes:
             raise UsageError(
-                f"room {room.id!r} has {len(aux)} aux bytes, the limit is {self.config.max_aux_nbytes}",
+                f"room {room.id!r} has {len(aux)} aux bytes, the limit is {self.endpoint.config.max_aux_nbytes}",
                 remedy="raise Config.max_aux_nbytes, or send it as a component",
                 room=room.id,
             )
         room.finished, room.aux = True, aux
-        for session, epoch in self._forget_askers(room.key):
-            if session.id in self.sessions:
-                self.send(session, m.Asking(epoch, True), now)
+        for session, epoch in self.rooms.forget_askers(room.key):
+            if session.id in self.endpoint.sessions:
+                self.endpoint.send(session, m.Asking(epoch, True), now)
         for destination in list(room.destinations.values()):
             if destination.phase is DestinationPhase.LIVE:
-                self._add_row(destination)
-                self._maybe_close(destination, now)
-        self._maybe_complete(room)
-        self._settle(now)
+                self.rooms.add_row(destination)
+                self.rooms.maybe_close(destination, now)
+        self.rooms.maybe_complete(room)
+        self.settle(now)
 
     def abort(self, room: PrefillRoom, reason: str, now: float) -> None:
-        self._fail(room, Aborted(f"room {room.id!r} was aborted at prefill: {reason}"), now)
+        self.rooms.fail(room, Aborted(f"room {room.id!r} was aborted at prefill: {reason}"), now)
 
-    # What the driver reports.
+    # What the driver says, and takes.
 
-    def _dispatch(self, route: bytes, session: Session | None, frame: wire.Frame, now: float) -> None:
-        message = frame.message
-        if isinstance(message, m.Hello):
-            self._on_hello(route, frame, message, now)
-        elif session is None:
-            # A process says NoSession only after the session's last completion: it is taken as proof of quiet.
-            if not isinstance(message, m.NoSession | m.Bye) and not self._in_flight(frame.session):
-                if frame.session.writer == self.incarnation:
-                    self._never_again(frame.session)
-                proof = 0 if frame.session in self._unsettled else self.incarnation
-                self.send_loose(route, frame.session, m.NoSession(proof))
-        elif isinstance(message, m.NoSession):
-            self.lose(session, PeerError("decode does not know this session", remedy="it restarted"), now)
-        else:
-            handler = self._handlers.get(type(message))
-            if handler is None:
-                raise PeerError(f"{type(message).__name__} sent to a prefill node", remedy="check the peer's role")
-            if session.half_open:
-                self._confirm(session, now)
-            handler(session, message, now)
+    def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
+        """One control frame. Never raises for what a peer sent: that is a `PeerWarning`."""
+        self.endpoint.receive(route, data, now)
+
+    def gathered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
+        """The gather's kernel ended. Comes for every `Gather`, of lost sessions too: its buffer was busy.
+
+        `checksum` is of the bytes gathered, where the session has checksums.
+        """
+        self.chunks.gathered(ticket, now, error, checksum)
+
+    def completed(self, ticket: int, now: float, error: PdstageError | None = None, *, settled: bool = True) -> None:
+        """A post ended. With `error` its outcome is unknown: it is never repeated, and the room fails.
+
+        Not `settled`: its bytes may land even now.
+        """
+        self.chunks.completed(ticket, now, error, settled=settled)
+
+    def tick(self, now: float) -> None:
+        """Serves what is due."""
+        self.endpoint.tick(now)
+
+    def next_at(self) -> float | None:
+        """When `tick` must be called next."""
+        return self.endpoint.timers.next_at()
+
+    def take_effects(self) -> list[PrefillEffect]:
+        """The effects since the last call, in order; the driver carries them out."""
+        return self.endpoint.take_effects()
+
+    def bye(self, now: float) -> None:
+        """After the last completion: this process ends its sessions in order."""
+        self.endpoint.bye(now)
+
+    def needs(self, route: bytes) -> bool:
+        """Whether the connection to `route` is needed; those that peers made are theirs to give up."""
+        return True
 
     def close(self, now: float) -> None:
         """Fails every room still open; `idle` tells when every destination has agreed that its room is over."""
-        for room in list(self.rooms.values()):
+        for room in list(self.rooms.by_key.values()):
             self.abort(room, "the node closes", now)
-        for destination in self._parked.waiting():
-            self._turn_away(destination, "the prefill node closes", now)
+        for destination in self.rooms.pending.waiting():
+            self.rooms.turn_away(destination, "the prefill node closes", now)
 
     @property
     def quiet(self) -> bool:
         """Nothing of ours is in flight, so that Bye may be said."""
-        return not self._flights
+        return not self.chunks.flights
 
     @property
     def idle(self) -> bool:
-        return not self._flights and not self.destinations
+        return not self.chunks.flights and not self.rooms.destinations
 
     @property
     def memory_is_free(self) -> bool:
-        return not self._flights
+        return not self.chunks.flights
 
     def snapshot(self) -> tuple[object, ...]:
         """Everything that may differ between two states of this core, comparable and hashable."""
         return (
-            tuple(sorted((key, room.status, room.in_flight) for key, room in self.rooms.items())),
+            tuple(sorted((key, room.status, room.in_flight) for key, room in self.rooms.by_key.items())),
             tuple(
                 (
                     session_id,
@@ -256,42 +278,87 @@ class PrefillCore(Sending):
                     r.phase.name,
                     tuple((c.number, c.phase.name, c.attempt, c.lane, c.cursor) for c in r.chunks.values()),
                 )
-                for (session_id, epoch), r in sorted(self.destinations.items())
+                for (session_id, epoch), r in sorted(self.rooms.destinations.items())
             ),
-            tuple(sorted((session.id, lane, mark) for (session, lane), mark in self._marks.items())),
-            tuple(sorted(self.buffers.free)),
+            tuple(sorted((session.id, lane, mark) for (session, lane), mark in self.chunks.windows.marks.items())),
+            tuple(sorted(self.chunks.buffers.free)),
         )
 
-    # Messages, in the order of the table.
+    # What peers say.
+
+    def on_frame(self, route: bytes, session: Session | None, frame: wire.Frame, now: float) -> None:
+        message = frame.message
+        if isinstance(message, m.Hello):
+            self.handshake.on_hello(route, frame, message, now)
+        elif session is None:
+            # A process says NoSession only after the session's last completion: it is taken as proof of quiet.
+            if not isinstance(message, m.NoSession | m.Bye) and not self.chunks.in_flight(frame.session):
+                if frame.session.writer == self.endpoint.incarnation:
+                    self.handshake.never_again(frame.session)
+                proof = 0 if self.chunks.is_unsettled(frame.session) else self.endpoint.incarnation
+                self.endpoint.send_loose(route, frame.session, m.NoSession(proof))
+        elif isinstance(message, m.NoSession):
+            self.lose(session, PeerError("decode does not know this session", remedy="it restarted"), now)
+        elif isinstance(message, Heard):
+            if session.half_open:
+                self.handshake.confirm(session, now)
+            self._on_message(session, message, now)
+        else:
+            raise PeerError(f"{type(message).__name__} sent to a prefill node", remedy="check the peer's role")
+
+    def _on_message(self, session: Session, message: Heard, now: float) -> None:
+        match message:
+            case m.Lease():
+                self.chunks.on_lease(session, message, now)
+            case m.Open():
+                self._on_open(session, message, now)
+            case m.Closed():
+                self._on_closed(session, message, now)
+            case m.Watermark():
+                self.chunks.on_watermark(session, message, now)
+            case m.Heartbeat():
+                self.handshake.on_heartbeat(session, message, now)
+            case m.Ask():
+                self._on_ask(session, message, now)
+            case m.Refused():
+                self.chunks.on_refused(session, message, now)
+            case m.Recall():
+                self.chunks.on_recall(session, message, now)
+            case m.Abort():
+                self._on_abort(session, message, now)
+            case m.Bye():
+                self._on_bye(session, now)
+            case _:
+                assert_never(message)
 
     def _on_ask(self, session: Session, ask: m.Ask, now: float) -> None:
         """Answered at once and, if not `finished`, again at finish(); decode repeats it slowly for a lost answer."""
-        room = self.rooms.get(ask.room)
+        room = self.rooms.by_key.get(ask.room)
         self._wanted_again(ask.room, session, ask.epoch, now)
         finished = room is not None and room.finished
-        if not finished and self._askers.note(ask.room, session, ask.epoch):
-            self.timers.set(("asked", ask.room), now + 4 * self.config.ask_s)
-        self.send(session, m.Asking(ask.epoch, finished), now)
+        if not finished and self.rooms.askers.note(ask.room, session, ask.epoch):
+            self.endpoint.timers.set(("asked", ask.room), now + 4 * self.endpoint.config.ask_s)
+        self.endpoint.send(session, m.Asking(ask.epoch, finished), now)
 
     def _on_open(self, session: Session, opened: m.Open, now: float) -> None:
-        destination = self.destinations.get((session.id, opened.epoch))
+        destination = self.rooms.destination(session, opened.epoch)
         if destination is not None:
-            self.send(session, m.Opened(opened.epoch, *self._opened_state(destination)), now)
+            self.endpoint.send(session, m.Opened(opened.epoch, *self._opened_state(destination)), now)
             return
         check_open(opened, session, self.layout)
         destination = Destination(session, opened, self._direct)
-        room = self.rooms.get(opened.room)
+        room = self.rooms.by_key.get(opened.room)
         self._wanted_again(opened.room, session, opened.epoch, now)
-        ended = self._how_ended(opened.room, now)
+        ended = self.rooms.how_ended(opened.room, now)
         if room is None and ended is not None and ended.refuses(opened.rank, session.id, opened.epoch):
-            self.send(session, m.Opened(opened.epoch, "refused", m.brief(ended.reason)), now)
-        elif room is None and not self._park(destination, now):
-            self.send(session, m.Opened(opened.epoch, "refused", "too many rooms wait for prefill"), now)
+            self.endpoint.send(session, m.Opened(opened.epoch, "refused", m.brief(ended.reason)), now)
+        elif room is None and not self.rooms.park(destination, now):
+            self.endpoint.send(session, m.Opened(opened.epoch, "refused", "too many rooms wait for prefill"), now)
         else:
             if room is not None:
-                self._note(destination)
-                self._attach(room, destination, now)
-            self.send(session, m.Opened(opened.epoch, *self._opened_state(destination)), now)
+                self.rooms.note(destination)
+                self.rooms.attach(room, destination, now)
+            self.endpoint.send(session, m.Opened(opened.epoch, *self._opened_state(destination)), now)
 
     def _opened_state(self, destination: Destination) -> tuple[str, str]:
         if destination.phase is DestinationPhase.WAITING:
@@ -303,31 +370,31 @@ class PrefillCore(Sending):
         )
 
     def _on_closed(self, session: Session, closed: m.Closed, now: float) -> None:
-        destination = self.destinations.get((session.id, closed.epoch))
+        destination = self.rooms.destination(session, closed.epoch)
         if destination is not None and destination.phase is DestinationPhase.CLOSING:
-            self._forget(destination)
+            self.rooms.forget(destination)
 
     def _on_abort(self, session: Session, abort: m.Abort, now: float) -> None:
-        destination = self.destinations.get((session.id, abort.epoch))
+        destination = self.rooms.destination(session, abort.epoch)
         if destination is None:
             if abort.room:
                 self._give_up(abort.room, session, abort, now)
-            self.send(session, m.Drained(abort.epoch), now)
+            self.endpoint.send(session, m.Drained(abort.epoch), now)
             return
         room = destination.room
         done = destination.phase is DestinationPhase.CLOSING or (abort.finished and not destination.unwritten)
         if done:
             destination.phase = DestinationPhase.CLOSING
-            self.send(session, m.Drained(abort.epoch), now)
-            self._forget(destination)
+            self.endpoint.send(session, m.Drained(abort.epoch), now)
+            self.rooms.forget(destination)
             if room is not None:
-                self._maybe_complete(room)
+                self.rooms.maybe_complete(room)
             return
-        self._drain(destination, now)
+        self.rooms.drain(destination, now)
         if room is None:
             self._give_up(destination.open.room, session, abort, now)
         elif room.destinations.get(destination.open.rank) is destination:
-            self._fail(room, Aborted(f"room {room.id!r} was aborted at decode: {abort.reason}"), now)
+            self.rooms.fail(room, Aborted(f"room {room.id!r} was aborted at decode: {abort.reason}"), now)
 
     def _give_up(self, key: bytes, session: Session, abort: m.Abort, now: float) -> None:
         """A destination says of a room that is not sent to it that it does not want it: it never opened it, or took
@@ -335,62 +402,89 @@ class PrefillCore(Sending):
 
         So a room that is not here yet fails once it is submitted, if that comes as soon as an Open would have waited.
         """
-        room, rank, mine = self.rooms.get(key), session.topology.group_rank, (session.id, abort.epoch)
-        if self._parked.epoch_of(key, session) > abort.epoch or self._askers.epoch_of(key, session) > abort.epoch:
+        room, rank, mine = self.rooms.by_key.get(key), session.topology.group_rank, (session.id, abort.epoch)
+        later = max(self.rooms.pending.epoch_of(key, session), self.rooms.askers.epoch_of(key, session))
+        if later > abort.epoch:
             return
-        ended = self._how_ended(key, now)
+        ended = self.rooms.how_ended(key, now)
         if room is not None:
             if rank not in room.destinations:
-                self._fail(room, given_up(room, abort.reason), now)
-                ended = self._ended.get(key)
+                self.rooms.fail(room, given_up(room, abort.reason), now)
+                ended = self.rooms.ended.get(key)
         elif ended is None or (ended.begun and ended.known.get(rank, mine) != mine):
-            ended = Ended(abort.reason, {}, begun=False, until=now + self.config.open_wait_s)
-            self._note_ended(key, ended)
+            ended = Ended(abort.reason, {}, begun=False, until=now + self.endpoint.config.open_wait_s)
+            self.rooms.note_ended(key, ended)
         if ended is not None:
             ended.known[rank] = mine
 
     def _wanted_again(self, key: bytes, session: Session, epoch: int, now: float) -> None:
         """A destination speaks of a room that it had given up, in another epoch."""
-        ended = self._how_ended(key, now)
+        ended = self.rooms.how_ended(key, now)
         if ended is not None and not ended.begun and not ended.refuses(session.topology.group_rank, session.id, epoch):
-            del self._ended[key]
+            del self.rooms.ended[key]
 
-    def _on_bye(self, session: Session, bye: m.Bye, now: float) -> None:
+    def _on_bye(self, session: Session, now: float) -> None:
         session.said_bye = True
-        if not self._in_flight(session.id):  # an answer proves it quiet; later NoSession does, to whoever asks again
-            self.send(session, m.Bye(), now)
+        # An answer proves it quiet; later NoSession does, to whoever asks again.
+        if not self.chunks.in_flight(session.id):
+            self.endpoint.send(session, m.Bye(), now)
         self.lose(session, PeerError("the decode node closed", remedy="route elsewhere"), now)
 
     # Time, and the end of sessions.
 
-    def _on_timer(self, key: tuple[str, object], now: float) -> None:
+    def on_timer(self, key: tuple[str, object], now: float) -> None:
         match key:
             case ("ask", Chunk() as chunk):
-                self._ask_again(chunk, now)
+                self.chunks.ask_again(chunk, now)
             case ("close", Destination() as destination):
                 if destination.phase is DestinationPhase.CLOSING:
-                    self._close_again(destination, now)
+                    self.rooms.close_again(destination, now)
                 elif destination.phase is DestinationPhase.FAILING:
-                    self._close_failed(destination, now)
+                    self.rooms.close_failed(destination, now)
             case ("open_wait", PrefillRoom() as room):
-                waited = self.config.open_wait_s
-                self._fail(room, DeadlineExceeded(f"no decode rank opened room {room.id!r} in {waited} s"), now)
+                waited = self.endpoint.config.open_wait_s
+                self.rooms.fail(room, DeadlineExceeded(f"no decode rank opened room {room.id!r} in {waited} s"), now)
             case ("room", PrefillRoom() as room):
                 late = f"room {room.id!r} was not sent in its {room.deadline_s} s"
                 error = DeadlineExceeded(
                     late, remedy="raise deadline_s at decode, or look at the slower side", room=room.id
                 )
-                self._fail(room, error, now)
+                self.rooms.fail(room, error, now)
             case ("parked", Destination() as destination):
-                self._turn_away(destination, f"prefill never began room {room_id(destination.open.room)!r}", now)
+                self.rooms.turn_away(destination, f"prefill never began room {room_id(destination.open.room)!r}", now)
             case ("write", int() as ticket):
-                self._on_write_timer(ticket, now)
+                self.chunks.on_write_timer(ticket, now)
             case ("asked", bytes() as room_key):
-                self._forget_askers(room_key)
+                self.rooms.forget_askers(room_key)
             case (("beat" | "silence") as kind, Session() as session):
-                if self.on_session_timer(kind, session, now):
+                if self.endpoint.on_session_timer(kind, session, now):
                     silent = f"decode was silent for {session.silence_s} s"
                     self.lose(session, DeadlineExceeded(silent, remedy="look at that node"), now)
+
+    def lose(self, session: Session, error: PdstageError, now: float) -> None:
+        """The session is over: its rooms fail, nothing further is sent under it."""
+        if not self.handshake.unlink(session):
+            return
+        self.rooms.lose(session, error, now)
+        self.chunks.windows.forget(session)
+        if not session.said_bye:
+            self.endpoint.emit(PeerWarning(session.route, error))
+        self.endpoint.emit(Detach(session))
+
+    def fenced(self, session: Session, now: float) -> None:
+        """After `Detach`: posts of that session no longer read our memory. Gathers under way report themselves."""
+        self.chunks.fenced(session, now)
+
+    # What its parts ask of it.
+
+    def on_other_version(self, route: bytes, error: OtherVersion) -> None:
+        self.handshake.on_other_version(route, error)
+
+    def in_use(self, session: Session) -> bool:
+        return bool(session.claims)
+
+    def settle(self, now: float) -> None:
+        self.chunks.settle(now)
 
 
 def given_up(room: PrefillRoom, reason: str) -> Aborted:

@@ -1,22 +1,20 @@
-"""Who is talking, and in what order: sessions, seq, silence.
-
-Layer 2, pure. Must not know rooms or leases.
+"""One end of a node's sessions: who is talking, in what order, and how long silent. Every part of a core stands on it.
 
 A session is one agreement of two process lives. Within it and one direction seq rises by one a frame, and a frame not
 above the last accepted one is dropped; so the cores see loss, never reordering or duplicates, and need no tombstones.
+
+Here are also the effects that both cores ask for; what only prefill or only decode asks for stands with its chunks.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from pdstage.columns import NOTHING
 from pdstage.errors import PeerError
 from pdstage.metrics import Counters
 from pdstage.ownership import EVERYTHING
-from pdstage.protocol.effects import Effect, PeerWarning, Send
 from pdstage.protocol.messages import (
     IDLE,
     IN_USE,
@@ -45,9 +43,8 @@ if TYPE_CHECKING:
     from pdstage.ownership import Common
     from pdstage.plan import Share, Stagings
     from pdstage.protocol.config import Config
-    from pdstage.protocol.inbox import Writer
     from pdstage.protocol.messages import RowSpan
-    from pdstage.protocol.outbox import Destination
+    from pdstage.protocol.room import Room
     from pdstage.topology import Topology
 
 
@@ -88,10 +85,8 @@ class Session:
     """Both offered to convert, and some formats differ: how the two layouts meet."""
     stagings: Stagings | None = None
     """Of this side of `converted`."""
-    writers: dict[int, Writer] = field(default_factory=dict)
-    """At decode: its parts of rooms not released yet, by epoch."""
-    destinations: dict[int, Destination] = field(default_factory=dict)
-    """At prefill: what its rooms claim, by epoch."""
+    claims: dict[int, Any] = field(default_factory=dict)
+    """What rooms hold under it, by epoch, until they are settled: at decode a `Writer`, at prefill a `Destination`."""
     common: Common = EVERYTHING
     """The tokens that both ranks hold of each component."""
     shares: set[tuple[Share, ...]] = field(default_factory=set)
@@ -102,59 +97,88 @@ class Session:
     """The peer ended the session in order: nothing to complain of."""
 
 
-class Core(ABC):
-    """What the prefill core and the decode core share: links, effects out, counters, the timer."""
+class Send(NamedTuple):
+    """Send one control frame; a lost one is asked for again."""
 
-    def __init__(self, incarnation: int, config: Config) -> None:
+    route: bytes
+    frame: bytes
+
+
+class Attach(NamedTuple):
+    """A session began: tell the transport who its peer is. Prefill connects for its writes; decode only meets it, so
+    that its death can be proved. `offers`: what the peer told of each of its transports, by name.
+    """
+
+    session: Session
+    offers: dict[str, bytes]
+
+
+class Detach(NamedTuple):
+    """The session is lost: disconnect the transport; answer `fenced` once nothing of it can land any more."""
+
+    session: Session
+
+
+class HangUp(NamedTuple):
+    """Nobody at `route` is greeted or talked with any more: its connection may go, unless that has changed by then."""
+
+    route: bytes
+
+
+class Changed(NamedTuple):
+    """A room's state, its `released` or its `ready_to_bind` changed."""
+
+    room: Room
+
+
+class PeerWarning(NamedTuple):
+    """A peer said something it may not or that surprises, or was refused: for the log. Counted already."""
+
+    route: bytes
+    error: PdstageError
+
+
+CoreEffect: TypeAlias = Send | Attach | Detach | HangUp | Changed | PeerWarning
+"""What both cores ask of their driver."""
+
+
+class Owner(Protocol):
+    """What an `Endpoint` asks of the core that has it."""
+
+    def on_frame(self, route: bytes, session: Session | None, frame: Frame, now: float) -> None:
+        """Does what the message table says; `session` is None for a frame of no live session."""
+
+    def on_other_version(self, route: bytes, error: OtherVersion) -> None:
+        """A greeting that this node cannot read."""
+
+    def on_timer(self, key: tuple[str, object], now: float) -> None: ...
+
+    def lose(self, session: Session, error: PdstageError, now: float) -> None:
+        """The session is over."""
+
+    def in_use(self, session: Session) -> bool:
+        """Whether a room of this side needs the session."""
+
+    def settle(self, now: float) -> None:
+        """After every input: begins what may begin now."""
+
+
+class Endpoint:
+    """A core's live sessions, its timers, its counters, and the effects it asks for."""
+
+    def __init__(self, incarnation: int, config: Config, owner: Owner) -> None:
         self.incarnation = incarnation
         self.config = config
         self.counters = Counters()
         self.timers = Timers()
         self.sessions: dict[SessionId, Session] = {}
-        self._effects: list[Effect] = []
+        self._owner = owner
+        self._effects: list[Any] = []
         self._tickets = 0
         self._lateness = Lateness(config.max_silence_s)
         self._said: set[str] = set()
 
-    def take_effects(self) -> list[Effect]:
-        """The effects since the last call, in order; the driver carries them out."""
-        effects, self._effects = self._effects, []
-        return effects
-
-    def next_at(self) -> float | None:
-        """When `tick` must be called next."""
-        return self.timers.next_at()
-
-    def tick(self, now: float) -> None:
-        """Serves what is due. A turn reads all its inputs first, so that its own lateness is not taken for a peer's."""
-        excess = self._lateness.excess(self.timers.next_at(), now)
-        if excess:
-            self.timers.delay(excess)
-            for session in self.sessions.values():
-                session.heard_at += excess
-        for key in self.timers.due(now):
-            self._on_timer(key, now)  # type: ignore[arg-type]
-        self._settle(now)
-
-    def bye(self, now: float) -> None:
-        """After the last completion: this process ends its sessions in order."""
-        for session in self.sessions.values():
-            self.send(session, Bye(), now)
-
-    @property
-    @abstractmethod
-    def quiet(self) -> bool:
-        """Nothing of ours is in flight, so that Bye may be said."""
-
-    @property
-    @abstractmethod
-    def idle(self) -> bool:
-        """Quiet, and every peer has agreed that its rooms are over."""
-
-    @property
-    @abstractmethod
-    def memory_is_free(self) -> bool:
-        """Nothing of ours is in flight, and nothing of a peer can land in what this node exposed."""
+    # Inputs.
 
     def receive(self, route: bytes, data: bytes | memoryview, now: float) -> None:
         """One control frame. Never raises for what a peer sent: that is a `PeerWarning`."""
@@ -165,72 +189,32 @@ class Core(ABC):
             frame = Frame(session_id, seq, decode_body(data))
             self.counters.frames_received += 1
             if not self._is_stale(session, frame, now):
-                self._dispatch(route, session, frame, now)
+                self._owner.on_frame(route, session, frame, now)
         except PeerError as error:
             self.counters.frames_malformed += 1
             # It becomes its rooms' error, which engines may keep for long: not with the frame and all that handled it.
             error.__traceback__ = error.__cause__ = error.__context__ = None
             self.emit(PeerWarning(route, error))
             if isinstance(error, OtherVersion) and error.greets:
-                self._on_other_version(route, error)
+                self._owner.on_other_version(route, error)
             if session is not None and not isinstance(error, UnknownMessage):
-                self.lose(session, error, now)
-        self._settle(now)
+                self._owner.lose(session, error, now)
+        self._owner.settle(now)
 
-    @abstractmethod
-    def _dispatch(self, route: bytes, session: Session | None, frame: Frame, now: float) -> None:
-        """Does what the message table says; `session` is None for a frame of no live session."""
+    def tick(self, now: float) -> None:
+        """Serves what is due. A turn reads all its inputs first, so that its own lateness is not taken for a peer's."""
+        excess = self._lateness.excess(self.timers.next_at(), now)
+        if excess:
+            self.timers.delay(excess)
+            for session in self.sessions.values():
+                session.heard_at += excess
+        for key in self.timers.due(now):
+            self._owner.on_timer(key, now)  # type: ignore[arg-type]
+        self._owner.settle(now)
 
-    @abstractmethod
-    def _on_other_version(self, route: bytes, error: OtherVersion) -> None:
-        """A greeting that this node cannot read."""
-
-    @abstractmethod
-    def close(self, now: float) -> None:
-        """Fails every room still open; `idle` tells when that is agreed."""
-
-    @abstractmethod
-    def fenced(self, session: Session, now: float) -> None:
-        """After `Detach`: the transport proved that nothing of that session touches memory any more."""
-
-    @abstractmethod
     def lose(self, session: Session, error: PdstageError, now: float) -> None:
-        """The session is over; `fenced` must follow once nothing of it can land any more."""
-
-    @abstractmethod
-    def _on_timer(self, key: tuple[str, object], now: float) -> None: ...
-
-    @abstractmethod
-    def _settle(self, now: float) -> None:
-        """After every input: begins what may begin now."""
-
-    def ticket(self) -> int:
-        self._tickets += 1
-        return self._tickets
-
-    def emit(self, effect: Effect) -> None:
-        self._effects.append(effect)
-
-    def warn_once(self, route: bytes, what: str, remedy: str) -> None:
-        """A warning about what will be so for many rooms or peers."""
-        if what not in self._said and len(self._said) < _MAX_SAID:
-            self._said.add(what)
-            self.emit(PeerWarning(route, PeerError(what, remedy=f"{remedy}; this is said once")))
-
-    def _say_left_out(self, session: Session) -> None:
-        for what in session.aux.left_out:
-            self.warn_once(session.route, f"aux column {what}: it is left out", "give it on both sides, or on neither")
-
-    def send(self, session: Session, message: AnyMessage, now: float) -> None:
-        session.n_sent += 1
-        session.sent_at = now
-        self.counters.frames_sent += 1
-        self._effects.append(Send(session.route, encode(session.id, session.n_sent, message)))
-
-    def send_loose(self, route: bytes, session_id: SessionId, message: AnyMessage) -> None:
-        """A frame outside any live session's order: greetings, and answers to strangers."""
-        self.counters.frames_sent += 1
-        self._effects.append(Send(route, encode(session_id, 0, message)))
+        """The session is over: its core says what follows."""
+        self._owner.lose(session, error, now)
 
     def _find(self, session_id: SessionId, route: bytes) -> Session | None:
         """A session's frames come by its own route: nobody else speaks for a peer, whatever numbers it knows."""
@@ -254,16 +238,52 @@ class Core(ABC):
                 session.used_at, session.spare = now, False
         return False
 
+    # Outputs.
+
+    def take_effects(self) -> list[Any]:
+        """The effects since the last call, in order; the driver carries them out."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    def emit(self, effect: object) -> None:
+        self._effects.append(effect)
+
+    def ticket(self) -> int:
+        self._tickets += 1
+        return self._tickets
+
+    def send(self, session: Session, message: AnyMessage, now: float) -> None:
+        session.n_sent += 1
+        session.sent_at = now
+        self.counters.frames_sent += 1
+        self._effects.append(Send(session.route, encode(session.id, session.n_sent, message)))
+
+    def send_loose(self, route: bytes, session_id: SessionId, message: AnyMessage) -> None:
+        """A frame outside any live session's order: greetings, and answers to strangers."""
+        self.counters.frames_sent += 1
+        self._effects.append(Send(route, encode(session_id, 0, message)))
+
+    def warn_once(self, route: bytes, what: str, remedy: str) -> None:
+        """A warning about what will be so for many rooms or peers."""
+        if what not in self._said and len(self._said) < _MAX_SAID:
+            self._said.add(what)
+            self.emit(PeerWarning(route, PeerError(what, remedy=f"{remedy}; this is said once")))
+
+    def warn_left_out(self, session: Session) -> None:
+        for what in session.aux.left_out:
+            self.warn_once(session.route, f"aux column {what}: it is left out", "give it on both sides, or on neither")
+
+    def bye(self, now: float) -> None:
+        """After the last completion: this process ends its sessions in order."""
+        for session in self.sessions.values():
+            self.send(session, Bye(), now)
+
+    # Time.
+
     def watch(self, session: Session, now: float) -> None:
         """Starts the two timers of a live session: our heartbeat and the peer's silence."""
         self.timers.set(("beat", session), now + self.config.max_silence_s / 3)
         self.timers.set(("silence", session), now + self._patience_s(session))
-
-    def count_end(self, session: Session) -> None:
-        if session.said_bye:
-            self.counters.sessions_ended += 1
-        else:
-            self.counters.sessions_lost += 1
 
     def unwatch(self, session: Session) -> None:
         self.timers.cancel(("beat", session))
@@ -274,7 +294,7 @@ class Core(ABC):
         if kind == "beat":
             due = session.sent_at + self.config.max_silence_s / 3
             if due <= now:
-                self.send(session, Heartbeat(self._need_of(session, now)), now)
+                self.send(session, Heartbeat(self.need_of(session, now)), now)
                 due = now + self.config.max_silence_s / 3
             self.timers.set(("beat", session), due)
             return False
@@ -284,17 +304,9 @@ class Core(ABC):
             return False
         return True
 
-    def needs(self, route: bytes) -> bool:
-        """Whether the connection to `route` is needed; those that peers made are theirs to give up."""
-        return True
-
-    @abstractmethod
-    def in_use(self, session: Session) -> bool:
-        """Whether a room of this side needs the session."""
-
-    def _need_of(self, session: Session, now: float) -> int:
+    def need_of(self, session: Session, now: float) -> int:
         """What a heartbeat says: a session that nobody needs costs both ends memory, and a connection."""
-        if self.in_use(session):
+        if self._owner.in_use(session):
             return IN_USE
         return SPARE if session.spare or now - session.used_at >= self.config.idle_s else IDLE
 
@@ -315,6 +327,12 @@ class Core(ABC):
         longest_s = max(self.config.retry_s, self.config.retry_cap_s)
         wait_s = min(self.config.retry_s * 2.0 ** min(n_tries, 64), longest_s)
         self.timers.set(key, now + wait_s * (0.5 + 0.5 * drawn(salt + n_tries)))
+
+    def count_end(self, session: Session) -> None:
+        if session.said_bye:
+            self.counters.sessions_ended += 1
+        else:
+            self.counters.sessions_lost += 1
 
 
 def drawn(salt: int) -> float:

@@ -17,7 +17,9 @@ def of(node: DecodeNode | PrefillNode) -> dict[str, int]:
     with node.use():
         held = _of_decode(node) if isinstance(node, DecodeNode) else _of_prefill(node)
         core = node.core
-        held["timers"] = max(0, len(core.timers) - 2 * len(core.sessions) - 1)  # a beat and a silence each; "recalls"
+        held["timers"] = max(
+            0, len(core.endpoint.timers) - 2 * len(core.sessions) - 1
+        )  # a beat and a silence each; "recalls"
         held["handles"] = max(0, len(node.roster) - held.get("stranded rooms", 0))
         return held
 
@@ -25,19 +27,21 @@ def of(node: DecodeNode | PrefillNode) -> dict[str, int]:
 def _of_decode(node: DecodeNode) -> dict[str, int]:
     core = node.core
     lost = {
-        room for room in core.epochs.values() if any(p.session.id not in core.sessions for p in room.writers.values())
+        room
+        for room in core.rooms.by_epoch.values()
+        if any(p.session.id not in core.sessions for p in room.writers.values())
     }
     leases = [lease for lane in range(len(core.leases.lanes)) for lease in _grants(node, lane)]
     stranded = [g for g in leases if g.state == "quarantined" and g.request.session.id not in core.sessions]
     return {
-        "rooms": len(core.epochs) - len(lost),
-        "rooms under way": len(core.rooms),
+        "rooms": len(core.rooms.by_epoch) - len(lost),
+        "rooms under way": len(core.rooms.by_key),
         "stranded rooms": len(lost),
         "leases": len(leases) - len(stranded),
         "stranded leases": len(stranded),
         "leases waited for": int(core.leases.contended),
         "blocked lanes": sum(lane.head != lane.watermark for lane in core.leases.lanes),
-        "scatters": len(core._flights),
+        "scatters": len(core.chunks.flights),
         "bindings": len(node._binding) + len(node._answers),
     }
 
@@ -50,14 +54,14 @@ def _grants(node: DecodeNode, lane: int) -> list:
 def _of_prefill(node: PrefillNode) -> dict[str, int]:
     core = node.core
     return {
-        "rooms under way": len(core.rooms),
-        "records": len(core.destinations),
-        "writes": len(core._flights),
+        "rooms under way": len(core.rooms.by_key),
+        "records": len(core.rooms.destinations),
+        "writes": len(core.chunks.flights),
         "posts": len(node.data_path.posts._writes),
-        "send buffers": len(node.parts) - len(core.buffers.free),
-        "parked rooms": len(core._parked),
-        "askers": len(core._askers),
-        "marks": sum(session.id not in core.sessions for session, _ in core._marks),
+        "send buffers": len(node.parts) - len(core.chunks.buffers.free),
+        "parked rooms": len(core.rooms.pending),
+        "askers": len(core.rooms.askers),
+        "marks": sum(session.id not in core.sessions for session, _ in core.chunks.windows.marks),
     }
 
 

@@ -21,8 +21,8 @@ from pdstage.manager.node import Node
 from pdstage.plan import Share
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.effects import Send
 from pdstage.protocol.room import room_key
+from pdstage.protocol.session import Send
 from pdstage.tensors import build, paged_nhd
 from pdstage.transport.local import LocalTransport
 from tests.fuzz.draw import Draw, altered_bytes

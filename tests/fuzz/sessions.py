@@ -13,15 +13,18 @@ from collections.abc import Callable
 import numpy as np
 
 from pdstage.errors import TransportError, UsageError
+from pdstage.manager.role import Effect
 from pdstage.plan import selects
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.decode import DecodeCore
-from pdstage.protocol.effects import Detach, Effect, Gather, PeerWarning, Scatter, Send, Write, WriteDirect, WriteRow
-from pdstage.protocol.inbox import DecodeRoom
-from pdstage.protocol.outbox import PrefillRoom
+from pdstage.protocol.decode_chunks import Scatter
+from pdstage.protocol.decode_rooms import DecodeRoom
+from pdstage.protocol.destinations import PrefillRoom
 from pdstage.protocol.prefill import PrefillCore
+from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.room import State
+from pdstage.protocol.session import Detach, PeerWarning, Send
 from pdstage.spans import DirectPlan, Index
 from tests.fuzz.draw import NUMBERS, Draw, altered_bytes
 from tests.fuzz.wire import alter_frame, bend_frame, check_inside, samples
@@ -234,19 +237,21 @@ class Hostile(World):
 
     def _check_caps(self, node: Prefill | Decode) -> None:
         core = node.core
-        peer_warnings = [e for e in core._effects if isinstance(e, PeerWarning)]
+        peer_warnings = [e for e in core.endpoint._effects if isinstance(e, PeerWarning)]
         assert all(str(c.error) for c in peer_warnings)
-        assert all(len(e.frame) < 1 << 20 for e in core._effects if isinstance(e, Send))
+        assert all(len(e.frame) < 1 << 20 for e in core.endpoint._effects if isinstance(e, Send))
         assert sum(session.half_open for session in core.sessions.values()) <= _CAPS["max_half_open"]
         assert len(core.sessions) <= _CAPS["max_peers"]
         if isinstance(core, PrefillCore):
-            assert sum(destination.room is None for destination in core.destinations.values()) <= _CAPS["max_parked"]
-            assert len(core._parked) <= _CAPS["max_parked"]
-            assert core._askers._n <= _CAPS["max_parked"]
-            assert len(core.destinations) <= 64
+            assert (
+                sum(destination.room is None for destination in core.rooms.destinations.values()) <= _CAPS["max_parked"]
+            )
+            assert len(core.rooms.pending) <= _CAPS["max_parked"]
+            assert core.rooms.askers._n <= _CAPS["max_parked"]
+            assert len(core.rooms.destinations) <= 64
         if isinstance(core, DecodeCore):
             assert len(core.leases._queue) + len(core.leases._at) <= 512
-        assert len(core.timers) <= 4096
+        assert len(core.endpoint.timers) <= 4096
 
 
 def run(data: bytes, role: str) -> None:

@@ -14,9 +14,7 @@ from pdstage.layout import Layout, Region
 from pdstage.plan import Rect, Share, selects, shares, wire_order
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.fit import incompatible
-from pdstage.protocol.opening import check_items
-from pdstage.protocol.told import layout_problem
+from pdstage.protocol.compat import check_items, incompatible, layout_problem
 from pdstage.spans import DirectPlan, Index
 from pdstage.topology import Topology
 from pdstage.transport.local import LocalTransport

@@ -267,7 +267,7 @@ def test_a_row_that_is_ready_later(site, aux) -> None:
         with pytest.raises(UsageError, match="finish"):
             again()
     drive(site.nodes, lambda: receiver.state is State.TRANSFERRING)
-    drive(site.nodes, lambda: pair.d.core.idle or pair.p.core._flights == {})
+    drive(site.nodes, lambda: pair.d.core.idle or pair.p.core.chunks.flights == {})
     assert receiver.state is State.TRANSFERRING
     ours["output_ids"] = 77
     event.done = True

@@ -348,7 +348,7 @@ def test_an_abort_before_bind_ends_the_room_at_prefill(site, when, submitted):
     assert receiver.released
     assert isinstance(receiver.error, Aborted)
     if sender is None:
-        drive(site.nodes, lambda: p.core._ended)
+        drive(site.nodes, lambda: p.core.rooms.ended)
         sender = p.send(1)
     sender.chunk([0], 4)
     drive(site.nodes, lambda: sender.released)

@@ -58,7 +58,7 @@ def test_tp_4_pp_2_to_dp_4(site, transport):
             assert stats["chunks_direct"] > 0
             assert stats["slots_trimmed"] == n_rooms
             pipe.send("end")
-        assert all(node.core.idle and not node.core.epochs for node in nodes)
+        assert all(node.core.idle and not node.core.rooms.by_epoch for node in nodes)
     finally:
         for process in processes:
             process.kill()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pdstage import Items, State
-from pdstage.protocol.outbox import Phase
+from pdstage.protocol.destinations import Phase
 from pdstage.transport import available
 from tests.manager.engine import LAYERS, Rank, drive
 
@@ -164,8 +164,8 @@ def test_data_is_gathered_only_when_ready(site):
     sender, pages, ready = p.send(1), src.allocate(TOKENS), Event()
     sender.chunk(pages, TOKENS, ready=ready)
     sender.finish()
-    drive(site.nodes, lambda: any(r.chunks for r in p.core.destinations.values()))
-    (chunk,) = [chunk for destination in p.core.destinations.values() for chunk in destination.chunks.values()]
+    drive(site.nodes, lambda: any(r.chunks for r in p.core.rooms.destinations.values()))
+    (chunk,) = [chunk for destination in p.core.rooms.destinations.values() for chunk in destination.chunks.values()]
     drive(site.nodes, lambda: chunk.phase is not Phase.ASKING)
     assert chunk.phase is Phase.HELD, "it has its lease, and waits for its data"
     assert sender.backlog_nbytes > 0
@@ -286,7 +286,7 @@ def test_nothing_grows_with_rooms_served(site):
         drive(site.nodes, lambda r=receiver, s=sender: r.released and s.released and p.core.idle)
         src.free(pages)
         dst.free(into)
-        cores = (p.core.snapshot(), d.core.snapshot(), len(p.core.timers), len(d.core.timers))
+        cores = (p.core.snapshot(), d.core.snapshot(), len(p.core.endpoint.timers), len(d.core.endpoint.timers))
         sizes.append(len(repr(cores)) // 100)
         p.completions(), d.completions()
     assert sizes[-1] <= sizes[5] + 1

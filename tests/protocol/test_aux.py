@@ -10,8 +10,8 @@ from pdstage.columns import Column
 from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.decode import WriterPhase
-from pdstage.protocol.effects import WriteRow
+from pdstage.protocol.decode_rooms import WriterPhase
+from pdstage.protocol.prefill_chunks import WriteRow
 from pdstage.protocol.room import State
 from tests.pair import COLUMNS, Item, World, assert_flat, is_kind, is_message
 
@@ -250,7 +250,7 @@ def test_a_failed_write_falls_back_to_close(partly: bool) -> None:
     if partly:
         world.row(world.decode[0], 3)[:40] = 0x77
     core = world.prefill[0].core
-    (ticket,) = (ticket for ticket, (chunk, _) in core._flights.items() if chunk.row)
+    (ticket,) = (ticket for ticket, (chunk, _) in core.chunks.flights.items() if chunk.row)
     core.completed(ticket, world.now, TransportError("the post failed"))
     world.carry(world.prefill[0])
     world.run(QUIET_S)
@@ -273,7 +273,7 @@ def test_a_write_that_may_still_land_loses_the_session() -> None:
     handle, out = begin(world)
     world.run()
     core = world.prefill[0].core
-    (ticket,) = (ticket for ticket, (chunk, _) in core._flights.items() if chunk.row)
+    (ticket,) = (ticket for ticket, (chunk, _) in core.chunks.flights.items() if chunk.row)
     core.completed(ticket, world.now, TransportError("who knows"), settled=False)
     world.carry(world.prefill[0])
     world.run(1.0)
@@ -291,7 +291,7 @@ def test_a_failed_write_whose_tag_came_all_the_same() -> None:
     world.run()
     world.held.clear()
     core = world.prefill[0].core
-    (ticket,) = (ticket for ticket, (chunk, _) in core._flights.items() if chunk.row)
+    (ticket,) = (ticket for ticket, (chunk, _) in core.chunks.flights.items() if chunk.row)
     core.completed(ticket, world.now, TransportError("the completion is an error"))
     world.carry(world.prefill[0])
     world.run(QUIET_S)
@@ -316,10 +316,13 @@ def test_rows_out_of_reach_on_one_side_go_by_message(side: str) -> None:
     """What a node does whose transport could not register them: said once, counted for each room."""
     world = World(aux="rows")
     for node in world.prefill if side == "prefill" else world.decode:
-        node.core._rows = node.core._rows._replace(span=None)
+        core = node.core
+        owners = [core.rooms] if side == "prefill" else [core, core.chunks]
+        for owner in owners:
+            owner._rows = owner._rows._replace(span=None)
     if side == "decode":
-        hello = world.decode[0].core._hello
-        world.decode[0].core._hello = msgspec.structs.replace(hello, rows=None)
+        hello = world.decode[0].core.handshake.hello
+        world.decode[0].core.handshake.hello = msgspec.structs.replace(hello, rows=None)
     for room in (1, 2):
         handle, _ = begin(world, room)
         world.run(room * QUIET_S)
@@ -443,12 +446,12 @@ def test_columns_that_make_no_row_are_refused(change, words: str) -> None:
     for side in ("decode", "prefill"):
         world = World(aux="rows")
         core = getattr(world, side)[0].core
-        name = "_hello" if side == "decode" else "_welcome"
-        told = getattr(core, name)
+        name = "hello" if side == "decode" else "welcome"
+        told = getattr(core.handshake, name)
         columns = change(told.columns)
         if side == "prefill" and "outside" in words:
             continue  # it names no row's size
-        setattr(core, name, msgspec.structs.replace(told, columns=columns))
+        setattr(core.handshake, name, msgspec.structs.replace(told, columns=columns))
         handle = world.receive(1, 8, [0, 1], row=3)
         world.run()
         assert handle.state is State.FAILED

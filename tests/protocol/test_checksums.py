@@ -15,7 +15,7 @@ def alter_first_landing(world):
     """Lets everything run but the first scatter, and flips one bit of what it will read."""
     world.hold(is_kind("scatter"))
     world.run()
-    landing = world.decode[0].core._flights[min(world.decode[0].core._flights)]
+    landing = world.decode[0].core.chunks.flights[min(world.decode[0].core.chunks.flights)]
     world.decode[0].staging.at(landing.address, landing.nbytes)[landing.nbytes // 2] ^= 1
     world.free()
     world.run(until=world.now + 60)

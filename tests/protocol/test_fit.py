@@ -10,7 +10,7 @@ import pytest
 from pdstage.errors import Aborted, PeerError
 from pdstage.layout import Key, Layout, Region, Row, View
 from pdstage.protocol import messages as m
-from pdstage.protocol.fit import incompatible, lacking
+from pdstage.protocol.compat import incompatible, lacking
 from pdstage.protocol.room import State
 from pdstage.topology import Axis, Topology
 from tests.pair import World, assert_flat, is_message
@@ -81,12 +81,13 @@ def world_of(src: list[Layout], dst: list[Layout], src_pp: int = 1, dst_pp: int 
     world = World(prefill=len(src), decode=len(dst))
     for n, (held, node) in enumerate(zip(src, world.prefill, strict=True)):
         place = Topology(pp_size=src_pp, pp_rank=n % src_pp)
-        node.core._welcome = m.Welcome(place, held, "test", b"", 10.0, ())
-        node.core.layout = held
+        node.core.handshake.welcome = m.Welcome(place, held, "test", b"", 10.0, ())
+        node.core.layout = node.core.rooms.layout = held
     for n, (held, other) in enumerate(zip(dst, world.decode, strict=True)):
         place = Topology(pp_size=dst_pp, pp_rank=n % dst_pp)
-        other.core._hello = m.Hello(place, held, "test", b"", other.core._hello.lanes, 10.0, ())
-        other.core.layout, other.core.topology = held, place
+        other.core.handshake.hello = m.Hello(place, held, "test", b"", other.core.handshake.hello.lanes, 10.0, ())
+        other.core.layout = other.core.rooms.layout = held
+        other.core.topology = other.core.rooms.topology = place
     return world
 
 
@@ -112,7 +113,7 @@ def test_decode_finds_the_same_misfit_in_a_welcome(what: str) -> None:
     """Prefill may be an older build that checks less."""
     src, dst, words = MISFITS[what]
     world = world_of([src], [dst])
-    world.prefill[0].core._hello_problem = lambda _: ""  # type: ignore[method-assign]
+    world.prefill[0].core.handshake._hello_problem = lambda _: ""  # type: ignore[method-assign]
     handle = world.announce(1)
     world.run()
     assert "a prefill rank does not fit" in str(handle.error)
@@ -226,7 +227,7 @@ def test_a_refusal_of_an_older_try_does_not_touch_a_room_that_its_rank_has_opene
     out = world.submit(1)
     world.run()
     (session,) = world.decode[0].core.sessions.values()
-    world.decode[0].core.send(session, m.Abort(handle.epoch + 7, "no", False, b"i1"), 0.0)
+    world.decode[0].core.endpoint.send(session, m.Abort(handle.epoch + 7, "no", False, b"i1"), 0.0)
     world.carry(world.decode[0])
     world.run()
     assert not out.ended

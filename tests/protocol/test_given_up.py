@@ -4,8 +4,8 @@ import pytest
 
 from pdstage.errors import Aborted, DeadlineExceeded
 from pdstage.protocol import messages as m
+from pdstage.protocol.prefill_rooms import _MAX_ENDED
 from pdstage.protocol.room import State
-from pdstage.protocol.sending import _MAX_ENDED
 from tests.pair import Decode, DecodeRoom, World, assert_flat, first, is_message
 
 WHY = "the client left"
@@ -211,7 +211,7 @@ def test_a_room_whose_parked_open_is_aborted_fails_when_it_is_submitted() -> Non
     """Its blocks would be kept for `open_wait_s`: nobody opens it again (I10)."""
     world = World()
     handle = open_and_abort(world)
-    assert not len(world.prefill[0].core._parked)
+    assert not len(world.prefill[0].core.rooms.pending)
     sent = world.send(1, 8, [0, 1])
     world.run()
     assert_given_up(handle, sent)
@@ -323,6 +323,6 @@ def test_what_is_remembered_of_aborted_rooms_has_a_cap() -> None:
     n = _MAX_ENDED + 3
     for room in range(n):
         open_and_abort(world, room=room)
-    assert len(world.prefill[0].core._ended) == _MAX_ENDED
+    assert len(world.prefill[0].core.rooms.ended) == _MAX_ENDED
     assert_given_up(world.submit(n - 1))
     assert not world.submit(0).ended

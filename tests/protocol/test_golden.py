@@ -16,8 +16,8 @@ import pytest
 from pdstage.errors import PeerError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.effects import PeerWarning, Send
 from pdstage.protocol.room import State
+from pdstage.protocol.session import PeerWarning, Send
 from pdstage.protocol.versions import OLDEST, VERSION, talks_with
 from tests import golden, replay
 from tests.pair import World
@@ -220,8 +220,12 @@ def test_features_that_only_the_peer_knows_are_ignored() -> None:
     world = World(checksums=True)
     prefill, decode = world.prefill[0].core, world.decode[0].core
     new = ("teleport", "")
-    decode._hello = msgspec.structs.replace(decode._hello, features=(*new, *decode._hello.features))
-    prefill._welcome = msgspec.structs.replace(prefill._welcome, features=(*prefill._welcome.features, *new))
+    decode.handshake.hello = msgspec.structs.replace(
+        decode.handshake.hello, features=(*new, *decode.handshake.hello.features)
+    )
+    prefill.handshake.welcome = msgspec.structs.replace(
+        prefill.handshake.welcome, features=(*prefill.handshake.welcome.features, *new)
+    )
     handle = world.receive(1, 8, [0, 1])
     world.send(1, 8, [2, 3])
     world.run()
@@ -240,7 +244,7 @@ def test_versions_that_do_not_talk_refuse_each_other_in_words_on_both_sides() ->
     handle = world.announce(0)
     (hello,) = [item for item in world.queue if isinstance(item.message, m.Hello)]
     world.queue.clear()
-    greeting = wire.encode(m.SessionId(next(iter(decode.peers.values())).nonce, 0), 0, hello.message)
+    greeting = wire.encode(m.SessionId(next(iter(decode.handshake.peers.values())).nonce, 0), 0, hello.message)
     unread = greeting[:HEADER_NBYTES] + b"\x93\x01" + b"\xc1what a later version says"
     prefill.receive(b"D0", later(unread, version=VERSION + 2, oldest=VERSION + 1), 0.0)
     warning, answer = prefill.take_effects()

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstage.protocol.leases import Lease, LeaseTable
+from pdstage.protocol.leases import Lease, LeaseRequest, LeaseTable
 from pdstage.protocol.messages import LaneSpan, SessionId
-from pdstage.protocol.queue import LeaseRequest
 
 LANE = 2048
 

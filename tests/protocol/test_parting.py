@@ -10,9 +10,8 @@ import pytest
 from pdstage.errors import PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.effects import HangUp, PeerWarning, Send
 from pdstage.protocol.room import State
-from pdstage.protocol.session import drawn
+from pdstage.protocol.session import HangUp, PeerWarning, Send, drawn
 from tests.pair import Decode, Item, Prefill, World, assert_flat, is_kind, is_message, nth
 
 IDLE_S, BEAT_S = 20.0, 10.0 / 3
@@ -36,8 +35,9 @@ def strangers(world: World) -> bool:
     """No end holds anything of the other: no session, greeting, farewell or timer (I14)."""
     assert_flat(world)
     return all(
-        not node.core.sessions and not len(node.core.timers) and node.core.next_at() is None for node in world.nodes()
-    ) and not any(node.core.peers or node.core._leaving for node in world.decode)
+        not node.core.sessions and not len(node.core.endpoint.timers) and node.core.next_at() is None
+        for node in world.nodes()
+    ) and not any(node.core.handshake.peers or node.core.farewells._leaving for node in world.decode)
 
 
 def test_an_idle_session_ends_in_order_on_both_sides() -> None:
@@ -63,7 +63,7 @@ def test_an_idle_session_ends_in_order_on_both_sides() -> None:
 def test_either_side_may_be_the_less_patient(side: str) -> None:
     world = World(idle_s=1000.0)
     node = world.prefill[0] if side == "prefill" else world.decode[0]
-    node.core.config = replace(node.core.config, idle_s=IDLE_S)
+    node.core.endpoint.config = replace(node.core.endpoint.config, idle_s=IDLE_S)
     serve(world, 1)
     world.run(until=IDLE_S - 0.1)
     assert node.core.sessions
@@ -190,9 +190,9 @@ def test_a_room_that_comes_while_its_session_ends_sees_nothing_of_it(fault: str,
 
 
 def assert_flat_but_for_farewells(world: World) -> None:
-    assert not world.decode[0].core.rooms
-    assert not world.decode[0].core.epochs
-    assert not world.prefill[0].core.destinations
+    assert not world.decode[0].core.rooms.by_key
+    assert not world.decode[0].core.rooms.by_epoch
+    assert not world.prefill[0].core.rooms.destinations
 
 
 @pytest.mark.parametrize("lost", [m.Bye, m.NoSession, m.Heartbeat])
@@ -259,7 +259,7 @@ def test_prefill_makes_place_by_the_idlest() -> None:
     assert {session.route for session in core.sessions.values()} == {b"D0", b"D2"}, "D1 was idle for longest"
     assert core.counters.peers_crowded == 1
     assert core.counters.sessions_refused == 0
-    assert not world.decode[1].core.peers
+    assert not world.decode[1].core.handshake.peers
     assert world.decode[1].core.counters.sessions_idle == 1
     assert one_room(world, 10, 0, 1).state in {State.BOOTSTRAPPING, State.SUCCESS}
     world.run(until=world.now + 1.0)
@@ -288,7 +288,7 @@ def test_one_that_does_not_go_is_not_asked_before_the_others() -> None:
     world.run()
     world.now += 1.0
     one_room(world, 3, 0, 1)
-    core._ask_idlest(world.now)
+    core.handshake._ask_idlest(world.now)
     world.carry(world.prefill[0])
     world.run()
     assert len(core.sessions) == 2, "D0 needs it"
@@ -305,8 +305,8 @@ def test_decode_makes_place_by_the_idlest() -> None:
     for number, prefill in enumerate((0, 1, 0, 2, 2)):
         world.now += 1.0
         assert one_room(world, number, prefill, 0).state is State.SUCCESS
-        assert len(core.peers) <= 2
-    assert set(core.peers) == {b"P0", b"P2"}
+        assert len(core.handshake.peers) <= 2
+    assert set(core.handshake.peers) == {b"P0", b"P2"}
     assert core.counters.peers_crowded == 1
     assert not world.prefill[1].core.sessions
 
@@ -319,8 +319,8 @@ def test_decode_says_so_where_all_peers_are_in_use() -> None:
         UsageError, match=r"talks with 2 peers, 1 more are needed and 0 are idle; raise Config.max_peers"
     ):
         world.announce(5, 0, prefill=2)
-    assert b"i5" not in core.rooms, "nothing was changed by the refused call"
-    assert set(core.peers) == {b"P0", b"P1"}
+    assert b"i5" not in core.rooms.by_key, "nothing was changed by the refused call"
+    assert set(core.handshake.peers) == {b"P0", b"P1"}
     assert not any(handle.ended for handle in waiting)
     world.send(0, 8, [0, 1], 0)
     world.run()
@@ -361,7 +361,7 @@ def test_a_dead_endpoint_costs_bounded_work() -> None:
     n = len(world.timed)
     world.run(until=1000.0)
     assert len(world.timed) == n, "nobody is asked any more"
-    assert not len(world.decode[0].core.timers)
+    assert not len(world.decode[0].core.endpoint.timers)
     again = Timed(retry_s=0.25, retry_cap_s=5.0, hello_s=60.0)
     again.drop(is_kind("frame"))
     again.announce(1)
@@ -399,10 +399,10 @@ def test_two_nodes_do_not_ask_in_step() -> None:
 
 def test_a_short_cap_is_no_shorter_than_the_base() -> None:
     core = World(retry_s=1.0, retry_cap_s=0.1).decode[0].core
-    core.back_off(("x",), 0.0, 7, 1)
-    assert 0.5 <= core.timers.next_at() <= 1.0
-    core.back_off(("x",), 0.0, 10**9, 1)
-    assert core.timers.next_at() <= 1.0
+    core.endpoint.back_off(("x",), 0.0, 7, 1)
+    assert 0.5 <= core.endpoint.timers.next_at() <= 1.0
+    core.endpoint.back_off(("x",), 0.0, 10**9, 1)
+    assert core.endpoint.timers.next_at() <= 1.0
 
 
 def test_a_connection_is_given_up_with_the_last_that_needs_it() -> None:

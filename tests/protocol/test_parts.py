@@ -13,10 +13,9 @@ from pdstage.layout import Owned
 from pdstage.ownership import Common
 from pdstage.plan import Rect, Share, selects
 from pdstage.protocol import messages as m
+from pdstage.protocol.compat import check_items, incompatible
 from pdstage.protocol.coverage import Coverage
 from pdstage.protocol.decode import DecodeCore
-from pdstage.protocol.fit import incompatible
-from pdstage.protocol.opening import check_items
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.room import State
 from pdstage.topology import Topology

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdstage.protocol import messages as m
-from pdstage.protocol.decode import DecodeRoom
-from pdstage.protocol.outbox import PrefillRoom
+from pdstage.protocol.decode_rooms import DecodeRoom
+from pdstage.protocol.destinations import PrefillRoom
 from pdstage.protocol.room import State
 from tests.pair import World, assert_flat, is_message
 
@@ -98,8 +98,8 @@ def test_a_writer_that_holds_nothing_is_told_and_closes_at_once(path: str) -> No
     assert skipped == {"P0"}
     (destination,) = sent[0].destinations.values()
     assert destination.phase.name == "CLOSING"
-    assert not world.prefill[0].core.destinations
-    assert len(world.prefill[1].core.destinations) == 1
+    assert not world.prefill[0].core.rooms.destinations
+    assert len(world.prefill[1].core.rooms.destinations) == 1
     other = world.receive(1, 11, [9, 2, 5], 0)
     for rank, room in enumerate(sent):
         world.fill(1, 11, [3, 1, 7], rank)
@@ -132,7 +132,7 @@ def test_a_writer_that_holds_nothing_keeps_nobody_waiting(path: str, ever: bool)
         world.run()
         assert late.state is State.SUCCESS and late.released
     else:
-        assert len(world.prefill[idle].core._parked) == 1
+        assert len(world.prefill[idle].core.rooms.pending) == 1
         world.run(until=400.0)
     assert_flat(world)
 
@@ -149,7 +149,7 @@ def test_a_room_that_fails_leaves_no_record_with_a_writer_that_holds_nothing() -
         world.carry(node)
     world.run()
     assert world.now == 0.0
-    assert not any(node.core.destinations or len(node.core._parked) for node in world.prefill)
+    assert not any(node.core.rooms.destinations or len(node.core.rooms.pending) for node in world.prefill)
     assert_flat(world)
 
 
@@ -163,7 +163,7 @@ def test_a_writer_that_holds_nothing_and_gives_up_fails_no_room() -> None:
     busy = world.submit(1, 1 - idle)
     world.run(until=30.0)
     assert handle.state is State.WAITING_FOR_INPUT, handle.error
-    assert not world.prefill[idle].core.destinations
+    assert not world.prefill[idle].core.rooms.destinations
     world.fill(1, 8, [2, 3], 1 - idle)
     world.chunk(busy, (0, 8), [2, 3], 1 - idle)
     world.finish(busy, 1 - idle)

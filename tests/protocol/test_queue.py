@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdstage.protocol.leases import LeaseRequest, RequestQueue
 from pdstage.protocol.messages import SessionId
-from pdstage.protocol.queue import LeaseRequest, RequestQueue
 
 
 class Named(SimpleNamespace):

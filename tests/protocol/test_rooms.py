@@ -12,8 +12,8 @@ from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, T
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.decode import DecodeRoom, Writer
-from pdstage.protocol.outbox import Chunk, Destination, Phase, PrefillRoom, SubmittedChunk
+from pdstage.protocol.decode_rooms import DecodeRoom, Writer
+from pdstage.protocol.destinations import Chunk, Destination, Phase, PrefillRoom, SubmittedChunk
 from pdstage.protocol.room import State
 from tests.pair import World, assert_flat, is_kind, is_message, nth
 
@@ -180,7 +180,7 @@ def test_a_write_older_than_write_s_tears_its_session_down() -> None:
     world.run(until=2.1)
     assert "took over 2.0 s" in str(sent.error)
     assert not sent.released, "the post may still read these pages"
-    assert len(world.prefill[0].core.buffers.free) == 1
+    assert len(world.prefill[0].core.chunks.buffers.free) == 1
     world.free()
     world.run(until=30.0)
     assert sent.released
@@ -263,11 +263,11 @@ def test_a_callers_mistake_is_a_usage_error_and_changes_nothing(words: str) -> N
     world = World()
     mistakes = usage(world)
     before = [node.core.snapshot() for node in world.nodes()]
-    timers = [len(node.core.timers) for node in world.nodes()]
+    timers = [len(node.core.endpoint.timers) for node in world.nodes()]
     with pytest.raises(UsageError, match=words):
         mistakes[words]()
     assert [node.core.snapshot() for node in world.nodes()] == before
-    assert [len(node.core.timers) for node in world.nodes()] == timers
+    assert [len(node.core.endpoint.timers) for node in world.nodes()] == timers
     assert not any(node.core.take_effects() for node in world.nodes())
 
 
@@ -296,7 +296,7 @@ def test_a_reserve_for_what_was_not_asked_fails_the_room_naming_it(reserve: tupl
     handle, sent = opened(world)
     prefill, decode = world.prefill[0].core, world.decode[0].core
     (session,) = prefill.sessions.values()
-    prefill.send(session, m.Reserve(*reserve), world.now)
+    prefill.endpoint.send(session, m.Reserve(*reserve), world.now)
     world.carry(world.prefill[0])
     world.run(until=5.0)
     assert isinstance(handle.error, PeerError)
@@ -312,8 +312,8 @@ def test_a_lease_for_a_chunk_never_asked_for_is_returned() -> None:
     prefill, decode = world.prefill[0].core, world.decode[0].core
     (session,) = decode.sessions.values()
     for epoch, chunk in ((1, 7), (99, 0)):
-        decode.send(session, m.Lease(epoch, chunk, 0, 0, 4096, 256, 0), world.now)
-        decode.send(session, m.Recall(epoch, chunk, 0, 0, 4096, 0), world.now)
+        decode.endpoint.send(session, m.Lease(epoch, chunk, 0, 0, 4096, 256, 0), world.now)
+        decode.endpoint.send(session, m.Recall(epoch, chunk, 0, 0, 4096, 0), world.now)
     world.carry(world.decode[0])
     world.run()
     returned = [line for line in world.log if "Returned(" in line]
@@ -363,7 +363,7 @@ def test_an_open_out_of_range_ends_the_session(change: dict[str, object], words:
     fields["items"] = tuple(m.Items(name, first, memoryview(data)) for name, first, data in fields["items"])
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
-    decode.send(session, m.Open(**fields), world.now)
+    decode.endpoint.send(session, m.Open(**fields), world.now)
     world.carry(world.decode[0])
     world.run()
     assert any(words in warning for warning in world.prefill[0].peer_warnings), world.prefill[0].peer_warnings
@@ -402,7 +402,7 @@ def test_a_lease_outside_its_lane_ends_the_session_and_writes_nothing(message: m
     world.run()
     decode = world.decode[0].core
     (session,) = decode.sessions.values()
-    decode.send(session, message, world.now)
+    decode.endpoint.send(session, message, world.now)
     world.rules.clear()
     world.carry(world.decode[0])
     world.run(until=1.0)
@@ -504,7 +504,7 @@ def test_questions_of_rooms_that_never_come_leave_nothing() -> None:
     for room in range(20):
         world.announce(room)
     world.run(until=1.0)
-    assert len(world.prefill[0].core._askers) == 20
+    assert len(world.prefill[0].core.rooms.askers) == 20
     world.run(until=30.0)
     assert_flat(world)
 
@@ -521,11 +521,11 @@ def test_gathers_of_a_lost_session_keep_their_buffer_until_they_end() -> None:
     prefill = world.prefill[0].core
     assert not prefill.sessions
     assert sent.state is State.FAILED
-    assert len(prefill.buffers.free) == 1
+    assert len(prefill.chunks.buffers.free) == 1
     assert not sent.released, "the gather still reads these pages"
     world.free()
     world.run(until=6.0)
-    assert len(prefill.buffers.free) == 2
+    assert len(prefill.chunks.buffers.free) == 2
     assert sent.released
     assert not any(line.startswith("write") for line in world.log)
     world.run(until=30.0)
@@ -541,8 +541,8 @@ def test_a_failed_write_is_not_given_back_as_if_it_was_never_begun() -> None:
     world.run()
     world.drop(is_kind("frame"))
     prefill, decode = world.prefill[0].core, world.decode[0].core
-    (ticket,) = prefill._flights
-    chunk = prefill._flights[ticket][0]
+    (ticket,) = prefill.chunks.flights
+    chunk = prefill.chunks.flights[ticket][0]
     prefill.completed(ticket, 0.0, TransportError("link down"))
     world.carry(world.prefill[0])
     world.run()
@@ -659,10 +659,10 @@ def test_a_room_is_received_again_while_its_older_epoch_drains(path: str) -> Non
     new = world.receive(1, 8, [4, 5])
     world.run(until=0.1)
     core = world.prefill[0].core
-    assert {destination.epoch for destination in core.destinations.values()} == {1, 2}, (
+    assert {destination.epoch for destination in core.rooms.destinations.values()} == {1, 2}, (
         "both are kept until the older drains"
     )
-    assert [destination.phase.name for destination in core.destinations.values()] == ["DRAINING", "LIVE"]
+    assert [destination.phase.name for destination in core.rooms.destinations.values()] == ["DRAINING", "LIVE"]
     assert first.state is State.TRANSFERRING, "the same room serves the new epoch"
     world.rules.pop()
     assert not old.released
@@ -710,7 +710,7 @@ def test_a_scatter_that_fails_fails_its_room_and_frees_its_lease() -> None:
     handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1])
     world.run()
     core = world.decode[0].core
-    (ticket,) = core._flights
+    (ticket,) = core.chunks.flights
     assert handle.state is State.TRANSFERRING, "CloseOk came, but the bytes are not in place (I5)"
     core.scattered(ticket, world.now, PdstageError("the kernel failed"))
     world.carry(world.decode[0])
@@ -783,7 +783,7 @@ def test_a_data_ready_chunk_moves_only_when_its_data_exists() -> None:
     world.send(2, 8, [2, 3])
     world.run(until=3.0)
     world.check(other, 2, 8)
-    (destination,) = world.prefill[0].core.destinations.values()
+    (destination,) = world.prefill[0].core.rooms.destinations.values()
     assert destination.chunks[0].phase is Phase.PARKED, "recalled once, and it asks again only with its data (I16)"
     assert sum("Recall(epoch=1" in line for line in world.log) == 1
     world.prefill[0].core.data_ready(sent, source, world.now)
@@ -823,10 +823,10 @@ def test_one_peer_that_parks_without_end_keeps_nobody_out() -> None:
         world.receive(100 + room, 4, [room], 1)
     world.run()
     prefill = world.prefill[0].core
-    assert len(prefill._parked) == 6
+    assert len(prefill.rooms.pending) == 6
     handles = [world.receive(room, 4, [room]) for room in range(1, 4)]
     world.run()
-    assert len(prefill._parked) == 6
+    assert len(prefill.rooms.pending) == 6
     for room in range(1, 4):
         world.send(room, 4, [room])
     world.run(until=5.0)
@@ -851,7 +851,7 @@ def test_turned_away_records_still_count() -> None:
         world.now += 1.5
         prefill.tick(world.now)
         prefill.take_effects()
-    assert len(prefill.destinations) == len(prefill._parked) == 4
+    assert len(prefill.rooms.destinations) == len(prefill.rooms.pending) == 4
 
 
 def test_asking_again_and_again_is_noted_once() -> None:
@@ -859,8 +859,8 @@ def test_asking_again_and_again_is_noted_once() -> None:
     prefill, session = greeted(world)
     for epoch in range(10, 40):
         prefill.receive(session.route, wire.encode(session.id, epoch, m.Ask(epoch, b"i7")), world.now)
-    assert prefill._forget_askers(b"i7") == [(session, 39)]
-    assert prefill._askers._n == 0
+    assert prefill.rooms.forget_askers(b"i7") == [(session, 39)]
+    assert prefill.rooms.askers._n == 0
 
 
 def greeted(world: World):
@@ -947,17 +947,17 @@ def test_aux_beyond_the_limit_ends_the_session() -> None:
 
 
 def test_too_big_cannot_cut_a_chunk_into_dust(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdstage.protocol.borrower._MAX_PIECES", 64)
+    monkeypatch.setattr("pdstage.protocol.prefill_chunks._MAX_PIECES", 64)
     world = World(n_pages=600, lane_nbytes=1 << 17, buffer_nbytes=1 << 17)
     world.hold(is_message(m.Lease))
     world.receive(1, 2400, list(range(600)))
     world.submit(1)
-    sent = next(iter(world.prefill[0].core.rooms.values()))
+    sent = next(iter(world.prefill[0].core.rooms.by_key.values()))
     world.chunk(sent, (0, 2400), list(range(600)))
     world.run()
     prefill = world.prefill[0].core
     (session,) = prefill.sessions.values()
-    (destination,) = prefill.destinations.values()
+    (destination,) = prefill.rooms.destinations.values()
     n_before = len(destination.chunks)
     for number in range(n_before):
         refused = m.Refused(destination.epoch, number, 0, "too_big", 256)

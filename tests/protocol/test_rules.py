@@ -10,9 +10,10 @@ from pdstage.errors import PeerError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.effects import Send
-from pdstage.protocol.outbox import Phase, SendBuffers
+from pdstage.protocol.destinations import Phase
+from pdstage.protocol.prefill_chunks import SendBuffers
 from pdstage.protocol.room import State
+from pdstage.protocol.session import Send
 from tests.pair import World, assert_flat, first, is_kind, is_message
 
 LEASE = 512
@@ -190,7 +191,7 @@ def test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended() -> N
     world.receive(1, 8, [0, 1])
     sender = world.send(1, 8, [0, 1])
     world.run(until=world.now)
-    (destination,) = world.prefill[0].core.destinations.values()
+    (destination,) = world.prefill[0].core.rooms.destinations.values()
     (chunk,) = destination.chunks.values()
     assert chunk.phase is Phase.GATHERING
     world.drop(is_message(m.CloseFailed))

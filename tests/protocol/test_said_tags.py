@@ -7,8 +7,8 @@ import pytest
 from pdstage.errors import PeerError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.effects import Send
 from pdstage.protocol.room import State
+from pdstage.protocol.session import Send
 from tests.pair import Decode, World, assert_flat, first, is_kind, is_message
 
 TAGGED = is_message(m.Tagged)
@@ -53,7 +53,10 @@ def test_where_the_transport_carries_tags_nothing_is_said(path: str) -> None:
     world.run()
     world.check(room, 1, 8)
     assert said(world) == 0
-    assert m.TAGS_FEATURE not in world.decode[0].core._hello.features + world.prefill[0].core._welcome.features
+    assert (
+        m.TAGS_FEATURE
+        not in world.decode[0].core.handshake.hello.features + world.prefill[0].core.handshake.welcome.features
+    )
 
 
 def test_nothing_is_said_before_the_write_is_done() -> None:

@@ -15,10 +15,9 @@ from pdstage.errors import DeadlineExceeded, PeerError
 from pdstage.layout import Component, Layout, Region, Row
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.effects import Attach, Detach, PeerWarning, Send
+from pdstage.protocol.compat import layout_problem
 from pdstage.protocol.room import State
-from pdstage.protocol.session import Lateness, Session
-from pdstage.protocol.told import layout_problem
+from pdstage.protocol.session import Attach, Detach, Lateness, PeerWarning, Send, Session
 from pdstage.topology import Axis
 from tests.pair import Decode, Prefill, World, assert_flat, is_kind, is_message
 
@@ -100,7 +99,7 @@ def test_a_late_turn_pushes_its_deadlines_by_the_excess() -> None:
     handle = world.receive(1, 8, [0, 1])
     world.run(until=4.0)
     core, wait_at = decode.core, core_deadline(decode, "wait")
-    last_at = core._lateness.last_at
+    last_at = core.endpoint._lateness.last_at
     core.receive(
         b"P0", wire.encode(session.id, session.heard + 1, m.Heartbeat()), last_at + 30.0
     )  # inputs are read first
@@ -129,7 +128,7 @@ def test_a_late_turn_gives_each_peer_the_excess() -> None:
 
 
 def core_deadline(node: Decode, kind: str) -> float:
-    return next(at for key, (at, *_) in node.core.timers._at.items() if key[0] == kind)
+    return next(at for key, (at, *_) in node.core.endpoint.timers._at.items() if key[0] == kind)
 
 
 def test_lateness_counts_from_what_was_due() -> None:
@@ -172,7 +171,7 @@ def test_hello_is_repeated_until_welcome_and_answered_alike() -> None:
 def test_a_half_open_session_expires_whatever_it_promised() -> None:
     world = World(hello_s=3.0)
     prefill, decode = world.prefill[0], world.decode[0]
-    hello = decode.core._hello
+    hello = decode.core.handshake.hello
     forged = m.Hello(hello.topology, hello.layout, "test", b"", hello.lanes, 1e300, ())
     prefill.core.receive(b"D9", wire.encode(m.SessionId(77, 0), 0, forged), 0.0)
     assert prefill.core.sessions
@@ -188,7 +187,7 @@ def test_half_open_sessions_are_capped_and_keep_nobody_out() -> None:
     """The oldest goes, of the route that greets if it has one: a flood of Hellos ends its own (I14)."""
     world = World(max_half_open=3, max_peers=4)
     core = world.prefill[0].core
-    hello = world.decode[0].core._hello
+    hello = world.decode[0].core.handshake.hello
     core.receive(b"first", wire.encode(m.SessionId(100, 0), 0, hello), 0.0)
     for n in range(5):
         core.receive(b"flood", wire.encode(m.SessionId(n + 1, 0), 0, hello), 0.0)
@@ -232,7 +231,7 @@ def test_a_lost_session_is_never_resumed() -> None:
     """A late Hello of it begins nothing: its seq would start at zero, its leases be granted twice (I6, I15)."""
     world = World(max_silence_s=1.0)
     prefill, decode, session, _ = met(world)
-    hello = wire.encode(m.SessionId(session.id.decode, 0), 0, decode.core._hello)
+    hello = wire.encode(m.SessionId(session.id.decode, 0), 0, decode.core.handshake.hello)
     world.drop(is_kind("frame"))
     world.run(until=10.0)
     assert not prefill.core.sessions
@@ -256,12 +255,12 @@ def test_what_prefill_remembers_of_lost_sessions_is_bounded() -> None:
         prefill.receive(b"D", wire.encode(session_id, 1, m.Bye()), 0.0)
         prefill.take_effects()
     assert not prefill.sessions
-    assert not prefill._at
-    assert len(prefill._lost) <= 4096
-    assert not len(prefill.timers)
+    assert not prefill.handshake._at
+    assert len(prefill.handshake.lost) <= 4096
+    assert not len(prefill.endpoint.timers)
 
 
-HELLO = World().decode[0].core._hello
+HELLO = World().decode[0].core.handshake.hello
 
 
 def test_a_refusal_of_another_greeting_is_ignored() -> None:
@@ -281,7 +280,7 @@ def test_a_welcome_to_another_greeting_is_ignored() -> None:
     world.hold(is_message(m.Hello))
     handle = world.announce(0)
     core = world.decode[0].core
-    core.receive(b"P0", wire.encode(m.SessionId(12345, 1000), 1, world.prefill[0].core._welcome), 0.0)
+    core.receive(b"P0", wire.encode(m.SessionId(12345, 1000), 1, world.prefill[0].core.handshake.welcome), 0.0)
     assert not core.sessions
     assert handle.state is State.BOOTSTRAPPING
     world.free()
@@ -305,8 +304,13 @@ def other_layout(world: World, **change: object) -> None:
     views = [
         replace(view, **{k: v(view) if callable(v) else v for k, v in change.items()}) for view in core.layout.views()
     ]
-    core._welcome = m.Welcome(
-        core._welcome.topology, Layout.of(core.layout.regions, views), "test", b"", core.config.max_silence_s, ()
+    core.handshake.welcome = m.Welcome(
+        core.handshake.welcome.topology,
+        Layout.of(core.layout.regions, views),
+        "test",
+        b"",
+        core.endpoint.config.max_silence_s,
+        (),
     )
 
 
@@ -332,7 +336,7 @@ def test_layouts_that_do_not_fit_are_refused_in_words_on_both_sides(change: dict
     assert word in at_decode
     assert word in at_prefill
     assert not world.prefill[0].core.sessions
-    assert not world.decode[0].core.peers
+    assert not world.decode[0].core.handshake.peers
     assert_flat(world)
 
 
@@ -341,7 +345,7 @@ def test_decode_refuses_a_welcome_that_does_not_fit() -> None:
     world = World()
     prefill = world.prefill[0].core
     other_layout(world, format="bf16")
-    prefill._hello_problem = lambda _: ""  # type: ignore[method-assign]
+    prefill.handshake._hello_problem = lambda _: ""  # type: ignore[method-assign]
     handle = world.announce(0)
     world.run()
     assert "a prefill rank does not fit" in str(handle.error)
@@ -364,7 +368,7 @@ def test_writers_without_every_shard_are_refused_when_rooms_connect() -> None:
 def test_another_transport_is_refused_in_words_on_both_sides() -> None:
     world = World()
     core = world.prefill[0].core
-    core._welcome = m.Welcome(core._welcome.topology, core.layout, "rdma", b"", 10.0, ())
+    core.handshake.welcome = m.Welcome(core.handshake.welcome.topology, core.layout, "rdma", b"", 10.0, ())
     at_decode, at_prefill, _ = refused(world)
     assert "transport 'test' at decode, 'rdma' at prefill" in at_decode
     assert "transport 'test' at decode, 'rdma' at prefill" in at_prefill
@@ -400,8 +404,8 @@ def test_no_answer_to_hello_fails_the_room_in_time() -> None:
     assert not handle.ended
     world.run(until=2.1)
     assert isinstance(handle.error, DeadlineExceeded)
-    assert not world.decode[0].core.peers
-    assert not len(world.decode[0].core.timers)
+    assert not world.decode[0].core.handshake.peers
+    assert not len(world.decode[0].core.endpoint.timers)
     world.free()
     world.run(until=3.0)
     handle = world.announce(0)
@@ -425,7 +429,7 @@ def test_a_peer_that_cannot_be_reached_fails_the_rooms_that_wait_for_it_only() -
     assert [effect for effect in core.take_effects() if isinstance(effect, PeerWarning)] == [PeerWarning(b"P9", error)]
     assert core.counters.sessions_refused == 1
     assert core.next_at() is None, "nobody is greeted any more"
-    assert b"P9" not in core.peers
+    assert b"P9" not in core.handshake.peers
     core.announce(b"i1", {0: b"P9"}, world.now, deadline_s=60.0)
     greeting = next(e for e in core.take_effects() if isinstance(e, Send))
     assert isinstance(wire.decode(greeting.frame).message, m.Hello), "another room greets it again"
@@ -550,7 +554,7 @@ def test_bye_ends_a_session_at_once_and_in_peace() -> None:
     world.carry(prefill)
     world.run()
     assert not decode.core.sessions
-    assert not decode.core.peers
+    assert not decode.core.handshake.peers
     decode.core.bye(world.now)
     world.carry(decode)
     world.run(until=world.now + 60.0)
@@ -599,7 +603,7 @@ def test_a_layout_of_too_much_is_refused() -> None:
 
 def test_the_transports_of_both_sides_need_one_in_common():
     world = World()
-    hello = world.decode[0].core._hello
+    hello = world.decode[0].core.handshake.hello
     for transport, others, met in (("a", ("test",), True), ("test", ("a",), True), ("a", ("b",), False)):
         told = msgspec.structs.replace(
             hello, transport=transport, others=tuple(m.Offer(name, name.encode()) for name in others)

@@ -9,8 +9,8 @@ import pytest
 
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
-from pdstage.protocol.decode import DecodeRoom
-from pdstage.protocol.outbox import PrefillRoom
+from pdstage.protocol.decode_rooms import DecodeRoom
+from pdstage.protocol.destinations import PrefillRoom
 from pdstage.protocol.room import State
 from pdstage.protocol.session import Session
 from tests.pair import World, assert_flat, is_kind, is_message
@@ -179,15 +179,15 @@ def test_a_writer_that_names_none_where_none_are_asked_is_done() -> None:
 def lie(world: World, n: int, component: str = "kv") -> None:
     """Every CloseOk that prefill sends says another number of slots."""
     core = world.prefill[0].core
-    send = core.send
+    send = core.endpoint.send
 
     def lying(session: Session, message: m.AnyMessage, now: float) -> None:
         if isinstance(message, m.CloseOk):
             message = msgspec.structs.replace(message, slots=(m.Given(component, n),))
         send(session, message, now)
 
-    core.send = lying  # type: ignore[method-assign]
-    core._slots.compare = lambda *_: ""  # type: ignore[method-assign]
+    core.endpoint.send = lying  # type: ignore[method-assign]
+    core.rooms.slots.compare = lambda *_: ""  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("n", [0, 2, 3, 5, 1 << 40])

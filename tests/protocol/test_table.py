@@ -8,8 +8,8 @@ import pytest
 
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.effects import Send
 from pdstage.protocol.room import State
+from pdstage.protocol.session import Send
 from tests.pair import Decode, Prefill, World, assert_flat, is_kind, is_message
 
 LEASE = 512
@@ -38,7 +38,7 @@ def stuck(world: World) -> None:
     """A failed room whose writer cannot answer Abort for good yet."""
     staged(world)
     world.run()
-    world.decode[0].core.abort(next(iter(world.decode[0].core.rooms.values())), "why", world.now)
+    world.decode[0].core.abort(next(iter(world.decode[0].core.rooms.by_key.values())), "why", world.now)
     world.carry(world.decode[0])
 
 
@@ -175,7 +175,7 @@ def test_decode_answers_in_each_state(
     world.hold(is_kind("write"))
     epoch, expected = state(world)
     core = world.decode[0].core
-    room = core.epochs[epoch]
+    room = core.rooms.by_epoch[epoch]
     assert room.state is expected
     assert [type(x) for x in answers(world.decode[0], message(epoch), world.now)] == said
     if expected is State.FAILED:

@@ -11,7 +11,7 @@ import pytest
 from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.outbox import Phase
+from pdstage.protocol.destinations import Phase
 from pdstage.protocol.room import State
 from tests.pair import Item, World, assert_flat, is_kind, is_message, nth
 
@@ -58,7 +58,7 @@ def test_reserve_resent_crossing_recall_and_returned() -> None:
     world.release_held(about(1, m.Lease))
     world.run()
     assert sum("Returned(epoch=1" in repr(item) for item in world.held) >= 2, "for the Recall, and for the Lease"
-    (destination,) = [r for r in world.prefill[0].core.destinations.values() if r.epoch == 1]
+    (destination,) = [r for r in world.prefill[0].core.rooms.destinations.values() if r.epoch == 1]
     assert destination.chunks[0].attempt == 1
     assert not destination.chunks[0].begun, "attempt 0 is dead"
     world.free()
@@ -89,13 +89,13 @@ def test_abort_drained_then_a_late_open() -> None:
     world.run()
     core = world.prefill[0].core
     assert handle.released
-    assert not core.destinations
+    assert not core.rooms.destinations
     stale = core.counters.frames_stale
     world.submit(1)
     world.queue.append(late)
     world.run()
     assert core.counters.frames_stale == stale + 1
-    assert not core.destinations, "the late Open opened nothing"
+    assert not core.rooms.destinations, "the late Open opened nothing"
     assert handle.state is State.FAILED
 
 
@@ -107,7 +107,7 @@ def test_a_close_that_is_lost(lost: type) -> None:
     handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1])
     world.run(until=2.0)
     assert sent.state is State.SUCCESS, "its last completion came, and Close(ok) was said"
-    assert len(world.prefill[0].core.destinations) == 1
+    assert len(world.prefill[0].core.rooms.destinations) == 1
     world.free()
     world.run(until=3.0)
     world.check(handle, 1, 8)
@@ -172,8 +172,8 @@ def test_decode_restarts_and_an_old_larger_watermark_comes() -> None:
     world.carry(world.prefill[0])
     world.run(until=2.0)
     (new,) = core.sessions.values()
-    assert core._marks.get((new, 0), 0) == 0
-    held = [c for r in core.destinations.values() for c in r.chunks.values() if c.phase is Phase.HELD]
+    assert core.chunks.windows.marks.get((new, 0), 0) == 0
+    held = [c for r in core.rooms.destinations.values() for c in r.chunks.values() if c.phase is Phase.HELD]
     assert len(held) == 1, "the second room's lease is one lap ahead and stays closed"
     world.free()
     world.run(until=4.0)
@@ -313,7 +313,7 @@ def test_a_chunk_that_gets_no_staging_memory_goes_direct(held: bool) -> None:
     handle = world.receive(2, 8, [2, 3], prefill=1)
     sent = world.send(2, 8, [2, 3], 1)
     world.run()
-    chunk = next(iter(world.prefill[1].core.destinations.values())).chunks[0]
+    chunk = next(iter(world.prefill[1].core.rooms.destinations.values())).chunks[0]
     assert chunk.phase is (Phase.HELD if held else Phase.ASKING)
     world.run(until=0.9)
     assert not handle.ended
@@ -337,7 +337,7 @@ def test_a_gather_that_fails_gives_its_lease_back(path: str) -> None:
     world.run()
     world.held.clear()
     world.free()
-    (ticket,) = world.prefill[0].core._flights
+    (ticket,) = world.prefill[0].core.chunks.flights
     world.prefill[0].core.gathered(ticket, world.now, TransportError("the kernel failed"))
     world.carry(world.prefill[0])
     world.run(until=2.0)
@@ -409,7 +409,7 @@ def test_two_decodes_opposite_lease_orders_two_send_buffers() -> None:
     order = [[g.request.session.route for g in d.core.leases._at.values()] for d in world.decode]
     assert order == [[b"P0", b"P1"], [b"P1", b"P0"]]
     for prefill in world.prefill:
-        assert len(prefill.core.buffers.free) == 1, "one for the open destination, none for the closed one"
+        assert len(prefill.core.chunks.buffers.free) == 1, "one for the open destination, none for the closed one"
     world.free()
     world.run(until=5.0)
     for (room, rank), handle in handles.items():
@@ -429,7 +429,7 @@ def test_a_direct_post_whose_outcome_is_unknown_after_decodes_success() -> None:
     world.check(handle, 1, 8)
     assert not handle.released, "one writer has not said that it is done"
     core = world.prefill[1].core
-    (ticket,) = core._flights
+    (ticket,) = core.chunks.flights
     core.completed(ticket, world.now, TransportError("the fabric does not know"))
     world.carry(world.prefill[1])
     n_writes = sum(line.startswith("write P1") for line in world.log)
@@ -482,7 +482,7 @@ def test_bytes_of_a_failed_post_that_land_later() -> None:
     world.run()
     (session,) = world.decode[0].core.sessions.values()
     core = world.prefill[0].core
-    (ticket,) = core._flights
+    (ticket,) = core.chunks.flights
     core.completed(ticket, world.now, TransportError("the fabric gave up"), settled=False)
     world.carry(world.prefill[0])
     world.run(until=60.0)

@@ -10,14 +10,15 @@ MUTANTS = [
     Mutant(
         "Close does not wait for the row",
         "10 aux, I5",
-        "_add_row",
-        "        destination.unwritten += 1\n        self._advance(chunk)",
-        "        self._advance(chunk)",
+        "add_row",
+        """        destination.unwritten += 1
+        self.chunks.advance(chunk)""",
+        "        self.chunks.advance(chunk)",
     ),
     Mutant(
         "Success before the row's tag",
         "10 aux, I5",
-        "_on_close_ok",
+        "on_close_ok",
         "            if any(w.chunk not in writer.arrived for w in close.written):",
         "            if any(w.chunk not in writer.arrived for w in close.written if w.lane != m.AUX):",
         TESTS,
@@ -50,7 +51,8 @@ MUTANTS = [
         "a failed row counts as written",
         "10 aux, I5",
         "_written",
-        '            self._row_failed(destination, f"the write of an aux row failed: {error.what}")\n',
+        """            self._owner.row_failed(destination, f"the write of an aux row failed: {error.what}")
+""",
         "            destination.written.append(m.Written(chunk.number, *chunk.where))\n",
         TESTS,
     ),

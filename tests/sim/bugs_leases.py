@@ -53,7 +53,7 @@ MUTANTS = [
     Mutant(
         "the window is not checked before a write",
         "6 window, I2",
-        "_window_open",
+        "is_open",
         "        return chunk.cursor + chunk.nbytes <= mark + session.lanes[chunk.lane].nbytes",
         "        return chunk.cursor + chunk.nbytes <= mark + 2 * session.lanes[chunk.lane].nbytes",
     ),
@@ -62,7 +62,7 @@ MUTANTS = [
         "6 written once, I15",
         "_written",
         """            chunk.phase = Phase.BROKEN
-            self._fail_destination(destination, error, now)
+            self._owner.fail_destination(destination, error, now)
             return
 """,
         """            chunk.phase = Phase.READY
@@ -75,11 +75,11 @@ MUTANTS = [
         "6 unknown outcome, I2",
         "_written",
         """            chunk.phase = Phase.BROKEN
-            self._fail_destination(destination, error, now)
+            self._owner.fail_destination(destination, error, now)
             return
 """,
         """            chunk.phase = Phase.DROPPED
-            self._fail_destination(destination, error, now)
+            self._owner.fail_destination(destination, error, now)
             return
 """,
         "tests/protocol/test_rooms.py::test_a_failed_write_is_not_given_back_as_if_it_was_never_begun",
@@ -87,7 +87,7 @@ MUTANTS = [
     Mutant(
         "the lease of a chunk that is dropped while it is gathered is given back",
         "6 used lease, I2",
-        "_drop",
+        "drop",
         "                if chunk.phase not in (Phase.GATHERING, Phase.WRITING, Phase.BROKEN):",
         "                if chunk.phase not in (Phase.WRITING, Phase.BROKEN):",
         "tests/protocol/test_rules.py::test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended",
@@ -96,22 +96,22 @@ MUTANTS = [
         "Reserve is not repeated",
         "6 who asks again, I4",
         "_reserve",
-        """        self.repeat(("ask", chunk), now)
+        """        self.endpoint.repeat(("ask", chunk), now)
 """,
         "",
     ),
     Mutant(
         "Reserve is not repeated while the window is closed",
         "6 who asks again, I11",
-        "_ask_again",
-        "        if chunk.phase is not Phase.ASKING and (chunk.phase is not Phase.HELD or self._window_open(chunk)):",
+        "ask_again",
+        "        if chunk.phase is not Phase.ASKING and (chunk.phase is not Phase.HELD or self.windows.is_open(chunk)):",
         "        if chunk.phase is not Phase.ASKING:",
         "tests/protocol/test_traces.py",
     ),
     Mutant(
         "Lease does not carry the watermark",
         "6 who asks again, I11",
-        "_lease",
+        "send_lease",
         """        mark = self._mark(request.session, lease.lane)
         answer""",
         """        mark = self._marks_sent.get(request.session, {}).get(lease.lane, 0)
@@ -120,15 +120,16 @@ MUTANTS = [
     Mutant(
         "a watermark from Lease is not taken",
         "6 who asks again, I11",
-        "_on_lease",
+        "on_lease",
         "        self._raise_mark(session, lease.lane, lease.watermark)\n",
         "",
     ),
     Mutant(
         "nothing is recalled",
         "6 recall (a), I12",
-        "_recall_all",
-        "            if lease.request.session.id in self.sessions:\n                self._recall(lease, now)",
+        "recall_all",
+        """            if lease.request.session.id in self.endpoint.sessions:
+                self._recall(lease, now)""",
         "            pass",
     ),
     Mutant(
@@ -159,9 +160,9 @@ MUTANTS = [
         "decode frees on sending Recall",
         "6 recall, I2",
         "_recall",
-        """        self.send(request.session, recall, now)
+        """        self.endpoint.send(request.session, recall, now)
 """,
-        """        self.send(request.session, recall, now)
+        """        self.endpoint.send(request.session, recall, now)
         if lease.state == "granted":
             self.leases.release(lease, now)
 """,
@@ -171,22 +172,22 @@ MUTANTS = [
         "6 recall, I15",
         "_recalled",
         """        chunk.attempt += 1
-        self.timers.cancel(("ask", chunk))
+        self.endpoint.timers.cancel(("ask", chunk))
 """,
-        """        self.timers.cancel(("ask", chunk))
+        """        self.endpoint.timers.cancel(("ask", chunk))
 """,
     ),
     Mutant(
         "a lease of any attempt is taken",
         "6 recall, I15",
-        "_on_lease",
+        "on_lease",
         "if chunk is not None and chunk.attempt == lease.attempt and not chunk.direct:",
         "if chunk is not None and not chunk.direct:",
     ),
     Mutant(
         "a lease is given back after its write began",
         "6 recall, I2",
-        "_on_recall",
+        "on_recall",
         "            if chunk.begun or chunk.phase is Phase.READY:",
         "            if chunk.phase is Phase.READY:",
     ),
@@ -195,26 +196,26 @@ MUTANTS = [
         "6 recall, I16",
         "_recalled",
         """        if chunk.source.ready:
-            self._ask(chunk, now)
+            self.ask(chunk, now)
         else:
             chunk.phase = Phase.PARKED
 """,
-        """        self._ask(chunk, now)
+        """        self.ask(chunk, now)
 """,
     ),
     Mutant(
         "leases nobody wants are not given back",
         "6 recall, I13",
         "_give_back",
-        "        self.send(session, m.Returned(told.epoch, told.chunk, told.attempt, told.lane, told.cursor), now)",
+        "        self.endpoint.send(session, m.Returned(told.epoch, told.chunk, told.attempt, told.lane, told.cursor), now)",
         "        _ = session",
         "tests/protocol/test_traces.py",
     ),
     Mutant(
         "a higher attempt does not free the old lease",
         "6 life, I14",
-        "_on_reserve",
-        """            self.leases.release(held, now)
+        "on_reserve",
+        """            self._leases.release(held, now)
         problem""",
         """        problem""",
         "tests/protocol/test_rules.py",
@@ -222,7 +223,7 @@ MUTANTS = [
     Mutant(
         "a failed room's leases are free at once",
         "6 quarantine, I2",
-        "_quarantine_of",
+        "quarantine_of",
         """            if lease.state == "granted":
                 self._quarantine(lease, now)
 """,
@@ -233,7 +234,7 @@ MUTANTS = [
     Mutant(
         "a failed room's leases stay granted",
         "6 quarantine, I12",
-        "_quarantine_of",
+        "quarantine_of",
         """            if lease.state == "granted":
                 self._quarantine(lease, now)
 """,
@@ -245,10 +246,10 @@ MUTANTS = [
         "what landed is free before its scatter is done",
         "6 life, I2",
         "_on_tag",
-        """            self.leases.land(lease)
+        """            self._leases.land(lease)
             span""",
-        """            self.leases.land(lease)
-            self.leases.release(lease, now)
+        """            self._leases.land(lease)
+            self._leases.release(lease, now)
             span""",
     ),
     Mutant(
@@ -316,8 +317,8 @@ MUTANTS = [
     Mutant(
         "a send buffer waits for a closed window",
         "6 send buffers, I11",
-        "_advance",
-        "chunk.source.ready and (chunk.direct or self._window_open(chunk)):",
+        "advance",
+        "chunk.source.ready and (chunk.direct or self.windows.is_open(chunk)):",
         "chunk.source.ready:",
     ),
     Mutant(
@@ -332,17 +333,17 @@ MUTANTS = [
         "a send buffer is free once its write began",
         "6 send buffers, I8",
         "gathered",
-        """        self.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
+        """        self.endpoint.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
 """,
-        """        self.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
+        """        self.endpoint.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
         self.buffers.free.append(buffer)
 """,
     ),
     Mutant(
         "a write may take for ever",
         "6 write_s, I10",
-        "_on_timer",
-        """                self._on_write_timer(ticket, now)
+        "on_timer",
+        """                self.chunks.on_write_timer(ticket, now)
 """,
         """                pass
 """,

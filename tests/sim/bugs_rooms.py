@@ -8,14 +8,14 @@ MUTANTS = [
     Mutant(
         "one chunk of each writer counts as all",
         "7 fan-in, I5",
-        "_maybe_complete",
+        "maybe_complete",
         "            if writer.coverage is None or not writer.coverage.complete:\n",
         "            if writer.coverage is None or not writer.arrived:\n",
     ),
     Mutant(
         "chunks are counted, not what they cover",
         "7 fan-in, I5",
-        "_maybe_complete",
+        "maybe_complete",
         "            if writer.coverage is None or not writer.coverage.complete:\n",
         "            if writer.coverage is None or len(writer.arrived) < 4:\n",
     ),
@@ -29,21 +29,21 @@ MUTANTS = [
     Mutant(
         "Success before the scatters are done",
         "7 fan-in, I5",
-        "_maybe_complete",
+        "maybe_complete",
         "        if room.ended or not room.bound or room.pending:",
         "        if room.ended or not room.bound:",
     ),
     Mutant(
         "Success before aux is here",
         "7 fan-in, I5",
-        "_maybe_complete",
+        "maybe_complete",
         "            if writer.has_aux and writer.phase is not WriterPhase.QUIET:\n                return\n",
         "",
     ),
     Mutant(
         "Success without a writer that is still to deliver",
         "7 fan-in, I5",
-        "_maybe_complete",
+        "maybe_complete",
         """            if writer.coverage is None or not writer.coverage.complete:
                 return
             if""",
@@ -70,21 +70,21 @@ MUTANTS = [
     Mutant(
         "released when one writer is quiet",
         "7 released, I2",
-        "_maybe_release",
+        "maybe_release",
         "        if all(writer.phase is WriterPhase.QUIET for writer in room.writers.values()):",
         "        if not room.writers or any(writer.phase is WriterPhase.QUIET for writer in room.writers.values()):",
     ),
     Mutant(
         "released before its own scatters are done",
         "7 released, I2",
-        "_maybe_release",
+        "maybe_release",
         "        if not room.ended or room.pending or room.released:",
         "        if not room.ended or room.released:",
     ),
     Mutant(
         "a failed room is released at once",
         "7 released, I2",
-        "_abort_writer",
+        "abort_writer",
         "            writer.phase, writer.reason = WriterPhase.ABORTING, reason\n",
         "            writer.phase, writer.reason = WriterPhase.QUIET, reason\n",
     ),
@@ -98,10 +98,12 @@ MUTANTS = [
     Mutant(
         "a part is found by its epoch alone",
         "7 keyed by session",
-        "_writer",
-        "        return session.writers.get(epoch)\n",
-        "        room = self.epochs.get(epoch)\n"
-        "        return next(iter(room.writers.values()), None) if room is not None else None\n",
+        "writer",
+        """        return session.claims.get(epoch)
+""",
+        """        room = self.by_epoch.get(epoch)
+        return next(iter(room.writers.values()), None) if room is not None else None
+""",
     ),
     Mutant(
         "a stale tag of another epoch is accepted",
@@ -128,22 +130,26 @@ MUTANTS = [
     Mutant(
         "Open is not repeated",
         "7 Open, I4",
-        "_send_open",
-        '        self.repeat(("open", writer), now)\n',
+        "send_open",
+        """        self.endpoint.repeat(("open", writer), now)
+""",
         "",
     ),
     Mutant(
         "Open of a room not submitted yet is dropped",
         "7 Open, I11",
-        "_park",
-        "        held, others = self._parked.add(destination)\n",
+        "park",
+        """        held, others = self.pending.add(destination)
+""",
         "        held, others = True, []\n",
     ),
     Mutant(
         "Opened is not heard",
         "7 Opened, I4",
         "_on_opened",
-        "            return\n        self._answered(writer)\n        if not writer.shares",
+        """            return
+        self.rooms.answered(writer)
+        if not writer.shares""",
         "            return\n        if not writer.shares",
         "tests/protocol/test_table.py",
     ),
@@ -151,20 +157,23 @@ MUTANTS = [
         "a repeated Open makes another record",
         "7 Open, I7",
         "_on_open",
-        "        if destination is not None:\n            self.send(session, m.Opened(opened",
-        "        if destination is not None and destination.room is None:\n            self.send(session, m.Opened(opened",
+        """        if destination is not None:
+            self.endpoint.send(session, m.Opened(opened""",
+        """        if destination is not None and destination.room is None:
+            self.endpoint.send(session, m.Opened(opened""",
     ),
     Mutant(
         "Reserve of what is granted is not answered",
         "7 Reserve, I4",
-        "_on_reserve",
-        "                self._lease(held, now)\n                return",
+        "on_reserve",
+        """                self._lender.send_lease(held, now)
+                return""",
         "                return",
     ),
     Mutant(
         "Reserve is granted after its room ended",
         "7 Reserve, I14",
-        "_on_reserve",
+        "on_reserve",
         "if writer is None or writer.room.ended or writer.coverage is None or writer.phase is WriterPhase.QUIET:",
         "if writer is None or writer.coverage is None:",
         "tests/protocol/test_rules.py",
@@ -172,7 +181,7 @@ MUTANTS = [
     Mutant(
         "Close is sent before the last completion",
         "7 Close, I5",
-        "_maybe_close",
+        "maybe_close",
         "if destination.phase is not DestinationPhase.LIVE or room is None or destination.unwritten:",
         "if destination.phase is not DestinationPhase.LIVE or room is None:",
     ),
@@ -212,8 +221,9 @@ MUTANTS = [
         "a writer that holds nothing is waited for",
         "7 released, I14",
         "_on_opened",
-        "        if not writer.shares and not writer.has_aux:  # told, and it never writes: nobody waits for its Close\n"
-        "            self._quiet(writer)\n",
+        """        if not writer.shares and not writer.has_aux:  # told, and it never writes: nobody waits for its Close
+            self.rooms.quiet(writer)
+""",
         "",
         "tests/protocol/test_places.py",
     ),
@@ -221,50 +231,64 @@ MUTANTS = [
         "a writer that holds nothing fails the room it gives up",
         "7 fan-in, I10",
         "_on_close_failed",
-        "        if writer is None or writer.phase is WriterPhase.QUIET:\n            self.send(session, m.Abort(",
-        "        if writer is None:\n            self.send(session, m.Abort(",
+        """        if writer is None or writer.phase is WriterPhase.QUIET:
+            self.endpoint.send(session, m.Abort(""",
+        """        if writer is None:
+            self.endpoint.send(session, m.Abort(""",
         "tests/protocol/test_places.py",
     ),
     Mutant(
         "Close is not repeated",
         "7 Close, I4",
         "_close",
-        '        self.send(destination.session, close, now)\n        self.repeat(("close", destination), now)\n',
-        "        self.send(destination.session, close, now)\n",
+        """        self.endpoint.send(destination.session, close, now)
+        self.endpoint.repeat(("close", destination), now)
+""",
+        """        self.endpoint.send(destination.session, close, now)
+""",
     ),
     Mutant(
         "the writer forgets before Closed",
         "7 Close, I2",
-        "_maybe_close",
-        "        self._close(destination, now)\n        self._maybe_complete(room)",
-        "        self._close(destination, now)\n        self._maybe_complete(room)\n        self._forget(destination)",
+        "maybe_close",
+        """        self._close(destination, now)
+        self.maybe_complete(room)""",
+        """        self._close(destination, now)
+        self.maybe_complete(room)
+        self.forget(destination)""",
     ),
     Mutant(
         "Close without its list: unlisted leases stay",
         "7 Close, I14",
-        "_on_close_ok",
-        "        self._release_of(session, close.epoch, now)\n        self.send(session, m.Closed(close.epoch), now)\n",
-        "        self.send(session, m.Closed(close.epoch), now)\n",
+        "on_close_ok",
+        """        self._lender.release_of(session, close.epoch, now)
+        self.endpoint.send(session, m.Closed(close.epoch), now)
+""",
+        """        self.endpoint.send(session, m.Closed(close.epoch), now)
+""",
     ),
     Mutant(
         "Close that overtakes a tag frees delivered data",
         "7 Close, I5",
-        "_on_close_ok",
+        "on_close_ok",
         "            if any(w.chunk not in writer.arrived for w in close.written):\n                return\n",
         "",
     ),
     Mutant(
         "Close of an unknown epoch is not answered",
         "7 Close, I14",
-        "_on_close_ok",
-        "            self.send(session, m.Closed(close.epoch), now)\n            return\n",
+        "on_close_ok",
+        """            self.endpoint.send(session, m.Closed(close.epoch), now)
+            return
+""",
         "            return\n",
     ),
     Mutant(
         "the record stays after Closed",
         "7 Closed, I14",
         "_on_closed",
-        "        if destination is not None and destination.phase is DestinationPhase.CLOSING:\n            self._forget(destination)",
+        """        if destination is not None and destination.phase is DestinationPhase.CLOSING:
+            self.rooms.forget(destination)""",
         "        if destination is not None and destination.phase is DestinationPhase.CLOSING:\n            pass",
     ),
     Mutant(
@@ -278,17 +302,20 @@ MUTANTS = [
     Mutant(
         "Close(failed) is not repeated",
         "7 Close, I4",
-        "_close_failed",
-        "        self.send(destination.session, m.CloseFailed(destination.epoch, m.brief(destination.reason)), now)\n"
-        '        self.repeat(("close", destination), now)\n',
-        "        self.send(destination.session, m.CloseFailed(destination.epoch, m.brief(destination.reason)), now)\n",
+        "close_failed",
+        """        self.endpoint.send(destination.session, m.CloseFailed(destination.epoch, m.brief(destination.reason)), now)
+        self.endpoint.repeat(("close", destination), now)
+""",
+        """        self.endpoint.send(destination.session, m.CloseFailed(destination.epoch, m.brief(destination.reason)), now)
+""",
         "tests/protocol/test_rules.py",
     ),
     Mutant(
         "Abort is not repeated",
         "7 Abort, I4",
-        "_send_abort",
-        '        self.repeat(("abort", writer), now)\n',
+        "send_abort",
+        """        self.endpoint.repeat(("abort", writer), now)
+""",
         "",
         "tests/protocol/test_rules.py",
     ),
@@ -296,14 +323,16 @@ MUTANTS = [
         "Abort of an unknown epoch is not answered",
         "7 Abort, I4",
         "_on_abort",
-        "            self.send(session, m.Drained(abort.epoch), now)\n            return\n",
+        """            self.endpoint.send(session, m.Drained(abort.epoch), now)
+            return
+""",
         "            return\n",
         "tests/protocol/test_rules.py",
     ),
     Mutant(
         "a writer that has not answered is never told that its room was given up",
         "7 Abort, I10",
-        "_give_up",
+        "give_up",
         "                peer.given_up[told.room] = told\n",
         "                pass\n",
         "tests/protocol/test_given_up.py",
@@ -328,23 +357,25 @@ MUTANTS = [
         "an Abort of an earlier epoch gives up the room that is wanted again",
         "7 Abort, I6",
         "_give_up",
-        "> abort.epoch or self._askers.epoch_of(key, session) > abort.epoch:\n",
-        "> abort.epoch and False:\n",
+        "        if later > abort.epoch:\n",
+        "        if later > abort.epoch and False:\n",
         "tests/protocol/test_given_up.py",
     ),
     Mutant(
         "a room given up is never forgotten",
         "7 Abort, I14",
         "_give_up",
-        "begun=False, until=now + self.config.open_wait_s)\n",
+        """begun=False, until=now + self.endpoint.config.open_wait_s)
+""",
         "begun=False)\n",
         "tests/protocol/test_given_up.py",
     ),
     Mutant(
         "a room wanted again stays given up",
         "7 Abort, I6",
-        "_wanted_again",
-        "            del self._ended[key]\n",
+        "how_ended",
+        """            del self.ended[key]
+""",
         "            pass\n",
         "tests/protocol/test_given_up.py",
     ),
@@ -359,7 +390,7 @@ MUTANTS = [
     Mutant(
         "what has not begun is not cancelled",
         "7 Abort, I8",
-        "_drop",
+        "drop",
         "                if chunk.phase not in (Phase.GATHERING, Phase.WRITING, Phase.BROKEN):\n",
         "                if False:\n",
     ),
@@ -374,7 +405,8 @@ MUTANTS = [
         "Drained frees nothing",
         "7 Drained, I14",
         "_on_drained",
-        "        self._release_of(session, drained.epoch, now)\n",
+        """        self.lender.release_of(session, drained.epoch, now)
+""",
         "",
     ),
     Mutant(
@@ -388,23 +420,26 @@ MUTANTS = [
     Mutant(
         "nobody asks a writer that does not close",
         "7 drain_s, I10",
-        "_maybe_complete",
-        '                    self.timers.set(("linger", writer), now + self.config.drain_s)\n',
+        "maybe_complete",
+        """                    self.endpoint.timers.set(("linger", writer), now + self.endpoint.config.drain_s)
+""",
         "                    pass\n",
         "tests/protocol/test_rooms.py",
     ),
     Mutant(
         "no deadline of a room ends it at decode",
         "7 deadlines, I10",
-        "_on_timer",
-        "                self._fail(room, too_late(kind, room, self.config), now)\n",
+        "on_timer",
+        """                self.rooms.fail(room, too_late(kind, room, self.endpoint.config), now)
+""",
         "                pass\n",
     ),
     Mutant(
         "no deadline of a room ends it at prefill",
         "7 deadlines, I10",
-        "_on_timer",
-        "                self._fail(room, error, now)\n",
+        "lose",
+        """                self.rooms.fail(room, error, now)
+""",
         "                pass\n",
     ),
     Mutant(
@@ -417,15 +452,19 @@ MUTANTS = [
     Mutant(
         "a tag that was lost is not said again with CloseOk",
         "7 tags by message, I10",
-        "_close_again",
-        "        for chunk in destination.chunks.values():\n            self._tell_tag(chunk, now)\n        self._close(",
+        "close_again",
+        """        for chunk in destination.chunks.values():
+            self.chunks.tell_tag(chunk, now)
+        self._close(""",
         "        self._close(",
     ),
     Mutant(
         "a tag that was lost is not said again to a Recall",
         "7 tags by message, I12",
-        "_on_recall",
-        "                self._tell_tag(chunk, now)\n                return\n",
+        "on_recall",
+        """                self.tell_tag(chunk, now)
+                return
+""",
         "                return\n",
         "tests/protocol/test_said_tags.py",
     ),
@@ -433,30 +472,35 @@ MUTANTS = [
         "a tag is said before its write is done",
         "7 tags by message, I5",
         "gathered",
-        "        self.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))\n",
-        "        self.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))\n"
-        "        if chunk.destination.session.tells_tags:\n"
-        "            self.send(chunk.destination.session, m.Tagged(self._tag(chunk)), now)\n",
+        """        self.endpoint.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
+""",
+        """        self.endpoint.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
+        if chunk.destination.session.tells_tags:
+            self.endpoint.send(chunk.destination.session, m.Tagged(self._tag(chunk)), now)
+""",
     ),
     Mutant(
         "a tag is said under a session that is lost",
         "7 a lost session",
-        "_tell_tag",
-        "        if session.tells_tags and chunk.phase is Phase.WRITTEN and session.id in self.sessions:\n",
+        "tell_tag",
+        """        if session.tells_tags and chunk.phase is Phase.WRITTEN and session.id in self.endpoint.sessions:
+""",
         "        if session.tells_tags and chunk.phase is Phase.WRITTEN:\n",
         "tests/protocol/test_said_tags.py",
     ),
     Mutant(
         "a tag is said of a write that failed",
         "7 tags by message, I5",
-        "_tell_tag",
-        "        if session.tells_tags and chunk.phase is Phase.WRITTEN and session.id in self.sessions:\n",
-        "        if session.tells_tags and chunk.begun and session.id in self.sessions:\n",
+        "tell_tag",
+        """        if session.tells_tags and chunk.phase is Phase.WRITTEN and session.id in self.endpoint.sessions:
+""",
+        """        if session.tells_tags and chunk.begun and session.id in self.endpoint.sessions:
+""",
     ),
     Mutant(
         "who says a tag may name any session",
         "7 tags by message, I6",
-        "_on_tagged",
+        "on_tagged",
         "        if not session.tells_tags or tag.session != session.id:\n",
         "        if not session.tells_tags:\n",
         "tests/protocol/test_said_tags.py",

@@ -49,13 +49,14 @@ MUTANTS = [
         "Hello is not repeated",
         "7 Hello, I4",
         "_greet",
-        '        self.back_off(("hello", peer), now, peer.n_hellos, peer.nonce)\n',
+        """        self.endpoint.back_off(("hello", peer), now, peer.n_hellos, peer.nonce)
+""",
         "",
     ),
     Mutant(
         "Welcome of another greeting is taken",
         "7 Welcome, I6",
-        "_on_welcome",
+        "on_welcome",
         "        if peer is None or session_id.decode != peer.nonce:\n            return\n",
         "        if peer is None:\n            return\n",
         "tests/protocol/test_session.py",
@@ -63,36 +64,42 @@ MUTANTS = [
     Mutant(
         "a half-open session replaces the old one at once",
         "7 half-open, I6",
-        "_on_hello",
-        "            self.emit(Attach(session, m.offers(hello)))\n",
-        "            self.emit(Attach(session, m.offers(hello)))\n            self._confirm(session, now)\n",
+        "on_hello",
+        """            self.endpoint.emit(Attach(session, m.offers(hello)))
+""",
+        """            self.endpoint.emit(Attach(session, m.offers(hello)))
+            self.confirm(session, now)
+""",
         "tests/protocol/test_session.py",
     ),
     Mutant(
         "the old session stays beside the new one",
         "7 half-open, I14",
-        "_confirm",
-        '        if older is not None:\n            self.lose(older, PeerError("the decode node greeted again", '
-        'remedy="see its log for why"), now)\n',
+        "confirm",
+        """        if older is not None:
+            self._owner.lose(older, PeerError("the decode node greeted again", remedy="see its log for why"), now)
+""",
         "",
         "tests/protocol/test_session.py",
     ),
     Mutant(
         "a new session begins with the old one's watermarks",
         "6 cursors of a session",
-        "_confirm",
-        "        if older is not None:\n            self.lose(older",
-        "        if older is not None:\n"
-        "            for (held, lane), mark in list(self._marks.items()):\n"
-        "                if held is older:\n                    self._marks[session, lane] = mark\n"
-        "            self.lose(older",
+        "confirm",
+        """        if older is not None:
+            self._owner.lose(older""",
+        """        if older is not None:
+            for (held, lane), mark in list(self._marks.items()):
+                if held is older:
+                    self._marks[session, lane] = mark
+            self._owner.lose(older""",
         "tests/protocol/test_traces.py",
     ),
     Mutant(
         "a lost session may begin again",
         "7 session, I6",
-        "_on_hello",
-        "            if session_id in self._lost:",
+        "on_hello",
+        "            if session_id in self.lost:",
         "            if False:",
         "tests/protocol/test_session.py",
     ),
@@ -115,16 +122,17 @@ MUTANTS = [
     Mutant(
         "NoSession is said while a write is in flight",
         "7 NoSession, I2",
-        "_dispatch",
-        "            if not isinstance(message, m.NoSession | m.Bye) and not self._in_flight(frame.session):",
+        "on_frame",
+        "            if not isinstance(message, m.NoSession | m.Bye) and not self.chunks.in_flight(frame.session):",
         "            if not isinstance(message, m.NoSession | m.Bye):",
         "tests/protocol/test_traces.py",
     ),
     Mutant(
         "NoSession is not said",
         "7 NoSession, I10",
-        "_dispatch",
-        "                self.send_loose(route, frame.session, m.NoSession(proof))\n",
+        "on_frame",
+        """                self.endpoint.send_loose(route, frame.session, m.NoSession(proof))
+""",
         "                pass\n",
         "tests/protocol/test_session.py",
     ),
@@ -132,7 +140,8 @@ MUTANTS = [
         "no heartbeat",
         "7 silence, I4",
         "on_session_timer",
-        "                self.send(session, Heartbeat(self._need_of(session, now)), now)\n                due",
+        """                self.send(session, Heartbeat(self.need_of(session, now)), now)
+                due""",
         "                due",
         "tests/protocol/test_traces.py",
     ),
@@ -170,7 +179,7 @@ MUTANTS = [
     Mutant(
         "a lost session's open leases are free at once",
         "7 lost, I2",
-        "_strand",
+        "strand",
         '            if lease.state != "landed" and begins_never:',
         '            if lease.state != "landed":',
         "tests/protocol/test_traces.py",
@@ -178,7 +187,7 @@ MUTANTS = [
     Mutant(
         "a lost session's closed leases are kept",
         "7 lost, I14",
-        "_strand",
+        "strand",
         '            if lease.state != "landed" and begins_never:',
         "            if False:",
         "tests/protocol/test_rules.py",
@@ -194,20 +203,26 @@ MUTANTS = [
         "a lost session counts as fenced",
         "7 fences, I2",
         "lose",
-        "        self.emit(Detach(session))\n        if self.holds(session):\n",
-        "        self.emit(Detach(session))\n        self.fenced(session, now)\n        if self.holds(session):\n",
+        """        self.endpoint.emit(Detach(session))
+        if self.holds(session):
+""",
+        """        self.endpoint.emit(Detach(session))
+        self.fenced(session, now)
+        if self.holds(session):
+""",
     ),
     Mutant(
         "a fenced session gives nothing back",
         "7 fences, I14",
         "fenced",
-        "        self._unstrand(session, now)\n",
+        """        self.lender.unstrand(session, now)
+""",
         "",
     ),
     Mutant(
         "a fence frees what has landed",
         "7 fences, I2",
-        "_unstrand",
+        "unstrand",
         '        for lease in self.leases.of_session(session):\n            if lease.state != "landed":\n'
         "                self.leases.release(lease, now)\n",
         "        for lease in self.leases.of_session(session):\n            self.leases.release(lease, now)\n",
@@ -216,7 +231,7 @@ MUTANTS = [
     Mutant(
         "an Abort that is not drained loses nothing",
         "7 drain_s, I10",
-        "_on_timer",
+        "on_timer",
         "                self.lose(writer.session, late, now)\n",
         "                pass\n",
         "tests/protocol/test_rooms.py::test_an_abort_that_is_not_drained_in_time_loses_the_session",
@@ -225,8 +240,12 @@ MUTANTS = [
         "prefill gives memory back before its fence",
         "7 fences, I8",
         "lose",
-        "            if destination.in_flight == 0:\n                self._forget(destination)\n        for key",
-        "            self.fenced(session, now)\n            if destination.in_flight == 0:\n"
-        "                self._forget(destination)\n        for key",
+        """            if destination.in_flight == 0:
+                self.forget(destination)
+        for key""",
+        """            self.fenced(session, now)
+            if destination.in_flight == 0:
+                self.forget(destination)
+        for key""",
     ),
 ]

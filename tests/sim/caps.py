@@ -18,11 +18,11 @@ def parked(n_rooms: int) -> None:
         peer.core.bind(rooms[-1], (m.Asked("kv", 0, 64),), {}, fleet.now)
     fleet.deliver(peer)
     fleet.run(fleet.now + 1.0)
-    assert len(hub.core._parked) <= N_PARKED
+    assert len(hub.core.rooms.pending) <= N_PARKED
     n_refused = sum(room.ended for room in rooms)
     fleet.run(fleet.now + 10.0)
     assert all(room.ended and room.released for room in rooms)
-    assert hub.core.idle and not hub.core._parked
+    assert hub.core.idle and not hub.core.rooms.pending
     assert peer.core.idle
     print(f"parked: of {n_rooms:,} rooms never submitted {n_refused:,} were refused; the rest parked, then failed")
     assert n_refused >= n_rooms - N_PARKED
@@ -43,7 +43,7 @@ def half_open(n_greetings: int) -> None:
     assert not fleet.sent["HelloRefused"], "who greets without end keeps nobody out"
     assert len(hub.core.sessions) == N_HALF_OPEN
     fleet.run(fleet.now + 6.0)
-    assert not hub.core.sessions and not len(hub.core.timers)
+    assert not hub.core.sessions and not len(hub.core.endpoint.timers)
     late = fleet.add("decode", b"late")
     late.core.announce(b"room", {0: hub.route}, fleet.now, deadline_s=60.0)
     fleet.deliver(late)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.leases import Lease, LeaseRequest, LeaseTable
-from pdstage.protocol.outbox import SendBuffers
+from pdstage.protocol.prefill_chunks import SendBuffers
 from pdstage.protocol.room import Room, State
 from pdstage.ring import ALIGNMENT, Lane
 from tests.pair import Decode, Prefill, assert_flat
@@ -109,8 +109,10 @@ class Checks:
         self.states[node] = now
         if len(now) != len(leases._at):
             raise Violation("I15", f"{node.name!r} holds {len(leases._at)} leases, its lanes {len(now)}")
-        if n_landed != len(node.core._flights):
-            raise Violation("I15", f"{node.name!r} has {n_landed} landed leases and {len(node.core._flights)} scatters")
+        if n_landed != len(node.core.chunks.flights):
+            raise Violation(
+                "I15", f"{node.name!r} has {n_landed} landed leases and {len(node.core.chunks.flights)} scatters"
+            )
 
     def _waiting(self, node: Decode) -> None:
         leases, config = node.core.leases, self.world.config
@@ -138,13 +140,13 @@ class Checks:
 
     def _marks(self, node: Prefill) -> None:
         """No window is open that its own decode process did not open (I4, I6)."""
-        for (session, lane), mark in node.core._marks.items():
+        for (session, lane), mark in node.core.chunks.windows.marks.items():
             told = self.world.greeter(session.id).core.leases.lanes[lane].watermark
             if mark > told:
                 raise Violation("I6", f"{node.name!r} has watermark {mark} of a lane whose own is {told}")
 
     def _buffers(self, node: Prefill) -> None:
-        held = n_busy(node.core.buffers) + len(node.core.buffers.free)
+        held = n_busy(node.core.chunks.buffers) + len(node.core.chunks.buffers.free)
         if held != self.world.n_buffers:
             raise Violation("I8", f"{node.name!r} knows of {held} send buffers, not {self.world.n_buffers}")
 
@@ -152,7 +154,7 @@ class Checks:
         if isinstance(message, m.Recall):
             self.recalled_at[node, message.lane, message.cursor] = self.world.now  # type: ignore[index]
         elif isinstance(message, m.Reserve) and message.attempt and isinstance(node, Prefill):
-            source = node.core.destinations[session_id, message.epoch].chunks[message.chunk].source
+            source = node.core.rooms.destinations[session_id, message.epoch].chunks[message.chunk].source
             if not source.ready:
                 raise Violation("I16", f"{node.name!r} asks again for a recalled chunk whose data does not exist")
 
@@ -196,7 +198,7 @@ class Checks:
     def stale_tag_changes_nothing(self, node: Decode, tag: bytes) -> Iterator[None]:
         """A tag of another session, or of an epoch that is not live, changes nothing and is counted (I6)."""
         session = node.core.sessions.get(wire.tag_session(tag))
-        room = node.core.epochs.get(wire.decode_tag(tag, ("kv",)).epoch)
+        room = node.core.rooms.by_epoch.get(wire.decode_tag(tag, ("kv",)).epoch)
         if session is not None and room is not None and not room.ended:
             yield
             return
@@ -254,9 +256,9 @@ class Checks:
         for node in self.world.nodes():
             core = node.core
             if isinstance(node, Prefill):
-                sessions = {session for session, _ in (*core._marks, *core._closed)}
+                sessions = {session for session, _ in (*core.chunks.windows.marks, *core.chunks.windows.closed)}
             else:
-                sessions = {*core._marks_sent, *(session for session, _ in core.leases._held)}
+                sessions = {*core.lender._marks_sent, *(session for session, _ in core.leases._held)}
             if any(session.id not in core.sessions for session in sessions):
                 raise Violation("I14", f"{node.name!r} remembers a lost session")
         if self.world.posts:

@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from pdstage.plan import Rect
-from pdstage.protocol.outbox import GivenRow
+from pdstage.protocol.destinations import GivenRow
 from pdstage.protocol.room import room_key
 from tests.pair import PAGE, Decode, Prefill
 from tests.sim.scenario import Job
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pdstage.layout import Key
-    from pdstage.protocol.inbox import DecodeRoom
-    from pdstage.protocol.outbox import PrefillRoom, SubmittedChunk
+    from pdstage.protocol.decode_rooms import DecodeRoom
+    from pdstage.protocol.destinations import PrefillRoom, SubmittedChunk
     from pdstage.protocol.room import Room
     from tests.sim.side import Side
     from tests.sim.world import SimWorld
@@ -83,9 +83,9 @@ class Engines:
             return False
         match verb:
             case "receive":
-                return b"i%d" % part.job.number not in node.core.rooms
+                return b"i%d" % part.job.number not in node.core.rooms.by_key
             case "submit":
-                return b"i%d" % part.job.number not in node.core.rooms and len(side.free) >= self._n_pages(part)
+                return b"i%d" % part.job.number not in node.core.rooms.by_key and len(side.free) >= self._n_pages(part)
             case "bind":
                 return len(side.free) >= self._n_pages(part)
         return True

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from pdstage.errors import TransportError
 from pdstage.plan import selects
-from pdstage.protocol.effects import Gather, Scatter, Write, WriteDirect, WriteRow
+from pdstage.protocol.decode_chunks import Scatter
+from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from tests.pair import Decode, Item, Prefill, World, cell, direct_cells
 from tests.sim.side import Side, Violation, offsets
 
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pdstage.layout import Key
-    from pdstage.protocol.decode import Landing
+    from pdstage.protocol.decode_chunks import Landing
+    from pdstage.protocol.destinations import Chunk
     from pdstage.protocol.messages import SessionId
-    from pdstage.protocol.outbox import Chunk
     from pdstage.protocol.room import Room
     from pdstage.protocol.session import Session
     from tests.sim.checks import Checks
@@ -193,14 +194,14 @@ class FabricWorld(World):
         side, chunk = self.sides[post.dst], post.chunk
         if chunk.row:
             self.check_pages(post.dst, chunk)
-            side.must_own_row(post.dst.core.epochs[chunk.destination.epoch], "I2", "a write into")
+            side.must_own_row(post.dst.core.rooms.by_epoch[chunk.destination.epoch], "I2", "a write into")
             ((_, dst),), (data,) = piece.copies, piece.caught
             dst[:] = data
             side.rows.at(side.rows.base + piece.offset, len(data))[:] = data
             return
         if chunk.direct:
             self.check_pages(post.dst, chunk)
-            room = post.dst.core.epochs[chunk.destination.epoch]
+            room = post.dst.core.rooms.by_epoch[chunk.destination.epoch]
             side.must_own(room, post.dst.pages[room], "I2", "a direct write into")
             views = post.dst.core.layout.by_key()
             for (key, token, shard), (_, dst), data in zip(piece.cells, piece.copies, piece.caught, strict=True):

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdstage.protocol import messages as m
-from pdstage.protocol.decode import DecodeCore, DecodeRoom, WriterPhase
-from pdstage.protocol.outbox import Phase, PrefillRoom
+from pdstage.protocol.decode import DecodeCore
+from pdstage.protocol.decode_rooms import DecodeRoom, WriterPhase
+from pdstage.protocol.destinations import Phase, PrefillRoom
 from pdstage.protocol.prefill import PrefillCore
 from tests.pair import assert_flat
 from tests.sim.frozen import Core, Node, flight_name, key_name
@@ -116,13 +117,13 @@ def decode_facts(node: Node, shape: Shape) -> Facts:
                 writable.add((session_id, number, cursor))
         idle = lane.head == lane.watermark and lane.largest() == lane.capacity
         must(bool(live) or idle, f"I13: an idle lane has head {lane.head}, watermark {lane.watermark}")
-    for room in core.epochs.values():
+    for room in core.rooms.by_epoch.values():
         for writer in room.writers.values():
             if writer.direct and writer.phase is not WriterPhase.QUIET:
                 writable.add((writer.session.id, m.DIRECT, room.epoch))
             if writer.has_aux and room.row is not None and writer.phase is not WriterPhase.QUIET:
                 writable.add((writer.session.id, m.AUX, room.epoch))
-    for landing in core._flights.values():
+    for landing in core.chunks.flights.values():
         must(not landing.writer.room.released, "I2: a scatter runs into released pages")
         must(held._at.get((landing.lease.lane, landing.lease.cursor)) is landing.lease, "I2: it reads a freed lease")
     epochs = {room.epoch: name for name, room in node.handles.items() if isinstance(room, DecodeRoom)}
@@ -130,7 +131,7 @@ def decode_facts(node: Node, shape: Shape) -> Facts:
         sessions=frozenset(core.sessions),
         timers=_timers(core),
         rooms=_rooms(node),
-        flights=tuple(flight_name(core, ticket) for ticket in core._flights),
+        flights=tuple(flight_name(core, ticket) for ticket in core.chunks.flights),
         marks=tuple((("lane", n), lane.watermark) for n, lane in enumerate(held.lanes)),
         leases=leases,
         writable=frozenset(writable),
@@ -141,7 +142,7 @@ def decode_facts(node: Node, shape: Shape) -> Facts:
                 landing.rects[0].start,
                 landing.rects[0].stop,
             )
-            for ticket, landing in core._flights.items()
+            for ticket, landing in core.chunks.flights.items()
         },
         epochs=epochs,
         flat=_left(node, shape),
@@ -156,13 +157,13 @@ def _share_bytes(a: int, a_nbytes: int, b: int, b_nbytes: int, capacity: int) ->
 def prefill_facts(node: Node, shape: Shape) -> Facts:
     core = node.core
     assert isinstance(core, PrefillCore)
-    for chunk, _ in core._flights.values():
+    for chunk, _ in core.chunks.flights.values():
         room = chunk.destination.room
         must(room is None or not room.released, "I8: source memory given back with a gather or write under way")
-    for destination in core.destinations.values():
+    for destination in core.rooms.destinations.values():
         for chunk in destination.chunks.values():
             must(chunk.source.ready or chunk.attempt <= 1, "I16: recalled twice before its data exists")
-    buffers = [buffer for _, buffer in core._flights.values() if buffer >= 0] + core.buffers.free
+    buffers = [buffer for _, buffer in core.chunks.flights.values() if buffer >= 0] + core.chunks.buffers.free
     must(sorted(buffers) == list(range(shape.n_buffers)), f"send buffers {buffers}")
     rooms = {name: room for name, room in node.handles.items() if isinstance(room, PrefillRoom)}
     return Facts(
@@ -171,20 +172,20 @@ def prefill_facts(node: Node, shape: Shape) -> Facts:
         rooms=_rooms(node),
         flights=tuple(
             flight_name(core, ticket)
-            for ticket, (chunk, _) in core._flights.items()
+            for ticket, (chunk, _) in core.chunks.flights.items()
             if chunk.phase is not Phase.WRITING
         ),
         late=tuple(
             (name, n) for name, room in rooms.items() for n, source in enumerate(room.sources) if not source.ready
         ),
         released=frozenset(name for name, room in rooms.items() if room.released),
-        marks=tuple(((*session.id, lane), mark) for (session, lane), mark in core._marks.items()),
+        marks=tuple(((*session.id, lane), mark) for (session, lane), mark in core.chunks.windows.marks.items()),
         flat=_left(node, shape),
     )
 
 
 def _timers(core: Core) -> tuple[Name, ...]:
-    return tuple(sorted(key_name(core, key) for key in core.timers.keys))
+    return tuple(sorted(key_name(core, key) for key in core.endpoint.timers.keys))
 
 
 def _rooms(node: Node) -> tuple[tuple[tuple[int, int], int], ...]:

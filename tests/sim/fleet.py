@@ -16,30 +16,22 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdstage.layout import Key, Layout, Region, Row, View
+from pdstage.manager.role import Effect
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol.config import Config
 from pdstage.protocol.decode import DecodeCore
-from pdstage.protocol.effects import (
-    Changed,
-    Detach,
-    Effect,
-    Gather,
-    PeerWarning,
-    Scatter,
-    Send,
-    Write,
-    WriteDirect,
-    WriteRow,
-)
+from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.prefill import PrefillCore
+from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.room import State
+from pdstage.protocol.session import Changed, Detach, PeerWarning, Send
 from pdstage.topology import Topology, shard_axis
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdstage.protocol.outbox import PrefillRoom
+    from pdstage.protocol.destinations import PrefillRoom
 
 HEADS, LAYERS, PAGE, WIDTH, N_PAGES = 4, 2, 64, 128, 4096
 TOKEN_NBYTES = 2 * LAYERS * HEADS * WIDTH
@@ -266,7 +258,7 @@ class Fleet:
         self._events = [e for e in self._events if e[2] != self._tick or (e[3][0].alive and e[3][0].wake_at == e[3][1])]
         heapq.heapify(self._events)
         for node in self.nodes.values():
-            node.core.timers.delay(0.0)
+            node.core.endpoint.timers.delay(0.0)
         n_garbage = gc.collect()
         n_objects = sum(type(held) is not tuple for held in gc.get_objects())
         return Memory(n_objects, sys.getallocatedblocks(), n_garbage)

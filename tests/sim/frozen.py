@@ -12,7 +12,6 @@ import hashlib
 import io
 import marshal
 import pickle
-import types
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,11 +25,15 @@ from pdstage.plan import Rect, Share
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.decode import DecodeCore
-from pdstage.protocol.inbox import DecodeRoom, Writer
-from pdstage.protocol.outbox import Chunk, Destination, PrefillRoom
+from pdstage.protocol.decode_chunks import ChunkReceiver
+from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer
+from pdstage.protocol.destinations import Chunk, Destination, PrefillRoom
+from pdstage.protocol.handshake import Farewells, HandshakeClient, HandshakeServer
+from pdstage.protocol.leases import LeaseTable, Lender, RequestQueue
 from pdstage.protocol.prefill import PrefillCore
-from pdstage.protocol.queue import RequestQueue
-from pdstage.protocol.session import Session
+from pdstage.protocol.prefill_chunks import ChunkSender, Windows
+from pdstage.protocol.prefill_rooms import PrefillRooms
+from pdstage.protocol.session import Endpoint, Session
 from pdstage.protocol.timers import Timers
 from pdstage.topology import Topology
 
@@ -42,12 +45,18 @@ if TYPE_CHECKING:
 Core = PrefillCore | DecodeCore
 Handle = DecodeRoom | PrefillRoom
 
+_PARTS = (
+    PrefillCore, DecodeCore, Endpoint, HandshakeServer, HandshakeClient, Farewells, LeaseTable, Lender, PrefillRooms,
+    DecodeRooms, ChunkSender, ChunkReceiver, Windows,
+)  # fmt: skip
+"""What a core is made of, itself among them: one of each."""
 _CONSTANT = frozenset(
     {
         "config", "counters", "layout", "topology", "stagings", "_buffer_nbytes", "_choose", "_components", "_dealt",
-        "_direct", "_effects", "_handlers", "_hello", "_lateness", "_rows", "_said", "_tickets", "_welcome",
+        "_direct", "_effects", "hello", "_lateness", "_rows", "_said", "_tickets", "welcome", "_row_tokens",
     }
 )  # fmt: skip
+"""Fields of the parts that never change, or of which nothing follows."""
 _SILENT = {
     "Session": {
         "heard_at", "used_at", "sent_at", "n_sent", "heard", "layout", "topology", "lanes", "silence_s", "shares",
@@ -114,7 +123,7 @@ class Node:
 
 def flight_name(core: Core, ticket: int) -> tuple[object, ...]:
     """What is under way, by a name that survives renumbering."""
-    flight = core._flights[ticket]
+    flight = core.chunks.flights[ticket]
     if isinstance(flight, tuple):
         destination = flight[0].destination
         return (*destination.session.id, destination.epoch, flight[0].number)
@@ -158,34 +167,36 @@ def canonical(node: Node) -> None:
     for handle in node.handles.values():
         if handle.error is not None:
             handle.error = GIVEN_UP
-    names = sorted((flight_name(core, ticket), ticket) for ticket in core._flights)
-    for destination in getattr(core, "destinations", {}).values():
+    names = sorted((flight_name(core, ticket), ticket) for ticket in core.chunks.flights)
+    for destination in getattr(core.rooms, "destinations", {}).values():
         for chunk in destination.chunks.values():
             chunk.waits_since = 0.0
     fresh = {ticket: n for n, (_, ticket) in enumerate(names)}
-    core._tickets = 1000
-    core._flights = {fresh[ticket]: core._flights[ticket] for _, ticket in names}
+    core.endpoint._tickets = 1000
+    core.chunks.flights = {fresh[ticket]: core.chunks.flights[ticket] for _, ticket in names}
     if isinstance(core, PrefillCore):
-        core.timers._at = {
+        core.endpoint.timers._at = {
             (("write", fresh[key[1]]) if key[0] == "write" else key): at  # type: ignore[index]
-            for key, at in core.timers._at.items()
+            for key, at in core.endpoint.timers._at.items()
         }
         _canonical_buffers(core)
-        node.orphans = {name: ticket for name, ticket in node.orphans.items() if ticket in core._orphans}
+        node.orphans = {name: ticket for name, ticket in node.orphans.items() if ticket in core.chunks.orphans}
         names = sorted(node.orphans)
-        core._orphans = {n: core._orphans[node.orphans[name]] for n, name in enumerate(names, 500)}
+        core.chunks.orphans = {n: core.chunks.orphans[node.orphans[name]] for n, name in enumerate(names, 500)}
         node.orphans = {name: n for n, name in enumerate(names, 500)}
     else:
         _canonical_leases(core)
 
 
 def _canonical_buffers(core: PrefillCore) -> None:
-    n_buffers = len(core.buffers.free) + sum(buffer >= 0 for _, buffer in core._flights.values())
+    n_buffers = len(core.chunks.buffers.free) + sum(buffer >= 0 for _, buffer in core.chunks.flights.values())
     numbers = iter(range(n_buffers))
-    core._flights = {t: (chunk, next(numbers) if b >= 0 else b) for t, (chunk, b) in core._flights.items()}
-    core.buffers.free = list(numbers)
-    for key, heap in core._closed.items():
-        core._closed[key] = [(end, n, chunk) for n, (end, _, chunk) in enumerate(sorted(heap, key=lambda e: e[:2]))]
+    core.chunks.flights = {t: (chunk, next(numbers) if b >= 0 else b) for t, (chunk, b) in core.chunks.flights.items()}
+    core.chunks.buffers.free = list(numbers)
+    for key, heap in core.chunks.windows.closed.items():
+        core.chunks.windows.closed[key] = [
+            (end, n, chunk) for n, (end, _, chunk) in enumerate(sorted(heap, key=lambda e: e[:2]))
+        ]
 
 
 def _canonical_leases(core: DecodeCore) -> None:
@@ -240,28 +251,41 @@ _dispatch[memoryview] = lambda view: (memoryview, (bytes(view),))
 _dispatch |= {kind: lambda _: (_thing, (0,)) for kind in _ERRORS}
 
 
+def _empty(kind: type) -> object:
+    return object.__new__(kind)
+
+
+def _part(part: object) -> tuple[object, ...]:
+    return _empty, (type(part),), {name: value for name, value in vars(part).items() if name not in _CONSTANT}
+
+
+_dispatch |= dict.fromkeys(_PARTS, _part)
+
+
 def freeze(node: Node) -> bytes:
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, 5)
     pickler.dispatch_table = _dispatch  # type: ignore[assignment]
-    state = {name: value for name, value in vars(node.core).items() if name not in _CONSTANT}
-    pickler.dump((state, node.handles, node.fencing, node.orphans))
+    pickler.dump((node.core, node.handles, node.fencing, node.orphans))
     return buffer.getvalue()
 
 
 def thaw(frozen: bytes, template: Core) -> Node:
     """`template` is any core of the same process life: what never changes is its."""
-    state, handles, fencing, orphans = pickle.loads(frozen)
-    core = object.__new__(type(template))
-    held = vars(core)
-    held.update((name, value) for name, value in vars(template).items() if name in _CONSTANT)
-    held.update(state)
-    held["_effects"], held["_tickets"] = [], 1000
-    held["_handlers"] = {
-        kind: types.MethodType(handler.__func__, core) if isinstance(handler, types.MethodType) else handler
-        for kind, handler in template._handlers.items()
-    }
+    core, handles, fencing, orphans = pickle.loads(frozen)
+    constants = {type(part): part for part in _parts(template)}
+    for part in _parts(core):
+        told = vars(constants[type(part)])
+        vars(part).update((name, told[name]) for name in told.keys() & _CONSTANT)
+    core.endpoint._effects, core.endpoint._tickets = [], 1000
     return Node(core, b"", handles, fencing, orphans)
+
+
+def _parts(core: Core) -> list[object]:
+    found: list[object] = [core]
+    for part in found:
+        found += [one for one in vars(part).values() if isinstance(one, _PARTS) and one not in found]
+    return found
 
 
 class _Digest:
@@ -312,7 +336,8 @@ class _Digest:
         kind = type(x)
         self.out.append(kind.__name__)
         if hasattr(x, "__dict__"):
-            for name in sorted(vars(x).keys() - _SILENT.get(kind.__name__, set())):
+            silent = _CONSTANT if kind in _PARTS else _SILENT.get(kind.__name__, set())
+            for name in sorted(vars(x).keys() - silent):
                 self.walk(vars(x)[name])
             return
         for name in self._fields.get(kind) or self.fields(kind):
@@ -333,7 +358,5 @@ def digest(node: Node) -> bytes:
     walk.walk(node.handles)
     walk.walk(node.fencing)
     walk.walk(node.orphans)
-    for name, value in sorted(vars(node.core).items()):
-        if name not in _CONSTANT:
-            walk.walk(value)
+    walk.walk(node.core)
     return hashlib.blake2b(marshal.dumps(walk.out, 2), digest_size=16).digest()

@@ -18,21 +18,12 @@ from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.decode import DecodeCore
-from pdstage.protocol.effects import (
-    Attach,
-    Changed,
-    Detach,
-    Gather,
-    PeerWarning,
-    Scatter,
-    Send,
-    Write,
-    WriteDirect,
-    WriteRow,
-)
+from pdstage.protocol.decode_chunks import Scatter
+from pdstage.protocol.destinations import GivenRow
 from pdstage.protocol.handshake import _GOLDEN
-from pdstage.protocol.outbox import GivenRow
+from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.room import State, room_key
+from pdstage.protocol.session import Attach, Changed, Detach, PeerWarning, Send
 from tests.pair import World
 from tests.sim.facts import FIRST_EPOCH, Facts, Name, Shape, Violation, decode_facts, must, prefill_facts
 from tests.sim.frozen import Armed, Core, Node, canonical, digest, flight_name, freeze, key_name, thaw
@@ -105,7 +96,7 @@ class Nodes:
         if core is None:
             made = self.world.make_decode(0, life) if node == 0 else self.world.make_prefill(node - 1, life)
             core = self.templates[node, life] = made.core
-            core.timers = Armed()
+            core.endpoint.timers = Armed()
             if isinstance(core, DecodeCore):
                 core._last_epoch = FIRST_EPOCH - 1
         return core
@@ -168,16 +159,18 @@ class Nodes:
             case ("scattered", flight):
                 core.scattered(self._ticket(node, flight), 0.0)
             case ("fenced", session_id):
-                names = {ticket: flight_name(core, ticket) for ticket in core._flights}
+                names = {ticket: flight_name(core, ticket) for ticket in core.chunks.flights}
                 core.fenced(node.fencing.pop(session_id), 0.0)  # type: ignore[arg-type]
-                node.orphans |= {name: t for t, name in names.items() if t in getattr(core, "_orphans", ())}
+                node.orphans |= {name: t for t, name in names.items() if t in getattr(core.chunks, "orphans", ())}
             case ("timer", name, float() as at):
-                core.timers.chosen = next(key for key in core.timers.keys if key_name(core, key) == name)
+                core.endpoint.timers.chosen = next(
+                    key for key in core.endpoint.timers.keys if key_name(core, key) == name
+                )
                 core.tick(at)
             case ("abort", handle):
                 core.abort(node.handles[handle], "the test says so", 0.0)
             case ("greet", int() as writer):
-                core._peer(self.names[writer], 0.0)
+                core.handshake.peer(self.names[writer], 0.0)
             case ("receive", int() as room):
                 self._receive(node, room)
             case ("send", int() as room):
@@ -213,7 +206,7 @@ class Nodes:
     def _ticket(node: Node, flight: Name) -> int:
         if flight in node.orphans:
             return node.orphans[flight]
-        return next(ticket for ticket in node.core._flights if flight_name(node.core, ticket) == flight)
+        return next(ticket for ticket in node.core.chunks.flights if flight_name(node.core, ticket) == flight)
 
     def _effects(self, at: int, node: Node) -> tuple[tuple, tuple, tuple, tuple]:
         sends, posts, lost, met = [], [], [], []

@@ -158,7 +158,7 @@ def _restart_and_serve(scale: Scale, router: Router, per_s: float, before: Memor
     assert router.n_failed == n_failed + failed, "a restarted rank serves as before"
     check_flat(fleet)
     cores = [node.core for node in fleet.nodes.values()]
-    kept = sum(len(core._lost) + len(core._ended) for core in cores if hasattr(core, "_lost"))
+    kept = sum(len(core.handshake.lost) + len(core.rooms.ended) for core in cores if hasattr(core, "_lost"))
     grown = fleet.memory() - before
     print(f"  restarts: {scale.n_restarts} of each role, {failed} of {n_rooms:,} rooms failed with them")
     print(f"    {grown.n_objects:+,} objects, {grown.n_blocks:+,} blocks; prefill remembers {kept:,} lost sessions")
@@ -172,14 +172,14 @@ def check_flat(fleet: Fleet) -> None:
     for node in fleet.nodes.values():
         core = node.core
         own = {(kind, session) for kind in ("beat", "silence") for session in core.sessions.values()}
-        left = {key for key in core.timers._at if key not in own and key != ("recalls",)}
+        left = {key for key in core.endpoint.timers._at if key not in own and key != ("recalls",)}
         assert not left, (node.route, left)
-        assert core.idle and not core.rooms and not node.jobs, (node.route, core.rooms)
+        assert core.idle and not core.rooms.by_key and not node.jobs, (node.route, core.rooms.by_key)
         if hasattr(core, "leases"):
             assert core.leases.snapshot()[:2] == ((), ()), (node.route, core.leases.snapshot())
             assert all(lane.head == lane.watermark for lane in core.leases.lanes)
         else:
-            assert core.buffers.idle and not core._parked and not core._askers, node.route
+            assert core.chunks.buffers.idle and not core.rooms.pending and not core.rooms.askers, node.route
 
 
 def main(args: list[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 
 from pdstage.layout import Key, View
-from pdstage.protocol.decode import DecodeRoom
+from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.room import Room
 from tests.pair import N_ROWS, WIDTH, Decode, Memory, Prefill
 

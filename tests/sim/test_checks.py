@@ -16,15 +16,16 @@ from pdstage import cli
 from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.borrower import Borrower
 from pdstage.protocol.coverage import Coverage
-from pdstage.protocol.decode import DecodeCore, DecodeRoom
-from pdstage.protocol.leases import Lease, LeaseRequest, LeaseTable
-from pdstage.protocol.outbox import Chunk, DestinationPhase, PrefillRoom, SendBuffers
+from pdstage.protocol.decode import DecodeCore
+from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms
+from pdstage.protocol.destinations import Chunk, DestinationPhase, PrefillRoom
+from pdstage.protocol.leases import Lease, LeaseRequest, LeaseTable, Lender
 from pdstage.protocol.prefill import PrefillCore
+from pdstage.protocol.prefill_chunks import ChunkSender, SendBuffers, Windows
+from pdstage.protocol.prefill_rooms import PrefillRooms
 from pdstage.protocol.room import Event, Room, State
-from pdstage.protocol.sending import Sending
-from pdstage.protocol.session import Core, Session
+from pdstage.protocol.session import Endpoint, Session
 from pdstage.ring import Lane
 from tests.sim.run import Failed, load, main, run
 from tests.sim.scenario import Scenario, draw
@@ -55,17 +56,17 @@ def leaves_success(patch: Patch) -> None:
 
 
 def frees_on_recall(patch: Patch) -> None:
-    plain = DecodeCore._recall
+    plain = Lender._recall
 
-    def recall(self: DecodeCore, lease: Lease, now: float) -> None:
+    def recall(self: Lender, lease: Lease, now: float) -> None:
         plain(self, lease, now)
         self.leases.release(lease, now)
 
-    patch.setattr(DecodeCore, "_recall", recall)
+    patch.setattr(Lender, "_recall", recall)
 
 
 def frees_on_failure(patch: Patch) -> None:
-    patch.setattr(DecodeCore, "_quarantine", lambda self, lease, now: self.leases.release(lease, now))
+    patch.setattr(Lender, "_quarantine", lambda self, lease, now: self.leases.release(lease, now))
 
 
 def grants_past_the_end(patch: Patch) -> None:
@@ -73,7 +74,7 @@ def grants_past_the_end(patch: Patch) -> None:
 
 
 def opens_too_early(patch: Patch) -> None:
-    patch.setattr(Borrower, "_window_open", lambda self, chunk: True)
+    patch.setattr(Windows, "is_open", lambda self, chunk: True)
 
 
 def says_success_early(patch: Patch) -> None:
@@ -81,18 +82,18 @@ def says_success_early(patch: Patch) -> None:
 
 
 def drops_the_session_check(patch: Patch) -> None:
-    def hear(self: Core, session: Session | None, frame: wire.Frame, now: float) -> bool:
+    def hear(self: Endpoint, session: Session | None, frame: wire.Frame, now: float) -> bool:
         if session is not None:
             session.heard_at, session.heard = now, max(session.heard, frame.seq)
         else:
             self.counters.frames_stale += not isinstance(frame.message, m.Hello | m.Welcome | m.HelloRefused)
         return False
 
-    patch.setattr(Core, "_is_stale", hear)
+    patch.setattr(Endpoint, "_is_stale", hear)
 
 
 def gives_source_back_early(patch: Patch) -> None:
-    patch.setattr(Sending, "_maybe_release", lambda self, room: room.ended and room.release())
+    patch.setattr(PrefillRooms, "_maybe_release", lambda self, room: room.ended and room.release())
 
 
 def shares_send_buffers(patch: Patch) -> None:
@@ -106,30 +107,30 @@ def shares_send_buffers(patch: Patch) -> None:
 
 
 def changes_the_callers_pages(patch: Patch) -> None:
-    plain = DecodeCore._end
+    plain = DecodeRooms._end
 
-    def end(self: DecodeCore, room: DecodeRoom) -> None:
+    def end(self: DecodeRooms, room: DecodeRoom) -> None:
         plain(self, room)
         if room.items:
             room.items["kv"].append(0)  # type: ignore[attr-defined]
 
-    patch.setattr(DecodeCore, "_end", end)
+    patch.setattr(DecodeRooms, "_end", end)
 
 
 def forgets_deadlines(patch: Patch) -> None:
-    plain = DecodeCore._on_timer
+    plain = DecodeCore.on_timer
 
     def on_timer(self: DecodeCore, key: tuple, now: float) -> None:
         if key[0] not in ("room", "wait", "transfer", "open_until", "bind"):
             plain(self, key, now)
 
-    patch.setattr(DecodeCore, "_on_timer", on_timer)
+    patch.setattr(DecodeCore, "on_timer", on_timer)
 
 
 def never_asks_again(patch: Patch) -> None:
     """In a calm world frames that overtake each other are lost, and only the question repeated brings them back."""
-    plain = Core.repeat
-    patch.setattr(Core, "repeat", lambda self, key, now: plain(self, key, now) if key[0] != "ask" else None)
+    plain = Endpoint.repeat
+    patch.setattr(Endpoint, "repeat", lambda self, key, now: plain(self, key, now) if key[0] != "ask" else None)
 
 
 def never_recalls(patch: Patch) -> None:
@@ -145,9 +146,9 @@ def forgets_no_record(patch: Patch) -> None:
     plain = PrefillCore._on_closed
 
     def on_closed(self: PrefillCore, session: object, closed: m.Closed, now: float) -> None:
-        destination = self.destinations.get((session.id, closed.epoch))  # type: ignore[attr-defined]
+        destination = self.rooms.destination(session, closed.epoch)  # type: ignore[arg-type]
         if destination is not None and destination.phase is DestinationPhase.CLOSING:
-            self.timers.cancel(("close", destination))
+            self.endpoint.timers.cancel(("close", destination))
             return
         plain(self, session, closed, now)  # type: ignore[arg-type]
 
@@ -155,11 +156,11 @@ def forgets_no_record(patch: Patch) -> None:
 
 
 def asks_again_without_data(patch: Patch) -> None:
-    def recalled(self: Borrower, chunk: object, now: float) -> None:
+    def recalled(self: ChunkSender, chunk: object, now: float) -> None:
         chunk.attempt += 1  # type: ignore[attr-defined]
-        self._ask(chunk, now)  # type: ignore[arg-type]
+        self.ask(chunk, now)  # type: ignore[arg-type]
 
-    patch.setattr(Borrower, "_recalled", recalled)
+    patch.setattr(ChunkSender, "_recalled", recalled)
 
 
 def raises(patch: Patch) -> None:
@@ -219,7 +220,7 @@ def falls(world: SimWorld, lease: Lease) -> None:
 
 def delivers_twice(world: SimWorld, lease: Lease) -> None:
     node = world.decode[0]
-    room = node.core.epochs[lease.request.epoch]
+    room = node.core.rooms.by_epoch[lease.request.epoch]
     for _ in range(2):
         world.sides[node].count(room, node.core.layout.components[0].views[0].key, 0, 0)
 
@@ -255,7 +256,7 @@ def changes_an_ended_room(world: SimWorld, lease: Lease) -> None:
 def is_told_of_another_ring(world: SimWorld, lease: Lease) -> None:
     node = next(n for n in world.prefill if n.core.sessions)
     session = next(iter(node.core.sessions.values()))
-    node.core._marks[session, 0] = 1 << 40
+    node.core.chunks.windows.marks[session, 0] = 1 << 40
     world.checks.node(node)
 
 

@@ -10,14 +10,14 @@ import pytest
 
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.borrower import Borrower
 from pdstage.protocol.coverage import Coverage
-from pdstage.protocol.decode import DecodeCore
-from pdstage.protocol.effects import Detach
-from pdstage.protocol.lender import Lender
-from pdstage.protocol.outbox import DestinationPhase, Phase
+from pdstage.protocol.decode_chunks import ChunkReceiver
+from pdstage.protocol.destinations import DestinationPhase, Phase
+from pdstage.protocol.leases import Lender
+from pdstage.protocol.prefill_chunks import ChunkSender, Windows
+from pdstage.protocol.prefill_rooms import PrefillRooms
 from pdstage.protocol.room import TRANSITIONS, Event, State
-from pdstage.protocol.sending import Sending
+from pdstage.protocol.session import Detach
 from tests.sim.explore import QUICK
 from tests.sim.facts import Shape, Violation
 from tests.sim.frozen import Node, canonical, digest, freeze, thaw
@@ -80,14 +80,14 @@ def test_the_search_in_all_orders_finds_every_state_and_step(name: str) -> None:
 
 def test_symmetry_is_not_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A core that treats one writer otherwise, harmlessly, is told."""
-    whole = DecodeCore._on_reserve
+    whole = ChunkReceiver.on_reserve
 
     def reserve(self, session, ask, now):
         whole(self, session, ask, now)
         if session.route == b"P1":
-            self.send(session, m.Watermark(0, self.leases.lanes[0].watermark), now)
+            self.endpoint.send(session, m.Watermark(0, self._leases.lanes[0].watermark), now)
 
-    monkeypatch.setattr(DecodeCore, "_on_reserve", reserve)
+    monkeypatch.setattr(ChunkReceiver, "on_reserve", reserve)
     assert Search(Configuration(name="twins", shape=TWINS), mirrored=False).run().complete
     with pytest.raises(Asymmetry):
         Search(Configuration(name="twins", shape=TWINS)).run()
@@ -154,57 +154,57 @@ def recall_frees_the_lease(patch: pytest.MonkeyPatch) -> None:
 def drained_before_the_last_completion(patch: pytest.MonkeyPatch) -> None:
     def drained(self, destination, now):
         if destination.phase is DestinationPhase.DRAINING:
-            self.send(destination.session, m.Drained(destination.epoch), now)
-            self._forget(destination)
+            self.endpoint.send(destination.session, m.Drained(destination.epoch), now)
+            self.forget(destination)
 
-    patch.setattr(Sending, "_maybe_drained", drained)
+    patch.setattr(PrefillRooms, "_maybe_drained", drained)
 
 
 def a_returned_lease_is_taken_again(patch: pytest.MonkeyPatch) -> None:
     """Attempts are not raised."""
 
     def recalled(self, chunk, now):
-        self.timers.cancel(("ask", chunk))
+        self.endpoint.timers.cancel(("ask", chunk))
         chunk.phase = Phase.PARKED
         if chunk.source.ready:
-            self._ask(chunk, now)
+            self.ask(chunk, now)
 
-    patch.setattr(Borrower, "_recalled", recalled)
+    patch.setattr(ChunkSender, "_recalled", recalled)
 
 
 def no_question_is_repeated(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Borrower, "_on_watermark", lambda *_: None)
-    whole = Borrower._take
+    patch.setattr(ChunkSender, "on_watermark", lambda *_: None)
+    whole = ChunkSender._take
 
     def take(self, chunk, lease):
         whole(self, chunk, lease)
-        self.timers.cancel(("ask", chunk))
+        self.endpoint.timers.cancel(("ask", chunk))
 
-    patch.setattr(Borrower, "_take", take)
+    patch.setattr(ChunkSender, "_take", take)
 
 
 def a_lost_lease_is_not_told_again(patch: pytest.MonkeyPatch) -> None:
-    whole = DecodeCore._on_reserve
+    whole = ChunkReceiver.on_reserve
 
     def reserve(self, session, ask, now):
-        if self.leases.find(session, ask.epoch, ask.chunk) is None:
+        if self._leases.find(session, ask.epoch, ask.chunk) is None:
             whole(self, session, ask, now)
 
-    patch.setattr(DecodeCore, "_on_reserve", reserve)
+    patch.setattr(ChunkReceiver, "on_reserve", reserve)
 
 
 def the_window_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Borrower, "_window_open", lambda *_: True)
+    patch.setattr(Windows, "is_open", lambda *_: True)
 
 
 def a_tag_counts_after_its_room(patch: pytest.MonkeyPatch) -> None:
     def tag(self, session, tag, now):
-        writer = self._writer(session, tag.epoch)
+        writer = self._rooms.writer(session, tag.epoch)
         if writer is not None and tag.chunk not in writer.arrived:
             self._arrived(writer, tag, now)
         return True
 
-    patch.setattr(DecodeCore, "_on_tag", tag)
+    patch.setattr(ChunkReceiver, "_on_tag", tag)
 
 
 def success_without_coverage(patch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def success_without_coverage(patch: pytest.MonkeyPatch) -> None:
 
 
 def source_pages_come_back_at_an_abort(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Sending, "_maybe_release", lambda self, room: room.ended and room.release())
+    patch.setattr(PrefillRooms, "_maybe_release", lambda self, room: room.ended and room.release())
 
 
 def a_room_fails_after_its_success(patch: pytest.MonkeyPatch) -> None:

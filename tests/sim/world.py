@@ -13,7 +13,8 @@ from pdstage.columns import Column
 from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.decode import DecodeCore, DecodeRoom
+from pdstage.protocol.decode import DecodeCore
+from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.room import Room, State
 from tests.pair import COLUMNS, Decode, Item, Prefill
 from tests.sim.checks import Checks
@@ -233,7 +234,7 @@ class SimWorld(FabricWorld):
     def at_rest(self) -> bool:
         """Every core agrees that its rooms are over."""
         cores = [node.core for node in self.nodes()]
-        return all(c.idle and not c.rooms for c in cores) and not any(
+        return all(c.idle and not c.rooms.by_key for c in cores) and not any(
             c.leases.lent for c in cores if isinstance(c, DecodeCore)
         )
 
@@ -348,7 +349,7 @@ class SimWorld(FabricWorld):
             self.carry(node)
 
     def detach(self, node: Prefill | Decode, session: Session) -> None:
-        if isinstance(node, Decode) and node.core._is_leaving(session.route, session.id):
+        if isinstance(node, Decode) and node.core.farewells.is_leaving(session.route, session.id):
             self.counts["idle"] += 1
         self.put(Item("fence", node, node, lambda: self.fence(node, session), session))
 
@@ -362,7 +363,7 @@ class SimWorld(FabricWorld):
         if (src.name.decode(), route.decode()) in self.cuts:
             self.counts["cut off"] += 1
             return
-        if isinstance(message, m.Open) and (room := target.core.rooms.get(message.room)) is not None:
+        if isinstance(message, m.Open) and (room := target.core.rooms.by_key.get(message.room)) is not None:
             self.engines.opened(self.sides[target], room, message.deadline_s)
         with self.checks.stale_frame_changes_nothing(target, frame, message):
             super().hear(src, route, frame, message)

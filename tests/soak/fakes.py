@@ -20,11 +20,12 @@ from pdstage.control.zmq import route_of
 from pdstage.layout import Layout, Region
 from pdstage.protocol import messages as m
 from pdstage.protocol.config import Config
-from pdstage.protocol.decode import DecodeCore, DecodeRoom
-from pdstage.protocol.effects import Detach, Send
-from pdstage.protocol.outbox import PrefillRoom
+from pdstage.protocol.decode import DecodeCore
+from pdstage.protocol.decode_rooms import DecodeRoom
+from pdstage.protocol.destinations import PrefillRoom
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.room import room_key
+from pdstage.protocol.session import Detach, Send
 from pdstage.protocol.versions import VERSION
 from pdstage.topology import Topology
 from pdstage.transport import open_transport

@@ -6,14 +6,18 @@ import contextlib
 import ctypes
 import gc
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pdstage import DecodeNode, PrefillNode
 from tests import descriptors
 from tests.chaos.account import n_tasks
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 CAPPED = {
-    "core._lost": 4096,  # lost sessions that no late Hello may begin again
-    "core._ended": 4096,
+    "core.handshake.lost": 4096,  # lost sessions that no late Hello may begin again
+    "core.rooms.ended": 4096,
     "roster._ended": 65_536,  # for `completions`
 }
 """Tables that remember the last so many of what is over, by design."""
@@ -56,8 +60,7 @@ def resident_nbytes() -> int:
 def tables(node: DecodeNode | PrefillNode) -> dict[str, int]:
     """The length of everything that has one, in the node and the parts it is made of."""
     parts = {"node": node} | {name: getattr(node, name) for name in PARTS if hasattr(node, name)}
-    parts |= {f"core.{name}": held for name, held in _inner(node.core).items()}
-    parts |= {f"transport.{name}": held for name, held in _inner(node.transport).items()}
+    parts |= _inner("core", node.core) | _inner("transport", node.transport)
     lengths = {}
     for name, part in parts.items():
         for field, value in _fields(part):
@@ -66,10 +69,23 @@ def tables(node: DecodeNode | PrefillNode) -> dict[str, int]:
     return lengths
 
 
-def _inner(part: object) -> dict[str, object]:
-    """Its own objects of this package: timers, holdings, parked rooms, who was met."""
-    own = {name: value for name, value in _fields(part) if type(value).__module__.startswith("pdstage")}
-    return {name: value for name, value in own.items() if not isinstance(value, tuple)}
+def _inner(name: str, whole: object) -> dict[str, object]:
+    """The objects of this package that it is made of, and those that they are made of, each once."""
+    found = {name: whole}
+    for outer, part in iter_growing(found):
+        for field, value in _fields(part):
+            mine = type(value).__module__.startswith("pdstage") and not isinstance(value, tuple)
+            if mine and not any(value is held for held in found.values()):
+                found[f"{outer}.{field}"] = value
+    return found
+
+
+def iter_growing(items: dict[str, object]) -> Iterator[tuple[str, object]]:
+    """All items, those too that are added meanwhile."""
+    done = 0
+    while done < len(items):
+        yield list(items.items())[done]
+        done += 1
 
 
 def _fields(part: object) -> list[tuple[str, object]]:

@@ -59,7 +59,8 @@ class RealPeers:
 
     def gauge(self, before: Gauge | None = None) -> Gauge:
         drive(
-            [self.node], lambda: not (self.node.core.sessions or len(self.node.core.timers) or self.node.sessions.lost)
+            [self.node],
+            lambda: not (self.node.core.sessions or len(self.node.core.endpoint.timers) or self.node.sessions.lost),
         )
         self.node.directory.forget()
         deadline_at = time.monotonic() + 5

@@ -89,8 +89,9 @@ class Star:
         """Until the node has let go of everybody."""
         deadline_at = time.monotonic() + 30
         core = self.node.core
-        while core.sessions or getattr(core, "peers", ()) or len(core.timers) or self.node.sessions.lost:
-            assert time.monotonic() < deadline_at, (core.sessions, core.timers._at)
+        peers = getattr(core.handshake, "peers", {})
+        while core.sessions or peers or len(core.endpoint.timers) or self.node.sessions.lost:
+            assert time.monotonic() < deadline_at, (core.sessions, core.endpoint.timers._at)
             self.turn()
 
     def gauge(self, before: Gauge | None = None) -> Gauge:

@@ -1,8 +1,6 @@
-"""What decode ranks say of rooms that were not submitted here yet: records of their Opens, and who asks.
+"""What decode ranks say of rooms that were not submitted at prefill yet: their Opens, and who asks.
 
-Layer 2, pure. Must not know messages' order or rooms' states; `sending` and `prefill` say when things move.
-
-Both tables have a cap, since any peer may name any room. Where the records' is reached, the session that holds most of
+Both tables have a cap, since any peer may name any room. Where that of Opens is reached, the session that holds most of
 it makes room for the others: no peer can keep another's rooms out.
 """
 
@@ -13,13 +11,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pdstage.protocol.outbox import Destination
+    from pdstage.protocol.destinations import Destination
     from pdstage.protocol.session import Session
 
 _RECORD_NBYTES = 512
 
 
-class Parked:
+class PendingOpens:
     """Records without a room. One that was turned away still counts, until its destination has agreed."""
 
     def __init__(self, most: int, most_nbytes: int) -> None:

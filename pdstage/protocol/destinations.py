@@ -1,12 +1,11 @@
-"""What the prefill side holds: the chunks an engine gave, and their copies on the way to each destination.
+"""What a prefill rank has of a room: the chunks its engine gave, and what each destination gets of them.
 
-Layer 2, pure. Must not know messages; `prefill` says when things move.
+A *destination* is one decode rank's claim on one room, keyed by (session, epoch). A chunk of the engine becomes one or
+more chunks of each destination: of what it asked for, cut to what its lanes and the send buffers hold.
 """
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import chain, pairwise
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pdstage.plan import Rect, Share, Staging, Stagings
-    from pdstage.protocol.messages import Open, SessionId, Written
+    from pdstage.protocol.messages import Open, Written
     from pdstage.protocol.session import Session
 
 
@@ -186,103 +185,6 @@ class PrefillRoom(Room):
             and 0 < self.n_destinations == len(self.destinations)
             and all(destination.phase is DestinationPhase.CLOSING for destination in self.destinations.values())
         )
-
-
-class Ended(NamedTuple):
-    """A room that failed before all of its destinations came: those that come late are told, each once."""
-
-    reason: str
-    known: dict[int, tuple[SessionId, int]]
-    """The (session, epoch) of each rank that was served or told, or gave it up; another epoch of it means the room
-    again, not that room.
-    """
-    begun: bool = True
-    """Else a destination gave it up first, and to submit it before `until` is to see it fail."""
-    until: float = math.inf
-
-    def refuses(self, rank: int, session_id: SessionId, epoch: int) -> bool:
-        return self.known.setdefault(rank, (session_id, epoch)) == (session_id, epoch)
-
-
-class _Turns:
-    """Chunks that wait, by session: sessions in turn, none with more than `most` under way.
-
-    Only sessions whose turn may come are in line, so that the others cost nothing however many they are.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._queues: dict[Session, deque[Chunk]] = {}
-        self._busy: dict[Session, int] = {}
-        self._line: OrderedDict[Session, None] = OrderedDict()
-
-    def __bool__(self) -> bool:
-        return bool(self._queues or self._busy)
-
-    def queue(self, chunk: Chunk) -> None:
-        session = chunk.destination.session
-        self._queues.setdefault(session, deque()).append(chunk)
-        self._line_up(session)
-
-    def begin(self) -> Chunk | None:
-        """The chunk whose turn it is; `done` must follow."""
-        while self._line:
-            session, _ = self._line.popitem(last=False)
-            queue = self._queues[session]
-            chunk = queue.popleft()
-            while chunk.phase is not Phase.READY and queue:
-                chunk = queue.popleft()
-            if not queue:
-                del self._queues[session]
-            if chunk.phase is Phase.READY:
-                self._busy[session] = self._busy.get(session, 0) + 1
-                self._line_up(session)
-                return chunk
-        return None
-
-    def done(self, session: Session) -> None:
-        self._busy[session] -= 1
-        if not self._busy[session]:
-            del self._busy[session]
-        self._line_up(session)
-
-    def _line_up(self, session: Session) -> None:
-        if session in self._queues and self._busy.get(session, 0) < self._most:
-            self._line.setdefault(session)
-
-
-class SendBuffers:
-    """The gather targets, and whose turn it is: sessions in turn, none holding all of them.
-
-    A chunk queues only while its window is open, so no buffer waits for a destination. Direct chunks need no buffer and
-    take turns of their own.
-    """
-
-    def __init__(self, n_buffers: int, max_direct: int = 4) -> None:
-        self.free = list(range(n_buffers))
-        self._staged = _Turns(max(1, n_buffers - 1))
-        self._direct = _Turns(max_direct)
-
-    @property
-    def idle(self) -> bool:
-        """Nothing waits and nothing is under way."""
-        return not self._staged and not self._direct
-
-    def queue(self, chunk: Chunk) -> None:
-        (self._direct if chunk.direct else self._staged).queue(chunk)
-
-    def pop(self) -> Iterator[tuple[Chunk, int]]:
-        """(chunk, buffer) pairs that may begin now; the buffer is -1 for direct ones. Sessions take turns."""
-        while (chunk := self._direct.begin()) is not None:
-            yield chunk, -1
-        while self.free and (chunk := self._staged.begin()) is not None:
-            yield chunk, self.free.pop()
-
-    def done(self, chunk: Chunk, buffer: int) -> None:
-        """Gives back what `pop` gave."""
-        (self._direct if buffer < 0 else self._staged).done(chunk.destination.session)
-        if buffer >= 0:
-            self.free.append(buffer)
 
 
 def clip(rects: tuple[Rect, ...], destination: Destination, stagings: Stagings) -> tuple[Rect, ...]:

@@ -1,30 +1,29 @@
 """The chunks of a decode rank: asked for, granted, arrived, copied out, and counted at their writer's Close.
 
-Layer 2, pure. Must not know how a room begins or what its engine asks: `decode` hears of that.
-
 A chunk has arrived when its tag says so, and is done when its scatter has ended too (I5). A Close that lists a chunk
 whose tag has not come yet waits for it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import PdstageError, PeerError, TransportError
 from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.effects import Changed, PeerWarning, Scatter
-from pdstage.protocol.inbox import DecodeRoom, Landing, Writer, WriterPhase
-from pdstage.protocol.leases import Lease
-from pdstage.protocol.queue import LeaseRequest
-from pdstage.protocol.receiving import Receiving
+from pdstage.protocol.decode_rooms import DecodeRoom, Writer, WriterPhase
+from pdstage.protocol.leases import Lease, LeaseRequest
 from pdstage.protocol.room import Event, OwnRows
+from pdstage.protocol.session import Changed, PeerWarning
 
 if TYPE_CHECKING:
-    from pdstage.protocol.config import Config
+    from pdstage.plan import Rect
     from pdstage.protocol.coverage import Coverage
-    from pdstage.protocol.session import Session
+    from pdstage.protocol.decode_rooms import DecodeRooms
+    from pdstage.protocol.leases import Lender
+    from pdstage.protocol.session import Endpoint, Session
 
 _MAX_CLAIMS = 4096
 """Leases and waiting requests of one writer for one room: what it asks for beyond has to wait for those."""
@@ -32,41 +31,65 @@ _MAX_REPEATS = 65_536
 """Chunks of one writer beyond which one that brings nothing new is not noted."""
 
 
-class Arriving(Receiving):
-    """The decode core's chunks, from a writer's Reserve to its Close."""
+@dataclass(slots=True, eq=False)
+class Landing:
+    """A chunk that lies in staging memory and must be scattered into its room's items."""
 
-    def __init__(self, incarnation: int, config: Config, hello: m.Hello, rows: OwnRows) -> None:
-        super().__init__(incarnation, config, hello, rows)
-        self.stagings = Stagings(hello.layout)
-        self._components = tuple(component.name for component in hello.layout.components)
-        self._flights: dict[int, Landing] = {}
+    writer: Writer
+    lease: Lease
+    address: int
+    nbytes: int
+    rects: tuple[Rect, ...]
+    checksum: int
+
+
+class Scatter(NamedTuple):
+    """Scatter a landed chunk into the room's items; answer `scattered(ticket)`."""
+
+    ticket: int
+    landing: Landing
+
+
+class ChunkReceiver:
+    """Chunks, from a writer's Reserve to its Close."""
+
+    def __init__(self, endpoint: Endpoint, lender: Lender, rooms: DecodeRooms, rows: OwnRows) -> None:
+        self.endpoint = endpoint
+        self.flights: dict[int, Landing] = {}
+        """Scatters under way, by ticket."""
+        self.stagings = Stagings(rooms.layout)
+        self._components = tuple(component.name for component in rooms.layout.components)
+        self._lender = lender
+        self._leases = lender.leases
+        self._rooms = rooms
+        self._rows = rows
 
     # Asked for.
 
-    def _on_reserve(self, session: Session, ask: m.Reserve, now: float) -> None:
-        writer = self._writer(session, ask.epoch)
+    def on_reserve(self, session: Session, ask: m.Reserve, now: float) -> None:
+        writer = self._rooms.writer(session, ask.epoch)
         if writer is None or writer.room.ended or writer.coverage is None or writer.phase is WriterPhase.QUIET:
-            self.send(session, m.Refused(ask.epoch, ask.chunk, ask.attempt, "gone", 0), now)
+            self.endpoint.send(session, m.Refused(ask.epoch, ask.chunk, ask.attempt, "gone", 0), now)
             return
-        self._answered(writer)
+        self._rooms.answered(writer)
         request = LeaseRequest(session, ask.epoch, ask.chunk, ask.attempt, ask.nbytes, ask.rects, writer.room.priority)
-        held = self.leases.find(session, ask.epoch, ask.chunk)
+        held = self._leases.find(session, ask.epoch, ask.chunk)
         if isinstance(held, Lease):
             if held.request.attempt == ask.attempt:
-                self._lease(held, now)
+                self._lender.send_lease(held, now)
                 return
             if held.request.attempt > ask.attempt or held.state != "granted":
                 return
-            self.leases.release(held, now)
+            self._leases.release(held, now)
         problem = writer.coverage.problem(ask.rects) or self._size_problem(writer, ask)
         if problem:
-            self._fail(writer.room, PeerError(f"prefill rank {writer.number} asks for a lease: {problem}"), now)
+            self._rooms.fail(writer.room, PeerError(f"prefill rank {writer.number} asks for a lease: {problem}"), now)
         elif writer.coverage.covers(ask.rects):
-            self.send(session, m.Refused(ask.epoch, ask.chunk, ask.attempt, "covered", 0), now)
-        elif held is None and self.leases.n_claims(session, ask.epoch) >= _MAX_CLAIMS:
+            self.endpoint.send(session, m.Refused(ask.epoch, ask.chunk, ask.attempt, "covered", 0), now)
+        elif held is None and self._leases.n_claims(session, ask.epoch) >= _MAX_CLAIMS:
             return  # it asks again
         elif not isinstance(held, LeaseRequest) or held.attempt <= ask.attempt:
-            self.leases.wait(request)
+            self._leases.wait(request)
 
     def _size_problem(self, writer: Writer, ask: m.Reserve) -> str:
         if len({rect.component for rect in ask.rects}) != len(ask.rects) or not ask.rects:
@@ -79,29 +102,28 @@ class Arriving(Receiving):
 
     def tag(self, data: bytes, now: float) -> None:
         """One notification of the data plane."""
-        self.counters.tags_received += 1
+        self.endpoint.counters.tags_received += 1
         try:
-            session = self.sessions.get(wire.tag_session(data))
+            session = self.endpoint.sessions.get(wire.tag_session(data))
             tag = wire.decode_tag(data, self._components) if session is not None else None
         except PeerError as error:
-            self.counters.tags_malformed += 1
-            self.emit(PeerWarning(b"", error))
+            self.endpoint.counters.tags_malformed += 1
+            self.endpoint.emit(PeerWarning(b"", error))
             return
         if session is None or tag is None or not self._on_tag(session, tag, now):
-            self.counters.tags_stale += 1
-        self._settle(now)
+            self.endpoint.counters.tags_stale += 1
 
-    def _on_tagged(self, session: Session, told: m.Tagged, now: float) -> None:
+    def on_tagged(self, session: Session, told: m.Tagged, now: float) -> None:
         """A tag that its writer says, and one said before is dropped like any tag that is had already (I7)."""
         tag = wire.decode_tag(told.tag, self._components)
         if not session.tells_tags or tag.session != session.id:
             raise PeerError("a tag as a message, which is not for this session to say", remedy="check the peer")
-        self.counters.tags_received += 1
+        self.endpoint.counters.tags_received += 1
         if not self._on_tag(session, tag, now):
-            self.counters.tags_stale += 1
+            self.endpoint.counters.tags_stale += 1
 
     def _on_tag(self, session: Session, tag: wire.Tag, now: float) -> bool:
-        writer = self._writer(session, tag.epoch)
+        writer = self._rooms.writer(session, tag.epoch)
         if writer is None or writer.room.ended or writer.coverage is None:
             return False
         if tag.lane in (m.DIRECT, m.AUX):
@@ -109,20 +131,20 @@ class Arriving(Receiving):
                 return False
             self._arrived(writer, tag, now)
         else:
-            lease = self.leases.at(tag.lane, tag.cursor)
+            lease = self._leases.at(tag.lane, tag.cursor)
             if lease is None or lease.state != "granted" or lease.request.session is not session:
                 return False
             request = lease.request
             if (request.epoch, request.chunk, request.rects) != (tag.epoch, tag.chunk, tag.rects):
                 return False
-            self.leases.land(lease)
-            span = self.leases.spans[lease.lane]
-            ticket = self.ticket()
+            self._leases.land(lease)
+            span = self._leases.spans[lease.lane]
+            ticket = self.endpoint.ticket()
             address = span.base + lease.cursor % span.nbytes
             landing = Landing(writer, lease, address, request.nbytes, request.rects, tag.checksum)
-            self._flights[ticket] = landing
+            self.flights[ticket] = landing
             writer.room.pending += 1
-            self.emit(Scatter(ticket, landing))
+            self.endpoint.emit(Scatter(ticket, landing))
             self._arrived(writer, tag, now)
         return True
 
@@ -141,69 +163,68 @@ class Arriving(Receiving):
         writer.coverage.add(tag.rects)
         writer.arrived.add(tag.chunk)
         writer.row_arrived |= tag.lane == m.AUX
-        self._answered(writer)
+        self._rooms.answered(writer)
         if room.on(Event.MOVED):
-            self.emit(Changed(room))
-        self.timers.cancel(("wait", room))
+            self.endpoint.emit(Changed(room))
+        self.endpoint.timers.cancel(("wait", room))
         if fresh:
-            self.timers.set(("transfer", room), now + self.config.transfer_s)
+            self.endpoint.timers.set(("transfer", room), now + self.endpoint.config.transfer_s)
         if writer.closing is not None:
-            self._on_close_ok(writer.session, writer.closing, now)
-        self._maybe_complete(room, now)
+            self.on_close_ok(writer.session, writer.closing, now)
+        self._rooms.maybe_complete(room, now)
 
     # Copied out.
 
     def scattered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
         """The scatter's kernel ended; `checksum` is of the bytes it found, where the session has checksums."""
-        landing = self._flights.pop(ticket)
+        landing = self.flights.pop(ticket)
         if error is None and landing.writer.session.checksums and checksum != landing.checksum:
-            self.counters.chunks_altered += 1
+            self.endpoint.counters.chunks_altered += 1
             error = TransportError(
                 f"a chunk of {landing.nbytes} bytes from prefill rank {landing.writer.number} was altered on its way",
                 remedy="send the room again; if it recurs, suspect the fabric or memory",
             )
         room = landing.writer.room
         room.pending -= 1
-        self.leases.release(landing.lease, now)
+        self._leases.release(landing.lease, now)
         if error is not None:
-            self._fail(room, error, now)
-        self._maybe_complete(room, now)
-        self._maybe_release(room)
-        self._settle(now)
+            self._rooms.fail(room, error, now)
+        self._rooms.maybe_complete(room, now)
+        self._rooms.maybe_release(room)
 
     # Counted.
 
-    def _on_close_ok(self, session: Session, close: m.CloseOk, now: float) -> None:
-        writer = self._writer(session, close.epoch)
+    def on_close_ok(self, session: Session, close: m.CloseOk, now: float) -> None:
+        writer = self._rooms.writer(session, close.epoch)
         if writer is None:
-            self.send(session, m.Closed(close.epoch), now)
+            self.endpoint.send(session, m.Closed(close.epoch), now)
             return
         room = writer.room
         if not room.ended and writer.phase is not WriterPhase.QUIET:
             if writer.coverage is None:
                 raise PeerError("CloseOk for a room that was never opened", remedy="check the peer")
-            if close.aux is not None and len(close.aux) > self.config.max_aux_nbytes:
+            if close.aux is not None and len(close.aux) > self.endpoint.config.max_aux_nbytes:
                 raise PeerError(
-                    f"{len(close.aux)} aux bytes", remedy=f"at most {self.config.max_aux_nbytes}, see Config"
+                    f"{len(close.aux)} aux bytes", remedy=f"at most {self.endpoint.config.max_aux_nbytes}, see Config"
                 )
             if close.packed and len(close.aux or b"") != session.aux.nbytes:
                 raise PeerError(f"an aux row packed in {len(close.aux or b'')} bytes", remedy="check the peer")
             writer.closing = close
             written = {(w.lane, w.cursor) for w in close.written if w.lane != m.DIRECT}
-            for lease in self.leases.of(session, close.epoch):
+            for lease in self._leases.of(session, close.epoch):
                 lease.listed = (lease.lane, lease.cursor) in written
             if any(w.chunk not in writer.arrived for w in close.written):
                 return
             shortfall = self._shortfall(writer, close)
             if shortfall:
-                self._fail(room, PeerError(f"prefill rank {writer.number} {shortfall}"), now)
+                self._rooms.fail(room, PeerError(f"prefill rank {writer.number} {shortfall}"), now)
             elif writer.has_aux:
                 self._take_aux(room, session, close)
-        self._release_of(session, close.epoch, now)
-        self.send(session, m.Closed(close.epoch), now)
-        self._answered(writer)
-        self._quiet(writer)
-        self._maybe_complete(room, now)
+        self._lender.release_of(session, close.epoch, now)
+        self.endpoint.send(session, m.Closed(close.epoch), now)
+        self._rooms.answered(writer)
+        self._rooms.quiet(writer)
+        self._rooms.maybe_complete(room, now)
 
     def _shortfall(self, writer: Writer, close: m.CloseOk) -> str:
         """Why what a writer has brought is not all, in words; empty if it is.
@@ -214,8 +235,8 @@ class Arriving(Receiving):
         assert writer.coverage is not None
         given = dict(close.slots)
         for name, stop in writer.coverage.stops():
-            if name in self._slots and name in given:
-                problem = self._slots.compare(self, writer.session, name, given[name], stop)
+            if name in self._rooms.slots and name in given:
+                problem = self._rooms.slots.compare(self.endpoint, writer.session, name, given[name], stop)
                 if problem:
                     return f"does not fit: {problem}"
                 writer.coverage.count(name, given[name])
@@ -227,6 +248,6 @@ class Arriving(Receiving):
         if close.packed or any(written.lane == m.AUX for written in close.written):
             room.shared = session.aux
         if close.packed and self._rows.wanted:
-            self.counters.aux_fallbacks += 1
+            self.endpoint.counters.aux_fallbacks += 1
             what = "an aux row came by control message, not by the data transport"
-            self.warn_once(session.route, what, "see prefill's log for why, and aux_fallbacks")
+            self.endpoint.warn_once(session.route, what, "see prefill's log for why, and aux_fallbacks")

@@ -1,0 +1,282 @@
+"""Whether two engines hold the same state, whatever each one's layout, and whether what a peer says of its own can be.
+
+What does not fit is a sentence that names both sides. Two ranks can judge the views that both have. What one of them
+lacks is no mismatch as long as another rank of its engine may have it: a pipeline stage holds its own layers, and a
+draft model's only the last. So who is alone in its pipeline is judged at Hello, a pipeline by the union of its ranks:
+that of prefill at decode, once every writer of a room is met; that of decode at prefill, once every destination of a
+room has opened it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from pdstage.convert import DATA, Encoding
+from pdstage.cut import Cut, tokens_problem
+from pdstage.errors import PeerError, UsageError
+from pdstage.layout import Key, check_inside, mismatch
+from pdstage.ownership import Common, Numbering
+from pdstage.protocol.session import PeerWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from pdstage.convert import Conversion
+    from pdstage.layout import Component, Layout, Region, View
+    from pdstage.plan import Share
+    from pdstage.protocol import messages as m
+    from pdstage.protocol.session import Endpoint, Session
+    from pdstage.topology import Topology
+
+    Held: TypeAlias = dict[str, dict[str, set[int]]]
+
+_MAX_VIEWS = 1 << 14
+_MAX_NAME = 256
+_MAX_TOKENS_PER_ITEM = 1 << 20
+_MAX_NUMBER = 1 << 62
+_MAX_SHARES = 64
+_FEW = 256
+_ITEM = np.dtype("<i4")
+
+
+# Layouts, at Hello and Welcome.
+
+
+def incompatible(src: Layout, dst: Layout, src_place: Topology, dst_place: Topology) -> str:
+    """Why `src`, a rank of prefill, cannot serve `dst`, one of decode, naming the first culprit; empty if it can."""
+    held = src.by_key()
+    for component in dst.components:
+        ours = next((c for c in src.components if c.name == component.name), component)
+        if problem := _other_kind(ours, component):
+            return problem
+        for view in component.views:
+            if view.key in held and (problem := mismatch(held[view.key], view)):
+                return problem
+    alone = [side for side, place in (("prefill", src_place), ("decode", dst_place)) if place.pp_size == 1]
+    lacks = next(filter(None, (lacking(side, (src,), (dst,)) for side in alone)), "")
+    return lacks or tokens_problem(src, dst)
+
+
+def parted(met: Conversion, dst: Layout) -> str:
+    """Why decode's layout `dst` cannot decode what `met` stages, in words; empty if it can.
+
+    Data and its scales must be scattered by one plan; cut pages that are not all numbered alike take several.
+    """
+    if not met.components:
+        return ""
+    cut, own = Cut(met.taken, Common.of(met.offered, met.taken)), dst.by_key()
+    for component in met.taken.components:
+        if len({cut.class_of(view.key) for view in component.views}) == 1:
+            continue
+        for view in component.views:
+            encoding = Encoding.parse(view.format)
+            if encoding is not None and encoding.part == DATA and own[view.key].format != view.format:
+                return (
+                    f"{view.key}: format {view.format} at prefill, {own[view.key].format} at decode, whose ranks hold "
+                    f"other tokens and whose views of {component.name!r} have pages of unequal strides: such data and "
+                    "its scales meet in no plan"
+                )
+    return ""
+
+
+def lacking(side: str, src: Iterable[Layout], dst: Iterable[Layout]) -> str:
+    """What all ranks of `side` together lack of what the other side holds, and what each has; empty if nothing.
+
+    `src` are prefill's layouts, `dst` decode's; `side` is "prefill" or "decode".
+    """
+    at_prefill, at_decode = _held(src), _held(dst)
+    here, there = (at_prefill, at_decode) if side == "prefill" else (at_decode, at_prefill)
+    for name, roles in there.items():
+        if name not in here:
+            both = f"prefill has {_and(at_prefill)}, decode {_and(at_decode)}"
+            return f"no {side} rank has component {name!r}: {both}"
+        for role, layers in roles.items():
+            if role not in here[name]:
+                both = f"prefill has {_and(at_prefill[name])}, decode {_and(at_decode[name])}"
+                return f"no {side} rank has {role!r} of component {name!r}: {both}"
+            if missing := layers - here[name][role]:
+                both = f"{len(at_prefill[name][role])} layers at prefill and {len(at_decode[name][role])} at decode"
+                return f"{role!r} of component {name!r} has {both}: no {side} rank has layer {min(missing)}"
+    return ""
+
+
+_POSITIONS = {True: "token positions", False: "no token positions"}
+_EXACT = {True: "only equal numbers of slots", False: "unequal numbers of slots too"}
+
+
+def _other_kind(src: Component, dst: Component) -> str:
+    if src.positional != dst.positional:
+        both = f"{_POSITIONS[src.positional]} at prefill, {_POSITIONS[dst.positional]} at decode"
+        return f"component {dst.name!r} has {both}"
+    if src.exact != dst.exact:
+        return f"component {dst.name!r} takes {_EXACT[src.exact]} at prefill, {_EXACT[dst.exact]} at decode"
+    return ""
+
+
+def _held(layouts: Iterable[Layout]) -> Held:
+    held: Held = {}
+    for layout in layouts:
+        for view in layout.views():
+            held.setdefault(view.key.component, {}).setdefault(view.key.role, set()).add(view.key.layer)
+    return held
+
+
+def _and(names: Iterable[str]) -> str:
+    return " and ".join(repr(name) for name in sorted(names))
+
+
+def layout_problem(layout: Layout) -> str:
+    """What is wrong with a peer's `layout`, in words; empty if nothing is.
+
+    Decoding has checked types and each view's own rules; here are the limits. Every number of a layout goes into 64-bit
+    tables later, unused strides too, and every view is looked at in turn.
+    """
+    views = list(layout.views())
+    if not 0 < len(views) <= _MAX_VIEWS or len(layout.regions) > _MAX_VIEWS:
+        return f"a layout of {len(views)} views in {len(layout.regions)} regions"
+    if len(layout.by_key()) != len(views) or len({c.name for c in layout.components}) != len(layout.components):
+        return "a layout that names a view or a component twice"
+    for region in layout.regions:
+        numbers = (region.base, region.nbytes, region.device)
+        if not all(0 <= number < _MAX_NUMBER for number in numbers) or len(region.kind) > _MAX_NAME:
+            return f"a region of {region.nbytes} bytes at {region.base}"
+    return next(filter(None, (_view_problem(view, layout.regions) for view in views)), "")
+
+
+def _view_problem(view: View, regions: tuple[Region, ...]) -> str:
+    if any(len(name) > _MAX_NAME for name in (*view.key[:2], view.axis.name, view.format)):
+        return "a name of more than 256 characters"
+    if any(abs(number) >= _MAX_NUMBER for number in _numbers(view)):
+        return f"view {view.key} has a number beyond 2^62"
+    if view.tokens_per_item > _MAX_TOKENS_PER_ITEM:
+        return f"view {view.key} has items of {view.tokens_per_item} tokens"
+    try:
+        check_inside(view, regions)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def _numbers(view: View) -> Iterator[int]:
+    yield from (view.key.layer, view.region, view.offset, view.n_items, view.item_stride, view.tokens_per_item)
+    yield from (view.shards, view.shard_stride, view.segs, view.seg_stride, view.width, view.axis.total)
+    for row in view.rows:
+        yield from row
+
+
+# What an Open asks for.
+
+
+def check_open(opened: m.Open, session: Session, layout: Layout) -> None:
+    """Raises `PeerError` unless every number is in its range, every share both of `layout`, this rank's, and of the
+    destination's, and every item in the destination's pool.
+    """
+    place = session.topology
+    if (opened.rank, opened.destinations) != (place.group_rank, place.group_size):
+        what = f"Open from rank {opened.rank} of {opened.destinations}"
+        raise PeerError(f"{what}, Hello said {place.group_rank} of {place.group_size}", remedy="check the peer")
+    if not 0 < opened.deadline_s < float("inf"):
+        raise PeerError("Open with an endless deadline", remedy="check the peer")
+    if opened.items and not session.exposes_pool:
+        raise PeerError("Open gives items, but Hello did not expose the pool", remedy="check the peer")
+    if opened.row is not None and (session.rows is None or opened.row >= session.rows.n_rows):
+        raise PeerError(f"Open names aux row {opened.row}, which Hello did not expose", remedy="check the peer")
+    if opened.shares not in session.shares:
+        check_shares(session.converted[:2] if session.converted else (layout, session.layout), opened.shares)
+        if len(session.shares) >= _MAX_SHARES:
+            session.shares.clear()
+        session.shares.add(opened.shares)
+    asked = {ask.component: ask for ask in opened.asked}
+    known = {component.name for component in session.layout.components}
+    for ask in opened.asked:
+        if ask.component not in known or ask.start > ask.stop or asked[ask.component] is not ask:
+            what = f"Open asks for {ask.component!r} {ask.start}..{ask.stop}"
+            raise PeerError(what, remedy="ask for ascending tokens of each own component once")
+    for items in opened.items:
+        check_items(session.layout, items, asked.get(items.component))
+
+
+def check_shares(layouts: tuple[Layout, ...], owned: tuple[Share, ...]) -> None:
+    """Raises `PeerError` unless each of `layouts` holds the shards of every share, and no two shares are of one."""
+    held_by_each = [layout.by_key() for layout in layouts]
+    taken: dict[Key, list[range]] = {}
+    for share in owned:
+        start, stop, step = share.layers
+        if step < 1 or start >= stop or share.count < 1:
+            raise PeerError(f"Open asks for {share}", remedy="no such shards here")
+        shards = range(share.first, share.first + share.count)
+        for layer in range(start, stop, step):
+            key = Key(share.component, share.role, layer)
+            for held in held_by_each:
+                view = held.get(key)
+                axis = view.axis if view is not None else None
+                if axis is None or shards.start < axis.first or shards.stop > axis.first + axis.count:
+                    raise PeerError(f"Open asks for {share} of layer {layer}", remedy="no such shards here")
+            others = taken.setdefault(key, [])
+            if any(shards.start < other.stop and other.start < shards.stop for other in others):
+                raise PeerError(f"Open asks for {share} of layer {layer} twice", remedy="check the peer")
+            others.append(shards)
+
+
+def check_items(layout: Layout, items: m.Items, asked: m.Asked | None) -> None:
+    """Raises `PeerError` unless the item numbers exist in `layout` and cover what is asked."""
+    component = next((c for c in layout.components if c.name == items.component), None)
+    if component is None or len(items.data) % 4:
+        raise PeerError(f"Open gives {len(items.data)} bytes of items of {items.component!r}", remedy="check the peer")
+    numbers = np.frombuffer(items.data, _ITEM)
+    # Of a few numbers plain Python finds the extremes several times faster than numpy's calls.
+    held = numbers.tolist() if len(numbers) <= _FEW else [int(numbers.min()), int(numbers.max())]
+    if held and not 0 <= min(held) <= max(held) < component.n_items:
+        raise PeerError(
+            f"Open gives items of {items.component!r} past its {component.n_items}", remedy="check the peer"
+        )
+    # The tokens asked for, by the numbers that the destination's own tokens have.
+    own = Numbering.of(component.owned)
+    first, end = (own.count(asked.start), own.count(asked.stop)) if asked is not None else (0, 0)
+    stop = items.first_token + len(numbers) * component.tokens_per_item
+    if first < end and not items.first_token <= first < end <= stop:
+        what = f"Open gives items of {items.component!r} for {items.first_token}..{stop}"
+        raise PeerError(f"{what} and asks for {first}..{end}", remedy="check the peer")
+
+
+# Slots, at the end of a room.
+
+
+class Slots:
+    """A node's components without positions, and which of them it has warned of: what follows when the two sides of a
+    room name different numbers of slots (I9). Both cores ask here, so that both say the same.
+
+    Items without token positions are matched by order, so the side with fewer says how many there are, and the other
+    keeps as many of its own; SGLang trims its state indices so. A component that needs exact lengths refuses instead.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._of = {component.name: component for component in layout.components if not component.positional}
+        self.exact = frozenset(name for name, component in self._of.items() if component.exact)
+        self._warned: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._of
+
+    def compare(self, endpoint: Endpoint, session: Session, name: str, at_prefill: int, at_decode: int) -> str:
+        """Why a room with these numbers of slots cannot be, in words that name both; empty if it can.
+
+        Where they differ and may, that is counted, and complained of the first time for each component.
+        """
+        if at_prefill == at_decode:
+            return ""
+        what = "slots" if self._of[name].tokens_per_item == 1 else "rows of slots"
+        both = f"{at_prefill} {what} at prefill and {at_decode} at decode"
+        if name in self.exact:
+            return f"component {name!r} has {both}, and must have as many on both sides"
+        endpoint.counters.slots_trimmed += 1
+        if name not in self._warned:
+            self._warned.add(name)
+            kept = f"component {name!r} has {both}: the first {min(at_prefill, at_decode)} are used"
+            endpoint.emit(PeerWarning(session.route, PeerError(kept, remedy="this is said once; see slots_trimmed")))
+        return ""

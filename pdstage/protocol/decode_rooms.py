@@ -1,0 +1,331 @@
+"""The rooms of a decode rank: connected, opened, failed, complete, released; and each writer's part of a room.
+
+A room that ended keeps its *writers* until each is *quiet*: Closed, Drained, or its session fenced. Only then is the
+room `released`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from pdstage.convert import merged
+from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, UsageError
+from pdstage.plan import Share, shares
+from pdstage.protocol import messages as m
+from pdstage.protocol.compat import Slots, lacking
+from pdstage.protocol.coverage import Coverage, of_writer
+from pdstage.protocol.room import Event, Room, State
+from pdstage.protocol.session import Changed, Session
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from pdstage.columns import Shared
+    from pdstage.protocol.config import Config
+    from pdstage.protocol.handshake import HandshakeClient, Peer
+    from pdstage.protocol.leases import Lender
+    from pdstage.protocol.session import Endpoint
+
+_MAX_DEALT = 4096
+_MAX_GIVEN_UP = 4096
+
+
+class WriterPhase(Enum):
+    UNOPENED = auto()
+    OPENING = auto()
+    """Open is repeated."""
+    OPENED = auto()
+    ABORTING = auto()
+    """Abort is repeated until Drained or CloseOk."""
+    QUIET = auto()
+    """Proved: this writer touches nothing of this room any more."""
+
+
+@dataclass(slots=True, eq=False)
+class Writer:
+    """One writer of one room."""
+
+    room: DecodeRoom
+    number: int
+    session: Session
+    shares: tuple[Share, ...]
+    phase: WriterPhase = WriterPhase.UNOPENED
+    coverage: Coverage | None = None
+    arrived: set[int] = field(default_factory=set)
+    closing: m.CloseOk | None = None
+    has_aux: bool = False
+    direct: bool = False
+    row_arrived: bool = False
+    reason: str = ""
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether its writer was told of memory of this room: of pages, or of the aux row."""
+        return self.direct or (self.has_aux and self.room.row is not None)
+
+
+class DecodeRoom(Room):
+    """One room as its decode rank sees it. `items` are the engine's, opaque here."""
+
+    __slots__ = (
+        "asked", "aux", "bound", "deadline_s", "epoch", "items", "pending", "priority", "routes", "row", "shared",
+        "wire_items", "writers",
+    )  # fmt: skip
+
+    def __init__(self, key: bytes, epoch: int, routes: dict[int, bytes]) -> None:
+        super().__init__(key)
+        self.epoch = epoch
+        self.routes = routes
+        """Of each writer, by its number."""
+        self.writers: dict[m.SessionId, Writer] = {}
+        self.bound = False
+        self.items: Mapping[str, object] = {}
+        self.wire_items: tuple[m.Items, ...] = ()
+        self.asked: tuple[m.Asked, ...] = ()
+        self.aux: bytes | None = None
+        self.row: int | None = None
+        """The number of the aux row that its writer may write."""
+        self.shared: Shared | None = None
+        """Once the aux is here, if it is a row: of which columns. Its bytes are in the row itself if `aux` is None."""
+        self.pending = 0
+        self.priority = 0
+        self.deadline_s = 0.0
+
+
+class DecodeRooms:
+    """The room table. A room is in `by_key` until it ends, in `by_epoch` until it is released."""
+
+    def __init__(self, endpoint: Endpoint, handshake: HandshakeClient, lender: Lender) -> None:
+        hello = handshake.hello
+        self.endpoint = endpoint
+        self.layout = hello.layout
+        self.topology = hello.topology
+        self.slots = Slots(hello.layout)
+        self.by_key: dict[bytes, DecodeRoom] = {}
+        self.by_epoch: dict[int, DecodeRoom] = {}
+        self._handshake = handshake
+        self._lender = lender
+        self._dealt: dict[tuple[tuple[int, m.SessionId], ...], dict[int, tuple[Share, ...]]] = {}
+
+    # Before the data.
+
+    def met(self, peer: Peer, now: float) -> None:
+        for room in list(peer.rooms):
+            self.connect(room, now)
+
+    def connect(self, room: DecodeRoom, now: float) -> None:
+        """Once every writer is greeted: deals the shards and opens."""
+        sessions = {}
+        for number, route in room.routes.items():
+            peer = self._handshake.peers.get(route)
+            if peer is None or peer.session is None:
+                return
+            sessions[number] = peer.session
+        if room.state is not State.BOOTSTRAPPING:
+            return
+        try:
+            dealt = self._deal(sessions)
+        except UsageError as error:
+            self.fail(room, PeerError(f"prefill cannot serve this layout: {error}", remedy="match both sides"), now)
+            return
+        # The last pipeline stage samples, so it knows the request's aux row.
+        aux = max(sessions, key=lambda number: (sessions[number].topology.pp_rank, -number))
+        for number, session in sessions.items():
+            writer = Writer(room, number, session, dealt[number], has_aux=number == aux)
+            room.writers[session.id] = session.claims[room.epoch] = writer
+        room.on(Event.CONNECTED)
+        self.endpoint.emit(Changed(room))
+        if room.bound:
+            self.open(room, now)
+        else:  # at the next tick: most engines bind at once, and then there is nothing to ask
+            self.endpoint.timers.set(("asking", room), now)
+
+    def _deal(self, sessions: dict[int, Session]) -> dict[int, tuple[Share, ...]]:
+        key = tuple((number, session.id) for number, session in sorted(sessions.items()))
+        dealt = self._dealt.get(key)
+        if dealt is None:
+            layouts = {
+                n: session.converted.offered if session.converted else session.layout for n, session in sessions.items()
+            }
+            wanted = merged(
+                self.layout, [session.converted.taken for session in sessions.values() if session.converted]
+            )
+            problem = lacking("prefill", layouts.values(), (wanted,))
+            if problem:
+                raise UsageError(problem, remedy="serve the same model with the same caches")
+            dealt = shares(layouts, wanted, (self.topology.tp_size, self.topology.tp_rank))
+            if len(self._dealt) >= _MAX_DEALT:
+                self._dealt.clear()
+            self._dealt[key] = dealt
+        return dealt
+
+    def forget_deals(self) -> None:
+        """A session is over: who sends what is dealt anew."""
+        self._dealt.clear()
+
+    def ask(self, room: DecodeRoom, now: float) -> None:
+        writer = next(writer for writer in room.writers.values() if writer.has_aux)
+        self.endpoint.send(writer.session, m.Ask(room.epoch, room.key), now)
+        self.endpoint.timers.set(("asking", room), now + self.endpoint.config.ask_s)
+
+    def open(self, room: DecodeRoom, now: float) -> None:
+        self.endpoint.timers.set(("open_until", room), now + self.endpoint.config.open_s)
+        self.endpoint.timers.set(("wait", room), now + self.endpoint.config.wait_s)
+        for writer in room.writers.values():
+            writer.phase = WriterPhase.OPENING
+            writer.coverage = Coverage(writer.shares, room.asked, writer.session.common, self.slots.exact)
+            writer.direct = bool(room.wire_items) and bool(writer.shares)
+            self.send_open(writer, now)
+        self.maybe_complete(room, now)
+
+    def send_open(self, writer: Writer, now: float) -> None:
+        room, topology = writer.room, self.topology
+        opening = m.Open(
+            room.epoch,
+            room.key,
+            writer.shares,
+            of_writer(room.asked, writer.session.common),
+            room.wire_items if writer.direct else (),
+            topology.group_rank,
+            topology.group_size,
+            writer.has_aux,
+            room.priority,
+            room.deadline_s,
+            room.row if writer.has_aux else None,
+        )
+        self.endpoint.send(writer.session, opening, now)
+        self.endpoint.repeat(("open", writer), now)
+
+    def fail(self, room: DecodeRoom, error: PdstageError, now: float) -> None:
+        if not room.on(Event.FAILED, error):
+            return
+        self.endpoint.counters.rooms_failed += 1
+        if all(writer.phase is WriterPhase.UNOPENED for writer in room.writers.values()):
+            self.give_up(m.Abort(room.epoch, m.brief(str(error)), False, room.key), room.routes.values(), now)
+        self._end(room)
+        for writer in room.writers.values():
+            self._lender.quarantine_of(writer.session, room.epoch, now)
+            self.abort_writer(writer, str(error), now)
+        self.maybe_release(room)
+
+    def give_up(self, told: m.Abort, routes: Iterable[bytes], now: float) -> None:
+        """No writer need wait for this room's Open. Those not met yet are told when they answer."""
+        for route in routes:
+            peer = self._handshake.peers.get(route)
+            if peer is not None and peer.session is not None:
+                self.endpoint.send(peer.session, told, now)
+            elif peer is not None and len(peer.given_up) < _MAX_GIVEN_UP:
+                peer.given_up[told.room] = told
+
+    def _end(self, room: DecodeRoom) -> None:
+        for kind in ("room", "bind", "asking", "open_until", "wait", "transfer"):
+            self.endpoint.timers.cancel((kind, room))
+        if self.by_key.get(room.key) is room:
+            del self.by_key[room.key]
+        for route in room.routes.values():
+            peer = self._handshake.peers.get(route)
+            if peer is not None:
+                peer.rooms.pop(room, None)
+        for writer in room.writers.values():
+            self._lender.leases.forget_requests(writer.session, room.epoch)
+        self.endpoint.emit(Changed(room))
+
+    def abort_writer(self, writer: Writer, reason: str, now: float) -> None:
+        if writer.phase is WriterPhase.UNOPENED:
+            writer.phase = WriterPhase.QUIET
+        elif writer.phase in (WriterPhase.OPENING, WriterPhase.OPENED):
+            writer.phase, writer.reason = WriterPhase.ABORTING, reason
+            self.stop_asking(writer)
+            if writer.session.id in self.endpoint.sessions:
+                self.endpoint.timers.set(("drain", writer), now + self.endpoint.config.drain_s)
+                self.send_abort(writer, now)
+        elif (
+            writer.phase is WriterPhase.QUIET
+            and not (writer.shares or writer.has_aux)
+            and writer.session.id in self.endpoint.sessions
+        ):
+            # It writes nothing, so one word is enough: its record would wait for a room that is sent to others next.
+            self.endpoint.send(writer.session, m.Abort(writer.room.epoch, m.brief(reason), False), now)
+
+    def send_abort(self, writer: Writer, now: float) -> None:
+        finished = writer.room.state is State.SUCCESS
+        self.endpoint.send(writer.session, m.Abort(writer.room.epoch, m.brief(writer.reason), finished), now)
+        self.endpoint.repeat(("abort", writer), now)
+
+    def stop_asking(self, writer: Writer) -> None:
+        for kind in ("open", "abort", "drain", "linger"):
+            self.endpoint.timers.cancel((kind, writer))
+
+    def quiet(self, writer: Writer) -> None:
+        writer.phase = WriterPhase.QUIET
+        self.stop_asking(writer)
+        self.maybe_release(writer.room)
+
+    def maybe_complete(self, room: DecodeRoom, now: float) -> None:
+        """Success: all covered, every scatter done, the aux bytes here (I5)."""
+        if room.ended or not room.bound or room.pending:
+            return
+        for writer in room.writers.values():
+            if writer.coverage is None or not writer.coverage.complete:
+                return
+            if writer.has_aux and writer.phase is not WriterPhase.QUIET:
+                return
+        problem = self._unlike(room)
+        if problem:
+            self.fail(room, PeerError(problem, remedy="give as many at each prefill rank", room=room.id), now)
+        elif room.on(Event.COMPLETED):
+            self.endpoint.counters.rooms_succeeded += 1
+            self._end(room)
+            # A writer that owes nothing may not have heard its Open yet: that is still repeated.
+            for writer in room.writers.values():
+                if writer.phase is not WriterPhase.QUIET:
+                    self.endpoint.timers.set(("linger", writer), now + self.endpoint.config.drain_s)
+            self.maybe_release(room)
+
+    def _unlike(self, room: DecodeRoom) -> str:
+        """Of which slots some writers brought their part and others did not, in words; empty if there are none (I5)."""
+        ends: dict[str, tuple[int, int]] = {}
+        for writer in room.writers.values() if self.slots else ():
+            assert writer.coverage is not None
+            for name, stop in writer.coverage.stops():
+                number, other = ends.setdefault(name, (writer.number, stop))
+                if name in self.slots and stop != other:
+                    both = f"{other} from prefill rank {number} and {stop} from {writer.number}"
+                    return f"component {name!r} got slots that are not whole: {both}"
+        return ""
+
+    def maybe_release(self, room: DecodeRoom) -> None:
+        if not room.ended or room.pending or room.released:
+            return
+        if all(writer.phase is WriterPhase.QUIET for writer in room.writers.values()):
+            self.by_epoch.pop(room.epoch, None)
+            for writer in room.writers.values():
+                del writer.session.claims[room.epoch]
+            room.writers = {}  # parts name their room: without this only the collector could free either
+            room.release()
+            self.endpoint.emit(Changed(room))
+
+    # Parts.
+
+    def writer(self, session: Session, epoch: int) -> Writer | None:
+        return session.claims.get(epoch)
+
+    def answered(self, writer: Writer) -> None:
+        if writer.phase is WriterPhase.OPENING:
+            writer.phase = WriterPhase.OPENED
+            self.endpoint.timers.cancel(("open", writer))
+            if all(p.phase is not WriterPhase.OPENING for p in writer.room.writers.values()):
+                self.endpoint.timers.cancel(("open_until", writer.room))
+
+
+def too_late(kind: str, room: DecodeRoom, config: Config) -> DeadlineExceeded:
+    what, remedy = {
+        "room": (f"did not end in its {room.deadline_s} s", "raise deadline_s, or look at the slower side"),
+        "bind": (f"was not bound in {config.bind_s} s", "call bind() sooner or raise Config.bind_s"),
+        "open_until": (f"was not answered by prefill in {config.open_s} s", "look at the prefill ranks"),
+        "wait": (f"got no chunk in {config.wait_s} s", "was it submitted at prefill?"),
+        "transfer": (f"got nothing new in {config.transfer_s} s", "look at the prefill ranks and the network"),
+    }[kind]
+    return DeadlineExceeded(f"room {room.id!r} {what}", remedy=remedy, room=room.id)

@@ -1,0 +1,591 @@
+"""The chunks of a prefill rank: leases asked for, gathered and written into, or given back; or written in place.
+
+Four things decide when a chunk goes: its data exists, its lease lies in an open *window*, a send buffer is free, and it
+is its session's turn. A lane's window ends one capacity beyond its watermark, which decode tells and which only rises.
+A lease may end beyond the window: it is held, but not written yet, since what was lent one lap before lies in the same
+memory.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, deque
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+
+from pdstage.columns import Span
+from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
+from pdstage.plan import Stagings
+from pdstage.protocol import messages as m
+from pdstage.protocol import wire
+from pdstage.protocol.destinations import (
+    Chunk,
+    Destination,
+    DestinationPhase,
+    GivenRow,
+    Phase,
+    SubmittedChunk,
+    clip,
+    split,
+)
+from pdstage.protocol.room import Event
+from pdstage.protocol.session import Changed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pdstage.layout import Layout
+    from pdstage.plan import Rect
+    from pdstage.protocol.session import Endpoint, Session
+
+_MAX_PIECES = 1024
+"""A chunk that would fall into more fits no span worth having: it waits for a larger one, or goes direct."""
+_MAX_UNSETTLED = 4096
+
+
+class Gather(NamedTuple):
+    """Gather a chunk into send buffer `buffer`; answer `gathered(ticket)`.
+
+    Or straight into its lease, at `address` in the destination's memory, where that is mapped here. So a gather counts
+    as a write from when it is asked for: its lease is not given back, and Drained is not said, before it ended.
+    """
+
+    ticket: int
+    buffer: int
+    chunk: Chunk
+    address: int
+
+
+class Write(NamedTuple):
+    """Write send buffer `buffer` to the chunk's lease as one post; answer `completed(ticket)`.
+
+    Only the tag is left to be sent if the gather went straight there.
+    """
+
+    ticket: int
+    buffer: int
+    chunk: Chunk
+    address: int
+    tag: bytes
+
+
+class WriteDirect(NamedTuple):
+    """Write the chunk's source runs straight into the destination's pages; answer `completed(ticket)`."""
+
+    ticket: int
+    chunk: Chunk
+    tag: bytes
+
+
+class WriteRow(NamedTuple):
+    """Write the room's aux row straight into the destination's as one post; answer `completed(ticket)`.
+
+    `spans` are addresses here, there, and bytes.
+    """
+
+    ticket: int
+    chunk: Chunk
+    spans: tuple[Span, ...]
+    tag: bytes
+
+
+ChunkEffect: TypeAlias = Gather | Write | WriteDirect | WriteRow
+
+
+class Windows:
+    """How far each session's lanes may be written, and the held chunks whose window is closed."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.marks: dict[tuple[Session, int], int] = {}
+        self.closed: dict[tuple[Session, int], list[tuple[int, int, Chunk]]] = {}
+        """Heaps of (end of its lease, ticket, chunk)."""
+
+    def is_open(self, chunk: Chunk) -> bool:
+        session = chunk.destination.session
+        mark = self.marks.get((session, chunk.lane), 0)
+        return chunk.cursor + chunk.nbytes <= mark + session.lanes[chunk.lane].nbytes
+
+    def wait(self, chunk: Chunk) -> None:
+        """`chunk` is held until `raise_mark` gives it."""
+        key = (chunk.destination.session, chunk.lane)
+        end = chunk.cursor + chunk.nbytes
+        heapq.heappush(self.closed.setdefault(key, []), (end, self.endpoint.ticket(), chunk))
+
+    def raise_mark(self, session: Session, lane: int, watermark: int) -> Iterator[Chunk]:
+        """The lane's watermark, which only rises; the held chunks whose window it opens."""
+        if not 0 <= lane < len(session.lanes):
+            raise PeerError(f"a watermark of lane {lane}", remedy=f"Hello named {len(session.lanes)} lanes")
+        key = (session, lane)
+        if watermark <= self.marks.get(key, 0):
+            return
+        self.marks[key] = watermark
+        closed = self.closed.get(key)
+        limit = watermark + session.lanes[lane].nbytes
+        while closed and closed[0][0] <= limit:
+            end, _, chunk = heapq.heappop(closed)
+            if chunk.phase is Phase.HELD and (chunk.lane, chunk.cursor + chunk.nbytes) == (lane, end):
+                yield chunk
+        if not closed:
+            self.closed.pop(key, None)
+
+    def forget(self, session: Session) -> None:
+        for lane in range(len(session.lanes)):
+            self.marks.pop((session, lane), None)
+            self.closed.pop((session, lane), None)
+
+
+class _Turns:
+    """Chunks that wait, by session: sessions in turn, none with more than `most` under way.
+
+    Only sessions whose turn may come are in line, so that the others cost nothing however many they are.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._queues: dict[Session, deque[Chunk]] = {}
+        self._busy: dict[Session, int] = {}
+        self._line: OrderedDict[Session, None] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._queues or self._busy)
+
+    def queue(self, chunk: Chunk) -> None:
+        session = chunk.destination.session
+        self._queues.setdefault(session, deque()).append(chunk)
+        self._line_up(session)
+
+    def begin(self) -> Chunk | None:
+        """The chunk whose turn it is; `done` must follow."""
+        while self._line:
+            session, _ = self._line.popitem(last=False)
+            queue = self._queues[session]
+            chunk = queue.popleft()
+            while chunk.phase is not Phase.READY and queue:
+                chunk = queue.popleft()
+            if not queue:
+                del self._queues[session]
+            if chunk.phase is Phase.READY:
+                self._busy[session] = self._busy.get(session, 0) + 1
+                self._line_up(session)
+                return chunk
+        return None
+
+    def done(self, session: Session) -> None:
+        self._busy[session] -= 1
+        if not self._busy[session]:
+            del self._busy[session]
+        self._line_up(session)
+
+    def _line_up(self, session: Session) -> None:
+        if session in self._queues and self._busy.get(session, 0) < self._most:
+            self._line.setdefault(session)
+
+
+class SendBuffers:
+    """The gather targets, and whose turn it is: sessions in turn, none holding all of them.
+
+    A chunk queues only while its window is open, so no buffer waits for a destination. Direct chunks need no buffer and
+    take turns of their own.
+    """
+
+    def __init__(self, n_buffers: int, max_direct: int = 4) -> None:
+        self.free = list(range(n_buffers))
+        self._staged = _Turns(max(1, n_buffers - 1))
+        self._direct = _Turns(max_direct)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits and nothing is under way."""
+        return not self._staged and not self._direct
+
+    def queue(self, chunk: Chunk) -> None:
+        (self._direct if chunk.direct else self._staged).queue(chunk)
+
+    def pop(self) -> Iterator[tuple[Chunk, int]]:
+        """(chunk, buffer) pairs that may begin now; the buffer is -1 for direct ones. Sessions take turns."""
+        while (chunk := self._direct.begin()) is not None:
+            yield chunk, -1
+        while self.free and (chunk := self._staged.begin()) is not None:
+            yield chunk, self.free.pop()
+
+    def done(self, chunk: Chunk, buffer: int) -> None:
+        """Gives back what `pop` gave."""
+        (self._direct if buffer < 0 else self._staged).done(chunk.destination.session)
+        if buffer >= 0:
+            self.free.append(buffer)
+
+
+class ChunkOwner(Protocol):
+    """What a `ChunkSender` asks of the room table."""
+
+    def maybe_close(self, destination: Destination, now: float) -> None:
+        """A chunk of `destination` needs no write any more."""
+
+    def row_failed(self, destination: Destination, why: str) -> None:
+        """The aux row of `destination` cannot be written in place: it goes by message."""
+
+    def landed(self, destination: Destination, now: float) -> None:
+        """A gather or write of `destination` ended, whatever became of it."""
+
+    def fail_destination(self, destination: Destination, error: PdstageError, now: float) -> None: ...
+
+
+class ChunkSender:
+    """Chunks, from the first Reserve to the last completion. `choose`: whether one that may go direct should."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        layout: Layout,
+        owner: ChunkOwner,
+        *,
+        n_buffers: int,
+        buffer_nbytes: int,
+        choose: Callable[[Chunk], bool],
+    ) -> None:
+        self.endpoint = endpoint
+        self.buffers = SendBuffers(n_buffers)
+        self.windows = Windows(endpoint)
+        self.stagings = Stagings(layout)
+        self.flights: dict[int, tuple[Chunk, int]] = {}
+        """Gathers and writes under way, by ticket: the chunk, and its buffer or -1."""
+        self.orphans: dict[int, m.SessionId] = {}
+        """Posts whose session was fenced: they end all the same."""
+        self._owner = owner
+        self._buffer_nbytes = buffer_nbytes
+        self._choose = choose
+        self._unsettled: OrderedDict[m.SessionId, None] = OrderedDict()
+
+    # What peers say, in the order of DESIGN's table.
+
+    def on_lease(self, session: Session, lease: m.Lease, now: float) -> None:
+        if not 0 <= lease.lane < len(session.lanes):
+            raise PeerError(f"a lease in lane {lease.lane}", remedy=f"Hello named {len(session.lanes)} lanes")
+        self._raise_mark(session, lease.lane, lease.watermark)
+        chunk = self._chunk(session, lease.epoch, lease.chunk)
+        where = (lease.lane, lease.cursor)
+        if chunk is not None and chunk.attempt == lease.attempt and not chunk.direct:
+            if chunk.phase is Phase.ASKING:
+                self._take(chunk, lease)
+                return
+            if chunk.phase not in (Phase.PARKED, Phase.DROPPED) and (chunk.lane, chunk.cursor) == where:
+                return
+        self._give_back(session, lease, now)
+
+    def _take(self, chunk: Chunk, lease: m.Lease) -> None:
+        nbytes = chunk.destination.session.lanes[lease.lane].nbytes
+        if lease.nbytes < chunk.nbytes or lease.cursor < 0 or lease.cursor % nbytes + chunk.nbytes > nbytes:
+            raise PeerError(
+                f"a lease of {lease.nbytes} bytes at {lease.cursor} for {chunk.nbytes}", remedy="check the peer"
+            )
+        chunk.lane, chunk.cursor, chunk.phase = lease.lane, lease.cursor, Phase.HELD
+        if self.windows.is_open(chunk):
+            self.endpoint.timers.cancel(("ask", chunk))
+            self.advance(chunk)
+        else:
+            self.windows.wait(chunk)
+
+    def on_refused(self, session: Session, refused: m.Refused, now: float) -> None:
+        chunk = self._chunk(session, refused.epoch, refused.chunk)
+        if chunk is None or chunk.phase is not Phase.ASKING or chunk.attempt != refused.attempt:
+            return
+        self.endpoint.timers.cancel(("ask", chunk))
+        destination = chunk.destination
+        if refused.why != "too_big":
+            chunk.phase = Phase.DROPPED
+            destination.unwritten -= 1
+            if refused.why == "covered":
+                self._owner.maybe_close(destination, now)
+            return
+        most = refused.max_nbytes
+        stagings = destination.staged_by(self.stagings)
+        cut = split(chunk.rects, destination, stagings, most) if most > 0 else iter(())
+        pieces = list(islice(cut, _MAX_PIECES + 1))
+        if 1 < len(pieces) <= _MAX_PIECES:
+            chunk.phase = Phase.DROPPED
+            destination.unwritten -= 1
+            for rects in pieces:
+                self._add_piece(destination, chunk.source, rects, now)
+        elif destination.may_direct(chunk.rects):
+            self._go_direct(chunk, now)
+        elif chunk.nbytes <= max(lane.nbytes for lane in session.lanes):
+            # Carved out for now: the span comes back, or a deadline comes.
+            self.endpoint.repeat(("ask", chunk), now)
+        else:
+            error = PeerError(f"a chunk of {chunk.nbytes} bytes fits no lane", remedy="raise staging_nbytes at decode")
+            self._owner.fail_destination(destination, error, now)
+
+    def on_recall(self, session: Session, recall: m.Recall, now: float) -> None:
+        self._raise_mark(session, recall.lane, recall.watermark)
+        chunk = self._chunk(session, recall.epoch, recall.chunk)
+        if chunk is not None and chunk.attempt == recall.attempt and not chunk.direct:
+            if chunk.begun or chunk.phase is Phase.READY:
+                self.tell_tag(chunk, now)
+                return
+            if chunk.phase in (Phase.ASKING, Phase.HELD):
+                self._recalled(chunk, now)
+        self._give_back(session, recall, now)
+
+    def _recalled(self, chunk: Chunk, now: float) -> None:
+        """Returned is final: the attempt rises first, and the old one is never accepted again."""
+        chunk.attempt += 1
+        self.endpoint.timers.cancel(("ask", chunk))
+        if chunk.source.ready:
+            self.ask(chunk, now)
+        else:
+            chunk.phase = Phase.PARKED
+
+    def on_watermark(self, session: Session, mark: m.Watermark, now: float) -> None:
+        self._raise_mark(session, mark.lane, mark.watermark)
+
+    def _raise_mark(self, session: Session, lane: int, watermark: int) -> None:
+        for chunk in self.windows.raise_mark(session, lane, watermark):
+            self.endpoint.timers.cancel(("ask", chunk))
+            self.advance(chunk)
+
+    # Chunks.
+
+    def add(self, destination: Destination, source: SubmittedChunk, now: float) -> None:
+        if destination.phase is not DestinationPhase.LIVE:
+            return
+        largest = max(lane.nbytes for lane in destination.session.lanes)
+        limit = min(self._buffer_nbytes, largest, self.endpoint.config.chunk_nbytes)
+        stagings = destination.staged_by(self.stagings)
+        for rects in split(clip(source.rects, destination, stagings), destination, stagings, limit):
+            self._add_piece(destination, source, rects, now)
+
+    def _add_piece(self, destination: Destination, source: SubmittedChunk, rects: tuple[Rect, ...], now: float) -> None:
+        nbytes = (
+            destination.staged_by(self.stagings)
+            .of(destination.shares, rects)
+            .nbytes(destination.session.common.tokens(rects))
+        )
+        chunk = Chunk(destination, len(destination.chunks), source, rects, nbytes)
+        destination.chunks[chunk.number] = chunk
+        source.chunks.append(chunk)
+        destination.unwritten += 1
+        if destination.may_direct(rects) and (nbytes > self._buffer_nbytes or self._choose(chunk)):
+            chunk.direct, chunk.phase = True, Phase.HELD
+            self.advance(chunk)
+        elif nbytes > self._buffer_nbytes:
+            error = UsageError(
+                f"one row of {rects[0].component!r} does not fit a send buffer of {self._buffer_nbytes} bytes",
+                remedy="raise staging_nbytes at prefill",
+            )
+            self._owner.fail_destination(destination, error, now)
+        else:
+            self.ask(chunk, now)
+
+    def _chunk(self, session: Session, epoch: int, number: int) -> Chunk | None:
+        destination: Destination | None = session.claims.get(epoch)
+        return destination.chunks.get(number) if destination is not None else None
+
+    def ask(self, chunk: Chunk, now: float) -> None:
+        chunk.phase, chunk.waits_since = Phase.ASKING, now
+        self._reserve(chunk, now)
+
+    def ask_again(self, chunk: Chunk, now: float) -> None:
+        if chunk.phase is not Phase.ASKING and (chunk.phase is not Phase.HELD or self.windows.is_open(chunk)):
+            return
+        waited_s = now - chunk.waits_since
+        if (
+            chunk.source.ready
+            and waited_s >= self.endpoint.config.fall_back_after_s
+            and chunk.destination.may_direct(chunk.rects)
+        ):
+            self._go_direct(chunk, now)
+        else:
+            self._reserve(chunk, now)
+
+    def _reserve(self, chunk: Chunk, now: float) -> None:
+        destination = chunk.destination
+        self.endpoint.send(
+            destination.session,
+            m.Reserve(destination.epoch, chunk.number, chunk.attempt, chunk.nbytes, chunk.rects),
+            now,
+        )
+        self.endpoint.repeat(("ask", chunk), now)
+
+    def _go_direct(self, chunk: Chunk, now: float) -> None:
+        """Falls back staged -> direct: gives its lease back, and one on its way is given back by its attempt."""
+        if chunk.phase is not Phase.ASKING:
+            destination = chunk.destination
+            told = m.Returned(destination.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor)
+            self.endpoint.counters.leases_returned += 1
+            self.endpoint.send(destination.session, told, now)
+        self.endpoint.timers.cancel(("ask", chunk))
+        chunk.attempt += 1
+        chunk.direct, chunk.phase = True, Phase.HELD
+        self.endpoint.counters.chunks_fallen_back += 1
+        self.advance(chunk)
+
+    def _give_back(self, session: Session, told: m.Lease | m.Recall, now: float) -> None:
+        self.endpoint.counters.leases_returned += 1
+        self.endpoint.send(session, m.Returned(told.epoch, told.chunk, told.attempt, told.lane, told.cursor), now)
+
+    def advance(self, chunk: Chunk) -> None:
+        """Queues a held chunk once its data exists and, unless direct, its window is open."""
+        if chunk.phase is Phase.HELD and chunk.source.ready and (chunk.direct or self.windows.is_open(chunk)):
+            chunk.phase = Phase.READY
+            self.buffers.queue(chunk)
+
+    def settle(self, now: float) -> None:
+        for chunk, buffer in self.buffers.pop():
+            destination = chunk.destination
+            ticket = self.endpoint.ticket()
+            self.flights[ticket] = (chunk, buffer)
+            destination.in_flight += 1
+            if destination.room is not None:
+                destination.room.in_flight += 1
+                if destination.room.on(Event.MOVED):
+                    self.endpoint.emit(Changed(destination.room))
+            if chunk.direct:
+                chunk.phase = Phase.WRITING
+                self.endpoint.timers.set(("write", ticket), now + self.endpoint.config.write_s)
+                self.endpoint.emit(
+                    self._row_write(ticket, chunk) if chunk.row else WriteDirect(ticket, chunk, self._tag(chunk))
+                )
+            else:
+                chunk.phase = Phase.GATHERING
+                self.endpoint.emit(Gather(ticket, buffer, chunk, self._address(chunk)))
+
+    def _row_write(self, ticket: int, chunk: Chunk) -> WriteRow:
+        """All that a room's aux row has in common with the one that its destination named."""
+        destination, rows = chunk.destination, chunk.destination.session.rows
+        assert destination.room is not None and isinstance(destination.room.aux, GivenRow)
+        assert rows is not None and destination.open.row is not None
+        src, dst = destination.room.aux.address, rows.base + destination.open.row * rows.row_nbytes
+        spans = tuple(
+            Span(src + span.src_offset, dst + span.dst_offset, span.nbytes) for span in destination.session.aux.spans
+        )
+        return WriteRow(ticket, chunk, spans, self._tag(chunk))
+
+    # What the driver reports.
+
+    def gathered(self, ticket: int, now: float, error: PdstageError | None = None, checksum: int = 0) -> None:
+        """The gather's kernel ended. Comes for every `Gather`, of lost sessions too: its buffer was busy.
+
+        `checksum` is of the bytes gathered, where the session has checksums.
+        """
+        chunk, buffer = self.flights[ticket]
+        if error is not None or chunk.destination.phase is not DestinationPhase.LIVE:
+            self._land(ticket, now, error)
+            return
+        chunk.phase, chunk.checksum = Phase.WRITING, checksum
+        self.endpoint.timers.set(("write", ticket), now + self.endpoint.config.write_s)
+        self.endpoint.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
+
+    def completed(self, ticket: int, now: float, error: PdstageError | None = None, *, settled: bool = True) -> None:
+        """A post ended. With `error` its outcome is unknown: it is never repeated, and the room fails.
+
+        Not `settled`: its bytes may land even now. Then Drained would be a lie, and so would NoSession of this process:
+        the session is lost, and nothing but its end at decode makes the memory safe.
+        """
+        orphan = self.orphans.pop(ticket, None)
+        if orphan is not None and not settled:
+            self._doubt(orphan)
+        if ticket not in self.flights:
+            return
+        session = self.flights[ticket][0].destination.session
+        if error is not None and not settled:
+            self._doubt(session.id)
+            self.endpoint.lose(session, error, now)
+        self._land(ticket, now, error)
+
+    def _doubt(self, session_id: m.SessionId) -> None:
+        self._unsettled[session_id] = None
+        if len(self._unsettled) > _MAX_UNSETTLED:
+            self._unsettled.popitem(last=False)
+
+    def fenced(self, session: Session, now: float) -> None:
+        """After `Detach`: posts of that session no longer read our memory. Gathers under way report themselves.
+
+        What such posts wrote may still be on its way: until their tickets end, the session is not quiet.
+        """
+        error = TransportError("the session was lost while a write was in flight", remedy="see the session's error")
+        for ticket, (chunk, _) in list(self.flights.items()):
+            if chunk.destination.session is session and chunk.phase is Phase.WRITING:
+                self.orphans[ticket] = session.id
+                self._land(ticket, now, error)
+
+    def _address(self, chunk: Chunk) -> int:
+        """Where its lease lies in the destination's memory."""
+        lane = chunk.destination.session.lanes[chunk.lane]
+        return lane.base + chunk.cursor % lane.nbytes
+
+    def _tag(self, chunk: Chunk) -> bytes:
+        session = chunk.destination.session
+        tag = wire.Tag(session.id, chunk.destination.epoch, chunk.number, *chunk.where, chunk.rects, chunk.checksum)
+        return wire.encode_tag(tag, tuple(component.name for component in session.layout.components))
+
+    def tell_tag(self, chunk: Chunk, now: float) -> None:
+        """Where the transport carries no tags: says of a write that is done what its tag would."""
+        session = chunk.destination.session
+        if session.tells_tags and chunk.phase is Phase.WRITTEN and session.id in self.endpoint.sessions:
+            self.endpoint.send(session, m.Tagged(self._tag(chunk)), now)
+
+    def _land(self, ticket: int, now: float, error: PdstageError | None) -> None:
+        """A gather or write ended: gives back what it held and moves its record on."""
+        chunk, buffer = self.flights.pop(ticket)
+        self.endpoint.timers.cancel(("write", ticket))
+        self.buffers.done(chunk, buffer)
+        destination = chunk.destination
+        destination.in_flight -= 1
+        if chunk.phase is Phase.WRITING:
+            self._written(chunk, now, error)
+        elif error is None or destination.phase is not DestinationPhase.LIVE:
+            chunk.phase = Phase.DROPPED
+        elif destination.may_direct(chunk.rects):
+            self._go_direct(chunk, now)
+        else:
+            chunk.phase = Phase.DROPPED
+            self._owner.fail_destination(destination, error, now)
+        self._owner.landed(destination, now)
+        self.settle(now)
+
+    def _written(self, chunk: Chunk, now: float, error: PdstageError | None) -> None:
+        destination = chunk.destination
+        if error is not None and chunk.row:  # nothing of it can land any more, else the session were lost by now
+            chunk.phase = Phase.BROKEN
+            destination.unwritten -= 1
+            self._owner.row_failed(destination, f"the write of an aux row failed: {error.what}")
+            self._owner.maybe_close(destination, now)
+            return
+        if error is not None:  # what landed is unknown: not repeated, and its lease is not given back as if unused
+            chunk.phase = Phase.BROKEN
+            self._owner.fail_destination(destination, error, now)
+            return
+        chunk.phase = Phase.WRITTEN
+        self.endpoint.counters.bytes_written += chunk.nbytes
+        if chunk.row:
+            self.endpoint.counters.aux_rows += 1
+        elif chunk.direct:
+            self.endpoint.counters.chunks_direct += 1
+        else:
+            self.endpoint.counters.chunks_staged += 1
+        destination.written.append(m.Written(chunk.number, *chunk.where))
+        destination.unwritten -= 1
+        self.tell_tag(chunk, now)
+        self._owner.maybe_close(destination, now)
+
+    def on_write_timer(self, ticket: int, now: float) -> None:
+        chunk = self.flights[ticket][0]
+        late = DeadlineExceeded(f"a write of {chunk.nbytes} bytes took over {self.endpoint.config.write_s} s")
+        self.endpoint.lose(chunk.destination.session, late, now)
+
+    def in_flight(self, session_id: m.SessionId) -> bool:
+        under_way = any(chunk.destination.session.id == session_id for chunk, _ in self.flights.values())
+        return under_way or session_id in self.orphans.values()
+
+    def is_unsettled(self, session_id: m.SessionId) -> bool:
+        """Whether a post of that session ended without proof that its bytes have landed or never will."""
+        return session_id in self._unsettled
+
+    def drop(self, destination: Destination) -> None:
+        """Nothing more of this destination begins."""
+        for chunk in destination.chunks.values():
+            if chunk.phase is not Phase.WRITTEN:
+                self.endpoint.timers.cancel(("ask", chunk))
+                if chunk.phase not in (Phase.GATHERING, Phase.WRITING, Phase.BROKEN):
+                    chunk.phase = Phase.DROPPED
