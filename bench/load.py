@@ -15,7 +15,7 @@ import time
 
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.manager import DecodeNode, PrefillNode, Receiver, Sender
-from pdstage.protocol.room import State
+from pdstage.protocol.state import State
 from pdstage.tools.watch.option import VARIABLE, checked
 from pdstage.topology import Topology
 

@@ -20,7 +20,7 @@ import numpy as np
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.control.zmq import ControlSocket
 from pdstage.manager import DecodeNode, PrefillNode
-from pdstage.protocol.room import State
+from pdstage.protocol.state import State
 from pdstage.tools.watch.option import VARIABLE
 from pdstage.topology import Topology
 

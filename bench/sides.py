@@ -21,7 +21,7 @@ from pdstage.kernels import Pool
 from pdstage.layout import Key, Layout, Region, Row, View
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.config import Config
-from pdstage.protocol.room import State
+from pdstage.protocol.state import State
 from pdstage.topology import Axis, Topology, shard_range
 from pdstage.transport import available
 

@@ -21,7 +21,7 @@ import numpy as np
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.config import Config
-from pdstage.protocol.room import State
+from pdstage.protocol.state import State
 from pdstage.topology import Topology
 
 from .harness import Row

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pdstage.plan import shard_overlap  # noqa: E402
-from pdstage.protocol.room import TRANSITIONS, State  # noqa: E402
+from pdstage.protocol.state import ROOM, State  # noqa: E402
 from pdstage.ring import ALIGNMENT, Lane  # noqa: E402
 from pdstage.topology import shard_range  # noqa: E402
 
@@ -159,7 +159,8 @@ def states() -> Sheet:
         State.FAILED: (235, 190), State.SUCCESS: (485, 190),
     }  # fmt: skip
     sheet = Sheet(720, 240, "A room's states")
-    for (src, event), dst in TRANSITIONS.items():
+    moves = [(src, event, dst) for src, row in ROOM.rows.items() for event, dst in row.items() if dst is not None]
+    for src, event, dst in moves:
         (x, y), (to_x, to_y) = places[src], places[dst]
         if y == to_y:
             sheet.line(x + 85, y, to_x - 87, y)
@@ -168,7 +169,7 @@ def states() -> Sheet:
             lean = (to_x - x) / (to_y - y)
             sheet.line(x + 20 * lean, y + 20, to_x - 22 * lean, to_y - 22)
             sheet.text(x + (to_x - x) * 0.3 + 8, y + (to_y - y) * 0.3 + 4, event.name.lower(), size=11, anchor="start")
-    left = {state for state, _ in TRANSITIONS}
+    left = {src for src, _, _ in moves}
     for state, (x, y) in places.items():
         fill = PALE if state in left else {State.FAILED: "#f48fb1"}.get(state, "#c5e1a5")
         sheet.box(x - 85, y - 20, 170, 40, fill)

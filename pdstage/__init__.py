@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pdstage.manager import DecodeNode, Items, PrefillNode, Receiver, Sender
     from pdstage.metadata import AuxRow, MetadataBuffers
     from pdstage.protocol.config import Config
-    from pdstage.protocol.room import State
+    from pdstage.protocol.state import State
 
 __version__ = "0.1.0"
 
@@ -88,7 +88,7 @@ _LAZY = {
     "PrefillNode": "pdstage.manager",
     "Receiver": "pdstage.manager",
     "Sender": "pdstage.manager",
-    "State": "pdstage.protocol.room",
+    "State": "pdstage.protocol.state",
 }
 
 

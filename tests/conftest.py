@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from pdstage.protocol import state
 from tests import descriptors
 
 if TYPE_CHECKING:
@@ -32,7 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """A shell that starts tests in the background has them ignore SIGINT, and with them the programs they end by it."""
+    """Moves that no state table has are errors; and SIGINT is heard again.
+
+    A shell that starts tests in the background has them ignore SIGINT, and with them the programs they end by it.
+    """
+    state.strict = True
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

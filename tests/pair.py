@@ -22,19 +22,21 @@ from pdstage.errors import TransportError
 from pdstage.layout import Key, Layout, Region, Row, View
 from pdstage.plan import HEAD_MAJOR, Rect, Select, Staging, selects, wire_order
 from pdstage.protocol import messages as m
-from pdstage.protocol import wire
+from pdstage.protocol import state, wire
 from pdstage.protocol.config import Config
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.decode_chunks import Landing, Scatter
-from pdstage.protocol.decode_rooms import DecodeRoom, WriterPhase
+from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.destinations import Chunk, GivenRow, PrefillRoom
 from pdstage.protocol.handshake import _GOLDEN
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
-from pdstage.protocol.room import NO_ROWS, OwnRows, Room, State, room_key
+from pdstage.protocol.room import NO_ROWS, OwnRows, Room, room_key
 from pdstage.protocol.session import Attach, Changed, Detach, HangUp, PeerWarning, Send, Session
+from pdstage.protocol.state import State, WriterPhase
 from pdstage.topology import Topology, shard_axis
 
+state.strict = True
 _space = itertools.count(1)
 PAGE, WIDTH = 4, 8
 N_ROWS = 8
@@ -679,7 +681,7 @@ class World:
         """A byte of `chunk` lands in staging memory: is it still the chunk's?"""
         lease = dst.core.leases.at(chunk.lane, chunk.cursor)
         mine = lease is not None and lease.request.session.id == chunk.destination.session.id
-        held = mine and lease is not None and lease.state in ("granted", "quarantined")
+        held = mine and lease is not None and lease.phase in ("granted", "quarantined")
         self.must(held, "I2", "a write into released staging memory")
 
     def check_pages(self, dst: Decode, chunk: Chunk) -> None:

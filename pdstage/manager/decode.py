@@ -23,7 +23,8 @@ from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.decode_rooms import DecodeRoom
-from pdstage.protocol.room import RoomId, State, room_key
+from pdstage.protocol.room import RoomId, room_key
+from pdstage.protocol.state import State
 from pdstage.protocol.versions import OLDEST
 from pdstage.transport import Done, Inbound, PostFailed, Transport
 

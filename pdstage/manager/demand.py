@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdstage.manager.items import Checked, rects_of
-from pdstage.protocol.destinations import Phase
+from pdstage.protocol.state import Phase
 from pdstage.spans import Index
 
 if TYPE_CHECKING:

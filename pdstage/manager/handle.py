@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from pdstage.protocol.room import State, room_id
+from pdstage.protocol.room import room_id
+from pdstage.protocol.state import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

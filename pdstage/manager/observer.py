@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 from pdstage.errors import PdstageError, TransportError
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
-from pdstage.protocol.room import State, room_id
+from pdstage.protocol.room import room_id
+from pdstage.protocol.state import State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pdstage
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.prefill import PrefillCore
-from pdstage.protocol.room import State
+from pdstage.protocol.state import LeasePhase, State
 
 if TYPE_CHECKING:
     from pdstage.manager.handle import Handle
@@ -111,8 +111,8 @@ def _lanes(cursors: list[tuple[int, int, int, int]], leases: list[Lease]) -> tup
     nbytes: Counter[tuple[int, str]] = Counter()
     for lease in leases:
         capacity, watermark, *_ = cursors[lease.lane]
-        shut = lease.state == "granted" and lease.end > watermark + capacity
-        nbytes[lease.lane, "ahead" if shut else lease.state] += lease.request.nbytes
+        shut = lease.phase is LeasePhase.GRANTED and lease.end > watermark + capacity
+        nbytes[lease.lane, "ahead" if shut else lease.phase.value] += lease.request.nbytes
     return tuple(
         LaneStatus(
             capacity, nbytes[number, "granted"], nbytes[number, "ahead"], nbytes[number, "landed"], carved,

@@ -14,11 +14,12 @@ from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.decode_chunks import ChunkReceiver, Scatter
-from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer, WriterPhase, too_late
+from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer, too_late
 from pdstage.protocol.handshake import Farewells, HandshakeClient, Peer
 from pdstage.protocol.leases import LeaseTable, Lender
-from pdstage.protocol.room import NO_ROWS, OwnRows, State, room_id
+from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
 from pdstage.protocol.session import Changed, CoreEffect, Detach, Endpoint, PeerWarning, Session
+from pdstage.protocol.state import State, WriterPhase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

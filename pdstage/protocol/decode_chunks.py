@@ -13,16 +13,16 @@ from pdstage.errors import PdstageError, PeerError, TransportError
 from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.decode_rooms import DecodeRoom, Writer, WriterPhase
 from pdstage.protocol.leases import Lease, LeaseRequest
-from pdstage.protocol.room import Event, OwnRows
 from pdstage.protocol.session import Changed, PeerWarning
+from pdstage.protocol.state import LeasePhase, RoomEvent, WriterPhase
 
 if TYPE_CHECKING:
     from pdstage.plan import Rect
     from pdstage.protocol.coverage import Coverage
-    from pdstage.protocol.decode_rooms import DecodeRooms
+    from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer
     from pdstage.protocol.leases import Lender
+    from pdstage.protocol.room import OwnRows
     from pdstage.protocol.session import Endpoint, Session
 
 _MAX_CLAIMS = 4096
@@ -78,7 +78,7 @@ class ChunkReceiver:
             if held.request.attempt == ask.attempt:
                 self._lender.send_lease(held, now)
                 return
-            if held.request.attempt > ask.attempt or held.state != "granted":
+            if held.request.attempt > ask.attempt or held.phase is not LeasePhase.GRANTED:
                 return
             self._leases.release(held, now)
         problem = writer.coverage.problem(ask.rects) or self._size_problem(writer, ask)
@@ -132,7 +132,7 @@ class ChunkReceiver:
             self._arrived(writer, tag, now)
         else:
             lease = self._leases.at(tag.lane, tag.cursor)
-            if lease is None or lease.state != "granted" or lease.request.session is not session:
+            if lease is None or lease.phase is not LeasePhase.GRANTED or lease.request.session is not session:
                 return False
             request = lease.request
             if (request.epoch, request.chunk, request.rects) != (tag.epoch, tag.chunk, tag.rects):
@@ -164,7 +164,7 @@ class ChunkReceiver:
         writer.arrived.add(tag.chunk)
         writer.row_arrived |= tag.lane == m.AUX
         self._rooms.answered(writer)
-        if room.on(Event.MOVED):
+        if room.on(RoomEvent.MOVED):
             self.endpoint.emit(Changed(room))
         self.endpoint.timers.cancel(("wait", room))
         if fresh:

@@ -7,7 +7,6 @@ room `released`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from pdstage.convert import merged
@@ -16,8 +15,9 @@ from pdstage.plan import Share, shares
 from pdstage.protocol import messages as m
 from pdstage.protocol.compat import Slots, lacking
 from pdstage.protocol.coverage import Coverage, of_writer
-from pdstage.protocol.room import Event, Room, State
+from pdstage.protocol.room import Room
 from pdstage.protocol.session import Changed, Session
+from pdstage.protocol.state import WRITER, RoomEvent, State, WriterEvent, WriterPhase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -30,17 +30,6 @@ if TYPE_CHECKING:
 
 _MAX_DEALT = 4096
 _MAX_GIVEN_UP = 4096
-
-
-class WriterPhase(Enum):
-    UNOPENED = auto()
-    OPENING = auto()
-    """Open is repeated."""
-    OPENED = auto()
-    ABORTING = auto()
-    """Abort is repeated until Drained or CloseOk."""
-    QUIET = auto()
-    """Proved: this writer touches nothing of this room any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +124,7 @@ class DecodeRooms:
         for number, session in sessions.items():
             writer = Writer(room, number, session, dealt[number], has_aux=number == aux)
             room.writers[session.id] = session.claims[room.epoch] = writer
-        room.on(Event.CONNECTED)
+        room.on(RoomEvent.CONNECTED)
         self.endpoint.emit(Changed(room))
         if room.bound:
             self.open(room, now)
@@ -174,7 +163,7 @@ class DecodeRooms:
         self.endpoint.timers.set(("open_until", room), now + self.endpoint.config.open_s)
         self.endpoint.timers.set(("wait", room), now + self.endpoint.config.wait_s)
         for writer in room.writers.values():
-            writer.phase = WriterPhase.OPENING
+            WRITER.move(writer, WriterEvent.OPEN)
             writer.coverage = Coverage(writer.shares, room.asked, writer.session.common, self.slots.exact)
             writer.direct = bool(room.wire_items) and bool(writer.shares)
             self.send_open(writer, now)
@@ -199,7 +188,7 @@ class DecodeRooms:
         self.endpoint.repeat(("open", writer), now)
 
     def fail(self, room: DecodeRoom, error: PdstageError, now: float) -> None:
-        if not room.on(Event.FAILED, error):
+        if not room.on(RoomEvent.FAILED, error):
             return
         self.endpoint.counters.rooms_failed += 1
         if all(writer.phase is WriterPhase.UNOPENED for writer in room.writers.values()):
@@ -233,10 +222,10 @@ class DecodeRooms:
         self.endpoint.emit(Changed(room))
 
     def abort_writer(self, writer: Writer, reason: str, now: float) -> None:
-        if writer.phase is WriterPhase.UNOPENED:
-            writer.phase = WriterPhase.QUIET
-        elif writer.phase in (WriterPhase.OPENING, WriterPhase.OPENED):
-            writer.phase, writer.reason = WriterPhase.ABORTING, reason
+        if WRITER.move(writer, WriterEvent.ABORT):
+            if writer.phase is WriterPhase.QUIET:
+                return
+            writer.reason = reason
             self.stop_asking(writer)
             if writer.session.id in self.endpoint.sessions:
                 self.endpoint.timers.set(("drain", writer), now + self.endpoint.config.drain_s)
@@ -259,7 +248,7 @@ class DecodeRooms:
             self.endpoint.timers.cancel((kind, writer))
 
     def quiet(self, writer: Writer) -> None:
-        writer.phase = WriterPhase.QUIET
+        WRITER.move(writer, WriterEvent.QUIET)
         self.stop_asking(writer)
         self.maybe_release(writer.room)
 
@@ -275,7 +264,7 @@ class DecodeRooms:
         problem = self._unlike(room)
         if problem:
             self.fail(room, PeerError(problem, remedy="give as many at each prefill rank", room=room.id), now)
-        elif room.on(Event.COMPLETED):
+        elif room.on(RoomEvent.COMPLETED):
             self.endpoint.counters.rooms_succeeded += 1
             self._end(room)
             # A writer that owes nothing may not have heard its Open yet: that is still repeated.
@@ -313,8 +302,7 @@ class DecodeRooms:
         return session.claims.get(epoch)
 
     def answered(self, writer: Writer) -> None:
-        if writer.phase is WriterPhase.OPENING:
-            writer.phase = WriterPhase.OPENED
+        if WRITER.move(writer, WriterEvent.ANSWERED):
             self.endpoint.timers.cancel(("open", writer))
             if all(p.phase is not WriterPhase.OPENING for p in writer.room.writers.values()):
                 self.endpoint.timers.cancel(("open_until", writer.room))

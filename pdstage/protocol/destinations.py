@@ -7,12 +7,12 @@ more chunks of each destination: of what it asked for, cut to what its lanes and
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.protocol.messages import AUX, DIRECT
 from pdstage.protocol.room import Room
+from pdstage.protocol.state import DestinationPhase, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,27 +31,6 @@ class SubmittedChunk:
     ready: bool
     chunks: list[Chunk] = field(default_factory=list)
     """Its copies, one or more a destination."""
-
-
-class Phase(Enum):
-    """Where an `Chunk` is. Direct chunks go READY -> WRITING -> WRITTEN."""
-
-    ASKING = auto()
-    """Reserve is repeated until a lease comes."""
-    PARKED = auto()
-    """Its lease was recalled before its data existed: asks again when it does."""
-    HELD = auto()
-    """Has a lease; waits for data or for its window."""
-    READY = auto()
-    """Queued: may be gathered and written now."""
-    GATHERING = auto()
-    """Maybe straight into its lease: it is not DROPPED before that ended."""
-    WRITING = auto()
-    WRITTEN = auto()
-    BROKEN = auto()
-    """Its post failed: what landed is unknown, so it is neither repeated nor given back."""
-    DROPPED = auto()
-    """Its room needs it no more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,18 +72,6 @@ class Chunk:
 
 
 _BEGUN = frozenset({Phase.GATHERING, Phase.WRITING, Phase.WRITTEN, Phase.BROKEN})
-
-
-class DestinationPhase(Enum):
-    WAITING = auto()
-    """Parked: this room was not submitted here yet."""
-    LIVE = auto()
-    CLOSING = auto()
-    """Everything is written; CloseOk is repeated."""
-    FAILING = auto()
-    """CloseFailed is repeated until Abort."""
-    DRAINING = auto()
-    """Aborted; Drained follows the last completion."""
 
 
 @dataclass(slots=True, eq=False)

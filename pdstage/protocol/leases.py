@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdstage.protocol import messages as m
-from pdstage.ring import Lane
+from pdstage.protocol.state import LEASE, LeaseEvent, LeasePhase
+from pdstage.ring import GRANTED, Lane
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator
@@ -130,7 +131,7 @@ class Lease:
     lane: int
     cursor: int
     granted_at: float
-    state: str = "granted"
+    phase: LeasePhase = LeasePhase.GRANTED
     listed: bool = False
     """Its writer says it was written: its tag is on the way."""
 
@@ -251,10 +252,10 @@ class LeaseTable:
 
     def land(self, lease: Lease) -> None:
         self.lanes[lease.lane].land(lease.cursor)
-        lease.state = "landed"
+        LEASE.move(lease, LeaseEvent.LAND)
 
     def quarantine(self, lease: Lease, now: float) -> None:
-        lease.state = "quarantined"
+        LEASE.move(lease, LeaseEvent.QUARANTINE)
         if self.lanes[lease.lane].quarantine(lease.cursor):
             self._moved_at[lease.lane] = now
 
@@ -295,7 +296,7 @@ class LeaseTable:
     def snapshot(self) -> tuple[object, ...]:
         """Leases, requests and cursors, comparable and hashable."""
         leases = sorted(
-            (*g.request.claim, g.request.chunk, g.request.attempt, *at, g.state) for at, g in self._at.items()
+            (*g.request.claim, g.request.chunk, g.request.attempt, *at, g.phase) for at, g in self._at.items()
         )
         waiting = sorted((priority, n, *r.claim, r.chunk, r.attempt) for priority, n, r in self._queue.entries())
         return (tuple(leases), tuple(waiting), tuple((lane.head, lane.watermark) for lane in self.lanes))
@@ -305,7 +306,7 @@ class LeaseTable:
         for closed in self._closed:
             while closed:
                 lease = closed[0]
-                live = self._at.get((lease.lane, lease.cursor)) is lease and lease.state == "granted"
+                live = self._at.get((lease.lane, lease.cursor)) is lease and lease.phase is LeasePhase.GRANTED
                 if live and not self.is_open(lease):
                     break
                 closed.popleft()
@@ -320,7 +321,7 @@ class LeaseTable:
             stuck = now - self._moved_at[number] >= stuck_after_s
             for cursor, _, state in list(lane.leases()):
                 lease = self._at.get((number, cursor))
-                if lease is None or state != "granted" or lease.listed:
+                if lease is None or state != GRANTED or lease.listed:
                     continue
                 shut_in = stuck and not self.is_open(lease) and self._elsewhere(lease)
                 if cursor in in_the_way or shut_in or self._late(lease, now, recall_after_s):
@@ -409,7 +410,7 @@ class Lender:
 
     def on_returned(self, session: Session, returned: m.Returned, now: float) -> None:
         lease = self.leases.at(returned.lane, returned.cursor)
-        if lease is None or lease.request.session is not session or lease.state == "landed":
+        if lease is None or lease.request.session is not session or lease.phase is LeasePhase.LANDED:
             return
         if (lease.request.epoch, lease.request.chunk) == (returned.epoch, returned.chunk):
             self.endpoint.counters.leases_returned += 1
@@ -418,13 +419,13 @@ class Lender:
     def release_of(self, session: Session, epoch: int, now: float) -> None:
         """The writer is quiet about this epoch: everything it did not land is free."""
         for lease in self.leases.of(session, epoch):
-            if lease.state != "landed":
+            if lease.phase is not LeasePhase.LANDED:
                 self.leases.release(lease, now)
 
     def quarantine_of(self, session: Session, epoch: int, now: float) -> None:
         """The room failed: its writer may still write what it was granted."""
         for lease in self.leases.of(session, epoch):
-            if lease.state == "granted":
+            if lease.phase is LeasePhase.GRANTED:
                 self._quarantine(lease, now)
 
     def _quarantine(self, lease: Lease, now: float) -> None:
@@ -439,15 +440,15 @@ class Lender:
         for lease in self.leases.of_session(session):
             capacity = self.leases.lanes[lease.lane].capacity
             begins_never = lease.end > marks.get(lease.lane, 0) + capacity
-            if lease.state != "landed" and begins_never:
+            if lease.phase is not LeasePhase.LANDED and begins_never:
                 self.leases.release(lease, now)
-            elif lease.state == "granted":
+            elif lease.phase is LeasePhase.GRANTED:
                 self._quarantine(lease, now)
 
     def unstrand(self, session: Session, now: float) -> None:
         """The session is fenced: all it held but what waits for its scatter is free."""
         for lease in self.leases.of_session(session):
-            if lease.state != "landed":
+            if lease.phase is not LeasePhase.LANDED:
                 self.leases.release(lease, now)
 
     def settle(self, now: float) -> None:

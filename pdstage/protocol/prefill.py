@@ -12,20 +12,13 @@ from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import check_open
-from pdstage.protocol.destinations import (
-    Chunk,
-    Destination,
-    DestinationPhase,
-    GivenRow,
-    Phase,
-    PrefillRoom,
-    SubmittedChunk,
-)
+from pdstage.protocol.destinations import Chunk, Destination, GivenRow, PrefillRoom, SubmittedChunk
 from pdstage.protocol.handshake import HandshakeServer
 from pdstage.protocol.prefill_chunks import ChunkEffect
 from pdstage.protocol.prefill_rooms import Ended, PrefillRooms
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
 from pdstage.protocol.session import CoreEffect, Detach, Endpoint, PeerWarning, Session
+from pdstage.protocol.state import DESTINATION, DestinationEvent, DestinationPhase, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -384,7 +377,7 @@ class PrefillCore:
         room = destination.room
         done = destination.phase is DestinationPhase.CLOSING or (abort.finished and not destination.unwritten)
         if done:
-            destination.phase = DestinationPhase.CLOSING
+            DESTINATION.move(destination, DestinationEvent.SETTLED)
             self.endpoint.send(session, m.Drained(abort.epoch), now)
             self.rooms.forget(destination)
             if room is not None:

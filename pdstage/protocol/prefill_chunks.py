@@ -18,18 +18,9 @@ from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportE
 from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.destinations import (
-    Chunk,
-    Destination,
-    DestinationPhase,
-    GivenRow,
-    Phase,
-    SubmittedChunk,
-    clip,
-    split,
-)
-from pdstage.protocol.room import Event
+from pdstage.protocol.destinations import Chunk, Destination, GivenRow, SubmittedChunk, clip, split
 from pdstage.protocol.session import Changed
+from pdstage.protocol.state import CHUNK, ChunkEvent, DestinationPhase, Phase, RoomEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -279,7 +270,8 @@ class ChunkSender:
             raise PeerError(
                 f"a lease of {lease.nbytes} bytes at {lease.cursor} for {chunk.nbytes}", remedy="check the peer"
             )
-        chunk.lane, chunk.cursor, chunk.phase = lease.lane, lease.cursor, Phase.HELD
+        chunk.lane, chunk.cursor = lease.lane, lease.cursor
+        CHUNK.move(chunk, ChunkEvent.LEASED)
         if self.windows.is_open(chunk):
             self.endpoint.timers.cancel(("ask", chunk))
             self.advance(chunk)
@@ -293,7 +285,7 @@ class ChunkSender:
         self.endpoint.timers.cancel(("ask", chunk))
         destination = chunk.destination
         if refused.why != "too_big":
-            chunk.phase = Phase.DROPPED
+            CHUNK.move(chunk, ChunkEvent.REFUSED)
             destination.unwritten -= 1
             if refused.why == "covered":
                 self._owner.maybe_close(destination, now)
@@ -303,7 +295,7 @@ class ChunkSender:
         cut = split(chunk.rects, destination, stagings, most) if most > 0 else iter(())
         pieces = list(islice(cut, _MAX_PIECES + 1))
         if 1 < len(pieces) <= _MAX_PIECES:
-            chunk.phase = Phase.DROPPED
+            CHUNK.move(chunk, ChunkEvent.REFUSED)
             destination.unwritten -= 1
             for rects in pieces:
                 self._add_piece(destination, chunk.source, rects, now)
@@ -334,7 +326,7 @@ class ChunkSender:
         if chunk.source.ready:
             self.ask(chunk, now)
         else:
-            chunk.phase = Phase.PARKED
+            CHUNK.move(chunk, ChunkEvent.RECALLED)
 
     def on_watermark(self, session: Session, mark: m.Watermark, now: float) -> None:
         self._raise_mark(session, mark.lane, mark.watermark)
@@ -366,7 +358,8 @@ class ChunkSender:
         source.chunks.append(chunk)
         destination.unwritten += 1
         if destination.may_direct(rects) and (nbytes > self._buffer_nbytes or self._choose(chunk)):
-            chunk.direct, chunk.phase = True, Phase.HELD
+            chunk.direct = True
+            CHUNK.move(chunk, ChunkEvent.GO_DIRECT)
             self.advance(chunk)
         elif nbytes > self._buffer_nbytes:
             error = UsageError(
@@ -382,7 +375,8 @@ class ChunkSender:
         return destination.chunks.get(number) if destination is not None else None
 
     def ask(self, chunk: Chunk, now: float) -> None:
-        chunk.phase, chunk.waits_since = Phase.ASKING, now
+        CHUNK.move(chunk, ChunkEvent.ASK)
+        chunk.waits_since = now
         self._reserve(chunk, now)
 
     def ask_again(self, chunk: Chunk, now: float) -> None:
@@ -416,7 +410,8 @@ class ChunkSender:
             self.endpoint.send(destination.session, told, now)
         self.endpoint.timers.cancel(("ask", chunk))
         chunk.attempt += 1
-        chunk.direct, chunk.phase = True, Phase.HELD
+        chunk.direct = True
+        CHUNK.move(chunk, ChunkEvent.GO_DIRECT)
         self.endpoint.counters.chunks_fallen_back += 1
         self.advance(chunk)
 
@@ -427,7 +422,7 @@ class ChunkSender:
     def advance(self, chunk: Chunk) -> None:
         """Queues a held chunk once its data exists and, unless direct, its window is open."""
         if chunk.phase is Phase.HELD and chunk.source.ready and (chunk.direct or self.windows.is_open(chunk)):
-            chunk.phase = Phase.READY
+            CHUNK.move(chunk, ChunkEvent.QUEUED)
             self.buffers.queue(chunk)
 
     def settle(self, now: float) -> None:
@@ -438,16 +433,16 @@ class ChunkSender:
             destination.in_flight += 1
             if destination.room is not None:
                 destination.room.in_flight += 1
-                if destination.room.on(Event.MOVED):
+                if destination.room.on(RoomEvent.MOVED):
                     self.endpoint.emit(Changed(destination.room))
             if chunk.direct:
-                chunk.phase = Phase.WRITING
+                CHUNK.move(chunk, ChunkEvent.WRITE)
                 self.endpoint.timers.set(("write", ticket), now + self.endpoint.config.write_s)
                 self.endpoint.emit(
                     self._row_write(ticket, chunk) if chunk.row else WriteDirect(ticket, chunk, self._tag(chunk))
                 )
             else:
-                chunk.phase = Phase.GATHERING
+                CHUNK.move(chunk, ChunkEvent.GATHER)
                 self.endpoint.emit(Gather(ticket, buffer, chunk, self._address(chunk)))
 
     def _row_write(self, ticket: int, chunk: Chunk) -> WriteRow:
@@ -472,7 +467,8 @@ class ChunkSender:
         if error is not None or chunk.destination.phase is not DestinationPhase.LIVE:
             self._land(ticket, now, error)
             return
-        chunk.phase, chunk.checksum = Phase.WRITING, checksum
+        CHUNK.move(chunk, ChunkEvent.WRITE)
+        chunk.checksum = checksum
         self.endpoint.timers.set(("write", ticket), now + self.endpoint.config.write_s)
         self.endpoint.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
 
@@ -535,11 +531,11 @@ class ChunkSender:
         if chunk.phase is Phase.WRITING:
             self._written(chunk, now, error)
         elif error is None or destination.phase is not DestinationPhase.LIVE:
-            chunk.phase = Phase.DROPPED
+            CHUNK.move(chunk, ChunkEvent.UNUSED)
         elif destination.may_direct(chunk.rects):
             self._go_direct(chunk, now)
         else:
-            chunk.phase = Phase.DROPPED
+            CHUNK.move(chunk, ChunkEvent.UNUSED)
             self._owner.fail_destination(destination, error, now)
         self._owner.landed(destination, now)
         self.settle(now)
@@ -547,16 +543,16 @@ class ChunkSender:
     def _written(self, chunk: Chunk, now: float, error: PdstageError | None) -> None:
         destination = chunk.destination
         if error is not None and chunk.row:  # nothing of it can land any more, else the session were lost by now
-            chunk.phase = Phase.BROKEN
+            CHUNK.move(chunk, ChunkEvent.BROKEN)
             destination.unwritten -= 1
             self._owner.row_failed(destination, f"the write of an aux row failed: {error.what}")
             self._owner.maybe_close(destination, now)
             return
         if error is not None:  # what landed is unknown: not repeated, and its lease is not given back as if unused
-            chunk.phase = Phase.BROKEN
+            CHUNK.move(chunk, ChunkEvent.BROKEN)
             self._owner.fail_destination(destination, error, now)
             return
-        chunk.phase = Phase.WRITTEN
+        CHUNK.move(chunk, ChunkEvent.WRITTEN)
         self.endpoint.counters.bytes_written += chunk.nbytes
         if chunk.row:
             self.endpoint.counters.aux_rows += 1
@@ -587,5 +583,4 @@ class ChunkSender:
         for chunk in destination.chunks.values():
             if chunk.phase is not Phase.WRITTEN:
                 self.endpoint.timers.cancel(("ask", chunk))
-                if chunk.phase not in (Phase.GATHERING, Phase.WRITING, Phase.BROKEN):
-                    chunk.phase = Phase.DROPPED
+                CHUNK.move(chunk, ChunkEvent.DROP)

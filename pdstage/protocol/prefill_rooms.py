@@ -13,19 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from pdstage.errors import PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol.compat import Slots, lacking
-from pdstage.protocol.destinations import (
-    Chunk,
-    Destination,
-    DestinationPhase,
-    GivenRow,
-    Phase,
-    PrefillRoom,
-    SubmittedChunk,
-)
+from pdstage.protocol.destinations import Chunk, Destination, GivenRow, PrefillRoom, SubmittedChunk
 from pdstage.protocol.pending_opens import Askers, PendingOpens
 from pdstage.protocol.prefill_chunks import ChunkSender
-from pdstage.protocol.room import Event
 from pdstage.protocol.session import Changed
+from pdstage.protocol.state import DESTINATION, DestinationEvent, DestinationPhase, Phase, RoomEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -84,7 +76,8 @@ class PrefillRooms:
         return session.claims.get(epoch)
 
     def attach(self, room: PrefillRoom, destination: Destination, now: float) -> None:
-        destination.room, destination.phase = room, DestinationPhase.LIVE
+        destination.room = room
+        DESTINATION.move(destination, DestinationEvent.ATTACHED)
         older = room.destinations.get(destination.open.rank)
         room.destinations[destination.open.rank] = destination
         room.n_destinations = destination.open.destinations
@@ -98,7 +91,7 @@ class PrefillRooms:
             if problem:
                 self.fail(room, PeerError(problem, remedy="serve the same model with the same caches"), now)
                 return
-            if room.on(Event.CONNECTED):
+            if room.on(RoomEvent.CONNECTED):
                 self.endpoint.emit(Changed(room))
         for source in room.sources:
             self.chunks.add(destination, source, now)
@@ -138,7 +131,7 @@ class PrefillRooms:
                 self.fail(room, UsageError(problem, remedy="give as many as decode does", room=room.id), now)
                 return
         self._set_aux(destination, room)
-        destination.phase = DestinationPhase.CLOSING
+        DESTINATION.move(destination, DestinationEvent.WRITTEN)
         self._close(destination, now)
         self.maybe_complete(room)
 
@@ -155,7 +148,7 @@ class PrefillRooms:
         return tuple(m.Given(name, named.get(name, 0)) for name, stop in asked if name in named or not stop)
 
     def maybe_complete(self, room: PrefillRoom) -> None:
-        if room.complete and room.on(Event.COMPLETED):
+        if room.complete and room.on(RoomEvent.COMPLETED):
             self.endpoint.counters.rooms_succeeded += 1
             self._end(room)
 
@@ -225,14 +218,15 @@ class PrefillRooms:
             self.fail(destination.room, error, now)
 
     def fail(self, room: PrefillRoom, error: PdstageError, now: float) -> None:
-        if not room.on(Event.FAILED, error):
+        if not room.on(RoomEvent.FAILED, error):
             return
         self.endpoint.counters.rooms_failed += 1
         served = {rank: (destination.session.id, destination.epoch) for rank, destination in room.destinations.items()}
         self.note_ended(room.key, Ended(str(error), served))
         for destination in list(room.destinations.values()):
             if destination.phase is DestinationPhase.LIVE:
-                destination.phase, destination.reason = DestinationPhase.FAILING, str(error)
+                DESTINATION.move(destination, DestinationEvent.FAILED)
+                destination.reason = str(error)
                 self.chunks.drop(destination)
                 self.close_failed(destination, now)
         self._end(room)
@@ -274,7 +268,7 @@ class PrefillRooms:
         self.chunks.drop(destination)
         self.endpoint.timers.cancel(("close", destination))
         self._unpark(destination)
-        destination.phase = DestinationPhase.DRAINING
+        DESTINATION.move(destination, DestinationEvent.ABORTED)
         self._maybe_drained(destination, now)
 
     def _maybe_drained(self, destination: Destination, now: float) -> None:
@@ -323,7 +317,8 @@ class PrefillRooms:
         """A parked record's room will not be sent."""
         self.pending.turn_away(destination)
         self.endpoint.timers.cancel(("parked", destination))
-        destination.phase, destination.reason = DestinationPhase.FAILING, reason
+        DESTINATION.move(destination, DestinationEvent.FAILED)
+        destination.reason = reason
         self.close_failed(destination, now)
 
     def _unpark(self, destination: Destination) -> None:
@@ -338,7 +333,7 @@ class PrefillRooms:
         """The session is over: its rooms fail, nothing further is sent under it."""
         for destination in list(session.claims.values()):
             if destination.phase in (DestinationPhase.LIVE, DestinationPhase.FAILING):
-                destination.phase = DestinationPhase.DRAINING
+                DESTINATION.move(destination, DestinationEvent.ABORTED)
                 self.chunks.drop(destination)
                 self.fail_destination(destination, error, now)
             if destination.in_flight == 0:

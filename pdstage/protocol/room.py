@@ -1,15 +1,12 @@
-"""A room: its name, and its states as one table.
-
-Layer 2, pure. Must not know leases: what a room holds is kept apart and outlives its end (`holdings`, `outbox`).
-"""
+"""A room at either side: its name, its state, why it failed, and whether its memory is safe to reuse."""
 
 from __future__ import annotations
 
-from enum import Enum, IntEnum, auto
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pdstage.errors import UsageError
 from pdstage.protocol.messages import MAX_ROOM_NBYTES
+from pdstage.protocol.state import ROOM, RoomEvent, State
 
 if TYPE_CHECKING:
     from pdstage.columns import Placed
@@ -58,39 +55,7 @@ def room_id(key: bytes) -> RoomId:
     return key
 
 
-class State(IntEnum):
-    """The values are those of SGLang's KVPoll, so that the minimum over ranks is the state of all."""
-
-    FAILED = 0
-    BOOTSTRAPPING = 1
-    WAITING_FOR_INPUT = 2
-    TRANSFERRING = 3
-    SUCCESS = 4
-
-
 _STATES = tuple(State)  # a look-up by value, without Enum's call
-
-
-class Event(Enum):
-    CONNECTED = auto()
-    """Every peer of the room is known and agreed."""
-    MOVED = auto()
-    """The first chunk of the room was sent or has arrived."""
-    COMPLETED = auto()
-    """Everything asked for was delivered (decode) or sent (prefill)."""
-    FAILED = auto()
-
-
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.BOOTSTRAPPING, Event.CONNECTED): State.WAITING_FOR_INPUT,
-    (State.BOOTSTRAPPING, Event.FAILED): State.FAILED,
-    (State.WAITING_FOR_INPUT, Event.MOVED): State.TRANSFERRING,
-    (State.WAITING_FOR_INPUT, Event.COMPLETED): State.SUCCESS,
-    (State.WAITING_FOR_INPUT, Event.FAILED): State.FAILED,
-    (State.TRANSFERRING, Event.COMPLETED): State.SUCCESS,
-    (State.TRANSFERRING, Event.FAILED): State.FAILED,
-}
-"""All else changes nothing: Success and Failed are terminal (I1), and a room moves once."""
 
 
 class OwnRows(NamedTuple):
@@ -141,13 +106,13 @@ class Room:
     def released(self) -> bool:
         return self.status >= 0x80
 
-    def on(self, event: Event, error: PdstageError | None = None) -> bool:
-        """Applies `event`; False if the table has no such transition and nothing changed."""
-        state = TRANSITIONS.get((self.state, event))
+    def on(self, event: RoomEvent, error: PdstageError | None = None) -> bool:
+        """Applies `event`; False if it changes nothing."""
+        state = ROOM.after(self.state, event)
         if state is None:
             return False
         self.status = state | (self.status & 0x80)
-        if event is Event.FAILED:
+        if event is RoomEvent.FAILED:
             self.error = error
         return True
 

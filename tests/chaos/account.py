@@ -32,7 +32,7 @@ def _of_decode(node: DecodeNode) -> dict[str, int]:
         if any(p.session.id not in core.sessions for p in room.writers.values())
     }
     leases = [lease for lane in range(len(core.leases.lanes)) for lease in _grants(node, lane)]
-    stranded = [g for g in leases if g.state == "quarantined" and g.request.session.id not in core.sessions]
+    stranded = [g for g in leases if g.phase == "quarantined" and g.request.session.id not in core.sessions]
     return {
         "rooms": len(core.rooms.by_epoch) - len(lost),
         "rooms under way": len(core.rooms.by_key),

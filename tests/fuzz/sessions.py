@@ -23,8 +23,8 @@ from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.destinations import PrefillRoom
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
-from pdstage.protocol.room import State
 from pdstage.protocol.session import Detach, PeerWarning, Send
+from pdstage.protocol.state import State
 from pdstage.spans import DirectPlan, Index
 from tests.fuzz.draw import NUMBERS, Draw, altered_bytes
 from tests.fuzz.wire import alter_frame, bend_frame, check_inside, samples

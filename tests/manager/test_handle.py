@@ -6,7 +6,8 @@ import numpy as np
 
 from pdstage.errors import Aborted
 from pdstage.manager.handle import Handle, Roster
-from pdstage.protocol.room import Event, Room, State
+from pdstage.protocol.room import Room
+from pdstage.protocol.state import RoomEvent, State
 
 
 def make(n: int) -> tuple[Roster, list[Room], list[Handle]]:
@@ -19,7 +20,7 @@ def make(n: int) -> tuple[Roster, list[Room], list[Handle]]:
 
 
 def succeed(room: Room) -> None:
-    for event in (Event.CONNECTED, Event.MOVED, Event.COMPLETED):
+    for event in (RoomEvent.CONNECTED, RoomEvent.MOVED, RoomEvent.COMPLETED):
         assert room.on(event)
 
 
@@ -29,7 +30,7 @@ def test_an_ended_room_is_not_yet_released() -> None:
     succeed(rooms[0])
     succeed(rooms[1])
     rooms[1].release()
-    rooms[2].on(Event.FAILED, Aborted("the test says so"))
+    rooms[2].on(RoomEvent.FAILED, Aborted("the test says so"))
     for room in rooms:
         roster.changed(room)
     states, released = roster.statuses(handles)
@@ -57,7 +58,7 @@ def test_the_minimum_over_ranks_is_the_state_of_all() -> None:
         succeed(rooms[1])
         if rank == 0:
             rooms[1].release()
-            rooms[2].on(Event.FAILED, Aborted("one rank only"))
+            rooms[2].on(RoomEvent.FAILED, Aborted("one rank only"))
         for room in rooms:
             roster.changed(room)
     answers = [roster.statuses(handles) for roster, _, handles in ranks]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pdstage import Items, State
-from pdstage.protocol.destinations import Phase
+from pdstage.protocol.state import Phase
 from pdstage.transport import available
 from tests.manager.engine import LAYERS, Rank, drive
 

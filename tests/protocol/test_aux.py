@@ -10,9 +10,8 @@ from pdstage.columns import Column
 from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.decode_rooms import WriterPhase
 from pdstage.protocol.prefill_chunks import WriteRow
-from pdstage.protocol.room import State
+from pdstage.protocol.state import State, WriterPhase
 from tests.pair import COLUMNS, Item, World, assert_flat, is_kind, is_message
 
 EXTRA = Column("hidden", "bfloat16", (7,))

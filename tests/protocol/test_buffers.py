@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdstage.protocol.destinations import Phase
 from pdstage.protocol.prefill_chunks import SendBuffers
+from pdstage.protocol.state import Phase
 
 
 class Named(SimpleNamespace):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdstage.errors import TransportError
-from pdstage.protocol.room import State
+from pdstage.protocol.state import State
 from tests.pair import World, assert_flat, is_kind
 
 TOKENS, SRC, DST = 8, [3, 1], [2, 5]

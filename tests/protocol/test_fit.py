@@ -11,7 +11,7 @@ from pdstage.errors import Aborted, PeerError
 from pdstage.layout import Key, Layout, Region, Row, View
 from pdstage.protocol import messages as m
 from pdstage.protocol.compat import incompatible, lacking
-from pdstage.protocol.room import State
+from pdstage.protocol.state import State
 from pdstage.topology import Axis, Topology
 from tests.pair import World, assert_flat, is_message
 

@@ -5,7 +5,7 @@ import pytest
 from pdstage.errors import Aborted, DeadlineExceeded
 from pdstage.protocol import messages as m
 from pdstage.protocol.prefill_rooms import _MAX_ENDED
-from pdstage.protocol.room import State
+from pdstage.protocol.state import State
 from tests.pair import Decode, DecodeRoom, World, assert_flat, first, is_message
 
 WHY = "the client left"

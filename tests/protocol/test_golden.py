@@ -16,8 +16,8 @@ import pytest
 from pdstage.errors import PeerError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.room import State
 from pdstage.protocol.session import PeerWarning, Send
+from pdstage.protocol.state import State
 from pdstage.protocol.versions import OLDEST, VERSION, talks_with
 from tests import golden, replay
 from tests.pair import World

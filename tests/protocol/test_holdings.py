@@ -211,7 +211,7 @@ def test_a_quarantined_closed_lease_is_no_contention() -> None:
     held.quarantine(closed, 0.0)
     list(held.opened())
     assert not held.contended
-    assert first.state == "landed"
+    assert first.phase == "landed"
 
 
 def test_opened_tells_each_closed_lease_once_its_window_opens() -> None:
@@ -264,7 +264,7 @@ def test_any_order_of_events_keeps_the_ledger(steps: list, sizes: tuple[int, ...
             if what == "release":
                 held.release(one, now)
                 live.remove(one)
-            elif one.state == "granted" and (what == "quarantine" or held.is_open(one)):
+            elif one.phase == "granted" and (what == "quarantine" or held.is_open(one)):
                 (held.land if what == "land" else lambda g: held.quarantine(g, 0.0))(one)
         live += [g for g in held.grant_waiting(now) if isinstance(g, Lease)]
         for n, lane in enumerate(held.lanes):

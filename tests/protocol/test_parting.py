@@ -10,8 +10,8 @@ import pytest
 from pdstage.errors import PeerError, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.room import State
 from pdstage.protocol.session import HangUp, PeerWarning, Send, drawn
+from pdstage.protocol.state import State
 from tests.pair import Decode, Item, Prefill, World, assert_flat, is_kind, is_message, nth
 
 IDLE_S, BEAT_S = 20.0, 10.0 / 3

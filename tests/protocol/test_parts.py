@@ -17,7 +17,7 @@ from pdstage.protocol.compat import check_items, incompatible
 from pdstage.protocol.coverage import Coverage
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.prefill import PrefillCore
-from pdstage.protocol.room import State
+from pdstage.protocol.state import State
 from pdstage.topology import Topology
 from tests.owners import holds, place_of, with_owned
 from tests.pair import (

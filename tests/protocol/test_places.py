@@ -7,7 +7,7 @@ import pytest
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.destinations import PrefillRoom
-from pdstage.protocol.room import State
+from pdstage.protocol.state import State
 from tests.pair import World, assert_flat, is_message
 
 PATHS = ["staged", "direct"]

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdstage.errors import Aborted, PdstageError, UsageError
-from pdstage.protocol.room import TRANSITIONS, Event, Room, RoomId, State, room_id, room_key
+from pdstage.protocol.room import Room, RoomId, room_id, room_key
+from pdstage.protocol.state import ROOM, State
+from pdstage.protocol.state import RoomEvent as Event
 
 B, W, T, S, F = State.BOOTSTRAPPING, State.WAITING_FOR_INPUT, State.TRANSFERRING, State.SUCCESS, State.FAILED
 
@@ -31,7 +33,7 @@ def room_in(state: State) -> Room:
 
 def test_the_table_is_whole() -> None:
     assert set(TABLE) == set(itertools.product(State, Event))
-    assert {pair: state for pair, state in TABLE.items() if state is not None} == TRANSITIONS
+    assert {(state, event): ROOM.rows[state][event] for state, event in TABLE} == TABLE
 
 
 @pytest.mark.parametrize(("state", "event"), TABLE, ids=lambda value: value.name)

@@ -13,8 +13,8 @@ from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.decode_rooms import DecodeRoom, Writer
-from pdstage.protocol.destinations import Chunk, Destination, Phase, PrefillRoom, SubmittedChunk
-from pdstage.protocol.room import State
+from pdstage.protocol.destinations import Chunk, Destination, PrefillRoom, SubmittedChunk
+from pdstage.protocol.state import Phase, State
 from tests.pair import World, assert_flat, is_kind, is_message, nth
 
 LEASE = 512

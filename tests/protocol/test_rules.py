@@ -10,10 +10,9 @@ from pdstage.errors import PeerError
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.destinations import Phase
 from pdstage.protocol.prefill_chunks import SendBuffers
-from pdstage.protocol.room import State
 from pdstage.protocol.session import Send
+from pdstage.protocol.state import Phase, State
 from tests.pair import World, assert_flat, first, is_kind, is_message
 
 LEASE = 512
@@ -89,7 +88,7 @@ def test_a_reserve_of_a_room_that_ended_gets_no_lease() -> None:
     said = [wire.decode(e.frame).message for e in decode.take_effects() if hasattr(e, "frame")]
     assert m.Refused(handle.epoch, 7, 0, "gone", 0) in said
     assert not decode.leases.contended
-    assert [lease.state for lease in decode.leases.of_session(session)] == ["quarantined"]
+    assert [lease.phase for lease in decode.leases.of_session(session)] == ["quarantined"]
 
 
 def test_a_reserve_of_a_higher_attempt_frees_the_old_lease() -> None:
@@ -139,7 +138,7 @@ def test_of_a_lost_session_only_open_leases_are_in_doubt() -> None:
     (session,) = decode.sessions.values()
     assert [decode.leases.is_open(lease) for lease in decode.leases.of_session(session)] == [True, False]
     decode.lose(session, PeerError("the test says so"), world.now)
-    assert [(lease.state, lease.cursor) for lease in decode.leases.of_session(session)] == [("quarantined", 0)]
+    assert [(lease.phase, lease.cursor) for lease in decode.leases.of_session(session)] == [("quarantined", 0)]
 
 
 def test_a_fence_leaves_what_has_landed_to_its_scatter() -> None:
@@ -153,7 +152,7 @@ def test_a_fence_leaves_what_has_landed_to_its_scatter() -> None:
     (session,) = decode.sessions.values()
     decode.lose(session, PeerError("the test says so"), world.now)
     decode.fenced(session, world.now)
-    assert [lease.state for lease in decode.leases.of_session(session)] == ["landed"]
+    assert [lease.phase for lease in decode.leases.of_session(session)] == ["landed"]
     assert not handle.released
     world.carry(world.decode[0])
     world.rules.clear()

@@ -7,8 +7,8 @@ import pytest
 from pdstage.errors import PeerError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.room import State
 from pdstage.protocol.session import Send
+from pdstage.protocol.state import State
 from tests.pair import Decode, World, assert_flat, first, is_kind, is_message
 
 TAGGED = is_message(m.Tagged)

@@ -16,8 +16,8 @@ from pdstage.layout import Component, Layout, Region, Row
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import layout_problem
-from pdstage.protocol.room import State
 from pdstage.protocol.session import Attach, Detach, Lateness, PeerWarning, Send, Session
+from pdstage.protocol.state import State
 from pdstage.topology import Axis
 from tests.pair import Decode, Prefill, World, assert_flat, is_kind, is_message
 

@@ -11,8 +11,8 @@ from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.destinations import PrefillRoom
-from pdstage.protocol.room import State
 from pdstage.protocol.session import Session
+from pdstage.protocol.state import State
 from tests.pair import World, assert_flat, is_kind, is_message
 
 PATHS = ["staged", "direct"]

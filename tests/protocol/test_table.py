@@ -8,8 +8,8 @@ import pytest
 
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.room import State
 from pdstage.protocol.session import Send
+from pdstage.protocol.state import State
 from tests.pair import Decode, Prefill, World, assert_flat, is_kind, is_message
 
 LEASE = 512
@@ -220,7 +220,7 @@ def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:
     stale = core.counters.tags_stale
     core.tag(wire.encode_tag(tag, ("kv",)), world.now)
     assert core.counters.tags_stale == stale + 1
-    assert lease.state == "granted"
+    assert lease.phase == "granted"
     assert not other.ended
 
 
@@ -244,7 +244,7 @@ def test_a_tag_counts_only_if_everything_in_it_is_right(change: dict[str, object
     tag = wire.Tag(lease.request.session.id, 1, 0, lease.lane, lease.cursor, lease.request.rects)._replace(**change)
     core.tag(wire.encode_tag(tag, ("kv",)), world.now)
     assert core.counters.tags_stale == 1
-    assert lease.state == "granted"
+    assert lease.phase == "granted"
     assert not any(room.writers[lease.request.session.id].arrived for room in (handle, other))
     world.free()
     world.run(until=2.0)

@@ -11,8 +11,7 @@ import pytest
 from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.destinations import Phase
-from pdstage.protocol.room import State
+from pdstage.protocol.state import Phase, State
 from tests.pair import Item, World, assert_flat, is_kind, is_message, nth
 
 LEASE = 512
@@ -135,7 +134,7 @@ def test_a_writer_crashes_says_hello_again_and_is_asked_about_the_old_epoch(path
     core = world.decode[0].core
     if path == "staged":
         (lease,) = core.leases.of_session(old_session)
-        assert lease.state == "quarantined"
+        assert lease.phase == "quarantined"
         assert handle.released, "no page of the room was open to the writer"
     else:
         assert not handle.released, "the old process may still write these pages"
@@ -488,7 +487,7 @@ def test_bytes_of_a_failed_post_that_land_later() -> None:
     world.run(until=60.0)
     assert handle.state is sent.state is State.FAILED
     assert sent.released, "a failed post reads no more"
-    assert [lease.state for lease in world.decode[0].core.leases.of_session(session)] == ["quarantined"]
+    assert [lease.phase for lease in world.decode[0].core.leases.of_session(session)] == ["quarantined"]
     world.decode[0].core.fenced(session, world.now)
     world.carry(world.decode[0])
     world.held.clear()
@@ -529,7 +528,7 @@ def test_a_disconnected_writer_is_not_quiet_before_its_posts_ended() -> None:
     world.run(until=30.0)
     assert handle.state is sent.state is State.FAILED
     assert sent.released
-    assert [lease.state for lease in world.decode[0].core.leases.of_session(session)] == ["quarantined"]
+    assert [lease.phase for lease in world.decode[0].core.leases.of_session(session)] == ["quarantined"]
     world.free()
     world.run(until=60.0)
     assert handle.released

@@ -61,7 +61,7 @@ MUTANTS = [
         "a failed post is tried again",
         "6 written once, I15",
         "_written",
-        """            chunk.phase = Phase.BROKEN
+        """            CHUNK.move(chunk, ChunkEvent.BROKEN)
             self._owner.fail_destination(destination, error, now)
             return
 """,
@@ -74,7 +74,7 @@ MUTANTS = [
         "a failed post's lease is given back as unused",
         "6 unknown outcome, I2",
         "_written",
-        """            chunk.phase = Phase.BROKEN
+        """            CHUNK.move(chunk, ChunkEvent.BROKEN)
             self._owner.fail_destination(destination, error, now)
             return
 """,
@@ -87,9 +87,9 @@ MUTANTS = [
     Mutant(
         "the lease of a chunk that is dropped while it is gathered is given back",
         "6 used lease, I2",
-        "drop",
-        "                if chunk.phase not in (Phase.GATHERING, Phase.WRITING, Phase.BROKEN):",
-        "                if chunk.phase not in (Phase.WRITING, Phase.BROKEN):",
+        "_chunk",
+        "e.UNUSED: p.DROPPED, e.DROP: None},",
+        "e.UNUSED: p.DROPPED, e.DROP: p.DROPPED},",
         "tests/protocol/test_rules.py::test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended",
     ),
     Mutant(
@@ -163,7 +163,7 @@ MUTANTS = [
         """        self.endpoint.send(request.session, recall, now)
 """,
         """        self.endpoint.send(request.session, recall, now)
-        if lease.state == "granted":
+        if lease.phase is LeasePhase.GRANTED:
             self.leases.release(lease, now)
 """,
     ),
@@ -198,7 +198,7 @@ MUTANTS = [
         """        if chunk.source.ready:
             self.ask(chunk, now)
         else:
-            chunk.phase = Phase.PARKED
+            CHUNK.move(chunk, ChunkEvent.RECALLED)
 """,
         """        self.ask(chunk, now)
 """,
@@ -224,10 +224,10 @@ MUTANTS = [
         "a failed room's leases are free at once",
         "6 quarantine, I2",
         "quarantine_of",
-        """            if lease.state == "granted":
+        """            if lease.phase is LeasePhase.GRANTED:
                 self._quarantine(lease, now)
 """,
-        """            if lease.state == "granted":
+        """            if lease.phase is LeasePhase.GRANTED:
                 self.leases.release(lease, now)
 """,
     ),
@@ -235,7 +235,7 @@ MUTANTS = [
         "a failed room's leases stay granted",
         "6 quarantine, I12",
         "quarantine_of",
-        """            if lease.state == "granted":
+        """            if lease.phase is LeasePhase.GRANTED:
                 self._quarantine(lease, now)
 """,
         """            pass

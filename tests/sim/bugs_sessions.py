@@ -180,15 +180,15 @@ MUTANTS = [
         "a lost session's open leases are free at once",
         "7 lost, I2",
         "strand",
-        '            if lease.state != "landed" and begins_never:',
-        '            if lease.state != "landed":',
+        "            if lease.phase is not LeasePhase.LANDED and begins_never:",
+        "            if lease.phase is not LeasePhase.LANDED:",
         "tests/protocol/test_traces.py",
     ),
     Mutant(
         "a lost session's closed leases are kept",
         "7 lost, I14",
         "strand",
-        '            if lease.state != "landed" and begins_never:',
+        "            if lease.phase is not LeasePhase.LANDED and begins_never:",
         "            if False:",
         "tests/protocol/test_rules.py",
     ),
@@ -223,7 +223,7 @@ MUTANTS = [
         "a fence frees what has landed",
         "7 fences, I2",
         "unstrand",
-        '        for lease in self.leases.of_session(session):\n            if lease.state != "landed":\n'
+        "        for lease in self.leases.of_session(session):\n            if lease.phase is not LeasePhase.LANDED:\n"
         "                self.leases.release(lease, now)\n",
         "        for lease in self.leases.of_session(session):\n            self.leases.release(lease, now)\n",
         "tests/protocol/test_rules.py",

@@ -14,7 +14,8 @@ from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.leases import Lease, LeaseRequest, LeaseTable
 from pdstage.protocol.prefill_chunks import SendBuffers
-from pdstage.protocol.room import Room, State
+from pdstage.protocol.room import Room
+from pdstage.protocol.state import State
 from pdstage.ring import ALIGNMENT, Lane
 from tests.pair import Decode, Prefill, assert_flat
 from tests.sim.side import Side, Violation
@@ -98,7 +99,7 @@ class Checks:
             for cursor, nbytes, state in lane.leases():
                 lease = leases.at(number, cursor)
                 aligned = -(-lease.request.nbytes // ALIGNMENT) * ALIGNMENT if lease is not None else 0
-                if lease is None or lease.state != state or aligned != nbytes:
+                if lease is None or lease.phase != state or aligned != nbytes:
                     raise Violation(
                         "I15", f"lane {number} of {node.name!r} says {cursor} is {state}, not so the ledger"
                     )
@@ -124,7 +125,7 @@ class Checks:
                 )
         stuck: dict[Lease, float] = {}
         for (number, _), lease in leases._at.items():
-            if lease.state == "granted" and not lease.listed and not leases.is_open(lease):
+            if lease.phase == "granted" and not lease.listed and not leases.is_open(lease):
                 moved_at = self.moved_at[node, number]
                 if leases._elsewhere(lease) and lease.request.session.id in node.core.sessions:
                     since = self.stuck_since.get(lease, max(moved_at, self.world.now))
@@ -237,8 +238,8 @@ class Checks:
         """What is still carved out is of sessions that are lost and not fenced (I14)."""
         for node in self.world.decode:
             for lease in node.core.leases._at.values():
-                if lease.state != "quarantined" or lease.request.session.id in node.core.sessions:
-                    raise Violation("I14", f"lease {lease.cursor} of {node.name!r} is left, {lease.state}")
+                if lease.phase != "quarantined" or lease.request.session.id in node.core.sessions:
+                    raise Violation("I14", f"lease {lease.cursor} of {node.name!r} is left, {lease.phase}")
 
     def is_flat(self) -> bool:
         try:

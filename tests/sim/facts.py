@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore
-from pdstage.protocol.decode_rooms import DecodeRoom, WriterPhase
-from pdstage.protocol.destinations import Phase, PrefillRoom
+from pdstage.protocol.decode_rooms import DecodeRoom
+from pdstage.protocol.destinations import PrefillRoom
 from pdstage.protocol.prefill import PrefillCore
+from pdstage.protocol.state import Phase, WriterPhase
 from tests.pair import assert_flat
 from tests.sim.frozen import Core, Node, flight_name, key_name
 
@@ -100,7 +101,7 @@ def decode_facts(node: Node, shape: Shape) -> Facts:
     held, leases, writable = core.leases, {}, set()
     for number, lane in enumerate(held.lanes):
         live = list(lane.leases())
-        mine = {(g.cursor, g.state) for (at, _), g in held._at.items() if at == number}
+        mine = {(g.cursor, g.phase) for (at, _), g in held._at.items() if at == number}
         must(mine == {(cursor, state) for cursor, _, state in live}, f"I15: ledger {mine} is not the ring's {live}")
         end = 0
         for cursor, nbytes, state in live:

@@ -24,8 +24,8 @@ from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
-from pdstage.protocol.room import State
 from pdstage.protocol.session import Changed, Detach, PeerWarning, Send
+from pdstage.protocol.state import State
 from pdstage.topology import Topology, shard_axis
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.room import State
+from pdstage.protocol.state import State
 from tests.sim.facts import Name, must
 from tests.sim.frozen import LATER, SOON
 from tests.sim.nodes import Input

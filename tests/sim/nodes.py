@@ -22,8 +22,9 @@ from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.destinations import GivenRow
 from pdstage.protocol.handshake import _GOLDEN
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
-from pdstage.protocol.room import State, room_key
+from pdstage.protocol.room import room_key
 from pdstage.protocol.session import Attach, Changed, Detach, PeerWarning, Send
+from pdstage.protocol.state import State
 from tests.pair import World
 from tests.sim.facts import FIRST_EPOCH, Facts, Name, Shape, Violation, decode_facts, must, prefill_facts
 from tests.sim.frozen import Armed, Core, Node, canonical, digest, flight_name, freeze, key_name, thaw

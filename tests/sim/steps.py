@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.room import State
+from pdstage.protocol.state import State
 from tests.sim.facts import Shape, must
 from tests.sim.nodes import IN_PLACE, Did, Input, Nodes, Post
 

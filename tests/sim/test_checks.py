@@ -19,13 +19,14 @@ from pdstage.protocol import wire
 from pdstage.protocol.coverage import Coverage
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms
-from pdstage.protocol.destinations import Chunk, DestinationPhase, PrefillRoom
+from pdstage.protocol.destinations import Chunk, PrefillRoom
 from pdstage.protocol.leases import Lease, LeaseRequest, LeaseTable, Lender
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import ChunkSender, SendBuffers, Windows
 from pdstage.protocol.prefill_rooms import PrefillRooms
-from pdstage.protocol.room import Event, Room, State
+from pdstage.protocol.room import Room
 from pdstage.protocol.session import Endpoint, Session
+from pdstage.protocol.state import DestinationPhase, RoomEvent, State
 from pdstage.ring import Lane
 from tests.sim.run import Failed, load, main, run
 from tests.sim.scenario import Scenario, draw
@@ -46,8 +47,8 @@ def found(scenarios: Iterable[Scenario]) -> str:
 def leaves_success(patch: Patch) -> None:
     plain = Room.on
 
-    def on(self: Room, event: Event, error: object = None) -> bool:
-        if event is Event.FAILED and self.state is State.SUCCESS:
+    def on(self: Room, event: RoomEvent, error: object = None) -> bool:
+        if event is RoomEvent.FAILED and self.state is State.SUCCESS:
             self.status = State.FAILED | (self.status & 0x80)
             return True
         return plain(self, event, error)  # type: ignore[arg-type]
@@ -209,7 +210,7 @@ def world_with_a_lease() -> tuple[SimWorld, Lease]:
         for event in run(seed, steps=120).events:
             world.apply(event)
             for lease in world.decode[0].core.leases._at.values():
-                if lease.state == "granted" and lease.cursor:
+                if lease.phase == "granted" and lease.cursor:
                     return world, lease
     raise AssertionError("no seed grants a lease")
 
@@ -248,7 +249,7 @@ def changes_a_byte(world: SimWorld, lease: Lease) -> None:
 
 def changes_an_ended_room(world: SimWorld, lease: Lease) -> None:
     room = Room(b"i1")
-    room.on(Event.FAILED, TransportError("at first"))
+    room.on(RoomEvent.FAILED, TransportError("at first"))
     world.sides[world.decode[0]].ended[room] = (room.state, room.error)
     room.error = TransportError("then another")
 

@@ -12,12 +12,11 @@ from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.coverage import Coverage
 from pdstage.protocol.decode_chunks import ChunkReceiver
-from pdstage.protocol.destinations import DestinationPhase, Phase
 from pdstage.protocol.leases import Lender
 from pdstage.protocol.prefill_chunks import ChunkSender, Windows
 from pdstage.protocol.prefill_rooms import PrefillRooms
-from pdstage.protocol.room import TRANSITIONS, Event, State
 from pdstage.protocol.session import Detach
+from pdstage.protocol.state import ROOM, DestinationPhase, Phase, RoomEvent, State
 from tests.sim.explore import QUICK
 from tests.sim.facts import Shape, Violation
 from tests.sim.frozen import Node, canonical, digest, freeze, thaw
@@ -216,7 +215,7 @@ def source_pages_come_back_at_an_abort(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_room_fails_after_its_success(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(TRANSITIONS, (State.SUCCESS, Event.FAILED), State.FAILED)
+    patch.setitem(ROOM.rows[State.SUCCESS], RoomEvent.FAILED, State.FAILED)
 
 
 BUGS = {

@@ -15,7 +15,8 @@ from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.decode_rooms import DecodeRoom
-from pdstage.protocol.room import Room, State
+from pdstage.protocol.room import Room
+from pdstage.protocol.state import State
 from tests.pair import COLUMNS, Decode, Item, Prefill
 from tests.sim.checks import Checks
 from tests.sim.engines import Engines

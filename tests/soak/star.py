@@ -13,7 +13,7 @@ import numpy as np
 from pdstage import Config
 from pdstage.control.bootstrap import BootstrapClient, BootstrapServer
 from pdstage.manager.handle import Handle
-from pdstage.protocol.room import State
+from pdstage.protocol.state import State
 from tests.manager.engine import Rank, decode_node, prefill_node
 from tests.soak.fakes import Crew, Fake, FakeDecode, FakePrefill
 from tests.soak.gauge import Gauge

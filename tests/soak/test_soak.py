@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from pdstage.protocol.room import State
+from pdstage.protocol.state import State
 from tests.soak.real import RealPeers
 from tests.soak.star import DECODE_WAYS, PREFILL_WAYS, Crowd, Star
 

@@ -16,7 +16,7 @@ from pdstage.control.bootstrap import PLAIN
 from pdstage.errors import PdstageError
 from pdstage.integrations.sglang.memory import cache_items, state_items
 from pdstage.integrations.sglang.rows import write_row
-from pdstage.protocol.room import State
+from pdstage.protocol.state import State
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender
 from pdstage.errors import PdstageError
 from pdstage.integrations.sglang.memory import cache_items, state_items
 from pdstage.integrations.sglang.rows import read_row
-from pdstage.protocol.room import State
+from pdstage.protocol.state import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -18,7 +18,7 @@ from pdstage.control.zmq import ControlSocket
 from pdstage.errors import PdstageError, UsageError
 from pdstage.manager import DecodeNode
 from pdstage.plan import TOKEN_MAJOR
-from pdstage.protocol.room import State
+from pdstage.protocol.state import State
 from pdstage.tables import Index
 from pdstage.tools.calibrate import pool as pools
 from pdstage.tools.calibrate.about import Side, this_side

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from pdstage.errors import UsageError
 from pdstage.manager.observer import RoomBound, RoomEnded, RoomOpened, RoomReleased, StageOver
-from pdstage.protocol.room import State, room_key
+from pdstage.protocol.room import room_key
+from pdstage.protocol.state import State
 from pdstage.tools.trace.model import room_text
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pdstage.manager.observer import RoomEnded, StageOver
-from pdstage.protocol.room import State
+from pdstage.protocol.state import State
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pdstage.integrations.sglang.receiver import PdStageKVReceiver
-from pdstage.protocol.room import State
+from pdstage.protocol.state import State
 from tests.engines.sglang.fleet import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING, Fleet, eventually
 
 NODE = '{"path": "direct", "transport": "local"}'

@@ -1,0 +1,254 @@
+"""The five state machines of the protocol, each a table: every state, and every way from one to another.
+
+    ROOM          a room, at either side
+    DESTINATION   one decode rank's claim on a room, at prefill
+    CHUNK         one chunk of one destination, at prefill
+    WRITER        one prefill rank's part of a room, at decode
+    LEASE         memory lent to a chunk, at decode
+
+`Machine.move` is the only way to change a state. A table says what follows, or that an event changes nothing there.
+What it does not say is a mistake of this library: an error while `strict`, as in tests, else logged and without effect.
+"""
+
+from __future__ import annotations
+
+import logging
+from enum import Enum, IntEnum, StrEnum, auto
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+log = logging.getLogger(__name__)
+
+strict = False
+"""Whether a move that no table has raises `AssertionError`."""
+
+
+class State(IntEnum):
+    """A room's. The values are those of SGLang's KVPoll, so that the minimum over ranks is the state of all."""
+
+    FAILED = 0
+    BOOTSTRAPPING = 1
+    WAITING_FOR_INPUT = 2
+    TRANSFERRING = 3
+    SUCCESS = 4
+
+
+class RoomEvent(Enum):
+    CONNECTED = auto()
+    """Every peer of the room is known and agreed."""
+    MOVED = auto()
+    """A chunk of the room was sent or has arrived."""
+    COMPLETED = auto()
+    """Everything asked for was delivered (decode) or sent (prefill)."""
+    FAILED = auto()
+
+
+class DestinationPhase(Enum):
+    WAITING = auto()
+    """Its room was not submitted here yet."""
+    LIVE = auto()
+    CLOSING = auto()
+    """Everything is written; CloseOk is repeated."""
+    FAILING = auto()
+    """CloseFailed is repeated until Abort."""
+    DRAINING = auto()
+    """Aborted, or its session is lost; Drained follows the last completion."""
+
+
+class DestinationEvent(Enum):
+    ATTACHED = auto()
+    """Its room is submitted."""
+    WRITTEN = auto()
+    """All that it asked for is written, and no more will come."""
+    FAILED = auto()
+    """Its room failed, or will not be submitted."""
+    ABORTED = auto()
+    """It said Abort, came again in another epoch, or its session is lost."""
+    SETTLED = auto()
+    """Its Abort says that it has everything."""
+
+
+class Phase(Enum):
+    """A chunk's. Direct chunks go HELD, READY, WRITING, WRITTEN."""
+
+    ASKING = auto()
+    """Reserve is repeated until a lease comes."""
+    PARKED = auto()
+    """Its lease was recalled before its data existed: asks again when it does."""
+    HELD = auto()
+    """Has a lease; waits for data or for its window."""
+    READY = auto()
+    """Queued: may be gathered and written now."""
+    GATHERING = auto()
+    """Maybe straight into its lease: it is not DROPPED before that ended."""
+    WRITING = auto()
+    WRITTEN = auto()
+    BROKEN = auto()
+    """Its post failed: what landed is unknown, so it is neither repeated nor given back."""
+    DROPPED = auto()
+    """Its room needs it no more."""
+
+
+class ChunkEvent(Enum):
+    ASK = auto()
+    """Asks for a lease, maybe again."""
+    LEASED = auto()
+    REFUSED = auto()
+    """No lease will come: it is covered, its room is over, or it was cut into smaller ones."""
+    RECALLED = auto()
+    """Its lease, had or asked for, goes back before its data exists."""
+    GO_DIRECT = auto()
+    """It is written straight into pages, from the start or because staging came to nothing."""
+    QUEUED = auto()
+    """Its data exists and its window is open."""
+    GATHER = auto()
+    WRITE = auto()
+    UNUSED = auto()
+    """It was gathered for nothing, or could not be gathered."""
+    WRITTEN = auto()
+    BROKEN = auto()
+    DROP = auto()
+    """Its destination needs it no more."""
+
+
+class WriterPhase(Enum):
+    UNOPENED = auto()
+    OPENING = auto()
+    """Open is repeated."""
+    OPENED = auto()
+    ABORTING = auto()
+    """Abort is repeated until Drained or CloseOk."""
+    QUIET = auto()
+    """Proved: this writer touches nothing of this room any more."""
+
+
+class WriterEvent(Enum):
+    OPEN = auto()
+    ANSWERED = auto()
+    """Opened came, or anything that says it was heard."""
+    ABORT = auto()
+    """The room is over for this side."""
+    QUIET = auto()
+    """Closed, Drained, or its session fenced."""
+
+
+class LeasePhase(StrEnum):
+    GRANTED = auto()
+    LANDED = auto()
+    """Its bytes are there and wait for their scatter."""
+    QUARANTINED = auto()
+    """Its room failed or its session is lost, and it may still be written."""
+
+
+class LeaseEvent(Enum):
+    LAND = auto()
+    QUARANTINE = auto()
+
+
+S = TypeVar("S", bound=Enum)
+E = TypeVar("E", bound=Enum)
+_Rows = dict[S, dict[E, S | None]]
+
+
+class Moving(Protocol[S]):
+    phase: S
+
+
+class Machine(Generic[S, E]):
+    """A table by state: each event's next state, or None for an event that changes nothing there."""
+
+    def __init__(self, name: str, rows: Mapping[S, Mapping[E, S | None]]) -> None:
+        self.name = name
+        self.rows = {state: dict(row) for state, row in rows.items()}
+
+    def move(self, thing: Moving[S], event: E) -> bool:
+        """Brings `thing` into the state that follows; False if none does."""
+        state = self.after(thing.phase, event)
+        if state is None:
+            return False
+        thing.phase = state
+        return True
+
+    def after(self, state: S, event: E) -> S | None:
+        try:
+            return self.rows[state][event]
+        except KeyError:
+            what = f"{self.name}: {event.name} in {state.name}, which no table has"
+            if strict:
+                raise AssertionError(what) from None
+            log.error("%s", what)  # noqa: TRY400  (no exception of anybody's)
+            return None
+
+
+def _room() -> _Rows[State, RoomEvent]:
+    e = RoomEvent
+    over = dict.fromkeys(e)
+    return {
+        State.BOOTSTRAPPING: {
+            e.CONNECTED: State.WAITING_FOR_INPUT, e.MOVED: None, e.COMPLETED: None, e.FAILED: State.FAILED,
+        },
+        State.WAITING_FOR_INPUT: {
+            e.CONNECTED: None, e.MOVED: State.TRANSFERRING, e.COMPLETED: State.SUCCESS, e.FAILED: State.FAILED,
+        },
+        State.TRANSFERRING: {
+            e.CONNECTED: None, e.MOVED: None, e.COMPLETED: State.SUCCESS, e.FAILED: State.FAILED,
+        },
+        State.SUCCESS: over,
+        State.FAILED: over,
+    }  # fmt: skip
+
+
+def _destination() -> _Rows[DestinationPhase, DestinationEvent]:
+    e, p = DestinationEvent, DestinationPhase
+    ends = {e.ABORTED: p.DRAINING, e.SETTLED: p.CLOSING}
+    return {
+        p.WAITING: {e.ATTACHED: p.LIVE, e.FAILED: p.FAILING, **ends},
+        p.LIVE: {e.WRITTEN: p.CLOSING, e.FAILED: p.FAILING, **ends},
+        p.CLOSING: {e.FAILED: None, **ends},
+        p.FAILING: {e.FAILED: None, **ends},
+        p.DRAINING: {e.FAILED: None, **ends},
+    }
+
+
+def _chunk() -> _Rows[Phase, ChunkEvent]:
+    e, p = ChunkEvent, Phase
+    return {
+        p.ASKING: {
+            e.ASK: p.ASKING, e.LEASED: p.HELD, e.REFUSED: p.DROPPED, e.RECALLED: p.PARKED, e.GO_DIRECT: p.HELD,
+            e.DROP: p.DROPPED,
+        },
+        p.PARKED: {e.ASK: p.ASKING, e.DROP: p.DROPPED},
+        p.HELD: {e.ASK: p.ASKING, e.RECALLED: p.PARKED, e.GO_DIRECT: p.HELD, e.QUEUED: p.READY, e.DROP: p.DROPPED},
+        p.READY: {e.GATHER: p.GATHERING, e.WRITE: p.WRITING, e.DROP: p.DROPPED},
+        p.GATHERING: {e.WRITE: p.WRITING, e.GO_DIRECT: p.HELD, e.UNUSED: p.DROPPED, e.DROP: None},
+        p.WRITING: {e.WRITTEN: p.WRITTEN, e.BROKEN: p.BROKEN, e.DROP: None},
+        p.WRITTEN: {e.DROP: None},
+        p.BROKEN: {e.DROP: None},
+        p.DROPPED: {e.DROP: None},
+    }  # fmt: skip
+
+
+def _writer() -> _Rows[WriterPhase, WriterEvent]:
+    e, p = WriterEvent, WriterPhase
+    return {
+        p.UNOPENED: {e.OPEN: p.OPENING, e.ANSWERED: None, e.ABORT: p.QUIET, e.QUIET: p.QUIET},
+        p.OPENING: {e.ANSWERED: p.OPENED, e.ABORT: p.ABORTING, e.QUIET: p.QUIET},
+        p.OPENED: {e.ANSWERED: None, e.ABORT: p.ABORTING, e.QUIET: p.QUIET},
+        p.ABORTING: {e.ANSWERED: None, e.ABORT: None, e.QUIET: p.QUIET},
+        p.QUIET: {e.ANSWERED: None, e.ABORT: None, e.QUIET: p.QUIET},
+    }
+
+
+def _lease() -> _Rows[LeasePhase, LeaseEvent]:
+    e, p = LeaseEvent, LeasePhase
+    return {p.GRANTED: {e.LAND: p.LANDED, e.QUARANTINE: p.QUARANTINED}}
+
+
+ROOM = Machine("room", _room())
+"""Success and Failed are terminal (I1), and a room moves once."""
+DESTINATION = Machine("destination", _destination())
+CHUNK = Machine("chunk", _chunk())
+WRITER = Machine("writer", _writer())
+LEASE = Machine("lease", _lease())
