@@ -28,7 +28,7 @@ import pictures  # noqa: E402
 import tuning  # noqa: E402
 
 from pdstage import environment  # noqa: E402
-from pdstage.protocol import config  # noqa: E402
+from pdstage.protocol import config, state  # noqa: E402
 from pdstage.tools.watch import catalogue  # noqa: E402
 
 if TYPE_CHECKING:
@@ -217,7 +217,21 @@ def variables() -> str:
     )
 
 
-PARTS = {"deadlines": deadlines, "invariants": table}
+def machines() -> str:
+    """The state tables: a row a state, a column an event."""
+    lines = []
+    for machine in (state.DESTINATION, state.CHUNK, state.WRITER, state.LEASE):
+        events = list(dict.fromkeys(event for row in machine.rows.values() for event in row))
+        words = [event.name.lower().replace("_", " ") for event in events]
+        lines += ["", f"| {machine.name} | {' | '.join(words)} |", "|---|" + "---|" * len(events)]
+        for phase in type(next(iter(machine.rows))):
+            row = machine.rows.get(phase, {})
+            cells = [("" if event not in row else row[event].name.lower() if row[event] else "-") for event in events]
+            lines.append(f"| *{phase.name.lower()}* | {' | '.join(cells)} |")
+    return "\n".join(lines[1:])
+
+
+PARTS = {"deadlines": deadlines, "invariants": table, "states": machines}
 PAGES = {
     PAGE: PARTS,
     TRANSPORTS_PAGE: {"traits": traits},
