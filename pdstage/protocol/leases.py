@@ -50,7 +50,7 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._n_arrived = 0
-        self._n_waiting = 0
+        self.n_waiting = 0
         self._queues: dict[Session, list[tuple[int, int, LeaseRequest]]] = {}
         self._counts: dict[Session, int] = {}
         self._fronts: list[tuple[int, int, Session]] = []
@@ -58,7 +58,7 @@ class RequestQueue:
         """The entry of each session in `_fronts` that counts: never behind its true front."""
 
     def __len__(self) -> int:
-        return self._n_waiting
+        return self.n_waiting
 
     def __contains__(self, session: Session) -> bool:
         return session in self._counts
@@ -70,7 +70,7 @@ class RequestQueue:
     def add(self, request: LeaseRequest) -> None:
         session = request.session
         self._n_arrived += 1
-        self._n_waiting += 1
+        self.n_waiting += 1
         self._counts[session] = self._counts.get(session, 0) + 1
         place = (request.priority, self._n_arrived)
         queue = self._queues.setdefault(session, [])
@@ -84,7 +84,7 @@ class RequestQueue:
     def remove(self, request: LeaseRequest) -> None:
         session = request.session
         request.waiting = False
-        self._n_waiting -= 1
+        self.n_waiting -= 1
         self._counts[session] -= 1
         if not self._counts[session]:
             del self._counts[session], self._queues[session], self._front[session]
@@ -179,6 +179,11 @@ class LeaseTable:
     def live(self) -> list[Lease]:
         """Every live lease, in no order."""
         return list(self._at.values())
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether something waits, or did when that was last noted."""
+        return self._contended_at is not None or self._queue.n_waiting > 0 or any(self._closed)
 
     @property
     def contended(self) -> bool:
@@ -453,6 +458,8 @@ class Lender:
 
     def settle(self, now: float) -> None:
         """After every input: grants what waits, tells whose window opened, and arms recall while something waits."""
+        if not self.leases.unsettled:
+            return
         for granted in self.leases.grant_waiting(now):
             if isinstance(granted, Lease):
                 self.endpoint.counters.leases_granted += 1

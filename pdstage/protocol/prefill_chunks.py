@@ -136,7 +136,7 @@ class _Turns:
         self._most = most
         self._queues: dict[Session, deque[Chunk]] = {}
         self._busy: dict[Session, int] = {}
-        self._line: OrderedDict[Session, None] = OrderedDict()
+        self.line: OrderedDict[Session, None] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._queues or self._busy)
@@ -148,8 +148,8 @@ class _Turns:
 
     def begin(self) -> Chunk | None:
         """The chunk whose turn it is; `done` must follow."""
-        while self._line:
-            session, _ = self._line.popitem(last=False)
+        while self.line:
+            session, _ = self.line.popitem(last=False)
             queue = self._queues[session]
             chunk = queue.popleft()
             while chunk.phase is not Phase.READY and queue:
@@ -170,7 +170,7 @@ class _Turns:
 
     def _line_up(self, session: Session) -> None:
         if session in self._queues and self._busy.get(session, 0) < self._most:
-            self._line.setdefault(session)
+            self.line.setdefault(session)
 
 
 class SendBuffers:
@@ -189,6 +189,11 @@ class SendBuffers:
     def idle(self) -> bool:
         """Nothing waits and nothing is under way."""
         return not self._staged and not self._direct
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a chunk may be in line."""
+        return bool(self._direct.line or self._staged.line)
 
     def queue(self, chunk: Chunk) -> None:
         (self._direct if chunk.direct else self._staged).queue(chunk)
@@ -426,6 +431,8 @@ class ChunkSender:
             self.buffers.queue(chunk)
 
     def settle(self, now: float) -> None:
+        if not self.buffers.waiting:
+            return
         for chunk, buffer in self.buffers.pop():
             destination = chunk.destination
             ticket = self.endpoint.ticket()
