@@ -106,8 +106,9 @@ class Role(ABC, Generic[AnyCore]):
     def _is_fenced(self, session: Session) -> bool:
         """Whether the transport's disconnect alone makes a lost session harmless to this role."""
 
+    @abstractmethod
     def _holds_nothing(self, session: Session) -> bool:
-        return False
+        """Whether a lost session keeps no memory of this node from use."""
 
     # What the driver does for its parts, and the node and its role add to.
 
