@@ -12,7 +12,7 @@ from unittest.mock import patch
 from pdstage import ownership, plan, spans, tables
 from pdstage.kernels import host_copy
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
-from pdstage.protocol import outbox
+from pdstage.protocol import destinations
 from pdstage.stager import Stager
 from tests.any_layout import check, held
 from tests.any_layout.describe import Case
@@ -117,14 +117,14 @@ def page_sizes_forgotten_in_the_wire_order():
 
 def prefix_sent_again():
     """A chunk is not cut at the first token that decode asked for."""
-    clip = outbox.clip
+    clip = destinations.clip
 
     def wrong(rects, destination, stagings):
         from_start = copy.copy(destination)
         from_start.asked = {name: (0, stop) for name, (_, stop) in destination.asked.items()}
         return clip(rects, from_start, stagings)
 
-    return patch.object(outbox, "clip", wrong)
+    return patch.object(destinations, "clip", wrong)
 
 
 def layer_ranges_inclusive():
@@ -152,7 +152,7 @@ def rows_cut_between_pieces():
     def wrong(staging, component, limit):
         return staging.tokens_within(component, limit)
 
-    return patch.object(outbox, "_whole_rows", wrong)
+    return patch.object(destinations, "_whole_rows", wrong)
 
 
 def joined_by_the_source_alone():

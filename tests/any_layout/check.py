@@ -17,7 +17,7 @@ from pdstage.kernels import Index, Pool
 from pdstage.layout import Key, Layout, Owned, Region, Row, View
 from pdstage.ownership import Common
 from pdstage.plan import Rect, Stagings, selects
-from pdstage.protocol import outbox
+from pdstage.protocol import destinations
 from pdstage.stager import Copied, Stager
 from pdstage.topology import REPLICATED, Axis, Topology
 from tests.any_layout.describe import Case, show
@@ -165,8 +165,8 @@ class Transfer:
             for number, chunk in enumerate(case.chunks):
                 held = {one.of.name for one in writer.rank.parts}
                 given = tuple(sorted(Rect(*span) for span in chunk if span.component in held))
-                mine = outbox.clip(given, meeting, writer.stagings)
-                for rects in outbox.split(mine, meeting, writer.stagings, case.limit):
+                mine = destinations.clip(given, meeting, writer.stagings)
+                for rects in destinations.split(mine, meeting, writer.stagings, case.limit):
                     parcels.append((meeting, rects))
                     sent[number] += meeting.payload(rects)
         due = [

@@ -231,7 +231,7 @@ def test_a_chunk_that_waited_in_vain_and_went_direct(site):
     config = Config(retry_s=0.02, fall_back_after_s=0.1, max_silence_s=3.0, recall_after_s=30.0)
     p = site.prefill(src, observers=(seen,), config=config)
     p.data_path.paths.path = "auto"
-    p.core._choose = lambda chunk: False
+    p.core.chunks._choose = lambda chunk: False
     d = site.decode(dst, staging_nbytes=8192, n_lanes=1, path="auto", config=config)
     wanting = [d.receive(room, site.address) for room in ("first", "second")]
     first, second = p.send("first"), p.send("second")

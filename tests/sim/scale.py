@@ -158,7 +158,7 @@ def _restart_and_serve(scale: Scale, router: Router, per_s: float, before: Memor
     assert router.n_failed == n_failed + failed, "a restarted rank serves as before"
     check_flat(fleet)
     cores = [node.core for node in fleet.nodes.values()]
-    kept = sum(len(core.handshake.lost) + len(core.rooms.ended) for core in cores if hasattr(core, "_lost"))
+    kept = sum(len(core.handshake.lost) + len(core.rooms.ended) for core in cores if hasattr(core.handshake, "lost"))
     grown = fleet.memory() - before
     print(f"  restarts: {scale.n_restarts} of each role, {failed} of {n_rooms:,} rooms failed with them")
     print(f"    {grown.n_objects:+,} objects, {grown.n_blocks:+,} blocks; prefill remembers {kept:,} lost sessions")
