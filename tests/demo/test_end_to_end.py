@@ -39,11 +39,11 @@ def needs(transport: str) -> None:
     ("transport", "path", "prefill_tp", "decode_tp", "kv_heads"),
     [
         ("local", "staged", 4, 2, 8),
-        ("local", "direct", 2, 4, 8),
+        pytest.param("local", "direct", 2, 4, 8, marks=pytest.mark.full),
         ("auto", "auto", 1, 1, 8),
         ("nixl", "staged", 3, 2, 6),
-        ("nixl", "direct", 4, 2, 4),
-        ("nixl", "staged", 8, 4, 4),
+        pytest.param("nixl", "direct", 4, 2, 4, marks=pytest.mark.full),
+        pytest.param("nixl", "staged", 8, 4, 4, marks=pytest.mark.full),
         ("mooncake", "auto", 4, 2, 4),
     ],
 )
@@ -79,7 +79,11 @@ def test_decoding_goes_on_token_for_token(tmp_path, transport, path, prefill_tp,
 
 @pytest.mark.parametrize(
     ("transport", "prefill_tp", "decode_tp", "decode_aux"),
-    [("local", 1, 2, "rdma"), ("nixl", 2, 1, "rdma"), ("nixl", 1, 1, "tcp")],
+    [
+        pytest.param("local", 1, 2, "rdma", marks=pytest.mark.full),
+        ("nixl", 2, 1, "rdma"),
+        pytest.param("nixl", 1, 1, "tcp", marks=pytest.mark.full),
+    ],
 )
 def test_rows_travel_by_the_transport_and_by_message_where_decode_offers_none(
     tmp_path, transport, prefill_tp, decode_tp, decode_aux
