@@ -327,7 +327,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
         receiver._aux = row.of(shared.dst)
 
     def _meet(self, session: Session, description: bytes) -> None:
-        self.transport.meet(label(session), description)
+        self.transport.identify(label(session), description)
 
     def _on_refused(self, route: bytes, error: PdstageError, now: float) -> None:
         if route:

@@ -24,7 +24,7 @@ from pdstage.manager.nvtx import ranges_of
 from pdstage.manager.observer import Observation, Origin
 from pdstage.manager.role import AnyCore
 from pdstage.manager.rows import LentRows
-from pdstage.manager.settings import check_aux, settle
+from pdstage.manager.settings import check_aux, open_checked
 from pdstage.protocol.config import Config
 from pdstage.protocol.messages import Offer, RowSpan
 from pdstage.protocol.room import NO_ROWS, OwnRows
@@ -101,7 +101,7 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         self._gave_back = True
         self.metadata = metadata
         self.lent = LentRows(metadata)
-        self.transport = settle(pool, path, config, transport, writes=self._writes)
+        self.transport = open_checked(pool, path, config, transport, writes=self._writes)
         with contextlib.ExitStack() as opened:  # all of it is given back if the rest cannot be had
             opened.callback(self.transport.close)
             mappable = not self._writes and self.transport.traits.maps

@@ -61,8 +61,8 @@ class PrefillNode(Node[PrefillCore, Sender]):
     """One prefill rank.
 
     `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name, a
-    name with options (`pdstage.transport.open_told`) or an open transport. `bootstrap` is the directory to publish to;
-    None embeds one on the host of `bind`, at `bootstrap_address`. Where the engine keeps the directory itself,
+    name with options (`pdstage.transport.open_from_config`) or an open transport. `bootstrap` is the directory to
+    publish to; None embeds one on the host of `bind`, at `bootstrap_address`. Where the engine keeps the directory itself,
     `publish` is false, and `advert` is what to put there.
     `staging_nbytes` are split into `n_buffers` send buffers; `staging` is a tensor or numpy array to use for them
     instead of memory of the node's own. `path` is "auto" (by cost), "staged" or "direct". `bind` is the control

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pdstage.errors import UsageError
 from pdstage.metadata import WAYS
-from pdstage.transport import Transport, moving, open_told
+from pdstage.transport import Transport, open_from_config, supporting
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +32,7 @@ def check_aux(aux: str, metadata: MetadataBuffers | None, config: Config) -> Non
         raise UsageError(what, remedy="raise Config.max_aux_nbytes on both sides, or leave columns out")
 
 
-def settle(
+def open_checked(
     pool: Pool, path: str, config: Config, transport: str | Mapping[str, object] | Transport, *, writes: bool
 ) -> Transport:
     """The node's transport, open, once it is clear that it serves these settings; `writes` at prefill.
@@ -43,7 +43,7 @@ def settle(
         _check_path(path, config, writes=writes)
         if config.convert:
             pool.check_converts(checksum=config.checksums)
-        opened = transport if isinstance(transport, Transport) else open_told(transport, pool.device)
+        opened = transport if isinstance(transport, Transport) else open_from_config(transport, pool.device)
     except UsageError:
         if isinstance(transport, Transport):
             transport.close()
@@ -72,7 +72,7 @@ def _check_memory(pool: Pool, transport: Transport) -> None:
     kind, traits = pool.device.partition(":")[0], transport.traits
     if kind in traits.kinds:
         return
-    able = ", ".join(moving([kind]))
+    able = ", ".join(supporting([kind]))
     raise UsageError(
         f"transport {traits.name!r} moves {' and '.join(sorted(traits.kinds))} memory only, "
         f"and this pool and its staging memory are on {pool.device}",

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import logging
 import pkgutil
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
@@ -39,12 +40,12 @@ __all__ = [
     "Traits",
     "Transport",
     "available",
-    "brought",
     "load",
-    "moving",
     "names",
-    "open_told",
+    "open_from_config",
     "open_transport",
+    "plugins",
+    "supporting",
 ]
 
 ENTRY_POINTS = "pdstage.transports"
@@ -70,19 +71,19 @@ def open_transport(name: str, **options: object) -> Transport:
     return kind(**options)
 
 
-def open_told(told: str | Mapping[str, object], device: str) -> Transport:
-    """The transport that a setting tells of: a name, or `{"name": name, option: value, ...}`.
+def open_from_config(config: str | Mapping[str, object], device: str) -> Transport:
+    """The transport that a setting names: a name, or `{"name": name, option: value, ...}`.
 
     A value that is a mapping holds one value for each device of a host ("cuda:0", or "cpu"), so that its ranks may
     share the setting: the one for `device`. Raises `UsageError` where there is none, and what `open_transport` raises.
     """
-    if isinstance(told, str):
-        return open_transport(told)
-    options = dict(told) if isinstance(told, Mapping) else {}
+    if isinstance(config, str):
+        return open_transport(config)
+    options = dict(config) if isinstance(config, Mapping) else {}
     name = options.pop("name", None)
     if not isinstance(name, str):
         raise UsageError(
-            f"transport {told!r} names none", remedy='give "nixl", or {"name": "nixl", "devices": ["mlx5_0"]}'
+            f"transport {config!r} names none", remedy='give "nixl", or {"name": "nixl", "devices": ["mlx5_0"]}'
         )
     for option, value in options.items():
         if isinstance(value, Mapping):
@@ -108,7 +109,7 @@ def available() -> dict[str, str]:
     return reasons
 
 
-def moving(kinds: Collection[str]) -> list[str]:
+def supporting(kinds: Collection[str]) -> list[str]:
     """The names of the transports that import here and move memory of all these kinds, the most preferred first."""
     return [name for name, kind in _importable() if kind.traits.kinds >= set(kinds)]
 
@@ -118,7 +119,7 @@ def names() -> list[str]:
     return sorted(_loaders())
 
 
-def brought() -> dict[str, EntryPoint]:
+def plugins() -> dict[str, EntryPoint]:
     """The transports of other distributions, by name. One of our own stays ours, whatever entry point has it too."""
     own = _own()
     return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in own}
@@ -131,7 +132,7 @@ def _own() -> list[str]:
 
 def _loaders() -> dict[str, Callable[[], object]]:
     found: dict[str, Callable[[], object]] = {name: partial(_transport_of, f"{__name__}.{name}") for name in _own()}
-    return found | {name: partial(_foreign, point) for name, point in brought().items()}
+    return found | {name: partial(_foreign, point) for name, point in plugins().items()}
 
 
 def _transport_of(path: str) -> object:
@@ -198,3 +199,15 @@ def _auto() -> Transport:
     if not ways:
         raise UsageError("no transport starts here", remedy=f"name one of {', '.join(names())} to learn why")
     return AutoTransport(ways) if len(ways) > 1 else ways[0]
+
+
+_OLD_NAMES = {"open_told": open_from_config, "brought": plugins, "moving": supporting}
+
+
+def __getattr__(name: str) -> object:
+    """The names of before this release, for one more."""
+    if name not in _OLD_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    now = _OLD_NAMES[name]
+    warnings.warn(f"pdstage.transport.{name} is {now.__name__} now", DeprecationWarning, stacklevel=2)
+    return now

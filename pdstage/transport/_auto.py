@@ -4,7 +4,7 @@ Layer 4. Must not know any backend: it is given them, best first, and asks them 
 
 A peer's transport is settled by `prepare`, when it is known what memory will be written: until then a backend may say
 that it cannot reach the peer, or memory of that kind there, and the next one is tried. One who is only written to
-(`meet`) does not learn what the writer settled on: so it counts on no more than every backend promises.
+(`identify`) does not learn what the writer settled on: so it counts on no more than every backend promises.
 """
 
 from __future__ import annotations
@@ -119,14 +119,14 @@ class AutoTransport(Transport):
             return
         raise _unreachable(peer, refused)
 
-    def meet(self, peer: str, description: bytes) -> None:
+    def identify(self, peer: str, description: bytes) -> None:
         offers = self._read(peer, description)
         refused: list[PeerError] = []
         ways = self._common(offers)
         for way in ways:
             name = way.traits.name
             try:
-                way.meet(peer, offers[name])
+                way.identify(peer, offers[name])
             except PeerError as error:
                 refused.append(error)
             else:

@@ -138,7 +138,7 @@ class Backend(Transport, Generic[AnyLink]):
         self.disconnect(peer)
         self.links[peer] = fresh
 
-    def meet(self, peer: str, description: bytes) -> None:
+    def identify(self, peer: str, description: bytes) -> None:
         self._meet(peer, self._read(peer, description))
 
     def prepare(self, peer: str, regions: Sequence[Region]) -> None:

@@ -10,6 +10,7 @@ Verbs must not overlap: the caller serialises them. `register`, `unregister` and
 from __future__ import annotations
 
 import threading
+import warnings
 import zlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -116,6 +117,15 @@ class Transport(ABC):
     preference: ClassVar[int] = 0  # "auto" takes the highest that reaches a peer; below 1: only when asked for by name
     caveat: ClassVar[str] = ""  # what who chooses it should know; logged when it is opened
 
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "meet" in vars(cls) and "identify" not in vars(cls):
+            what = (
+                f"{cls.__module__}.{cls.__qualname__}.meet: the method is `identify` now; `meet` works for one release"
+            )
+            warnings.warn(what, DeprecationWarning, stacklevel=2)
+            cls.identify = vars(cls)["meet"]  # type: ignore[method-assign]
+
     @abstractmethod
     def register(self, regions: Sequence[Region]) -> None:
         """Makes `regions` readable by our posts and writable by peers; an equal region again changes nothing.
@@ -164,7 +174,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def meet(self, peer: str, description: bytes) -> None:
+    def identify(self, peer: str, description: bytes) -> None:
         """Learns which process `peer` is, without a connection: what one who is only written to needs for
         `proved_dead`. Raises as `connect` does; a peer that is connected has been met.
         """

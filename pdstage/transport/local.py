@@ -190,7 +190,7 @@ class LocalTransport(Transport):
         self._links[peer] = fresh
         self._met.add(peer, target)
 
-    def meet(self, peer: str, description: bytes) -> None:
+    def identify(self, peer: str, description: bytes) -> None:
         self._check_open()
         self._met.add(peer, self._target(peer, read_description(peer, description, _Description, self.traits)))
 

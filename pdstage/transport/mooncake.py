@@ -197,7 +197,7 @@ class MooncakeTransport(Transport):
                 raise not_registered(peer, region)
         link.prepared = prepared
 
-    def meet(self, peer: str, description: bytes) -> None:
+    def identify(self, peer: str, description: bytes) -> None:
         told = self._read(peer, description)
         self._open_engine().is_known = True
         self._met.add(peer, target_of(told.identity, told.life, self._identity, peer))

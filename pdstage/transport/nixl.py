@@ -164,7 +164,7 @@ class NixlTransport(Transport):
         self.disconnect(peer)
         self._links[peer] = _Link(told, Ranges(f"what was prepared for peer {peer!r}"))
 
-    def meet(self, peer: str, description: bytes) -> None:
+    def identify(self, peer: str, description: bytes) -> None:
         self._check_open()
         self._met.add(peer, self._target(peer, read_description(peer, description, _Description, self.traits)))
 

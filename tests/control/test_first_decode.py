@@ -36,7 +36,7 @@ together(lambda: directory_api.answer(directory, "PUT", "/v1/adverts", body))
 DESCRIPTIONS = """
 one, others = open_transport("local"), [open_transport("local") for _ in range(16)]
 told, left = one.describe(), list(others)
-together(lambda: left.pop().meet("one", told))
+together(lambda: left.pop().identify("one", told))
 """
 
 

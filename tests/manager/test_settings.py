@@ -13,7 +13,7 @@ from pdstage.errors import UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import Key, Region, Row, View
 from pdstage.topology import REPLICATED
-from pdstage.transport import available, moving
+from pdstage.transport import available, supporting
 from pdstage.transport.local import LocalTransport
 from tests.manager.engine import QUICK, Rank, decode_node, prefill_node
 
@@ -99,6 +99,6 @@ def test_staging_memory_that_is_too_small_closes_the_transport(site, opened):
 
 
 def test_who_moves_what(opened):
-    assert "local" in moving({"cpu"})
-    assert "local" not in moving({"cpu", "cuda"})
-    assert moving({"floppy"}) == []
+    assert "local" in supporting({"cpu"})
+    assert "local" not in supporting({"cpu", "cuda"})
+    assert supporting({"floppy"}) == []

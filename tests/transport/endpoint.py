@@ -148,8 +148,8 @@ class Endpoint:
     def disconnect(self, peer: str) -> None:
         self.transport.disconnect(peer)
 
-    def meet(self, peer: str, description: bytes) -> None:
-        self.transport.meet(peer, description)
+    def identify(self, peer: str, description: bytes) -> None:
+        self.transport.identify(peer, description)
 
     def forget(self, peer: str) -> None:
         self.transport.forget(peer)

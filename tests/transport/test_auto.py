@@ -157,7 +157,7 @@ def test_traits_are_of_the_peer_and_the_weakest_where_its_way_is_not_known(ends)
     a.disconnect("b")
     assert a.traits("b") == Near.traits  # the driver asks whether the disconnect was a fence
     a.forget("b")
-    a.transport.meet("b", b.describe())
+    a.transport.identify("b", b.describe())
     assert a.traits("b") == replace(weakest, name="near+far")  # it may write by either
     assert not a.traits("b").fences
 
@@ -180,7 +180,7 @@ def test_ranks_of_one_host_use_local_and_death_is_proved_by_each_that_may_have_w
     a.connect("b", b.describe())
     a.prepare("b", [b.region()])
     assert a.traits("b").name == "local"
-    a.meet("b", b.describe())
+    a.identify("b", b.describe())
     assert not a.proved_dead("b")
     b.kill()
     Log(a).until(lambda: a.proved_dead("b"))
@@ -192,7 +192,7 @@ def test_ranks_of_one_host_use_local_and_death_is_proved_by_each_that_may_have_w
 class Ended(Far):
     """Finds that the peer's process has ended since it was looked at first."""
 
-    def meet(self, peer: str, description: bytes) -> None:
+    def identify(self, peer: str, description: bytes) -> None:
         raise TransportError("has ended")
 
 
@@ -208,7 +208,7 @@ def test_a_peer_that_none_may_write_leaves_nothing_once_it_is_forgotten(second):
                 a.prepare("b", [Region(b.base + 64, 1 << 40)])
         else:
             with pytest.raises(TransportError, match="has ended"):
-                a.meet("b", told)
+                a.identify("b", told)
         a.disconnect("b")
         a.forget("b")
         assert descriptors.count("pidfd") == before

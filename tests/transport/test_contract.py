@@ -352,7 +352,7 @@ def test_an_error_that_is_kept_keeps_nothing_of_a_closed_transport(mortal):
 def test_nothing_of_a_writer_that_is_proved_dead_lands_any_more(mortal):
     """I2: what a killed process wrote waits in sockets and lands while we poll: until then nothing is proved."""
     a, b = mortal.a, mortal.b
-    a.meet("b", b.describe())
+    a.identify("b", b.describe())
     b.connect("a", a.describe())
     b.prepare("a", [a.region()])
     b.fill(0, noise(NBYTES))

@@ -112,7 +112,7 @@ def test_peers_forgotten_hold_no_descriptors(ends):
     for i in range(10):
         a.connect(str(i), b.describe())
         a.disconnect(str(i))
-        a.meet(f"met {i}", b.describe())
+        a.identify(f"met {i}", b.describe())
     assert descriptors.count("pidfd") == before + 20
     for i in range(10):
         a.forget(str(i))

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from transport import postbox
 
+from pdstage import transport as transports
 from pdstage.errors import TransportError, UsageError
-from pdstage.transport import Transport, available, moving, names, open_told, open_transport
+from pdstage.transport import Transport, available, names, open_from_config, open_transport, supporting
 
 
 def test_the_names_are_the_modules():
@@ -63,7 +64,7 @@ def carded(monkeypatch):
     ],
 )
 def test_a_setting_shared_by_the_ranks_of_a_host_gives_each_its_own(carded, told, given):
-    opened = open_told(told, "cuda:1")
+    opened = open_from_config(told, "cuda:1")
     assert opened.given == given
     opened.close()
 
@@ -80,7 +81,7 @@ def test_a_setting_shared_by_the_ranks_of_a_host_gives_each_its_own(carded, told
 )
 def test_a_setting_that_tells_of_no_transport(carded, told, words):
     with pytest.raises(UsageError, match=words):
-        open_told(told, "cuda:1")
+        open_from_config(told, "cuda:1")
 
 
 def test_missing_dependency_names_what_to_install(monkeypatch):
@@ -184,7 +185,7 @@ def test_a_broken_distribution_is_told_of_and_harms_nobody_else(tmp_path, monkey
         assert "uninstall" in reasons[name] and "pip install" not in reasons[name]
         with pytest.raises(UsageError, match=name):
             open_transport(name)
-    assert "local" in moving({"cpu"})
+    assert "local" in supporting({"cpu"})
     with open_transport("auto") as auto:
         assert "local" in auto.offers()
 
@@ -211,3 +212,21 @@ def test_the_worked_example_is_one_short_file_that_uses_nothing_private():
     transport = open_transport("postbox")
     assert type(transport).__module__ == postbox.__name__, "found by its entry point"
     transport.close()
+
+
+@pytest.mark.parametrize(
+    ("old", "name"), [("open_told", "open_from_config"), ("moving", "supporting"), ("brought", "plugins")]
+)
+def test_old_names_work_and_warn(old: str, name: str):
+    with pytest.warns(DeprecationWarning, match=f"{old} is {name} now"):
+        assert getattr(transports, old) is getattr(transports, name)
+
+
+def test_a_transport_that_still_has_meet_works_and_warns():
+    def meet(self, peer: str, description: bytes) -> None:
+        self.met = peer, description
+
+    with pytest.warns(DeprecationWarning, match="the method is `identify` now"):
+        old = type("Old", (Transport,), {"meet": meet})
+    assert "identify" not in old.__abstractmethods__
+    assert old.identify is meet

@@ -20,7 +20,7 @@ from msgspec import Meta
 from pdstage import native
 from pdstage.protocol import messages as m
 from pdstage.protocol import versions
-from pdstage.transport import brought, names
+from pdstage.transport import names, plugins
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -49,7 +49,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 @cache
 def this_side() -> Side:
     own = _own_version()
-    others = {name: point.dist.version if point.dist else "" for name, point in brought().items()}
+    others = {name: point.dist.version if point.dist else "" for name, point in plugins().items()}
     found = {name: find_spec(name) for name in names() if name != "local" and name not in others}
     needed = {name: _version_at(name, spec) for name, spec in found.items() if spec is not None}
     transports = others | {"local": own} | needed

@@ -15,7 +15,7 @@ from pdstage.errors import UsageError
 from pdstage.tools.doctor import ucx
 from pdstage.tools.doctor.found import Result, Verdict, fail, ok, warn
 from pdstage.tools.doctor.network import rdma_ports
-from pdstage.transport import brought, names
+from pdstage.transport import names, plugins
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -188,5 +188,5 @@ def two_libnl(site: Site, root: Path = Path("/")) -> Result | None:
 def from_outside(site: Site) -> Result | None:
     """The transports that other packages bring by entry points."""
     del site
-    points = {name: point.value for name, point in brought().items()}
+    points = {name: point.value for name, point in plugins().items()}
     return ok(f"brought by other packages: {', '.join(sorted(points))}", points=points) if points else None
