@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pdstage.manager.handle import CudaEvent, Handle
     from pdstage.manager.observer import Observer
     from pdstage.manager.role import Effect
-    from pdstage.manager.sleep import Heard
+    from pdstage.manager.sleep import Ready
     from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
     from pdstage.protocol.room import Room
@@ -217,12 +217,12 @@ class DecodeNode(Node[DecodeCore, Receiver]):
     def _on_staged(self, copied: Copied, now: float) -> None:
         self.core.scattered(copied.ticket, now, copied.error, copied.checksum)
 
-    def _turn_once(self, heard: Heard) -> bool:
+    def _turn_once(self, ready: Ready) -> bool:
         if self._answers or self._binding:
             with self._lock:
                 self._take_answers()
                 self._take_bindings()
-        return super()._turn_once(heard)
+        return super()._turn_once(ready)
 
     def _push(self) -> bool:
         if self._binding:

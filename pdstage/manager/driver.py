@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 
 from pdstage.errors import PdstageError, UsageError
 from pdstage.log_limit import LogLimit
-from pdstage.manager.awaiting import Look, Pumps, until
+from pdstage.manager.aio import Look, Pumps, until
 from pdstage.manager.carrier import Carrier
 from pdstage.manager.handle import Roster
 from pdstage.manager.role import AnyCore, Role
 from pdstage.manager.sessions import Sessions
-from pdstage.manager.sleep import EVERYTHING, Heard, Sleep
+from pdstage.manager.sleep import EVERYTHING, Ready, Sleep
 from pdstage.protocol.session import Changed, Send
 
 if TYPE_CHECKING:
@@ -119,21 +119,21 @@ class Driver(Role[AnyCore]):
             self.socket.wake()  # for what was sent the socket may have taken in the word of an arrival
         return True
 
-    def _turn(self, heard: Heard) -> None:
+    def _turn(self, ready: Ready) -> None:
         with self._acting:
-            while self._turn_once(heard) and not self._closed:
-                heard = EVERYTHING
+            while self._turn_once(ready) and not self._closed:
+                ready = EVERYTHING
                 self.roster.ring()
             self._carrier.flush()
             self.roster.ring()  # last: who wakes earlier waits for the interpreter
         if self._observed is not None:
             self._observed.tell()
 
-    def _turn_once(self, heard: Heard) -> bool:
+    def _turn_once(self, ready: Ready) -> bool:
         """Asks only those who said that they have something: each call gives the interpreter to a busy main thread."""
-        messages = self.socket.recv() if heard.messages else ()
+        messages = self.socket.recv() if ready.messages else ()
         events, self._early = self._early, []
-        if heard.transport:
+        if ready.transport:
             events += self.transport.poll()
         staged = self.stager.poll()
         refusals = self.socket.take_refusals()

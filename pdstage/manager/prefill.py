@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pdstage.manager.handle import CudaEvent
     from pdstage.manager.observer import Observer
     from pdstage.manager.role import Effect
-    from pdstage.manager.sleep import Heard
+    from pdstage.manager.sleep import Ready
     from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
     from pdstage.protocol.destinations import PrefillRoom
@@ -60,10 +60,10 @@ def _by_traits(traits: Traits) -> CostModel:
 class PrefillNode(Node[PrefillCore, Sender]):
     """One prefill rank.
 
-    `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name, a
-    name with options (`pdstage.transport.open_from_config`) or an open transport. `bootstrap` is the directory to
-    publish to; None embeds one on the host of `bind`, at `bootstrap_address`. Where the engine keeps the directory itself,
-    `publish` is false, and `advert` is what to put there.
+    `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name, a name with options
+    (`pdstage.transport.open_from_config`) or an open transport. `bootstrap` is the directory to publish to; None embeds
+    one on the host of `bind`, at `bootstrap_address`. Where the engine keeps the directory itself, `publish` is false,
+    and `advert` is what to put there.
     `staging_nbytes` are split into `n_buffers` send buffers; `staging` is a tensor or numpy array to use for them
     instead of memory of the node's own. `path` is "auto" (by cost), "staged" or "direct". `bind` is the control
     socket's address; beyond loopback it takes `keys`, a key file's path or `Keys`, or else `insecure` must be true, and
@@ -317,10 +317,10 @@ class PrefillNode(Node[PrefillCore, Sender]):
     def _expects(self) -> bool:
         return bool(self._waiting)
 
-    def _turn_once(self, heard: Heard) -> bool:
+    def _turn_once(self, ready: Ready) -> bool:
         if self._waiting:
             self._check_ready()
-        return super()._turn_once(heard)
+        return super()._turn_once(ready)
 
     def _check_ready(self) -> None:
         with self._lock:

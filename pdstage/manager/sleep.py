@@ -20,14 +20,14 @@ _NAP_S = 100e-6
 _PATIENCE_S = 1e-3
 
 
-class Heard(NamedTuple):
+class Ready(NamedTuple):
     """Who may have something to say."""
 
     messages: bool
     transport: bool
 
 
-EVERYTHING = Heard(messages=True, transport=True)
+EVERYTHING = Ready(messages=True, transport=True)
 
 
 class Sleep:
@@ -48,7 +48,7 @@ class Sleep:
             self.until_at = now + until_s
         return until_s
 
-    def wait(self, wait_s: float) -> Heard:
+    def wait(self, wait_s: float) -> Ready:
         """Until somebody may have something to say, `wait_s` at most."""
         node = self._node
         fds = node.transport.filenos()
@@ -56,16 +56,16 @@ class Sleep:
             wait_s = min(wait_s, _NAP_S)
         if fds:
             ready = node.socket.wait(wait_s, fds)
-            return Heard(ready.messages, bool(ready.fds))
+            return Ready(ready.messages, bool(ready.fds))
         if not node._must_ask():
-            return Heard(node.socket.wait(wait_s).messages, True)
+            return Ready(node.socket.wait(wait_s).messages, True)
         ready = node.socket.wait(0.0)
         if not (ready.messages or ready.woken):  # the transport has no descriptor to wait on: short naps instead
             if node._in_flight():
                 time.sleep(min(wait_s, _NAP_S))
             else:
                 ready = node.socket.wait(min(wait_s, _PATIENCE_S))
-        return Heard(ready.messages, True)
+        return Ready(ready.messages, True)
 
     def pause_s(self, fds: Sequence[int]) -> float:
         """How long a loop that watches the socket and `fds`, the transport's, may do without a turn."""

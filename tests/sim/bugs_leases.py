@@ -138,7 +138,7 @@ MUTANTS = [
         "_late",
         "return now - max(lease.granted_at, self._contended_at) >= recall_after_s",
         "return False",
-        "tests/protocol/test_holdings.py",
+        "tests/protocol/test_leases.py",
     ),
     Mutant(
         "recall forgets leases shut in behind a stuck head",
@@ -146,7 +146,7 @@ MUTANTS = [
         "to_recall",
         "shut_in = stuck and not self.is_open(lease) and self._elsewhere(lease)",
         "shut_in = False",
-        "tests/protocol/test_holdings.py",
+        "tests/protocol/test_leases.py",
     ),
     Mutant(
         "recall forgets leases on quarantined bytes",
@@ -154,7 +154,7 @@ MUTANTS = [
         "to_recall",
         "if cursor in in_the_way or shut_in or",
         "if shut_in or",
-        "tests/protocol/test_holdings.py",
+        "tests/protocol/test_leases.py",
     ),
     Mutant(
         "decode frees on sending Recall",
@@ -268,7 +268,7 @@ MUTANTS = [
         "_advance",
         "            if first.state != QUARANTINED or self._held_back(first):",
         "            if True:",
-        "tests/protocol/test_holdings.py",
+        "tests/protocol/test_leases.py",
     ),
     Mutant(
         "the watermark passes quarantine under a live lease",
@@ -296,7 +296,7 @@ MUTANTS = [
         """            if False:
                 self.forget(request)
 """,
-        "tests/protocol/test_holdings.py",
+        "tests/protocol/test_leases.py",
     ),
     Mutant(
         "one session may take the whole lane",
@@ -304,7 +304,7 @@ MUTANTS = [
         "_lane_for",
         "if others and held and not idle and held + request.nbytes > lane.capacity // 2:",
         "if False:",
-        "tests/protocol/test_holdings.py",
+        "tests/protocol/test_leases.py",
     ),
     Mutant(
         "the last come is served first",
@@ -312,7 +312,7 @@ MUTANTS = [
         "add",
         "        place = (request.priority, self._n_arrived)\n",
         "        place = (request.priority, -self._n_arrived)\n",
-        "tests/protocol/test_holdings.py",
+        "tests/protocol/test_leases.py",
     ),
     Mutant(
         "a send buffer waits for a closed window",
