@@ -1,8 +1,8 @@
 """Whether "auto" takes the better path: every fragment size and pair of TP sizes, by a calibration made just before.
 
-Layer 7. A cell is one transport, one pair and one length of runs. What counts is the time "auto" took beside the time
-of the better of the two paths, as the median of ratios of rooms timed in turn. A cell that misses is timed again, and
-its new times are added to the old: on a busy machine two medians of the same path differ by more than the margin.
+A cell is one transport, one pair and one length of runs. What counts is the time "auto" took beside the time of the
+better of the two paths, as the median of ratios of rooms timed in turn. A cell that misses is timed again, and its new
+times are added to the old: on a busy machine two medians of the same path differ by more than the margin.
 """
 
 from __future__ import annotations

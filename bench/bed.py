@@ -1,6 +1,6 @@
 """A device to measure on: its memory, its streams, and a clock that hides the host.
 
-Layer 7. Must not know what is measured. The CPU is a bed too, so that everything but the numbers can be tried there.
+The CPU is a bed too, so that everything but the numbers can be tried there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Rooms between two ranks that have something, beside two that have not: in turn, in one run.
-
-Layer 7. Must not know what it is that they have.
-"""
+"""Rooms between two ranks that have something, beside two that have not: in turn, in one run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Numbers made of measured numbers: a curve read between its points, a geometric mean, a result file's name.
 
-Layer 7, pure: no torch. Must not know how anything was measured.
+No torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The GPU benchmark: gather and scatter at the roofline, with few multiprocessors, beside the model and beside others.
 
-Layer 7. Needs torch and a CUDA device, and no compiled extension, msgspec or zmq. Each section runs in a process of its
-own: a kernel that faults takes its process's whole CUDA context along, and must not take the other sections' numbers.
+Needs torch and a CUDA device, and no compiled extension, msgspec or zmq. Each section runs in a process of its own: a
+kernel that faults takes its process's whole CUDA context along, and must not take the other sections' numbers.
 
     python -m pdstage.cli bench gpu --json FILE         from a checkout, with nothing installed
 """

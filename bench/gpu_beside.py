@@ -1,6 +1,6 @@
 """What the kernels cost the model that runs beside them: a large GEMM, and the steps of a decode.
 
-Layer 7. A staging kernel that is fast alone and slows the model down is slow.
+A staging kernel that is fast alone and slows the model down is slow.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A gather straight into another process's memory, beside a gather here and a write there: transport `local`.
 
-Layer 7. Needs what that transport needs: msgspec, and on a GPU CuPy. The other process is on the same GPU, and on
-`cuda:1` where that can be written. On the CPU the same goes through shared memory.
+Needs what that transport needs: msgspec, and on a GPU CuPy. The other process is on the same GPU, and on `cuda:1` where
+that can be written. On the CPU the same goes through shared memory.
 """
 
 from __future__ import annotations

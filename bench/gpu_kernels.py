@@ -1,7 +1,7 @@
 """Gather and scatter on a device: by run length, by model, by multiprocessors; and what the fused extras cost.
 
-Layer 7. Every number stands beside a copy of as many bytes made in the same run, in turn. GB/s counts the payload once,
-so a copy at 2 TB/s loads the memory with 4. Lists of items are on the device here, unless a row says otherwise.
+Every number stands beside a copy of as many bytes made in the same run, in turn. GB/s counts the payload once, so a
+copy at 2 TB/s loads the memory with 4. Lists of items are on the device here, unless a row says otherwise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The one way to measure here: both sides of a ratio in turn within one run, medians, and what they were measured on.
-
-Layer 7. Must not know what is measured.
-"""
+"""How benches measure: both sides of a ratio in turn within one run, medians, and what they were measured on."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 Further rows are for a checksum beside the copy, for a copy from pool to pool, which reads and writes scattered, and for
 two threads; memcpy has one in all of them.
 
-Layer 7. A slot is one run, taken in random order from a pool twice as big as what is moved. The targets are for 64 MiB,
-a big chunk. At 256 MiB glibc's memcpy turns to stores past the caches, four pages at a time, and is up to twice as
-fast; those rows are there to see.
+A slot is one run, taken in random order from a pool twice as big as what is moved. The targets are for 64 MiB, a big
+chunk. At 256 MiB glibc's memcpy turns to stores past the caches, four pages at a time, and is up to twice as fast;
+those rows are there to see.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Keys: what encrypting the control plane costs.
 
-Layer 7. The same rooms between two ranks with keys and two without, in turn; what a room is says `rooms`.
+The same rooms between two ranks with keys and two without, in turn; what a room is says `rooms`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m pdstage.bench.load --seconds 30 --metrics-port 9470
     pdstage top 9470 9471 9472
 
-Layer 7. Measures nothing: it is there to be looked at, by `pdstage top` and by dashboards.
+Measures nothing: it is there to be looked at, by `pdstage top` and by dashboards.
 """
 
 from __future__ import annotations

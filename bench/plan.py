@@ -1,7 +1,5 @@
 """Planning on the host: runs of fragmented pages, the direct path's descriptors, a chunk of a hybrid model, a staged
 call without its bytes, and the proof of a layout at start.
-
-Layer 7.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The measured parts of docs/kernels.md and docs/transports.md, made from bench/results: plots and tables of them.
 
-Layer 7. Must not know how anything was measured. Only the plots need matplotlib.
+Only the plots need matplotlib.
 
     python -m pdstage.bench.plot
 """

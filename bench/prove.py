@@ -1,7 +1,7 @@
 """One command that proves the kernels on the GPU at hand: every GPU test, then the whole GPU benchmark.
 
-Layer 7. Runs unattended: neither a failed nor a hanging test keeps the benchmark from running, and the exit code is 0
-only if both were good. Works from a checkout with nothing installed but torch, pytest and the backends' own packages.
+Runs unattended: neither a failed nor a hanging test keeps the benchmark from running, and the exit code is 0 only if
+both were good. Works from a checkout with nothing installed but torch, pytest and the backends' own packages.
 
     python -m pdstage.bench.prove             tests and benchmark, in under 9 minutes
     python -m pdstage.bench.prove --sanitize  each kernel test again under compute-sanitizer

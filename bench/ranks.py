@@ -1,6 +1,6 @@
 """Ranks for the benches: one spawned process each, driven over a pipe, with a node over its own host pool.
 
-Layer 7. Must not know what is measured: a bench gives the class that a process runs, and calls its methods.
+A bench gives the class that a process runs, and calls its methods.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One bulk write over a transport, with nothing of a node around it: what staged rooms are held against.
-
-Layer 7. Must not know what it is compared with.
-"""
+"""One bulk write over a transport, with nothing of a node around it: what staged rooms are held against."""
 
 from __future__ import annotations
 

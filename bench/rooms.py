@@ -1,7 +1,7 @@
 """Rooms: how many a second, what one costs beside thousands of others, and how long a lone one takes.
 
-Layer 7. One prefill and one decode rank, a process each, through the public API; a room is one page of 1 KiB. The
-baseline is an echo between two of the same control sockets in the same two processes, in turn with the rooms.
+One prefill and one decode rank, a process each, through the public API; a room is one page of 1 KiB. The baseline is an
+echo between two of the same control sockets in the same two processes, in turn with the rooms.
 """
 
 from __future__ import annotations

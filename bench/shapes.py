@@ -1,7 +1,7 @@
 """What real models keep for a request, and what one prefill rank sends of it to one decode rank.
 
-Layer 7, pure: no torch, no device. A pool is placed in one region by counting bytes, so the same shapes run on a GPU
-and, in small, on the CPU. Sizes are those of the models' published configurations (config.json).
+No torch, no device. A pool is placed in one region by counting bytes, so the same shapes run on a GPU and, in small, on
+the CPU. Sizes are those of the models' published configurations (config.json).
 """
 
 from __future__ import annotations

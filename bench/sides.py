@@ -1,7 +1,7 @@
 """Two processes, one a side, each with all ranks of its side: rooms by every path between any two TP sizes.
 
-Layer 7. Must not know what is compared. One process a side and no more: on few cores a process a rank would measure the
-scheduler (bench/transfer.py has those too). Ranks of a side take turns on its core.
+One process a side and no more: on few cores a process a rank would measure the scheduler (bench/transfer.py has those
+too). Ranks of a side take turns on its core.
 
 Prefill nodes choose by cost unless told a path. A rank's pool is one allocation, seen as runs of every length measured.
 """

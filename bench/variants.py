@@ -1,6 +1,6 @@
 """The kernels to compare, by name, and how to have a plan use exactly one of them.
 
-Layer 7. `cuda` has two kernels and picks between them by run length; a comparison needs each by itself.
+`cuda` has two kernels and picks between them by run length; a comparison needs each by itself.
 """
 
 from __future__ import annotations

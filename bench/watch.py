@@ -1,7 +1,7 @@
 """Watch: what exporting metrics costs the rooms, and what a scrape takes.
 
-Layer 7. The same rooms between two ranks that are timed, exported and scraped, and two that are not, in turn; what a
-room is says `rooms`. This process scrapes each endpoint every second, and reads its rooms, as `pdstage top` does.
+The same rooms between two ranks that are timed, exported and scraped, and two that are not, in turn; what a room is
+says `rooms`. This process scrapes each endpoint every second, and reads its rooms, as `pdstage top` does.
 """
 
 from __future__ import annotations

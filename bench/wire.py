@@ -1,7 +1,4 @@
-"""The wire: a room's page numbers as one control frame, beside packing them as lists; and what smaller frames cost.
-
-Layer 7.
-"""
+"""The wire: a room's page numbers as one control frame, beside packing them as lists; and what smaller frames cost."""
 
 from __future__ import annotations
 

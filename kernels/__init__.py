@@ -1,7 +1,6 @@
 """Gather scattered cells of a pool into dense staging bytes, and scatter them back.
 
-Layer 3: may import the layers below, and torch only inside the functions that take tensors. Must not know rooms,
-leases, peers or transports; moves bytes and has no idea of dtypes, heads or layers.
+May import the layers below, and torch only inside the functions that take tensors.
 
 Two levels. Tensors, for engines and microbenchmarks: `gather`, `scatter`, `staged_nbytes`. Raw memory, for the manager:
 a `Pool` over a `Layout` makes a `Plan` for each selection once, and the plan gathers and scatters chunk after chunk.

@@ -1,7 +1,4 @@
-"""What pools and backends share: what a plan is made of, how a call runs, and what a backend's module offers.
-
-Layer 3. Must not know pools or any one backend.
-"""
+"""What pools and backends share: what a plan is made of, how a call runs, and what a backend's module offers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tensors as a pool: what `gather` and `scatter` of the package's face are given, checked and described.
 
-Layer 3. Imports no torch: it asks tensors for their addresses and strides. Must not know rooms or transports.
+Imports no torch: it asks tensors for their addresses and strides.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a chunk's checksum is: one definition for every layout, TP pair and backend.
 
-Layer 3, numpy only. Must not know rooms or transports. The reference and the numpy half use it, and judge the rest.
+The reference and the numpy half use it, and judge the rest.
 
 The checksum of some cells is a sum modulo 2^64 over their words, so that it does not depend on the order of staging,
 and the sums of several writers add up to the sum of the whole. A cell is `width` bytes at (view key, token, global

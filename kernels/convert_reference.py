@@ -1,8 +1,7 @@
 """The definition of correct for conversions: bf16 to the formats of pdstage/convert.py and back, with torch's casts.
 
-Layer 3, imports torch only when used. Must not know views, pools or plans but through `ReferencePlan`. docs/convert.md
-says the same in words. Every NaN is stored as 0x7F, as the conversion instructions of GPUs do, and comes back as
-0x7FC0: torch alone would keep its sign.
+Every NaN is stored as 0x7F, as the conversion instructions of GPUs do, and comes back as 0x7FC0: torch alone would keep
+its sign.
 """
 
 from __future__ import annotations

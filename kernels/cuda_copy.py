@@ -1,6 +1,6 @@
 """CUDA kernels, compiled at run time by NVRTC and launched through CuPy: the host half of csrc/cuda/copy.cu.
 
-Layer 3. Must not know rooms or transports. Imports CuPy only when a plan is made.
+Imports CuPy only when a plan is made.
 
 A plan compiles its kernels and uploads its tables when it is made. A call checks, uploads the lists that lie on the
 host, and makes one launch; it waits for nothing and allocates nothing.

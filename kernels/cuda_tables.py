@@ -1,7 +1,4 @@
-"""Groups, views and calls as the structures of csrc/cuda/copy.cuh: the host half's arithmetic.
-
-Layer 3, numpy only. Must not know CuPy, streams or how kernels are compiled.
-"""
+"""Groups, views and calls as the structures of csrc/cuda/copy.cuh: the host half's arithmetic."""
 
 from __future__ import annotations
 

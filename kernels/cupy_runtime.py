@@ -1,6 +1,6 @@
 """One CUDA device through CuPy: memory, streams, events, modules and launches.
 
-Layer 3. The one module that calls CuPy's runtime. Must not know plans or tables.
+The one module that calls CuPy's runtime.
 
 Addresses, streams and kernels are integers, as the driver has them: a launch costs one call and builds no object.
 """

@@ -1,6 +1,6 @@
 """Selected views as the tables that GPU kernels read, and the checks made on the host before a launch.
 
-Layer 3, numpy only. Must not know CUDA, Triton or streams: both backends build on these tables.
+Both backends build on these tables.
 
 Views that follow each other in staged order and differ in nothing but their address form a *group*, so that a kernel
 walks a few groups instead of hundreds of views. Tables are uploaded once, when the plan is made; a call brings the

@@ -1,6 +1,6 @@
 """Host half of csrc/host/convert.hpp: conversions of pools in host memory.
 
-Layer 3. Must not know tensors, rooms or transports. Needs the extension: without it there is `reference`, far slower.
+Needs the extension: without it there is `reference`, far slower.
 """
 
 from __future__ import annotations

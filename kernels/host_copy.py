@@ -1,6 +1,6 @@
 """Host half of csrc/host/copy.hpp: pools in host memory, with numpy where the extension was not built.
 
-Layer 3. Must not know tensors, rooms or transports. Both halves give the same bytes and the same errors.
+Both halves give the same bytes and the same errors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Lists of items on their way from the host to a device, in the caller's stream and without waiting.
 
-Layer 3. Must not know plans or tables.
-
 A ring of slots, each a piece of pinned host memory beside as much device memory and an event. A list is copied to the
 next slot whose last kernel has run, its upload is put in the caller's stream, and the event is recorded behind the
 kernel that reads it.

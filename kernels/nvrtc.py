@@ -1,7 +1,6 @@
 """csrc/cuda compiled at run time through CuPy's binding of NVRTC, and kept on disk for the next process.
 
-Layer 3. Must not know plans, tables or streams, and needs no device: machine code for any architecture can be made
-anywhere. Imports CuPy only when used.
+Machine code for any architecture can be made anywhere. Imports CuPy only when used.
 
 The cache is a folder of files named by what they were made of, each with its own digest in front. Writers rename whole
 files into place, so any number of processes may share it; a file that is not what it says is made again.

@@ -1,7 +1,4 @@
-"""Raw memory: pools, and plans that copy one selection of a pool again and again.
-
-Layer 3. Must not know tensors, rooms or transports.
-"""
+"""Raw memory: pools, and plans that copy one selection of a pool again and again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The definition of correct: gather and scatter as indexing that a reader believes at sight.
 
-Layer 3. Every other backend must give bytes equal to these. Slow, and imports torch only when used. Must not know rooms
-or transports, and shares no addressing code with the backends it judges.
+Every other backend must give bytes equal to these. Slow, and imports torch only when used.
 """
 
 from __future__ import annotations

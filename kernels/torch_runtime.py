@@ -1,6 +1,6 @@
 """A device's runtime through torch: pinned memory, streams and events where CuPy is not there, AMD's GPUs too.
 
-Layer 3. Imports torch only when made. Must not know plans or tables. Implements `index_ring.Runtime`.
+Imports torch only when made. Implements `index_ring.Runtime`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Triton kernels that convert, for pools on a GPU: plans, whose device half is triton_convert_kernels.py.
 
-Layer 3. Imports neither torch nor triton before a plan is made. Must not know rooms or transports.
+Imports neither torch nor triton before a plan is made.
 
 Neighbours in staged order that differ in address and scale alone make one launch, those whose bytes are copied among
 them. Sums nothing: plans with checksums are refused.

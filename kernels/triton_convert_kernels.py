@@ -1,6 +1,6 @@
 """Device half of triton_convert.py: one kernel that encodes bf16 as fp8 in a gather, and decodes in a scatter.
 
-Layer 3. Imports triton, so it is imported only where a plan is made. Must not know plans or streams.
+Imports triton, so it is imported only where a plan is made.
 
 A program takes every `programs`-th tile of `CELLS` cells; a cell is one shard of one row, up to `BLOCK` values.
 Numbers are converted with integers and correctly rounded float32 operations, as in csrc/host/convert.hpp, so that bits

@@ -1,6 +1,6 @@
 """Triton kernels, for NVIDIA and AMD: plans, whose device half is triton_kernels.py.
 
-Layer 3. Imports neither torch nor triton before a plan is made. Must not know rooms or transports.
+Imports neither torch nor triton before a plan is made.
 
 A plan has its tables on the device. A call uploads its lists of items at most, and makes one launch for each component
 and class of widths (16; 8 and 4; 2 and 1 bytes an access), on a grid of as many programs as multiprocessors.

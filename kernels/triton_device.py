@@ -1,6 +1,6 @@
 """Where Triton's kernels run: a GPU through torch, or host memory through Triton's interpreter.
 
-Layer 3. Imports torch and triton only where one of the two is made. Must not know plans, tables or transports.
+Imports torch and triton only where one of the two is made.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Device half of triton_copy.py: one kernel that gathers, scatters and copies, for NVIDIA and AMD.
 
-Layer 3. Imports triton, so it is imported only where a plan is made. Must not know plans or streams.
+Imports triton, so it is imported only where a plan is made.
 
 A *unit* is up to 16 bytes of one run of `width` bytes, numbered in staged order, so that consecutive lanes touch
 consecutive staged bytes. A program takes every `programs`-th tile of `UNITS` units; a tile lies in one view. Runs,

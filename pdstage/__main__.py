@@ -1,7 +1,4 @@
-"""`python -m pdstage`: the command `pdstage`, where its script is not on the path.
-
-Layer 7. Must not know anything: `cli` does.
-"""
+"""`python -m pdstage`: the command `pdstage`, where its script is not on the path."""
 
 import sys
 

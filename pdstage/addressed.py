@@ -4,8 +4,8 @@
     layout = build(sglang_mha(k, v, ...), *states.parts)
     layout = build(kv_pages({"k": k_buffers, "v": v_buffers}, page_size=64, axis=axis, format="bf16"), *states.parts)
 
-Layer 0, pure. Must not know peers, plans or engines' own classes: of a pool only the methods of `StatePool` are used.
-Where an engine has tensors, the constructors of `tensors` say more of them and refuse more that is wrong.
+Of a pool only the methods of `StatePool` are used. Where an engine has tensors, the constructors of `tensors` say more
+of them and refuse more that is wrong.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tensors as checked arrays of byte strides, and arrays as the views of a `Part`; `build` makes one layout of parts.
 
-Layer 0, pure. What the constructors of kv_shapes and state_shapes stand on; users import `tensors`. Must not know torch
-(only tensors' methods are used; numpy arrays will do), peers or plans. Regions are whole allocations: caches that alias
-one allocation, at whatever addresses, share its region.
+What the constructors of kv_shapes and state_shapes stand on; users import `tensors`. Regions are whole allocations:
+caches that alias one allocation, at whatever addresses, share its region.
 """
 
 from __future__ import annotations

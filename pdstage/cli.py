@@ -1,7 +1,7 @@
 """The `pdstage` command: demo, bench, top, plot, calibrate, doctor, bootstrap, instances, keys, sim.
 
-Layer 7. Reads arguments and prints; each command's module is imported when that command is given, so that `--help`
-needs nothing installed.
+Reads arguments and prints; each command's module is imported when that command is given, so that `--help` needs nothing
+installed.
 """
 
 from __future__ import annotations

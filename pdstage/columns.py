@@ -1,7 +1,5 @@
 """The columns of a request's aux row: where each lies, and which of them two sides have in common.
 
-Layer 1, pure. Must not know memory, rooms or messages.
-
 A row is one run of bytes: its columns in the order of their names, each at a multiple of 16 bytes, the row a multiple
 of 64 long. So two sides with the same columns have the same row, whatever order they gave them in, and one span is all
 of it. What travels between two that differ is the columns both have, matched by name: one more on either side moves

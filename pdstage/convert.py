@@ -1,7 +1,6 @@
 """Change of precision in flight: which formats become which, and in what form a pair stages its bytes.
 
-Layer 1, pure: no numpy, no torch. Must not know kernels, rooms or transports. docs/convert.md defines every format to
-the bit, kernels/convert_reference.py computes it.
+No numpy, no torch.
 
 One side keeps bf16, the other fp8; the fp8 form is what is staged, so that half the bytes cross the wire. A bf16 source
 encodes while it gathers, a bf16 destination decodes while it scatters, and the fp8 side moves its bytes plainly: it

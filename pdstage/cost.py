@@ -1,7 +1,6 @@
 """Staged or direct: what each path would cost, as seconds.
 
-Layer 1, pure. Must not know transports by name, nor where its numbers come from: a transport's traits give some, a
-calibration all.
+Its numbers come from a transport's traits or from a calibration.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pages cut into pieces of the tokens that two ranks both hold, so that kernels see plain consecutive items.
 
-Layer 1, pure: numpy only. Must not know transports, kernels or rooms.
+Numpy only.
 
 Where two ranks hold different tokens of a sequence, one side's pages, or both's, hold tokens between the common ones
 that the other lacks. Its views are then *cut*: a piece of `grain` common tokens, consecutive in one page, becomes an

@@ -1,6 +1,6 @@
 """The environment variables this project reads: one table, and the one way to read them.
 
-Layer 0. Must not know what reads them. `docs/environment.md` shows the table; what is not in it is warned of, once.
+`docs/environment.md` shows the table; what is not in it is warned of, once.
 """
 
 from __future__ import annotations

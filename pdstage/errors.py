@@ -1,7 +1,5 @@
 """The library's errors: whose fault, which culprit, what to do.
 
-Layer 0. Must not know any other module.
-
 Every error is a `PdstageError` whose text is one sentence that names the culprit and one that names the remedy, and
 whose `fields` carry the same facts for programs. The split by blame follows h11's
 LocalProtocolError/RemoteProtocolError.

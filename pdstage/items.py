@@ -11,8 +11,6 @@ cover, whole pages, and where prefill's are smaller it fails for want of the res
 
 `token_slots` is the request's row of an engine's token table: at p the slot, in the pool, of the token at position p.
 Engines that keep lists of pages name them as they are: `Items(pages, first_token)`.
-
-Layer 0, pure. Must not know layouts, rooms or any engine's own classes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Constructors for KV caches: per-head pools, latents, their scales, and pages of several blocks.
 
-Layer 0, pure; `tensors` has the table of all constructors. Must not know peers, plans or engines' own classes.
+`tensors` has the table of all constructors.
 """
 
 from __future__ import annotations

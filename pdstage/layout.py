@@ -1,7 +1,5 @@
 """Where an engine keeps a request's state: regions, views and components.
 
-Layer 0, pure. Must not know plans, peers, torch or any engine; `tensors.py` builds these from tensors.
-
 A *region* is registered memory. A *view* is affine addressing of one region:
 
     address = region.base + offset + item*item_stride + row_offset(t) + shard*shard_stride + seg*seg_stride + byte

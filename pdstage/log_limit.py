@@ -1,6 +1,6 @@
 """Which of many warnings are logged: a log must bear a peer that does the same wrong thing a thousand times a second.
 
-Layer 1, pure: the clock is an argument. Must not know what is warned of, nor where that is written.
+The clock is an argument.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Metadata buffers: rows of named columns in registered memory, one row a request.
 
-Layer 4. Must not know rooms, messages or transports: it holds memory and says which rows are whose.
+It holds memory and says which rows are whose.
 
 Where rows live follows the way they travel (`row_device`). The usual columns are those of SGLang's MetadataBuffers
 (disaggregation/utils.py, 0.5): the first output token, cached-token counts, log probabilities, what speculative

@@ -1,7 +1,4 @@
-"""Plain counters that the cores and the driver raise.
-
-Layer 1, pure. Must not know how they are exported.
-"""
+"""Plain counters that the cores and the driver raise."""
 
 from __future__ import annotations
 

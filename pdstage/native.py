@@ -1,6 +1,6 @@
 """The one door to the C++ extension `pdstage._native`, and the word on whether it is open.
 
-Layer 0. Must not know what the extension holds: each caller keeps the same function in numpy behind it.
+Each caller keeps the same function in numpy behind it.
 
 The extension is optional. PDSTAGE_NATIVE=no at run time closes the door, so that the numpy half can be tried on a
 machine that has both; PDSTAGE_NATIVE=yes makes a missing extension an error at import instead of a slow run.

@@ -1,7 +1,5 @@
 """Which tokens of a sequence two ranks both hold, under context parallelism on either side.
 
-Layer 1, pure. Must not know views, items or transports.
-
 Between two ranks, the tokens of a component that both hold are *numbered* in order, from 0. Staged bytes, leases and
 kernels count these numbers; rectangles, tags and coverage name absolute positions, and mean by `[start, stop)` the
 tokens in it that both ranks hold. Where both hold every token the two are the same.

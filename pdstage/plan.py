@@ -1,7 +1,5 @@
 """Who sends which bytes to whom, and in what order they are staged.
 
-Layer 1, pure. Must not know transports, leases or rooms.
-
 Two questions are answered here. *Ownership*: of the source ranks that hold a shard, exactly one sends it to each
 destination rank that wants it, and replicas share that work; under context parallelism exactly one of each part of the
 tokens. *Staged order*: the bytes of a chunk lie view by view in

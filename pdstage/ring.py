@@ -1,6 +1,6 @@
 """One staging lane as a ring: which bytes are leased, and up to where they are free again.
 
-Layer 1, pure. Must not know rooms, sessions, messages or memory: it counts bytes.
+It counts bytes.
 
 Cursors are byte counts that never wrap and never restart; the byte a cursor names is `cursor % capacity`. Leases are
 granted in cursor order, each contiguous, and may run up to one lap ahead of the bytes being free: such a lease is

@@ -1,7 +1,5 @@
 """Host memory that other processes of this host can map: a file without a name (memfd_create(2)) that cannot shrink.
 
-Layer 0. Must not know who maps it, nor what is in it.
-
 Memory that is mapped elsewhere is never given to anything else while one mapping is left: what a peer writes after its
 owner let go lands in pages that nobody has any more.
 """

@@ -1,7 +1,6 @@
 """Contiguous runs: of item lists, and of the bytes that the direct path writes from pool to pool.
 
-Layer 1, pure: numpy, or the C++ of csrc/host/spans.hpp where it was built; both give the same answers. Must not know
-transports, what a descriptor costs them, or rooms.
+Numpy, or the C++ of csrc/host/spans.hpp where it was built; both give the same answers.
 """
 
 from __future__ import annotations

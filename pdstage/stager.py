@@ -1,6 +1,6 @@
 """Staging memory and the kernels that fill and empty it.
 
-Layer 4. Must not know rooms, messages or transports: it turns a selection, items and a token range into copied bytes.
+It turns a selection, items and a token range into copied bytes.
 
 Host copies are done when `gather` or `scatter` returns; copies on a device's stream are done when `poll` says so. The
 manager treats both alike.

@@ -1,6 +1,6 @@
 """Constructors for states that a request has once: convolution windows, SSM states, rings.
 
-Layer 0, pure; `tensors` has the table of all constructors. Must not know peers, plans or engines' own classes.
+`tensors` has the table of all constructors.
 """
 
 from __future__ import annotations

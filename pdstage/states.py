@@ -3,8 +3,8 @@
     StateType.of("nsa").component     # "dsa": one name on both sides, whichever of the two an engine uses
     StateType.register(StateType("rwkv", components=("rwkv",), positional=False, exact=True))
 
-Layer 0, pure. Must not know tensors, plans, peers or any engine. A kind says nothing of bytes: those are the views'.
-Kinds are only names and rules of matching; a component may have any name, of a kind or not. docs/states.md lists them.
+A kind says nothing of bytes: those are the views'. Kinds are only names and rules of matching; a component may have any
+name, of a kind or not. docs/states.md lists them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Selected views as rows of integers, and the checks every index passes before a byte moves.
 
-Layer 1, pure: numpy only. Must not know transports, kernels or rooms.
+Numpy only.
 
 The native code (csrc/host/views.hpp) and its numpy twins read the same tables and answer with the same faults, so that
 one place has the words.

@@ -30,8 +30,7 @@ Each refuses with `UsageError`, naming the tensor, a wrong shape, stride, device
 differ between layers, and a head count that is not what `tp` gives this rank. `addressed` makes parts where an engine
 gives no tensors, only addresses and item lengths.
 
-Layer 0, pure. Must not know torch, peers or plans. This module only names what `arrays`, `kv_shapes` and `state_shapes`
-hold.
+This module only names what `arrays`, `kv_shapes` and `state_shapes` hold.
 """
 
 from __future__ import annotations

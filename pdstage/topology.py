@@ -1,7 +1,4 @@
-"""Who a rank is among the ranks of its engine, and which shards of an axis it holds by default.
-
-Layer 0, pure. Must not know views, peers or rooms.
-"""
+"""Who a rank is among the ranks of its engine, and which shards of an axis it holds by default."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Gather and scatter of one call, a kernel and a run length at a time, for `pytest bench/micro --benchmark-only`.
 
-Layer 7. For looking while changing a kernel; what is committed comes from `pdstage bench`. 16 MiB from a pool twice as
-large; on a GPU a round is a call and the wait for it, so small times hold the launch too.
+For looking while changing a kernel; what is committed comes from `pdstage bench`. 16 MiB from a pool twice as large; on
+a GPU a round is a call and the wait for it, so small times hold the launch too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """SGLang's Triton gather and scatter beside ours.
 
-Layer 7. Of SGLang's package one file is loaded, sglang/srt/disaggregation/common/staging_buffer.py: from the installed
-package, or from the path in PDSTAGE_SGLANG (the file, or a folder with it). What it imports of sglang is stubbed, so
-neither an engine nor its dependencies are needed. Its functions as of 0.5.23: `gather_all_layers_to_staging`,
+Of SGLang's package one file is loaded, sglang/srt/disaggregation/common/staging_buffer.py: from the installed package,
+or from the path in PDSTAGE_SGLANG (the file, or a folder with it). What it imports of sglang is stubbed, so neither an
+engine nor its dependencies are needed. Its functions as of 0.5.23: `gather_all_layers_to_staging`,
 `scatter_staging_to_kv`, `StagingBuffer`.
 
 Both of its functions build tables and, when gathering, wait for the stream. So its kernels are timed apart: a call's

@@ -1,7 +1,4 @@
-"""Addresses of the control plane: `[scheme://][key@]host:port`, how far they reach, and how a peer reaches them.
-
-Layer 4. Must not know what listens there.
-"""
+"""Addresses of the control plane: `[scheme://][key@]host:port`, how far they reach, and how a peer reaches them."""
 
 from __future__ import annotations
 

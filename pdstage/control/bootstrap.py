@@ -1,6 +1,6 @@
 """Who is there: the directory's server, to embed in a prefill node or to run alone, and its client.
 
-Layer 4. Must not know rooms, sessions or what a layout digest means. `directory_api.py` lists the requests.
+`directory_api.py` lists the requests.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Who is there: the adverts of prefill ranks, each under a lease that ends unless it is renewed.
 
-Layer 4, pure: a table, with the clock as an argument. Must not know HTTP, sockets or what a layout digest means.
+A table, with the clock as an argument.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """The directory's requests and answers, whatever carries them: a method, a path and a body; a status and JSON.
 
-Layer 4. Must not know sockets, rooms, sessions or what a layout digest means.
-
     PUT    /v1/adverts                                      {"advert": {...}, "ttl_s": 15}
     DELETE /v1/adverts/{instance}/{unique_rank}/{incarnation}
     GET    /v1/lookup?instance=NAME&dp_rank=N               both optional where there is one choice

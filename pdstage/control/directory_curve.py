@@ -1,7 +1,6 @@
 """The directory over a control socket with keys: encrypted, and answering only whom it lets in.
 
-Layer 4. Must not know rooms, sessions or what a layout digest means. `directory_api.py` lists the requests; one is the
-frames method, path and body, and its answer status and body.
+`directory_api.py` lists the requests; one is the frames method, path and body, and its answer status and body.
 """
 
 from __future__ import annotations

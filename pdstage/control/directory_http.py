@@ -1,6 +1,6 @@
 """The directory over HTTP/1.1, so that an operator can ask with curl: neither encrypted nor authenticated.
 
-Layer 4. Must not know rooms, sessions or what a layout digest means. `directory_api.py` lists the requests.
+`directory_api.py` lists the requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Who may connect to a CURVE socket, and what became of the connections that failed.
 
-Layer 4, beneath zmq.py. Must not know frames or what a route leads to.
-
 libzmq asks a ZAP handler (RFC 27) of its context about every client key, and tells of handshakes on a monitor socket.
 Both are served by the thread that waits on the control socket, in between: no thread of their own, no polling, and
 nothing that could outlive the socket. What libzmq has to tell waits in a bounded queue; while that is full because

@@ -1,6 +1,6 @@
 """A node's CURVE keys: its own pair, and the public keys of those it talks to.
 
-Layer 4. Must not know sockets or what is said over them. File formats and set-ups: docs/security.md.
+File formats and set-ups: docs/security.md.
 
 Keys are written as 64 hexadecimal digits, so that they fit into an address, a shell and a log line.
 """

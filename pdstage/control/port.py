@@ -1,7 +1,5 @@
 """The calls of a control socket that every message passes: send, receive, wait, wake.
 
-Layer 4, beneath zmq.py. Must not know routes' meaning, options or addresses.
-
 A port may be used by several threads: one waits and receives, any may send and wake. There are two of them. `_native`'s
 keeps the interpreter through every call but a wait with nothing to do; a busy Python thread would hold each call that
 gives it away for a switch interval. `ControlPort` here does the same through pyzmq, which gives it away in every call.

@@ -1,6 +1,6 @@
 """One ROUTER socket a node: it listens, and it connects to every peer, whatever their number.
 
-Layer 4. Must not know what frames mean, rooms or sessions: it moves lists of frames, and may lose them.
+It moves lists of frames, and may lose them.
 
 Per-peer sockets have run fleets into libzmq's cap of 1023 sockets and out of ports and descriptors; a ROUTER holds any
 number of connections. A peer this node connected to is addressed by a *route* minted here for its endpoint; a peer that

@@ -1,8 +1,8 @@
 """pdstage's log lines in an engine's log, where its operator reads.
 
-Layer 6. An engine such as vLLM gives handlers to its own logger alone, so what other packages log is shown nowhere.
-`show` hands pdstage's records to that logger's handlers. Who has configured logging for pdstage, by the logger
-`pdstage` or by the root logger, sees what they configured and nothing more. Must not import an engine.
+An engine such as vLLM gives handlers to its own logger alone, so what other packages log is shown nowhere. `show` hands
+pdstage's records to that logger's handlers. Who has configured logging for pdstage, by the logger `pdstage` or by the
+root logger, sees what they configured and nothing more. Must not import an engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What an operator says of the nodes that an adapter makes: in the engine's own option, if any, and PDSTAGE_NODE.
-
-Layer 6. Must not know any engine.
-"""
+"""What an operator says of the nodes that an adapter makes: in the engine's own option, if any, and PDSTAGE_NODE."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A thread for what a worker's step must not wait for.
 
-Layer 6. Must not know rooms or nodes: it is given calls. A node's lock may be held for milliseconds by the node's own
-thread, and a call to a node sends its messages itself; neither is the forward pass's to wait for.
+It is given calls. A node's lock may be held for milliseconds by the node's own thread, and a call to a node sends its
+messages itself; neither is the forward pass's to wait for.
 
 Nor must waking this thread cost the worker's its processor: where all are busy, a thread that wakes takes one from
 whoever runs there, and that is often who woke it: milliseconds. Under Linux's SCHED_BATCH it does not (sched(7)).

@@ -1,6 +1,6 @@
 """The nodes an engine holds: a core, a transport, a stager and a control socket, driven together.
 
-Layer 5: the only place with threads, the clock and the lock. Read on in this order:
+The only place with threads, the clock and the lock. Read on in this order:
 
     role                        what the driver and its parts ask of prefill and decode, and of each other
     driver                      the loop, on one screen: a turn, and who makes it

@@ -1,6 +1,6 @@
 """Waiting in an event loop: who waits is called when it is time, and an inline node is turned meanwhile.
 
-Layer 5. Must not know cores, rooms or transports: it sees descriptors, and conditions that become true.
+It sees descriptors, and conditions that become true.
 
 Nothing here polls: a node's own wake-ups reach the loop. A node with a thread calls the loop; an inline node's
 descriptors are watched by it, and the node's next deadline is a timer of the loop.

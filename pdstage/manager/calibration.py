@@ -1,6 +1,6 @@
 """The file that `pdstage calibrate` writes and prefill nodes read: what each transport costs between two hosts.
 
-Layer 5. Must not know how anything was measured. JSON with a version; a file that holds anything else is refused.
+JSON with a version; a file that holds anything else is refused.
 """
 
 from __future__ import annotations

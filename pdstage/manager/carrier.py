@@ -1,7 +1,5 @@
 """Effects, carried out: in which order, and by whom.
 
-Layer 5. Must not know how its role carries one out, nor when there are effects.
-
 Messages wait for the end of the turn, so that several to one peer travel as one; none waits for a large copy. Large
 copies are carried out one at a time, after everything else: what one of them leads to, the write of the chunk just
 gathered or the release of the lease just emptied, is under way before the next begins.

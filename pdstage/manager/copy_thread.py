@@ -1,7 +1,4 @@
-"""The thread that makes large host copies, so that the driver can write one chunk while the next is gathered.
-
-Layer 5. Must not know what it runs.
-"""
+"""The thread that makes large host copies, so that the driver can write one chunk while the next is gathered."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The way of a chunk's bytes at prefill: its gather, and its write as spans of addresses in one post or several.
-
-Layer 5. Must not know rooms' states, locks or the clock.
-"""
+"""The way of a chunk's bytes at prefill: its gather, and its write as spans of addresses in one post or several."""
 
 from __future__ import annotations
 

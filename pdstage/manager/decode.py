@@ -1,7 +1,4 @@
-"""The decode node: what an engine has where tokens are generated. A room of its is a `receiver`.
-
-Layer 5. Must not know how the core decides; it carries out scatters and looks prefill ranks up.
-"""
+"""The decode node: what an engine has where tokens are generated. A room of its is a `receiver`."""
 
 from __future__ import annotations
 

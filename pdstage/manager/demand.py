@@ -1,6 +1,6 @@
 """What a sent room's destinations ask of it, in the numbers that an engine plans by.
 
-Layer 5. Must not know the node or its lock: who asks holds it.
+The caller holds the lock.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """The driver: one lock, one loop, one core.
 
-Layer 5. Must not know which role its core has (`role` is all it asks), nor how sessions end or memory is given back:
-`sessions` and `node` do.
-
 A turn is: receive -> lock -> feed the core -> take effects -> unlock -> carry them out. Only one thread turns at a
 time. With `progress="inline"` every poll of the engine is a turn; with `progress="thread"` a thread of the node's own
 turns, and waits on the control socket and the transport in between. While it waits, an engine's call sends its messages

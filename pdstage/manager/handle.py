@@ -1,6 +1,6 @@
 """What an engine holds of one room, whichever side it is on.
 
-Layer 5. Must not know cores or sockets: the node keeps it current, and is asked to make progress.
+The node keeps it current, and is asked to make progress.
 """
 
 from __future__ import annotations

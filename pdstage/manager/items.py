@@ -1,7 +1,4 @@
-"""The pages or slots an engine names for a room, checked once and copied (I9).
-
-Layer 5. Must not know nodes or protocol.
-"""
+"""The pages or slots an engine names for a room, checked once and copied (I9)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The one worker that talks to bootstrap directories, so that the driver never waits for HTTP.
 
-Layer 5. Must not know cores or rooms: it runs jobs and repeats publications.
+It runs jobs and repeats publications.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One rank's node: what it owns, what engines ask of it whichever role it plays, and how memory is given back.
-
-Layer 5. Must not know which role its core has: `prefill` and `decode` do; nor the loop, which is `driver`'s.
-"""
+"""One rank's node: what it owns, what engines ask of it whichever role it plays, and how memory is given back."""
 
 from __future__ import annotations
 

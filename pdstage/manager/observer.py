@@ -1,7 +1,7 @@
 """What a node tells those who watch it: when its rooms began and ended, and how long each stage of each chunk took.
 
-Layer 5. Must not know who watches, nor what for: traces, metrics and an engine's own observers are all given the same
-events. A node that nobody observes has no `Observation`: it times nothing and makes no event.
+Traces, metrics and an engine's own observers are all given the same events. A node that nobody observes has no
+`Observation`: it times nothing and makes no event.
 
 Times are of `time.monotonic()`, one clock for all processes of a host.
 """

@@ -1,7 +1,4 @@
-"""The prefill node: what an engine has where prompts are computed. `sender` is a room at prefill.
-
-Layer 5. Must not know how the core decides; it knows when a chunk's data is there, and hands gathers and writes on.
-"""
+"""The prefill node: what an engine has where prompts are computed. `sender` is a room at prefill."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A room at its decode rank, as the engine holds it.
-
-Layer 5. Must not know how anything is done: it asks its node.
-"""
+"""A room at its decode rank, as the engine holds it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What the driver and its parts ask of the role their node plays, and of each other.
 
-Layer 5. An interface: `prefill` and `decode` fill it in, `node` makes what it is moved with, `driver` moves it.
+An interface: `prefill` and `decode` fill it in, `node` makes what it is moved with, `driver` moves it.
 """
 
 from __future__ import annotations

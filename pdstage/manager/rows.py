@@ -1,7 +1,4 @@
-"""Which room has which of a node's aux rows: one, until it is released.
-
-Layer 5. Must not know when rooms end, nor how a row travels.
-"""
+"""Which room has which of a node's aux rows: one, until it is released."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Sessions at the transport: how they begin and end, and which lost ones still keep memory out of use.
 
-Layer 5. Must not know which role its node plays, nor when the core wants a session: that says Attach and Detach.
-
 A lost session is kept until nothing of it can land any more: the transport's disconnect may be enough, else its peer's
 death is proved, or an operator says so.
 """

@@ -1,6 +1,6 @@
 """Which of a node's settings go together: asked at its start, before memory is allocated or an address is bound.
 
-Layer 5. Must not know any transport by name: their traits say what each can.
+A transport's traits say what it can do.
 """
 
 from __future__ import annotations

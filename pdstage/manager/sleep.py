@@ -1,7 +1,5 @@
 """How long a driver may sleep, and what it sleeps on.
 
-Layer 5. Must not know what a turn does.
-
 The control socket announces what it gets, and so do transports with descriptors. Of the rest nobody tells: engines'
 events, copies on a device, transports without descriptors. While one of those is waited for, sleeps are naps.
 """

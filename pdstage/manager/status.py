@@ -1,7 +1,5 @@
 """What a node is doing, as plain numbers: for whoever watches it.
 
-Layer 5. Must not know who watches, nor how it is shown.
-
 Reading holds the node's lock only while a few numbers are copied: what grows with the rooms open is counted outside.
 """
 

@@ -1,6 +1,6 @@
 """Every deadline and limit of the protocol.
 
-Layer 2, pure. None is infinite; all are in seconds unless named otherwise.
+None is infinite; all are in seconds unless named otherwise.
 """
 
 from __future__ import annotations

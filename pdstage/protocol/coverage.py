@@ -1,7 +1,5 @@
 """What has arrived of what a room asked of one writer: a set of rectangles, never a count (I5, I7).
 
-Layer 2, pure. Must not know leases or messages.
-
 Rectangles name absolute tokens; what arrived is kept by the numbers of those that both ranks hold (`ownership`), so
 that nobody waits for the others.
 """

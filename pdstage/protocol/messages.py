@@ -1,7 +1,5 @@
 """Every message that peers say to each other, as DESIGN's table has them, and the limits that each is held to.
 
-Layer 2, pure. Must not know who sends what when, as `prefill` and `decode` do, or how it becomes bytes, as `wire` does.
-
 A field is only ever added at the end of its message, with a default: docs/wire.md has the rules. Sources: DESIGN's
 message table; msgspec for the schema.
 """

@@ -1,7 +1,4 @@
-"""The one timer of a core: many named moments, the earliest of which the driver waits for.
-
-Layer 2, pure. Must not know what the moments mean.
-"""
+"""The one timer of a core: many named moments, the earliest of which the driver waits for."""
 
 from __future__ import annotations
 

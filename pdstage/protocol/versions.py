@@ -1,7 +1,4 @@
-"""Which wire versions talk with each other. docs/wire.md says what may change under which.
-
-Layer 2, pure. Must not know what a frame says.
-"""
+"""Which wire versions talk with each other. docs/wire.md says what may change under which."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """What peers say as bytes: frames of the control plane, and the tags that travel with the data.
 
-Layer 2, pure. Must not know sessions' order, or what a message means.
-
 A frame is a fixed header (magic, version, oldest version talked with, the session's two incarnations, seq) and one
 msgpack body. A tag is a fixed header and its rectangles; it travels with the data, outside the frames' order. What may
 change in them is said in docs/wire.md. Source: msgspec for the bodies.

@@ -1,4 +1,4 @@
 """What operators run beside the library: demo, doctor, calibrate, watch (exporter and top), trace.
 
-Layer 7. Nothing of the library imports it; it imports the library as a user's program does.
+Nothing of the library imports it; it imports the library as a user's program does.
 """

@@ -1,6 +1,6 @@
 """Finds transports by name: the modules of this package, and the entry points `pdstage.transports` of others.
 
-Layer 4. Must not know any backend: a module `x` here that defines a class `TRANSPORT` is the transport "x".
+A module `x` here that defines a class `TRANSPORT` is the transport "x".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The book-keeping of a transport: what is registered, who is connected, what was prepared, tickets and events.
 
-Layer 4. Must not know any backend. A backend that derives from `Backend` writes only what its library does.
+A backend that derives from `Backend` writes only what its library does.
 """
 
 from __future__ import annotations

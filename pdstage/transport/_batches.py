@@ -1,7 +1,4 @@
-"""A post as batches of offsets, for libraries that write from one registered memory into another and take no addresses.
-
-Layer 4, beneath mori.py. Must not know any backend.
-"""
+"""A post as batches of offsets, for libraries that take registered memories and offsets instead of addresses."""
 
 from __future__ import annotations
 

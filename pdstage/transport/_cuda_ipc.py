@@ -1,7 +1,6 @@
 """CUDA IPC: an allocation on a GPU of one process mapped into another, and copies in a stream of this one's.
 
-Layer 4, beneath _device.py. The one module here that calls CUDA: through CuPy's runtime, and for what CuPy has no words
-for through the driver. Must not know peers, tickets or tags.
+The one module here that calls CUDA: through CuPy's runtime, and for what CuPy has no words for through the driver.
 
 The rules are those of cudaIpcGetMemHandle, cudaIpcOpenMemHandle and cudaIpcCloseMemHandle in the CUDA runtime's
 reference, and of the driver's header (cuda.h 13): a handle is of a whole allocation and is taken of its base; it opens

@@ -1,7 +1,5 @@
 """Tags between processes of one host, over AF_UNIX datagrams in the abstract namespace.
 
-Layer 4, beneath local.py. Must not know memory, writes or what a tag means.
-
 A datagram is whole or absent, and the kernel keeps only a few of them for a receiver (net.unix.max_dgram_qlen): a full
 receiver refuses the next one. What it refuses waits at the sender, in order, and nothing here ever blocks.
 """

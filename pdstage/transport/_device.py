@@ -1,7 +1,5 @@
 """Device memory in transport `local`: what peers may open of ours, where theirs lies here, and copies under way.
 
-Layer 4, beneath local.py, above _cuda_ipc.py. Must not know tags or sockets.
-
 A copy is put in a stream of the transport's own and followed by an event, which `poll` asks for and nobody waits for.
 What it writes stays mapped until the event says that it is done, whatever became of the peer or of the transport.
 """

@@ -1,7 +1,7 @@
 """The network devices and NUMA nodes of this host, to choose which of them a transport uses.
 
-Layer 4, beneath the transports. Must not know any of them: it asks the kernel (sysfs-class-infiniband and
-sysfs-devices-node in its documentation; plain devices by name, since sysfs may show another network namespace's).
+It asks the kernel (sysfs-class-infiniband and sysfs-devices-node in its documentation; plain devices by name, since
+sysfs may show another network namespace's).
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Whom `local` writes to: a transport of this same process, or another process of this host, whose shared memory is
 mapped here and the rest written by process number.
-
-Layer 4, beneath local.py. Must not know tags or tickets.
 """
 
 from __future__ import annotations

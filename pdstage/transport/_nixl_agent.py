@@ -1,7 +1,5 @@
 """NIXL's own objects: starting an agent, what it may raise, its descriptor lists and what is registered with it.
 
-Layer 4, beneath nixl.py, the one place that calls NIXL's start and its lists. Must not know peers, posts or tags.
-
 Lists are built for each post. Preparing them once and picking blocks by index, or describing spans of one stride by one
 row, is what NIXL 1.5.1 offers besides; neither was faster for a caller that has addresses (bench/micro/test_nixl.py).
 """

@@ -1,7 +1,5 @@
 """Another process of this host: who exactly it is, whether it lives, and writing into its memory.
 
-Layer 4, beneath local.py, nixl.py and mooncake.py. Must not know tags, tickets or registered regions.
-
 A pid alone names nobody, since the kernel gives it to the next process. A process is a pid with its start time, and
 once met it is held by a pidfd, which turns readable when that very process ends (pidfd_open(2)).
 """

@@ -1,7 +1,7 @@
 """Whether this process's TCP sockets still hold what a process that ended has sent.
 
-Layer 4, beneath nixl.py and mooncake.py. Must not know peers or tags: it reads what the kernel says of all sockets in
-this network namespace (proc_net_tcp in the kernel's documentation) and of this process's own, and sees no further.
+It reads what the kernel says of all sockets in this network namespace (proc_net_tcp in the kernel's documentation) and
+of this process's own, and sees no further.
 
 Seen with UCX over tcp: of a writer killed in the middle of a write, 10 MiB landed at our first poll after its death.
 They waited in our socket, and in the dead writer's, which the kernel goes on emptying as an orphan. What a reset

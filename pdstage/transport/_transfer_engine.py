@@ -1,7 +1,5 @@
 """Mooncake's Transfer Engine: started by protocol, peers' segments by the life they mean, and transfers one by one.
 
-Layer 4, beneath mooncake.py. Must not know registered regions, labels' connections or events.
-
 What was seen of Mooncake 0.3.13.post1 over tcp, and what follows here:
 
 * `transfer_check_status` tells of the first entry of a batch only: of 240 MiB in 16 entries it said "done" with 45 MiB

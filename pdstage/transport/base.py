@@ -1,7 +1,6 @@
 """What every transport can do: the verbs, the traits and the events. The contract suite in tests/transport pins it.
 
-Layer 4. Must not know any backend by name, nor rooms, leases, kernels or the control plane: it moves bytes between
-addresses and carries tags that mean nothing to it.
+It moves bytes between addresses and carries tags that mean nothing to it.
 
 A post is one ticket, a ticket exactly one `Done` or `PostFailed`, also after `disconnect`; `close` ends all silently.
 Verbs must not overlap: the caller serialises them. `register`, `unregister` and `describe` may run beside the others.

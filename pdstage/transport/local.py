@@ -1,7 +1,7 @@
 """The transport within one host: a plain copy in one process and into memory that another process shares, and
 process_vm_writev(2) into the rest of another process's; device memory by CUDA IPC.
 
-Layer 4. Must not know rooms, leases or what a tag means. Needs no package and no set-up: the embedded default.
+Needs no package and no set-up: the embedded default.
 
 `post` copies before it returns, and its tag follows as a datagram; while the peer has no room for it, `Done` waits too.
 Memory from `pdstage.shared` is mapped by peers, whose callers may write there themselves (`mapped`). Nobody can stop a

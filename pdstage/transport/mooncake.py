@@ -1,7 +1,7 @@
 """The transport over Mooncake's Transfer Engine: TCP, RDMA, NVLink across nodes or within one.
 
-Layer 4. Must not know rooms, leases or what a tag means. Needs `pdstage[mooncake]` and the libraries libibverbs1,
-libnuma1 and libcurl4; written for Mooncake 0.3.13's Python API.
+Needs `pdstage[mooncake]` and the libraries libibverbs1, libnuma1 and libcurl4; written for Mooncake 0.3.13's Python
+API.
 
 What was seen of 0.3.13.post1 over tcp, and what follows here (more in `_transfer_engine`):
 

@@ -1,6 +1,6 @@
 """The transport over NIXL, by its UCX plugin: RDMA, NVLink, shared memory or TCP, as UCX finds them. The default.
 
-Layer 4. Must not know rooms, leases or what a tag means. Needs `pdstage[nixl]`; written for NIXL 1.5.1's Python API.
+Needs `pdstage[nixl]`; written for NIXL 1.5.1's Python API.
 
 What was seen of NIXL 1.5.1 (UCX over tcp and over shared memory, 256 MiB in flight), and what follows here:
 

@@ -1,6 +1,6 @@
 """SGLang's bootstrap server, which keeps pdstage's directory too: one address for both.
 
-Layer 6. Ranks register with SGLang as with any backend, and publish at the same port what a pdstage peer needs.
+Ranks register with SGLang as with any backend, and publish at the same port what a pdstage peer needs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """SGLang's KV manager, with a pdstage node in it.
 
-Layer 6. Must not know how rooms move: `sender` and `receiver` hold one each. Of SGLang's common manager it keeps the
-registration, the ranks' topology, the room statuses with their consensus over pipeline stages, and the heartbeat; its
-sockets carry nothing.
+`sender` and `receiver` hold one each. Of SGLang's common manager it keeps the registration, the ranks' topology, the
+room statuses with their consensus over pipeline stages, and the heartbeat; its sockets carry nothing.
 """
 
 from __future__ import annotations

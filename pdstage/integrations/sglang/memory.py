@@ -1,8 +1,8 @@
 """SGLang's KVArgs as a pool, and its lists of indices as the items of a room.
 
-Layer 6. Must not know rooms or nodes. KVArgs names addresses, lengths and item lengths only, in the order of the pools'
-`get_contiguous_buf_infos`: all K before all V, one buffer a layer, then the draft model's; what is in an item follows
-from the kind of the pool. An item is a page of `page_size` tokens, or a slot of a state.
+KVArgs names addresses, lengths and item lengths only, in the order of the pools' `get_contiguous_buf_infos`: all K
+before all V, one buffer a layer, then the draft model's; what is in an item follows from the kind of the pool. An item
+is a page of `page_size` tokens, or a slot of a state.
 """
 
 from __future__ import annotations

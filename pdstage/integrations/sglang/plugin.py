@@ -1,10 +1,9 @@
 """The plugin that SGLang loads in each of its processes (entry point group `sglang.srt.plugins`).
 
-Layer 6. SGLang's list of backends can be extended, but `TransferBackend`, which its schedulers look names up in, is a
-closed enum, and `get_kv_class` a chain of ifs over it. Both are hooked by SGLang's own HookRegistry: the enum is
-replaced by one with a member more, and `get_kv_class` answers for that member. A third hook shows a backend the pools
-that it is told addresses of. Must not import the backend's classes before they are asked for: most processes never need
-them.
+SGLang's list of backends can be extended, but `TransferBackend`, which its schedulers look names up in, is a closed
+enum, and `get_kv_class` a chain of ifs over it. Both are hooked by SGLang's own HookRegistry: the enum is replaced by
+one with a member more, and `get_kv_class` answers for that member. A third hook shows a backend the pools that it is
+told addresses of. Must not import the backend's classes before they are asked for: most processes never need them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """SGLang's memory pools behind a KVArgs: what is known of their classes, and what their layers are called.
 
-Layer 6. Must not know rooms or nodes. KVArgs has addresses only. The plugin attaches the pools that SGLang took them
-from, since only a pool's class says how a page is kept, and only the pool has a writer (`writers`). Classes are
-compared exactly: a subclass may store otherwise. docs/engines-sglang.md has every pool of SGLang 0.5.23.
+KVArgs has addresses only. The plugin attaches the pools that SGLang took them from, since only a pool's class says how
+a page is kept, and only the pool has a writer (`writers`). Classes are compared exactly: a subclass may store
+otherwise. docs/engines-sglang.md has every pool of SGLang 0.5.23.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A request at SGLang's decode scheduler: its KVReceiver over a pdstage room.
 
-Layer 6. A room that failed is told to the scheduler at once, so that its client learns of it; the scheduler keeps the
-pages and the metadata row until the manager's `is_abort_release_safe`, which is when pdstage has released the room.
+A room that failed is told to the scheduler at once, so that its client learns of it; the scheduler keeps the pages and
+the metadata row until the manager's `is_abort_release_safe`, which is when pdstage has released the room.
 """
 
 from __future__ import annotations

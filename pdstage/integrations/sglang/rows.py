@@ -1,7 +1,7 @@
 """A request's row of SGLang's metadata buffers, as the aux of a room.
 
-Layer 6. SGLang keeps each field in a buffer of its own on the CPU, with a row a request; the two sides' buffers pair up
-by their order, and those that only one side has are left out.
+SGLang keeps each field in a buffer of its own on the CPU, with a row a request; the two sides' buffers pair up by their
+order, and those that only one side has are left out.
 """
 
 from __future__ import annotations

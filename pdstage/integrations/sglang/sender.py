@@ -1,8 +1,8 @@
 """A request at SGLang's prefill scheduler: its KVSender over a pdstage room.
 
-Layer 6. The scheduler polls, all ranks take the least of their answers, and Success or Failed gives the pages back at
-once. So a rank says Failed only when nothing reads its pages any more, and where another rank's failure or an abort
-decides, pages are kept for a moment until the writes that read them are over.
+The scheduler polls, all ranks take the least of their answers, and Success or Failed gives the pages back at once. So a
+rank says Failed only when nothing reads its pages any more, and where another rank's failure or an abort decides, pages
+are kept for a moment until the writes that read them are over.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """SGLang's two staging functions on pdstage's kernels: what its own backends call between a pool and staging memory.
 
-Layer 6. Must not know pdstage's rooms, nodes or backend for SGLang: with these alone, SGLang's mooncake and nixl
-backends go on as they are. Signatures and staged bytes are those of sglang/srt/disaggregation/common/staging_buffer.py
-as of 0.5.23, so that a peer may run SGLang's own: writer after writer, K of all layers, then V of all layers, each
-`[token][head][element]` without padding. Streams are as there: a gather is done when it returns, a scatter once the
-current stream gets there.
+With these alone, SGLang's mooncake and nixl backends go on as they are. Signatures and staged bytes are those of
+sglang/srt/disaggregation/common/staging_buffer.py as of 0.5.23, so that a peer may run SGLang's own: writer after
+writer, K of all layers, then V of all layers, each `[token][head][element]` without padding. Streams are as there: a
+gather is done when it returns, a scatter once the current stream gets there.
 
 What pdstage's kernels do not do goes to SGLang's own functions, and is logged once: see `Layers.refusal`.
 """

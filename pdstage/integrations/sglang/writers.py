@@ -1,9 +1,9 @@
 """SGLang's own cache writes, by which a rank's layout is proved at start (`pdstage.probe`).
 
-Layer 6. Must not know rooms or nodes. The writers are what attention backends call in a forward pass: a pool's
-`set_kv_buffer` and `set_mla_kv_buffer` (sglang/srt/mem_cache/memory_pool.py), asked by the model's layer number. States
-and index keys are written by kernels that need a GPU and store where a tensor of the pool says: their writer is a store
-into that tensor. It proves where an item is and in which order; what the parts of a state mean stands in `memory`.
+The writers are what attention backends call in a forward pass: a pool's `set_kv_buffer` and `set_mla_kv_buffer`
+(sglang/srt/mem_cache/memory_pool.py), asked by the model's layer number. States and index keys are written by kernels
+that need a GPU and store where a tensor of the pool says: their writer is a store into that tensor. It proves where an
+item is and in which order; what the parts of a state mean stands in `memory`.
 
 Nothing has been served when the manager is made, and page 0 and slot 0 are padding, which writers may skip.
 """

@@ -3,7 +3,7 @@
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "PdStageConnector", "kv_role": "kv_producer",
         "kv_connector_module_path": "pdstage.integrations.vllm"}'
 
-Layer 6. To read in this order:
+To read in this order:
 
     settings     what an operator may say in `kv_connector_extra_config`
     groups       vLLM's cache groups as pdstage's components: which blocks of a request, for which tokens

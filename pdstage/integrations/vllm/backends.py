@@ -1,9 +1,8 @@
 """What is known of vLLM's attention backends whose pages are not rows of tokens, each head's K and then its V.
 
-Layer 6. Must not know tensors or nodes. A backend is known by the module and the name of its class, or of a class that
-it inherits from: `get_name()` is not unique ("FLASH_ATTN" is also what ROCM_AITER_FA says). Backends that are not here
-are taken by what their spec says, and proved like all others (`writers`). docs/attention-backends.md has every backend
-of vLLM 0.33.
+A backend is known by the module and the name of its class, or of a class that it inherits from: `get_name()` is not
+unique ("FLASH_ATTN" is also what ROCM_AITER_FA says). Backends that are not here are taken by what their spec says, and
+proved like all others (`writers`). docs/attention-backends.md has every backend of vLLM 0.33.
 """
 
 from __future__ import annotations

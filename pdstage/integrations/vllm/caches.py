@@ -1,8 +1,8 @@
 """A worker's KV cache tensors as a pdstage layout.
 
-Layer 6. Must not know requests or nodes. A view's key on both sides is its group's component, its layer's number, and a
-role made of the rest of the layer's name, so that a drafter's layer 0 is not the model's. What a tensor's shape says is
-only a guess here: `writers` proves it.
+A view's key on both sides is its group's component, its layer's number, and a role made of the rest of the layer's
+name, so that a drafter's layer 0 is not the model's. What a tensor's shape says is only a guess here: `writers` proves
+it.
 """
 
 from __future__ import annotations

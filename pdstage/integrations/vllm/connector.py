@@ -1,7 +1,4 @@
-"""The class that vLLM loads. It passes calls on to the side that its role makes; what they do is said there.
-
-Layer 6. Must not know rooms or layouts.
-"""
+"""The class that vLLM loads. It passes calls on to the side that its role makes; what they do is said there."""
 
 from __future__ import annotations
 

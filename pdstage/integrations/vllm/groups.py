@@ -1,6 +1,6 @@
 """vLLM's KV cache groups as pdstage's components: which blocks of a request, for which of its tokens.
 
-Layer 6. Must not know tensors, nodes or peers: the scheduler's side, which has none of them, names blocks with it.
+The scheduler's side, which has no tensors, names blocks with it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the scheduler's side tells the workers' in each step, and what a worker tells the scheduler once.
 
-Layer 6. Must not know nodes. Everything here is pickled: vLLM's processes pass it on.
+Everything here is pickled: vLLM's processes pass it on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The scheduler's side: vLLM's requests in, a step's metadata out; at prefill also the directory of its ranks.
 
-Layer 6. Must not know tensors or nodes: those are the workers', in other processes.
+The nodes are the workers', in other processes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What an operator may say in `kv_connector_extra_config`, checked once.
-
-Layer 6. Must not know requests, caches or nodes' lives.
-"""
+"""What an operator may say in `kv_connector_extra_config`, checked once."""
 
 from __future__ import annotations
 

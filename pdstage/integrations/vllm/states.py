@@ -1,7 +1,6 @@
 """vLLM's recurrent states as pdstage views: one page of a block is `[conv state][SSM state]...[padding]`.
 
-Layer 6. Must not know requests or nodes. What the conv state's channels are is told by the kind of layer only, as in
-vLLM's own ssm_conv_transfer_utils.
+What the conv state's channels are is told by the kind of layer only, as in vLLM's own ssm_conv_transfer_utils.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What is counted, for vLLM's log and for its Prometheus endpoint.
 
-Layer 6. Must not know nodes or rooms. The nodes' own counters are `pdstage.tools.watch`'s to export.
+The nodes' own counters are `pdstage.tools.watch`'s to export.
 """
 
 from __future__ import annotations

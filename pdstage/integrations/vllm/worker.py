@@ -1,6 +1,6 @@
 """A worker's side: one rank's nodes, the rooms of its requests, and what became of them.
 
-Layer 6. Must not know vLLM's scheduler or requests: it is told of them by metadata.
+It learns of requests from the scheduler's metadata.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """vLLM's own cache writes, by which a worker's layout is proved at start (`pdstage.probe`).
 
-Layer 6. Must not know requests or nodes. An attention layer's writer is its backend's `do_kv_cache_update`, called as
-`unified_kv_cache_update` (vllm/model_executor/layers/attention/attention.py) and `MLAAttention` call it in a forward
-pass. A recurrent layer keeps its states in views of its own making (`MambaBase.bind_kv_cache`): its writer is a store
-into these. Both exist when vLLM registers its caches: metadata builders and caches are bound to the layers before.
+An attention layer's writer is its backend's `do_kv_cache_update`, called as `unified_kv_cache_update`
+(vllm/model_executor/layers/attention/attention.py) and `MLAAttention` call it in a forward pass. A recurrent layer
+keeps its states in views of its own making (`MambaBase.bind_kv_cache`): its writer is a store into these. Both exist
+when vLLM registers its caches: metadata builders and caches are bound to the layers before.
 """
 
 from __future__ import annotations

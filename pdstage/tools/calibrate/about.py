@@ -1,6 +1,6 @@
 """Who one side of a conversation between two hosts is: releases, and what is installed there.
 
-Layer 7. Imports no transport: a broken one must not end the process that is asked.
+Imports no transport: a broken one must not end the process that is asked.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The asking side of a calibration: a prefill node, the sweep, and the file it makes.
 
-Layer 7. Times copies by themselves and rooms by either path end to end: medians of repeats in turn.
+Times copies by themselves and rooms by either path end to end: medians of repeats in turn.
 """
 
 from __future__ import annotations

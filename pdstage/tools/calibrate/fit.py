@@ -1,7 +1,4 @@
-"""Least squares: from what was timed to a `CostModel`.
-
-Layer 7, pure. Must not know how anything was timed.
-"""
+"""Least squares: from what was timed to a `CostModel`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The served side of a calibration, and of the doctor's check with a peer: a decode node that receives what it is told
 to, and says how long that took.
 
-Layer 7. Must not know the sweep: the caller asks for one thing at a time. Questions and answers are msgpack, one frame
-each, over a control socket, with keys where that has them. Fields are only ever added, with a default: releases meet.
+The caller asks for one thing at a time. Questions and answers are msgpack, one frame each, over a control socket, with
+keys where that has them. Fields are only ever added, with a default: releases meet.
 """
 
 from __future__ import annotations

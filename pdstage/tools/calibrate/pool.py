@@ -1,7 +1,4 @@
-"""The pool that both sides of a calibration hold: one allocation, seen as runs of many lengths.
-
-Layer 7. Must not know what is measured.
-"""
+"""The pool that both sides of a calibration hold: one allocation, seen as runs of many lengths."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a transformers cache holds of a request, read out as tensors by component, role and layer, and written back.
 
-Layer 7 (demo). Must not know ranks or pools. A cache is a `DynamicCache` made for its model's configuration; written
-with its own `update` methods, those that the models call.
+A cache is a `DynamicCache` made for its model's configuration; written with its own `update` methods, those that the
+models call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The demo's processes: started together, heard through one pipe each, and never left behind.
-
-Layer 7 (demo). Must not know what the processes do.
-"""
+"""The demo's processes: started together, heard through one pipe each, and never left behind."""
 
 from __future__ import annotations
 

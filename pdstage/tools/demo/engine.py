@@ -1,7 +1,6 @@
 """What an engine does besides moving KV: chunked prefill, and greedy decoding of several rooms.
 
-Layer 7 (demo). Must not know processes or transfers. `LlamaEngine` computes with all ranks of its side together;
-`whole.py` has the other.
+`LlamaEngine` computes with all ranks of its side together; `whole.py` has the other.
 """
 
 from __future__ import annotations

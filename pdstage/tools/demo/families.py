@@ -1,6 +1,6 @@
 """The demo's models besides Llama: tiny configurations, and what each layer keeps of a request.
 
-Layer 7 (demo). Pure data: must not know torch, transformers, ranks or pools.
+Pure data.
 
 A layer keeps a few tensors. Those of components with pages are `[tokens, parts, *inner]`, those of slots
 `[parts, *inner]`; the axis of parts is what tensor-parallel ranks divide, in sections that each divide by themselves: a

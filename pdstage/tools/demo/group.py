@@ -1,7 +1,4 @@
-"""The ranks of one side, joined by torch.distributed over loopback: what an engine's TP and PP groups do.
-
-Layer 7 (demo). Must not know models or transfers.
-"""
+"""The ranks of one side, joined by torch.distributed over loopback: what an engine's TP and PP groups do."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What one rank keeps of a model's state: its layers, its parts of every tensor, in pools of its own.
-
-Layer 7 (demo). Must not know transformers, processes or transfers.
-"""
+"""What one rank keeps of a model's state: its layers, its parts of every tensor, in pools of its own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A Llama split over tensor-parallel ranks and pipeline stages, attending over a paged pool: a small honest engine.
 
-Layer 7 (demo). Must not know processes, transfers or transformers: weights come as a state dict, sums over ranks go
-through a group given from outside. The arithmetic follows transformers' `modeling_llama.py` step by step.
+Weights come as a state dict, sums over ranks go through a group given from outside. The arithmetic follows
+transformers' `modeling_llama.py` step by step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a run of the demo is asked to do, and the tiny Llama it does it with; `families.py` has the other models.
 
-Layer 7. Must not know torch or the manager: `pdstage demo --help` imports only this.
+`pdstage demo --help` imports only this.
 """
 
 from __future__ import annotations

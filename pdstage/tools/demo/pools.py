@@ -1,7 +1,5 @@
 """A rank's own pools: pages of tokens in one of the memory orders engines use, and slots of state.
 
-Layer 7 (demo). Must not know models, other ranks or transfers.
-
 Every pool is full of NaN at first: what is read before it came spoils its room. Every free list is shuffled.
 """
 

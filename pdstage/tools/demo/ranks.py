@@ -1,7 +1,6 @@
 """What one rank's process does, prefill or decode: make its engine, announce itself, work, report, leave.
 
-Layer 7 (demo). Must not know the other ranks' weights or pools. A decode rank is told the prompts' lengths and nothing
-else of them: all it knows of a prompt came through the transfer.
+A decode rank is told the prompts' lengths and nothing else of them: all it knows of a prompt came through the transfer.
 """
 
 from __future__ import annotations

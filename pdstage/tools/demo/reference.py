@@ -1,6 +1,6 @@
 """The models, as transformers computes them, and the judge: one process with a cache of its own.
 
-Layer 7 (demo). Must not know ranks, pools or transfers. The only module that imports transformers.
+The only module that imports transformers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the demo shows: a progress bar while it works, one table, one JSON file.
-
-Layer 7 (demo). Must not know processes or the manager.
-"""
+"""What the demo shows: a progress bar while it works, one table, one JSON file."""
 
 from __future__ import annotations
 

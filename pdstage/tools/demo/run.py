@@ -1,7 +1,4 @@
-"""The whole demo: start the processes, compare what they decoded with one process's own answer, report.
-
-Layer 7 (demo). Must not know how a rank works inside.
-"""
+"""The whole demo: start the processes, compare what they decoded with one process's own answer, report."""
 
 from __future__ import annotations
 

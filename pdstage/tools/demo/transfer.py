@@ -1,6 +1,6 @@
 """How the demo's ranks use the public API: the part of an engine that a reader would copy.
 
-Layer 7 (demo). The only module here that calls the manager; must not know models.
+The only module here that calls the manager.
 """
 
 from __future__ import annotations

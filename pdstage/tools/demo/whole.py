@@ -5,8 +5,6 @@ rank runs transformers' own model on the whole prompt, and keeps in its own pool
 would hold: its KV heads, its layers, its channels and heads of the states, the window's pages of sliding layers,
 latents and index keys as everybody. A decode rank's pools get nothing but what pdstage brings. Decode rank 0 then puts
 the ranks' parts together into a fresh cache and goes on with transformers' own model.
-
-Layer 7 (demo). Must not know processes or transfers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The check with a peer, step by step: reached, understood, met, and written to by both paths, byte for byte.
 
-Layer 7, a probe: the transport may take its process down. Uses the conversation of `pdstage calibrate`.
+Uses the conversation of `pdstage calibrate`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Asks a question in a process of its own: what may crash, hang or kill its process there harms nobody here.
 
-Layer 7. Must not know any question: `probes` holds them by name. A probe says lines of JSON over a pipe, so that what
-libraries print does not mix with them: which step it is at, what it has found, and at the end that it is done.
+`probes` holds them by name. A probe says lines of JSON over a pipe, so that what libraries print does not mix with
+them: which step it is at, what it has found, and at the end that it is done.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The CUDA driver asked directly, by ctypes: its version, its devices, who reaches whose memory, and CUDA IPC.
 
-Layer 7, a probe. Needs no CUDA package; the functions and constants are those of cuda.h (CUDA Driver API).
+Needs no CUDA package; the functions and constants are those of cuda.h (CUDA Driver API).
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What a check says, and the report that all of them make: the schema of `--json`.
-
-Layer 7, pure. Must not know any check. docs/doctor.md describes these fields; `VERSION` rises when one of them goes or
-changes its meaning, not when one is added.
-"""
+"""What a check says, and the report that all of them make: the schema of `--json`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Area "gpu": the driver, the devices, whether they reach each other's memory, and CUDA IPC between processes.
 
-Layer 7. Asks no CUDA library in this process.
+Asks no CUDA library in this process.
 """
 
 from __future__ import annotations

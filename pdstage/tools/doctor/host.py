@@ -1,6 +1,6 @@
 """Area "host": releases, limits, what one process may do to another, shared memory, and the files nodes are given.
 
-Layer 7. Reads what the kernel says (proc(5), getrlimit(2)); nothing here is slow or can harm this process.
+Reads what the kernel says (proc(5), getrlimit(2)); nothing here is slow or can harm this process.
 """
 
 from __future__ import annotations

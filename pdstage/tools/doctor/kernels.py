@@ -1,6 +1,6 @@
 """Area "kernels": what gathers and scatters here, each backend really tried.
 
-Layer 7. Imports no compiler and no GPU library: `try_kernels` does, in processes of their own.
+Imports no compiler and no GPU library: `try_kernels` does, in processes of their own.
 """
 
 from __future__ import annotations

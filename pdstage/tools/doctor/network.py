@@ -1,6 +1,6 @@
 """Area "network": addresses, ports that can be bound, RDMA devices and what state they are in.
 
-Layer 7. Asks the kernel (sysfs-class-infiniband in its documentation) and binds ports for a moment.
+Asks the kernel (sysfs-class-infiniband in its documentation) and binds ports for a moment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which of the plugins that NIXL lists can really be started here.
 
-Layer 7, a probe. pdstage uses UCX alone; the others are tried for who uses NIXL beside it. One that takes the process
-down is named by the step that its parent last heard of.
+pdstage uses UCX alone; the others are tried for who uses NIXL beside it. One that takes the process down is named by
+the step that its parent last heard of.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bytes really moved between two processes by one transport, by each of its ways: registered, written, and compared.
 
-Layer 7, a probe. The process splits in two before any library is loaded: one end holds memory, the other writes to it.
-What goes wrong with one way is a finding; what ends the process is the parent's to see.
+The process splits in two before any library is loaded: one end holds memory, the other writes to it. What goes wrong
+with one way is a finding; what ends the process is the parent's to see.
 """
 
 from __future__ import annotations

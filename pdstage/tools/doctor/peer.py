@@ -1,6 +1,6 @@
 """Area "peer": whether this node and another can work together, tried from end to end.
 
-Layer 7. The conversation itself is `caller`, in a process of its own.
+The conversation itself is `caller`, in a process of its own.
 """
 
 from __future__ import annotations

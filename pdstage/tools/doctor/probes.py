@@ -1,8 +1,8 @@
 """The child's half of `child`: runs one question and says what it learns as it goes.
 
-Layer 7. `python -m pdstage.tools.doctor.probes FD NAME JSON`. A question is a function of a module below, called with
-a `Say` and what JSON holds; what it raises besides this project's errors ends the process with a trace, as a broken
-library would.
+`python -m pdstage.tools.doctor.probes FD NAME JSON`. A question is a function of a module below, called with a `Say`
+and what JSON holds; what it raises besides this project's errors ends the process with a trace, as a broken library
+would.
 """
 
 from __future__ import annotations

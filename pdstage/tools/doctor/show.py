@@ -1,7 +1,4 @@
-"""The report for people: plain lines, or with colours where rich is installed and somebody looks.
-
-Layer 7. Must not know any check.
-"""
+"""The report for people: plain lines, or with colours where rich is installed and somebody looks."""
 
 from __future__ import annotations
 

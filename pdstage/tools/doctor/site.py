@@ -1,7 +1,4 @@
-"""What a run of the doctor was asked for, and the probes of this host, each made once whoever asks.
-
-Layer 7. Must not know what the probes find.
-"""
+"""What a run of the doctor was asked for, and the probes of this host, each made once whoever asks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The checks, as a table, and the report that they make.
 
-Layer 7. Must not know what any check looks at. A check is a function of the `Site`; one that does not apply to this
-host returns nothing and has no line.
+A check is a function of the `Site`; one that does not apply to this host returns nothing and has no line.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Area "transports": of each known name, whether bytes really move by it between two processes of this host.
 
-Layer 7. Opens nothing in this process. Knows the shipped transports by name, for their ways, remedies and caveats.
+Opens nothing in this process. Knows the shipped transports by name, for their ways, remedies and caveats.
 """
 
 from __future__ import annotations

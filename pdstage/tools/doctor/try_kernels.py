@@ -1,6 +1,6 @@
 """Gather and scatter really tried by each backend, and the compilers behind them.
 
-Layer 7, probes. What a backend copies is compared byte for byte with what the pool holds.
+What a backend copies is compared byte for byte with what the pool holds.
 """
 
 from __future__ import annotations

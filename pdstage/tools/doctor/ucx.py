@@ -1,8 +1,8 @@
 """What UCX says of the ways it took, and the environment in which it says so.
 
-Layer 7, pure. With UCX_LOG_LEVEL=info UCX 1.14 and later name the lanes of each endpoint they make:
-`NAME intra-node cfg#1 rma_am(tcp/lo) am(tcp/lo cma/memory) ka(tcp/lo)`, each a transport and its device. The file is
-whole when its process has ended.
+With UCX_LOG_LEVEL=info UCX 1.14 and later name the lanes of each endpoint they make: `NAME intra-node cfg#1
+rma_am(tcp/lo) am(tcp/lo cma/memory) ka(tcp/lo)`, each a transport and its device. The file is whole when its process
+has ended.
 """
 
 from __future__ import annotations

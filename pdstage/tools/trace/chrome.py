@@ -1,7 +1,5 @@
 """The trace file: Chrome's JSON trace format, which Perfetto (https://ui.perfetto.dev) opens.
 
-Layer 7. Must not know how a trace came to be.
-
 A process of the file is a rank's node. A track is a lane of one peer, or all that goes to a peer without staging; where
 chunks of a lane overlap it has a second row, since slices of one track must nest. Lease waits and rooms, many of which
 pass at once, are asynchronous slices, which viewers stack. A flow leads from a chunk's gather to its write to its

@@ -1,6 +1,6 @@
 """A trace: which nodes there were, what each of their chunks' stages took, and the lives of their rooms.
 
-Layer 7. Must not know files: `chrome` writes and reads them.
+`chrome` writes and reads them.
 """
 
 from __future__ import annotations

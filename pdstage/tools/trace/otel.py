@@ -1,6 +1,6 @@
 """Spans for OpenTelemetry: one for each room on each side, and below it one for each stage of a chunk.
 
-Layer 7. Must not know how spans are exported: that is the application's provider, which the SDK configures.
+That is the application's provider, which the SDK configures.
 
 Names and attributes follow OpenTelemetry's: dots between words, units in words. Source: the opentelemetry-api package.
 """

@@ -1,7 +1,4 @@
-"""A trace as a picture: a band for each rank, a row for each lane, and every chunk's way across them.
-
-Layer 7. Must not know files of traces. matplotlib draws; its figures are made without pyplot, so nothing is left open.
-"""
+"""A trace as a picture: a band for each rank, a row for each lane, and every chunk's way across them."""
 
 from __future__ import annotations
 

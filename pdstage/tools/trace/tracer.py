@@ -1,7 +1,4 @@
-"""How a run makes a trace: a tracer observes the nodes of one process, and files of several become one.
-
-Layer 7. Must not know the file's format, which is `chrome`'s.
-"""
+"""How a run makes a trace: a tracer observes the nodes of one process, and files of several become one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Watching nodes in production: Prometheus metrics, and `pdstage top`.
 
-Layer 7. Must not know engines. Read `catalogue` (what is exported), `timings` (histograms, by observing a node),
-`exporter` and `server` (how), then `scrape` and `frame` (what `pdstage top` reads and draws).
+Read `catalogue` (what is exported), `timings` (histograms, by observing a node), `exporter` and `server` (how), then
+`scrape` and `frame` (what `pdstage top` reads and draws).
 
     from pdstage.tools.watch import Timings, expose, register
 

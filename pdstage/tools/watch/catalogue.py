@@ -1,7 +1,6 @@
 """Every metric: its name, type, labels and meaning, and where its value comes from.
 
-Layer 7. Must not know Prometheus's client, so that docs and `pdstage top` read it without. Names and units follow
-https://prometheus.io/docs/practices/naming/: base units, `_total` for what only grows.
+Names and units follow https://prometheus.io/docs/practices/naming/: base units, `_total` for what only grows.
 """
 
 from __future__ import annotations

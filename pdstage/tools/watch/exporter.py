@@ -1,7 +1,6 @@
 """Nodes' metrics into a `prometheus_client` registry.
 
-Layer 7. Must not know what is measured (`catalogue` does), nor who scrapes. Nodes are held weakly: watching one keeps
-none of its memory, and a closed one is simply no longer told of.
+Nodes are held weakly: watching one keeps none of its memory, and a closed one is simply no longer told of.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One frame of `pdstage top`: what endpoints said, drawn with rich for any width.
-
-Layer 7. Must not know how it was read, nor the terminal it is shown on.
-"""
+"""One frame of `pdstage top`: what endpoints said, drawn with rich for any width."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What `--metrics-port PORT` means to commands whose ranks are processes of their own.
 
-Layer 7. Must not know the commands. Imports nothing of what metrics need unless they are asked for.
+Imports nothing of what metrics need unless they are asked for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A progress bar for commands that take long: on standard error, only while that is a terminal.
 
-Layer 7. Must not know what progresses. What a command prints is the same with and without it.
+What a command prints is the same with and without it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads metrics endpoints over HTTP, and takes rates from two readings.
 
-Layer 7. Must not know how they are shown. Nothing of a node is imported: it may be of another release.
+Nothing of a node is imported: it may be of another release.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The HTTP endpoint: /metrics for Prometheus, /rooms for `pdstage top`, /healthz.
 
-Layer 7. Must not know what is measured. A thread a request and none that waits for ever; nothing here is on a room's
-way.
+A thread a request and none that waits for ever; nothing here is on a room's way.
 """
 
 from __future__ import annotations

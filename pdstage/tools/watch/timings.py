@@ -1,7 +1,6 @@
 """How long rooms and the stages of their chunks take, as histograms: an observer of nodes.
 
-Layer 7. Must not know how they are exported. A node tells its observers on its driving thread: adding a time here is
-a search among twenty bounds and takes no lock.
+A node tells its observers on its driving thread: adding a time here is a search among twenty bounds and takes no lock.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`pdstage top`: reads endpoints again and again and shows each frame; or one frame, as text or a picture.
-
-Layer 7. Must not know what is in a frame.
-"""
+"""`pdstage top`: reads endpoints again and again and shows each frame; or one frame, as text or a picture."""
 
 from __future__ import annotations
 
