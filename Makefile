@@ -26,7 +26,7 @@ HANGS_S = 600
 CPU_BENCHES := plan wire host-kernels convert rooms keys watch transfer auto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-engines test-e2e sim mutants scale chaos fuzz soak lint types format bench gpu sanitize \
+.PHONY: help setup demo serve test test-all test-engines test-e2e sim mutants scale chaos fuzz soak lint types format bench gpu sanitize \
     asan tsan micro plots docs site native sdist wheel clean distclean
 
 help:  ## Show this list.
@@ -82,6 +82,9 @@ $(ENGINE_VENVS)/%/.pdstage-setup: tests/engines/requirements-%.txt $(STAMP)
 	$(BIN)/python -m tests.engines.lend $(@D)/bin/python
 	$(if $(FETCHES_$*),$(@D)/bin/python -m $(FETCHES_$*))
 	@touch $@
+
+test-all:  ## Run everything that needs no engine: all mutants, all drawn cases, all rows.
+	$(MAKE) test FULL=1
 
 test-engines: $(ENGINES:%=$(ENGINE_VENVS)/%/.pdstage-setup)  ## Test the adapters to engines against their own packages (ENGINES=vllm ARGS=-x).
 	set -e; for engine in $(ENGINES); do $(ENGINE_VENVS)/$$engine/bin/python $(PYTEST) tests/engines/$$engine $(ARGS); done

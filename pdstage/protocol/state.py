@@ -179,7 +179,7 @@ class Machine(Generic[S, E]):
             what = f"{self.name}: {event.name} in {state.name}, which no table has"
             if strict:
                 raise AssertionError(what) from None
-            log.error("%s", what)  # noqa: TRY400  (no exception of anybody's)
+            log.error("nothing is done: %s", what)  # noqa: TRY400  (no exception of anybody's)
             return None
 
 

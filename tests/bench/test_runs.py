@@ -73,6 +73,7 @@ def only_local() -> list[sides.Fabric]:
     return [fabric for fabric in sides.fabrics() if fabric.name == "local"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed")
 def test_transfer(small):
     report = run_named("transfer", quick=True)

@@ -38,9 +38,9 @@ def needs(transport: str) -> None:
 @pytest.mark.parametrize(
     ("transport", "path", "prefill_tp", "decode_tp", "kv_heads"),
     [
-        ("local", "staged", 4, 2, 8),
+        pytest.param("local", "staged", 4, 2, 8, marks=pytest.mark.full),
         pytest.param("local", "direct", 2, 4, 8, marks=pytest.mark.full),
-        ("auto", "auto", 1, 1, 8),
+        pytest.param("auto", "auto", 1, 1, 8, marks=pytest.mark.full),
         ("nixl", "staged", 3, 2, 6),
         pytest.param("nixl", "direct", 4, 2, 4, marks=pytest.mark.full),
         pytest.param("nixl", "staged", 8, 4, 4, marks=pytest.mark.full),

@@ -19,6 +19,7 @@ from pdstage.cli import parser
 from tests.docs.pages import OTHER, PAGES, PYTHON, REASONS, ROOT, SHELL, Block, blocks, commands, programs
 
 LIMIT_S = 240
+SLOW = {"demo.md", "traces.md", "transports.md"}
 SHELL_PAGES = [page for page in PAGES if any(block.language in SHELL for block in blocks(page))]
 INLINE = re.compile(r"`((?:pdstage|make|python3? -m) [^`\n]+)`")
 NOT_OURS = {"NAME", "FILE", "ADDRESS", "X", "..."}
@@ -101,7 +102,10 @@ def _end(server: subprocess.Popen[bytes]) -> None:
     assert code in {0, 130, -signal.SIGINT}, code
 
 
-@pytest.mark.parametrize("page", SHELL_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.name, marks=pytest.mark.full if page.name in SLOW else ()) for page in SHELL_PAGES],
+)
 def test_every_command_runs(page: Path, checkout: Path) -> None:
     with ExitStack() as ends:
         shell = Shell(checkout, ends)

@@ -4,9 +4,10 @@ import pytest
 
 from pdstage.errors import Aborted, DeadlineExceeded
 from pdstage.protocol import messages as m
-from pdstage.protocol.prefill_rooms import _MAX_ENDED
 from pdstage.protocol.state import State
 from tests.pair import Decode, DecodeRoom, World, assert_flat, first, is_message
+
+_MAX_ENDED = 64
 
 WHY = "the client left"
 
@@ -317,8 +318,9 @@ def test_what_was_aborted_is_remembered_as_long_as_an_open_would_wait() -> None:
     world.check(handle, 1, 8)
 
 
-def test_what_is_remembered_of_aborted_rooms_has_a_cap() -> None:
+def test_what_is_remembered_of_aborted_rooms_has_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     """I14: the latest are remembered."""
+    monkeypatch.setattr("pdstage.protocol.prefill_rooms._MAX_ENDED", _MAX_ENDED)
     world = World()
     n = _MAX_ENDED + 3
     for room in range(n):
