@@ -14,9 +14,9 @@ order:
     columns, metadata            the request's small row of first token and such, and the memory it lies in
     kernels                      gather and scatter; kernels/reference.py is the definition of correct
     ring                         staging memory as lanes of leases behind a watermark
-    protocol                     the two cores, without sockets or clock: messages, wire, room, prefill, decode
-    transport, control, stager   the doors to the fabric, to peers, and to the kernels
-    manager                      the driver that ties them together, on one screen
+    protocol                     the two cores, without sockets or clock; its own page says in which order to read it
+    transport, control, stager   NIXL, Mooncake, MORI and shared memory; sockets and directories; the kernels' queue
+    manager                      the nodes: threads, the clock and the lock
 
 Importing this package imports neither torch nor zmq nor a transport: each comes with the first node that needs it.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import warnings
@@ -258,6 +259,17 @@ def test_pure_modules_import_light(module: str) -> None:
     code = f"import pdstage.{module}, sys; print(*sorted({LIGHT!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert not done.stdout.strip(), f"import pdstage.{module} pulls in {done.stdout.strip()}"
+
+
+@pytest.mark.parametrize("package", ["protocol", "manager"])
+def test_the_reading_order_names_every_module(package: str) -> None:
+    folder = ROOT / "pdstage" / package
+    doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    listed = {name for line in re.findall(r"^ +(\w+(?:, \w+)*) ", doc, re.MULTILINE) for name in line.split(", ")}
+    there = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    missing = there - listed - set(re.findall(r"`(\w+)`", doc))
+    assert not missing, f"read in no order: {sorted(missing)}"
+    assert listed <= there, f"not there: {sorted(listed - there)}"
 
 
 def test_sizes_are_reported() -> None:

@@ -3,7 +3,7 @@
 Read in this order:
 
     messages, wire              what is said, and its bytes
-    room                        the states of a room
+    state, room                 the five state machines; a room's name, status and error
     session                     one end of all sessions: who talks, in what order, how long silent; timers, effects
     handshake, compat           how sessions begin and end, and what both sides must have in common
     prefill                     the prefill core, which has:
@@ -15,6 +15,6 @@ Read in this order:
         decode_rooms                the room table, and each writer's part of a room; `coverage` of what has arrived
         decode_chunks               the chunks' way: reserved, arrived, scattered, counted
 
-A core has its parts, and no class here takes behaviour from another's. `config` has every deadline, `timers` and
-`versions` say what they are.
+`config` has every deadline, `timers` and `versions` say what they are. docs/concepts.md explains the words (room,
+destination, share, lane, lease, window, epoch, tag). (I5) cites an invariant of docs/reliability.md.
 """

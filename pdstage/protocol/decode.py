@@ -35,7 +35,10 @@ DecodeEffect: TypeAlias = CoreEffect | Scatter
 
 
 class DecodeCore:
-    """The protocol's decode half. Not `notifies`: the transport carries no tags, so writers say them."""
+    """The protocol's decode half.
+
+    `direct`: writers may write into pages. `notifies`: the transport delivers tags; else writers send `Tagged`.
+    """
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class DecodeCore:
         row: int | None = None,
     ) -> None:
         """Publishes the room's destinations. `wire_items` non-empty lets writers go direct, `row` one of them write
-        that aux row. Call once `after` completed.
+        that aux row. To be called once the pages may be written.
 
         Raises `UsageError` if it is bound already, or asks for a component twice, backwards, or that this layout lacks.
         """
@@ -232,7 +235,7 @@ class DecodeCore:
             rooms.append((epoch, room.key, room.status, room.pending, writers))
         return (tuple(rooms), self.leases.snapshot())
 
-    # What peers say, in the order of DESIGN's table.
+    # What peers say.
 
     def on_frame(self, route: bytes, session: Session | None, frame: wire.Frame, now: float) -> None:
         match frame.message:
@@ -309,7 +312,7 @@ class DecodeCore:
             return
         self.rooms.answered(writer)
         if not writer.shares and not writer.has_aux:  # told, and it never writes: nobody waits for its Close
-            self.rooms.quiet(writer)
+            self.rooms.mark_quiet(writer)
 
     def _on_close_failed(self, session: Session, close: m.CloseFailed, now: float) -> None:
         writer = self.rooms.writer(session, close.epoch)
@@ -329,7 +332,7 @@ class DecodeCore:
         if not writer.room.ended:
             self.rooms.fail(writer.room, PeerError(f"prefill rank {writer.number} dropped the room"), now)
         self.lender.release_of(session, drained.epoch, now)
-        self.rooms.quiet(writer)
+        self.rooms.mark_quiet(writer)
 
     # Time.
 
@@ -377,9 +380,9 @@ class DecodeCore:
         peer = self.handshake.peers.pop(session.route, None)
         for writer in list(session.claims.values()):
             self.rooms.fail(writer.room, error, now)
-            self.rooms.stop_asking(writer)
+            self.rooms.cancel_timers(writer)
             if not writer.writes_in_place:  # it may still write staging memory, never this room's own
-                self.rooms.quiet(writer)
+                self.rooms.mark_quiet(writer)
         if peer is not None:
             for room in list(peer.rooms):
                 self.rooms.fail(room, error, now)
@@ -428,7 +431,7 @@ class DecodeCore:
         self._leave_stranded(session)
         self.lender.unstrand(session, now)
         for writer in list(session.claims.values()):
-            self.rooms.quiet(writer)
+            self.rooms.mark_quiet(writer)
         self.settle(now)
 
     def holds(self, session: Session) -> bool:
@@ -453,4 +456,4 @@ class DecodeCore:
         self.rooms.fail(room, error, now)
 
     def settle(self, now: float) -> None:
-        self.lender.settle(now)
+        self.lender.grant_and_notify(now)

@@ -1,7 +1,7 @@
-"""The chunks of a decode rank: asked for, granted, arrived, copied out, and counted at their writer's Close.
+"""The chunks of a decode rank: asked for, granted, arrived, copied out, and counted at their writer's CloseOk.
 
-A chunk has arrived when its tag says so, and is done when its scatter has ended too (I5). A Close that lists a chunk
-whose tag has not come yet waits for it.
+A chunk has arrived when its tag says so, and is done when its scatter has ended too (I5). A CloseOk that lists a
+chunk whose tag has not come yet waits for it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Scatter(NamedTuple):
 
 
 class ChunkReceiver:
-    """Chunks, from a writer's Reserve to its Close."""
+    """Chunks, from a writer's Reserve to its CloseOk."""
 
     def __init__(self, endpoint: Endpoint, lender: Lender, rooms: DecodeRooms, rows: OwnRows) -> None:
         self.endpoint = endpoint
@@ -223,7 +223,7 @@ class ChunkReceiver:
         self._lender.release_of(session, close.epoch, now)
         self.endpoint.send(session, m.Closed(close.epoch), now)
         self._rooms.answered(writer)
-        self._rooms.quiet(writer)
+        self._rooms.mark_quiet(writer)
         self._rooms.maybe_complete(room, now)
 
     def _shortfall(self, writer: Writer, close: m.CloseOk) -> str:
@@ -243,7 +243,7 @@ class ChunkReceiver:
         return f"finished without {writer.coverage.missing()}" if not writer.coverage.complete else ""
 
     def _take_aux(self, room: DecodeRoom, session: Session, close: m.CloseOk) -> None:
-        """A row that came both ways, as its post was told to have failed, is what the message says."""
+        """If the row came both by a write, which prefill took for failed, and in CloseOk, the bytes in CloseOk win."""
         room.aux = close.aux
         if close.packed or any(written.lane == m.AUX for written in close.written):
             room.shared = session.aux

@@ -105,7 +105,7 @@ class DecodeRooms:
             self.connect(room, now)
 
     def connect(self, room: DecodeRoom, now: float) -> None:
-        """Once every writer is greeted: deals the shards and opens."""
+        """Once every writer is greeted: deals the shares and opens."""
         sessions = {}
         for number, route in room.routes.items():
             peer = self._handshake.peers.get(route)
@@ -199,14 +199,14 @@ class DecodeRooms:
             self.abort_writer(writer, str(error), now)
         self.maybe_release(room)
 
-    def give_up(self, told: m.Abort, routes: Iterable[bytes], now: float) -> None:
+    def give_up(self, abort: m.Abort, routes: Iterable[bytes], now: float) -> None:
         """No writer need wait for this room's Open. Those not met yet are told when they answer."""
         for route in routes:
             peer = self._handshake.peers.get(route)
             if peer is not None and peer.session is not None:
-                self.endpoint.send(peer.session, told, now)
+                self.endpoint.send(peer.session, abort, now)
             elif peer is not None and len(peer.given_up) < _MAX_GIVEN_UP:
-                peer.given_up[told.room] = told
+                peer.given_up[abort.room] = abort
 
     def _end(self, room: DecodeRoom) -> None:
         for kind in ("room", "bind", "asking", "open_until", "wait", "transfer"):
@@ -226,7 +226,7 @@ class DecodeRooms:
             if writer.phase is WriterPhase.QUIET:
                 return
             writer.reason = reason
-            self.stop_asking(writer)
+            self.cancel_timers(writer)
             if writer.session.id in self.endpoint.sessions:
                 self.endpoint.timers.set(("drain", writer), now + self.endpoint.config.drain_s)
                 self.send_abort(writer, now)
@@ -235,7 +235,7 @@ class DecodeRooms:
             and not (writer.shares or writer.has_aux)
             and writer.session.id in self.endpoint.sessions
         ):
-            # It writes nothing, so one word is enough: its record would wait for a room that is sent to others next.
+            # This writer owes nothing, so one Abort, not repeated, is enough: it lets prefill forget its Destination.
             self.endpoint.send(writer.session, m.Abort(writer.room.epoch, m.brief(reason), False), now)
 
     def send_abort(self, writer: Writer, now: float) -> None:
@@ -243,13 +243,13 @@ class DecodeRooms:
         self.endpoint.send(writer.session, m.Abort(writer.room.epoch, m.brief(writer.reason), finished), now)
         self.endpoint.repeat(("abort", writer), now)
 
-    def stop_asking(self, writer: Writer) -> None:
+    def cancel_timers(self, writer: Writer) -> None:
         for kind in ("open", "abort", "drain", "linger"):
             self.endpoint.timers.cancel((kind, writer))
 
-    def quiet(self, writer: Writer) -> None:
+    def mark_quiet(self, writer: Writer) -> None:
         WRITER.move(writer, WriterEvent.QUIET)
-        self.stop_asking(writer)
+        self.cancel_timers(writer)
         self.maybe_release(writer.room)
 
     def maybe_complete(self, room: DecodeRoom, now: float) -> None:
@@ -274,7 +274,7 @@ class DecodeRooms:
             self.maybe_release(room)
 
     def _unlike(self, room: DecodeRoom) -> str:
-        """Of which slots some writers brought their part and others did not, in words; empty if there are none (I5)."""
+        """Where the writers' numbers of slots disagree, in words; empty where they do not (I5)."""
         ends: dict[str, tuple[int, int]] = {}
         for writer in room.writers.values() if self.slots else ():
             assert writer.coverage is not None
@@ -292,11 +292,11 @@ class DecodeRooms:
             self.by_epoch.pop(room.epoch, None)
             for writer in room.writers.values():
                 del writer.session.claims[room.epoch]
-            room.writers = {}  # parts name their room: without this only the collector could free either
+            room.writers = {}  # writer and room name each other: without this only the collector could free either
             room.release()
             self.endpoint.emit(Changed(room))
 
-    # Parts.
+    # Writers.
 
     def writer(self, session: Session, epoch: int) -> Writer | None:
         return session.claims.get(epoch)
@@ -304,7 +304,7 @@ class DecodeRooms:
     def answered(self, writer: Writer) -> None:
         if WRITER.move(writer, WriterEvent.ANSWERED):
             self.endpoint.timers.cancel(("open", writer))
-            if all(p.phase is not WriterPhase.OPENING for p in writer.room.writers.values()):
+            if all(other.phase is not WriterPhase.OPENING for other in writer.room.writers.values()):
                 self.endpoint.timers.cancel(("open_until", writer.room))
 
 

@@ -123,8 +123,8 @@ class HandshakeClient:
         self.endpoint.watch(session, now)
         self.endpoint.emit(Attach(session, m.offers(welcome)))
         self.endpoint.send(session, m.Heartbeat(), now)
-        for told in peer.given_up.values():
-            self.endpoint.send(session, told, now)
+        for abort in peer.given_up.values():
+            self.endpoint.send(session, abort, now)
         peer.given_up.clear()
         self._owner.met(peer, now)
 

@@ -319,7 +319,10 @@ class LeaseTable:
                     yield lease
 
     def to_recall(self, now: float, recall_after_s: float, stuck_after_s: float) -> list[Lease]:
-        """Leases that are in the way, by the three rules of DESIGN 6."""
+        """Leases to ask back: one that is in the way of its lane (`Lane.in_the_way`); one whose lane has not moved for
+        `stuck_after_s` while another lane could serve it; one that could have been written for `recall_after_s` while
+        others wait.
+        """
         wanted = []
         for number, lane in enumerate(self.lanes):
             in_the_way = set(lane.in_the_way())
@@ -456,7 +459,7 @@ class Lender:
             if lease.phase is not LeasePhase.LANDED:
                 self.leases.release(lease, now)
 
-    def settle(self, now: float) -> None:
+    def grant_and_notify(self, now: float) -> None:
         """After every input: grants what waits, tells whose window opened, and arms recall while something waits."""
         if not self.leases.unsettled:
             return

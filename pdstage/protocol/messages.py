@@ -1,7 +1,8 @@
-"""Every message that peers say to each other, as DESIGN's table has them, and the limits that each is held to.
+"""Every message between prefill and decode, and the limits that each is held to.
 
-A field is only ever added at the end of its message, with a default: docs/wire.md has the rules. Sources: DESIGN's
-message table; msgspec for the schema.
+D>P means decode to prefill, P>D prefill to decode. "until X" means that the message is repeated until X arrives; all
+others are said once, or again in answer to a repeated question. A field is only ever added at the end of its message,
+with a default: docs/wire.md has the rules. Source: msgspec for the schema.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pdstage.topology import Topology  # noqa: TC001
 
 MAX_RECTS = 64
 MAX_TAG_NBYTES = 56 + MAX_RECTS * 26
-"""A tag's head and its most rectangles, as `wire` packs them."""
+"""The largest tag: its header and `MAX_RECTS` rectangles, as `wire` packs them."""
 MAX_ROOM_NBYTES = 256
 MAX_REASON = 4096
 DIRECT_FEATURE, CHECKSUM_FEATURE, CONVERT_FEATURE, TAGS_FEATURE = "direct", "checksum", "convert", "tags"
@@ -30,7 +31,7 @@ DIRECT = 0xFFFF
 AUX = 0xFFFE
 """The lane number of the aux row, written straight into the row that Open named."""
 IN_USE, IDLE, SPARE = 0, 1, 2
-"""What a Heartbeat says of its session: rooms of the sender need it; none does; none does, and it had better end."""
+"""What a Heartbeat says of its session: the sender's rooms need it; none does; none does, and please end it."""
 
 # What a peer may say, by the schema: a number is a count, a cursor or an address of 63 bits; no list, name or text is
 # longer than any honest peer's.
@@ -90,7 +91,7 @@ class RowSpan(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a room asks of one component: tokens (or slots) `[start, stop)`."""
+    """The range that a room wants of one component: tokens (or slots) `[start, stop)`."""
 
     component: Word
     start: Number
@@ -111,7 +112,7 @@ Offers: TypeAlias = Annotated[tuple[Offer, ...], Meta(max_length=16)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Base of the closed union `AnyMessage`. D>P means decode to prefill."""
+    """Base of the closed union `AnyMessage`."""
 
 
 class Hello(Message, frozen=True, tag=1):
@@ -175,12 +176,12 @@ class Asking(Message, frozen=True, tag=5):
 
 
 class Open(Message, frozen=True, tag=6):
-    """D>P until Opened or Close. One destination rank wants its `shares` of a room, now.
+    """D>P until Opened, CloseOk or CloseFailed. One destination rank wants its `shares` of a room, now.
 
-    `asked` is of this writer: of contiguous parts of the tokens, what both ranks hold of those that the room asks for.
+    `asked`: the ranges wanted from this writer; of contiguous parts of the tokens, only those that both ranks hold.
     `items` is empty unless the direct path may be taken. `destinations` counts the decode ranks that open this room
     with this writer; `rank` is the asking one's number among its group. `aux`: this writer brings the request's aux:
-    in its Close, or by a write into `row`, the number of one of Hello's `rows`.
+    in its CloseOk, or by a write into `row`, the number of one of Hello's `rows`.
     """
 
     epoch: Number
@@ -239,14 +240,17 @@ class Refused(Message, frozen=True, tag=10):
 
 
 class Watermark(Message, frozen=True, tag=11):
-    """D>P, a hint, not repeated."""
+    """D>P: a lease that ends at most one lane size above `watermark` may be written, since what lay there is free.
+
+    A hint, which may be lost: Reserve is repeated, and Lease and Recall carry the watermark too.
+    """
 
     lane: Number
     watermark: Number
 
 
 class Recall(Message, frozen=True, tag=12):
-    """D>P until tag, Returned, Close or Drained: give this lease back unless you use it."""
+    """D>P until its tag, Returned, CloseOk or Drained: give this lease back unless you use it."""
 
     epoch: Number
     chunk: Number
@@ -341,9 +345,10 @@ class Bye(Message, frozen=True, tag=20):
 
 
 class NoSession(Message, frozen=True, tag=21):
-    """Both ways, to a frame of an unknown session. From the incarnation asked it proves quiet, from another nothing.
+    """Both ways, to a frame of an unknown session.
 
-    0: the process asked cannot prove it, as a post failed and may land all the same.
+    If `incarnation` is the writer's own, nothing of the session is in flight. Any other value proves nothing: another
+    process answers there, or (0) a write of this one ended without proof that it never lands.
     """
 
     incarnation: int

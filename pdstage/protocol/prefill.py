@@ -41,9 +41,10 @@ Heard: TypeAlias = (
 
 
 class PrefillCore:
-    """The protocol's prefill half. `choose` says whether a chunk that may go direct should; not `direct`: none may.
+    """The protocol's prefill half.
 
-    Not `notifies`: the transport carries no tags, so they are said here.
+    `choose(chunk)` says whether a chunk that may be written straight into pages should be; `direct`: any may be.
+    `notifies`: the transport delivers tags; else they are sent as `Tagged`.
     """
 
     def __init__(
@@ -477,7 +478,7 @@ class PrefillCore:
         return bool(session.claims)
 
     def settle(self, now: float) -> None:
-        self.chunks.settle(now)
+        self.chunks.start_ready(now)
 
 
 def given_up(room: PrefillRoom, reason: str) -> Aborted:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pdstage.protocol.session import Endpoint, Session
 
 _MAX_PIECES = 1024
-"""A chunk that would fall into more fits no span worth having: it waits for a larger one, or goes direct."""
+"""The most pieces that a chunk too big for any lease is split into: with more it waits, or goes direct."""
 _MAX_UNSETTLED = 4096
 
 
@@ -221,14 +221,17 @@ class ChunkOwner(Protocol):
     def row_failed(self, destination: Destination, why: str) -> None:
         """The aux row of `destination` cannot be written in place: it goes by message."""
 
-    def landed(self, destination: Destination, now: float) -> None:
+    def flight_ended(self, destination: Destination, now: float) -> None:
         """A gather or write of `destination` ended, whatever became of it."""
 
     def fail_destination(self, destination: Destination, error: PdstageError, now: float) -> None: ...
 
 
 class ChunkSender:
-    """Chunks, from the first Reserve to the last completion. `choose`: whether one that may go direct should."""
+    """Chunks, from the first Reserve to the last completion.
+
+    `choose(chunk)` says whether a chunk that may be written straight into pages should be.
+    """
 
     def __init__(
         self,
@@ -247,13 +250,13 @@ class ChunkSender:
         self.flights: dict[int, tuple[Chunk, int]] = {}
         """Gathers and writes under way, by ticket: the chunk, and its buffer or -1."""
         self.orphans: dict[int, m.SessionId] = {}
-        """Posts whose session was fenced: they end all the same."""
+        """Writes whose session was fenced before they ended, by ticket."""
         self._owner = owner
         self._buffer_nbytes = buffer_nbytes
         self._choose = choose
         self._unsettled: OrderedDict[m.SessionId, None] = OrderedDict()
 
-    # What peers say, in the order of DESIGN's table.
+    # What peers say.
 
     def on_lease(self, session: Session, lease: m.Lease, now: float) -> None:
         if not 0 <= lease.lane < len(session.lanes):
@@ -410,9 +413,9 @@ class ChunkSender:
         """Falls back staged -> direct: gives its lease back, and one on its way is given back by its attempt."""
         if chunk.phase is not Phase.ASKING:
             destination = chunk.destination
-            told = m.Returned(destination.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor)
+            returned = m.Returned(destination.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor)
             self.endpoint.counters.leases_returned += 1
-            self.endpoint.send(destination.session, told, now)
+            self.endpoint.send(destination.session, returned, now)
         self.endpoint.timers.cancel(("ask", chunk))
         chunk.attempt += 1
         chunk.direct = True
@@ -420,9 +423,9 @@ class ChunkSender:
         self.endpoint.counters.chunks_fallen_back += 1
         self.advance(chunk)
 
-    def _give_back(self, session: Session, told: m.Lease | m.Recall, now: float) -> None:
+    def _give_back(self, session: Session, lease: m.Lease | m.Recall, now: float) -> None:
         self.endpoint.counters.leases_returned += 1
-        self.endpoint.send(session, m.Returned(told.epoch, told.chunk, told.attempt, told.lane, told.cursor), now)
+        self.endpoint.send(session, m.Returned(lease.epoch, lease.chunk, lease.attempt, lease.lane, lease.cursor), now)
 
     def advance(self, chunk: Chunk) -> None:
         """Queues a held chunk once its data exists and, unless direct, its window is open."""
@@ -430,7 +433,8 @@ class ChunkSender:
             CHUNK.move(chunk, ChunkEvent.QUEUED)
             self.buffers.queue(chunk)
 
-    def settle(self, now: float) -> None:
+    def start_ready(self, now: float) -> None:
+        """Begins every chunk whose turn it is."""
         if not self.buffers.waiting:
             return
         for chunk, buffer in self.buffers.pop():
@@ -472,7 +476,7 @@ class ChunkSender:
         """
         chunk, buffer = self.flights[ticket]
         if error is not None or chunk.destination.phase is not DestinationPhase.LIVE:
-            self._land(ticket, now, error)
+            self._end_flight(ticket, now, error)
             return
         CHUNK.move(chunk, ChunkEvent.WRITE)
         chunk.checksum = checksum
@@ -494,7 +498,7 @@ class ChunkSender:
         if error is not None and not settled:
             self._doubt(session.id)
             self.endpoint.lose(session, error, now)
-        self._land(ticket, now, error)
+        self._end_flight(ticket, now, error)
 
     def _doubt(self, session_id: m.SessionId) -> None:
         self._unsettled[session_id] = None
@@ -510,7 +514,7 @@ class ChunkSender:
         for ticket, (chunk, _) in list(self.flights.items()):
             if chunk.destination.session is session and chunk.phase is Phase.WRITING:
                 self.orphans[ticket] = session.id
-                self._land(ticket, now, error)
+                self._end_flight(ticket, now, error)
 
     def _address(self, chunk: Chunk) -> int:
         """Where its lease lies in the destination's memory."""
@@ -528,8 +532,8 @@ class ChunkSender:
         if session.tells_tags and chunk.phase is Phase.WRITTEN and session.id in self.endpoint.sessions:
             self.endpoint.send(session, m.Tagged(self._tag(chunk)), now)
 
-    def _land(self, ticket: int, now: float, error: PdstageError | None) -> None:
-        """A gather or write ended: gives back what it held and moves its record on."""
+    def _end_flight(self, ticket: int, now: float, error: PdstageError | None) -> None:
+        """A gather or write ended: gives back what it held and moves its destination on."""
         chunk, buffer = self.flights.pop(ticket)
         self.endpoint.timers.cancel(("write", ticket))
         self.buffers.done(chunk, buffer)
@@ -544,8 +548,8 @@ class ChunkSender:
         else:
             CHUNK.move(chunk, ChunkEvent.UNUSED)
             self._owner.fail_destination(destination, error, now)
-        self._owner.landed(destination, now)
-        self.settle(now)
+        self._owner.flight_ended(destination, now)
+        self.start_ready(now)
 
     def _written(self, chunk: Chunk, now: float, error: PdstageError | None) -> None:
         destination = chunk.destination

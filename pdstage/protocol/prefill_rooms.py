@@ -277,7 +277,7 @@ class PrefillRooms:
                 self.endpoint.send(destination.session, m.Drained(destination.epoch), now)
             self.forget(destination)
 
-    def landed(self, destination: Destination, now: float) -> None:
+    def flight_ended(self, destination: Destination, now: float) -> None:
         if destination.room is not None:
             destination.room.in_flight -= 1
             self._maybe_release(destination.room)
@@ -292,7 +292,7 @@ class PrefillRooms:
         self.endpoint.timers.cancel(("close", destination))
         self.destinations.pop((destination.session.id, destination.epoch), None)
         destination.session.claims.pop(destination.epoch, None)
-        # Chunks name their record and records their room: without this only the collector could free any of them.
+        # Chunks name their destination, and that its room: without this only the collector could free any of them.
         destination.chunks.clear()
         destination.room = None
 

@@ -345,7 +345,7 @@ def drawn(salt: int) -> float:
 
 @dataclass(slots=True)
 class Lateness:
-    """A turn that comes later than its own promise pushes its deadlines by the excess (DESIGN 7).
+    """A turn that comes later than its own promise pushes its deadlines by the excess.
 
     A node that had nothing due was idle, not late: nothing is pushed further than what was due is overdue.
     """

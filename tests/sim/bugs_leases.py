@@ -207,7 +207,7 @@ MUTANTS = [
         "leases nobody wants are not given back",
         "6 recall, I13",
         "_give_back",
-        "        self.endpoint.send(session, m.Returned(told.epoch, told.chunk, told.attempt, told.lane, told.cursor), now)",
+        "        self.endpoint.send(session, m.Returned(lease.epoch, lease.chunk, lease.attempt, lease.lane, lease.cursor), now)",
         "        _ = session",
         "tests/protocol/test_traces.py",
     ),

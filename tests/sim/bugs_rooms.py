@@ -222,7 +222,7 @@ MUTANTS = [
         "7 released, I14",
         "_on_opened",
         """        if not writer.shares and not writer.has_aux:  # told, and it never writes: nobody waits for its Close
-            self.rooms.quiet(writer)
+            self.rooms.mark_quiet(writer)
 """,
         "",
         "tests/protocol/test_places.py",
@@ -333,7 +333,7 @@ MUTANTS = [
         "a writer that has not answered is never told that its room was given up",
         "7 Abort, I10",
         "give_up",
-        "                peer.given_up[told.room] = told\n",
+        "                peer.given_up[abort.room] = abort\n",
         "                pass\n",
         "tests/protocol/test_given_up.py",
     ),
