@@ -42,7 +42,7 @@ class Chunk:
     source: SubmittedChunk
     rects: tuple[Rect, ...]
     nbytes: int
-    phase: Phase = Phase.ASKING
+    phase: Phase = Phase.RESERVING
     direct: bool = False
     attempt: int = 0
     lane: int = 0

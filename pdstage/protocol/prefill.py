@@ -167,7 +167,7 @@ class PrefillCore:
         for chunk in source.chunks:
             chunk.waits_since = now
             if chunk.phase is Phase.PARKED:
-                self.chunks.ask(chunk, now)
+                self.chunks.reserve(chunk, now)
             elif chunk.phase is Phase.HELD:
                 self.chunks.advance(chunk)
         self.settle(now)
@@ -428,8 +428,8 @@ class PrefillCore:
 
     def on_timer(self, key: tuple[str, object], now: float) -> None:
         match key:
-            case ("ask", Chunk() as chunk):
-                self.chunks.ask_again(chunk, now)
+            case ("reserve", Chunk() as chunk):
+                self.chunks.reserve_again(chunk, now)
             case ("close", Destination() as destination):
                 if destination.phase is DestinationPhase.CLOSING:
                     self.rooms.close_again(destination, now)

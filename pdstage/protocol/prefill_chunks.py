@@ -265,7 +265,7 @@ class ChunkSender:
         chunk = self._chunk(session, lease.epoch, lease.chunk)
         where = (lease.lane, lease.cursor)
         if chunk is not None and chunk.attempt == lease.attempt and not chunk.direct:
-            if chunk.phase is Phase.ASKING:
+            if chunk.phase is Phase.RESERVING:
                 self._take(chunk, lease)
                 return
             if chunk.phase not in (Phase.PARKED, Phase.DROPPED) and (chunk.lane, chunk.cursor) == where:
@@ -281,16 +281,16 @@ class ChunkSender:
         chunk.lane, chunk.cursor = lease.lane, lease.cursor
         CHUNK.move(chunk, ChunkEvent.LEASED)
         if self.windows.is_open(chunk):
-            self.endpoint.timers.cancel(("ask", chunk))
+            self.endpoint.timers.cancel(("reserve", chunk))
             self.advance(chunk)
         else:
             self.windows.wait(chunk)
 
     def on_refused(self, session: Session, refused: m.Refused, now: float) -> None:
         chunk = self._chunk(session, refused.epoch, refused.chunk)
-        if chunk is None or chunk.phase is not Phase.ASKING or chunk.attempt != refused.attempt:
+        if chunk is None or chunk.phase is not Phase.RESERVING or chunk.attempt != refused.attempt:
             return
-        self.endpoint.timers.cancel(("ask", chunk))
+        self.endpoint.timers.cancel(("reserve", chunk))
         destination = chunk.destination
         if refused.why != "too_big":
             CHUNK.move(chunk, ChunkEvent.REFUSED)
@@ -311,7 +311,7 @@ class ChunkSender:
             self._go_direct(chunk, now)
         elif chunk.nbytes <= max(lane.nbytes for lane in session.lanes):
             # Carved out for now: the span comes back, or a deadline comes.
-            self.endpoint.repeat(("ask", chunk), now)
+            self.endpoint.repeat(("reserve", chunk), now)
         else:
             error = PeerError(f"a chunk of {chunk.nbytes} bytes fits no lane", remedy="raise staging_nbytes at decode")
             self._owner.fail_destination(destination, error, now)
@@ -323,16 +323,16 @@ class ChunkSender:
             if chunk.begun or chunk.phase is Phase.READY:
                 self.tell_tag(chunk, now)
                 return
-            if chunk.phase in (Phase.ASKING, Phase.HELD):
+            if chunk.phase in (Phase.RESERVING, Phase.HELD):
                 self._recalled(chunk, now)
         self._give_back(session, recall, now)
 
     def _recalled(self, chunk: Chunk, now: float) -> None:
         """Returned is final: the attempt rises first, and the old one is never accepted again."""
         chunk.attempt += 1
-        self.endpoint.timers.cancel(("ask", chunk))
+        self.endpoint.timers.cancel(("reserve", chunk))
         if chunk.source.ready:
-            self.ask(chunk, now)
+            self.reserve(chunk, now)
         else:
             CHUNK.move(chunk, ChunkEvent.RECALLED)
 
@@ -341,7 +341,7 @@ class ChunkSender:
 
     def _raise_mark(self, session: Session, lane: int, watermark: int) -> None:
         for chunk in self.windows.raise_mark(session, lane, watermark):
-            self.endpoint.timers.cancel(("ask", chunk))
+            self.endpoint.timers.cancel(("reserve", chunk))
             self.advance(chunk)
 
     # Chunks.
@@ -376,19 +376,19 @@ class ChunkSender:
             )
             self._owner.fail_destination(destination, error, now)
         else:
-            self.ask(chunk, now)
+            self.reserve(chunk, now)
 
     def _chunk(self, session: Session, epoch: int, number: int) -> Chunk | None:
         destination: Destination | None = session.claims.get(epoch)
         return destination.chunks.get(number) if destination is not None else None
 
-    def ask(self, chunk: Chunk, now: float) -> None:
-        CHUNK.move(chunk, ChunkEvent.ASK)
+    def reserve(self, chunk: Chunk, now: float) -> None:
+        CHUNK.move(chunk, ChunkEvent.RESERVE)
         chunk.waits_since = now
-        self._reserve(chunk, now)
+        self._send_reserve(chunk, now)
 
-    def ask_again(self, chunk: Chunk, now: float) -> None:
-        if chunk.phase is not Phase.ASKING and (chunk.phase is not Phase.HELD or self.windows.is_open(chunk)):
+    def reserve_again(self, chunk: Chunk, now: float) -> None:
+        if chunk.phase is not Phase.RESERVING and (chunk.phase is not Phase.HELD or self.windows.is_open(chunk)):
             return
         waited_s = now - chunk.waits_since
         if (
@@ -398,25 +398,25 @@ class ChunkSender:
         ):
             self._go_direct(chunk, now)
         else:
-            self._reserve(chunk, now)
+            self._send_reserve(chunk, now)
 
-    def _reserve(self, chunk: Chunk, now: float) -> None:
+    def _send_reserve(self, chunk: Chunk, now: float) -> None:
         destination = chunk.destination
         self.endpoint.send(
             destination.session,
             m.Reserve(destination.epoch, chunk.number, chunk.attempt, chunk.nbytes, chunk.rects),
             now,
         )
-        self.endpoint.repeat(("ask", chunk), now)
+        self.endpoint.repeat(("reserve", chunk), now)
 
     def _go_direct(self, chunk: Chunk, now: float) -> None:
         """Falls back staged -> direct: gives its lease back, and one on its way is given back by its attempt."""
-        if chunk.phase is not Phase.ASKING:
+        if chunk.phase is not Phase.RESERVING:
             destination = chunk.destination
             returned = m.Returned(destination.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor)
             self.endpoint.counters.leases_returned += 1
             self.endpoint.send(destination.session, returned, now)
-        self.endpoint.timers.cancel(("ask", chunk))
+        self.endpoint.timers.cancel(("reserve", chunk))
         chunk.attempt += 1
         chunk.direct = True
         CHUNK.move(chunk, ChunkEvent.GO_DIRECT)
@@ -593,5 +593,5 @@ class ChunkSender:
         """Nothing more of this destination begins."""
         for chunk in destination.chunks.values():
             if chunk.phase is not Phase.WRITTEN:
-                self.endpoint.timers.cancel(("ask", chunk))
+                self.endpoint.timers.cancel(("reserve", chunk))
                 CHUNK.move(chunk, ChunkEvent.DROP)

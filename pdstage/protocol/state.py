@@ -73,7 +73,7 @@ class DestinationEvent(Enum):
 class Phase(Enum):
     """A chunk's. Direct chunks go HELD, READY, WRITING, WRITTEN."""
 
-    ASKING = auto()
+    RESERVING = auto()
     """Reserve is repeated until a lease comes."""
     PARKED = auto()
     """Its lease was recalled before its data existed: asks again when it does."""
@@ -92,7 +92,7 @@ class Phase(Enum):
 
 
 class ChunkEvent(Enum):
-    ASK = auto()
+    RESERVE = auto()
     """Asks for a lease, maybe again."""
     LEASED = auto()
     REFUSED = auto()
@@ -216,12 +216,14 @@ def _destination() -> _Rows[DestinationPhase, DestinationEvent]:
 def _chunk() -> _Rows[Phase, ChunkEvent]:
     e, p = ChunkEvent, Phase
     return {
-        p.ASKING: {
-            e.ASK: p.ASKING, e.LEASED: p.HELD, e.REFUSED: p.DROPPED, e.RECALLED: p.PARKED, e.GO_DIRECT: p.HELD,
+        p.RESERVING: {
+            e.RESERVE: p.RESERVING, e.LEASED: p.HELD, e.REFUSED: p.DROPPED, e.RECALLED: p.PARKED, e.GO_DIRECT: p.HELD,
             e.DROP: p.DROPPED,
         },
-        p.PARKED: {e.ASK: p.ASKING, e.DROP: p.DROPPED},
-        p.HELD: {e.ASK: p.ASKING, e.RECALLED: p.PARKED, e.GO_DIRECT: p.HELD, e.QUEUED: p.READY, e.DROP: p.DROPPED},
+        p.PARKED: {e.RESERVE: p.RESERVING, e.DROP: p.DROPPED},
+        p.HELD: {
+            e.RESERVE: p.RESERVING, e.RECALLED: p.PARKED, e.GO_DIRECT: p.HELD, e.QUEUED: p.READY, e.DROP: p.DROPPED,
+        },
         p.READY: {e.GATHER: p.GATHERING, e.WRITE: p.WRITING, e.DROP: p.DROPPED},
         p.GATHERING: {e.WRITE: p.WRITING, e.GO_DIRECT: p.HELD, e.UNUSED: p.DROPPED, e.DROP: None},
         p.WRITING: {e.WRITTEN: p.WRITTEN, e.BROKEN: p.BROKEN, e.DROP: None},

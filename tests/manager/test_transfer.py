@@ -166,7 +166,7 @@ def test_data_is_gathered_only_when_ready(site):
     sender.finish()
     drive(site.nodes, lambda: any(r.chunks for r in p.core.rooms.destinations.values()))
     (chunk,) = [chunk for destination in p.core.rooms.destinations.values() for chunk in destination.chunks.values()]
-    drive(site.nodes, lambda: chunk.phase is not Phase.ASKING)
+    drive(site.nodes, lambda: chunk.phase is not Phase.RESERVING)
     assert chunk.phase is Phase.HELD, "it has its lease, and waits for its data"
     assert sender.backlog_nbytes > 0
     src.write(1, TOKENS, pages)  # the data comes after the lease

@@ -313,7 +313,7 @@ def test_a_chunk_that_gets_no_staging_memory_goes_direct(held: bool) -> None:
     sent = world.send(2, 8, [2, 3], 1)
     world.run()
     chunk = next(iter(world.prefill[1].core.rooms.destinations.values())).chunks[0]
-    assert chunk.phase is (Phase.HELD if held else Phase.ASKING)
+    assert chunk.phase is (Phase.HELD if held else Phase.RESERVING)
     world.run(until=0.9)
     assert not handle.ended
     world.run(until=2.0)

@@ -95,17 +95,17 @@ MUTANTS = [
     Mutant(
         "Reserve is not repeated",
         "6 who asks again, I4",
-        "_reserve",
-        """        self.endpoint.repeat(("ask", chunk), now)
+        "_send_reserve",
+        """        self.endpoint.repeat(("reserve", chunk), now)
 """,
         "",
     ),
     Mutant(
         "Reserve is not repeated while the window is closed",
         "6 who asks again, I11",
-        "ask_again",
-        "        if chunk.phase is not Phase.ASKING and (chunk.phase is not Phase.HELD or self.windows.is_open(chunk)):",
-        "        if chunk.phase is not Phase.ASKING:",
+        "reserve_again",
+        "        if chunk.phase is not Phase.RESERVING and (chunk.phase is not Phase.HELD or self.windows.is_open(chunk)):",
+        "        if chunk.phase is not Phase.RESERVING:",
         "tests/protocol/test_traces.py",
     ),
     Mutant(
@@ -172,9 +172,9 @@ MUTANTS = [
         "6 recall, I15",
         "_recalled",
         """        chunk.attempt += 1
-        self.endpoint.timers.cancel(("ask", chunk))
+        self.endpoint.timers.cancel(("reserve", chunk))
 """,
-        """        self.endpoint.timers.cancel(("ask", chunk))
+        """        self.endpoint.timers.cancel(("reserve", chunk))
 """,
     ),
     Mutant(
@@ -196,11 +196,11 @@ MUTANTS = [
         "6 recall, I16",
         "_recalled",
         """        if chunk.source.ready:
-            self.ask(chunk, now)
+            self.reserve(chunk, now)
         else:
             CHUNK.move(chunk, ChunkEvent.RECALLED)
 """,
-        """        self.ask(chunk, now)
+        """        self.reserve(chunk, now)
 """,
     ),
     Mutant(

@@ -18,7 +18,7 @@ from tests.sim.nodes import Input
 from tests.sim.steps import BAD, DEAD, DONE, MAYBE, OK, TAG, UNDER, Global, Steps
 
 LATE_TAG = "tag of a writer that is gone"
-QUESTIONS = frozenset({"hello", "asking", "open", "ask", "close", "abort", "recalls", "stranded"})
+QUESTIONS = frozenset({"hello", "asking", "open", "reserve", "close", "abort", "recalls", "stranded"})
 """Timers of `retry_s`: questions that are asked again."""
 ALIVE = frozenset({"beat", "silence"})
 PEER_DEADLINES = frozenset({"drain", "hello_until"})
@@ -163,7 +163,7 @@ class Network(Steps):
 
     def _fired(self, timer: Name) -> list[Input]:
         """A timer comes. Two look at how long something has waited: not long enough, or long enough."""
-        unsure = timer[0] == "recalls" or (timer[0] == "ask" and self.shape.path == "auto")
+        unsure = timer[0] == "recalls" or (timer[0] == "reserve" and self.shape.path == "auto")
         return [("timer", timer, at) for at in ((SOON, LATER) if unsure else (LATER,))]
 
     def _sure(self, state: Global) -> bool:

@@ -131,7 +131,7 @@ def forgets_deadlines(patch: Patch) -> None:
 def never_asks_again(patch: Patch) -> None:
     """In a calm world frames that overtake each other are lost, and only the question repeated brings them back."""
     plain = Endpoint.repeat
-    patch.setattr(Endpoint, "repeat", lambda self, key, now: plain(self, key, now) if key[0] != "ask" else None)
+    patch.setattr(Endpoint, "repeat", lambda self, key, now: plain(self, key, now) if key[0] != "reserve" else None)
 
 
 def never_recalls(patch: Patch) -> None:
@@ -159,7 +159,7 @@ def forgets_no_record(patch: Patch) -> None:
 def asks_again_without_data(patch: Patch) -> None:
     def recalled(self: ChunkSender, chunk: object, now: float) -> None:
         chunk.attempt += 1  # type: ignore[attr-defined]
-        self.ask(chunk, now)  # type: ignore[arg-type]
+        self.reserve(chunk, now)  # type: ignore[arg-type]
 
     patch.setattr(ChunkSender, "_recalled", recalled)
 

@@ -163,10 +163,10 @@ def a_returned_lease_is_taken_again(patch: pytest.MonkeyPatch) -> None:
     """Attempts are not raised."""
 
     def recalled(self, chunk, now):
-        self.endpoint.timers.cancel(("ask", chunk))
+        self.endpoint.timers.cancel(("reserve", chunk))
         chunk.phase = Phase.PARKED
         if chunk.source.ready:
-            self.ask(chunk, now)
+            self.reserve(chunk, now)
 
     patch.setattr(ChunkSender, "_recalled", recalled)
 
@@ -177,7 +177,7 @@ def no_question_is_repeated(patch: pytest.MonkeyPatch) -> None:
 
     def take(self, chunk, lease):
         whole(self, chunk, lease)
-        self.endpoint.timers.cancel(("ask", chunk))
+        self.endpoint.timers.cancel(("reserve", chunk))
 
     patch.setattr(ChunkSender, "_take", take)
 
