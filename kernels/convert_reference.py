@@ -1,7 +1,7 @@
 """The definition of correct for conversions: bf16 to the formats of pdstage/convert.py and back, with torch's casts.
 
-Every NaN is stored as 0x7F, as the conversion instructions of GPUs do, and comes back as 0x7FC0: torch alone would keep
-its sign.
+docs/convert.md says the same in words. Every NaN is stored as 0x7F, as the conversion instructions of GPUs do, and
+comes back as 0x7FC0: torch alone would keep its sign.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Tensors as checked arrays of byte strides, and arrays as the views of a `Part`; `build` makes one layout of parts.
 
-What the constructors of kv_shapes and state_shapes stand on; users import `tensors`. Regions are whole allocations:
-caches that alias one allocation, at whatever addresses, share its region.
+What the constructors of kv_shapes and state_shapes stand on; users import `tensors`. Of tensors only their methods are
+used; numpy arrays will do. Regions are whole allocations: caches that alias one allocation, at whatever addresses,
+share its region.
 """
 
 from __future__ import annotations

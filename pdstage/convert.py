@@ -1,6 +1,6 @@
 """Change of precision in flight: which formats become which, and in what form a pair stages its bytes.
 
-No numpy, no torch.
+docs/convert.md defines every format to the bit, kernels/convert_reference.py computes it. No numpy, no torch.
 
 One side keeps bf16, the other fp8; the fp8 form is what is staged, so that half the bytes cross the wire. A bf16 source
 encodes while it gathers, a bf16 destination decodes while it scatters, and the fp8 side moves its bytes plainly: it

@@ -1,4 +1,4 @@
-"""The decode node: what an engine has where tokens are generated. A room of its is a `receiver`."""
+"""The decode node: what an engine has where tokens are generated. `receiver` is a room at decode."""
 
 from __future__ import annotations
 

@@ -199,8 +199,10 @@ class Roster:
         self.ring_all()
 
     def take_ended(self) -> list[Handle]:
-        ended = list(self._ended)
-        self._ended.clear()
+        """All that ended since the last call. One by one, since the driver's thread may add another meanwhile."""
+        ended = []
+        while (handle := self.pop_ended()) is not None:
+            ended.append(handle)
         return ended
 
     @property

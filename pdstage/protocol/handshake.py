@@ -329,7 +329,9 @@ class HandshakeServer:
     def _ask_idlest(self, now: float) -> bool:
         """Asks the peer whose session was idle for longest to end it; False if there is none."""
         unused = (
-            session for session in self.endpoint.sessions.values() if not session.half_open and not session.claims
+            session
+            for session in self.endpoint.sessions.values()
+            if not session.half_open and not self._owner.in_use(session)
         )
         idlest = min(unused, key=lambda session: session.used_at, default=None)
         if idlest is not None:
@@ -338,7 +340,7 @@ class HandshakeServer:
         return idlest is not None
 
     def on_heartbeat(self, session: Session, beat: m.Heartbeat, now: float) -> None:
-        if beat.idle == m.SPARE and not session.claims:
+        if beat.idle == m.SPARE and not self._owner.in_use(session):
             self.endpoint.send(session, m.Heartbeat(m.IDLE), now)
 
     def _make_room(self, route: bytes, now: float) -> None:

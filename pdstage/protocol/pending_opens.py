@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pdstage.protocol.destinations import Destination
     from pdstage.protocol.session import Session
 
-_RECORD_NBYTES = 512
+_OPEN_NBYTES = 512
 
 
 class PendingOpens:
@@ -33,7 +33,7 @@ class PendingOpens:
 
     def add(self, destination: Destination) -> tuple[bool, list[Destination]]:
         """Holds `destination` if there is a place for it; and which others made room: those are to be forgotten."""
-        nbytes = _RECORD_NBYTES + sum(len(items.data) for items in destination.open.items)
+        nbytes = _OPEN_NBYTES + sum(len(items.data) for items in destination.open.items)
         out: list[Destination] = []
         while len(self) >= self._most or self._total + nbytes > self._most_nbytes:
             session = max(self._of, key=self._weight, default=destination.session)
@@ -49,7 +49,7 @@ class PendingOpens:
         return True, out
 
     def take(self, key: bytes) -> list[Destination]:
-        """The records that wait for a room; they are no longer held."""
+        """The destinations that wait for a room; they are no longer held."""
         destinations = list(self._waiting.get(key, ()))
         for destination in destinations:
             self.remove(destination)

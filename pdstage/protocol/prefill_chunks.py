@@ -356,6 +356,8 @@ class ChunkSender:
             self._add_piece(destination, source, rects, now)
 
     def _add_piece(self, destination: Destination, source: SubmittedChunk, rects: tuple[Rect, ...], now: float) -> None:
+        if destination.phase is not DestinationPhase.LIVE:  # the piece before failed the room
+            return
         nbytes = (
             destination.staged_by(self.stagings)
             .of(destination.shares, rects)

@@ -169,7 +169,9 @@ class PrefillRooms:
     def add_row(self, destination: Destination) -> None:
         """Puts the room's aux row on its way into the row that `destination` named, where that is within reach."""
         room, session = destination.room, destination.session
-        if room is None or not isinstance(room.aux, GivenRow) or not destination.open.aux or not session.aux.spans:
+        if destination.phase is not DestinationPhase.LIVE or room is None:
+            return
+        if not isinstance(room.aux, GivenRow) or not destination.open.aux or not session.aux.spans:
             return
         why = self._no_row(destination)
         if why:
@@ -301,7 +303,7 @@ class PrefillRooms:
         destination.session.claims[destination.epoch] = destination
 
     def park(self, destination: Destination, now: float) -> bool:
-        """Holds a record of a room that is not here yet; False if there is no place for it."""
+        """Holds a destination of a room that is not here yet; False if there is no place for it."""
         held, others = self.pending.add(destination)
         for other in others:
             self.endpoint.send(other.session, m.CloseFailed(other.epoch, "too many of its rooms wait for prefill"), now)
@@ -314,7 +316,7 @@ class PrefillRooms:
         return held
 
     def turn_away(self, destination: Destination, reason: str, now: float) -> None:
-        """A parked record's room will not be sent."""
+        """The room of a pending destination will not be sent."""
         self.pending.turn_away(destination)
         self.endpoint.timers.cancel(("parked", destination))
         DESTINATION.move(destination, DestinationEvent.FAILED)

@@ -6,8 +6,9 @@
     WRITER        one prefill rank's part of a room, at decode
     LEASE         memory lent to a chunk, at decode
 
-`Machine.move` is the only way to change a state. A table says what follows, or that an event changes nothing there.
-What it does not say is a mistake of this library: an error while `strict`, as in tests, else logged and without effect.
+A state changes by its table alone (`Machine.move`; a room's by `Room.on`). A table says what follows, or that an event
+changes nothing there. What it does not say is a mistake of this library: an error while `strict`, as in tests, else
+logged, and the state stays.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ strict = False
 """Whether a move that no table has raises `AssertionError`."""
 
 
+class _Name(Enum):
+    """A state or event: one object each, so that it hashes by identity; Enum's own hash is a Python call."""
+
+    __hash__ = object.__hash__
+
+
 class State(IntEnum):
     """A room's. The values are those of SGLang's KVPoll, so that the minimum over ranks is the state of all."""
 
@@ -35,7 +42,7 @@ class State(IntEnum):
     SUCCESS = 4
 
 
-class RoomEvent(Enum):
+class RoomEvent(_Name):
     CONNECTED = auto()
     """Every peer of the room is known and agreed."""
     MOVED = auto()
@@ -45,7 +52,7 @@ class RoomEvent(Enum):
     FAILED = auto()
 
 
-class DestinationPhase(Enum):
+class DestinationPhase(_Name):
     WAITING = auto()
     """Its room was not submitted here yet."""
     LIVE = auto()
@@ -57,7 +64,7 @@ class DestinationPhase(Enum):
     """Aborted, or its session is lost; Drained follows the last completion."""
 
 
-class DestinationEvent(Enum):
+class DestinationEvent(_Name):
     ATTACHED = auto()
     """Its room is submitted."""
     WRITTEN = auto()
@@ -70,7 +77,7 @@ class DestinationEvent(Enum):
     """Its Abort says that it has everything."""
 
 
-class Phase(Enum):
+class Phase(_Name):
     """A chunk's. Direct chunks go HELD, READY, WRITING, WRITTEN."""
 
     RESERVING = auto()
@@ -91,7 +98,7 @@ class Phase(Enum):
     """Its room needs it no more."""
 
 
-class ChunkEvent(Enum):
+class ChunkEvent(_Name):
     RESERVE = auto()
     """Asks for a lease, maybe again."""
     LEASED = auto()
@@ -113,7 +120,7 @@ class ChunkEvent(Enum):
     """Its destination needs it no more."""
 
 
-class WriterPhase(Enum):
+class WriterPhase(_Name):
     UNOPENED = auto()
     OPENING = auto()
     """Open is repeated."""
@@ -124,7 +131,7 @@ class WriterPhase(Enum):
     """Proved: this writer touches nothing of this room any more."""
 
 
-class WriterEvent(Enum):
+class WriterEvent(_Name):
     OPEN = auto()
     ANSWERED = auto()
     """Opened came, or anything that says it was heard."""
@@ -142,7 +149,7 @@ class LeasePhase(StrEnum):
     """Its room failed or its session is lost, and it may still be written."""
 
 
-class LeaseEvent(Enum):
+class LeaseEvent(_Name):
     LAND = auto()
     QUARANTINE = auto()
 
@@ -179,7 +186,7 @@ class Machine(Generic[S, E]):
             what = f"{self.name}: {event.name} in {state.name}, which no table has"
             if strict:
                 raise AssertionError(what) from None
-            log.error("nothing is done: %s", what)  # noqa: TRY400  (no exception of anybody's)
+            log.error("the state stays: %s", what)  # noqa: TRY400  (no exception of anybody's)
             return None
 
 

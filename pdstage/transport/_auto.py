@@ -1,6 +1,6 @@
 """Several transports as one: each peer is reached by the most preferred that both sides have and that gets there.
 
-It is given them, best first, and asks them what they can.
+It is given the backends, best first, and asks them what they can.
 
 A peer's transport is settled by `prepare`, when it is known what memory will be written: until then a backend may say
 that it cannot reach the peer, or memory of that kind there, and the next one is tried. One who is only written to

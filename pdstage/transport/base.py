@@ -172,6 +172,11 @@ class Transport(ABC):
         Raises `PeerError` for a region that the peer has not registered.
         """
 
+    def meet(self, peer: str, description: bytes) -> None:
+        """The name of `identify` before this release, for one more."""
+        warnings.warn("Transport.meet is Transport.identify now", DeprecationWarning, stacklevel=2)
+        self.identify(peer, description)
+
     @abstractmethod
     def identify(self, peer: str, description: bytes) -> None:
         """Learns which process `peer` is, without a connection: what one who is only written to needs for

@@ -1,7 +1,7 @@
 """The transport over MORI-IO, AMD's point-to-point library, by its RDMA backend.
 
-Its tests run it over a double of MORI-IO (tests/transport/mori_double.py), which holds a caller to the rules below and
-moves bytes.
+**This project has never run it on hardware**: its tests run it over a double of MORI-IO
+(tests/transport/mori_double.py), which holds a caller to the rules below and moves bytes.
 
 Written to the Python API of amd-mori 1.2.4 (`mori.io`; ROCm/mori: python/mori/io/engine.py, src/pybind/pybind_io.cpp,
 src/io/engine.cpp, src/io/rdma/); 1.0.0 has every call used here. What its sources say, and what follows:

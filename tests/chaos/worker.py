@@ -19,6 +19,7 @@ import numpy as np  # noqa: F401  (loaded before the processes are forked)
 
 from pdstage import DecodeNode, PrefillNode, Topology
 from pdstage.errors import TransportError
+from pdstage.protocol import state
 from pdstage.transport import open_transport
 from tests import descriptors
 from tests.chaos import account, network
@@ -27,6 +28,7 @@ from tests.chaos.pages import Pages
 from tests.chaos.plan import CONFIG, Site
 from tests.chaos.rows import make_rows
 
+state.strict = True
 importlib.import_module("pdstage.manager")
 importlib.import_module("pdstage.transport.local")
 

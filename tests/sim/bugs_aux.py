@@ -36,7 +36,7 @@ MUTANTS = [
         "10 aux, I2",
         "completed",
         "        if error is not None and not settled:\n            self._doubt(session.id)",
-        "        if error is not None and not settled and not self._flights[ticket][0].row:\n"
+        "        if error is not None and not settled and not self.flights[ticket][0].row:\n"
         "            self._doubt(session.id)",
         TESTS,
     ),

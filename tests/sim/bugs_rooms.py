@@ -93,10 +93,10 @@ MUTANTS = [
         "7 epoch, I6",
         "_new_epoch",
         "        self._last_epoch += 1\n",
-        "        self._last_epoch = 1 + max(self.epochs, default=0)\n",
+        "        self._last_epoch = 1 + max(self.rooms.by_epoch, default=0)\n",
     ),
     Mutant(
-        "a part is found by its epoch alone",
+        "a writer is found by its epoch alone",
         "7 keyed by session",
         "writer",
         """        return session.claims.get(epoch)
@@ -154,7 +154,7 @@ MUTANTS = [
         "tests/protocol/test_table.py",
     ),
     Mutant(
-        "a repeated Open makes another record",
+        "a repeated Open makes another destination",
         "7 Open, I7",
         "_on_open",
         """        if destination is not None:
@@ -284,7 +284,7 @@ MUTANTS = [
         "            return\n",
     ),
     Mutant(
-        "the record stays after Closed",
+        "the destination stays after Closed",
         "7 Closed, I14",
         "_on_closed",
         """        if destination is not None and destination.phase is DestinationPhase.CLOSING:
@@ -297,7 +297,7 @@ MUTANTS = [
         "_on_close_failed",
         'gave the room up: {close.reason}"), now)\n',
         'gave the room up: {close.reason}"), now)\n'
-        "            self._release_of(session, close.epoch, now)\n            self._quiet(writer)\n",
+        "            self.lender.release_of(session, close.epoch, now)\n            self.rooms.mark_quiet(writer)\n",
     ),
     Mutant(
         "Close(failed) is not repeated",
@@ -437,7 +437,7 @@ MUTANTS = [
     Mutant(
         "no deadline of a room ends it at prefill",
         "7 deadlines, I10",
-        "lose",
+        "PrefillCore.on_timer",
         """                self.rooms.fail(room, error, now)
 """,
         "                pass\n",

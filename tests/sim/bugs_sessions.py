@@ -89,9 +89,10 @@ MUTANTS = [
         """        if older is not None:
             self._owner.lose(older""",
         """        if older is not None:
-            for (held, lane), mark in list(self._marks.items()):
+            marks = self._owner.chunks.windows.marks
+            for (held, lane), mark in list(marks.items()):
                 if held is older:
-                    self._marks[session, lane] = mark
+                    marks[session, lane] = mark
             self._owner.lose(older""",
         "tests/protocol/test_traces.py",
     ),
@@ -243,7 +244,7 @@ MUTANTS = [
         """            if destination.in_flight == 0:
                 self.forget(destination)
         for key""",
-        """            self.fenced(session, now)
+        """            self.chunks.fenced(session, now)
             if destination.in_flight == 0:
                 self.forget(destination)
         for key""",

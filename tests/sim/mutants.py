@@ -13,6 +13,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import io
+import re
 import resource
 import signal
 import sys
@@ -33,6 +34,8 @@ N_STEPS = 400
 N_SEEDS = 600
 """Runs of the search before a mutant counts as unseen: its budget, whatever the machine."""
 _STUCK_S = 20.0
+_MISNAMED = re.compile(r"NameError|AttributeError: '(?!NoneType)\w+' object has no attribute")
+"""Words of a mutant that breaks by its own text, not by the rule that it breaks."""
 _MAX_MEMORY = 6 << 30
 
 
@@ -172,6 +175,8 @@ def detect(mutant: Mutant | None, shown_by: str = "", n_seeds: int = N_SEEDS) ->
     except EOFError:
         answer = Verdict(shown_by or SEARCH, -1, 0, 0.0, "the process died")
     child.join()
+    if mutant is not None and not isinstance(answer, str) and _MISNAMED.search(answer.words):
+        answer = f"it names what is not there: {answer.words}"
     if isinstance(answer, str):
         raise RuntimeError(f"mutant {mutant.name if mutant else None!r} could not be tried:\n{answer}")
     return answer

@@ -89,7 +89,7 @@ def test_the_most_preferred_that_both_have_and_that_gets_there(ends):
 def test_a_peer_in_reach_of_none_is_refused_with_what_each_says(ends):
     a, b = ends
     offers = elsewhere(elsewhere(b.transport.offers(), "near"), "far")
-    for verb in (a.transport.connect, a.transport.meet):
+    for verb in (a.transport.connect, a.transport.identify):
         with pytest.raises(PeerError, match=r"another host.*another host"):
             verb("b", a.transport.described(offers))
         with pytest.raises(PeerError, match="none of ours"):

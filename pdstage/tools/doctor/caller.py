@@ -1,6 +1,7 @@
 """The check with a peer, step by step: reached, understood, met, and written to by both paths, byte for byte.
 
-Uses the conversation of `pdstage calibrate`.
+A probe runs it in a process of its own, which the transport may take down. Uses the conversation of
+`pdstage calibrate`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What a check says, and the report that all of them make: the schema of `--json`."""
+"""What a check says, and the report that all of them make: the schema of `--json`.
+
+docs/doctor.md describes these fields; `VERSION` rises when one of them goes or changes its meaning, not when one is
+added.
+"""
 
 from __future__ import annotations
 

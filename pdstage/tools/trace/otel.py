@@ -1,6 +1,6 @@
 """Spans for OpenTelemetry: one for each room on each side, and below it one for each stage of a chunk.
 
-That is the application's provider, which the SDK configures.
+How spans are exported is the application's provider's, which the SDK configures.
 
 Names and attributes follow OpenTelemetry's: dots between words, units in words. Source: the opentelemetry-api package.
 """

@@ -1,4 +1,7 @@
-"""A trace as a picture: a band for each rank, a row for each lane, and every chunk's way across them."""
+"""A trace as a picture: a band for each rank, a row for each lane, and every chunk's way across them.
+
+matplotlib draws; its figures are made without pyplot, so nothing is left open.
+"""
 
 from __future__ import annotations
 
