@@ -455,3 +455,17 @@ def test_columns_that_make_no_row_are_refused(change, words: str) -> None:
         world.run()
         assert handle.state is State.FAILED
         assert words in str(handle.error)
+
+
+def test_no_row_is_written_of_a_room_that_fails_while_a_destination_is_attached() -> None:
+    """Its chunk fits no send buffer: the room has failed, and its row is the engine's, before the row's turn (I8)."""
+    world = World(aux="rows", path="staged")
+    world.prefill[0].core.chunks._buffer_nbytes = 1
+    out = world.submit(1)
+    world.chunk(out, (0, 8), [2, 3])
+    world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))
+    handle = world.receive(1, 8, [0, 1], row=3)
+    assert not _row_writes(world)
+    assert out.state is State.FAILED and "does not fit a send buffer" in str(out.error)
+    assert handle.state is State.FAILED
+    assert_flat(world)
