@@ -17,6 +17,8 @@ from tests.e2e.vllm.engines import PATIENT, RECEIVED, TO_PREFILL, USAGE, decoded
 PAIR = pair((1, 128), (1, 128))
 HASTY = pair((1, 128), (1, 128), config=())
 """With the deadlines that an operator gets who says nothing."""
+SOON = (("hello_s", 20.0), ("max_silence_s", 240.0))
+"""How long decode greets a prefill rank that is gone: it is all that its requests wait for."""
 LONG = 300
 """Tokens of an answer that is still under way when something is killed."""
 
@@ -107,6 +109,7 @@ def test_clients_that_leave_without_a_word(fleet):
 def _decode_after_prefill_died(fleet, policy: str, n: int) -> tuple[list[load.Answer], Any, Server]:
     """`n` prompts are prefilled, prefill is killed, and decode is asked for them."""
     row = PAIR.with_policy(policy)
+    row = replace(row, decode=replace(row.decode, config=SOON))
     asked = load.prompts(n, seed=221)
     prefill, decode, _ = fleet.fresh(*row.engines)
     right = fleet.right(row.reference, asked)
