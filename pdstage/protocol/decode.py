@@ -8,7 +8,7 @@ may still be written to.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, assert_never
 
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, UsageError
 from pdstage.protocol import messages as m
@@ -237,53 +237,59 @@ class DecodeCore:
 
     # What peers say.
 
-    def on_frame(self, route: bytes, session: Session | None, frame: wire.Frame, now: float) -> None:
+    def on_frame(self, route: bytes, session: Session | None, frame: wire.Frame, now: float) -> None:  # noqa: PLR0912  (a message each)
+        if session is None:
+            self._on_stray(route, frame, now)
+            return
+        match frame.message:
+            case m.Reserve() as message:
+                self.chunks.on_reserve(session, message, now)
+            case m.CloseOk() as message:
+                self.chunks.on_close_ok(session, message, now)
+            case m.Opened() as message:
+                self._on_opened(session, message, now)
+            case m.Heartbeat() as message:
+                self.farewells.on_heartbeat(session, message, now)
+            case m.Tagged() as message:
+                self.chunks.on_tagged(session, message, now)
+            case m.Asking() as message:
+                self._on_asking(session, message)
+            case m.Returned() as message:
+                self.lender.on_returned(session, message, now)
+            case m.CloseFailed() as message:
+                self._on_close_failed(session, message, now)
+            case m.Drained() as message:
+                self._on_drained(session, message, now)
+            case m.Bye():
+                self._on_bye(session, now)
+            case m.NoSession() as message:
+                self.lose(session, PeerError("prefill does not know this session", remedy="it restarted"), now)
+                if message.incarnation == session.id.writer:
+                    self.fenced(session, now)
+            case m.Welcome() | m.HelloRefused():
+                pass  # a greeting said twice was answered twice
+            case (
+                m.Hello() | m.Ask() | m.Open() | m.Lease() | m.Refused() | m.Watermark() | m.Recall() | m.Closed()
+                | m.Abort()
+            ) as message:  # fmt: skip
+                raise PeerError(f"{type(message).__name__} sent to a decode node", remedy="check the peer's role")
+            case message:
+                assert_never(message)
+
+    def _on_stray(self, route: bytes, frame: wire.Frame, now: float) -> None:
+        """A frame of no live session: an answer to a greeting, or of a session that is over for one side."""
         match frame.message:
             case m.Welcome() as welcome:
-                if session is None:
-                    self.handshake.on_welcome(route, frame, welcome, now)
+                self.handshake.on_welcome(route, frame, welcome, now)
             case m.HelloRefused() as refused:
                 self.handshake.on_hello_refused(route, frame, refused, now)
-            case m.NoSession() as answer if session is not None:
-                self.lose(session, PeerError("prefill does not know this session", remedy="it restarted"), now)
-                if answer.incarnation == session.id.writer:
-                    self.fenced(session, now)
-            case (m.NoSession() | m.Bye()) as answer if session is None:
+            case m.NoSession() | m.Bye() as answer:
                 stranded = self._stranded.get(frame.session)
                 if stranded is not None and stranded.route == route:
                     self._on_stranded(stranded, answer.incarnation if isinstance(answer, m.NoSession) else None, now)
                 self.farewells.on_answer(route, frame.session)
-            case _ if self.farewells.is_leaving(route, frame.session):
-                pass  # it has not heard our Bye yet
-            case _ if session is None:
+            case _ if not self.farewells.is_leaving(route, frame.session):  # else it has not heard our Bye yet
                 self.endpoint.send_loose(route, frame.session, m.NoSession(self.endpoint.incarnation))
-            case message:
-                self._on_message(session, message, now)
-
-    def _on_message(self, session: Session, message: m.AnyMessage, now: float) -> None:
-        match message:
-            case m.Reserve():
-                self.chunks.on_reserve(session, message, now)
-            case m.CloseOk():
-                self.chunks.on_close_ok(session, message, now)
-            case m.Opened():
-                self._on_opened(session, message, now)
-            case m.Heartbeat():
-                self.farewells.on_heartbeat(session, message, now)
-            case m.Tagged():
-                self.chunks.on_tagged(session, message, now)
-            case m.Asking():
-                self._on_asking(session, message)
-            case m.Returned():
-                self.lender.on_returned(session, message, now)
-            case m.CloseFailed():
-                self._on_close_failed(session, message, now)
-            case m.Drained():
-                self._on_drained(session, message, now)
-            case m.Bye():
-                self._on_bye(session, now)
-            case _:
-                raise PeerError(f"{type(message).__name__} sent to a decode node", remedy="check the peer's role")
 
     def _on_bye(self, session: Session, now: float) -> None:
         """A process says Bye after its last completion, so the session is quiet."""

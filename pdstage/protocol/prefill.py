@@ -34,10 +34,10 @@ PrefillEffect: TypeAlias = CoreEffect | ChunkEffect
 """What the prefill core asks of its driver."""
 
 
-Heard: TypeAlias = (
+_Confirms: TypeAlias = (
     m.Ask | m.Open | m.Lease | m.Refused | m.Watermark | m.Recall | m.Closed | m.Abort | m.Heartbeat | m.Bye
 )
-"""What a prefill node is told within a session."""
+"""The first of these under a session says that decode has heard Welcome."""
 
 
 class PrefillCore:
@@ -280,27 +280,16 @@ class PrefillCore:
 
     # What peers say.
 
-    def on_frame(self, route: bytes, session: Session | None, frame: wire.Frame, now: float) -> None:
+    def on_frame(self, route: bytes, session: Session | None, frame: wire.Frame, now: float) -> None:  # noqa: PLR0912  (a message each)
         message = frame.message
         if isinstance(message, m.Hello):
             self.handshake.on_hello(route, frame, message, now)
-        elif session is None:
-            # A process says NoSession only after the session's last completion: it is taken as proof of quiet.
-            if not isinstance(message, m.NoSession | m.Bye) and not self.chunks.in_flight(frame.session):
-                if frame.session.writer == self.endpoint.incarnation:
-                    self.handshake.never_again(frame.session)
-                proof = 0 if self.chunks.is_unsettled(frame.session) else self.endpoint.incarnation
-                self.endpoint.send_loose(route, frame.session, m.NoSession(proof))
-        elif isinstance(message, m.NoSession):
-            self.lose(session, PeerError("decode does not know this session", remedy="it restarted"), now)
-        elif isinstance(message, Heard):
-            if session.half_open:
-                self.handshake.confirm(session, now)
-            self._on_message(session, message, now)
-        else:
-            raise PeerError(f"{type(message).__name__} sent to a prefill node", remedy="check the peer's role")
-
-    def _on_message(self, session: Session, message: Heard, now: float) -> None:
+            return
+        if session is None:
+            self._on_stray(route, frame)
+            return
+        if session.half_open and isinstance(message, _Confirms):
+            self.handshake.confirm(session, now)
         match message:
             case m.Lease():
                 self.chunks.on_lease(session, message, now)
@@ -322,8 +311,24 @@ class PrefillCore:
                 self._on_abort(session, message, now)
             case m.Bye():
                 self._on_bye(session, now)
+            case m.NoSession():
+                self.lose(session, PeerError("decode does not know this session", remedy="it restarted"), now)
+            case (
+                m.Welcome() | m.HelloRefused() | m.Asking() | m.Opened() | m.Reserve() | m.Returned() | m.CloseOk()
+                | m.CloseFailed() | m.Drained() | m.Tagged()
+            ):  # fmt: skip
+                raise PeerError(f"{type(message).__name__} sent to a prefill node", remedy="check the peer's role")
             case _:
                 assert_never(message)
+
+    def _on_stray(self, route: bytes, frame: wire.Frame) -> None:
+        """A frame of no live session. NoSession, said only after the last completion, is taken as proof of quiet."""
+        if isinstance(frame.message, m.NoSession | m.Bye) or self.chunks.in_flight(frame.session):
+            return
+        if frame.session.writer == self.endpoint.incarnation:
+            self.handshake.never_again(frame.session)
+        proof = 0 if self.chunks.is_unsettled(frame.session) else self.endpoint.incarnation
+        self.endpoint.send_loose(route, frame.session, m.NoSession(proof))
 
     def _on_ask(self, session: Session, ask: m.Ask, now: float) -> None:
         """Answered at once and, if not `finished`, again at finish(); decode repeats it slowly for a lost answer."""

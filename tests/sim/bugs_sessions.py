@@ -123,18 +123,18 @@ MUTANTS = [
     Mutant(
         "NoSession is said while a write is in flight",
         "7 NoSession, I2",
-        "on_frame",
-        "            if not isinstance(message, m.NoSession | m.Bye) and not self.chunks.in_flight(frame.session):",
-        "            if not isinstance(message, m.NoSession | m.Bye):",
+        "_on_stray",
+        "        if isinstance(frame.message, m.NoSession | m.Bye) or self.chunks.in_flight(frame.session):",
+        "        if isinstance(frame.message, m.NoSession | m.Bye):",
         "tests/protocol/test_traces.py",
     ),
     Mutant(
         "NoSession is not said",
         "7 NoSession, I10",
-        "on_frame",
-        """                self.endpoint.send_loose(route, frame.session, m.NoSession(proof))
+        "_on_stray",
+        """        self.endpoint.send_loose(route, frame.session, m.NoSession(proof))
 """,
-        "                pass\n",
+        "        pass\n",
         "tests/protocol/test_session.py",
     ),
     Mutant(
