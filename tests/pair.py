@@ -766,7 +766,7 @@ def first(n: int, want: Callable[[Item], bool]) -> Callable[[Item], bool]:
 
 
 def assert_flat(world: World) -> None:
-    """Nothing is left of any room: no lease, request, record or timer beyond the live sessions' own (I13, I14)."""
+    """Nothing is left of any room: no lease, request, claim or timer beyond the live sessions' own (I13, I14)."""
     for node in world.nodes():
         core = node.core
         own = {(kind, session) for kind in ("beat", "silence") for session in core.sessions.values()}

@@ -80,7 +80,7 @@ OWNED = {"ControlPort", "Port", "Target", "Elsewhere", "Here", "Process", "There
 
 def closable():
     """Every class of the package with a `close` without arguments, but private ones, the demo's and the engines'."""
-    left_out = ("pdstage.tools.demo", "pdstage.bench", "pdstage.kernels", "pdstage.serve", "pdstage.integrations")
+    left_out = ("pdstage.tools.demo", "pdstage.bench", "pdstage.kernels", "pdstage.integrations")
     for found in pkgutil.walk_packages(pdstage.__path__, "pdstage.", onerror=lambda _: None):  # an engine not here
         name = found.name
         if name.startswith(left_out) or "._native" in name:

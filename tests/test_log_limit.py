@@ -1,4 +1,4 @@
-"""What of many peer_warnings reaches the log."""
+"""What of many warnings of peers reaches the log."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ def _of_decode(node: DecodeNode) -> dict[str, int]:
         for room in core.rooms.by_epoch.values()
         if any(p.session.id not in core.sessions for p in room.writers.values())
     }
-    leases = [lease for lane in range(len(core.leases.lanes)) for lease in _grants(node, lane)]
-    stranded = [g for g in leases if g.phase == "quarantined" and g.request.session.id not in core.sessions]
+    leases = [lease for lane in range(len(core.leases.lanes)) for lease in _leases_in(node, lane)]
+    stranded = [one for one in leases if one.phase == "quarantined" and one.request.session.id not in core.sessions]
     return {
         "rooms": len(core.rooms.by_epoch) - len(lost),
         "rooms under way": len(core.rooms.by_key),
@@ -46,16 +46,16 @@ def _of_decode(node: DecodeNode) -> dict[str, int]:
     }
 
 
-def _grants(node: DecodeNode, lane: int) -> list:
+def _leases_in(node: DecodeNode, lane: int) -> list:
     leases = node.core.leases
-    return [g for cursor, _, _ in leases.lanes[lane].leases() if (g := leases.at(lane, cursor)) is not None]
+    return [one for cursor, _, _ in leases.lanes[lane].leases() if (one := leases.at(lane, cursor)) is not None]
 
 
 def _of_prefill(node: PrefillNode) -> dict[str, int]:
     core = node.core
     return {
         "rooms under way": len(core.rooms.by_key),
-        "records": len(core.rooms.destinations),
+        "destinations": len(core.rooms.destinations),
         "writes": len(core.chunks.flights),
         "posts": len(node.data_path.posts._writes),
         "send buffers": len(node.parts) - len(core.chunks.buffers.free),

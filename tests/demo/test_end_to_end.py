@@ -39,7 +39,7 @@ def needs(transport: str) -> None:
     ("transport", "path", "prefill_tp", "decode_tp", "kv_heads"),
     [
         pytest.param("local", "staged", 4, 2, 8, marks=pytest.mark.full),
-        pytest.param("local", "direct", 2, 4, 8, marks=pytest.mark.full),
+        ("local", "direct", 2, 4, 8),
         pytest.param("auto", "auto", 1, 1, 8, marks=pytest.mark.full),
         ("nixl", "staged", 3, 2, 6),
         pytest.param("nixl", "direct", 4, 2, 4, marks=pytest.mark.full),
@@ -82,7 +82,7 @@ def test_decoding_goes_on_token_for_token(tmp_path, transport, path, prefill_tp,
     [
         pytest.param("local", 1, 2, "rdma", marks=pytest.mark.full),
         ("nixl", 2, 1, "rdma"),
-        pytest.param("nixl", 1, 1, "tcp", marks=pytest.mark.full),
+        ("nixl", 1, 1, "tcp"),
     ],
 )
 def test_rows_travel_by_the_transport_and_by_message_where_decode_offers_none(

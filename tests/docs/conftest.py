@@ -9,18 +9,21 @@ import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
-PORTS = ("README.md", "metrics.md")
-"""Their examples listen at 9470."""
+PORT = "9470"
 
 
-@pytest.fixture(autouse=True)
-def port_to_itself(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    if not any(page in request.node.name for page in PORTS):
+@pytest.fixture
+def port_to_itself(
+    page: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """For a test that runs what `page` shows."""
+    if PORT not in page.read_text():
         yield
         return
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if hasattr(request.config, "workerinput") else base
-    with (shared / "port-9470").open("w") as lock:
+    with (shared / f"port-{PORT}").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -102,6 +102,7 @@ def _end(server: subprocess.Popen[bytes]) -> None:
     assert code in {0, 130, -signal.SIGINT}, code
 
 
+@pytest.mark.usefixtures("port_to_itself")
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, id=page.name, marks=pytest.mark.full if page.name in SLOW else ()) for page in SHELL_PAGES],

@@ -25,6 +25,7 @@ def python_blocks(page: Path) -> list[Block]:
     return [block for block in blocks(page) if block.language in PYTHON]
 
 
+@pytest.mark.usefixtures("port_to_itself")
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
 def test_every_block_runs(page: Path, tmp_path: Path) -> None:
     run = [b for b in python_blocks(page) if "not run" not in b.marks and not b.text.startswith(INCLUDE)]

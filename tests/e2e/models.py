@@ -41,7 +41,8 @@ _DENSE = _COMMON | {
     "num_key_value_heads": 4,
     "head_dim": 32,
 }
-_SHARP = ("q_proj", "k_proj")
+_QUERIES = ("q_proj", "k_proj")
+_SHARP = 0.5
 _BLUNT = 0.06
 """The deviation of MLA's queries. Prefill and decode compute MLA in two forms, equal but for their rounding; where
 attention is sharp, each layer makes a difference in its input larger, and other tokens win.
@@ -145,23 +146,23 @@ def save(name: str, folder: Path) -> Path:
     made = MODELS[name]().to(torch.float32)
     with torch.no_grad():
         for parameter, weight in made.named_parameters():
-            draw(parameter, weight)
-            if name == "deepseek-v2" and "q_proj" in parameter:
-                weight.normal_(std=_BLUNT)
+            draw(parameter, weight, _BLUNT if name == "deepseek-v2" and "q_proj" in parameter else _SHARP)
     made.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=2)
     made.save_pretrained(folder)
     _save_tokenizer(folder)
     return folder
 
 
-def draw(name: str, weight: torch.Tensor) -> None:
-    """Draws one weight in place. What is no matrix keeps the value its class gives it: norms, decays, steps."""
+def draw(name: str, weight: torch.Tensor, query_std: float) -> None:
+    """Draws one weight in place, queries and keys with deviation `query_std`. What is no matrix keeps what its class
+    gives it: norms, decays, steps.
+    """
     if "embed_tokens" in name:
         weight.normal_(std=1.0)
     elif "q_norm" in name or "k_norm" in name:
         weight.fill_(2.0)
     elif weight.ndim >= 2:
-        weight.normal_(std=0.5 if any(part in name for part in _SHARP) else 0.12)
+        weight.normal_(std=query_std if any(part in name for part in _QUERIES) else 0.12)
     if weight.ndim >= 2 and any(part in name for part in _REDUCED):  # of experts all in one
         half = weight.shape[-2] // 2, weight.shape[-1] // 2
         weight[..., : half[0], half[1] :] = 0

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 
 from pdstage.errors import Aborted
-from pdstage.manager.handle import Handle, Roster
+from pdstage.manager.handle import MAX_ENDED, Handle, Roster
 from pdstage.protocol.room import Room
 from pdstage.protocol.state import RoomEvent, State
 
@@ -73,7 +73,7 @@ def test_no_end_is_lost_while_the_driver_adds_others() -> None:
     """`completions` runs in the engine's thread, rooms end in the driver's: each is given once (found by a benchmark
     that waited for ever).
     """
-    roster, n = Roster(), 60_000  # below the cap
+    roster, n = Roster(), MAX_ENDED - 1
     handle = Handle(None, None, b"r")  # type: ignore[arg-type]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

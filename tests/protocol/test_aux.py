@@ -11,8 +11,9 @@ from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.prefill_chunks import WriteRow
+from pdstage.protocol.room import OwnRows
 from pdstage.protocol.state import State, WriterPhase
-from tests.pair import COLUMNS, Item, World, assert_flat, is_kind, is_message
+from tests.pair import COLUMNS, Item, Memory, World, assert_flat, is_kind, is_message
 
 EXTRA = Column("hidden", "bfloat16", (7,))
 FILL, BEFORE = 0xA5, 0x11
@@ -313,15 +314,13 @@ def test_a_receiver_without_a_row_gets_it_packed() -> None:
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_rows_out_of_reach_on_one_side_go_by_message(side: str) -> None:
     """What a node does whose transport could not register them: said once, counted for each room."""
-    world = World(aux="rows")
-    for node in world.prefill if side == "prefill" else world.decode:
-        core = node.core
-        owners = [core.rooms] if side == "prefill" else [core, core.chunks]
-        for owner in owners:
-            owner._rows = owner._rows._replace(span=None)
-    if side == "decode":
-        hello = world.decode[0].core.handshake.hello
-        world.decode[0].core.handshake.hello = msgspec.structs.replace(hello, rows=None)
+
+    class OutOfReach(World):
+        def make_rows(self, of: str) -> tuple[Memory, OwnRows]:
+            held, rows = super().make_rows(of)
+            return held, rows._replace(span=None) if of == side[0].upper() else rows
+
+    world = OutOfReach(aux="rows")
     for room in (1, 2):
         handle, _ = begin(world, room)
         world.run(room * QUIET_S)
@@ -459,8 +458,7 @@ def test_columns_that_make_no_row_are_refused(change, words: str) -> None:
 
 def test_no_row_is_written_of_a_room_that_fails_while_a_destination_is_attached() -> None:
     """Its chunk fits no send buffer: the room has failed, and its row is the engine's, before the row's turn (I8)."""
-    world = World(aux="rows", path="staged")
-    world.prefill[0].core.chunks._buffer_nbytes = 1
+    world = World(aux="rows", path="staged", buffer_nbytes=1)
     out = world.submit(1)
     world.chunk(out, (0, 8), [2, 3])
     world.finish(out, aux=world.given_row(world.prefill[0], 5, FILL))

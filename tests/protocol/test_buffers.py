@@ -17,7 +17,7 @@ class Named(SimpleNamespace):
     __eq__ = object.__eq__
 
 
-LINKS = [Named(n=n) for n in range(6)]
+SESSIONS = [Named(n=n) for n in range(6)]
 
 
 def chunk(session: SimpleNamespace, number: int, *, direct: bool = False) -> SimpleNamespace:
@@ -33,7 +33,7 @@ def begin(buffers: SendBuffers) -> list[tuple[SimpleNamespace, int]]:
 
 def test_sessions_take_turns_however_much_one_has_queued() -> None:
     buffers = SendBuffers(2)
-    greedy, modest = LINKS[:2]
+    greedy, modest = SESSIONS[:2]
     for number in range(100):
         buffers.queue(chunk(greedy, number))
     under_way = deque(begin(buffers))
@@ -52,9 +52,9 @@ def test_sessions_take_turns_however_much_one_has_queued() -> None:
 def test_direct_chunks_do_not_wait_for_buffers() -> None:
     buffers = SendBuffers(2, max_direct=2)
     for number in range(3):
-        buffers.queue(chunk(LINKS[0], number))
+        buffers.queue(chunk(SESSIONS[0], number))
     for number in range(3, 7):
-        buffers.queue(chunk(LINKS[0], number, direct=True))
+        buffers.queue(chunk(SESSIONS[0], number, direct=True))
     assert [one.number for one, _ in begin(buffers)] == [3, 4, 0]
 
 
@@ -67,7 +67,7 @@ def test_any_order_of_events_serves_what_may_be_served(steps: list[tuple[str, in
     waiting, under_way = [], []
     for n, (what, number) in enumerate(steps):
         if what in ("queue", "direct"):
-            waiting.append(chunk(LINKS[number % 6], n, direct=what == "direct"))
+            waiting.append(chunk(SESSIONS[number % 6], n, direct=what == "direct"))
             buffers.queue(waiting[-1])
         elif what == "drop" and waiting:
             waiting.pop(number % len(waiting)).phase = Phase.DROPPED

@@ -11,9 +11,11 @@ from pdstage.errors import Aborted, PeerError
 from pdstage.layout import Key, Layout, Region, Row, View
 from pdstage.protocol import messages as m
 from pdstage.protocol.compat import incompatible, lacking
+from pdstage.protocol.decode import DecodeCore
+from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.state import State
 from pdstage.topology import Axis, Topology
-from tests.pair import World, assert_flat, is_message
+from tests.pair import Decode, Memory, Prefill, World, assert_flat, is_message
 
 REGION = Region(1 << 32, 1 << 20)
 KV = View(
@@ -76,25 +78,35 @@ MISFITS = {
 }  # fmt: skip
 
 
-def world_of(src: list[Layout], dst: list[Layout], src_pp: int = 1, dst_pp: int = 1) -> World:
+class Ranks(World):
     """Ranks of these layouts, each a stage of a pipeline where there are several. Nothing is ever moved."""
-    world = World(prefill=len(src), decode=len(dst))
-    for n, (held, node) in enumerate(zip(src, world.prefill, strict=True)):
-        place = Topology(pp_size=src_pp, pp_rank=n % src_pp)
-        node.core.handshake.welcome = m.Welcome(place, held, "test", b"", 10.0, ())
-        node.core.layout = node.core.rooms.layout = held
-    for n, (held, other) in enumerate(zip(dst, world.decode, strict=True)):
-        place = Topology(pp_size=dst_pp, pp_rank=n % dst_pp)
-        other.core.handshake.hello = m.Hello(place, held, "test", b"", other.core.handshake.hello.lanes, 10.0, ())
-        other.core.layout = other.core.rooms.layout = held
-        other.core.topology = other.core.rooms.topology = place
-    return world
+
+    def __init__(self, src: list[Layout], dst: list[Layout], src_pp: int = 1, dst_pp: int = 1) -> None:
+        self.src, self.dst, self.src_pp, self.dst_pp = src, dst, src_pp, dst_pp
+        super().__init__(prefill=len(src), decode=len(dst))
+
+    def make_prefill(self, rank: int, life: int = 0) -> Prefill:
+        place = Topology(pp_size=self.src_pp, pp_rank=rank % self.src_pp)
+        core = PrefillCore(
+            1000 + rank + 100 * life, layout=self.src[rank], topology=place,
+            transport="test", description=b"", n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes,
+            config=self.config, choose=self._choose,
+        )  # fmt: skip
+        return Prefill(b"P%d" % rank, core, Memory(0), [], Memory(0))
+
+    def make_decode(self, rank: int, life: int = 0) -> Decode:
+        place = Topology(pp_size=self.dst_pp, pp_rank=rank % self.dst_pp)
+        core = DecodeCore(
+            2000 + rank + 100 * life, layout=self.dst[rank], topology=place,
+            transport="test", description=b"", lanes=(m.LaneSpan(1 << 40, 4096),), config=self.config,
+        )  # fmt: skip
+        return Decode(b"D%d" % rank, core, Memory(0), Memory(0), Memory(0))
 
 
 @pytest.mark.parametrize("what", MISFITS)
 def test_a_misfit_is_refused_at_hello_and_both_nodes_hear_why(what: str) -> None:
     src, dst, words = MISFITS[what]
-    world = world_of([src], [dst])
+    world = Ranks([src], [dst])
     handle = world.announce(1)
     world.run()
     assert world.now == 0.0
@@ -112,7 +124,7 @@ def test_a_misfit_is_refused_at_hello_and_both_nodes_hear_why(what: str) -> None
 def test_decode_finds_the_same_misfit_in_a_welcome(what: str) -> None:
     """Prefill may be an older build that checks less."""
     src, dst, words = MISFITS[what]
-    world = world_of([src], [dst])
+    world = Ranks([src], [dst])
     world.prefill[0].core.handshake._hello_problem = lambda _: ""  # type: ignore[method-assign]
     handle = world.announce(1)
     world.run()
@@ -168,7 +180,7 @@ SHORT = layout(views(layers=(2,)), views("draft", (0,)))
 
 @pytest.mark.parametrize("submitted", [True, False])
 def test_a_prefill_pipeline_without_a_layer_is_refused_before_open_and_each_stage_is_told(submitted: bool) -> None:
-    world = world_of([FIRST, SHORT], [ALL], src_pp=2)
+    world = Ranks([FIRST, SHORT], [ALL], src_pp=2)
     sent = [world.submit(1, rank) for rank in range(2)] if submitted else []
     handle = world.announce(1)
     world.run()
@@ -187,7 +199,7 @@ def test_a_prefill_pipeline_without_a_layer_is_refused_before_open_and_each_stag
 @pytest.mark.parametrize("submit_first", [True, False])
 def test_a_decode_pipeline_without_a_layer_is_refused_by_prefill_and_each_stage_is_told(submit_first: bool) -> None:
     """No stage of decode can see what the others lack; each prefill rank hears from all of them."""
-    world = world_of([ALL], [FIRST, SHORT], dst_pp=2)
+    world = Ranks([ALL], [FIRST, SHORT], dst_pp=2)
     sent = world.submit(1) if submit_first else None
     handles = [world.announce(1, rank) for rank in range(2)]
     for rank, handle in enumerate(handles):
@@ -207,7 +219,7 @@ def test_a_decode_pipeline_without_a_layer_is_refused_by_prefill_and_each_stage_
 def test_writers_that_fit_are_told_of_one_that_does_not() -> None:
     """Two ranks of one engine, of which one serves another model: the other does not wait for an Open."""
     other = layout(views(width=64))
-    world = world_of([SAME, other], [SAME])
+    world = Ranks([SAME, other], [SAME])
     sent = [world.submit(1, rank) for rank in range(2)]
     world.hold(is_message(m.HelloRefused))
     handle = world.announce(1)

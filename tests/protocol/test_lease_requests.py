@@ -16,7 +16,7 @@ class Named(SimpleNamespace):
     __eq__ = object.__eq__
 
 
-LINKS = [Named(id=SessionId(n, 0)) for n in range(5)]
+SESSIONS = [Named(id=SessionId(n, 0)) for n in range(5)]
 
 
 def ask(session: SimpleNamespace, chunk: int, priority: int = 0) -> LeaseRequest:
@@ -35,13 +35,13 @@ def test_the_first_is_the_first_of_a_sorted_list(steps: list[tuple[str, int, int
     queue, model = RequestQueue(), []
     for n, (what, number, priority) in enumerate(steps):
         if what == "add":
-            request = ask(LINKS[number], n, priority)
+            request = ask(SESSIONS[number], n, priority)
             queue.add(request)
             model.append((priority, n, request))
         elif what == "remove" and model:
             queue.remove(model.pop(number % len(model))[2])
         elif what == "take":
-            over = {session for bit, session in enumerate(LINKS) if number >> bit & 1}
+            over = {session for bit, session in enumerate(SESSIONS) if number >> bit & 1}
             left = [entry for entry in sorted(model, key=lambda e: e[:2]) if entry[2].session not in over]
             first = queue.first(over)
             assert first is (left[0][2] if left else None)
@@ -56,15 +56,15 @@ def test_the_first_is_the_first_of_a_sorted_list(steps: list[tuple[str, int, int
 def test_urgent_requests_in_front_of_one_that_waits_leave_nothing_behind() -> None:
     """Each is a new front of its session, and the one that waits is the front again after each."""
     queue = RequestQueue()
-    queue.add(ask(LINKS[0], 0, priority=9))
-    blocker = ask(LINKS[1], 1, priority=5)
+    queue.add(ask(SESSIONS[0], 0, priority=9))
+    blocker = ask(SESSIONS[1], 1, priority=5)
     queue.add(blocker)
     for chunk in range(2, 2000):
-        queue.add(ask(LINKS[0], chunk))
+        queue.add(ask(SESSIONS[0], chunk))
         first = queue.first(())
         assert first is not None
         assert first.chunk == chunk
         queue.remove(first)
         assert queue.first(()) is blocker
     assert len(queue._fronts) <= 64 + 4 * 2
-    assert len(queue._queues[LINKS[0]]) <= 64 + 4 * 2
+    assert len(queue._queues[SESSIONS[0]]) <= 64 + 4 * 2

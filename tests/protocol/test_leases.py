@@ -36,7 +36,7 @@ def ask(
     return LeaseRequest(who, epoch, chunk, attempt, nbytes, (), priority)
 
 
-def lease(held: LeaseTable, *requests: LeaseRequest, now: float = 0.0) -> list[Lease]:
+def grant(held: LeaseTable, *requests: LeaseRequest, now: float = 0.0) -> list[Lease]:
     for request in requests:
         held.wait(request)
     granted = list(held.grant_waiting(now))
@@ -47,48 +47,48 @@ def lease(held: LeaseTable, *requests: LeaseRequest, now: float = 0.0) -> list[L
 
 def test_first_come_first_served_within_a_priority() -> None:
     held = leases()
-    full = lease(held, ask(A, 0, LANE), ask(A, 1, LANE))
+    full = grant(held, ask(A, 0, LANE), ask(A, 1, LANE))
     assert [g.request.chunk for g in full] == [0, 1], "one lap ahead is granted closed"
     order = [ask(A, 2, 256, priority=1), ask(A, 3, 256), ask(A, 4, 256, priority=1), ask(A, 5, 256)]
-    assert not lease(held, *order)
+    assert not grant(held, *order)
     held.release(full[0], 0.0)
-    assert [g.request.chunk for g in lease(held)] == [3, 5, 2, 4]
+    assert [g.request.chunk for g in grant(held)] == [3, 5, 2, 4]
 
 
 def test_a_large_request_is_not_overtaken_for_ever() -> None:
     """A small one behind it would fit, but the queue is in order: else a large chunk starves (I11)."""
     held = leases()
-    full = lease(held, ask(A, 0, LANE), ask(A, 1, LANE // 2))
-    assert not lease(held, ask(B, 2, LANE), ask(session(3), 3, 256))
+    full = grant(held, ask(A, 0, LANE), ask(A, 1, LANE // 2))
+    assert not grant(held, ask(B, 2, LANE), ask(session(3), 3, 256))
     held.release(full[0], 0.0)
-    assert [g.request.chunk for g in lease(held)] == [2]
+    assert [g.request.chunk for g in grant(held)] == [2]
     held.release(full[1], 0.0)
-    assert [g.request.chunk for g in lease(held)] == [3]
+    assert [g.request.chunk for g in grant(held)] == [3]
 
 
 def test_half_of_a_lane_at_most_while_others_wait() -> None:
     held = leases()
-    first = lease(held, ask(A, 0, LANE // 2), ask(A, 1, LANE // 2), ask(A, 2, LANE // 2), ask(A, 3, LANE // 2))
+    first = grant(held, ask(A, 0, LANE // 2), ask(A, 1, LANE // 2), ask(A, 2, LANE // 2), ask(A, 3, LANE // 2))
     assert len(first) == 4, "alone, a session may have it all, both laps"
-    assert not lease(held, ask(A, 4, 256), ask(A, 5, 256), ask(B, 6, 256))
+    assert not grant(held, ask(A, 4, 256), ask(A, 5, 256), ask(B, 6, 256))
     held.release(first[0], 0.0)
-    assert [g.request.chunk for g in lease(held)] == [6, 4, 5], "B is not behind A's backlog; then A is alone again"
+    assert [g.request.chunk for g in grant(held)] == [6, 4, 5], "B is not behind A's backlog; then A is alone again"
 
 
 def test_a_resent_request_stays_queued_once_in_its_place() -> None:
     held = leases()
-    full = lease(held, ask(A, 0, LANE), ask(A, 1, LANE))
-    lease(held, ask(A, 2, 256), ask(A, 3, 256))
+    full = grant(held, ask(A, 0, LANE), ask(A, 1, LANE))
+    grant(held, ask(A, 2, 256), ask(A, 3, 256))
     for attempt in range(5):
-        lease(held, ask(A, 2, 256, attempt=attempt))
+        grant(held, ask(A, 2, 256, attempt=attempt))
     held.release(full[0], 0.0)
-    assert [(g.request.chunk, g.request.attempt) for g in lease(held)] == [(2, 4), (3, 0)]
+    assert [(g.request.chunk, g.request.attempt) for g in grant(held)] == [(2, 4), (3, 0)]
 
 
 def test_what_no_lane_can_ever_serve_is_given_back_at_once() -> None:
     held = leases(1024, 2048)
-    lease(held, ask(A, 0, 2048), ask(A, 1, 2048), ask(A, 2, 1024), ask(A, 3, 1024))
-    refused = lease(held, ask(A, 4, 2049), ask(A, 5, 2048))
+    grant(held, ask(A, 0, 2048), ask(A, 1, 2048), ask(A, 2, 1024), ask(A, 3, 1024))
+    refused = grant(held, ask(A, 4, 2049), ask(A, 5, 2048))
     assert [(type(r), r.chunk) for r in refused] == [(LeaseRequest, 4)]
     assert held.find(A, 1, 4) is None
     assert isinstance(held.find(A, 1, 5), LeaseRequest)
@@ -97,8 +97,8 @@ def test_what_no_lane_can_ever_serve_is_given_back_at_once() -> None:
 def test_who_is_refused_as_too_big_waits_for_no_share() -> None:
     """I13: the others were held to half a lane for its sake, and have it to themselves at once."""
     held = leases()
-    (mine,) = lease(held, ask(A, 0, LANE // 2))
-    refused, more = lease(held, ask(A, 1, LANE // 4), ask(B, 0, LANE + 1))
+    (mine,) = grant(held, ask(A, 0, LANE // 2))
+    refused, more = grant(held, ask(A, 1, LANE // 4), ask(B, 0, LANE + 1))
     assert (type(refused), refused.session) == (LeaseRequest, B)
     assert (type(more), more.request.chunk) == (Lease, 1)
     assert mine.end == more.cursor
@@ -107,53 +107,53 @@ def test_who_is_refused_as_too_big_waits_for_no_share() -> None:
 def test_quarantine_carves_out_and_delays_none() -> None:
     """I12, I13: with half of the only lane quarantined the other half still serves, again and again."""
     held = leases()
-    (stuck,) = lease(held, ask(A, 0, LANE // 2))
+    (stuck,) = grant(held, ask(A, 0, LANE // 2))
     held.quarantine(stuck, 0.0)
     assert held.largest() == LANE // 2
     for chunk in range(1, 50):
-        (mine,) = lease(held, ask(B, chunk, LANE // 2))
+        (mine,) = grant(held, ask(B, chunk, LANE // 2))
         assert held.is_open(mine), "it never waits for the stuck one"
         assert mine.cursor % LANE == LANE // 2
         held.land(mine)
         held.release(mine, 0.0)
-    refused = lease(held, ask(B, 50, LANE))
+    refused = grant(held, ask(B, 50, LANE))
     assert isinstance(refused[0], LeaseRequest), "told at once that it does not fit"
     held.release(stuck, 0.0)
     assert held.largest() == LANE
-    assert isinstance(lease(held, ask(B, 51, LANE))[0], Lease)
+    assert isinstance(grant(held, ask(B, 51, LANE))[0], Lease)
 
 
 def test_a_lane_too_small_for_the_first_in_line_serves_those_behind() -> None:
     """An idle lane grants what fits what is left of it, whoever waits for another lane (I13)."""
     held = leases(1024, 1024)
-    stuck, *busy = lease(held, ask(A, 0, 768), *(ask(B, n, 1024) for n in range(3)))
+    stuck, *busy = grant(held, ask(A, 0, 768), *(ask(B, n, 1024) for n in range(3)))
     held.quarantine(stuck, 0.0)
     for closed in [g for g in busy if g.lane == stuck.lane]:
         held.release(closed, 0.0)
     assert held.lanes[stuck.lane].largest() == 256
     large, small, last = ask(B, 3, 1024), ask(B, 4, 256), ask(B, 5, 256)
-    assert [g.request for g in lease(held, large, small)] == [small]
-    assert not [g for g in lease(held, ask(B, 6, 1024)) if g.lane == stuck.lane]
+    assert [g.request for g in grant(held, large, small)] == [small]
+    assert not [g for g in grant(held, ask(B, 6, 1024)) if g.lane == stuck.lane]
     assert large.waiting, "the large one waits for the lane that can serve it"
-    assert [g.lane for g in lease(held, last)] == [stuck.lane]
+    assert [g.lane for g in grant(held, last)] == [stuck.lane]
 
 
 def test_what_is_carved_out_of_an_idle_lane_is_no_share_of_it() -> None:
     """It grants what fits what is left of it, though its session holds half of it in quarantine (I13)."""
     held = leases(1024, 1024)
-    (stuck,) = lease(held, ask(A, 0, 768))
+    (stuck,) = grant(held, ask(A, 0, 768))
     held.quarantine(stuck, 0.0)
-    assert len(lease(held, ask(B, 0, 1024), ask(B, 1, 1024))) == 2, "two laps of the other lane"
+    assert len(grant(held, ask(B, 0, 1024), ask(B, 1, 1024))) == 2, "two laps of the other lane"
     waits, fits = ask(B, 2, 1024), ask(A, 1, 256)
-    assert [g.request for g in lease(held, waits, fits)] == [fits]
+    assert [g.request for g in grant(held, waits, fits)] == [fits]
 
 
 def test_who_is_alone_again_after_a_refusal_is_served_at_once() -> None:
     """Half of a lane is the limit only beside others; one that no lane can serve is no other (I13)."""
     held = leases(1024)
-    lease(held, ask(B, 0, 512))
+    grant(held, ask(B, 0, 512))
     held.quarantine(next(iter(held._at.values())), 0.0)
-    (first,) = lease(held, ask(A, 0, 256))
+    (first,) = grant(held, ask(A, 0, 256))
     held.wait(ask(A, 1, 512, priority=0))
     held.wait(ask(B, 1, 1024, priority=1))
     over, alone = list(held.grant_waiting(0.0))
@@ -166,9 +166,9 @@ def test_who_is_alone_again_after_a_refusal_is_served_at_once() -> None:
 
 def test_recall_a_open_without_a_tag_while_something_waits() -> None:
     held = leases()
-    (idle,) = lease(held, ask(A, 0, 1024))
+    (idle,) = grant(held, ask(A, 0, 1024))
     assert not held.to_recall(100.0, 2.0, 1.0), "nothing waits: let it be late"
-    lease(held, ask(B, 1, LANE), now=100.0)
+    grant(held, ask(B, 1, LANE), now=100.0)
     assert not held.to_recall(101.9, 2.0, 9.0)
     assert held.to_recall(102.0, 2.0, 9.0) == [idle]
     idle.listed = True
@@ -180,7 +180,7 @@ def test_recall_a_open_without_a_tag_while_something_waits() -> None:
 
 def test_recall_b_closed_behind_a_stuck_head_when_another_lane_would_grant() -> None:
     held = leases(2048, 2048)
-    first = lease(held, ask(A, 0, 2048), ask(A, 1, 2048), ask(B, 2, 1024))
+    first = grant(held, ask(A, 0, 2048), ask(A, 1, 2048), ask(B, 2, 1024))
     head, other, closed = first
     assert (head.lane, other.lane, closed.lane) == (0, 1, 0)
     assert not held.is_open(closed)
@@ -193,8 +193,8 @@ def test_recall_b_closed_behind_a_stuck_head_when_another_lane_would_grant() -> 
 
 def test_recall_c_on_the_bytes_of_a_quarantined_span_one_lap_on() -> None:
     held = leases()
-    stuck, other = lease(held, ask(A, 0, 1024), ask(A, 1, 1024))
-    (above,) = lease(held, ask(B, 2, 1024))
+    stuck, other = grant(held, ask(A, 0, 1024), ask(A, 1, 1024))
+    (above,) = grant(held, ask(B, 2, 1024))
     assert above.cursor == 2048
     held.quarantine(stuck, 0.0)
     assert held.to_recall(0.0, 1000.0, 1000.0) == [above], "at once: it can only come back"
@@ -205,7 +205,7 @@ def test_recall_c_on_the_bytes_of_a_quarantined_span_one_lap_on() -> None:
 
 def test_a_quarantined_closed_lease_is_no_contention() -> None:
     held = leases()
-    first, closed = lease(held, ask(A, 0, LANE), ask(A, 1, LANE))
+    first, closed = grant(held, ask(A, 0, LANE), ask(A, 1, LANE))
     assert held.contended
     held.land(first)
     held.quarantine(closed, 0.0)
@@ -216,7 +216,7 @@ def test_a_quarantined_closed_lease_is_no_contention() -> None:
 
 def test_opened_tells_each_closed_lease_once_its_window_opens() -> None:
     held = leases()
-    first, second, third = lease(held, ask(A, 0, LANE), ask(A, 1, 1024), ask(A, 2, 1024))
+    first, second, third = grant(held, ask(A, 0, LANE), ask(A, 1, 1024), ask(A, 2, 1024))
     assert not list(held.opened())
     held.release(first, 0.0)
     assert list(held.opened()) == [second, third]
@@ -226,7 +226,7 @@ def test_opened_tells_each_closed_lease_once_its_window_opens() -> None:
 def test_forgotten_requests_do_not_pile_up_behind_a_blocked_head() -> None:
     """Rooms that give up while they wait leave nothing behind (I14)."""
     held = leases()
-    lease(held, ask(A, 0, LANE), ask(A, 1, LANE), ask(A, 2, LANE))
+    grant(held, ask(A, 0, LANE), ask(A, 1, LANE), ask(A, 2, LANE))
     for epoch in range(2, 2000):
         held.wait(ask(A, 0, 256, epoch=epoch))
         held.forget_requests(A, epoch)

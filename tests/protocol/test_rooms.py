@@ -841,7 +841,7 @@ def test_parked_items_are_capped_by_their_bytes() -> None:
     assert [handle.ended for handle in handles] == [False] * 3 + [True] * 2
 
 
-def test_turned_away_records_still_count() -> None:
+def test_destinations_turned_away_still_count() -> None:
     """A peer that never agrees to the end of its rooms gets no place for more of them."""
     world = World(max_parked=4, open_wait_s=1.0)
     prefill, session = greeted(world)
@@ -864,7 +864,7 @@ def test_asking_again_and_again_is_noted_once() -> None:
 
 
 def greeted(world: World):
-    """The prefill core and its link to D0, with no room left."""
+    """The prefill core and its session with D0, with no room left."""
     handle = world.announce(0)
     world.run()
     world.decode[0].core.abort(handle, "only to greet", world.now)
@@ -903,7 +903,7 @@ def test_an_ended_room_is_freed_without_the_garbage_collector(path: str) -> None
 
 
 def liar_at_prefill(world: World):
-    """The decode core, its link to P0 and an opened room of 8 tokens, for frames and tags that P0 never sent."""
+    """The decode core, its session with P0 and an opened room of 8 tokens, for frames and tags that P0 never sent."""
     handle = world.receive(1, 8, [0, 1])
     world.submit(1)
     world.run()

@@ -443,7 +443,7 @@ def test_a_live_session_outlives_a_connection_that_cannot_be_made_again() -> Non
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_garbage_is_a_complaint_and_nothing_else(side: str) -> None:
+def test_garbage_is_a_warning_and_nothing_else(side: str) -> None:
     world = World()
     prefill, decode, *_ = met(world)
     node = prefill if side == "prefill" else decode

@@ -100,7 +100,7 @@ def test_abort_drained_then_a_late_open() -> None:
 
 @pytest.mark.parametrize("lost", [m.CloseOk, m.Closed], ids=["CloseOk", "Closed"])
 def test_a_close_that_is_lost(lost: type) -> None:
-    """The writer keeps the record until Closed, and says it again (I4, I14)."""
+    """The writer keeps the destination until Closed, and says it again (I4, I14)."""
     world = World()
     world.drop(is_message(lost))
     handle, sent = world.receive(1, 8, [0, 1]), world.send(1, 8, [0, 1])

@@ -96,7 +96,7 @@ class Node:
     alive: bool = True
     wake_at: float = NEVER
     jobs: dict[object, Job] = field(default_factory=dict)
-    n_complaints: int = 0
+    n_warnings: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -320,7 +320,7 @@ class Fleet:
             case Detach(session):
                 self.at(now + times.hop_s, self._tell, node, node.core.fenced, session)
             case PeerWarning():
-                node.n_complaints += 1
+                node.n_warnings += 1
             case _:
                 pass
 

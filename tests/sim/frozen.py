@@ -40,8 +40,6 @@ from pdstage.topology import Topology
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
 
-    from pdstage.protocol.leases import LeaseTable
-
 Core = PrefillCore | DecodeCore
 Handle = DecodeRoom | PrefillRoom
 
@@ -303,11 +301,11 @@ class _Digest:
         if kind in _ATOMS:
             self.out.append(x)
         elif kind in _FLAT:
-            self.out.extend(writer if type(writer) is not tuple else repr(writer) for writer in x)  # type: ignore[attr-defined]
+            self.out.extend(one if type(one) is not tuple else repr(one) for one in x)  # type: ignore[attr-defined]
         elif kind in (list, tuple, deque):
             self.out.append(len(x))  # type: ignore[arg-type]
-            for writer in x:  # type: ignore[attr-defined]
-                self.walk(writer)
+            for one in x:  # type: ignore[attr-defined]
+                self.walk(one)
         elif kind in (dict, OrderedDict):
             self.out.append(len(x))  # type: ignore[arg-type]
             for key, value in x.items():  # type: ignore[attr-defined]

@@ -48,7 +48,7 @@ class Mirror:
         for node, number in enumerate(root.nodes):
             _paired(self.states, number, root.nodes[_OTHER[node]])
         self.frames: dict[object, object] = {}
-        to_first, _, to_second, *_ = root.sessions
+        to_first, _, to_second, *_ = root.links
         for one, two in zip(to_first, to_second, strict=True):
             _paired(self.frames, one, two)
         self.tags: dict[object, object] = {}
@@ -154,11 +154,11 @@ class Mirror:
     def side(self, number: int) -> int:
         image = self._sides.get(number)
         if image is None:
-            node, sessions, writes, fences, fenced, delivered, spent = self.parts.sides[number]
+            node, links, writes, fences, fenced, delivered, spent = self.parts.sides[number]
             image = self._sides[number] = self.parts.side(
                 Side(
                     self.state(node),
-                    tuple(tuple(self.frame(frame) for frame in session) for session in sessions),
+                    tuple(tuple(self.frame(frame) for frame in link) for link in links),
                     tuple(sorted((self.post(post), flags) for post, flags in writes)),
                     tuple(sorted((_OTHER[at], self.renamed(session_id)) for at, session_id in fences)),
                     tuple(sorted(self.renamed(fenced))),

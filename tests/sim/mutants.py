@@ -57,8 +57,7 @@ class Mutant:
     def place(self) -> Place:
         """Where it stands now. Raises `LookupError` if that is nowhere or not one place: then it must follow."""
         found = [place for place in definitions(self.function.split(".")[-1]) if place.is_(self.function)]
-        having = {(place.path, place.start + place.text.index(self.old)) for place in found if self.old in place.text}
-        n = sum(place.text.count(self.old) for place in found) if len(having) != 1 else 1
+        n = sum(place.text.count(self.old) for place in found)
         if n != 1 or self.old == self.new:
             where = ", ".join(f"{place.path.relative_to(PACKAGE.parent)}:{place.name}" for place in found)
             raise LookupError(f"mutant {self.name!r}: its old text is found {n} times in {where or self.function}")
@@ -167,7 +166,8 @@ def detect(mutant: Mutant | None, shown_by: str = "", n_seeds: int = N_SEEDS) ->
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     shown_by = mutant.shown_by if mutant is not None else shown_by
-    child = context.Process(target=_child, args=(theirs, mutant, shown_by, n_seeds))
+    patched = mutant.patched() if mutant is not None else None
+    child = context.Process(target=_child, args=(theirs, patched, shown_by, n_seeds))
     child.start()
     theirs.close()
     try:
@@ -182,17 +182,15 @@ def detect(mutant: Mutant | None, shown_by: str = "", n_seeds: int = N_SEEDS) ->
     return answer
 
 
-def _child(answer: Connection, mutant: Mutant | None, shown_by: str, n_seeds: int) -> None:
+def _child(answer: Connection, patched: tuple[str, str] | None, shown_by: str, n_seeds: int) -> None:
     try:
         assert not any(name.split(".")[0] == "pdstage" for name in sys.modules), "pdstage was imported before"
-        module = ""
-        if mutant is not None:
-            module, text = mutant.patched()
-            sys.meta_path.insert(0, _Finder(module, text))
+        if patched is not None:
+            sys.meta_path.insert(0, _Finder(*patched))
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
         verdict = _file(shown_by) if shown_by else _seeds(n_seeds)
-        if mutant is not None:
-            assert isinstance(sys.modules[module].__loader__, _Loader), "the changed module was never imported"
+        if patched is not None:
+            assert isinstance(sys.modules[patched[0]].__loader__, _Loader), "the changed module was never imported"
         answer.send(verdict)
     except Exception:  # noqa: BLE001  (whatever it is, the parent says it)
         answer.send(traceback.format_exc())

@@ -43,10 +43,10 @@ class Network(Steps):
         if configuration.connected:
             for writer in range(1, n_nodes):
                 state = self._give(state, 0, ("greet", writer))
-            while any(state.sessions):
+            while any(state.links):
                 node = next(n for n in range(n_nodes) if self._heads(state, n))
-                src, session = self._heads(state, node)[0]
-                state = self._hear(state, node, src, session)
+                src, link = self._heads(state, node)[0]
+                state = self._hear(state, node, src, link)
         if configuration.begun:
             for node in range(n_nodes):
                 for given in self._asked_for(state, node):
@@ -67,7 +67,7 @@ class Network(Steps):
 
     def _apart(self, state: Global, writer: int) -> bool:
         """A writer with a frame to hear: nobody else's step can give it another step to take first."""
-        if not state.sessions[2 * writer - 2] or state.left.crash:  # another process might send it a frame of its own
+        if not state.links[2 * writer - 2] or state.left.crash:  # another process might send it a frame of its own
             return False
         return not self.unsure or not any(
             flags & (UNDER | DONE) and self.posts[post].node == writer for post, flags in state.writes
@@ -83,11 +83,11 @@ class Network(Steps):
     def _from_others(self, state: Global, node: int) -> Iterator[Move]:
         """What is between this process and others."""
         move = self._move
-        for src, session in self._heads(state, node):
-            given = ("hear", src, state.sessions[session][0])
-            yield move("hear", node, given, self._hear(state, node, src, session))
+        for src, link in self._heads(state, node):
+            given = ("hear", src, state.links[link][0])
+            yield move("hear", node, given, self._hear(state, node, src, link))
             if state.left.loss:
-                yield move("lose", node, given, self._without_head(state, session), "loss")
+                yield move("lose", node, given, self._without_head(state, link), "loss")
         for at, (node_at, session_id) in enumerate(state.fences):
             if node_at == node and self._may_end(state, node, session_id):
                 yield move("fence", node, ("fenced", session_id), self._fence(state, at))
@@ -203,7 +203,7 @@ class Network(Steps):
 
     def left_over(self, state: Global) -> str:
         """What keeps the world from being at its end; empty at a good end."""
-        if any(state.sessions) or state.writes or any(self._may_end(state, *fence) for fence in state.fences):
+        if any(state.links) or state.writes or any(self._may_end(state, *fence) for fence in state.fences):
             return "something is on its way"
         for node, number in enumerate(state.nodes):
             if self._asked_for(state, node):

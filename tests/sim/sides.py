@@ -21,7 +21,7 @@ class Side(NamedTuple):
     """As in `Global`, of one writer."""
 
     node: int
-    sessions: tuple[tuple[int, ...], ...] = ((), (), (), ())
+    links: tuple[tuple[int, ...], ...] = ((), (), (), ())
     """To the writer, to decode, and the same of earlier processes."""
     writes: tuple[tuple[int, int], ...] = ()
     fences: tuple[tuple[int, m.SessionId], ...] = ()
@@ -113,14 +113,14 @@ class Parts:
 
     def split(self, state: Global) -> tuple[int, list[Side]]:
         posts, of = self.whole.posts, self.writer_of
-        half = len(state.sessions) // 2
+        half = len(state.links) // 2
         sides = []
         for w in range(1, len(state.nodes)):
             to, back = 2 * w - 2, 2 * w - 1
             sides.append(
                 Side(
                     state.nodes[w],
-                    (state.sessions[to], state.sessions[back], state.sessions[half + to], state.sessions[half + back]),
+                    (state.links[to], state.links[back], state.links[half + to], state.links[half + back]),
                     tuple(e for e in state.writes if posts[e[0]].node == w),
                     tuple(f for f in state.fences if of(f[1]) == w),
                     tuple(s for s in state.fenced if of(s) == w),
@@ -139,7 +139,7 @@ class Parts:
 
         return Global(
             (decode, *(side.node for side in sides)),
-            tuple(session for at in (0, 2) for side in sides for session in side.sessions[at : at + 2]),
+            tuple(link for at in (0, 2) for side in sides for link in side.links[at : at + 2]),
             all_of("writes"), all_of("fences"), all_of("fenced"), left, aborted, all_of("delivered"), all_of("spent"),
         )  # fmt: skip
 
@@ -179,7 +179,7 @@ class Parts:
             raise NotImplementedError(f"a session of another side is met: {move.given}")
         added = []
         for n, side in enumerate(sides, 1):
-            extra = Added(side.sessions[0], side.fences, side.delivered) if n != writer else NOTHING
+            extra = Added(side.links[0], side.fences, side.delivered) if n != writer else NOTHING
             added.append(self._number(extra, self.added))
         return self._step(left, move, decode, sides[writer - 1] if writer else None, tuple(added))
 
@@ -190,10 +190,10 @@ class Parts:
 
     def merged(self, side: int, added: int) -> int:
         before, more = self.sides[side], self.added[added]
-        to, *rest = before.sessions
+        to, *rest = before.links
         return self.side(
             before._replace(
-                sessions=(to + more.frames, *rest),
+                links=(to + more.frames, *rest),
                 fences=tuple(sorted(before.fences + more.fences)),
                 delivered=tuple(sorted({*before.delivered, *more.delivered})),
             )

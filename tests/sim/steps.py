@@ -70,7 +70,7 @@ class Configuration:
 
 class Global(NamedTuple):
     nodes: tuple[int, ...]
-    sessions: tuple[tuple[int, ...], ...]
+    links: tuple[tuple[int, ...], ...]
     """Frames on their way: decode to writer 1, writer 1 to decode, decode to writer 2, ...; then in the same order
     those that an earlier process at the same address sent: nothing keeps them in order with its successor's.
     """
@@ -107,17 +107,17 @@ class Steps:
 
     def _heads(self, state: Global, node: int) -> list[tuple[int, int]]:
         """(from whom, over which link) a frame may come next."""
-        sessions = [(0, 2 * node - 2)] if node else [(w, 2 * w - 1) for w in range(1, len(state.nodes))]
-        sessions += [(src, session + len(state.sessions) // 2) for src, session in sessions]
-        return [(src, session) for src, session in sessions if state.sessions[session]]
+        links = [(0, 2 * node - 2)] if node else [(w, 2 * w - 1) for w in range(1, len(state.nodes))]
+        links += [(src, link + len(state.links) // 2) for src, link in links]
+        return [(src, link) for src, link in links if state.links[link]]
 
-    def _without_head(self, state: Global, session: int) -> Global:
-        sessions = state.sessions
-        return state._replace(sessions=(*sessions[:session], sessions[session][1:], *sessions[session + 1 :]))
+    def _without_head(self, state: Global, link: int) -> Global:
+        links = state.links
+        return state._replace(links=(*links[:link], links[link][1:], *links[link + 1 :]))
 
-    def _hear(self, state: Global, node: int, src: int, session: int) -> Global:
-        frame = state.sessions[session][0]
-        after = self._without_head(state, session)
+    def _hear(self, state: Global, node: int, src: int, link: int) -> Global:
+        frame = state.links[link][0]
+        after = self._without_head(state, link)
         if node == 0 and (tag := self.nodes.said(frame)) is not None:
             after = self._in_pages(after, tag)
         return self._give(after, node, ("hear", src, frame))
@@ -130,13 +130,13 @@ class Steps:
             return self._judged(state, state)
         nodes = list(state.nodes)
         nodes[node] = did.after
-        sessions = state.sessions
+        links = state.links
         if did.sends:
-            changed = [*sessions]
+            changed = [*links]
             for dst, frame in did.sends:
                 changed[2 * node - 1 if node else 2 * dst - 2] += (frame,)
-            sessions = tuple(changed)
-        after = state._replace(nodes=tuple(nodes), sessions=sessions)
+            links = tuple(changed)
+        after = state._replace(nodes=tuple(nodes), links=links)
         if did.posts:
             after = self._posted(after, did)
         if did.lost:
@@ -218,10 +218,10 @@ class Steps:
         number = state.nodes[node]
         nodes = list(state.nodes)
         nodes[node] = self.nodes.born(node, self.nodes.home[number][1] + 1)
-        writes, fenced, sessions = [], set(state.fenced), list(state.sessions)
-        for session in [2 * node - 1] if node else [2 * w - 2 for w in range(1, len(nodes))]:
-            sessions[session + len(sessions) // 2] += sessions[session]
-            sessions[session] = ()
+        writes, fenced, links = [], set(state.fenced), list(state.links)
+        for link in [2 * node - 1] if node else [2 * w - 2 for w in range(1, len(nodes))]:
+            links[link + len(links) // 2] += links[link]
+            links[link] = ()
         for post, flags in state.writes:
             new = flags
             if node == 0:
@@ -236,7 +236,7 @@ class Steps:
             fenced |= self.nodes.facts[number].sessions | {s for n, s in state.fences if n == 0}
         after = state._replace(
             nodes=tuple(nodes),
-            sessions=tuple(sessions),
+            links=tuple(links),
             writes=tuple(writes),
             fences=tuple(fence for fence in state.fences if fence[0] != node),
             fenced=tuple(sorted(fenced)),

@@ -143,7 +143,7 @@ def never_recalls(patch: Patch) -> None:
     )
 
 
-def forgets_no_record(patch: Patch) -> None:
+def forgets_no_destination(patch: Patch) -> None:
     plain = PrefillCore._on_closed
 
     def on_closed(self: PrefillCore, session: object, closed: m.Closed, now: float) -> None:
@@ -185,7 +185,7 @@ MISTAKES: list[tuple[Callable[[Patch], None], set[str]]] = [
     (forgets_deadlines, {"I10"}),
     (never_asks_again, {"I10", "I11"}),
     (never_recalls, {"I12"}),
-    (forgets_no_record, {"I14"}),
+    (forgets_no_destination, {"I14"}),
     (asks_again_without_data, {"I16"}),
     (raises, {"error"}),
 ]

@@ -41,6 +41,7 @@ def test_names_are_unique() -> None:
         ("release", "no such text", "0 times in .*pdstage/ring.py:Lane.release"),
         ("no_such_function", "x", "0 times in no_such_function"),
         ("release", "def release(", "[2-9] times"),
+        ("Lane.release", "self.", "[2-9] times"),
     ],
 )
 def test_a_mutant_whose_source_moved_on_is_named(function: str, old: str, n: str) -> None:

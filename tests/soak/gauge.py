@@ -6,14 +6,10 @@ import contextlib
 import ctypes
 import gc
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pdstage import DecodeNode, PrefillNode
 from tests import descriptors
 from tests.chaos.account import n_tasks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CAPPED = {
     "core.handshake.lost": 4096,  # lost sessions that no late Hello may begin again
@@ -21,20 +17,12 @@ CAPPED = {
     "roster._ended": 65_536,  # for `completions`
 }
 """Tables that remember the last so many of what is over, by design."""
-PARTS = (
-    "core",
-    "socket",
-    "transport",
-    "directory",
-    "stager",
-    "roster",
-    "sessions",
-    "lent",
-    "posts",
-    "moves",
-    "_carrier",
-)
-"""What nodes are made of: `posts` and `moves` at prefill only."""
+PARTS = {
+    DecodeNode: ("socket", "directory", "stager", "roster", "sessions", "lent", "_carrier"),
+    PrefillNode: ("socket", "directory", "stager", "roster", "sessions", "_carrier"),
+}
+"""What nodes are made of, beside what is looked at with all that it is made of in turn."""
+WHOLES = {DecodeNode: ("core", "transport"), PrefillNode: ("core", "transport", "data_path")}
 
 
 def n_tcp() -> int:
@@ -59,8 +47,9 @@ def resident_nbytes() -> int:
 
 def tables(node: DecodeNode | PrefillNode) -> dict[str, int]:
     """The length of everything that has one, in the node and the parts it is made of."""
-    parts = {"node": node} | {name: getattr(node, name) for name in PARTS if hasattr(node, name)}
-    parts |= _inner("core", node.core) | _inner("transport", node.transport)
+    parts = {"node": node} | {name: getattr(node, name) for name in PARTS[type(node)]}
+    for name in WHOLES[type(node)]:
+        parts |= _inner(name, getattr(node, name))
     lengths = {}
     for name, part in parts.items():
         for field, value in _fields(part):
@@ -71,21 +60,14 @@ def tables(node: DecodeNode | PrefillNode) -> dict[str, int]:
 
 def _inner(name: str, whole: object) -> dict[str, object]:
     """The objects of this package that it is made of, and those that they are made of, each once."""
-    found = {name: whole}
-    for outer, part in iter_growing(found):
+    found, met = [(name, whole)], {id(whole)}
+    for outer, part in found:  # which grows meanwhile
         for field, value in _fields(part):
             mine = type(value).__module__.startswith("pdstage") and not isinstance(value, tuple)
-            if mine and not any(value is held for held in found.values()):
-                found[f"{outer}.{field}"] = value
-    return found
-
-
-def iter_growing(items: dict[str, object]) -> Iterator[tuple[str, object]]:
-    """All items, those too that are added meanwhile."""
-    done = 0
-    while done < len(items):
-        yield list(items.items())[done]
-        done += 1
+            if mine and id(value) not in met:
+                met.add(id(value))
+                found.append((f"{outer}.{field}", value))
+    return dict(found)
 
 
 def _fields(part: object) -> list[tuple[str, object]]:
