@@ -373,8 +373,8 @@ MUTANTS = [
     Mutant(
         "a room wanted again stays given up",
         "7 Abort, I6",
-        "how_ended",
-        """            del self.ended[key]
+        "_wanted_again",
+        """            del self.rooms.ended[key]
 """,
         "            pass\n",
         "tests/protocol/test_given_up.py",
