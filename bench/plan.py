@@ -139,16 +139,16 @@ def _descriptors(quick: bool) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """What `clip` and `split` read of a destination's record."""
+    """What `clip` and `split` read of a destination."""
 
     asked: dict[str, tuple[int, int]]
     shares: tuple[Share, ...]
-    session: _Link
+    session: _Session
 
 
 @dataclass(frozen=True, slots=True)
-class _Link:
-    """What `clip` reads of a record's session."""
+class _Session:
+    """What `clip` reads of a destination's session."""
 
     common: Common
 
@@ -172,13 +172,13 @@ class HybridChunk:
             place(model, tp, rank, n_items, base=1 << at) for tp, rank, at in ((4, 1, 40), (2, 0, 41))
         )
         writers = {rank: place(model, 4, rank, n_items, base=1 << 40) for rank in range(4)}
-        self.claim = _Claim(self.tokens, shares(writers, self.dst, (2, 0))[1], _Link(EVERYTHING))
-        self.destination = cast("Destination", self.claim)
+        claim = _Claim(self.tokens, shares(writers, self.dst, (2, 0))[1], _Session(EVERYTHING))
+        self.destination = cast("Destination", claim)
         self.stagings = [Stagings(self.src), Stagings(self.dst)]
         checked = check(self.src, self.items, self.tokens, unique=True)
         self.rects = rects_of(self.src, checked, None)
         self.indexes = {name: one.index for name, one in checked.items()}
-        chosen = [selects(layout, self.claim.shares, self.rects) for layout in (self.src, self.dst)]
+        chosen = [selects(layout, self.destination.shares, self.rects) for layout in (self.src, self.dst)]
         self.direct = DirectPlan(self.src, chosen[0], self.dst, chosen[1])
         self.stagers = [Stager(Pool.of(layout)) for layout in (self.src, self.dst)]
         self.n_views = len(chosen[0])
@@ -192,18 +192,18 @@ class HybridChunk:
             clip(given, self.destination, self.stagings[0]), self.destination, self.stagings[0], 1 << 40
         ):
             tokens = tokens_of(rects)
-            nbytes = self.stagings[0].of(self.claim.shares, rects).nbytes(tokens)
+            nbytes = self.stagings[0].of(self.destination.shares, rects).nbytes(tokens)
             _COST.prefers_direct(nbytes, self.direct.n_descriptors(tokens))
-            _but_the_bytes(self.stagers[0].gather, self.claim.shares, rects, items=indexes, dst=_NOWHERE)
+            _but_the_bytes(self.stagers[0].gather, self.destination.shares, rects, items=indexes, dst=_NOWHERE)
 
     def at_decode(self) -> None:
         """From the tag to the scatter's first byte."""
-        self.stagings[1].of(self.claim.shares, self.rects).nbytes(tokens_of(self.rects))
-        _but_the_bytes(self.stagers[1].scatter, self.claim.shares, self.rects, items=self.indexes, src=_NOWHERE)
+        self.stagings[1].of(self.destination.shares, self.rects).nbytes(tokens_of(self.rects))
+        _but_the_bytes(self.stagers[1].scatter, self.destination.shares, self.rects, items=self.indexes, src=_NOWHERE)
 
     def anew(self, layout: Layout) -> None:
         """One side's tables from its layout: what the first such chunk of a session costs besides."""
-        Table.of(layout, selects(layout, self.claim.shares, self.rects))
+        Table.of(layout, selects(layout, self.destination.shares, self.rects))
 
 
 def _but_the_bytes(call: Callable[..., None], *given: object, **named: object) -> None:

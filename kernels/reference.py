@@ -1,7 +1,7 @@
 """The definition of correct: gather and scatter as indexing that a reader believes at sight.
 
-Every other backend must give bytes equal to these. Slow, and imports torch only when used. It
-shares no addressing code with the backends it judges.
+Every other backend must give bytes equal to these. Slow, and imports torch only when used.
+It shares no addressing code with the backends it judges.
 """
 
 from __future__ import annotations

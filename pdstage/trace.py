@@ -1,9 +1,10 @@
 """The old name of `pdstage.tools.trace`, for one release."""
 
-import sys
-import warnings
+from typing import TYPE_CHECKING
 
-from pdstage.tools import trace
+from pdstage.renamed import renamed
 
-warnings.warn("pdstage.trace is pdstage.tools.trace now", DeprecationWarning, stacklevel=2)
-sys.modules[__name__] = trace
+if TYPE_CHECKING:
+    from pdstage.tools.trace import *  # noqa: F403
+
+renamed(__name__, "pdstage.tools.trace")

@@ -1,9 +1,10 @@
 """The old name of `pdstage.tools.watch`, for one release."""
 
-import sys
-import warnings
+from typing import TYPE_CHECKING
 
-from pdstage.tools import watch
+from pdstage.renamed import renamed
 
-warnings.warn("pdstage.watch is pdstage.tools.watch now", DeprecationWarning, stacklevel=2)
-sys.modules[__name__] = watch
+if TYPE_CHECKING:
+    from pdstage.tools.watch import *  # noqa: F403
+
+renamed(__name__, "pdstage.tools.watch")

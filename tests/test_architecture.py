@@ -38,9 +38,9 @@ LAYERS = {
     2: ["protocol"],
     3: ["kernels"],
     4: ["stager", "probe", "metadata", "control", "transport"],
-    5: ["manager", "node"],
+    5: ["manager"],
     6: ["integrations"],
-    7: ["tools", "bench", "cli", "__main__", "trace", "watch"],
+    7: ["tools", "bench", "cli", "__main__", "renamed", "trace", "watch"],
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names}
 # Where each folder of the checkout is installed.

@@ -209,3 +209,14 @@ def test_old_names_of_the_tools_warn(old, name):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     new = old.replace("pdstage.", "pdstage.tools.")
     assert done.stdout.startswith(f"{new}.") and f"{old} is {new} now" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(("old", "module", "name"), [("watch", "timings", "Timings"), ("trace", "tracer", "Tracer")])
+def test_modules_of_the_tools_are_one_under_both_names(old, module, name):
+    code = (
+        f"from pdstage.{old}.{module} import {name} as then\n"
+        f"from pdstage.tools.{old}.{module} import {name} as now\n"
+        f"import pdstage.tools.{old} as tool\n"
+        f"assert then is now is tool.{module}.{name}"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT)

@@ -1,1 +1,1 @@
-"""Microbenchmarks that pytest-benchmark drives. Layer 7."""
+"""Microbenchmarks that pytest-benchmark drives."""

@@ -1,4 +1,4 @@
-"""Skips what this machine cannot run. Layer 7."""
+"""Skips what this machine cannot run."""
 
 from __future__ import annotations
 

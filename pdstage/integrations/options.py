@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from pdstage import environment
+from pdstage import Config, environment
 from pdstage.control.address import Address
 from pdstage.errors import UsageError
 from pdstage.manager import DecodeNode, PrefillNode
-from pdstage.protocol.config import Config
 
 _OURS = {
     "pool", "topology", "bootstrap", "instance", "publish", "progress", "metadata", "aux", "observers", "staging",

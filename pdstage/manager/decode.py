@@ -323,7 +323,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
             row.take(room.aux, shared)
         receiver._aux = row.of(shared.dst)
 
-    def _meet(self, session: Session, description: bytes) -> None:
+    def _identify_peer(self, session: Session, description: bytes) -> None:
         self.transport.identify(label(session), description)
 
     def _on_refused(self, route: bytes, error: PdstageError, now: float) -> None:

@@ -31,13 +31,13 @@ def prefix_tokens(room: PrefillRoom, names: Collection[str]) -> int | None:
     return min((start for name, (start, _) in asked if name in names), default=0)
 
 
-def max_chunk_tokens(room: PrefillRoom, layout: Layout, stagings: Stagings, most_nbytes: int) -> int | None:
-    """The most tokens that travel as one chunk of `most_nbytes` to every destination; None before all have opened."""
+def max_chunk_tokens(room: PrefillRoom, layout: Layout, stagings: Stagings, max_nbytes: int) -> int | None:
+    """The most tokens that travel as one chunk of `max_nbytes` to every destination; None before all have opened."""
     if not _all_opened(room):
         return None
     most = []
     for destination in room.destinations.values():
-        limit = min(most_nbytes, max(lane.nbytes for lane in destination.session.lanes))
+        limit = min(max_nbytes, max(lane.nbytes for lane in destination.session.lanes))
         ours = {component.name for component in layout.components}
         asked = {n: _whole(n, *span) for n, span in destination.asked.items() if n in ours}
         rects = rects_of(layout, asked, None)

@@ -162,8 +162,7 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
     def completions(self) -> list[AnyHandle]:
         """The handles whose rooms ended since the last call; of more than 65,536 the latest."""
         self.progress_inline()
-        with self._lock:
-            return cast("list[AnyHandle]", self.roster.take_ended())
+        return cast("list[AnyHandle]", self.roster.take_ended())
 
     async def completions_async(self) -> AsyncIterator[AnyHandle]:
         """The handles of rooms as they end, in an event loop, until the node is closed: `async for` goes through them.

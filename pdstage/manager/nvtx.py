@@ -1,7 +1,7 @@
 """NVTX ranges around what a node asks of its device, for Nsight Systems.
 
-With PDSTAGE_NVTX=1, and only where the pool is on a device. A range is of the host's call, a launch
-or a post; the profiler shows what the device did of it.
+With PDSTAGE_NVTX=1, and only where the pool is on a device. A range is of the host's call, a launch or a post; the
+profiler shows what the device did of it.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
     def _layouts(self, session: Session) -> tuple[Layout, Layout]:
         return self.pool.layout, session.layout
 
-    def _meet(self, session: Session, description: bytes) -> None:
+    def _identify_peer(self, session: Session, description: bytes) -> None:
         lanes = [Region(lane.base, lane.nbytes, lane.kind, lane.device) for lane in session.lanes]
         self.transport.connect(label(session), description)
         pool = session.layout.regions if session.exposes_pool else ()

@@ -84,7 +84,7 @@ class Role(ABC, Generic[AnyCore]):
     # Sessions.
 
     @abstractmethod
-    def _meet(self, session: Session, description: bytes) -> None:
+    def _identify_peer(self, session: Session, description: bytes) -> None:
         """Tells the transport who a session's peer is; raises `PdstageError` if that cannot be."""
 
     @abstractmethod

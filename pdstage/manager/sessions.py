@@ -42,7 +42,7 @@ class Sessions:
         """A session began: tells the transport who its peer is."""
         node = self._node
         try:
-            node._meet(session, node.transport.described(offers))
+            node._identify_peer(session, node.transport.described(offers))
         except PdstageError as error:
             node._complain(session.route, error)
             with node._lock:

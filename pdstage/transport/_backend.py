@@ -93,7 +93,7 @@ class Backend(Transport, Generic[AnyLink]):
     def _attach(self, link: AnyLink) -> None:
         """A peer is about to be connected; may raise `PeerError` or `TransportError`, and the old state stands."""
 
-    def _meet(self, peer: str, told: Told) -> None:
+    def _identify(self, peer: str, told: Told) -> None:
         """`peer` told this, to connect or not."""
 
     @abstractmethod
@@ -134,12 +134,12 @@ class Backend(Transport, Generic[AnyLink]):
             return
         fresh = self.link_type(peer, told)
         self._attach(fresh)
-        self._meet(peer, told)
+        self._identify(peer, told)
         self.disconnect(peer)
         self.links[peer] = fresh
 
     def identify(self, peer: str, description: bytes) -> None:
-        self._meet(peer, self._read(peer, description))
+        self._identify(peer, self._read(peer, description))
 
     def prepare(self, peer: str, regions: Sequence[Region]) -> None:
         link = self.link(peer)

@@ -118,12 +118,12 @@ class Transport(ABC):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        if "meet" in vars(cls) and "identify" not in vars(cls):
-            what = (
-                f"{cls.__module__}.{cls.__qualname__}.meet: the method is `identify` now; `meet` works for one release"
-            )
+        latest = next(kind for kind in cls.__mro__ if {"meet", "identify"} & vars(kind).keys())
+        if "identify" not in vars(latest):
+            where = f"{latest.__module__}.{latest.__qualname__}.meet"
+            what = f"{where}: the method is `identify` now; `meet` works for one release"
             warnings.warn(what, DeprecationWarning, stacklevel=2)
-            cls.identify = vars(cls)["meet"]  # type: ignore[method-assign]
+            cls.identify = vars(latest)["meet"]  # type: ignore[method-assign]
 
     @abstractmethod
     def register(self, regions: Sequence[Region]) -> None:
@@ -148,7 +148,7 @@ class Transport(ABC):
         return {self.traits.name: self.describe()}
 
     def described(self, offers: Mapping[str, bytes]) -> bytes:
-        """Of a peer's `offers`, of which one at least is in our own: what `connect` and `meet` take."""
+        """Of a peer's `offers`, of which one at least is in our own: what `connect` and `identify` take."""
         return offers[self.traits.name]
 
     def traits_of(self, peer: str) -> Traits:
@@ -175,7 +175,11 @@ class Transport(ABC):
     def meet(self, peer: str, description: bytes) -> None:
         """The name of `identify` before this release, for one more."""
         warnings.warn("Transport.meet is Transport.identify now", DeprecationWarning, stacklevel=2)
-        self.identify(peer, description)
+        for kind in type(self).__mro__:  # not one that is an old `meet`, which may have called this as its base's
+            identify = vars(kind).get("identify")
+            if identify is not None and identify is not getattr(kind, "meet", None):
+                identify(self, peer, description)
+                return
 
     @abstractmethod
     def identify(self, peer: str, description: bytes) -> None:

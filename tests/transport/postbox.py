@@ -76,7 +76,7 @@ class Postbox(Backend):
             letter.unlink(missing_ok=True)
             letter.with_suffix(".read").unlink(missing_ok=True)
 
-    def _meet(self, peer, told):
+    def _identify(self, peer, told):
         self._met.setdefault(peer, set()).add(told.life)
 
     def proved_dead(self, peer):

@@ -230,3 +230,26 @@ def test_a_transport_that_still_has_meet_works_and_warns():
         old = type("Old", (Transport,), {"meet": meet})
     assert "identify" not in old.__abstractmethods__
     assert old.identify is meet
+
+
+def test_an_old_meet_may_call_that_of_its_base(recwarn):
+    """As a transport does that adds to one of ours."""
+    met = []
+
+    class Base(Transport):
+        def identify(self, peer: str, description: bytes) -> None:
+            met.append("base")
+
+    class Old(Base):
+        def meet(self, peer: str, description: bytes) -> None:
+            met.append("old")
+            super().meet(peer, description)
+
+    class Mixed(Base):
+        pass
+
+    Mixed.__abstractmethods__ = Old.__abstractmethods__ = frozenset()
+    Old().identify("a", b"")
+    Mixed().meet("a", b"")
+    assert met == ["old", "base", "base"]
+    assert "the method is `identify` now" in str(recwarn[0].message)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
+from pdstage import State
 from pdstage.control.bootstrap import PLAIN
 from pdstage.errors import PdstageError
 from pdstage.integrations.sglang.memory import cache_items, state_items
 from pdstage.integrations.sglang.rows import write_row
-from pdstage.protocol.state import State
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

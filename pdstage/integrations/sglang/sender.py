@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
+from pdstage import State
 from pdstage.errors import PdstageError
 from pdstage.integrations.sglang.memory import cache_items, state_items
 from pdstage.integrations.sglang.rows import read_row
-from pdstage.protocol.state import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

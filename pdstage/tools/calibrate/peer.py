@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Self, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from pdstage import State
 from pdstage.control.bootstrap import BootstrapClient
 from pdstage.control.zmq import ControlSocket
 from pdstage.errors import PdstageError, UsageError
 from pdstage.manager import DecodeNode
 from pdstage.plan import TOKEN_MAJOR
-from pdstage.protocol.state import State
 from pdstage.tables import Index
 from pdstage.tools.calibrate import pool as pools
 from pdstage.tools.calibrate.about import Side, this_side

@@ -17,11 +17,10 @@ import msgspec
 import numpy as np
 import zmq
 
-from pdstage import environment
+from pdstage import Config, environment
 from pdstage.control.keys import Keys
 from pdstage.errors import UsageError
 from pdstage.manager import DecodeNode, calibration
-from pdstage.protocol.config import Config
 from pdstage.protocol.versions import OLDEST, VERSION
 from pdstage.tools.doctor.found import Result, fail, ok, warn
 from pdstage.tools.doctor.network import rdma_ports

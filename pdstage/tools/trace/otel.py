@@ -11,10 +11,10 @@ import hashlib
 import time
 from typing import TYPE_CHECKING, Any
 
+from pdstage import State
 from pdstage.errors import UsageError
 from pdstage.manager.observer import RoomBound, RoomEnded, RoomOpened, RoomReleased, StageOver
 from pdstage.protocol.room import room_key
-from pdstage.protocol.state import State
 from pdstage.tools.trace.model import room_text
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from bisect import bisect_left
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pdstage import State
 from pdstage.manager.observer import RoomEnded, StageOver
-from pdstage.protocol.state import State
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
