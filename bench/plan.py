@@ -208,7 +208,7 @@ class HybridChunk:
 
 def _but_the_bytes(call: Callable[..., None], *given: object, **named: object) -> None:
     """A call into the pool that checks and places everything, and then finds the staging too small."""
-    call(0, *given, wire=TOKEN_MAJOR, **named)
+    call(0, *given, order=TOKEN_MAJOR, **named)
     stager: Stager = call.__self__  # type: ignore[attr-defined]
     (copied,) = stager.poll()
     assert copied.error is not None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from pdstage.manager.node import Node
+    from pdstage.manager.node import AnyNode
     from pdstage.manager.observer import Observer
 
 _START_S = 120.0
@@ -132,7 +132,7 @@ def observers() -> tuple[Observer, ...]:
     return _observers
 
 
-def expose(node: Node[Any, Any], labels: Mapping[str, str] | None = None) -> None:
+def expose(node: AnyNode, labels: Mapping[str, str] | None = None) -> None:
     """Serves a rank's node's metrics, if `--metrics-port` asked for it; `labels` tell it from the rank's others."""
     _watching.expose(node, labels)
 

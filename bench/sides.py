@@ -189,7 +189,7 @@ class Sources(_Side):
         self.handles = []
         name, tokens = component(run), self.shape.tokens(run)
         for node in self.nodes:
-            node.data_path.paths.path = path
+            node.path = path
             node.core.endpoint.config = dataclasses.replace(_CONFIG, chunk_nbytes=chunk_nbytes)
             sender = node.send(room)
             sender.chunk({name: self.shape.pages(run, room)}, {name: (0, tokens)})

@@ -39,11 +39,11 @@ def backend_of(variant: str) -> str:
     return variant.partition(" ")[0]
 
 
-def plan_of(pool: Pool, select: Iterable[Select], wire: str, variant: str, *, checksum: bool = False) -> Plan:
+def plan_of(pool: Pool, select: Iterable[Select], order: str, variant: str, *, checksum: bool = False) -> Plan:
     """`pool.plan`, made to use `variant` and no other kernel wherever that one can go."""
     held = cuda_copy.BULK_FROM_NBYTES
     cuda_copy.BULK_FROM_NBYTES = _BULK_FROM.get(variant, held)
     try:
-        return pool.plan(select, wire, backend_of(variant), checksum=checksum)
+        return pool.plan(select, order, backend_of(variant), checksum=checksum)
     finally:
         cuda_copy.BULK_FROM_NBYTES = held

@@ -44,7 +44,7 @@ class Recipe(NamedTuple):
 
     layout: Layout
     select: tuple[Select, ...]
-    wire: str
+    order: str
     device: str
     checksum: bool
     threads: int = 1

@@ -116,7 +116,7 @@ class ConvertPlan(reference.ReferencePlan):
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.staged is not None
         fed = feeding(recipe.layout, recipe.staged)
-        super().__init__(fed, recipe.select, recipe.wire, Staging(recipe.staged, recipe.select))
+        super().__init__(fed, recipe.select, recipe.order, Staging(recipe.staged, recipe.select))
         self._codings = recipe.codings
 
     def gather(

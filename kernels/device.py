@@ -87,7 +87,7 @@ class DeviceTable:
     def __init__(self, recipe: Recipe, *, merged: bool) -> None:
         """`merged` collapses adjacent dimensions; not for kernels that need to tell cells apart (checksums)."""
         self.table = Table.of(recipe.layout, recipe.select)
-        self.head_major = recipe.wire == HEAD_MAJOR
+        self.head_major = recipe.order == HEAD_MAJOR
         if len(self.table.names) > MAX_COMPONENTS:
             raise UsageError(
                 f"a selection of {len(self.table.names)} components",

@@ -37,8 +37,8 @@ def compile_plan(recipe: Recipe) -> NativePlan | NumpyPlan:
     """The selection's tables, built once: in C++ where it is there, else for numpy."""
     table = Table.of(recipe.layout, recipe.select)
     if native.ext is None:
-        return NumpyPlan(table, recipe.wire)
-    how = recipe.wire == HEAD_MAJOR, recipe.threads, recipe.checksum
+        return NumpyPlan(table, recipe.order)
+    how = recipe.order == HEAD_MAJOR, recipe.threads, recipe.checksum
     return NativePlan(table, native.ext.CopyPlan(*table.arrays(), *how))
 
 
@@ -97,10 +97,10 @@ class NativePlan:
 class NumpyPlan:
     """The same with fancy indexing, a view at a time. Slower, with the same checks and the same bytes."""
 
-    def __init__(self, table: Table, wire: str) -> None:
+    def __init__(self, table: Table, order: str) -> None:
         self._table = table
         self._as_peer = replace(table, side=DESTINATION)
-        self._head_major = wire == HEAD_MAJOR
+        self._head_major = order == HEAD_MAJOR
 
     def gather(
         self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch

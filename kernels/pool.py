@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -135,34 +136,39 @@ class Pool:
     def plan(
         self,
         select: Iterable[Select],
-        wire: str = TOKEN_MAJOR,
+        order: str = TOKEN_MAJOR,
         backend: str = "auto",
         *,
         checksum: bool = False,
         threads: int = 1,
         staged: Layout | None = None,
+        wire: str | None = None,
     ) -> Plan:
-        """A plan for some shards of some views, staged in `wire` order. Cold: make it once for each peer and selection.
+        """A plan for some shards of some views, staged in `order`. Cold: make it once for each peer and selection.
 
         `staged` is this pool's side of a `convert.pair`, of which `select` then is: bf16 views of the pool are encoded
         while they are gathered and decoded while they are scattered, in token-major order.
 
         With `checksum` its calls may be given a `sum_ptr`. `threads` is how many a call in host memory may use at most,
         the caller's among them; only the extension uses more than one, for copies of several MiB. Raises `UsageError`
-        for shards that the pool does not hold, an unknown order or a backend that is not for here.
+        for shards that the pool does not hold, an unknown order or a backend that is not for here. `wire` is the old
+        name of `order`, for one release.
         """
+        if wire is not None:
+            warnings.warn("Pool.plan's wire= is order= now", DeprecationWarning, stacklevel=2)
+            order = wire
         if threads < 1:
             raise UsageError(f"threads is {threads}", remedy="give at least 1", threads=threads)
-        if wire not in (TOKEN_MAJOR, HEAD_MAJOR):
-            raise UsageError(f"no staged order {wire!r}", remedy=f"use {TOKEN_MAJOR!r} or {HEAD_MAJOR!r}", wire=wire)
+        if order not in (TOKEN_MAJOR, HEAD_MAJOR):
+            raise UsageError(f"no staged order {order!r}", remedy=f"use {TOKEN_MAJOR!r} or {HEAD_MAJOR!r}", order=order)
         name = choose(backend, self.device)
         staging = Staging(staged or self.layout, select)
         made = codings(self.layout, staged, staging.select) if staged is not None else []
-        recipe = Recipe(self.layout, staging.select, wire, self.device, checksum, threads, staged, tuple(made))
+        recipe = Recipe(self.layout, staging.select, order, self.device, checksum, threads, staged, tuple(made))
         if all(coding.encoding is None for coding in made):
             return Plan(self, staging, name, recipe._replace(codings=()), _BACKENDS[name].compile_plan(recipe))
-        if wire != TOKEN_MAJOR:
-            raise UsageError(f"converting in {wire!r} order", remedy=f"use {TOKEN_MAJOR!r}", wire=wire)
+        if order != TOKEN_MAJOR:
+            raise UsageError(f"converting in {order!r} order", remedy=f"use {TOKEN_MAJOR!r}", order=order)
         name = choose_converting(backend, self.device, checksum=checksum)
         return Plan(self, staging, name, recipe, _CONVERTING[name].compile_plan(recipe))
 

@@ -84,7 +84,7 @@ def _padded(nbytes: int) -> int:
 
 def compile_plan(recipe: Recipe) -> ReferencePlan:
     """Nothing is made ready: every call starts from the layout."""
-    return ReferencePlan(recipe.layout, recipe.select, recipe.wire)
+    return ReferencePlan(recipe.layout, recipe.select, recipe.order)
 
 
 def runtime_of(device: str) -> None:
@@ -114,12 +114,12 @@ class Moving(NamedTuple):
 class ReferencePlan:
     """The formula of `pdstage.layout`, one byte address for every byte moved."""
 
-    def __init__(self, layout: Layout, select: tuple[Select, ...], wire: str, staging: Staging | None = None) -> None:
+    def __init__(self, layout: Layout, select: tuple[Select, ...], order: str, staging: Staging | None = None) -> None:
         """`staging` is the selection's where it differs from what `layout` makes of it."""
         self._staging = staging or Staging(layout, select)
         self._layout = layout
         self._select = select
-        self._wire = wire
+        self._order = order
         self._table = Table.of(layout, select)
 
     def gather(
@@ -174,7 +174,7 @@ class ReferencePlan:
             firsts = list(range(start // covered * covered, stop, covered))
             cells = _byte_offsets(view, chosen, index, firsts)
             pages = [(token - index.first_token) // view.tokens_per_item for token in firsts]
-            staged = cells.reshape(-1) if self._wire == TOKEN_MAJOR else _page_by_page(cells, pages)
+            staged = cells.reshape(-1) if self._order == TOKEN_MAJOR else _page_by_page(cells, pages)
             found.append(Moving(row, bytes_at(region.base, region.nbytes), at, place, staged, cells, firsts))
         return found
 

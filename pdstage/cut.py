@@ -247,12 +247,12 @@ class _Indexes:
 class Pair:
     """How two layouts meet: the staged order, and each side's pages as the common tokens see them."""
 
-    def __init__(self, src: Layout, dst: Layout, common: Common, wire: str | None = None) -> None:
-        """`wire` is the order where it does not follow from the layouts."""
+    def __init__(self, src: Layout, dst: Layout, common: Common, order: str | None = None) -> None:
+        """`order` is the order where it does not follow from the layouts."""
         self.src, self.dst = Cut(src, common), Cut(dst, common)
         held = src.by_key()
         pairs = [(self.src.view(view.key), self.dst.view(view.key)) for view in dst.views() if view.key in held]
-        self.wire = wire or order_of(pairs)  # type: ignore[arg-type]
+        self.order = order or order_of(pairs)  # type: ignore[arg-type]
 
 
 class DirectPlans:

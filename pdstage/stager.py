@@ -127,7 +127,7 @@ class _What(NamedTuple):
     owned: tuple[Share, ...]
     rects: tuple[Rect, ...]
     tokens: Tokens
-    wire: str
+    order: str
     items: Mapping[str, Index]
     checksum: bool
     cut: Cut | None
@@ -163,7 +163,7 @@ class Stager:
         owned: tuple[Share, ...],
         rects: tuple[Rect, ...],
         *,
-        wire: str,
+        order: str,
         items: Mapping[str, Index],
         dst: Region,
         checksum: bool = False,
@@ -182,7 +182,7 @@ class Stager:
         def copy(plan: Plan, at: int, indexes: Mapping[str, Index], stream: int | None, sum_ptr: int) -> None:
             plan.gather(dst.base + at, dst.nbytes - at, indexes, tokens, stream=stream, sum_ptr=sum_ptr)
 
-        self._start(ticket, _What(owned, rects, tokens, wire, items, checksum, cut, staged), dst.nbytes, copy)
+        self._start(ticket, _What(owned, rects, tokens, order, items, checksum, cut, staged), dst.nbytes, copy)
 
     def scatter(
         self,
@@ -190,7 +190,7 @@ class Stager:
         owned: tuple[Share, ...],
         rects: tuple[Rect, ...],
         *,
-        wire: str,
+        order: str,
         items: Mapping[str, Index],
         src: Region,
         checksum: bool = False,
@@ -204,7 +204,7 @@ class Stager:
         def copy(plan: Plan, at: int, indexes: Mapping[str, Index], stream: int | None, sum_ptr: int) -> None:
             plan.scatter(src.base + at, src.nbytes - at, indexes, tokens, stream=stream, sum_ptr=sum_ptr)
 
-        self._start(ticket, _What(owned, rects, tokens, wire, items, checksum, cut, staged), src.nbytes, copy)
+        self._start(ticket, _What(owned, rects, tokens, order, items, checksum, cut, staged), src.nbytes, copy)
 
     def poll(self) -> list[Copied]:
         """What ended since the last call. Never waits."""
@@ -253,7 +253,7 @@ class Stager:
         layers = ((rect.component, rect.layer_start, rect.layer_stop) for rect in what.rects)
         # A converted layout by its identity, which no other has while a plan holds it: hashing one is slow.
         cut, staged = what.cut.key if what.cut is not None else (), what.staged and id(what.staged)
-        key = (what.owned, what.wire, what.checksum, cut, staged, *layers)
+        key = (what.owned, what.order, what.checksum, cut, staged, *layers)
         plans = self._plans.get(key)
         if plans is None:
             if len(self._plans) >= _MAX_PLANS:
@@ -265,7 +265,7 @@ class Stager:
         select, cut = selects(what.staged or self.pool.layout, what.owned, what.rects), what.cut
 
         def plan(pool: Pool, chosen: Sequence[Select]) -> Plan:
-            return pool.plan(chosen, what.wire, checksum=what.checksum, staged=what.staged)
+            return pool.plan(chosen, what.order, checksum=what.checksum, staged=what.staged)
 
         if cut is None or not cut.key:
             return ((0, plan(self.pool, select)),)

@@ -153,10 +153,6 @@ def test_imports_point_down() -> None:
 # Modules that know one another. A new one is a module too many; the list only ever gets shorter.
 CIRCLES = [
     {"integrations.sglang.manager", "integrations.sglang.sender"},
-    {"manager.decode", "manager.receiver"},
-    {"manager.node", "manager.status"},
-    {"manager.prefill", "manager.sender"},
-    {"manager.role", "manager.sessions"},
     {"ownership", "plan"},
 ]
 
@@ -165,9 +161,8 @@ CIRCLES = [
 HEIRS = {
     "protocol/decode_rooms.py:DecodeRoom": "Room",
     "protocol/destinations.py:PrefillRoom": "Room",
-    "manager/sender.py:Sender": "Handle",
-    "manager/receiver.py:Receiver": "Handle",
-    "manager/node.py:Node": "Driver",
+    "manager/prefill.py:Sender": "Handle",
+    "manager/decode.py:Receiver": "Handle",
     "manager/decode.py:DecodeNode": "Node",
     "manager/prefill.py:PrefillNode": "Node",
 }

@@ -124,7 +124,7 @@ def staged(case, src, pair, owned, rects, tokens, sums):
     (nbytes,) = sizes
     buffer = np.full(nbytes + 2 * 256, 0xC3, np.uint8)
     at = Region(-(-buffer.ctypes.data // 256) * 256, nbytes)
-    how = {"wire": pair.wire, "checksum": True, "tokens": tokens}
+    how = {"order": pair.order, "checksum": True, "tokens": tokens}
     src.stager.gather(1, owned, rects, items=src.index, dst=at, cut=pair.src, **how)
     ((_, error, gathered, *_),) = src.stager.poll()
     assert error is None, error
@@ -297,7 +297,7 @@ def test_heads_stay_outermost_where_pieces_are_pages_of_the_other_side(page, ord
     def hnd(size):
         return view("k", page=size, row=8, item=2 * 8 * size, shards=2, shard=8 * size)
 
-    assert pair_of([hnd(64)], [hnd(page)], dst=Owned(2, 1, 16)).wire == order
+    assert pair_of([hnd(64)], [hnd(page)], dst=Owned(2, 1, 16)).order == order
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_a_devices_copies_end_with_their_events_in_order(pool):
     staging = np.zeros(256, np.uint8)
     dst = Region(staging.ctypes.data, staging.nbytes)
     for ticket in (5, 6):
-        stager.gather(ticket, OWNED, RECTS, wire=TOKEN_MAJOR, items=items(0, 1, 2), dst=dst)
+        stager.gather(ticket, OWNED, RECTS, order=TOKEN_MAJOR, items=items(0, 1, 2), dst=dst)
     assert stager.poll() == [], "launched is not done"
     first, second = device.recorded
     device.over = {second}
@@ -71,7 +71,7 @@ def test_a_devices_copies_end_with_their_events_in_order(pool):
     device.over = {first, second}
     assert [copied.ticket for copied in stager.poll()] == [5, 6]
     assert stager.poll() == []
-    stager.scatter(7, OWNED, RECTS, wire=TOKEN_MAJOR, items=items(0, 1, 2), src=dst)
+    stager.scatter(7, OWNED, RECTS, order=TOKEN_MAJOR, items=items(0, 1, 2), src=dst)
     assert len(set(device.recorded)) == 2, "events serve again"
     assert stager.poll() == [], "an event that serves again is not over because it once was"
 
@@ -79,7 +79,7 @@ def test_a_devices_copies_end_with_their_events_in_order(pool):
 def test_a_copy_that_cannot_be_launched_is_an_error_of_its_ticket(pool):
     device = Device()
     stager = Stager(pool, runtime=device)
-    stager.gather(1, OWNED, RECTS, wire=TOKEN_MAJOR, items=items(0, 9, 2), dst=Region(0x1000, 256))
+    stager.gather(1, OWNED, RECTS, order=TOKEN_MAJOR, items=items(0, 9, 2), dst=Region(0x1000, 256))
     (copied,) = stager.poll()
     assert copied.ticket == 1 and isinstance(copied.error, UsageError) and "item 9" in str(copied.error)
     assert not device.recorded

@@ -29,10 +29,10 @@ class Look(NamedTuple):
     fds: Collection[int]
 
 
-class Node(Protocol):
-    """What waits need of a node."""
+class Turns(Protocol):
+    """What waits need of a driver."""
 
-    roster: Roster
+    inline: bool
     pumps: Pumps
 
     def use(self) -> threading.RLock: ...
@@ -44,8 +44,8 @@ class Node(Protocol):
 class Pump:
     """Turns an inline node from one event loop."""
 
-    def __init__(self, node: Node, loop: asyncio.AbstractEventLoop) -> None:
-        self._node, self._loop = node, loop
+    def __init__(self, turns: Turns, loop: asyncio.AbstractEventLoop) -> None:
+        self._turns, self._loop = turns, loop
         self.n_waits = 0
         # The loop is told one descriptor, which is the pump's own: the node's may be closed in any thread.
         self._epoll = select.epoll()
@@ -65,7 +65,7 @@ class Pump:
 
     def _look(self) -> None:
         self._next.cancel()
-        look = self._node.look()
+        look = self._turns.look()
         if look is None:  # what is readable is that thread's to read: watched on, it would call us again and again
             self._loop.remove_reader(self._epoll.fileno())
             self._next = self._loop.call_later(_BUSY_S, self._resume)
@@ -96,12 +96,12 @@ class Pumps:
         return bool(self._pumps)
 
     @contextlib.contextmanager
-    def running(self, node: Node) -> Iterator[None]:
-        """Inside, the running loop turns `node`."""
+    def running(self, turns: Turns) -> Iterator[None]:
+        """Inside, the running loop turns the node of `turns`."""
         loop = asyncio.get_running_loop()
         pump = self._pumps.get(loop)
         if pump is None:
-            pump = self._pumps[loop] = Pump(node, loop)
+            pump = self._pumps[loop] = Pump(turns, loop)
         pump.n_waits += 1
         try:
             yield
@@ -113,7 +113,7 @@ class Pumps:
 
 
 async def until(
-    node: Node, handle: Handle | None, done: Callable[[], bool], timeout_s: float | None, *, inline: bool
+    turns: Turns, roster: Roster, handle: Handle | None, done: Callable[[], bool], timeout_s: float | None
 ) -> None:
     """Until `done()`, which only a change of `handle`'s room (None: of any) makes true.
 
@@ -129,15 +129,15 @@ async def until(
         except RuntimeError:  # the loop was closed, and nobody will come back here
             stack.close()
 
-    node.use()
+    turns.use()
     with stack:
-        stack.enter_context(node.roster.waiting(handle, done, wake))
-        if inline:
-            stack.enter_context(node.pumps.running(node))
+        stack.enter_context(roster.waiting(handle, done, wake))
+        if turns.inline:
+            stack.enter_context(turns.pumps.running(turns))
         try:
             async with asyncio.timeout(timeout_s):
                 while not done():
-                    node.use()
+                    turns.use()
                     await changed.wait()
                     changed.clear()
         except TimeoutError:

@@ -1,14 +1,15 @@
-"""The way of a chunk's bytes at prefill: its gather, and its write as spans of addresses in one post or several."""
+"""The way of a chunk's bytes at prefill: staged or direct, its gather, and its write in one post or several."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 
 from pdstage.cut import DirectPlans
 from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
+from pdstage.manager.items import indexes
 from pdstage.manager.sessions import label
 from pdstage.plan import selects
 from pdstage.protocol.destinations import clip
@@ -17,126 +18,50 @@ from pdstage.spans import Index, split
 from pdstage.transport import Mapped, PostFailed, Spans
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pdstage.cost import CostModel
-    from pdstage.cut import Pair
-    from pdstage.layout import Layout
     from pdstage.manager.observer import Observation
+    from pdstage.manager.sessions import PeerPlan, Sessions
     from pdstage.metrics import Counters
     from pdstage.plan import Rect, Stagings
     from pdstage.protocol.destinations import Chunk, Destination
     from pdstage.protocol.session import Session
     from pdstage.stager import Stager
-    from pdstage.transport import Done, Transport
+    from pdstage.transport import Done, Traits, Transport
 
 _MAX_PLANS = 1024
 
 
 class DataPath:
-    """One node's gathers and writes, out of its pool and of `parts`, its send buffers.
+    """One prefill node's gathers and writes, out of its pool and of `buffers`, its send buffers.
 
-    `paths` says which way a chunk goes, `posts` how a write is posted. `pair_of` says how a session's layouts meet.
-    `observed` is told when a write begins; None: nobody observes.
+    `path` is "auto" (by `cost_of` the transport that a session has), "direct" or "staged", and may be changed between
+    rooms; chunks have at most `chunk_nbytes`. `observed` is told when a write begins; None: nobody observes.
     """
 
     def __init__(
         self,
         transport: Transport,
         stager: Stager,
-        paths: Paths,
+        sessions: Sessions,
         *,
-        parts: Sequence[Region],
-        device: str,
-        pair_of: Callable[[Session], Pair],
+        path: str,
+        cost_of: Callable[[Traits], CostModel],
+        buffers: Sequence[Region],
+        stagings: Stagings,
+        chunk_nbytes: int,
         observed: Observation | None,
     ) -> None:
-        self._transport, self._stager, self.paths, self.posts = transport, stager, paths, Posts(transport)
-        self._parts, self._kind, self._pair_of, self._observed = parts, device.partition(":")[0], pair_of, observed
-        self.placed: dict[int, Mapped] = {}
+        self.path = path
+        self._transport, self._stager, self._sessions = transport, stager, sessions
+        self._cost_of, self._buffers, self._stagings, self._chunk_nbytes = cost_of, buffers, stagings, chunk_nbytes
+        self._layout, self._kind, self._observed = stager.pool.layout, stager.pool.device.partition(":")[0], observed
+        self._posts = Posts(transport)
+        self._placed: dict[int, Mapped] = {}
         """Destinations' memory that gathers under way write, by ticket: it stays mapped until they are over."""
 
-    def gather(self, effect: Gather) -> None:
-        """Launches a chunk's gather: the stager says when it is over, and then `gathered` is to be called."""
-        ticket, chunk = effect.ticket, effect.chunk
-        session, pair = chunk.destination.session, self._pair_of(chunk.destination.session)
-        dst = self._place(ticket, chunk, effect.address) or self._part(effect.buffer, chunk.nbytes)
-        self._stager.gather(
-            ticket, chunk.destination.shares, chunk.rects, wire=pair.wire, items=_indexes(chunk), dst=dst,
-            checksum=session.checksums, tokens=chunk.tokens, cut=pair.src,
-            staged=session.converted and session.converted.offered,
-        )  # fmt: skip
-
-    def gathered(self, ticket: int) -> None:
-        self.placed.pop(ticket, None)
-
-    def write(self, effect: Write | WriteDirect | WriteRow, counters: Counters) -> PdstageError | None:
-        """Begins a write, and counts its descriptors; an error means that it never began."""
-        try:
-            spans = self._spans(effect)
-        except UsageError as error:
-            return error
-        if self._observed is not None:
-            self._observed.began(effect.ticket)
-        failed = self.posts.begin(effect.ticket, label(effect.chunk.destination.session), spans, effect.tag)
-        counters.descriptors += len(spans.nbytes) if spans is not None else 0
-        return failed
-
-    def _spans(self, effect: Write | WriteDirect | WriteRow) -> Spans | None:
-        """From where to where; None: the bytes are where they belong, and only the tag is left to be sent."""
-        match effect:
-            case Write(_, buffer, chunk, address):
-                if chunk.placed:
-                    return None
-                src = self._parts[buffer].base
-                return Spans(np.array([src]), np.array([address]), np.array([chunk.nbytes]))
-            case WriteDirect(_, chunk):
-                destination = chunk.destination
-                plan = self.paths.direct(destination, chunk.rects)
-                theirs = {
-                    given.component: Index.of(np.frombuffer(given.data, np.int32), given.first_token)
-                    for given in destination.open.items
-                }
-                return Spans(*plan.spans(chunk.tokens, _indexes(chunk), theirs))
-            case WriteRow(_, _, spans):
-                return Spans(*np.ascontiguousarray(np.array(spans, np.int64).T))
-
-    def _place(self, ticket: int, chunk: Chunk, address: int) -> Region | None:
-        """The chunk's lease, if it is mapped here: then it is gathered and written in one pass."""
-        mapped = self._transport.mapped(label(chunk.destination.session), address, chunk.nbytes)
-        chunk.placed = mapped is not None and mapped.kind == self._kind
-        if mapped is None or not chunk.placed:
-            return None
-        self.placed[ticket] = mapped
-        return Region(mapped.address, chunk.nbytes)
-
-    def _part(self, buffer: int, nbytes: int) -> Region:
-        held = self._parts[buffer]
-        return Region(held.base, min(held.nbytes, nbytes), held.kind, held.device)
-
-
-def _indexes(chunk: Chunk) -> Mapping[str, Index]:
-    return {name: given.index for name, given in chunk.source.items.items()}  # type: ignore[attr-defined]
-
-
-class Paths:
-    """Which path a chunk takes, and the plans of the direct one.
-
-    `path` is "auto", "direct" or "staged", and may be changed between rooms; chunks have at most `chunk_nbytes`."""
-
-    def __init__(
-        self,
-        path: str,
-        cost_of: Callable[[Session], CostModel],
-        *,
-        layout: Layout,
-        stagings: Stagings,
-        pair_of: Callable[[Session], Pair],
-        chunk_nbytes: int,
-    ) -> None:
-        self.path, self._cost_of = path, cost_of
-        self._layout, self._stagings, self._pair_of, self._chunk_nbytes = layout, stagings, pair_of, chunk_nbytes
-        self._plans: dict[tuple[object, ...], DirectPlans] = {}
+    # Which way.
 
     def prefers_direct(self, chunk: Chunk) -> bool:
         """By what all of its source's chunks to this destination would cost, so that they go the same way."""
@@ -150,27 +75,103 @@ class Paths:
             tokens = destination.session.common.tokens(rects)
             nbytes = stagings.of(destination.shares, rects).nbytes(tokens)
             n_chunks = -(-nbytes // self._chunk_nbytes)
-        n_descriptors = self.direct(destination, rects).n_descriptors(tokens)
-        return self._cost_of(destination.session).prefers_direct(nbytes, n_descriptors, n_chunks)
+        n_descriptors = self._direct(destination, rects).n_descriptors(tokens)
+        traits = self._transport.traits_of(self._sessions.plan(destination.session).label)
+        return self._cost_of(traits).prefers_direct(nbytes, n_descriptors, n_chunks)
 
-    def direct(self, destination: Destination, rects: tuple[Rect, ...]) -> DirectPlans:
-        layers = ((rect.component, rect.layer_start, rect.layer_stop) for rect in rects)
-        key = (destination.session, destination.shares, *layers)
-        plan = self._plans.get(key)
+    def _direct(self, destination: Destination, rects: tuple[Rect, ...]) -> DirectPlans:
+        peer, session = self._sessions.plan(destination.session), destination.session
+        key = (destination.shares, *((rect.component, rect.layer_start, rect.layer_stop) for rect in rects))
+        plan = peer.direct.get(key)
         if plan is None:
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            pair = self._pair_of(destination.session)
-            ours, theirs = (
-                selects(layout, destination.shares, rects) for layout in (self._layout, destination.session.layout)
-            )
-            plan = self._plans[key] = DirectPlans(pair.src, ours, pair.dst, theirs)
+            if len(peer.direct) >= _MAX_PLANS:
+                peer.direct.clear()
+            ours, theirs = (selects(layout, destination.shares, rects) for layout in (self._layout, session.layout))
+            plan = peer.direct[key] = DirectPlans(peer.pair.src, ours, peer.pair.dst, theirs)
         return plan
 
-    def forget(self, session: Session) -> None:
-        """The session is over."""
-        for key in [key for key in self._plans if key[0] is session]:
-            del self._plans[key]
+    # A chunk's gather.
+
+    def gather(self, effect: Gather) -> None:
+        """Launches a chunk's gather: the stager says when it is over, and then `gathered` is to be called."""
+        ticket, chunk = effect.ticket, effect.chunk
+        session = chunk.destination.session
+        peer = self._sessions.plan(session)
+        self._stager.gather(
+            ticket, chunk.destination.shares, chunk.rects, order=peer.pair.order, items=indexes(chunk.source.items),
+            dst=self._place(ticket, peer, chunk, effect.address) or self._buffer(effect.buffer, chunk.nbytes),
+            checksum=session.checksums, tokens=chunk.tokens, cut=peer.pair.src,
+            staged=session.converted and session.converted.offered,
+        )  # fmt: skip
+
+    def gathered(self, ticket: int) -> None:
+        self._placed.pop(ticket, None)
+
+    def _place(self, ticket: int, peer: PeerPlan, chunk: Chunk, address: int) -> Region | None:
+        """The chunk's lease, if it is mapped here: then it is gathered and written in one pass."""
+        mapped = self._transport.mapped(peer.label, address, chunk.nbytes)
+        chunk.placed = mapped is not None and mapped.kind == self._kind
+        if mapped is None or not chunk.placed:
+            return None
+        self._placed[ticket] = mapped
+        return Region(mapped.address, chunk.nbytes)
+
+    def _buffer(self, number: int, nbytes: int) -> Region:
+        held = self._buffers[number]
+        return Region(held.base, min(held.nbytes, nbytes), held.kind, held.device)
+
+    # Its write.
+
+    def write(self, effect: Write | WriteDirect | WriteRow, counters: Counters) -> PdstageError | None:
+        """Begins a write, and counts its descriptors; an error means that it never began."""
+        try:
+            spans = self._spans(effect)
+        except UsageError as error:
+            return error
+        if self._observed is not None:
+            self._observed.began(effect.ticket)
+        peer = self._sessions.plan(effect.chunk.destination.session)
+        failed = self._posts.begin(effect.ticket, peer.label, spans, effect.tag)
+        counters.descriptors += len(spans.nbytes) if spans is not None else 0
+        return failed
+
+    def _spans(self, effect: Write | WriteDirect | WriteRow) -> Spans | None:
+        """From where to where; None: the bytes are where they belong, and only the tag is left to be sent."""
+        match effect:
+            case Write(_, buffer, chunk, address):
+                if chunk.placed:
+                    return None
+                src = self._buffers[buffer].base
+                return Spans(np.array([src]), np.array([address]), np.array([chunk.nbytes]))
+            case WriteDirect(_, chunk):
+                destination = chunk.destination
+                theirs = {
+                    given.component: Index.of(np.frombuffer(given.data, np.int32), given.first_token)
+                    for given in destination.open.items
+                }
+                plan = self._direct(destination, chunk.rects)
+                return Spans(*plan.spans(chunk.tokens, indexes(chunk.source.items), theirs))
+            case WriteRow(_, _, spans):
+                return Spans(*np.ascontiguousarray(np.array(spans, np.int64).T))
+            case _:
+                assert_never(effect)
+
+    def ended(self, event: Done | PostFailed) -> Iterator[tuple[int, PdstageError | None, bool]]:
+        """The write that ended with this event, if one did, its error, and whether none of it can land any more."""
+        return self._posts.ended(event)
+
+    @property
+    def writing(self) -> bool:
+        """Whether a write is under way."""
+        return bool(self._posts)
+
+    def writes_to(self, session: Session) -> bool:
+        """Whether a write to the session's peer is under way."""
+        return self._posts.to(label(session))
+
+    def close(self) -> None:
+        """No copy is under way, and nobody asks any more what one did."""
+        self._placed.clear()
 
 
 class _Write:

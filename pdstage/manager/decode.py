@@ -1,4 +1,4 @@
-"""The decode node: what an engine has where tokens are generated. `receiver` is a room at decode."""
+"""Decode's node, what an engine has where tokens are generated, and a room as it holds it there, a `Receiver`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import numpy as np
 
 from pdstage.errors import Aborted, PdstageError, PeerError, UsageError
 from pdstage.layout import Region
-from pdstage.manager.items import GivenItems, GivenTokens, check
-from pdstage.manager.node import DEFAULT_SWITCH_S, Node
-from pdstage.manager.receiver import Bound, Receiver
+from pdstage.manager.handle import Handle
+from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, indexes
+from pdstage.manager.node import Node
+from pdstage.manager.options import DEFAULT_SWITCH_S, NodeOptions
 from pdstage.manager.sessions import label, place
+from pdstage.manager.status import Status, by_state, lanes
 from pdstage.metadata import AuxRow
 from pdstage.protocol import messages as m
 from pdstage.protocol.decode import DecodeCore
@@ -33,10 +35,8 @@ if TYPE_CHECKING:
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.layout import Layout
-    from pdstage.manager.handle import CudaEvent, Handle
+    from pdstage.manager.handle import CudaEvent
     from pdstage.manager.observer import Observer
-    from pdstage.manager.role import Effect
-    from pdstage.manager.sleep import Ready
     from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
     from pdstage.protocol.room import Room
@@ -45,7 +45,82 @@ if TYPE_CHECKING:
     from pdstage.topology import Topology
 
 
-class DecodeNode(Node[DecodeCore, Receiver]):
+class Bound:
+    """What `bind` was given, until the core may have it."""
+
+    __slots__ = ("after", "asked", "checked", "priority", "row")
+
+    def __init__(
+        self,
+        checked: dict[str, Checked],
+        asked: tuple[m.Asked, ...],
+        priority: int,
+        after: CudaEvent | None,
+        row: AuxRow | None,
+    ) -> None:
+        self.checked = checked
+        self.asked = asked
+        self.priority = priority
+        self.after = after
+        self.row = row
+
+
+class Receiver(Handle):
+    """One room at its decode rank. Its pages must stay reserved until `released`."""
+
+    __slots__ = ("_aux", "bound")
+
+    room: DecodeRoom | None
+    _node: DecodeNode
+
+    def __init__(self, node: DecodeNode, key: bytes) -> None:
+        super().__init__(node, None, key)
+        self.bound: Bound | None = None
+        self._aux: bytes | AuxRow | None = None
+
+    @property
+    def aux(self) -> bytes | AuxRow | None:
+        """The request's aux as prefill gave it to `finish`, bytes or a row; there once the state is Success.
+
+        A row is the one given to `bind`, of the columns that both sides have; its others hold what they held before.
+        """
+        return self._aux
+
+    @property
+    def ready_to_bind(self) -> bool:
+        """Whether prefill has computed everything and only waits for `bind`, for engines that allocate late."""
+        return self.room is not None and self.room.ready_to_bind
+
+    def bind(
+        self,
+        items: GivenItems,
+        tokens: GivenTokens = None,
+        *,
+        prefix_tokens: int = 0,
+        after: CudaEvent | None = None,
+        priority: int = 0,
+        aux: AuxRow | None = None,
+    ) -> None:
+        """Publishes where the room's state goes: `tokens` (start, stop, by component; all that `items` cover if None).
+        A rank that holds part of the tokens gives the whole range, and items for its own; where parts are contiguous,
+        on either side, they are those of a sequence of `stop` tokens.
+
+        Of components with positions, tokens below `prefix_tokens` are here already and are not sent. `after` is an
+        event; until it is done the engine may still use the pages, and nothing is opened. Lower `priority` goes first.
+        `aux` is a row of the node's metadata buffers: the request's row goes there, on whatever way, and until
+        `released` a peer may write it. Raises `UsageError` for items out of range, named twice or too few, or a row
+        that is free or another room's; the room stays unbound then.
+        """
+        self._node.bind(self, items, tokens, prefix_tokens=prefix_tokens, after=after, priority=priority, aux=aux)
+
+    def abort(self, reason: str = "aborted by the engine") -> None:
+        """Gives the room up: it fails here, and at every writer: as soon as that is found and answers, and where it was
+        not submitted yet, once it is. `released` tells when its pages are safe.
+        """
+        self._node.abort(self, reason)
+
+
+class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
     """One decode rank.
 
     `pool` holds the KV memory, `topology` the rank's place among those that receive a room together. `staging_nbytes`
@@ -53,7 +128,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
     them write the pool. The other arguments are those of `PrefillNode`.
     """
 
-    _writes: ClassVar[bool] = False
+    role: ClassVar[str] = "decode"
 
     def __init__(
         self,
@@ -76,12 +151,13 @@ class DecodeNode(Node[DecodeCore, Receiver]):
         metadata: MetadataBuffers | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        super().__init__(
-            pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_lanes,
-            staging=staging, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
-            copy_thread=copy_thread, insecure=insecure, keys=keys, aux=aux, metadata=metadata,
-            observers=observers,
+        options = NodeOptions(
+            transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_lanes, staging=staging, bind=bind,
+            config=config, progress=progress, switch_interval_s=switch_interval_s, copy_thread=copy_thread,
+            insecure=insecure, keys=keys, aux=aux, metadata=metadata, observers=observers,
         )  # fmt: skip
+        super().__init__(pool, topology, options)
+        self.path = path
         lanes = tuple(m.LaneSpan(part.base, part.nbytes, part.kind, part.device) for part in self.parts)
         offer, *others = self._offers()
         self.core = DecodeCore(
@@ -93,7 +169,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
         self._binding: list[Receiver] = []
         # Filled by the directory's thread and emptied by the driver's: one append and one popleft are each whole.
         self._answers: deque[tuple[Receiver, list[Advert] | None, PdstageError | None, float]] = deque()
-        self._start()
+        self.driver.start()
 
     # What receivers call.
 
@@ -114,18 +190,18 @@ class DecodeNode(Node[DecodeCore, Receiver]):
         if not 0 < deadline_s < float("inf"):
             raise UsageError(f"deadline_s={deadline_s} for room {room!r}", remedy="give a positive, finite number")
         key = room_key(room)
-        with self.use():
+        with self.driver.use():
             held = self._receivers.get(key)
             if held is not None and held.status & 0x7F not in (State.FAILED, State.SUCCESS):
                 raise UsageError(
                     f"room {room!r} is being received already", remedy="wait for its end, or abort it", room=room
                 )
             receiver = self._receivers[key] = Receiver(self, key)
-            if self._observed is not None:
-                self._observed.opened(receiver)
+            if self.observed is not None:
+                self.observed.opened(receiver)
             adverts = self.directory.cached(prefill, dp_rank, instance)
             if adverts is not None:
-                self._announce(receiver, adverts, deadline_s)
+                self._announce(receiver, adverts, time.monotonic(), deadline_s)
         if adverts is None:
             until = time.monotonic() + min(deadline_s, self.config.hello_s)
 
@@ -137,11 +213,11 @@ class DecodeNode(Node[DecodeCore, Receiver]):
                 self.directory.lookup(prefill, dp_rank, instance, until, answer)
             except PdstageError as error:
                 del self._receivers[key]
-                if self._observed is not None:
-                    self._observed.never_began(receiver, error)
+                if self.observed is not None:
+                    self.observed.never_began(receiver, error)
                 raise
         else:
-            self.kick()
+            self.driver.kick()
         return receiver
 
     def bind(
@@ -164,25 +240,33 @@ class DecodeNode(Node[DecodeCore, Receiver]):
         for name, one in checked.items():
             start = max(one.start, prefix_tokens) if layout.component(name).positional else one.start
             asked.append(m.Asked(name, min(start, one.stop), one.stop))
-        with self.use():
+        with self.driver.use():
             if receiver.bound is not None:
                 raise UsageError(f"room {receiver.id!r} is bound already", remedy="call bind() once", room=receiver.id)
             if aux is not None:
                 self.lent.lend(receiver, aux)
             receiver.bound = Bound(checked, tuple(sorted(asked)), priority, after, aux)
-            if self._observed is not None:
-                self._observed.bound(receiver)
+            if self.observed is not None:
+                self.observed.bound(receiver)
             self._binding.append(receiver)
-        self.kick()
+            self._take_bindings(time.monotonic())
+        self.driver.kick()
 
     def abort(self, receiver: Receiver, reason: str) -> None:
         """`Receiver.abort`."""
-        with self.use():
+        with self.driver.use():
             if receiver.room is not None:
                 self.core.abort(receiver.room, reason, time.monotonic())
             else:
                 self._end(receiver, Aborted(f"room {receiver.id!r} was aborted: {reason}"))
-        self.kick()
+        self.driver.kick()
+
+    def status(self) -> Status:
+        with self.driver.lock:
+            held = self.core.leases
+            leases, now = held.live(), self._status()._replace(n_waiting=held.n_waiting)
+            cursors = [(lane.capacity, lane.watermark, lane.head, lane.quarantined_nbytes) for lane in held.lanes]
+        return now._replace(rooms=by_state(self.handles()), lanes=lanes(cursors, leases))
 
     def handles(self) -> list[Handle]:
         unknown = [one for one in self._receivers.copy().values() if one.room is None]  # prefill is being looked up
@@ -192,20 +276,16 @@ class DecodeNode(Node[DecodeCore, Receiver]):
 
     def _carry(self, effect: Scatter) -> None:
         landing, writer = effect.landing, effect.landing.writer
-        pair, tokens = self.sessions.pair(writer.session), writer.session.common.tokens(landing.rects)
-        items = {name: given.index for name, given in writer.room.items.items()}  # type: ignore[attr-defined]
-        src = Region(landing.address, landing.nbytes)
+        pair, session = self.sessions.plan(writer.session).pair, writer.session
         self.stager.scatter(
-            effect.ticket, writer.shares, landing.rects, wire=pair.wire, items=items, src=src,
-            checksum=writer.session.checksums, tokens=tokens, cut=pair.dst,
-            staged=writer.session.converted and writer.session.converted.taken,
+            effect.ticket, writer.shares, landing.rects, order=pair.order, items=indexes(writer.room.items),
+            src=Region(landing.address, landing.nbytes), checksum=session.checksums,
+            tokens=session.common.tokens(landing.rects), cut=pair.dst,
+            staged=session.converted and session.converted.taken,
         )  # fmt: skip
 
-    def _nbytes(self, effect: Effect) -> int:
-        return effect.landing.nbytes if isinstance(effect, Scatter) else 0
-
-    def _layouts(self, session: Session) -> tuple[Layout, Layout]:
-        return session.layout, self.pool.layout
+    def _nbytes(self, effect: Scatter) -> int:
+        return effect.landing.nbytes
 
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
         if isinstance(event, Inbound):
@@ -214,39 +294,32 @@ class DecodeNode(Node[DecodeCore, Receiver]):
     def _on_staged(self, copied: Copied, now: float) -> None:
         self.core.scattered(copied.ticket, now, copied.error, copied.checksum)
 
-    def _turn_once(self, ready: Ready) -> bool:
-        if self._answers or self._binding:
-            with self._lock:
-                self._take_answers()
-                self._take_bindings()
-        return super()._turn_once(ready)
-
-    def _push(self) -> bool:
+    def _take_asked(self, now: float) -> None:
+        if self._answers:
+            self._take_answers(now)
         if self._binding:
-            with self._lock:
-                self._take_bindings()
-        return super()._push() or bool(self._binding)
+            self._take_bindings(now)
 
-    def _take_answers(self) -> None:
+    def _take_answers(self, now: float) -> None:
         while self._answers:
             receiver, adverts, error, deadline_s = self._answers.popleft()
             if receiver.status & 0x7F == State.FAILED:
-                self._give_up(receiver, adverts or [])
+                self._give_up(receiver, adverts or [], now)
             elif adverts is None:
                 self._end(receiver, error or PeerError("the directory gave no answer"))
             else:
-                self._announce(receiver, adverts, deadline_s)
+                self._announce(receiver, adverts, now, deadline_s)
 
-    def _give_up(self, receiver: Receiver, adverts: list[Advert]) -> None:
+    def _give_up(self, receiver: Receiver, adverts: list[Advert], now: float) -> None:
         """It was aborted while its prefill was looked up, which may hold its state already and wait."""
         with contextlib.suppress(PdstageError):  # a rank that cannot be told waits for its deadline
             writers = self._routes(adverts)
-            self.core.give_up(receiver.key, writers, str(receiver.error), time.monotonic())
+            self.core.give_up(receiver.key, writers, str(receiver.error), now)
 
     def _routes(self, adverts: list[Advert]) -> dict[int, bytes]:
         return {a.topology.unique_rank: self.socket.connect(a.endpoint) for a in adverts}
 
-    def _announce(self, receiver: Receiver, adverts: list[Advert], deadline_s: float) -> None:
+    def _announce(self, receiver: Receiver, adverts: list[Advert], now: float, deadline_s: float) -> None:
         # A later version than ours may talk with us: it says so when greeted.
         problem = next((a for a in adverts if a.version < OLDEST), None)
         if problem is not None:
@@ -254,14 +327,14 @@ class DecodeNode(Node[DecodeCore, Receiver]):
             self._end(receiver, PeerError(what, remedy="run a later release at prefill"))
             return
         try:
-            room = self.core.announce(receiver.key, self._routes(adverts), time.monotonic(), deadline_s=deadline_s)
+            room = self.core.announce(receiver.key, self._routes(adverts), now, deadline_s=deadline_s)
         except PdstageError as error:  # what a directory says is a peer's word: it fails this room, not the driver
             self._end(receiver, error)
             return
         receiver.room = room
         self.roster.add(room, receiver)
 
-    def _take_bindings(self) -> None:
+    def _take_bindings(self, now: float) -> None:
         binding, self._binding = self._binding, []
         for receiver in binding:
             bound = receiver.bound
@@ -280,7 +353,7 @@ class DecodeNode(Node[DecodeCore, Receiver]):
                 receiver.room,
                 bound.asked,
                 bound.checked,
-                time.monotonic(),
+                now,
                 wire_items=wire_items,
                 priority=bound.priority,
                 row=bound.row.number if bound.row is not None else None,
@@ -290,12 +363,12 @@ class DecodeNode(Node[DecodeCore, Receiver]):
         """A room that never reached the core."""
         self._receivers.pop(receiver.key, None)
         self.lent.give_back(receiver)
-        if self._observed is not None:
-            self._observed.never_began(receiver, error)
+        if self.observed is not None:
+            self.observed.never_began(receiver, error)
         self.roster.end(receiver, error)
 
     def _close_rooms(self, timeout_s: float) -> None:
-        with self._lock:
+        with self.driver.lock:
             for receiver in [one for one in self._receivers.values() if one.room is None]:
                 self._end(receiver, Aborted(f"room {receiver.id!r} was aborted: the node was closed"))
         super()._close_rooms(timeout_s)
@@ -323,6 +396,11 @@ class DecodeNode(Node[DecodeCore, Receiver]):
             row.take(room.aux, shared)
         receiver._aux = row.of(shared.dst)
 
+    # Its sessions.
+
+    def _layouts(self, session: Session) -> tuple[Layout, Layout]:
+        return session.layout, self.pool.layout
+
     def _identify_peer(self, session: Session, description: bytes) -> None:
         self.transport.identify(label(session), description)
 
@@ -330,9 +408,6 @@ class DecodeNode(Node[DecodeCore, Receiver]):
         if route:
             self.directory.forget()  # the peer may be at the same address under another key
             self.core.unreachable(route, error, now)
-
-    def _holds_nothing(self, session: Session) -> bool:
-        return not self.core.holds(session)
 
     def _peer_name(self, session: Session) -> str:
         return f"prefill rank {place(session.topology)}"
@@ -342,6 +417,11 @@ class DecodeNode(Node[DecodeCore, Receiver]):
 
     def _is_fenced(self, session: Session) -> bool:
         return self.transport.traits_of(label(session)).fences
+
+    def _holds_nothing(self, session: Session) -> bool:
+        return not self.core.holds(session)
+
+    # What it waits for.
 
     def _in_flight(self) -> bool:
         return self.core.leases.lent  # a fabric without a thread of its own lands nothing while nobody asks

@@ -2,8 +2,15 @@
 
 A turn is: receive -> lock -> feed the core -> take effects -> unlock -> carry them out. Only one thread turns at a
 time. With `progress="inline"` every poll of the engine is a turn; with `progress="thread"` a thread of the node's own
-turns, and waits on the control socket and the transport in between. While it waits, an engine's call sends its messages
-itself: handing them over would cost a wake-up, and beside a busy thread a switch of the interpreter.
+turns, and sleeps in between. While it sleeps, an engine's call sends its messages itself: handing them over would
+cost a wake-up, and beside a busy thread a switch of the interpreter.
+
+Messages leave at the end of a turn, so that several to one peer travel as one; none waits for a large copy. Large
+copies are carried out one at a time, after everything else: what one of them leads to, the write of the chunk just
+gathered or the release of the lease just emptied, is under way before the next begins.
+
+The control socket announces what it gets, and so do transports with descriptors. Nobody announces engines' events,
+copies on a device, and what transports without descriptors got: while one of those is waited for, sleeps are naps.
 """
 
 from __future__ import annotations
@@ -13,32 +20,29 @@ import os
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple, assert_never
 
+from pdstage.control.zmq import MAX_FRAMES
 from pdstage.errors import PdstageError, UsageError
-from pdstage.log_limit import LogLimit
-from pdstage.manager.aio import Look, Pumps, until
-from pdstage.manager.carrier import Carrier
-from pdstage.manager.handle import Roster
-from pdstage.manager.role import AnyCore, Role
+from pdstage.manager.aio import Look, Pumps
 from pdstage.manager.sessions import Sessions
-from pdstage.manager.sleep import EVERYTHING, Ready, Sleep
-from pdstage.protocol.session import Changed, Send
+from pdstage.protocol.decode_chunks import Scatter
+from pdstage.protocol.prefill_chunks import ChunkEffect, Gather, Write, WriteDirect, WriteRow
+from pdstage.protocol.session import Attach, Changed, Detach, HangUp, PeerWarning, Send
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
-    from pdstage.manager.handle import Handle
-    from pdstage.manager.nvtx import Ranges
-    from pdstage.manager.observer import Observation
-    from pdstage.manager.role import Effect
-    from pdstage.protocol.config import Config
-    from pdstage.protocol.room import Room
+    from pdstage.manager.role import Effect, Role
     from pdstage.transport import Done, Inbound, PostFailed
 
 log = logging.getLogger(__name__)
 
+_LARGE_NBYTES = 128 << 10
 _LOOK_S = 0.1
+_NAP_S = 100e-6
+_PATIENCE_S = 1e-3
 
 _n_forks = 0
 """In this process's line of descent since this module was loaded. Counted, as asking for the pid is a system call."""
@@ -52,46 +56,61 @@ def _count_fork() -> None:
 os.register_at_fork(after_in_child=_count_fork)
 
 
-class Driver(Role[AnyCore]):
-    """Drives one core. Subclasses supply the transport and the stager."""
+class Ready(NamedTuple):
+    """Who may have something to say."""
 
-    def __init__(self, config: Config, progress: str, switch_interval_s: float | None) -> None:
+    messages: bool
+    transport: bool
+
+
+_EVERYTHING = Ready(messages=True, transport=True)
+_DATA = (Gather, Scatter, Write, WriteDirect, WriteRow)
+
+
+class Driver:
+    """Drives the core of `node`. `lock` is held whenever the core is touched."""
+
+    def __init__(self, node: Role[Any, Any], progress: str, switch_interval_s: float | None) -> None:
         if progress not in ("inline", "thread"):
             raise UsageError(f"progress {progress!r}", remedy='choose "inline" or "thread"')
-        self.config = config
-        self.roster = Roster()
+        self._node = node
+        self.inline = progress == "inline"
+        self.lock = threading.RLock()
+        self.sessions = Sessions(node, self.lock)
+        self.turning = threading.Lock()  # whose loop it is, sleep included
         self.pumps = Pumps()
-        self._progress = progress
+        self.closed = False
+        self.failure: BaseException | None = None
+        self._acting = threading.Lock()  # who takes effects and carries them out, so that frames leave in their order
         self._switch_interval_s = switch_interval_s
         self._thread: threading.Thread | None = None
         self._n_forks = _n_forks
-        self._lock = threading.RLock()
-        self._turning = threading.Lock()  # whose loop it is, waiting included
-        self._acting = threading.Lock()  # who takes effects and carries them out, so that frames leave in their order
         self._kept: list[Effect] = []
-        self._carrier = Carrier(self)
-        self._sleep = Sleep(self)
-        self.sessions = Sessions(self)
-        self._log_limit = LogLimit()
+        self._outgoing: dict[bytes, list[bytes]] = {}
+        self._copies: deque[Gather | Scatter] = deque()  # large ones that wait for their turn
         self._early: list[Done | PostFailed | Inbound] = []
-        self._closed = False
-        self._failure: BaseException | None = None
-        self._observed: Observation | None = None  # None: nobody observes, and nothing is timed
-        self._ranges: Ranges | None = None
+        self._until_at = 0.0  # when the sleep ends if nothing is announced; under the lock
 
     @property
     def was_forked(self) -> bool:
         """Whether this is a child's copy of a node."""
         return self._n_forks != _n_forks
 
-    def _start(self) -> None:
-        """Starts the thread, if this node has one; the constructor's last step."""
-        if self._progress == "thread":
+    def start(self) -> None:
+        """Starts the thread, if there is to be one; the last step of the node's constructor."""
+        if not self.inline:
             if self._switch_interval_s is not None:
                 # Beside a busy Python thread a waking one waits for the interpreter's switch interval, 5 ms by default.
                 sys.setswitchinterval(min(self._switch_interval_s, sys.getswitchinterval()))
             self._thread = threading.Thread(target=self._run, name="pdstage-node", daemon=True)
             self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self.closed:
+                self.turn(self.longest_s())
+        except BaseException:
+            log.exception("the node's thread ended")
 
     # A turn.
 
@@ -101,109 +120,194 @@ class Driver(Role[AnyCore]):
         False if another thread is in one: it is woken, and will do what there is to do.
         """
         self.use()
-        if not self._turning.acquire(blocking=False):
-            self.socket.wake()
+        if not self.turning.acquire(blocking=False):
+            self._node.socket.wake()
             return False
         try:
-            if not self._closed:
-                self._turn(self._sleep.wait(wait_s) if wait_s > 0 and not self._carrier.copies else EVERYTHING)
+            if not self.closed:
+                self._turn(self._sleep(wait_s) if wait_s > 0 and not self._copies else _EVERYTHING)
         except BaseException as error:
-            self._fail_everything(error)
+            self._fail(error)
             raise
         finally:
-            self._turning.release()
+            self.turning.release()
         if self.pumps:
-            self.socket.wake()  # for what was sent the socket may have taken in the word of an arrival
+            self._node.socket.wake()  # for what was sent the socket may have taken in the word of an arrival
         return True
 
     def _turn(self, ready: Ready) -> None:
+        node = self._node
         with self._acting:
-            while self._turn_once(ready) and not self._closed:
-                ready = EVERYTHING
-                self.roster.ring()
-            self._carrier.flush()
-            self.roster.ring()  # last: who wakes earlier waits for the interpreter
-        if self._observed is not None:
-            self._observed.tell()
+            while True:
+                again = self._carry_out(self._feed(ready))
+                self.sessions.check_lost()
+                if not again or self.closed:
+                    break
+                ready = _EVERYTHING
+                node.roster.ring()
+            self._flush()
+            node.roster.ring()  # last: who wakes earlier waits for the interpreter
+        if node.observed is not None:
+            node.observed.tell()
 
-    def _turn_once(self, ready: Ready) -> bool:
+    def _feed(self, ready: Ready) -> list[Effect]:
         """Asks only those who said that they have something: each call gives the interpreter to a busy main thread."""
-        messages = self.socket.recv() if ready.messages else ()
+        node = self._node
+        messages = node.socket.recv() if ready.messages else ()
         events, self._early = self._early, []
         if ready.transport:
-            events += self.transport.poll()
-        staged = self.stager.poll()
-        refusals = self.socket.take_refusals()
-        with self._lock:
+            events += node.transport.poll()
+        staged = node.stager.poll()
+        refusals = node.socket.take_refusals()
+        with self.lock:
             now = time.monotonic()
+            node._take_asked(now)
             for route, error in refusals:
-                self.core.counters.peers_refused += 1
-                self._on_refused(route, error, now)
+                node.core.counters.peers_refused += 1
+                node._on_refused(route, error, now)
             for route, frames in messages:
                 for frame in frames:
-                    self.core.receive(route, frame, now)
+                    node.core.receive(route, frame, now)
             for event in events:
-                self._on_transport(event, now)
+                node._on_transport(event, now)
             for copied in staged:
-                if self._observed is not None:
-                    self._observed.copied(copied)
-                self._on_staged(copied, now)
-            self.core.tick(now)
-            effects = self._take_effects()
-        again = self._carrier.carry_out(effects)
-        if self.sessions.lost:
-            self.sessions.check_lost()
-        return again
+                if node.observed is not None:
+                    node.observed.copied(copied)
+                node._on_staged(copied, now)
+            node.core.tick(now)
+            return self._take_effects()
 
     def _take_effects(self) -> list[Effect]:
         kept, self._kept = self._kept, []
-        fresh = self.core.take_effects()
-        if self._observed is not None:
-            self._observed.asked(fresh)
+        fresh: list[Effect] = self._node.core.take_effects()
+        if self._node.observed is not None:
+            self._node.observed.asked(fresh)
         return kept + fresh
 
-    # Whoever turns.
+    def feed_early(self, events: Sequence[Done | PostFailed | Inbound]) -> None:
+        """What the transport said out of its turn: the next turn begins with it."""
+        self._early += events
+        if self._node.observed is not None:
+            self._node.observed.polled(events)
+
+    # Effects.
+
+    def _carry_out(self, effects: Sequence[Effect]) -> bool:
+        """True if something was done here that the core should hear of at once."""
+        large, again = bool(self._copies), False
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._outgoing.setdefault(effect.route, []).append(effect.frame)
+            elif not large and isinstance(effect, _DATA):
+                large = self._node._nbytes(effect) >= _LARGE_NBYTES
+        if large:
+            self._flush()
+        for effect in effects:
+            again |= self._carry(effect)
+        if self._copies:
+            self._do(self._copies.popleft())
+            again = True
+        return again
+
+    def _carry(self, effect: Effect) -> bool:
+        node = self._node
+        match effect:
+            case Send():
+                return False
+            case Changed(room):
+                node._on_changed(room)
+                return False
+            case PeerWarning(route, error):
+                self.sessions.warn(route, error)
+                return False
+            case HangUp(route):
+                self.sessions.hang_up(route)
+                return False
+            case Attach(session, offers):
+                self.sessions.attach(session, offers)
+            case Detach(session):
+                while self._copies:  # what they need of the session goes with it
+                    self._do(self._copies.popleft())
+                self.sessions.detach(session)
+            case Gather() | Scatter() if node._nbytes(effect) >= _LARGE_NBYTES:
+                self._copies.append(effect)
+            case Gather() | Scatter() | Write() | WriteDirect() | WriteRow():
+                self._do(effect)
+            case _:
+                assert_never(effect)
+        return True
+
+    def _do(self, effect: ChunkEffect | Scatter) -> None:
+        if self._node.ranges is None:
+            self._node._carry(effect)
+        else:
+            with self._node.ranges.of(effect):
+                self._node._carry(effect)
+
+    def _flush(self) -> None:
+        """Sends what was held back."""
+        outgoing, self._outgoing = self._outgoing, {}
+        for route, frames in outgoing.items():
+            for start in range(0, len(frames), MAX_FRAMES):
+                self._node.socket.send(route, frames[start : start + MAX_FRAMES])
+
+    # Sleep.
+
+    def longest_s(self) -> float:
+        """How long nothing can happen that neither the socket nor the transport would announce."""
+        longest_s = min(1.0, self._node.config.retry_s)  # so that the question an engine's call asks needs no wake-up
+        with self.lock:
+            now, next_at = time.monotonic(), self._node.core.next_at()
+            until_s = longest_s if next_at is None else min(max(next_at - now, 1e-4), longest_s)
+            self._until_at = now + until_s
+        return until_s
+
+    def _sleep(self, wait_s: float) -> Ready:
+        """Until somebody may have something to say, `wait_s` at most."""
+        node = self._node
+        fds = node.transport.filenos()
+        if node._expects() or node.stager.launched:
+            wait_s = min(wait_s, _NAP_S)
+        if fds:
+            ready = node.socket.wait(wait_s, fds)
+            return Ready(ready.messages, bool(ready.fds))
+        if not node._must_ask():
+            return Ready(node.socket.wait(wait_s).messages, True)
+        ready = node.socket.wait(0.0)
+        if not (ready.messages or ready.woken):
+            if node._in_flight():
+                time.sleep(min(wait_s, _NAP_S))
+            else:
+                ready = node.socket.wait(min(wait_s, _PATIENCE_S))
+        return Ready(ready.messages, True)
 
     def look(self) -> Look | None:
-        """A turn for an event loop, which watches instead of this node's waiting; None if another thread is in one.
+        """A turn for an event loop, which watches descriptors in place of sleep; None if another thread is in one.
 
         Raises nothing: whoever waits in the loop is woken, and asks.
         """
-        if not self._turning.acquire(blocking=False):
+        if not self.turning.acquire(blocking=False):
             return None
         try:
-            if self._closed or self._failure is not None:
+            if self.closed or self.failure is not None:
                 return Look(_LOOK_S, ())
-            fds = self.transport.filenos()
-            self.socket.wait(0.0)  # wakings until here are answered by this turn
-            self._turn(EVERYTHING)
-            ready = self.socket.wait(0.0, fds)  # libzmq's descriptor tells of an arrival once: none may be left
-            pause_s = 0.0 if any(ready) else self._sleep.pause_s(fds)
-            return Look(pause_s, (*self.socket.filenos(), *fds))
+            node = self._node
+            fds = node.transport.filenos()
+            node.socket.wait(0.0)  # wakings until here are answered by this turn
+            self._turn(_EVERYTHING)
+            ready = node.socket.wait(0.0, fds)  # libzmq's descriptor tells of an arrival once: none may be left
+            pause_s = 0.0 if any(ready) else self.longest_s()
+            if node._expects() or (not fds and node._in_flight()):
+                pause_s = min(pause_s, _NAP_S)
+            elif not fds and node._must_ask():
+                pause_s = min(pause_s, _PATIENCE_S)
+            return Look(pause_s, (*node.socket.filenos(), *fds))
         except Exception as error:
             log.exception("the node's turn in an event loop failed")
-            self._fail_everything(error)
+            self._fail(error)
             return Look(_LOOK_S, ())
         finally:
-            self._turning.release()
-
-    def _run(self) -> None:
-        try:
-            while not self._closed:
-                self.turn(self._sleep.longest_s())
-        except BaseException:
-            log.exception("the node's thread ended")
-
-    def _finish(self) -> None:
-        """The last turn, with no thread left: what closing asked for and a thread about to end left undone."""
-        if self._failure is not None or self.was_forked:
-            return
-        try:
-            with self._turning:
-                self._turn(EVERYTHING)
-        except Exception as error:
-            log.exception("the node's last turn failed")
-            self._fail_everything(error)
+            self.turning.release()
 
     # What engines' calls do.
 
@@ -211,17 +315,11 @@ class Driver(Role[AnyCore]):
         """The lock, for a call of the engine; raises `UsageError` once the node is closed, has failed, or in a fork."""
         if _n_forks != self._n_forks:
             raise UsageError("a node was used in a forked child", remedy="make the node after the fork")
-        if self._closed:
+        if self.closed:
             raise UsageError("this node is closed", remedy="make a new one")
-        if self._failure is not None:
-            raise UsageError("this node failed before", remedy="close it and make a new one") from self._failure
-        return self._lock
-
-    def progress_inline(self) -> None:
-        """A turn, if turns are the engine's to make."""
-        self.use()
-        if self._progress == "inline":
-            self.turn()
+        if self.failure is not None:
+            raise UsageError("this node failed before", remedy="close it and make a new one") from self.failure
+        return self.lock
 
     def kick(self) -> None:
         """After the engine gave the core something: carries that out now, or wakes the thread that does.
@@ -233,70 +331,55 @@ class Driver(Role[AnyCore]):
             try:
                 wake = self._push()
             except BaseException as error:
-                self._fail_everything(error)
+                self._fail(error)
                 raise
             finally:
                 self._acting.release()
         if wake or self.pumps:
-            self.socket.wake()
+            self._node.socket.wake()
 
     def _push(self) -> bool:
         """True if something is left for a turn: with a thread, all but messages, a moment before it would wake, and
         what was done here that the core should hear of at once.
         """
-        with self._lock:
+        node = self._node
+        with self.lock:
             effects = self._take_effects()
-            next_at = self.core.next_at()
-            early = next_at is not None and next_at < self._sleep.until_at
-        if self._progress == "thread" and not all(isinstance(effect, Send | Changed) for effect in effects):
+            next_at = node.core.next_at()
+            early = node._expects() or (next_at is not None and next_at < self._until_at)
+        if not self.inline and not all(isinstance(effect, Send | Changed) for effect in effects):
             self._kept = effects
             return True
         if effects:
             # A write that blocks has ended by now, and announces itself to nobody.
-            early |= self._carrier.carry_out(effects)
-            self._carrier.flush()
-            self.roster.ring()
+            early |= self._carry_out(effects)
+            self._flush()
+            node.roster.ring()
         return early
 
-    def wait_for(self, handle: Handle, done: Callable[[], bool], timeout_s: float | None) -> None:
-        """Turns (or lets the thread turn) until `done()`, which only a change of `handle`'s room makes true.
+    # The end.
 
-        Raises `TimeoutError` after `timeout_s`, and `UsageError` if the node ends first.
-        """
-        deadline_at = None if timeout_s is None else time.monotonic() + timeout_s
-        while not done():
-            self.use()
-            left_s = 1.0 if deadline_at is None else deadline_at - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError(f"room {handle.id!r} did not get there in {timeout_s} s")
-            if self._progress == "inline":
-                self.turn(min(left_s, self._sleep.longest_s()))
-            else:
-                self.roster.wait(handle, done, min(left_s, _LOOK_S))
+    def end(self) -> None:
+        """Ends the thread, then turns once more: what closing asked for and a thread about to end left undone."""
+        self.closed = True
+        self._node.socket.wake()
+        if self._thread is not None:
+            self._thread.join()
+        if self.failure is not None or self.was_forked:
+            return
+        try:
+            with self.turning:
+                self._turn(_EVERYTHING)
+        except Exception as error:
+            log.exception("the node's last turn failed")
+            self._fail(error)
 
-    async def wait_for_async(self, handle: Handle | None, done: Callable[[], bool], timeout_s: float | None) -> None:
-        """`wait_for` in an event loop, which turns an inline node; None: what a change of any room makes true."""
-        await until(self, handle, done, timeout_s, inline=self._progress == "inline")
-
-    # What happens to rooms and peers.
-
-    def _on_changed(self, room: Room) -> None:
-        handle = self.roster.of(room)
-        self.roster.changed(room)
-        if self._observed is not None and handle is not None:  # last: an observer may ask the handle
-            self._observed.changed(handle, room)
-
-    def _complain(self, route: bytes, error: PdstageError) -> None:
-        peer = self.socket.name_of(route)
-        if text := self._log_limit.due(peer, str(error), time.monotonic()):
-            log.warning("peer %s: %s", peer, text)
-
-    def _fail_everything(self, error: BaseException) -> None:
-        """The driver's last resort: no room may hang because the driver broke."""
-        self._failure = error
+    def _fail(self, error: BaseException) -> None:
+        """The last resort: no room may hang because the driver broke."""
+        self.failure = error
         failed = PdstageError(f"the node's driver failed: {error!r}", remedy="see the cause; make a new node")
         failed.__cause__ = error
-        self.roster.fail(failed)
-        if self._observed is not None:
-            self._observed.broke(failed)
-            self._observed.tell()  # no turn follows
+        self._node.roster.fail(failed)
+        if self._node.observed is not None:
+            self._node.observed.broke(failed)
+            self._node.observed.tell()  # no turn follows

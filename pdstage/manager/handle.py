@@ -1,4 +1,4 @@
-"""What an engine holds of one room, whichever side it is on.
+"""What an engine holds of one room, whichever side it is on: its handle, who waits for it, and its aux row.
 
 The node keeps it current, and is asked to make progress.
 """
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from pdstage.protocol.room import room_id
+from pdstage.errors import UsageError
+from pdstage.protocol.room import Room, room_id
 from pdstage.protocol.state import State
 
 if TYPE_CHECKING:
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pdstage.errors import PdstageError
-    from pdstage.protocol.room import Room, RoomId
+    from pdstage.metadata import AuxRow, MetadataBuffers
+    from pdstage.protocol.room import RoomId
 
 _ENDED = (State.SUCCESS, State.FAILED)
 
 
-class Driver(Protocol):
+class Waits(Protocol):
     """What a handle asks of its node."""
 
     def progress_inline(self) -> None: ...
@@ -55,7 +57,7 @@ class Handle:
 
     __slots__ = ("__weakref__", "_node", "began_at", "error", "key", "room", "status", "waiters")
 
-    def __init__(self, node: Driver, room: object, key: bytes) -> None:
+    def __init__(self, node: Waits, room: object, key: bytes) -> None:
         self._node = node
         self.room = room
         self.key = key
@@ -264,3 +266,42 @@ class Roster:
             if not done():
                 with contextlib.suppress(queue.Empty):
                     bell.get(timeout=timeout_s)
+
+
+class LentRows:
+    """Which room has which aux row, until it is released: rows of one node's `metadata`; without, none can be lent."""
+
+    def __init__(self, metadata: MetadataBuffers | None) -> None:
+        self._metadata = metadata
+        self._lent: dict[Handle, AuxRow] = {}
+
+    def __len__(self) -> int:
+        """How many rooms have one."""
+        return len(self._lent)
+
+    def of(self, handle: Handle) -> AuxRow | None:
+        return self._lent.get(handle)
+
+    def lend(self, handle: Handle, row: AuxRow) -> MetadataBuffers:
+        """The handle's room has `row` until it is released; under the lock. Raises `UsageError` for a row that is not
+        its to have.
+        """
+        if self._metadata is None:
+            raise UsageError(
+                f"an aux row for room {handle.id!r} at a node without rows", remedy="give the node its `metadata`"
+            )
+        room = handle.room
+        if not (room.released if isinstance(room, Room) else handle.released):
+            self._metadata.lend(row)
+            self._lent[handle] = row
+        return self._metadata
+
+    def give_back(self, handle: Handle) -> None:
+        """The handle's room is released: its row, if it had one, is the engine's again."""
+        row = self._lent.pop(handle, None)
+        if row is not None and self._metadata is not None:
+            self._metadata.give_back(row)
+
+    def give_all_back(self) -> None:
+        for handle in list(self._lent):
+            self.give_back(handle)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
@@ -40,6 +40,11 @@ class Checked:
     start: int
     stop: int
     index: Index
+
+
+def indexes(items: Mapping[str, object]) -> dict[str, Index]:
+    """What a core was given as a room's items, checked ones, for the kernels."""
+    return {name: cast("Checked", one).index for name, one in items.items()}
 
 
 def check(layout: Layout, items: GivenItems, tokens: GivenTokens, *, unique: bool) -> dict[str, Checked]:

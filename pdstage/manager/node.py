@@ -7,46 +7,44 @@ import contextlib
 import logging
 import secrets
 import time
-from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar, cast
+from abc import abstractmethod
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, TypeVar, cast
 
+import pdstage
 from pdstage.control.keys import keys_of
 from pdstage.control.zmq import ControlSocket
 from pdstage.errors import TransportError, UsageError
 from pdstage.manager import status
+from pdstage.manager.aio import until
 from pdstage.manager.copy_thread import CopyThread, has_core_to_spare
 from pdstage.manager.driver import Driver
-from pdstage.manager.handle import Handle
+from pdstage.manager.handle import Handle, LentRows, Roster
 from pdstage.manager.lookup import Directory
 from pdstage.manager.nvtx import ranges_of
 from pdstage.manager.observer import Observation, Origin
-from pdstage.manager.role import AnyCore
-from pdstage.manager.rows import LentRows
-from pdstage.manager.settings import check_aux, open_checked
-from pdstage.protocol.config import Config
+from pdstage.manager.role import AnyCore, Own, Role
+from pdstage.manager.status import Status
 from pdstage.protocol.messages import Offer, RowSpan
 from pdstage.protocol.room import NO_ROWS, OwnRows
 from pdstage.stager import Memory, Stager
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     import numpy as np
     import numpy.typing as npt
 
-    from pdstage.control.keys import Keys
+    from pdstage.errors import PdstageError
     from pdstage.kernels import Pool
-    from pdstage.layout import Region
-    from pdstage.manager.observer import Observer
-    from pdstage.manager.status import OpenRoom, Status
-    from pdstage.metadata import MetadataBuffers
+    from pdstage.manager.options import NodeOptions
+    from pdstage.manager.status import OpenRoom
     from pdstage.protocol.room import Room
     from pdstage.topology import Topology
-    from pdstage.transport import Transport
 
 log = logging.getLogger(__name__)
 
-_SWITCH_S = 1e-4
+_LOOK_S = 0.1
 
 
 _kept_for_ever: list[object] = []
@@ -56,66 +54,52 @@ _kept_for_ever: list[object] = []
 AnyHandle = TypeVar("AnyHandle", bound=Handle)
 
 
-class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
+class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
     """One rank's node. Use as a context manager, or `close()` it: that ends its rooms and gives all memory back.
 
     With `async with` the event loop goes on while the node closes, and turns it, if it is inline, until then.
     """
 
-    _writes: ClassVar[bool]  # whether it is the one that writes to its peers
+    role: ClassVar[str]
+    """ "prefill" or "decode"."""
+    path: str
+    """ "auto", "direct" or "staged"."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        topology: Topology,
-        *,
-        transport: str | Mapping[str, object] | Transport,
-        path: str,
-        staging_nbytes: int,
-        n_parts: int,
-        staging: object,
-        bind: str,
-        config: Config | None,
-        progress: str,
-        switch_interval_s: float | None,
-        copy_thread: bool | None,
-        insecure: bool,
-        keys: Keys | str | os.PathLike[str] | None,
-        aux: str,
-        metadata: MetadataBuffers | None,
-        observers: Sequence[Observer],
-    ) -> None:
-        config = config or Config()
-        check_aux(aux, metadata, config)
-        super().__init__(config, progress, switch_interval_s)
-        self.keys = keys_of(keys)
-        self.pool, self.topology, self.path = pool, topology, path
+    def __init__(self, pool: Pool, topology: Topology, options: NodeOptions) -> None:
+        self.config = options.check()
+        self.roster = Roster()
+        self.observed, self.ranges = None, None
+        self.driver = Driver(self, options.progress, options.switch_interval_s)
+        self.sessions = self.driver.sessions
+        self.keys = keys_of(options.keys)
+        self.pool, self.topology = pool, topology
         self.incarnation = secrets.randbits(63) | 1
-        self.observers = tuple(observers)
-        if observers:
+        self.observers = tuple(options.observers)
+        if self.observers:
             origin = Origin(self.role, topology.unique_rank, topology, self.incarnation)
-            self._observed = Observation(origin, observers)
+            self.observed = Observation(origin, self.observers)
         self._gave_back = True
-        self.metadata = metadata
-        self.lent = LentRows(metadata)
-        self.transport = open_checked(pool, path, config, transport, writes=self._writes)
+        self.metadata = options.metadata
+        self.lent = LentRows(options.metadata)
+        writes = self.role == "prefill"
+        self.transport = options.open_transport(pool, self.config, writes=writes)
         with contextlib.ExitStack() as opened:  # all of it is given back if the rest cannot be had
             opened.callback(self.transport.close)
-            mappable = not self._writes and self.transport.traits.maps
-            self.memory = Memory(staging_nbytes, staging, pool.device, mappable=mappable)
+            mappable = not writes and self.transport.traits.maps
+            self.memory = Memory(options.staging_nbytes, options.staging, pool.device, mappable=mappable)
             opened.callback(self.memory.release)
-            self.parts = self.memory.parts(n_parts)
-            self._copier = CopyThread(self._wake)
-            copies_aside = has_core_to_spare() if copy_thread is None else copy_thread
-            clock = time.monotonic if observers else None
+            self.parts = self.memory.parts(options.n_parts)
+            self._copy_thread = CopyThread(self._wake)
+            copies_aside = has_core_to_spare() if options.copy_thread is None else options.copy_thread
             runtime = pool.runtime()
-            self._ranges = ranges_of(runtime)
-            self.stager = Stager(pool, self._copier.submit if copies_aside else None, runtime, clock)
+            self.ranges = ranges_of(runtime)
+            clock = time.monotonic if self.observers else None
+            self.stager = Stager(pool, self._copy_thread.submit if copies_aside else None, runtime, clock)
             self.directory = Directory(self.keys)
-            self.transport.register([self.memory.region, *(self._pool_regions() if path != "staged" else ())])
-            self.rows = self._own_rows(aux)
+            self.transport.register([self.memory.region, *(pool.layout.regions if options.path != "staged" else ())])
+            self.rows = self._own_rows(options.aux)
             identity = self.incarnation.to_bytes(8, "little")
-            self.socket = ControlSocket(bind, identity=identity, insecure=insecure, keys=self.keys)
+            self.socket = ControlSocket(options.bind, identity=identity, insecure=options.insecure, keys=self.keys)
             opened.pop_all()
         self._turned: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -136,9 +120,6 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
     def _wake(self) -> None:
         self.socket.wake()
 
-    def _pool_regions(self) -> tuple[Region, ...]:
-        return self.pool.layout.regions
-
     def _offers(self) -> list[Offer]:
         """What this node tells its peers of its transports, best first."""
         return [Offer(name, description) for name, description in self.transport.offers().items()]
@@ -147,9 +128,47 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         handle = self.roster.of(room)
         if handle is not None and room.released:  # first: who sees `released` may free the row at once
             self.lent.give_back(handle)
-        super()._on_changed(room)
+        self.roster.changed(room)
+        if self.observed is not None and handle is not None:  # last: an observer may ask the handle
+            self.observed.changed(handle, room)
+
+    def _on_refused(self, route: bytes, error: PdstageError, now: float) -> None:
+        pass
 
     # What engines ask.
+
+    def turn(self, wait_s: float = 0.0) -> bool:
+        """One turn: everything that has arrived, every deadline that has passed. Waits up to `wait_s` for something.
+
+        False if another thread is in one: it is woken, and will do what there is to do.
+        """
+        return self.driver.turn(wait_s)
+
+    def progress_inline(self) -> None:
+        """A turn, if turns are the engine's to make."""
+        self.driver.use()
+        if self.driver.inline:
+            self.driver.turn()
+
+    def wait_for(self, handle: Handle, done: Callable[[], bool], timeout_s: float | None) -> None:
+        """Turns (or lets the thread turn) until `done()`, which only a change of `handle`'s room makes true.
+
+        Raises `TimeoutError` after `timeout_s`, and `UsageError` if the node ends first.
+        """
+        deadline_at = None if timeout_s is None else time.monotonic() + timeout_s
+        while not done():
+            self.driver.use()
+            left_s = 1.0 if deadline_at is None else deadline_at - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"room {handle.id!r} did not get there in {timeout_s} s")
+            if self.driver.inline:
+                self.driver.turn(min(left_s, self.driver.longest_s()))
+            else:
+                self.roster.wait(handle, done, min(left_s, _LOOK_S))
+
+    async def wait_for_async(self, handle: Handle | None, done: Callable[[], bool], timeout_s: float | None) -> None:
+        """`wait_for` in an event loop, which turns an inline node; None: what a change of any room makes true."""
+        await until(self.driver, self.roster, handle, done, timeout_s)
 
     def poll_many(self, handles: Sequence[Handle]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
         """One turn in inline mode; then (states, released) of `handles`, to be MIN-reduced over TP ranks.
@@ -173,17 +192,17 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
             handle = self.roster.pop_ended()
             if handle is not None:
                 yield cast("AnyHandle", handle)
-            elif self._closed:
+            elif self.closed:
                 return
             else:
-                await self.wait_for_async(None, lambda: self.roster.has_ended or self._closed, None)
+                await self.wait_for_async(None, lambda: self.roster.has_ended or self.closed, None)
 
     def unfenced(self) -> dict[str, int]:
         """Peers whose lost sessions still keep memory of this node out of use, and how many such sessions each has.
 
         By control endpoint. A peer leaves this list when it comes back, when its death is proved, or by `fence`.
         """
-        with self._lock:
+        with self.driver.lock:
             return self.sessions.unfenced()
 
     def fence(self, endpoint: str) -> int:
@@ -194,9 +213,9 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         in any cluster (its host is down, or its process was ended and waited for). A wrong word lets it write into
         memory that has a new owner.
         """
-        with self.use():
+        with self.driver.use():
             n_fenced = self.sessions.fence(endpoint)
-        self.kick()
+        self.driver.kick()
         return n_fenced
 
     def stats(self) -> dict[str, int]:
@@ -204,31 +223,38 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
 
         And `sessions_over_NAME` of each transport: a decode node counts those that its writer may choose, as "a+b".
         """
-        with self._lock:
+        with self.driver.lock:
             over = {f"sessions_over_{name}": n for name, n in self.sessions.over.items()}
             return self.core.counters.as_dict() | over
 
+    @abstractmethod
     def status(self) -> Status:
-        """What this node does and holds at this moment, in plain numbers; any thread may ask."""
-        return status.read(self)
+        """What this node does and holds at this moment, in plain numbers; any thread may ask, of a closed node too.
+
+        The lock is held only while a few numbers are copied: what grows with the rooms open is counted outside.
+        """
+
+    def _status(self) -> Status:
+        """What both roles say; `rooms` is left out. Under the lock."""
+        info = (pdstage.__version__, self.transport.traits.name, self.path, *status.places(self.topology))
+        core, sessions = self.core, self.sessions
+        return Status(
+            info, core.counters.as_dict(), asdict(self.socket.counters), dict(sessions.over), {}, len(core.sessions),
+            len(sessions.lost), len(core.chunks.flights), len(self.lent), failed=self.driver.failure is not None,
+        )  # fmt: skip
 
     def oldest_rooms(self, n: int = 10) -> list[OpenRoom]:
         """The `n` rooms that began first and still hold something here, the oldest first; any thread may ask."""
-        return status.oldest(self, n)
+        return status.oldest(self.handles(), n)
 
     def handles(self) -> list[Handle]:
         """Every room that holds something here, ended ones until they are released; any thread may ask."""
         return self.roster.handles()
 
     @property
-    def role(self) -> str:
-        """ "prefill" or "decode"."""
-        return "prefill" if self._writes else "decode"
-
-    @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._closed
+        return self.driver.closed
 
     # The end.
 
@@ -239,18 +265,15 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         the log, may still write to it or read it. Then the staging memory and the pool's tensors are kept until this
         process ends, and the pool must not be used before those peers' processes have ended. May be repeated.
         """
-        if self._closed:
+        driver = self.driver
+        if driver.closed:
             return self._gave_back
         self.directory.close()
-        if self._failure is None and not self.was_forked:
+        if driver.failure is None and not driver.was_forked:
             self._close_rooms(timeout_s)
-        self._closed = True
-        self.socket.wake()
-        if self._thread is not None:
-            self._thread.join()
-        self._finish()
-        self._copier.close()
-        self._gave_back = self.core.memory_is_free or self.was_forked
+        driver.end()
+        self._copy_thread.close()
+        self._gave_back = self.core.memory_is_free or driver.was_forked
         if self._gave_back:
             self.lent.give_all_back()
         else:
@@ -258,12 +281,12 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
             sessions = *self.core.sessions.values(), *self.sessions.lost
             peers = sorted({self.socket.endpoint_of(session.route) for session in sessions})
             log.error("closed while %s may still use this node's memory: it is kept", ", ".join(peers))
-        with self._turning:  # another thread's turn ends, and none begins
+        with driver.turning:  # another thread's turn ends, and none begins
             self.transport.close()
             self.socket.close()
         self.roster.ring_all()
-        if self._observed is not None and not self.was_forked:
-            self._observed.tell()
+        if self.observed is not None and not driver.was_forked:
+            self.observed.tell()
         if self._gave_back:
             self.memory.release()
         return self._gave_back
@@ -273,19 +296,19 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         return await asyncio.to_thread(self.close, timeout_s)
 
     def _close_rooms(self, timeout_s: float) -> None:
-        deadline_at = time.monotonic() + timeout_s
-        with self._lock:
+        deadline_at, driver = time.monotonic() + timeout_s, self.driver
+        with driver.lock:
             self.core.close(time.monotonic())
-        self.kick()
+        driver.kick()
         while not self.core.idle and time.monotonic() < deadline_at:
-            if self._progress == "inline":
-                self.turn(0.01)
+            if driver.inline:
+                driver.turn(0.01)
             else:
                 time.sleep(0.001)
         if self.core.quiet:
-            with self._lock:
+            with driver.lock:
                 self.core.bye(time.monotonic())
-            self.kick()
+            driver.kick()
 
     def __enter__(self) -> Self:
         return self
@@ -295,8 +318,8 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
 
     async def __aenter__(self) -> Self:
         """Inside, the running loop turns an inline node, whether anybody waits or not."""
-        if self._progress == "inline":
-            self._turned = self.pumps.running(self)
+        if self.driver.inline:
+            self._turned = self.driver.pumps.running(self.driver)
             self._turned.__enter__()
         return self
 
@@ -306,4 +329,4 @@ class Node(Driver[AnyCore], Generic[AnyCore, AnyHandle]):
         await self.close_async()
 
 
-DEFAULT_SWITCH_S = _SWITCH_S
+AnyNode: TypeAlias = Node[Any, Any, Any]

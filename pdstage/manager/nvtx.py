@@ -7,7 +7,7 @@ profiler shows what the device did of it.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from pdstage import environment
 from pdstage.protocol.decode_chunks import Scatter
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pdstage.kernels.index_ring import Runtime
-    from pdstage.protocol.decode import DecodeEffect
-    from pdstage.protocol.prefill import PrefillEffect
+    from pdstage.protocol.prefill_chunks import ChunkEffect
 
 _NAMES = {Gather: "gather", Write: "write", WriteDirect: "direct write", WriteRow: "aux row", Scatter: "scatter"}
 
@@ -30,7 +29,7 @@ class Ranges:
         self._runtime = runtime
 
     @contextmanager
-    def of(self, effect: PrefillEffect | DecodeEffect) -> Iterator[None]:
+    def of(self, effect: ChunkEffect | Scatter) -> Iterator[None]:
         self._runtime.push_range(name(effect))
         try:
             yield
@@ -38,7 +37,7 @@ class Ranges:
             self._runtime.pop_range()
 
 
-def name(effect: PrefillEffect | DecodeEffect) -> str:
+def name(effect: ChunkEffect | Scatter) -> str:
     """As a profiler shows it: what is done, of which room and chunk."""
     match effect:
         case Gather() | Write() | WriteDirect() | WriteRow():
@@ -46,7 +45,7 @@ def name(effect: PrefillEffect | DecodeEffect) -> str:
         case Scatter():
             key, chunk = effect.landing.writer.room.key, effect.landing.lease.request.chunk
         case _:
-            return f"pdstage {type(effect).__name__.lower()}"
+            assert_never(effect)
     return f"pdstage {_NAMES[type(effect)]} {key[1:].decode(errors='replace')} #{chunk}"
 
 

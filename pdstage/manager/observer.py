@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pdstage.manager.handle import Handle
-    from pdstage.protocol.decode import DecodeEffect
     from pdstage.protocol.destinations import Chunk
     from pdstage.protocol.messages import SessionId
-    from pdstage.protocol.prefill import PrefillEffect
     from pdstage.protocol.room import Room, RoomId
     from pdstage.protocol.session import Session
     from pdstage.stager import Copied
@@ -210,7 +208,7 @@ class Observation:
 
     # Stages. What is under way is kept by its ticket, as it will be told but for its times and its error.
 
-    def asked(self, effects: Iterable[PrefillEffect | DecodeEffect]) -> None:
+    def asked(self, effects: Iterable[object]) -> None:
         """The core asked for these just now."""
         now = time.monotonic()
         for effect in effects:

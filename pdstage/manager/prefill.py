@@ -1,4 +1,4 @@
-"""The prefill node: what an engine has where prompts are computed. `sender` is a room at prefill."""
+"""Prefill's node, what an engine has where prompts are computed, and a room as it holds it there, a `Sender`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
 from pdstage.manager import demand
 from pdstage.manager.calibration import costs
-from pdstage.manager.data_path import DataPath, Paths
+from pdstage.manager.data_path import DataPath
+from pdstage.manager.handle import Handle
 from pdstage.manager.items import GivenItems, GivenTokens, check, rects_of
-from pdstage.manager.node import DEFAULT_SWITCH_S, Node
-from pdstage.manager.sender import Sender
+from pdstage.manager.node import Node
+from pdstage.manager.options import DEFAULT_SWITCH_S, NodeOptions
 from pdstage.manager.sessions import label, place
+from pdstage.manager.status import Status, by_state
 from pdstage.metadata import AuxRow
 from pdstage.plan import Stagings
 from pdstage.protocol.destinations import GivenRow
 from pdstage.protocol.prefill import PrefillCore
-from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
+from pdstage.protocol.prefill_chunks import ChunkEffect, Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.room import RoomId, room_key
 from pdstage.protocol.versions import VERSION
 from pdstage.states import canonical
@@ -37,15 +39,79 @@ if TYPE_CHECKING:
     from pdstage.layout import Layout
     from pdstage.manager.handle import CudaEvent
     from pdstage.manager.observer import Observer
-    from pdstage.manager.role import Effect
-    from pdstage.manager.sleep import Ready
     from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
     from pdstage.protocol.destinations import PrefillRoom
-    from pdstage.protocol.prefill_chunks import ChunkEffect
     from pdstage.protocol.session import Session
     from pdstage.stager import Copied
     from pdstage.topology import Topology
+
+
+class Sender(Handle):
+    """One room at its prefill rank. Its chunks' pages must stay as they are until `released`."""
+
+    __slots__ = ("finishing",)
+
+    room: PrefillRoom
+    _node: PrefillNode
+
+    def __init__(self, node: PrefillNode, room: PrefillRoom, key: bytes) -> None:
+        super().__init__(node, room, key)
+        self.finishing = False
+
+    @property
+    def prefix_tokens(self) -> int | None:
+        """The first token that any destination asks for, of this rank's part if parts are contiguous; None before all
+        have opened.
+        """
+        return self._node.prefix_tokens(self.room)
+
+    def prefix_tokens_of(self, component: str) -> int | None:
+        """The same of one component, for engines whose states reach further back than what they send of the cache."""
+        return self._node.prefix_tokens(self.room, component)
+
+    @property
+    def max_chunk_tokens(self) -> int | None:
+        """The most tokens that travel as one chunk to every destination; None before all have opened. Longer ones are
+        split.
+        """
+        return self._node.max_chunk_tokens(self.room)
+
+    @property
+    def backlog_nbytes(self) -> int:
+        """Bytes given to `chunk` that no write has carried yet, summed over destinations."""
+        return self._node.backlog_nbytes(self.room)
+
+    def chunk(
+        self,
+        items: GivenItems,
+        tokens: GivenTokens = None,
+        *,
+        layers: tuple[int, int] | None = None,
+        ready: CudaEvent | None = None,
+    ) -> None:
+        """More of the room: `tokens` (absolute, start and stop, by component) stored in `items`, of `layers` or of all.
+        A rank that holds part of the tokens gives ranges as if it held all, but for contiguous parts: those it has.
+
+        `ready` is an event after which the data exists; leases are sought meanwhile. Raises `UsageError` for items that
+        are out of range or do not cover the tokens; nothing is sent then.
+        """
+        self._node.add_chunk(self, items, tokens, layers, ready)
+
+    def finish(
+        self, aux: bytes | AuxRow | None = None, *, states: GivenItems | None = None, ready: CudaEvent | None = None
+    ) -> None:
+        """No more chunks. `states` is a last chunk of slots.
+
+        `aux` is the request's small row, for the destination: bytes, or a row of the node's metadata buffers. Such a
+        row must stay as it is until `released`. `ready` is an event after which the row and `states` are there. Raises
+        `UsageError` for a second call, too many bytes or a row that is free or another room's.
+        """
+        self._node.finish(self, aux, states, ready)
+
+    def abort(self, reason: str = "aborted by the engine") -> None:
+        """Gives the room up: it fails here and at every destination."""
+        self._node.abort(self, reason)
 
 
 @cache
@@ -54,7 +120,7 @@ def _by_traits(traits: Traits) -> CostModel:
     return CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
 
 
-class PrefillNode(Node[PrefillCore, Sender]):
+class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     """One prefill rank.
 
     `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name, a name with options
@@ -74,7 +140,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
     stage of a chunk took, as `pdstage.manager.observer` says. Raises `UsageError` or `TransportError`.
     """
 
-    _writes: ClassVar[bool] = True
+    role: ClassVar[str] = "prefill"
 
     def __init__(
         self,
@@ -104,29 +170,26 @@ class PrefillNode(Node[PrefillCore, Sender]):
         if n_buffers < 2:
             raise UsageError(f"{n_buffers} send buffers", remedy="give at least 2, so that no destination holds all")
         self._costs = costs(calibration)
-        super().__init__(
-            pool, topology, transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_buffers,
-            staging=staging, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
-            copy_thread=copy_thread, insecure=insecure, keys=keys, aux=aux, metadata=metadata,
-            observers=observers,
+        options = NodeOptions(
+            transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_buffers, staging=staging,
+            bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s, copy_thread=copy_thread,
+            insecure=insecure, keys=keys, aux=aux, metadata=metadata, observers=observers,
         )  # fmt: skip
+        super().__init__(pool, topology, options)
         self._stagings = Stagings(pool.layout)
         self._positional = {component.name for component in pool.layout.components if component.positional}
-        self._chunk_nbytes = min(self.parts[0].nbytes, self.config.chunk_nbytes)
-        paths = Paths(
-            path, lambda session: self.cost_of(self.transport.traits_of(label(session))), layout=pool.layout,
-            stagings=self._stagings, pair_of=self.sessions.pair, chunk_nbytes=self._chunk_nbytes,
-        )  # fmt: skip
+        buffer_nbytes = self.parts[0].nbytes
+        self._chunk_nbytes = min(buffer_nbytes, self.config.chunk_nbytes)
         self.data_path = DataPath(
-            self.transport, self.stager, paths, parts=self.parts, device=pool.device, pair_of=self.sessions.pair,
-            observed=self._observed,
+            self.transport, self.stager, self.sessions, path=path, cost_of=self.cost_of, buffers=self.parts,
+            stagings=self._stagings, chunk_nbytes=self._chunk_nbytes, observed=self.observed,
         )  # fmt: skip
         self._waiting: list[tuple[Sender, CudaEvent, Callable[[float], None]]] = []
         offer, *others = self._offers()
         self.core = PrefillCore(
             self.incarnation, layout=pool.layout, topology=topology, transport=offer.transport,
-            description=offer.description, n_buffers=n_buffers, buffer_nbytes=self.parts[0].nbytes,
-            config=self.config, choose=paths.prefers_direct, direct=path != "staged", others=tuple(others),
+            description=offer.description, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, config=self.config,
+            choose=self.data_path.prefers_direct, direct=path != "staged", others=tuple(others),
             notifies=self.transport.traits.notifies, rows=self.rows,
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
@@ -139,7 +202,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
         except PdstageError:
             self.close()
             raise
-        self._start()
+        self.driver.start()
 
     def _embed_bootstrap(self, bind: str, insecure: bool) -> str:
         host = Address.parse(bind, "tcp", listening=True)._replace(port=0)
@@ -156,17 +219,34 @@ class PrefillNode(Node[PrefillCore, Sender]):
         """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say."""
         return self._costs.get(traits.name) or _by_traits(traits)
 
+    @property
+    def path(self) -> str:
+        """ "auto", "direct" or "staged"; may be changed between rooms, but not to and from "staged"."""
+        return self.data_path.path
+
+    @path.setter
+    def path(self, path: str) -> None:
+        self.data_path.path = path
+
+    def status(self) -> Status:
+        with self.driver.lock:
+            free = len(self.core.chunks.buffers.free)
+            now = self._status()._replace(
+                n_buffers=len(self.parts), n_buffers_free=free, buffer_nbytes=self.parts[0].nbytes
+            )
+        return now._replace(rooms=by_state(self.handles()))
+
     # What senders call.
 
     def send(self, room: RoomId) -> Sender:
         """This rank will send `room`: its chunks follow. Raises `UsageError` if it is being sent already."""
-        with self.use():
+        with self.driver.use():
             out = self.core.submit(room_key(room), time.monotonic())
             sender = Sender(self, out, out.key)
             self.roster.add(out, sender)
-            if self._observed is not None:
-                self._observed.opened(sender)
-        self.kick()
+            if self.observed is not None:
+                self.observed.opened(sender)
+        self.driver.kick()
         return sender
 
     def add_chunk(
@@ -183,11 +263,11 @@ class PrefillNode(Node[PrefillCore, Sender]):
         checked = check(self.pool.layout, items, tokens, unique=False)
         rects = rects_of(self.pool.layout, checked, layers)
         if rects:
-            with self.use():
+            with self.driver.use():
                 source = self.core.chunk(sender.room, rects, checked, time.monotonic(), ready=ready is None)
                 if ready is not None:
                     self._await(sender, ready, partial(self.core.data_ready, sender.room, source))
-        self.kick()
+        self.driver.kick()
 
     def _await(self, sender: Sender, ready: CudaEvent, then: Callable[[float], None]) -> None:
         self._waiting.append((sender, ready, then))
@@ -203,7 +283,7 @@ class PrefillNode(Node[PrefillCore, Sender]):
             )
         if states is not None:
             self.add_chunk(sender, states, None, None, ready)
-        with self.use():
+        with self.driver.use():
             if sender.room.finished or sender.finishing:
                 raise UsageError(f"room {sender.id!r} is finished already", remedy="call finish() once")
             given = aux if not isinstance(aux, AuxRow) else GivenRow(self.lent.lend(sender, aux).address(aux), aux.read)
@@ -212,28 +292,28 @@ class PrefillNode(Node[PrefillCore, Sender]):
                 self.core.finish(sender.room, given, time.monotonic())
             else:
                 self._await(sender, ready, partial(self.core.finish, sender.room, given))
-        self.kick()
+        self.driver.kick()
 
     def abort(self, sender: Sender, reason: str) -> None:
         """`Sender.abort`."""
-        with self.use():
+        with self.driver.use():
             self.core.abort(sender.room, reason, time.monotonic())
-        self.kick()
+        self.driver.kick()
 
     def prefix_tokens(self, room: PrefillRoom, component: str | None = None) -> int | None:
         """`Sender.prefix_tokens`, and `prefix_tokens_of` a component."""
         names = self._positional if component is None else {canonical(component)}
-        with self.use():
+        with self.driver.use():
             return demand.prefix_tokens(room, names)
 
     def max_chunk_tokens(self, room: PrefillRoom) -> int | None:
         """`Sender.max_chunk_tokens`."""
-        with self.use():
+        with self.driver.use():
             return demand.max_chunk_tokens(room, self.pool.layout, self._stagings, self._chunk_nbytes)
 
     def backlog_nbytes(self, room: PrefillRoom) -> int:
         """`Sender.backlog_nbytes`."""
-        with self.use():
+        with self.driver.use():
             return demand.backlog_nbytes(room)
 
     # What the core asks for.
@@ -247,37 +327,48 @@ class PrefillNode(Node[PrefillCore, Sender]):
             case _:
                 assert_never(effect)
 
-    def _nbytes(self, effect: Effect) -> int:
-        return effect.chunk.nbytes if isinstance(effect, Gather | Write | WriteDirect | WriteRow) else 0
+    def _nbytes(self, effect: ChunkEffect) -> int:
+        return effect.chunk.nbytes
 
     def _write(self, effect: Write | WriteDirect | WriteRow) -> None:
         error = self.data_path.write(effect, self.core.counters)
         if error is not None:  # it never began
-            with self._lock:
+            with self.driver.lock:
                 now = time.monotonic()
-                if self._observed is not None:
-                    self._observed.written(effect.ticket, now, error)
+                if self.observed is not None:
+                    self.observed.written(effect.ticket, now, error)
                 self.core.completed(effect.ticket, now, error)
-        elif self.transport.traits_of(label(effect.chunk.destination.session)).post_blocks:
+        elif self.transport.traits_of(self.sessions.plan(effect.chunk.destination.session).label).post_blocks:
             # Several such writes in a row: the tags of the earlier ones move on only while the transport is asked.
-            early = self.transport.poll()
-            self._early += early
-            if self._observed is not None:
-                self._observed.polled(early)
+            self.driver.feed_early(self.transport.poll())
 
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
         if isinstance(event, Done) and (told := event.figures):
             self.core.counters.measured(told.nbytes, told.post_s, told.write_s)
         if not isinstance(event, Inbound):
-            ended_at = self._observed.post_ended(event.ticket) if self._observed is not None else 0.0
-            for ticket, error, settled in self.data_path.posts.ended(event):
-                if self._observed is not None:
-                    self._observed.written(ticket, ended_at, error)
+            ended_at = self.observed.post_ended(event.ticket) if self.observed is not None else 0.0
+            for ticket, error, settled in self.data_path.ended(event):
+                if self.observed is not None:
+                    self.observed.written(ticket, ended_at, error)
                 self.core.completed(ticket, now, error, settled=settled)
 
     def _on_staged(self, copied: Copied, now: float) -> None:
         self.data_path.gathered(copied.ticket)
         self.core.gathered(copied.ticket, now, copied.error, copied.checksum)
+
+    def _take_asked(self, now: float) -> None:
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        for sender, ready, then in waiting:
+            if sender.room.ended:
+                continue
+            if ready.query():
+                then(now)
+            else:
+                self._waiting.append((sender, ready, then))
+
+    # Its sessions.
 
     def _layouts(self, session: Session) -> tuple[Layout, Layout]:
         return self.pool.layout, session.layout
@@ -296,44 +387,27 @@ class PrefillNode(Node[PrefillCore, Sender]):
             return f"staged (here it is {self.path}, but decode's pages may not be written in place)"
         return self.path
 
-    def _forget(self, session: Session) -> None:
-        self.data_path.paths.forget(session)
-
     def _is_fenced(self, session: Session) -> bool:
         return self.transport.traits_of(label(session)).stops_reads
 
     def _holds_nothing(self, session: Session) -> bool:
-        return not self.data_path.posts.to(label(session))
+        return not self.data_path.writes_to(session)
+
+    # What it waits for.
 
     def _in_flight(self) -> bool:
-        return bool(self.data_path.posts)
+        return self.data_path.writing
 
     def _must_ask(self) -> bool:
-        return bool(self.data_path.posts)
+        return self.data_path.writing
 
     def _expects(self) -> bool:
         return bool(self._waiting)
 
-    def _turn_once(self, ready: Ready) -> bool:
-        if self._waiting:
-            self._check_ready()
-        return super()._turn_once(ready)
-
-    def _check_ready(self) -> None:
-        with self._lock:
-            waiting, self._waiting = self._waiting, []
-            for sender, ready, then in waiting:
-                if sender.room.ended:
-                    continue
-                if ready.query():
-                    then(time.monotonic())
-                else:
-                    self._waiting.append((sender, ready, then))
-
     def close(self, timeout_s: float = 5.0) -> bool:
         """As of every node; then ends the bootstrap directory that it embeds, if it does."""
         safe = super().close(timeout_s)
-        self.data_path.placed.clear()  # the copier has ended, and nobody asks what it did any more
+        self.data_path.close()
         if self._bootstrap is not None:
             self._bootstrap.close()
         return safe

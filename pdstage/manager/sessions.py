@@ -14,9 +14,14 @@ from typing import TYPE_CHECKING, Any
 from pdstage.convert import feeding
 from pdstage.cut import Pair
 from pdstage.errors import PdstageError
+from pdstage.log_limit import LogLimit
 from pdstage.plan import TOKEN_MAJOR
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from pdstage.cut import DirectPlans
+    from pdstage.layout import Layout
     from pdstage.manager.role import Role
     from pdstage.protocol.session import Session
     from pdstage.topology import Topology
@@ -26,17 +31,41 @@ log = logging.getLogger(__name__)
 _DEAD_CHECK_S = 0.5
 
 
-class Sessions:
-    """One node's sessions."""
+class PeerPlan:
+    """How one session's chunks travel: the peer's name at the transport, how the two layouts meet, and the plans of the
+    direct path, which are made once for each range of layers.
+    """
 
-    def __init__(self, node: Role[Any]) -> None:
-        self._node = node
-        self._pairs: dict[Session, Pair] = {}
+    __slots__ = ("direct", "label", "pair")
+
+    def __init__(self, session: Session, layouts: tuple[Layout, Layout]) -> None:
+        (src, dst), converted, order = layouts, session.converted, None
+        if converted is not None:
+            src, dst, order = feeding(src, converted.offered), feeding(dst, converted.taken), TOKEN_MAJOR
+        self.label = label(session)
+        self.pair = Pair(src, dst, session.common, order)
+        self.direct: dict[tuple[object, ...], DirectPlans] = {}
+
+
+class Sessions:
+    """One node's sessions; `lock` is that of its core."""
+
+    def __init__(self, node: Role[Any, Any], lock: AbstractContextManager[object]) -> None:
+        self._node, self._lock = node, lock
+        self._plans: dict[Session, PeerPlan] = {}
         self._dead_check_at = 0.0
+        self._log_limit = LogLimit()
         self.lost: list[Session] = []
         """Those that are not fenced yet."""
         self.over: Counter[str] = Counter()
         """How many began, by transport."""
+
+    def plan(self, session: Session) -> PeerPlan:
+        """Made when first asked for: who does not wait for Welcome may have opened a room before `attach`."""
+        plan = self._plans.get(session)
+        if plan is None:
+            plan = self._plans[session] = PeerPlan(session, self._node._layouts(session))
+        return plan
 
     def attach(self, session: Session, offers: dict[str, bytes]) -> None:
         """A session began: tells the transport who its peer is."""
@@ -44,8 +73,8 @@ class Sessions:
         try:
             node._identify_peer(session, node.transport.described(offers))
         except PdstageError as error:
-            node._complain(session.route, error)
-            with node._lock:
+            self.warn(session.route, error)
+            with self._lock:
                 node.core.lose(session, error, time.monotonic())
             return
         over = node.transport.traits_of(label(session)).name
@@ -53,28 +82,15 @@ class Sessions:
             "session with %s at %s: transport %s, path %s",
             node._peer_name(session), node.socket.name_of(session.route), over, node._path_to(session),
         )  # fmt: skip
-        with node._lock:
+        with self._lock:
             self.over[over] += 1
-
-    def pair(self, session: Session) -> Pair:
-        """How a session's layouts meet. Made when first asked for: who does not wait for Welcome may have opened a room
-        before `attach`.
-        """
-        pair = self._pairs.get(session)
-        if pair is None:
-            (src, dst), met, wire = self._node._layouts(session), session.converted, None
-            if met is not None:
-                src, dst, wire = feeding(src, met.offered), feeding(dst, met.taken), TOKEN_MAJOR
-            pair = self._pairs[session] = Pair(src, dst, session.common, wire)
-        return pair
 
     def detach(self, session: Session) -> None:
         """A session is lost: the transport lets go of its peer."""
         node = self._node
-        node._forget(session)
-        if node._observed is not None:
-            node._observed.lost(session)
-        self._pairs.pop(session, None)
+        if node.observed is not None:
+            node.observed.lost(session)
+        self._plans.pop(session, None)
         node.directory.forget()
         node.transport.disconnect(label(session))
         if session.converted is not None:
@@ -82,8 +98,16 @@ class Sessions:
         self.lost.append(session)
         self._dead_check_at = 0.0
 
+    def warn(self, route: bytes, error: PdstageError) -> None:
+        """Logs what a peer did, within limits."""
+        peer = self._node.socket.name_of(route)
+        if text := self._log_limit.due(peer, str(error), time.monotonic()):
+            log.warning("peer %s: %s", peer, text)
+
     def check_lost(self) -> None:
         """Looks whether lost sessions are fenced by now."""
+        if not self.lost:
+            return
         node, now = self._node, time.monotonic()
         if now < self._dead_check_at:
             return
@@ -91,7 +115,7 @@ class Sessions:
         for session in list(self.lost):
             safe = node._is_fenced(session) or node.transport.proved_dead(label(session))
             if safe or node._holds_nothing(session):
-                with node._lock:
+                with self._lock:
                     if session in self.lost:  # else an operator fenced it meanwhile
                         self._let_go(session, now if safe else None)
 
@@ -106,7 +130,7 @@ class Sessions:
     def hang_up(self, route: bytes) -> None:
         """Gives a connection up that this node made, unless somebody needs it by now."""
         node = self._node
-        with node._lock:  # as in an engine's call that asks for this peer: it finds the connection, or makes a new one
+        with self._lock:  # as in an engine's call that asks for this peer: it finds the connection, or makes a new one
             lost = any(session.route == route for session in self.lost)  # still named by `unfenced`
             if not lost and not node.core.needs(route):
                 node.socket.disconnect(route)

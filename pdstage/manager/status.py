@@ -1,26 +1,21 @@
-"""What a node is doing, as plain numbers: for whoever watches it.
-
-Reading holds the node's lock only while a few numbers are copied: what grows with the rooms open is counted outside.
-"""
+"""What a node is doing, as plain numbers: for whoever watches it."""
 
 from __future__ import annotations
 
 import heapq
 import time
 from collections import Counter
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import pdstage
-from pdstage.protocol.decode import DecodeCore
-from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.state import LeasePhase, State
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pdstage.manager.handle import Handle
-    from pdstage.manager.node import Node
     from pdstage.protocol.leases import Lease
     from pdstage.protocol.room import RoomId
+    from pdstage.topology import Topology
 
 
 class LaneStatus(NamedTuple):
@@ -79,33 +74,8 @@ class OpenRoom(NamedTuple):
 STATES = tuple(state.name.lower() for state in State)
 
 
-def read(node: Node[Any, Any]) -> Status:
-    """The node's status. Any thread may ask, of a closed node too."""
-    core = node.core
-    of_role: dict[str, Any]
-    leases: list[Lease] = []
-    with node._lock:
-        counters = core.counters.as_dict()
-        over = dict(node.sessions.over)
-        n_sessions, n_unfenced, n_rows = len(core.sessions), len(node.sessions.lost), len(node.lent)
-        if isinstance(core, DecodeCore):
-            held = core.leases
-            leases = held.live()
-            cursors = [(lane.capacity, lane.watermark, lane.head, lane.quarantined_nbytes) for lane in held.lanes]
-            of_role = {"n_waiting": held.n_waiting}
-        else:
-            assert isinstance(core, PrefillCore)
-            cursors = []
-            of_role = {"n_buffers": len(node.parts), "n_buffers_free": len(core.chunks.buffers.free)}
-            of_role["buffer_nbytes"] = node.parts[0].nbytes
-        of_role["n_copies"] = len(core.chunks.flights)
-    return Status(
-        _info(node), counters, asdict(node.socket.counters), over, _by_state(node), n_sessions, n_unfenced,
-        n_rows_lent=n_rows, lanes=_lanes(cursors, leases), failed=node._failure is not None, **of_role,
-    )  # fmt: skip
-
-
-def _lanes(cursors: list[tuple[int, int, int, int]], leases: list[Lease]) -> tuple[LaneStatus, ...]:
+def lanes(cursors: list[tuple[int, int, int, int]], leases: list[Lease]) -> tuple[LaneStatus, ...]:
+    """Of each lane its capacity, watermark, head and quarantined bytes, and all live leases, in numbers for people."""
     nbytes: Counter[tuple[int, str]] = Counter()
     for lease in leases:
         capacity, watermark, *_ = cursors[lease.lane]
@@ -120,25 +90,25 @@ def _lanes(cursors: list[tuple[int, int, int, int]], leases: list[Lease]) -> tup
     )  # fmt: skip
 
 
-def _info(node: Node[Any, Any]) -> tuple[str, ...]:
-    place = node.topology
-    places = ((place.tp_rank, place.tp_size), (place.pp_rank, place.pp_size), (place.cp_rank, place.cp_size))
-    numbers = (f"{rank}/{size}" for rank, size in (*places, (place.dp_rank, place.dp_size)))
-    return pdstage.__version__, node.transport.traits.name, node.path, *numbers
-
-
-def _by_state(node: Node[Any, Any]) -> dict[str, int]:
+def by_state(handles: Iterable[Handle]) -> dict[str, int]:
+    """How many of `handles` are in each state."""
     found = Counter(dict.fromkeys(range(len(STATES)), 0))
-    for handle in node.handles():  # without the lock, and in steps between which other threads run
+    for handle in handles:
         found[handle.status & 0x7F] += 1
     return {STATES[state]: n for state, n in found.items()}
 
 
-def oldest(node: Node[Any, Any], n: int) -> list[OpenRoom]:
-    """The `n` rooms of the node that began first and are not released yet, the oldest first."""
+def oldest(handles: Iterable[Handle], n: int) -> list[OpenRoom]:
+    """The `n` rooms of `handles` that began first, the oldest first."""
     now = time.monotonic()
-    slowest = heapq.nsmallest(n, node.handles(), key=_began_at)
+    slowest = heapq.nsmallest(n, handles, key=_began_at)
     return [OpenRoom(_named(one.id), STATES[one.status & 0x7F], now - one.began_at) for one in slowest]
+
+
+def places(topology: Topology) -> tuple[str, ...]:
+    """ "rank/size" of tp, pp, cp and dp."""
+    sizes = ((f"{axis}_rank", f"{axis}_size") for axis in ("tp", "pp", "cp", "dp"))
+    return tuple(f"{getattr(topology, rank)}/{getattr(topology, size)}" for rank, size in sizes)
 
 
 def _began_at(handle: Handle) -> float:

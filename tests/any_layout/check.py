@@ -33,8 +33,8 @@ class Wrong(AssertionError):
 class ReferencePool(Pool):
     """A pool whose plans are the reference's."""
 
-    def plan(self, select, wire=plan.TOKEN_MAJOR, backend="reference", **options):
-        return super().plan(select, wire, backend, **options)
+    def plan(self, select, order=plan.TOKEN_MAJOR, backend="reference", **options):
+        return super().plan(select, order, backend, **options)
 
 
 def layout_of(held: Held, rank: Rank) -> Layout:
@@ -190,7 +190,7 @@ class Transfer:
             self.staging = np.zeros(nbytes[0] + 4096, np.uint8)
         base = self.staging.ctypes.data
         region = Region(base + -base % 128, nbytes[0])
-        how = {"wire": meeting.pair.wire, "checksum": self.case.checksum, "tokens": tokens}
+        how = {"order": meeting.pair.order, "checksum": self.case.checksum, "tokens": tokens}
         writer.stager.gather(1, meeting.shares, rects, items=writer.items, dst=region, cut=meeting.pair.src, **how)
         destination.stager.scatter(
             2, meeting.shares, rects, items=destination.items, src=region, cut=meeting.pair.dst, **how

@@ -14,7 +14,7 @@ STRANDED = ("stranded rooms", "stranded leases")
 
 def of(node: DecodeNode | PrefillNode) -> dict[str, int]:
     """What is held, by name; all of it must be 0 at rest. Those of `STRANDED` are explained by lost sessions."""
-    with node.use():
+    with node.driver.use():
         held = _of_decode(node) if isinstance(node, DecodeNode) else _of_prefill(node)
         core = node.core
         held["timers"] = max(
@@ -57,7 +57,7 @@ def _of_prefill(node: PrefillNode) -> dict[str, int]:
         "rooms under way": len(core.rooms.by_key),
         "destinations": len(core.rooms.destinations),
         "writes": len(core.chunks.flights),
-        "posts": len(node.data_path.posts._writes),
+        "posts": len(node.data_path._posts._writes),
         "send buffers": len(node.parts) - len(core.chunks.buffers.free),
         "parked rooms": len(core.rooms.pending),
         "askers": len(core.rooms.askers),
@@ -69,7 +69,7 @@ def carved(node: DecodeNode | PrefillNode) -> float:
     """The part of the fullest lane that lost sessions keep from use."""
     if not isinstance(node, DecodeNode):
         return 0.0
-    with node.use():
+    with node.driver.use():
         return max(lane.quarantined_nbytes / lane.capacity for lane in node.core.leases.lanes)
 
 

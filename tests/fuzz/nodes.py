@@ -83,14 +83,15 @@ def run(data: bytes) -> None:
 
 def _hear(node: Node, route: bytes, frame: bytes) -> None:
     """As a turn does with what its socket gave."""
-    with node._acting, node._lock:
+    with node.driver._acting, node.driver.lock:
         node.core.receive(route, frame, time.monotonic())
 
 
 def _turn(node: Node) -> None:
     """One turn; what would go to the liar has no way there."""
-    with node._lock:
-        node._kept = [e for e in node._kept + node.core.take_effects() if not (isinstance(e, Send) and _is_liar(e))]
+    with node.driver.lock:
+        kept = node.driver._kept
+        node.driver._kept = [e for e in kept + node.core.take_effects() if not (isinstance(e, Send) and _is_liar(e))]
     node.turn()
 
 
@@ -137,7 +138,7 @@ def _lie_to_prefill(bed: _Bed, draw: Draw) -> None:
     _turn(bed.prefill)
     assert _own_bytes(bed) == before, "a liar had prefill write into the nodes' own pools or rows"
     sender.abort()
-    with bed.prefill._lock:
+    with bed.prefill.driver.lock:
         for session in [session for session in bed.prefill.core.sessions.values() if session.route.startswith(b"liar")]:
             bed.prefill.core.receive(session.route, wire.encode(session.id, (1 << 64) - 1, m.Bye()), time.monotonic())
     _turn(bed.prefill)
@@ -164,7 +165,7 @@ def _lie_to_decode(bed: _Bed, draw: Draw) -> None:
         session_id = session.id if session is not None else m.SessionId(1, 2)
         frame = wire.encode(session_id, 1 << 60, draw.pick(samples()))
         _hear(bed.decode, b"liar", alter_frame(frame, draw) if draw.chance(128) else frame)
-        with bed.decode._lock:
+        with bed.decode.driver.lock:
             tag = wire.encode_tag(wire.Tag(session_id, draw.below(9), 0, draw.pick((0, 1, m.DIRECT)), 0, ()), ("kv",))
             bed.decode.core.tag(altered_bytes(tag, draw), time.monotonic())
     _turn(bed.decode)

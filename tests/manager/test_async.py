@@ -36,7 +36,7 @@ def begin(site, src, dst, p, d, room: int):
 
 def nobody_waits(*nodes) -> bool:
     """Neither a waiter nor a loop is left at them."""
-    return not any(node.pumps or node.roster._waiters or node.roster._of_any_end for node in nodes)
+    return not any(node.driver.pumps or node.roster._waiters or node.roster._of_any_end for node in nodes)
 
 
 async def started(*waits) -> list[asyncio.Task]:
@@ -116,14 +116,14 @@ def test_an_inline_node_is_turned_when_something_happens_and_not_in_between(site
     """What repeats a question every 50 ms and has nothing else to do turns some twenty times a second, not 100,000."""
     d = site.decode(Rank())
     n_turns = 0
-    turn = type(d)._turn
+    turn = type(d.driver)._turn
 
     def counted(node, heard) -> None:
         nonlocal n_turns
         n_turns += 1
         turn(node, heard)
 
-    monkeypatch.setattr(type(d), "_turn", counted)
+    monkeypatch.setattr(type(d.driver), "_turn", counted)
 
     async def main() -> None:
         with pytest.raises(TimeoutError):
@@ -293,7 +293,7 @@ def test_a_turn_that_fails_in_a_loop_ends_its_waits(site, monkeypatch):
     async def main() -> None:
         receiver, _, _ = begin(site, src, dst, p, d, 1)
         [waiting] = await started(receiver.wait_async(60))
-        monkeypatch.setattr(d, "_turn_once", broken)
+        monkeypatch.setattr(d.driver, "_feed", broken)
         with pytest.raises(Exception, match="the socket is gone|this node failed"):
             await waiting
 

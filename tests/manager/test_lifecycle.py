@@ -83,7 +83,7 @@ def test_rooms_end_though_the_thread_sleeps_until_the_node_is_closed(site, monke
             asleep.set()
             drive([], lambda: d.closed, 20)
 
-        monkeypatch.setattr(d, "turn", sleep)
+        monkeypatch.setattr(d.driver, "turn", sleep)
         assert asleep.wait(20)
         if breaks:
             monkeypatch.setattr(d.transport, "poll", mock.Mock(side_effect=OSError("no fabric")))

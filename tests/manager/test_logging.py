@@ -124,7 +124,7 @@ def test_a_peer_that_is_refused_again_and_again_is_named_once(site, caplog):
         receiver.bind([0], 4)
         drive([p, d], lambda receiver=receiver: receiver.released)
         assert "4 at decode" in str(receiver.error)
-    said = warnings(caplog, "pdstage.manager.driver")
+    said = warnings(caplog, "pdstage.manager.sessions")
     assert len(said) == 2, "once on each side"
     assert sum(p.socket.endpoint in text for text in said) == 1, "the one it asked is named by its address"
     assert p.stats()["sessions_refused"] >= 3
@@ -139,7 +139,7 @@ def test_a_peer_that_sends_garbage_is_named_once_and_counted(site, caplog):
         for _ in range(500):
             stranger.send_multipart([b"\x00garbage"])
         drive([d], lambda: d.stats()["frames_malformed"] >= 500)
-    said = warnings(caplog, "pdstage.manager.driver")
+    said = warnings(caplog, "pdstage.manager.sessions")
     assert len(said) == 1
     assert said[0].startswith(f"peer {b'stranger'.hex()}: ")
 
@@ -174,9 +174,9 @@ def test_a_node_whose_thread_ends_says_why_once(site, caplog, monkeypatch):
     def broken(*_: object) -> None:
         raise OSError("the socket is gone")
 
-    monkeypatch.setattr(d, "_turn_once", broken)
+    monkeypatch.setattr(d.driver, "_feed", broken)
     d.socket.wake()
-    d._thread.join(20)
+    d.driver._thread.join(20)
     (said,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert (said.name, said.getMessage()) == ("pdstage.manager.driver", "the node's thread ended")
     assert "the socket is gone" in caplog.text

@@ -302,7 +302,7 @@ def test_an_open_that_comes_with_its_hello(site):
     shares = tuple(Share("kv", role, (0, LAYERS, 1), 0, HEADS) for role in "kv")
     items = (m.Items("kv", 0, memoryview(np.array([3, 5], np.int32)).cast("B")),)
     opened = m.Open(1, room_key("r"), shares, (m.Asked("kv", 0, 8),), items, 0, 1, False, 0, 60.0)
-    with node._lock:
+    with node.driver.lock:
         for seq, (writer, message) in enumerate([(0, hello), (node.incarnation, opened)], 1):
             node.core.receive(b"peer", wire.encode(m.SessionId(7, writer), seq, message), time.monotonic())
         assert [session.half_open for session in node.core.sessions.values()] == [False]

@@ -48,7 +48,7 @@ def move(site, observers, *, room="r", done=None, **options):
     sender.chunk(pages, (0, 20))
     sender.chunk(pages, (20, TOKENS))
     sender.finish()
-    if p._progress == "inline":
+    if p.driver.inline:
         drive([p, d], lambda: receiver.released and sender.released)
     else:
         receiver.wait_released(20)
@@ -122,8 +122,8 @@ def test_nodes_with_a_thread_tell_it_on_that_thread_alone(site):
         receiver.wait_released(20)
         sender.wait_released(20)
     # What is told at the close itself comes from there: so looked at before.
-    assert seen["prefill"].threads == {p._thread.ident}
-    assert seen["decode"].threads == {d._thread.ident}
+    assert seen["prefill"].threads == {p.driver._thread.ident}
+    assert seen["decode"].threads == {d.driver._thread.ident}
 
 
 def test_a_room_that_fails_says_why(site):
@@ -153,7 +153,7 @@ def test_a_room_that_never_reached_the_core_ends_for_its_observer_too(site):
     drive([d], lambda: len(seen.of("decode", RoomReleased)) == 2)
     for ended, room in zip(seen.of("decode", RoomEnded), ("early", "nowhere"), strict=True):
         assert (ended.room, ended.state, ended.bound_at) == (room, State.FAILED, None)
-    assert not d._observed._rooms
+    assert not d.observed._rooms
 
 
 def test_a_name_used_again_is_another_room(site):
@@ -209,18 +209,18 @@ def test_a_write_whose_session_is_lost_is_told_once(site, monkeypatch):
     receiver, sender = d.receive(1, site.address), p.send(1)
     receiver.bind(dst.allocate(8), 8)
     sender.chunk(src.allocate(8), (0, 8))
-    drive([p, d], lambda: bool(p.data_path.posts))
+    drive([p, d], lambda: p.data_path.writing)
     d.close(0.1)
     drive([p], lambda: bool(seen.of("prefill", StageOver)))
     (stage,) = seen.of("prefill", StageOver)
     assert stage.kind == "direct"
     assert "session was lost" in stage.error
-    assert not p._observed._stages
+    assert not p.observed._stages
 
 
 def test_nobody_observing_times_nothing(site):
     p = site.prefill(Rank())
-    assert p._observed is None
+    assert p.observed is None
     assert p.stager._clock() == 0.0
 
 
@@ -230,7 +230,7 @@ def test_a_chunk_that_waited_in_vain_and_went_direct(site):
     src, dst = Rank(), Rank()
     config = Config(retry_s=0.02, fall_back_after_s=0.1, max_silence_s=3.0, recall_after_s=30.0)
     p = site.prefill(src, observers=(seen,), config=config)
-    p.data_path.paths.path = "auto"
+    p.path = "auto"
     p.core.chunks._choose = lambda chunk: False
     d = site.decode(dst, staging_nbytes=8192, n_lanes=1, path="auto", config=config)
     wanting = [d.receive(room, site.address) for room in ("first", "second")]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pdstage import Config, State
-from pdstage.manager import carrier
+from pdstage.manager import driver
 from pdstage.transport.base import Done
 from pdstage.transport.local import LocalTransport
 from tests.manager.engine import QUICK, Rank, drive
@@ -54,7 +54,7 @@ class Watched:
         for tensor in (*self.src.k, *self.src.v):
             tensor[:] = np.random.default_rng(len(self.log)).integers(0, 256, tensor.shape, np.uint8)
         config = Config(retry_s=QUICK.retry_s, chunk_nbytes=CHUNK_TOKENS * 3 * 2 * 4 * 16)
-        assert config.chunk_nbytes > carrier._LARGE_NBYTES
+        assert config.chunk_nbytes > driver._LARGE_NBYTES
         common = {"path": "staged", "config": config, "staging_nbytes": 4 << 20} | options
         self.p = site.prefill(self.src, transport=self.transport, n_buffers=3, **common)
         self.d = site.decode(self.dst, **common)
@@ -98,7 +98,7 @@ def test_while_a_write_is_open_the_next_is_gathered_and_the_last_scattered(site,
         room.until(("write", k), *around)
         assert len(room.transport.held) >= 1  # write k has not begun, and all around it is done
         assert ("scatter", k) not in room.log
-        with room.p.use():
+        with room.p.driver.use():
             room.transport.let()
         room.p.socket.wake()
     room.end()
@@ -118,8 +118,8 @@ def test_a_lease_is_given_back_before_the_next_chunk_is_scattered(site, monkeypa
     room = Watched(site)
     while len(room.transport.held) < 2:
         room.until(("write", len(room.transport.held)))
-    flush = room.d._carrier.flush
-    monkeypatch.setattr(room.d._carrier, "flush", lambda: (room.log.append(("flush", 0)), flush()))
+    flush = room.d.driver._flush
+    monkeypatch.setattr(room.d.driver, "_flush", lambda: (room.log.append(("flush", 0)), flush()))
     room.transport.let()
     room.transport.let()
     room.until(("scatter", 1))

@@ -5,24 +5,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pdstage import DecodeNode, PrefillNode
 from tests import descriptors
 from tests.chaos.account import n_tasks
 
+if TYPE_CHECKING:
+    from pdstage import DecodeNode, PrefillNode
+
 CAPPED = {
-    "core.handshake.lost": 4096,  # lost sessions that no late Hello may begin again
-    "core.rooms.ended": 4096,
-    "roster._ended": 65_536,  # for `completions`
+    "HandshakeServer.lost": 4096,  # lost sessions that no late Hello may begin again
+    "PrefillRooms.ended": 4096,
+    "Roster._ended": 65_536,  # for `completions`
+    "LogLimit._windows": 1024,
 }
 """Tables that remember the last so many of what is over, by design."""
-PARTS = {
-    DecodeNode: ("socket", "directory", "stager", "roster", "sessions", "lent", "_carrier"),
-    PrefillNode: ("socket", "directory", "stager", "roster", "sessions", "_carrier"),
-}
-"""What nodes are made of, beside what is looked at with all that it is made of in turn."""
-WHOLES = {DecodeNode: ("core", "transport"), PrefillNode: ("core", "transport", "data_path")}
 
 
 def n_tcp() -> int:
@@ -46,28 +45,18 @@ def resident_nbytes() -> int:
 
 
 def tables(node: DecodeNode | PrefillNode) -> dict[str, int]:
-    """The length of everything that has one, in the node and the parts it is made of."""
-    parts = {"node": node} | {name: getattr(node, name) for name in PARTS[type(node)]}
-    for name in WHOLES[type(node)]:
-        parts |= _inner(name, getattr(node, name))
-    lengths = {}
-    for name, part in parts.items():
+    """The length of everything that has one, by class and field, in the node and all that it is made of."""
+    lengths: Counter[str] = Counter()
+    found, met = [node], {id(node)}
+    for part in found:  # which grows meanwhile
         for field, value in _fields(part):
             if hasattr(value, "__len__") and not isinstance(value, str | bytes | memoryview | tuple):
-                lengths[f"{name}.{field}"] = len(value)
-    return lengths
-
-
-def _inner(name: str, whole: object) -> dict[str, object]:
-    """The objects of this package that it is made of, and those that they are made of, each once."""
-    found, met = [(name, whole)], {id(whole)}
-    for outer, part in found:  # which grows meanwhile
-        for field, value in _fields(part):
+                lengths[f"{type(part).__name__}.{field}"] += len(value)
             mine = type(value).__module__.startswith("pdstage") and not isinstance(value, tuple)
             if mine and id(value) not in met:
                 met.add(id(value))
-                found.append((f"{outer}.{field}", value))
-    return dict(found)
+                found.append(value)
+    return dict(lengths)
 
 
 def _fields(part: object) -> list[tuple[str, object]]:

@@ -42,7 +42,7 @@ def exported():
 def spanned(site, exported, **how):
     run = Run(site)
     for node in (*run.prefill, run.decode):
-        node._observed._observers = [Spans(exported.provider, **how)]
+        node.observed._observers = [Spans(exported.provider, **how)]
     return run
 
 
@@ -101,7 +101,7 @@ def test_nothing_is_kept_of_rooms_that_are_over(site, exported):
         run.move("again")
     run.fail("gone")
     for node in (*run.prefill, run.decode):
-        (spans,) = node._observed._observers
+        (spans,) = node.observed._observers
         assert spans._spans == {}
     assert len(exported.rooms("decode")) == 4
 

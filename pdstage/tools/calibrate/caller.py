@@ -150,7 +150,7 @@ class Caller:
     ) -> Took:
         """`at_once` rooms to the peer. `look`: raises `TransportError` unless the last brought what was sent."""
         numbers = [self.next_room() for _ in range(at_once)]
-        node.data_path.paths.path = path
+        node.path = path
         senders = [node.send(number) for number in numbers]
         name = pools.component(run)
         for number, sender in zip(numbers, senders, strict=True):

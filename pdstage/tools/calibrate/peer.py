@@ -246,9 +246,9 @@ def copies(stager: Stager, pool: Pool, staging: list[Region], asked: Copy, *, in
         part = staging[number % len(staging)]
         begun = time.perf_counter()
         if into_pool:
-            stager.scatter(number, owned, what, wire=TOKEN_MAJOR, items=items, src=part)
+            stager.scatter(number, owned, what, order=TOKEN_MAJOR, items=items, src=part)
         else:
-            stager.gather(number, owned, what, wire=TOKEN_MAJOR, items=items, dst=part)
+            stager.gather(number, owned, what, order=TOKEN_MAJOR, items=items, dst=part)
         while not (done := stager.poll()):
             pass
         took.append(time.perf_counter() - begun)

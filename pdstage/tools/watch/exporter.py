@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from pdstage.errors import UsageError
 from pdstage.tools.watch.catalogue import METRICS, NODE_LABELS
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
-    from pdstage.manager.node import Node
+    from pdstage.manager.node import AnyNode
     from pdstage.tools.watch.catalogue import Metric
     from pdstage.tools.watch.timings import NodeTimings
 
@@ -38,13 +38,13 @@ _lock = threading.Lock()
 class Registration:
     """One node in one registry, until `close()`, the end of a `with` block, or the node's own close."""
 
-    def __init__(self, collector: Collector, node: Node[Any, Any], labels: dict[str, str]) -> None:
+    def __init__(self, collector: Collector, node: AnyNode, labels: dict[str, str]) -> None:
         self.labels = labels
         self._collector = collector
         self._node = weakref.ref(node)
 
     @property
-    def node(self) -> Node[Any, Any] | None:
+    def node(self) -> AnyNode | None:
         """The node, while it is there and open."""
         node = self._node()
         return node if node is not None and not node.closed else None
@@ -67,7 +67,7 @@ class Collector:
         self._lock = threading.Lock()
         self._registrations: list[Registration] = []
 
-    def add(self, node: Node[Any, Any], labels: dict[str, str]) -> Registration:
+    def add(self, node: AnyNode, labels: dict[str, str]) -> Registration:
         made = Registration(self, node, labels)
         with self._lock:
             self._registrations = [one for one in self._registrations if one.node is not None]
@@ -85,7 +85,7 @@ class Collector:
         with self._lock:
             self._registrations = [one for one in self._registrations if one is not registration]
 
-    def nodes(self) -> list[tuple[Node[Any, Any], dict[str, str]]]:
+    def nodes(self) -> list[tuple[AnyNode, dict[str, str]]]:
         """The open nodes and the labels of each."""
         with self._lock:
             held = list(self._registrations)
@@ -123,13 +123,13 @@ def _add_histogram(family: Family, labels: dict[str, str], histogram: Histogram)
     family.add_sample(f"{family.name}_sum", labels, sum_s)
 
 
-def _timings_of(node: Node[Any, Any]) -> NodeTimings | None:
+def _timings_of(node: AnyNode) -> NodeTimings | None:
     found = next((one for one in node.observers if isinstance(one, Timings)), None)
     return found.of(node.role, node.incarnation) if found is not None else None
 
 
 def register(
-    node: Node[Any, Any], registry: CollectorRegistry = REGISTRY, *, labels: Mapping[str, str] | None = None
+    node: AnyNode, registry: CollectorRegistry = REGISTRY, *, labels: Mapping[str, str] | None = None
 ) -> Registration:
     """Exports the metrics of `node` through `registry`, which an engine serves already, or `expose` does.
 

@@ -6,7 +6,7 @@ Imports nothing of what metrics need unless they are asked for.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from pdstage import environment
 from pdstage.errors import UsageError
@@ -14,7 +14,7 @@ from pdstage.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pdstage.manager.node import Node
+    from pdstage.manager.node import AnyNode
     from pdstage.manager.observer import Observer
     from pdstage.tools.watch.server import Endpoint
 
@@ -40,7 +40,7 @@ class Watching:
 
             self.observers = (Timings(),)
 
-    def expose(self, node: Node[Any, Any], labels: Mapping[str, str] | None = None) -> None:
+    def expose(self, node: AnyNode, labels: Mapping[str, str] | None = None) -> None:
         """The first call opens the endpoint; `labels` tell several nodes of one process apart."""
         if self._port is None:
             return

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
-    from pdstage.manager.node import Node
+    from pdstage.manager.node import AnyNode
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Endpoint:
 
 
 def expose(
-    *nodes: Node[Any, Any],
+    *nodes: AnyNode,
     port: int,
     host: str = "127.0.0.1",
     registry: CollectorRegistry = REGISTRY,

@@ -163,7 +163,7 @@ class Rank:
 
     def let_go(self) -> None:
         self.manager.node.transport.poll = self._poll
-        self.manager.node.kick()
+        self.manager.node.driver.kick()
 
     def let_go_once_waited_for(self) -> None:
         node, wait_for = self.manager.node, type(self.manager.node).wait_for
