@@ -40,16 +40,16 @@ $(BIN)/python:
 	    { echo "$(PYTHON) is older than 3.11; name a newer one: make setup PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
 	    rm -rf $(VENV) && $(PYTHON) -m venv --without-pip $(VENV) && \
-	    $(PYTHON) -m pip --python $(BIN)/python install -q pip; } || { rm -rf $(VENV); \
+	    $(PYTHON) -m pip --python $(BIN)/python install -qq pip; } || { rm -rf $(VENV); \
 	    echo "$(PYTHON) has neither ensurepip nor pip; install the packages python3-venv and python3-dev" >&2; exit 1; }
 
 # Order matters: torch alone, so that its index is asked for it only; nixl without its dependencies, which would pull a
 # second torch and CUDA wheels it does not need on the CPU. Mooncake's wheel needs libraries of the system, which pip does
 # not bring.
 $(STAMP): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) | $(BIN)/python
-	$(PIP) install -q -c constraints.txt torch==2.13.0 numpy
-	$(PIP) install -q --no-deps nixl==1.5.1 nixl-cu13==1.5.1
-	$(PIP) install -q --no-deps -c constraints.txt mooncake-transfer-engine-non-cuda
+	$(PIP) install -qq -c constraints.txt torch==2.13.0 numpy
+	$(PIP) install -qq --no-deps nixl==1.5.1 nixl-cu13==1.5.1
+	$(PIP) install -qq --no-deps -c constraints.txt mooncake-transfer-engine-non-cuda
 	@$(MOONCAKE_IMPORTS) || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
 	    $(APT_INSTALL) >/dev/null 2>&1 || { apt-get update -qq && $(APT_INSTALL) >/dev/null; } || true
 	@$(MOONCAKE_IMPORTS) || echo "transport mooncake has no $(MOONCAKE_NEEDS): its tests are skipped until they are installed" \
@@ -58,8 +58,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) | $(BIN)/python
 	    e = p["optional-dependencies"]; \
 	    names = ("demo", "metrics", "top", "trace", "docs", "dev"); \
 	    print(*p["dependencies"], *(one for name in names for one in e[name]), sep="\n")' > $(VENV)/requirements.txt
-	$(PIP) install -q -c constraints.txt -r $(VENV)/requirements.txt
-	$(PIP) install -q --no-deps --no-build-isolation -e .
+	$(PIP) install -qq -c constraints.txt -r $(VENV)/requirements.txt
+	$(PIP) install -qq --no-deps --no-build-isolation -e .
 	@$(BIN)/python -c 'from pdstage import native; print("pdstage is ready, host code:", native.active())'
 	@touch $@
 
@@ -78,7 +78,7 @@ test: $(STAMP)  ## Run the tests (TESTS=tests/control ARGS=-x, FULL=1 for everyt
 $(ENGINE_VENVS)/%/.pdstage-setup: tests/engines/requirements-%.txt $(STAMP)
 	rm -rf $(@D)
 	$(BIN)/python -m venv --without-pip $(@D)
-	$(PIP) --python $(@D)/bin/python install -q --no-deps -r $<
+	$(PIP) --python $(@D)/bin/python install -qq --no-deps -r $<
 	$(BIN)/python -m tests.engines.lend $(@D)/bin/python
 	$(if $(FETCHES_$*),$(@D)/bin/python -m $(FETCHES_$*))
 	@touch $@
@@ -160,7 +160,7 @@ site: $(STAMP)  ## Build the documentation into build/site, with warnings as err
 	@echo "open build/site/index.html"
 
 native: | $(BIN)/python  ## Build the C++ extension again, and fail if it cannot be built.
-	PDSTAGE_NATIVE=yes $(PIP) install -q --no-deps --no-build-isolation -e .
+	PDSTAGE_NATIVE=yes $(PIP) install -qq --no-deps --no-build-isolation -e .
 
 sdist: $(STAMP)  ## Build dist/*.tar.gz.
 	$(BIN)/python -c 'from setuptools.build_meta import build_sdist; print(build_sdist("dist"))' | tail -n 1

@@ -97,7 +97,7 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
 
     plain = Options()
     demo.add_argument("--model", choices=MODELS, default=plain.model, help="default %(default)s")
-    demo.add_argument("--transport", choices=TRANSPORTS, default=plain.transport, help="default %(default)s")
+    demo.add_argument("--transport", choices=TRANSPORTS, help="default: nixl where it starts, else local")
     demo.add_argument("--path", choices=PATHS, default=plain.path, help="default %(default)s")
     demo.add_argument(
         "--aux", choices=AUX, default=plain.aux, help="how first tokens travel: by message or by the transport"

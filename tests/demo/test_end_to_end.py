@@ -98,6 +98,11 @@ def test_rows_travel_by_the_transport_and_by_message_where_decode_offers_none(
     n_rows = N_REQUESTS * decode_tp
     written = n_rows if decode_aux == "rdma" else 0
     assert (told["aux_rows"], told["aux_fallbacks"]) == (written, n_rows - written)
+    moves = told["moves"]
+    assert [move["path"] for move in moves] == ["direct", "staged"] * 3
+    assert len({move["bytes_moved"] for move in moves}) == 1
+    assert told["bytes_moved"] - n_rows * 4096 <= moves[0]["bytes_moved"] <= told["bytes_moved"], "all but the rows"
+    assert moves[0]["descriptors"] > 10 * moves[1]["descriptors"], "one write carries a chunk"
 
 
 def test_an_unusable_transport_is_one_line(tmp_path, monkeypatch):

@@ -13,20 +13,24 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from pdstage.tools.demo.options import Options
-from pdstage.tools.demo.report import Report, RoomReport, show
+from pdstage.tools.demo.report import Move, Report, RoomReport, show
 
 KEYS = [
     "transport", "path", "model", "prefill_tp", "decode_tp", "prefill_pp", "decode_pp", "requests", "new_tokens",
     "tokens_identical", "negative_control_caught", "bytes_moved", "descriptors", "seconds",
-    "rows_identical", "aux_rows", "aux_fallbacks",
+    "rows_identical", "aux_rows", "aux_fallbacks", "moves",
 ]  # fmt: skip
+
+
+TOOK = (("direct", 0.4), ("staged", 0.3), ("direct", 0.2), ("staged", 0.1), ("direct", 0.3), ("staged", 0.2))
+MOVES = tuple(Move(path, {"direct": 56_320, "staged": 84}[path], 14_417_920, seconds) for path, seconds in TOOK)
 
 
 def report_of(options: Options) -> Report:
     return Report(
         transport="nixl", path="staged", model=options.described, prefill_tp=4, decode_tp=2, prefill_pp=1, decode_pp=1,
         requests=2, new_tokens=66, tokens_identical=True, negative_control_caught=True, bytes_moved=14_417_920,
-        descriptors=56_320, seconds=1.25, rows_identical=True, aux_rows=2, aux_fallbacks=0,
+        descriptors=56_320, seconds=1.25, rows_identical=True, aux_rows=2, aux_fallbacks=0, moves=MOVES,
     )  # fmt: skip
 
 
@@ -90,3 +94,12 @@ def test_a_red_check_is_said_so():
     assert text.count("different") == 2
     assert "NOT the same as" in text
     assert "NOT caught" in text
+
+
+def test_both_paths_stand_side_by_side_by_their_median_moves():
+    said = shown(report_of(Options()), rooms_of())
+    direct, staged = (line.split() for line in said.splitlines() if line.split()[1:2] == ["14,417,920"])
+    assert direct == ["direct", "14,417,920", "56,320", "300.0", "0.048"]
+    assert staged == ["staged", "14,417,920", "84", "200.0", "0.072"]
+    assert "staged moved them 1.5 times as fast as direct" in said
+    assert "times as fast" not in shown(replace(report_of(Options()), moves=()), rooms_of())

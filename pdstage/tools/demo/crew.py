@@ -57,10 +57,10 @@ class Crew:
         theirs.close()
         self._members[name] = _Member(name, process, ours)
 
-    def tell(self, message: object, *, but: str = "") -> None:
-        """Sends `message` to every process that still runs, except the one named `but`."""
+    def tell(self, message: object, *, to: str = "", but: str = "") -> None:
+        """Sends `message` to every process that still runs whose name begins with `to`, except the one named `but`."""
         for member in self._members.values():
-            if not member.ended and member.name != but:
+            if not member.ended and member.name.startswith(to) and member.name != but:
                 member.pipe.send(message)
 
     def hear(self) -> Iterator[tuple[str, Any]]:

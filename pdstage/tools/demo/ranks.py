@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003  (pickled with the job)
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
     from pdstage.manager.observer import Observer
     from pdstage.tools.demo.engine import Engine
+    from pdstage.tools.demo.holding import Spans
+    from pdstage.tools.demo.pools import Room
+
+    Kept: TypeAlias = tuple[Room, list[Spans]]
 
 LISTEN_S = 0.01
 TRACE = ".trace.json"
@@ -71,7 +75,7 @@ class Job:
         """`bootstrap` is HOST:PORT of the directory."""
         return Place(
             topology=self.place,
-            transport=self.options.transport,
+            transport=self.options.transport or "auto",
             path=self.options.path,
             aux=(self.side == "decode" and self.options.decode_aux) or self.options.aux,
             bootstrap=bootstrap,
@@ -125,6 +129,18 @@ class Finished(NamedTuple):
     controls: tuple[tuple[int, ...], ...] = ()
 
 
+class Again(NamedTuple):
+    """A prefill rank has sent all rooms once more, from `began_at` on."""
+
+    began_at: float
+    descriptors: int
+    nbytes: int
+
+
+STOP = ""
+"""Instead of the path of another move."""
+
+
 def prefill_rank(work: tuple[Job, str], pipe: Connection) -> None:
     """Prefills prompt by prompt, handing each chunk over as soon as it is computed. `work`: the job, the directory."""
     job, bootstrap = work
@@ -137,30 +153,35 @@ def _prefill(job: Job, place: Place, pipe: Connection) -> None:
     side = SendingSide(engine.pools, place)
     pipe.send(Ready())
     pipe.recv()
+    sent: dict[str, Kept] = {}
     for i, ((room, _), prompt) in enumerate(zip(job.rooms, job.prompts, strict=True)):
-        pipe.send(Sent(i, *_send_room(job, engine, side, room, prompt, pipe=pipe)))
+        sent[room] = engine.admit(len(prompt), 0), []
+        pipe.send(Sent(i, *_send_room(job, engine, side, room, prompt, kept=sent[room], pipe=pipe)))
     pipe.send(Finished())
-    _linger(pipe, side.turn)
+    n_moves = 0
+    while path := _next_move(pipe, side.turn):
+        began_at, rooms = time.monotonic(), {f"{room}, move {n_moves}": sent[room] for room in sent}
+        pipe.send(Again(began_at, *side.send_again(rooms, path)))
+        n_moves += 1
     side.close()
     engine.group.close()
 
 
 def _send_room(
-    job: Job, engine: Engine, side: SendingSide, room: str, prompt: Sequence[int], *, pipe: Connection
+    job: Job, engine: Engine, side: SendingSide, room: str, prompt: Sequence[int], *, kept: Kept, pipe: Connection
 ) -> tuple[Moved, float, float]:
-    """What was moved, when its first chunk was handed over, and when its last."""
-    tables = engine.admit(len(prompt), 0)
+    """What was moved, when its first chunk was handed over, and when its last. `kept` gets what each chunk was of."""
+    tables, chunks = kept
     side.open(room)
     handed_at, token = [], 0
     for start, stop, token, spans in engine.prefill(prompt, tables, job.options.chunk_tokens):  # noqa: B007
         handed_at.append(time.monotonic())
         side.chunk(tables, spans)
+        chunks.append(spans)
         if not job.rank:
             pipe.send(Prefilled(stop - start))
     side.finish(token)
-    moved = side.settle()
-    engine.release(tables)
-    return moved, handed_at[0], handed_at[-1]
+    return side.settle(), handed_at[0], handed_at[-1]
 
 
 def decode_rank(work: tuple[Job, str], pipe: Connection) -> None:
@@ -197,7 +218,14 @@ def _decode(job: Job, place: Place, pipe: Connection) -> None:
         put_back()
         controls.append(tuple(control))
     pipe.send(Finished() if job.rank else Finished(tuple(tokens), tuple(again), tuple(controls)))
-    _linger(pipe, side.turn)
+    n_moves = 0
+    while _next_move(pipe, side.turn):
+        side.forget()
+        for (room, _), tables in zip(job.rooms, held, strict=True):
+            side.expect(f"{room}, move {n_moves}", tables, with_row=False)
+        pipe.send(Ready())
+        _await_rooms(job, side, engine.group, pipe)
+        n_moves += 1
     side.close()
     engine.group.close()
 
@@ -249,8 +277,9 @@ def _await_rooms(job: Job, side: ReceivingSide, group: Group, pipe: Connection) 
         side.pause()
 
 
-def _linger(pipe: Connection, turn: Callable[[], None]) -> None:
-    """Keeps the node answering its peers until the parent says that all are done."""
+def _next_move(pipe: Connection, turn: Callable[[], None]) -> str:
+    """Keeps the node answering its peers until the parent names the path of another move, or `STOP`."""
     while not pipe.poll(LISTEN_S):
         turn()
-    pipe.recv()
+    path: str = pipe.recv()
+    return path

@@ -49,11 +49,22 @@ class RoomReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """All rooms once more, on one path; `seconds` from the first rank's sending until every decode rank had all."""
+
+    path: str
+    descriptors: int
+    bytes_moved: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The run's JSON, key for key. `new_tokens` counts all rooms'; `seconds`: first chunk to last room.
 
     `rows_identical`: of each room every decode rank has the aux row that prefill gave; `aux_rows` of them were written
-    by the transport, `aux_fallbacks` were to be, and came by message.
+    by the transport, `aux_fallbacks` were to be, and came by message. `moves`: the same rooms afterwards, on each path
+    in turn.
     """
 
     transport: str
@@ -73,6 +84,7 @@ class Report:
     rows_identical: bool
     aux_rows: int
     aux_fallbacks: int
+    moves: tuple[Move, ...] = ()
 
     @property
     def good(self) -> bool:
@@ -99,6 +111,8 @@ class Bars:
             "arrived": ("transfer, rooms x decode ranks", options.requests * len(options.decode.places())),
             "decoded": ("decode, new tokens", options.requests * options.new_tokens),
         }
+        if options.moves:
+            totals["moved"] = ("direct beside staged, moves", len(options.moves))
         self._tasks = {what: self._progress.add_task(text, total=total) for what, (text, total) in totals.items()}
 
     def advance(self, what: str, by: int) -> None:
@@ -130,6 +144,30 @@ def show(console: Console, options: Options, report: Report, rooms: Sequence[Roo
     console.print(table)
     for line in _legend(options, report, margin):
         console.print(line, soft_wrap=True, highlight=False)
+    if report.moves:
+        _show_moves(console, report)
+
+
+def _show_moves(console: Console, report: Report) -> None:
+    """The two paths side by side, each by its median move."""
+    console.print()
+    console.print("the same caches once more, whole, with nothing else going on:", highlight=False)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("path", "bytes", "descriptors", "ms", "GB/s"):
+        table.add_column(name, justify="left" if name == "path" else "right", no_wrap=True)
+    took = {}
+    for path in dict.fromkeys(move.path for move in report.moves):
+        of_path = sorted((move for move in report.moves if move.path == path), key=lambda move: move.seconds)
+        middle = of_path[len(of_path) // 2]
+        took[path] = middle.seconds
+        moved = (f"{middle.bytes_moved:,}", f"{middle.descriptors:,}", f"{middle.seconds * 1e3:.1f}")
+        table.add_row(path, *moved, _rate(middle.bytes_moved, middle.seconds))
+    console.print(table)
+    ratio = took["direct"] / took["staged"]
+    n = len(report.moves) // len(took)
+    console.print(
+        f"staged moved them {ratio:.1f} times as fast as direct (medians of {n} moves, in turn)", highlight=False
+    )
 
 
 def _legend(options: Options, report: Report, margin: float) -> list[str]:

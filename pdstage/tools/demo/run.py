@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,9 @@ from pdstage.tools.demo.crew import Crew
 from pdstage.tools.demo.families import FAMILIES
 from pdstage.tools.demo.llama import slice_weights
 from pdstage.tools.demo.ranks import (
+    STOP,
     TRACE,
+    Again,
     Arrived,
     Decoded,
     Finished,
@@ -25,12 +27,13 @@ from pdstage.tools.demo.ranks import (
     decode_rank,
     prefill_rank,
 )
-from pdstage.tools.demo.report import Bars, Report, RoomReport, path_of, show
+from pdstage.tools.demo.report import Bars, Move, Report, RoomReport, path_of, show
 from pdstage.tools.demo.transfer import serve_directory
 from pdstage.tools.trace import check, merge_files
+from pdstage.transport import available
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pdstage.tools.demo.options import Options
     from pdstage.tools.demo.reference import Truth
@@ -48,10 +51,13 @@ class Outcome:
     finished: Finished = field(default_factory=Finished)
     aux_rows: int = 0
     aux_fallbacks: int = 0
+    moves: list[Move] = field(default_factory=list)
 
 
 def run(options: Options) -> Report:
-    """Runs the demo and prints its table. Raises `PdstageError` naming the rank that failed."""
+    """Runs the demo and prints its tables. Raises `PdstageError` naming the rank that failed."""
+    if options.transport is None:
+        options = replace(options, transport="auto" if available()["nixl"] else "nixl")
     # The table needs some 90 columns; a pipe claims 80.
     console, prompts = Console(width=max(100, Console().width)), options.prompts()
     check(options.trace)
@@ -121,9 +127,29 @@ def _conduct(crew: Crew, bars: Bars, outcome: Outcome, prompts: list[list[int]],
         _, message = next(heard)
         _take(message, outcome, bars)
         working -= isinstance(message, Finished)
-    crew.tell("stop")
+    for path in options.moves:
+        outcome.moves.append(_move_again(crew, heard, jobs, path))
+        bars.advance("moved", 1)
+    crew.tell(STOP)
     for name, message in heard:
         raise RuntimeError(f"{name} said {message} after its end")
+
+
+def _move_again(crew: Crew, heard: Iterator[tuple[str, object]], jobs: list[Job], path: str) -> Move:
+    """All rooms once more, whole and at once, nothing else going on: into the pages where they are already."""
+    crew.tell(path, to="decode")
+    messages: list[object] = [next(heard)[1] for job in jobs if job.side == "decode"]  # each has asked for all
+    crew.tell(path, to="prefill")
+    n_prefill, n_rooms = sum(job.side == "prefill" for job in jobs), len(jobs[0].rooms)
+    messages += [next(heard)[1] for _ in range(n_prefill + n_rooms * (len(jobs) - n_prefill))]
+    sent = [message for message in messages if isinstance(message, Again)]
+    came_at = max(message.at for message in messages if isinstance(message, Arrived))
+    return Move(
+        path=path,
+        descriptors=sum(one.descriptors for one in sent),
+        bytes_moved=sum(one.nbytes for one in sent),
+        seconds=came_at - min(one.began_at for one in sent),
+    )
 
 
 def _start(crew: Crew, jobs: list[Job], full: dict[str, torch.Tensor], bootstrap: str) -> None:
@@ -185,4 +211,5 @@ def _report(options: Options, outcome: Outcome) -> Report:
         rows_identical=all(len(room.rows) == 1 for room in rooms),
         aux_rows=outcome.aux_rows,
         aux_fallbacks=outcome.aux_fallbacks,
+        moves=tuple(outcome.moves),
     )

@@ -18,7 +18,7 @@ from pdstage.tools.demo.pools import NHD, PagedPool, SlotPool, Table, pages_for
 from pdstage.tools.watch.option import Watching
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from multiprocessing.connection import Connection
 
     import numpy as np
@@ -175,6 +175,23 @@ class SendingSide:
         rows = (moved["aux_rows"], moved["aux_fallbacks"])
         return Moved(moved["bytes_written"], moved["descriptors"], row, *rows, paths, over)
 
+    def send_again(self, rooms: Mapping[str, tuple[demo_pools.Room, Sequence[Spans]]], path: str) -> tuple[int, int]:
+        """Sends all that `rooms` name on `path`, once each is asked for; returns descriptors and bytes."""
+        self._node.path = path
+        before, senders = self._node.stats(), []
+        for name, (room, chunks) in rooms.items():
+            senders.append(self._node.send(name))
+            for spans in chunks:
+                ours = {component: span for component, span in spans.items() if component in room}
+                items = {component: self._items(component, room[component], *span) for component, span in ours.items()}
+                senders[-1].chunk(items, tokens=ours)
+            senders[-1].finish()
+        for sender in senders:
+            sender.wait(self._deadline_s)
+            sender.wait_released(self._deadline_s)
+        now = self._node.stats()
+        return now["descriptors"] - before["descriptors"], now["bytes_written"] - before["bytes_written"]
+
     def turn(self) -> None:
         self._node.turn()
 
@@ -203,15 +220,19 @@ class ReceivingSide:
         self._watching.expose(self._node)
         self._receivers: dict[str, Receiver] = {}
 
-    def expect(self, room: str, tables: demo_pools.Room) -> None:
+    def expect(self, room: str, tables: demo_pools.Room, *, with_row: bool = True) -> None:
         """Asks for `room`, to be put where `tables` say."""
         receiver = self._node.receive(room, prefill=self._bootstrap)
         receiver.bind(
             {name: Items(table.items, table.first_token) for name, table in tables.items()},
             tokens={name: (table.start, table.stop) for name, table in tables.items()},
-            aux=self._rows.allocate(),
+            aux=self._rows.allocate() if with_row else None,
         )
         self._receivers[room] = receiver
+
+    def forget(self) -> None:
+        """All rooms asked for so far are over; `poll` asks for those to come."""
+        self._receivers.clear()
 
     def poll(self) -> NDArray[np.bool_]:
         """Per room, in the order asked for: whether all of it is here. Raises the error of a room that failed."""
