@@ -60,22 +60,14 @@ class Lane:
                 capacity=capacity,
             )
         self.capacity = capacity
-        self._head = 0
-        self._watermark = 0
+        self.head = 0
+        """The cursor the next grant starts from, before any padding."""
+        self.watermark = 0
+        """The cursor below which all is released or carved out. Never falls (I4); equals `head` in an idle lane."""
         self._window: OrderedDict[int, _Lease] = OrderedDict()  # unreleased, not passed by the watermark; cursors rise
         self._passed: dict[int, _Lease] = {}  # quarantined and passed by the watermark
         self._carved: list[tuple[int, int]] | None = [(0, capacity)]  # as `_recarve` gives them; None once they changed
         self._largest = capacity
-
-    @property
-    def head(self) -> int:
-        """The cursor the next grant starts from, before any padding."""
-        return self._head
-
-    @property
-    def watermark(self) -> int:
-        """The cursor below which all is released or carved out. Never falls (I4); equals `head` in an idle lane."""
-        return self._watermark
 
     @property
     def quarantined_nbytes(self) -> int:
@@ -84,21 +76,23 @@ class Lane:
 
     def largest(self) -> int:
         """The largest lease the lane can ever grant as things stand: its largest span not carved out."""
-        self._recarve()
+        if self._carved is None:
+            self._recarve()
         return self._largest
 
     def cursor_of_next(self, nbytes: int) -> int | None:
         """What `grant` would return now. Changes nothing."""
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        if not 1 <= size <= self.largest():
+        largest = self.largest()
+        if not 1 <= size <= largest:
             raise UsageError(
-                f"a lease of {nbytes} bytes does not fit a lane whose largest free span is {self.largest()}",
+                f"a lease of {nbytes} bytes does not fit a lane whose largest free span is {largest}",
                 remedy="split the chunk, or send it on the direct path" if size > 0 else "ask for at least one byte",
                 nbytes=nbytes,
-                max_nbytes=self.largest(),
+                max_nbytes=largest,
             )
         cursor = self._first_fit(size)
-        return cursor if cursor + size <= self._watermark + 2 * self.capacity else None
+        return cursor if cursor + size <= self.watermark + 2 * self.capacity else None
 
     def grant(self, nbytes: int) -> int | None:
         """The cursor of a new lease of `nbytes` (rounded up to 256), or None if it must wait; then nothing changed.
@@ -110,13 +104,13 @@ class Lane:
             return None
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         self._window[cursor] = _Lease(cursor, size, GRANTED)
-        self._head = cursor + size
+        self.head = cursor + size
         self._advance()  # past the padding in front, if the lane was idle
         return cursor
 
     def is_open(self, cursor: int, nbytes: int) -> bool:
         """Whether a writer may begin to write a lease: the bytes one lap before it are all free."""
-        return cursor + nbytes <= self._watermark + self.capacity
+        return cursor + nbytes <= self.watermark + self.capacity
 
     def land(self, cursor: int) -> None:
         """A granted lease was written: granted -> landed."""
@@ -182,10 +176,10 @@ class Lane:
 
     def _first_fit(self, size: int) -> int:
         """The lowest cursor from the head on whose `size` bytes are contiguous and not carved out."""
-        lap = self._head // self.capacity * self.capacity
+        lap = self.head // self.capacity * self.capacity
         for base in (lap, lap + self.capacity):  # the second lap offers every gap whole, so the largest is found there
-            for start, stop in self._recarve():
-                cursor = max(self._head, base + start)
+            for start, stop in self._carved or self._recarve():
+                cursor = max(self.head, base + start)
                 if cursor + size <= base + stop:
                     return cursor
         raise AssertionError(f"no gap of {size} bytes in {self._recarve()}")
@@ -224,11 +218,11 @@ class Lane:
 
     def _advance(self) -> bool:
         """Moves the watermark as far as it may go; True if it moved."""
-        before = self._watermark
+        before = self.watermark
         while self._window:
             first = next(iter(self._window.values()))
             if first.state != QUARANTINED or self._held_back(first):
                 break
             self._passed[first.cursor] = self._window.pop(first.cursor)
-        self._watermark = next(iter(self._window), self._head)
-        return self._watermark > before
+        self.watermark = next(iter(self._window), self.head)
+        return self.watermark > before

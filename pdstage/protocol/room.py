@@ -55,6 +55,7 @@ def room_id(key: bytes) -> RoomId:
     return key
 
 
+_ENDED = (State.SUCCESS, State.FAILED)
 _STATES = tuple(State)  # a look-up by value, without Enum's call
 
 
@@ -78,15 +79,16 @@ NO_ROWS = OwnRows()
 class Room:
     """One room at one node: its state, why it failed, and whether its memory is safe to reuse.
 
-    `status` is `state | released << 7`, one byte for arrays over many rooms.
+    `status` is `state | released << 7`, one byte for arrays over many rooms. `ended`: its state is Success or Failed.
     """
 
-    __slots__ = ("error", "key", "ready_to_bind", "status")
+    __slots__ = ("ended", "error", "key", "ready_to_bind", "status")
 
     def __init__(self, key: bytes) -> None:
         self.key = key
         self.status: int = State.BOOTSTRAPPING
         self.error: PdstageError | None = None
+        self.ended = False
         self.ready_to_bind = False
 
     @property
@@ -99,10 +101,6 @@ class Room:
         return _STATES[self.status & 0x7F]
 
     @property
-    def ended(self) -> bool:
-        return self.status & 0x7F in (State.SUCCESS, State.FAILED)
-
-    @property
     def released(self) -> bool:
         return self.status >= 0x80
 
@@ -112,6 +110,7 @@ class Room:
         if state is None:
             return False
         self.status = state | (self.status & 0x80)
+        self.ended = state in _ENDED
         if event is RoomEvent.FAILED:
             self.error = error
         return True

@@ -18,8 +18,8 @@ MUTANTS = [
     Mutant(
         "a chunk is gathered before its data exists",
         "11 ready, I5",
-        "_check_ready",
-        "                if ready.query():\n",
+        "PrefillNode._take_asked",
+        "            if ready.query():\n",
         "                if ready:\n",
         f"{_TRANSFER}::test_data_is_gathered_only_when_ready",
     ),

@@ -9,11 +9,11 @@ MUTANTS = [
         "an idle lane begins again at 0",
         "6 cursors, I4",
         "_advance",
-        """        self._watermark = next(iter(self._window), self._head)
+        """        self.watermark = next(iter(self._window), self.head)
 """,
         """        if not self._window and not self._passed:
-            self._head = 0
-        self._watermark = next(iter(self._window), self._head)
+            self.head = 0
+        self.watermark = next(iter(self._window), self.head)
 """,
     ),
     Mutant(
@@ -29,8 +29,8 @@ MUTANTS = [
         "Lane.grant",
         """        self._window[cursor] = _Lease(cursor, size, GRANTED)
 """,
-        """        if cursor > self._head:
-            self._window[self._head] = _Lease(self._head, cursor - self._head, LANDED)
+        """        if cursor > self.head:
+            self._window[self.head] = _Lease(self.head, cursor - self.head, LANDED)
         self._window[cursor] = _Lease(cursor, size, GRANTED)
 """,
     ),
@@ -38,17 +38,17 @@ MUTANTS = [
         "an idle lane's watermark stays behind its head",
         "6 watermark, I13",
         "_advance",
-        """        self._watermark = next(iter(self._window), self._head)
+        """        self.watermark = next(iter(self._window), self.head)
 """,
-        """        self._watermark = next(iter(self._window), self._watermark)
+        """        self.watermark = next(iter(self._window), self.watermark)
 """,
     ),
     Mutant(
         "leases are granted two laps ahead",
         "6 window, I2",
         "cursor_of_next",
-        "return cursor if cursor + size <= self._watermark + 2 * self.capacity else None",
-        "return cursor if cursor + size <= self._watermark + 3 * self.capacity else None",
+        "return cursor if cursor + size <= self.watermark + 2 * self.capacity else None",
+        "return cursor if cursor + size <= self.watermark + 3 * self.capacity else None",
     ),
     Mutant(
         "the window is not checked before a write",

@@ -71,7 +71,7 @@ def frees_on_failure(patch: Patch) -> None:
 
 
 def grants_past_the_end(patch: Patch) -> None:
-    patch.setattr(Lane, "_first_fit", lambda self, size: self._head)
+    patch.setattr(Lane, "_first_fit", lambda self, size: self.head)
 
 
 def opens_too_early(patch: Patch) -> None:
@@ -216,7 +216,7 @@ def world_with_a_lease() -> tuple[SimWorld, Lease]:
 
 
 def falls(world: SimWorld, lease: Lease) -> None:
-    world.decode[0].core.leases.lanes[lease.lane]._watermark = -256
+    world.decode[0].core.leases.lanes[lease.lane].watermark = -256
 
 
 def delivers_twice(world: SimWorld, lease: Lease) -> None:
