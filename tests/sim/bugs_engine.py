@@ -20,7 +20,7 @@ MUTANTS = [
         "11 ready, I5",
         "PrefillNode._take_asked",
         "            if ready.query():\n",
-        "                if ready:\n",
+        "            if ready:\n",
         f"{_TRANSFER}::test_data_is_gathered_only_when_ready",
     ),
     Mutant(
