@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pdstage.layout import Layout
-    from pdstage.plan import Rect
 
 _MAX_GRAINS = 1 << 14
 
@@ -102,6 +101,17 @@ def meets(src: Owned, dst: Owned) -> bool:
     return Numbering.of(src, dst).per_period > 0
 
 
+class TokenRange(Protocol):
+    """Some tokens of a component, in absolute positions: a `plan.Rect`, for one."""
+
+    @property
+    def component(self) -> str: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+
+
 class Common:
     """By component, the tokens that a prefill rank and a decode rank both hold."""
 
@@ -130,7 +140,7 @@ class Common:
     def numbers(self, component: str) -> Numbering:
         return self._numberings.get(component, _EVERY_TOKEN)
 
-    def tokens(self, rects: Iterable[Rect]) -> dict[str, tuple[int, int]]:
+    def tokens(self, rects: Iterable[TokenRange]) -> dict[str, tuple[int, int]]:
         """The numbers of a chunk's tokens by component: token ranges as `Staging` and the kernels take them."""
         if not self._numberings:
             return {rect.component: (rect.start, rect.stop) for rect in rects}

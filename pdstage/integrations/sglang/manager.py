@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     from sglang.srt.server_args import ServerArgs
 
-    from pdstage.integrations.sglang.sender import PdStageKVSender
     from pdstage.kernels import Pool
     from pdstage.manager import Receiver
     from pdstage.manager.handle import CudaEvent
@@ -53,6 +52,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 INSTANCE = "sglang"
+
+
+class Publishes(Protocol):
+    """A sender, which tells the scheduler its room's state."""
+
+    def publish(self) -> None: ...
 
 
 class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
@@ -73,7 +78,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
     ) -> None:
         _refuse_what_is_not_supported(disaggregation_mode)
         self.status_lock = threading.RLock()
-        self.senders: WeakValueDictionary[int, PdStageKVSender] = WeakValueDictionary()
+        self.senders: WeakValueDictionary[int, Publishes] = WeakValueDictionary()
         """The latest sender of each room; see `observe`."""
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if self.enable_all_cp_ranks_for_transfer and self.attn_cp_size > 1:
