@@ -40,7 +40,7 @@ class Bed:
         self.a.connect("b", self.b.describe())
         self.a.prepare("b", [self.there])
         self.agent: Any = self.a._agent
-        self.name = self.a._links["b"].description.agent
+        self.name = self.a.links["b"].description.agent
         self.lists = [self._prepared("NIXL_INIT_AGENT", self.here), self._prepared(self.name, self.there)]
 
     def _prepared(self, side: str, region: Region) -> Any:  # noqa: ANN401  (NIXL's classes have no types)
@@ -55,14 +55,14 @@ class Bed:
         return Spans(src + self.here.base, dst + self.there.base, np.full(n, self.block, np.int64))
 
     def built(self, spans: Spans) -> Any:  # noqa: ANN401
-        local = descriptors(spans.src, spans.nbytes, self.a._memory.own)
-        remote = descriptors(spans.dst, spans.nbytes, self.a._links["b"].prepared)
+        local = descriptors(spans.src, spans.nbytes, self.a.own.find(spans.src, spans.nbytes))
+        remote = descriptors(spans.dst, spans.nbytes, self.a.links["b"].prepared.find(spans.dst, spans.nbytes))
         return self.agent.initialize_xfer("WRITE", local, remote, self.name, b"")
 
     def picked(self, spans: Spans) -> Any:  # noqa: ANN401
         """As `built`, checked against the regions too; the check that all are blocks of the list comes on top."""
-        self.a._memory.own.find(spans.src, spans.nbytes)
-        self.a._links["b"].prepared.find(spans.dst, spans.nbytes)
+        self.a.own.find(spans.src, spans.nbytes)
+        self.a.links["b"].prepared.find(spans.dst, spans.nbytes)
         assert int(spans.nbytes.min()) == int(spans.nbytes.max())
         indices = []
         for at, region in ((spans.src, self.here), (spans.dst, self.there)):

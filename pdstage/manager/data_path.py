@@ -169,8 +169,8 @@ class DataPath:
         """Whether a write to the session's peer is under way."""
         return self._posts.to(label(session))
 
-    def close(self) -> None:
-        """No copy is under way, and nobody asks any more what one did."""
+    def forget_gathers(self) -> None:
+        """None is under way, and nobody asks any more what one did."""
         self._placed.clear()
 
 

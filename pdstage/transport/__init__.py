@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pdstage.errors import PdstageError, UsageError
 from pdstage.spans import Spans
 from pdstage.transport._auto import AutoTransport
-from pdstage.transport._backend import Backend, Link, Told
+from pdstage.transport._backend import Backend, Description, Link, Post
 from pdstage.transport.base import Done, Event, Figures, Inbound, Mapped, PostFailed, Traits, Transport
 
 if TYPE_CHECKING:
@@ -28,15 +28,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Backend",
+    "Description",
     "Done",
     "Event",
     "Figures",
     "Inbound",
     "Link",
     "Mapped",
+    "Post",
     "PostFailed",
     "Spans",
-    "Told",
     "Traits",
     "Transport",
     "available",
@@ -201,7 +202,12 @@ def _auto() -> Transport:
     return AutoTransport(ways) if len(ways) > 1 else ways[0]
 
 
-_OLD_NAMES = {"open_told": open_from_config, "brought": plugins, "moving": supporting}
+_OLD_NAMES: dict[str, Any] = {
+    "open_told": open_from_config,
+    "brought": plugins,
+    "moving": supporting,
+    "Told": Description,
+}
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""The book-keeping of a transport: what is registered, who is connected, what was prepared, tickets and events.
+"""The base of every transport here: what is registered, who is connected, what was prepared, tickets and events.
 
 A backend that derives from `Backend` writes only what its library does.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from itertools import count
-from typing import TYPE_CHECKING, Annotated, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from pdstage.errors import PeerError, UsageError
+from pdstage.errors import PdstageError, PeerError, UsageError
 from pdstage.layout import Region
+from pdstage.transport._peer import Elsewhere, Met
 from pdstage.transport.base import (
     Event,
     Ranges,
@@ -22,66 +23,106 @@ from pdstage.transport.base import (
     check_kinds,
     check_spans,
     closed,
+    is_itself,
     not_connected,
     not_registered,
     read_description,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from pdstage.spans import Spans
+    from pdstage.transport._peer import Target
+    from pdstage.transport.base import Place
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True):
-    """What a description holds; a backend's own class adds a tag with its name and version, and fields.
+class Described(Protocol):
+    """What a description holds, whatever else a backend says in it. `life` names one life of one transport and never
+    another.
+    """
 
-    `life` names one life of one transport and never another. `regions` are (address, bytes), by address.
+    @property
+    def life(self) -> str: ...
+
+    def offered(self, peer: str) -> Ranges:
+        """The memory that its process registered. Raises `PeerError` for regions that cannot be."""
+
+
+class Description(msgspec.Struct, frozen=True, array_like=True):
+    """The least of one; a backend's own class adds a tag with its name and version, and fields.
+
+    `regions` are (address, bytes), by address.
     """
 
     life: Annotated[str, Meta(max_length=200)]
     regions: list[tuple[int, int]]
 
+    def offered(self, peer: str) -> Ranges:
+        return offered(peer, (Region(*pair) for pair in self.regions))
 
-class Link:
-    """A connected peer: what it told, what it offers, and what of that may be written now."""
 
-    def __init__(self, peer: str, told: Told) -> None:
+def offered(peer: str, regions: Iterable[Region]) -> Ranges:
+    """What a peer says that it registered. Raises `PeerError` for regions that cannot be."""
+    try:
+        return Ranges(f"what peer {peer!r} registered", regions)
+    except UsageError as error:
+        raise PeerError(f"peer {peer!r}: {error}", remedy="trust it no more", peer=peer) from error
+
+
+AnyDescription = TypeVar("AnyDescription", bound=Described)
+
+
+class Link(Generic[AnyDescription]):
+    """A connected peer: what it described, what it offers, and what of that may be written now."""
+
+    def __init__(self, peer: str, description: AnyDescription) -> None:
         """Raises `PeerError` for regions that cannot be."""
         self.peer = peer
         self.prepared = Ranges(f"what was prepared for peer {peer!r}")
-        self.learn(told)
+        self.learn(description)
 
-    def learn(self, told: Told) -> None:
+    def learn(self, description: AnyDescription) -> None:
         """Takes a description of the same life; what it no longer offers is not prepared any more."""
-        try:
-            self.offered = Ranges(f"what peer {self.peer!r} registered", (Region(*pair) for pair in told.regions))
-        except UsageError as error:
-            raise PeerError(f"peer {self.peer!r}: {error}", remedy="trust it no more", peer=self.peer) from error
-        self.told = told
+        self.offered = description.offered(self.peer)
+        self.description = description
         kept = [region for region in self.prepared.regions if self.offered.holds(region.base, region.nbytes)]
         self.prepared = Ranges(self.prepared.whose, kept)
 
 
-AnyLink = TypeVar("AnyLink", bound=Link)
+AnyLink = TypeVar("AnyLink", bound=Link)  # type: ignore[type-arg]
 
 
-class Backend(Transport, Generic[AnyLink]):
+class Post(NamedTuple):
+    """One write, checked. `src` and `dst`: the kind and device that the spans are of here, and at the peer."""
+
+    ticket: int
+    spans: Spans
+    tag: bytes
+    src: Place
+    dst: Place
+
+
+class Backend(Transport, Generic[AnyLink, AnyDescription]):
     """A transport but for the hooks: `describe`, `_write` and `_progress`, and where they have work to do, the others.
 
     The verbs check everything that the contract wants checked, before a hook is called. Events go to `self.events`.
-    `told` is what its descriptions hold, `link_type` what it keeps of a connected peer: `Link`, or one derived from it.
+    `description_type` is what its descriptions hold, `link_type` what it keeps of a connected peer: `Link`, or one
+    derived from it. `life` is its own, as its descriptions say it.
     """
 
-    told: type[Told]
+    description_type: type[AnyDescription]
     link_type: type[AnyLink]
+    max_tag_nbytes = 1 << 30
+    life: str
 
     def __init__(self) -> None:
         self.own = Ranges("this process's registered memory")
         self.links: dict[str, AnyLink] = {}
+        self.met = Met()
         self.events: deque[Event] = deque()
         self.closed = False
-        self._tickets = count(1)
+        self.tickets = count(1)
 
     # Hooks.
 
@@ -90,14 +131,31 @@ class Backend(Transport, Generic[AnyLink]):
 
     def _unregister(self, regions: Sequence[Region]) -> None: ...
 
-    def _attach(self, link: AnyLink) -> None:
-        """A peer is about to be connected; may raise `PeerError` or `TransportError`, and the old state stands."""
+    def _check(self, peer: str, description: AnyDescription) -> None:
+        """Raises `PeerError` for a description of the right kind that cannot be of use here."""
 
-    def _identify(self, peer: str, told: Told) -> None:
-        """`peer` told this, to connect or not."""
+    def _target(self, peer: str, description: AnyDescription) -> Target:
+        """The process that wrote a description, to tell when it has ended. Raises `TransportError` if it has."""
+        return Elsewhere()
+
+    def _attach(self, peer: str, description: AnyDescription, target: Target) -> AnyLink:
+        """Connects to a life of a peer; may raise `PeerError` or `TransportError`, and the old state stands."""
+        return self.link_type(peer, description)
+
+    def _refresh(self, link: AnyLink, description: AnyDescription) -> None:
+        """A connected peer described itself anew."""
+        link.learn(description)
+
+    def _offers(self, link: AnyLink, region: Region) -> bool:
+        """Whether the peer registered all of `region`."""
+        return link.offered.holds(region.base, region.nbytes)
+
+    def _prepare(self, link: AnyLink, prepared: Ranges) -> None:
+        """Makes `link.prepared` what may be written from now on, or raises `PeerError`."""
+        link.prepared = prepared
 
     @abstractmethod
-    def _write(self, link: AnyLink, ticket: int, spans: Spans, tag: bytes) -> None:
+    def _write(self, link: AnyLink, post: Post) -> None:
         """Starts a post; raises `TransportError` if none of it is or will be written."""
 
     @abstractmethod
@@ -127,36 +185,42 @@ class Backend(Transport, Generic[AnyLink]):
         self.own = own
 
     def connect(self, peer: str, description: bytes) -> None:
-        told = self._read(peer, description)
+        given = self._read(peer, description)
+        if given.life == self.life:
+            raise is_itself(peer)
         link = self.links.get(peer)
-        if link is not None and link.told.life == told.life:
-            link.learn(told)
+        if link is not None and link.description.life == given.life:
+            self._refresh(link, given)
             return
-        fresh = self.link_type(peer, told)
-        self._attach(fresh)
-        self._identify(peer, told)
+        target = self._target(peer, given)
+        try:
+            fresh = self._attach(peer, given, target)
+        except PdstageError:
+            target.close()
+            raise
+        self.met.add(peer, target)
         self.disconnect(peer)
         self.links[peer] = fresh
 
     def identify(self, peer: str, description: bytes) -> None:
-        self._identify(peer, self._read(peer, description))
+        self.met.add(peer, self._target(peer, self._read(peer, description)))
 
     def prepare(self, peer: str, regions: Sequence[Region]) -> None:
         link = self.link(peer)
         check_kinds(regions, self.traits)
         prepared = Ranges(link.prepared.whose, regions)
         for region in prepared.regions:
-            if not link.offered.holds(region.base, region.nbytes):
+            if not self._offers(link, region):
                 raise not_registered(peer, region)
-        link.prepared = prepared
+        self._prepare(link, prepared)
 
     def post(self, peer: str, spans: Spans, tag: bytes) -> int:
         link = self.link(peer)
-        check_spans(spans, self.traits)
-        self.own.find(spans.src, spans.nbytes)
-        link.prepared.find(spans.dst, spans.nbytes)
-        ticket = next(self._tickets)
-        self._write(link, ticket, spans, tag)
+        check_spans(spans, self.traits_of(peer))
+        self.check_tag(tag)
+        src, dst = self.own.find(spans.src, spans.nbytes), link.prepared.find(spans.dst, spans.nbytes)
+        ticket = next(self.tickets)
+        self._write(link, Post(ticket, spans, tag, src, dst))
         return ticket
 
     def poll(self) -> list[Event]:
@@ -172,8 +236,11 @@ class Backend(Transport, Generic[AnyLink]):
         if link is not None:
             self._detach(link)
 
+    def proved_dead(self, peer: str) -> bool:
+        return not self.closed and self.met.all_gone(peer)
+
     def forget(self, peer: str) -> None:
-        """Here, nothing is kept of a peer that is not connected."""
+        self.met.forget(peer)
 
     def close(self) -> None:
         if self.closed:
@@ -182,7 +249,14 @@ class Backend(Transport, Generic[AnyLink]):
             self.disconnect(peer)
         self.closed = True
         self._shut()
+        self.met.close()
         self.events.clear()
+
+    def check_tag(self, tag: bytes) -> None:
+        """Raises `UsageError` for one that is too long."""
+        if len(tag) > self.max_tag_nbytes:
+            name = self.traits.name
+            raise UsageError(f"a tag of {len(tag)} bytes", remedy=f"{name} carries at most {self.max_tag_nbytes}")
 
     def check_open(self) -> None:
         """Raises `UsageError` once this transport is closed."""
@@ -197,6 +271,8 @@ class Backend(Transport, Generic[AnyLink]):
             raise not_connected(peer)
         return link
 
-    def _read(self, peer: str, description: bytes) -> Told:
+    def _read(self, peer: str, description: bytes) -> AnyDescription:
         self.check_open()
-        return read_description(peer, description, self.told, self.traits)
+        given = read_description(peer, description, self.description_type, self.traits)
+        self._check(peer, given)
+        return given

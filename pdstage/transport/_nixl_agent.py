@@ -17,13 +17,13 @@ import numpy as np
 
 from pdstage.errors import TransportError, UsageError
 from pdstage.transport._fabric import device_ports, near_devices, on_node
-from pdstage.transport.base import Figures, Ranges
+from pdstage.transport.base import Figures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pdstage.layout import Region
-    from pdstage.transport.base import Ints
+    from pdstage.transport.base import Ints, Place
 
 _api: Any = import_module("nixl._api")
 _bindings: Any = import_module("nixl._bindings")
@@ -96,27 +96,25 @@ class Memory:
     """What this process registered with NIXL."""
 
     def __init__(self, agent: Any) -> None:  # noqa: ANN401
-        self.own = Ranges("this process's registered memory")
         self._agent: Any = agent
         self._held: dict[Region, Any] = {}
 
     def register(self, regions: Sequence[Region]) -> None:
-        own = self.own.with_regions(regions)
-        new = [region for region in dict.fromkeys(regions) if region not in self._held]
+        """Registers regions that are new; raises `TransportError` with none of them registered."""
+        done: dict[Region, Any] = {}
         try:
-            for region in new:
+            for region in regions:
                 row = (region.base, region.nbytes, region.device, "")
-                self._held[region] = self._agent.register_memory([row], MEMORY[region.kind], ["UCX"])
+                done[region] = self._agent.register_memory([row], MEMORY[region.kind], ["UCX"])
         except Errors as error:
-            for region in new:
-                if region in self._held:
-                    attempt(self._agent.deregister_memory, self._held.pop(region), ["UCX"])
-            raise failed(f"cannot register {new}", error, "check the addresses, and `ulimit -l` for RDMA") from error
-        self.own = own
+            for held in done.values():
+                attempt(self._agent.deregister_memory, held, ["UCX"])
+            what = f"cannot register {list(regions)}"
+            raise failed(what, error, "check the addresses, and `ulimit -l` for RDMA") from error
+        self._held |= done
 
     def unregister(self, regions: Sequence[Region]) -> None:
-        self.own = self.own.without(regions)
-        for region in dict.fromkeys(regions):
+        for region in regions:
             try:
                 self._agent.deregister_memory(self._held.pop(region), ["UCX"])
             except Errors as error:
@@ -129,9 +127,9 @@ class Memory:
         self._agent = None  # with its last reference NIXL's thread and sockets go
 
 
-def descriptors(addresses: Ints, nbytes: Ints, ranges: Ranges) -> Any:  # noqa: ANN401
-    """NIXL's list of the spans, each with its own device; raises `UsageError` where they do not fit `ranges`."""
-    kind, device = ranges.find(addresses, nbytes)
+def descriptors(addresses: Ints, nbytes: Ints, place: Place) -> Any:  # noqa: ANN401
+    """NIXL's list of the spans, each with its own device."""
+    kind, device = place
     if len(addresses) == 1:
         only = device if isinstance(device, int) else int(device[0])
         return _dlist(kind, [(int(addresses[0]), int(nbytes[0]), only)])

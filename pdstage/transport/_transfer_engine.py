@@ -118,7 +118,7 @@ class Engine:
         return f"{f'[{host}]' if ':' in host else host}:{'0' * n_before}{port}"
 
 
-class Post:
+class Transfer:
     """One ticket: spans not begun yet, and how many transfers of it are under way."""
 
     def __init__(self, ticket: int, peer: str, spans: Spans) -> None:
@@ -139,8 +139,8 @@ class Way:
         self._engine = engine
         self.name = name
         self.n_labels = 0
-        self.waiting: deque[Post] = deque()
-        self._under_way: deque[tuple[int, Post]] = deque()
+        self.waiting: deque[Transfer] = deque()
+        self._under_way: deque[tuple[int, Transfer]] = deque()
         self._is_open = False
         self._opener: threading.Thread | None = None
         self._opened: tuple[int, int] | None = None
@@ -155,7 +155,7 @@ class Way:
     def at_rest(self) -> bool:
         return not self.waiting and not self._under_way and self._opener is None
 
-    def move(self) -> Iterator[Post]:
+    def move(self) -> Iterator[Transfer]:
         """Begins what may begin; yields the posts that ended."""
         yield from self._reap()
         if self._opener is not None:
@@ -186,7 +186,7 @@ class Way:
         code = raw.send_probe(self.name)
         self._opened = (code, 0 if code else raw.transfer_submit_write(self.name, src, dst, nbytes))
 
-    def _open(self) -> Iterator[Post]:
+    def _open(self) -> Iterator[Transfer]:
         code, transfer = self._opened or (0, 0)
         self._is_open = transfer not in _NO_TRANSFER
         if self._is_open:
@@ -196,7 +196,7 @@ class Way:
             post.error = post.error or failed(post.peer, f"does not answer a probe{said(code)}", "is it up?")
         yield from ()
 
-    def _begun(self, post: Post, transfer: int) -> None:
+    def _begun(self, post: Transfer, transfer: int) -> None:
         if transfer in _NO_TRANSFER:
             post.error = failed(post.peer, "takes no transfer", "see Mooncake's log on stderr")
             return
@@ -204,7 +204,7 @@ class Way:
         post.n_under_way += 1
         self._under_way.append((transfer, post))
 
-    def _reap(self) -> Iterator[Post]:
+    def _reap(self) -> Iterator[Transfer]:
         """The transfers that ended, in about the order in which they began."""
         while self._under_way:
             transfer, post = self._under_way[0]

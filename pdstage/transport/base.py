@@ -36,7 +36,7 @@ _FEW = 16
 _INT64 = np.dtype(np.int64)
 _making = threading.Lock()
 
-Told = TypeVar("Told", bound=msgspec.Struct)
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,18 +392,18 @@ def write_description(told: msgspec.Struct) -> bytes:
 
 
 @cache
-def _decoder_of(kind: type[msgspec.Struct]) -> msgspec.msgpack.Decoder[Any]:
+def _decoder_of(kind: type[object]) -> msgspec.msgpack.Decoder[Any]:
     """One at a time: a type that two threads look into at once, for the first time, ends the process (msgspec 0.22)."""
     with _making:
         return msgspec.msgpack.Decoder(kind)
 
 
-def read_description(peer: str, description: bytes, kind: type[Told], traits: Traits) -> Told:
+def read_description(peer: str, description: bytes, kind: type[Read], traits: Traits) -> Read:
     """Decodes what `write_description` of the same transport encoded; raises `PeerError` for anything else."""
     body = description[4:]
     whole = zlib.crc32(body).to_bytes(4, "little") == description[:4]
     try:
-        return cast("Told", _decoder_of(kind).decode(body if whole else b""))
+        return cast("Read", _decoder_of(kind).decode(body if whole else b""))  # type: ignore[arg-type]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         fault = "not one" if whole else "damaged, or not one"
         raise PeerError(

@@ -14,9 +14,7 @@ when `poll` finds them done, also after `disconnect`: so `stops_reads` is false 
 from __future__ import annotations
 
 import select
-from collections import deque
 from dataclasses import replace
-from itertools import count
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 import msgspec
@@ -27,33 +25,16 @@ from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 from pdstage.layout import Region
 from pdstage.shared import Backing  # noqa: TC001  (msgspec resolves it at run time)
 from pdstage.transport import _cuda_ipc
+from pdstage.transport._backend import Backend, Link, Post, offered
 from pdstage.transport._datagrams import MAX_NBYTES, Bell, Inbox, Outbox
 from pdstage.transport._device import KIND, ON_DEVICE, Devices, Told, Views
 from pdstage.transport._mapped import Here, There
-from pdstage.transport._peer import Identity, Met, Process, allow_writers, own_identity
-from pdstage.transport.base import (
-    Done,
-    Event,
-    Inbound,
-    Mapped,
-    PostFailed,
-    Ranges,
-    Traits,
-    Transport,
-    check_kinds,
-    check_spans,
-    closed,
-    is_itself,
-    not_connected,
-    not_registered,
-    read_description,
-    write_description,
-)
+from pdstage.transport._peer import Identity, Process, Target, allow_writers, own_identity
+from pdstage.transport.base import Done, Event, Inbound, Mapped, PostFailed, Ranges, Traits, write_description
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdstage.spans import Spans
 
 _SHARE = 'let the peer expose only staging memory that it allocates itself (path="staged"), or do what is said above'
 
@@ -67,21 +48,33 @@ class _Description(msgspec.Struct, frozen=True, tag="pdstage.local.1", array_lik
     devices: list[Told] = []
     """What is registered of device memory; `regions` has none of it."""
 
-    def offered(self, peer: str, kind: str) -> Ranges:
-        told = [one.region() for one in self.devices] if kind == KIND else [Region(*pair) for pair in self.regions]
-        return Ranges(f"what peer {peer!r} registered", told)
+    @property
+    def life(self) -> str:
+        return self.inbox
+
+    def offered(self, peer: str) -> Ranges:
+        """Its host memory."""
+        return offered(peer, (Region(*pair) for pair in self.regions))
+
+    def offered_on_devices(self, peer: str) -> Ranges:
+        return offered(peer, (one.region() for one in self.devices))
 
 
-class _Link:
+class _Link(Link[_Description]):
     """A connected peer: where to write, what may be written there, and its tags."""
 
     def __init__(self, peer: str, description: _Description, target: There | Here) -> None:
-        self.peer = peer
-        self.description = description
+        super().__init__(peer, description)
         self.target = target
-        self.prepared = Ranges(f"what was prepared for peer {peer!r}")
         self.views = Views()
         self.outbox = Outbox(description.inbox)
+
+    def learn(self, description: _Description) -> None:
+        """What is prepared stays so, mapped or seen to be writable: `prepare` says when it is not any more."""
+        self.offered, self.offered_on_devices = (
+            description.offered(self.peer), description.offered_on_devices(self.peer),
+        )  # fmt: skip
+        self.description = description
 
     def check_alive(self) -> None:
         """Raises `TransportError` if the peer's process ended, even if another has its pid now, or closed its end."""
@@ -106,7 +99,7 @@ class _Copy(NamedTuple):
     tag: bytes
 
 
-class LocalTransport(Transport):
+class LocalTransport(Backend[_Link, _Description]):
     """Transport `local`; it has no options."""
 
     traits: ClassVar[Traits] = Traits(
@@ -123,17 +116,15 @@ class LocalTransport(Transport):
         maps=True,
     )
     preference: ClassVar[int] = 30
+    description_type = _Description
+    link_type = _Link
+    max_tag_nbytes = MAX_NBYTES
 
     def __init__(self) -> None:
         """Raises `UsageError` on a system that is not Linux."""
-        self.own = Ranges("this process's registered memory")
+        super().__init__()
         self._identity = own_identity()
-        self._links: dict[str, _Link] = {}
-        self._met = Met()
         self._blocked: set[_Link] = set()
-        self._events: deque[Event] = deque()
-        self._tickets = count(1)
-        self._closed = False
         self._devices: Devices[_Copy] = Devices(self._load_cuda)
         self._peers_on_devices: set[str] = set()
         if self._has_cuda():
@@ -143,58 +134,38 @@ class LocalTransport(Transport):
         self._epoll = select.epoll()
         self._epoll.register(self._inbox, select.EPOLLIN)
         self._epoll.register(self._bell, select.EPOLLIN)
-        Here.lives[self._inbox.name] = self
+        self.life = self._inbox.name
+        Here.lives[self.life] = self
 
     _has_cuda = staticmethod(_cuda_ipc.is_here)
     _load_cuda = staticmethod(_cuda_ipc.here)
 
-    def register(self, regions: Sequence[Region]) -> None:
-        self._check_open()
-        check_kinds(regions, self.traits)
-        self.own = self.own.with_regions(regions)
+    def _register(self, regions: Sequence[Region]) -> None:
         self._devices.register(regions)
         allow_writers()
 
-    def unregister(self, regions: Sequence[Region]) -> None:
-        self._check_open()
-        self.own = self.own.without(regions)
+    def _unregister(self, regions: Sequence[Region]) -> None:
         self._devices.unregister(regions)
 
     def describe(self) -> bytes:
-        self._check_open()
+        self.check_open()
         regions = [(region.base, region.nbytes) for region in self.own.regions if region.kind != KIND]
         backings = ((base, shared.backing(base, nbytes)) for base, nbytes in regions)
         mappable = [(base, backing) for base, backing in backings if backing is not None]
-        return write_description(
-            _Description(self._identity, self._inbox.name, regions, mappable, self._devices.told())
-        )
+        return write_description(_Description(self._identity, self.life, regions, mappable, self._devices.told()))
 
-    def connect(self, peer: str, description: bytes) -> None:
-        self._check_open()
-        told = read_description(peer, description, _Description, self.traits)
-        link = self._links.get(peer)
-        if link is not None and link.description.inbox == told.inbox:
-            link.description = told
-            return
-        if told.inbox == self._inbox.name:
-            raise is_itself(peer)
-        target = self._target(peer, told)
-        fresh = _Link(peer, told, target)
+    def _attach(self, peer: str, description: _Description, target: Target) -> _Link:
+        assert isinstance(target, There | Here)
+        fresh = _Link(peer, description, target)
         try:
             fresh.check_alive()
         except PdstageError:
-            target.close()
             fresh.outbox.close()
             raise
-        self.disconnect(peer)
-        self._links[peer] = fresh
-        self._met.add(peer, target)
+        return fresh
 
-    def identify(self, peer: str, description: bytes) -> None:
-        self._check_open()
-        self._met.add(peer, self._target(peer, read_description(peer, description, _Description, self.traits)))
-
-    def _target(self, peer: str, told: _Description) -> There | Here:
+    def _target(self, peer: str, description: _Description) -> There | Here:
+        told = description
         told.identity.check_reachable_from(self._identity, peer)
         if told.identity == self._identity:
             return Here(told.inbox)
@@ -206,14 +177,11 @@ class LocalTransport(Transport):
             raise
         return There(target)
 
-    def prepare(self, peer: str, regions: Sequence[Region]) -> None:
-        link = self._link(peer)
-        check_kinds(regions, self.traits)
-        prepared = Ranges(link.prepared.whose, regions)
-        offered = {kind: link.description.offered(peer, kind) for kind in self.traits.kinds}
-        for region in prepared.regions:
-            if not offered[region.kind].holds(region.base, region.nbytes):
-                raise not_registered(peer, region)
+    def _offers(self, link: _Link, region: Region) -> bool:
+        known = link.offered_on_devices if region.kind == KIND else link.offered
+        return known.holds(region.base, region.nbytes)
+
+    def _prepare(self, link: _Link, prepared: Ranges) -> None:
         target = link.target
         views = self._views(link, prepared.regions)
         on_host = [region for region in prepared.regions if region.kind != KIND]
@@ -225,7 +193,7 @@ class LocalTransport(Transport):
                 raise PeerError(f"{region} is neither shared nor writable: {why_not}", remedy=_SHARE, region=region)
         link.prepared, link.views = prepared, views
         if views:
-            self._peers_on_devices.add(peer)
+            self._peers_on_devices.add(link.peer)
 
     def _views(self, link: _Link, regions: Sequence[Region]) -> Views:
         """Where device memory of the peer lies here. A handle is opened only in the life of the peer that gave it."""
@@ -242,7 +210,7 @@ class LocalTransport(Transport):
         return replace(traits, **ON_DEVICE) if peer in self._peers_on_devices else traits
 
     def mapped(self, peer: str, address: int, nbytes: int) -> Mapped | None:
-        link = self._links.get(peer)
+        link = self.links.get(peer)
         if link is None or not link.prepared.holds(address, nbytes):
             return None
         on_device = link.views.mapped(address, nbytes)
@@ -251,53 +219,44 @@ class LocalTransport(Transport):
         on_host = link.target.mapped(address, nbytes)
         return on_device if on_host is not None and on_device is not None else on_host
 
-    def post(self, peer: str, spans: Spans, tag: bytes) -> int:
-        link = self._link(peer)
-        check_spans(spans, self.traits_of(peer))
-        kinds = {self.own.find(spans.src, spans.nbytes).kind, link.prepared.find(spans.dst, spans.nbytes).kind}
-        self._check_tag(link, tag)
+    def _write(self, link: _Link, post: Post) -> None:
+        link.check_alive()
+        kinds = {post.src.kind, post.dst.kind}
         if KIND in kinds:
-            return self._post_on_device(link, spans, tag, kinds)
-        written, error = link.target.write(spans)
+            self._write_on_device(link, post, kinds)
+            return
+        written, error = link.target.write(post.spans)
         if error is not None and written == 0:
             raise error
-        ticket = next(self._tickets)
         if error is not None:
-            self._tell(PostFailed(ticket, error))
+            self._tell(PostFailed(post.ticket, error))
         else:
-            self._put(link, ticket, tag)
-        return ticket
+            self._put(link, post.ticket, post.tag)
 
-    def _post_on_device(self, link: _Link, spans: Spans, tag: bytes, kinds: set[str]) -> int:
+    def _write_on_device(self, link: _Link, post: Post, kinds: set[str]) -> None:
         if len(kinds) > 1:
             raise UsageError("a post between host and device memory", remedy="keep both sides' memory on one kind")
-        error = link.target.why_not(spans) if isinstance(link.target, Here) else None
+        error = link.target.why_not(post.spans) if isinstance(link.target, Here) else None
         if error is not None:
             raise error
-        ticket = next(self._tickets)
-        self._devices.start(_Copy(ticket, link, tag), spans, link.views)
-        return ticket
+        self._devices.start(_Copy(post.ticket, link, post.tag), post.spans, link.views)
 
     def _follow_copies(self) -> None:
         for (ticket, link, tag), error, settled in self._devices.ended():
             if error is not None:
                 self._tell(PostFailed(ticket, error, settled))
-            elif tag and self._links.get(link.peer) is not link:
+            elif tag and self.links.get(link.peer) is not link:
                 self._tell(PostFailed(ticket, _disconnected(link.peer)))
             else:
                 self._put(link, ticket, tag)
 
     def notify(self, peer: str, tag: bytes) -> int:
-        link = self._link(peer)
-        self._check_tag(link, tag)
-        ticket = next(self._tickets)
+        link = self.link(peer)
+        self.check_tag(tag)
+        link.check_alive()
+        ticket = next(self.tickets)
         self._put(link, ticket, tag)
         return ticket
-
-    def _check_tag(self, link: _Link, tag: bytes) -> None:
-        if len(tag) > MAX_NBYTES:
-            raise UsageError(f"a tag of {len(tag)} bytes", remedy=f"local carries at most {MAX_NBYTES}")
-        link.check_alive()
 
     def _put(self, link: _Link, ticket: int, tag: bytes) -> None:
         if tag:
@@ -306,68 +265,40 @@ class LocalTransport(Transport):
         else:
             self._tell(Done(ticket))
 
-    def poll(self) -> list[Event]:
-        if self._closed:
-            return []
+    def _progress(self) -> None:
         self._follow_copies()
         for link in self._blocked.copy():
             self._send(link)
-        events = list(self._events)
-        if events:
-            self._events.clear()
+        if self.events:
             self._bell.lower()
-        events.extend(map(Inbound, self._inbox.receive()))
-        return events
+        self.events.extend(map(Inbound, self._inbox.receive()))
 
     def filenos(self) -> Sequence[int]:
         """None while copies are under way on a device, which announces the end of none."""
-        return () if self._closed or self._devices.under_way() else (self._epoll.fileno(),)
+        return () if self.closed or self._devices.under_way() else (self._epoll.fileno(),)
 
-    def disconnect(self, peer: str) -> None:
-        link = self._links.pop(peer, None)
-        if link is not None:
-            self._give_up(link, _disconnected(peer))
-            self._blocked.discard(link)
-            link.outbox.close()
-            link.target.unmap()
-            link.views = Views()
-
-    def proved_dead(self, peer: str) -> bool:
-        return self._met.all_gone(peer)
+    def _detach(self, link: _Link) -> None:
+        self._give_up(link, _disconnected(link.peer))
+        self._blocked.discard(link)
+        link.outbox.close()
+        link.target.unmap()
+        link.views = Views()
 
     def forget(self, peer: str) -> None:
-        self._met.forget(peer)
+        super().forget(peer)
         self._peers_on_devices.discard(peer)
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        for peer in list(self._links):
-            self.disconnect(peer)
-        self._closed = True
-        Here.lives.pop(self._inbox.name, None)
-        self._met.close()
+    def _shut(self) -> None:
+        Here.lives.pop(self.life, None)
         self._devices.close()
-        self._events.clear()
         self._epoll.close()
         self._inbox.close()
         self._bell.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise closed()
-
-    def _link(self, peer: str) -> _Link:
-        self._check_open()
-        link = self._links.get(peer)
-        if link is None:
-            raise not_connected(peer)
-        return link
-
     def _tell(self, event: Event) -> None:
-        if not self._events:
+        if not self.events:
             self._bell.ring()
-        self._events.append(event)
+        self.events.append(event)
 
     def _send(self, link: _Link) -> None:
         """Sends what waits for the peer, and while some is left has the epoll watch for room."""

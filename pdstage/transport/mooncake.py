@@ -19,40 +19,23 @@ from __future__ import annotations
 import re
 import secrets
 import socket
-from collections import deque
 from dataclasses import replace
-from itertools import count
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
 
 from pdstage.errors import PeerError, TransportError, UsageError
-from pdstage.layout import Region  # noqa: TC001  (msgspec resolves it at run time)
-from pdstage.transport._peer import Here, Identity, Met, own_identity, target_of
+from pdstage.layout import Region
+from pdstage.transport._backend import Backend, Link, Post, offered
+from pdstage.transport._peer import Here, Identity, own_identity, target_of
 from pdstage.transport._sockets import hold_bytes_of_the_dead
-from pdstage.transport._transfer_engine import Engine, Post, Way, check_protocol, failed, library, said
-from pdstage.transport.base import (
-    Done,
-    Event,
-    PostFailed,
-    Ranges,
-    Traits,
-    Transport,
-    check_kinds,
-    check_spans,
-    closed,
-    is_itself,
-    not_connected,
-    not_registered,
-    read_description,
-    write_description,
-)
+from pdstage.transport._transfer_engine import Engine, Transfer, Way, check_protocol, failed, library, said
+from pdstage.transport.base import Done, PostFailed, Ranges, Traits, write_description
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdstage.spans import Spans
     from pdstage.transport._peer import Target
 
 MAX_LEFT = 16
@@ -68,14 +51,16 @@ class _Description(msgspec.Struct, frozen=True, tag="pdstage.mooncake.1", array_
     identity: Identity
     regions: list[Region]
 
-
-class _Link:
-    def __init__(self, peer: str, told: _Description, way: Way, target: Target) -> None:
-        self.told, self.way, self.target = told, way, target
-        self.prepared = Ranges(f"what was prepared for peer {peer!r}")
+    def offered(self, peer: str) -> Ranges:
+        return offered(peer, self.regions)
 
 
-class MooncakeTransport(Transport):
+class _Link(Link[_Description]):
+    way: Way
+    target: Target
+
+
+class MooncakeTransport(Backend[_Link, _Description]):
     """Transport `mooncake`, taken only where it is asked for.
 
     `protocol`: "tcp", "rdma", "nvlink" (across nodes) or "nvlink_intra" (within one), the same on both sides. `host`:
@@ -95,74 +80,68 @@ class MooncakeTransport(Transport):
         post_s=75e-6,
     )
     preference: ClassVar[int] = 0
+    description_type = _Description
+    link_type = _Link
 
     def __init__(self, *, protocol: str = "tcp", host: str = "", devices: str = "") -> None:
         """Raises `UsageError` for a protocol that is unknown or that host or wheel lack, `TransportError` else."""
+        super().__init__()
         check_protocol(protocol)
         if host and not _HOST.fullmatch(host):
             raise UsageError(f"host {host!r}", remedy="give an address or a name, without a port", field="host")
-        self._engine: Engine | None = Engine.take(protocol, host or _own_host(), devices)
+        self._engine = Engine.take(protocol, host or _own_host(), devices)
         self._sending = self._engine
         self._engines = {self._engine}  # and those before `_sending` that still reach somebody
-        self._life = secrets.token_hex(16)
-        Here.lives.add(self._life)
+        self.life = secrets.token_hex(16)
+        Here.lives.add(self.life)
         self._identity = own_identity()
-        self._own = Ranges("this process's registered memory")
-        self._met = Met()
-        self._links: dict[str, _Link] = {}
         self._ways: dict[str, Way] = {}
-        self._events: deque[Event] = deque()
-        self._tickets = count(1)
 
-    def register(self, regions: Sequence[Region]) -> None:
-        engine = self._open_engine()
-        check_kinds(regions, self.traits)
-        own = self._own.with_regions(regions)
-        done: list[Region] = []
-        for region in (region for region in own.regions if region not in set(self._own.regions)):
+    def _register(self, regions: Sequence[Region]) -> None:
+        raw, done = self._engine.raw, list[Region]()
+        for region in regions:
             location = f"cuda:{region.device}" if region.kind == "cuda" else "*"
-            code = engine.raw.register_memory(region.base, region.nbytes, location)
+            code = raw.register_memory(region.base, region.nbytes, location)
             if code:
                 for other in done:
-                    engine.raw.unregister_memory(other.base)
+                    raw.unregister_memory(other.base)
                 what = f"Mooncake does not register {region}{said(code)}"
                 raise TransportError(what, remedy="check the address, and `ulimit -l` for RDMA", code=code)
             done.append(region)
-        self._own = own
 
-    def unregister(self, regions: Sequence[Region]) -> None:
-        engine = self._open_engine()
-        self._own = self._own.without(regions)
-        for region in dict.fromkeys(regions):
-            code = engine.raw.unregister_memory(region.base)
+    def _unregister(self, regions: Sequence[Region]) -> None:
+        for region in regions:
+            code = self._engine.raw.unregister_memory(region.base)
             if code:
                 raise TransportError(f"Mooncake does not unregister {region}{said(code)}", code=code)
 
     def describe(self) -> bytes:
-        engine = self._open_engine()
-        told = _Description(
-            engine.key[0], engine.host, engine.port, self._life, self._identity, list(self._own.regions)
+        self.check_open()
+        engine = self._engine
+        return write_description(
+            _Description(engine.key[0], engine.host, engine.port, self.life, self._identity, list(self.own.regions))
         )
-        return write_description(told)
 
-    def connect(self, peer: str, description: bytes) -> None:
-        engine = self._open_engine()
-        told = self._read(peer, description)
-        if told.life == self._life:
-            raise is_itself(peer)
-        link = self._links.get(peer)
-        if link is not None and link.told.life == told.life:
-            link.told = told
-            return
-        way = self._ways.get(told.life)
+    def _check(self, peer: str, description: _Description) -> None:
+        ours = self._engine.key[0]
+        if not _HOST.fullmatch(description.host) or description.protocol != ours:
+            what = f"peer {peer!r} is at {description.host!r} by protocol {description.protocol!r}"
+            remedy = "choose one protocol and an address for both sides"
+            raise PeerError(f"{what}, and {ours!r} is spoken here", remedy=remedy, peer=peer)
+
+    def _target(self, peer: str, description: _Description) -> Target:
+        return target_of(description.identity, description.life, self._identity, peer)
+
+    def _attach(self, peer: str, description: _Description, target: Target) -> _Link:
+        link = _Link(peer, description)
+        way = self._ways.get(description.life)
         if way is None:  # if the connection fails below, the next poll takes it away
-            sending = self._fresh(engine)
-            way = self._ways[told.life] = Way(sending, sending.name_of(told.host, told.port, told.life))
-        target = target_of(told.identity, told.life, self._identity, peer)
-        self._met.add(peer, target)
-        self.disconnect(peer)
+            sending = self._fresh(self._engine)
+            name = sending.name_of(description.host, description.port, description.life)
+            way = self._ways[description.life] = Way(sending, name)
         way.n_labels += 1
-        self._links[peer] = _Link(peer, told, way, target)
+        link.way, link.target = way, target
+        return link
 
     def _fresh(self, engine: Engine) -> Engine:
         """What writes to a life not met yet: another engine, once the last has left many connections behind.
@@ -176,46 +155,17 @@ class MooncakeTransport(Transport):
             self._engines.add(self._sending)
         return self._sending
 
-    def _read(self, peer: str, description: bytes) -> _Description:
-        told = read_description(peer, description, _Description, self.traits)
-        ours = self._open_engine().key[0]
-        if not _HOST.fullmatch(told.host) or told.protocol != ours:
-            raise PeerError(
-                f"peer {peer!r} is at {told.host!r} by protocol {told.protocol!r}, and {ours!r} is spoken here",
-                remedy="choose one protocol and an address for both sides",
-                peer=peer,
-            )
-        return told
-
-    def prepare(self, peer: str, regions: Sequence[Region]) -> None:
-        link = self._link(peer)
-        check_kinds(regions, self.traits)
-        prepared = Ranges(link.prepared.whose, regions)
-        known = Ranges(f"what peer {peer!r} registered", link.told.regions)
-        for region in prepared.regions:
-            if not known.holds(region.base, region.nbytes):
-                raise not_registered(peer, region)
-        link.prepared = prepared
-
     def identify(self, peer: str, description: bytes) -> None:
-        told = self._read(peer, description)
-        self._open_engine().is_known = True
-        self._met.add(peer, target_of(told.identity, told.life, self._identity, peer))
+        super().identify(peer, description)
+        self._engine.is_known = True
 
-    def post(self, peer: str, spans: Spans, tag: bytes) -> int:
-        del tag  # it travels as a message: `notifies` is false
-        link = self._link(peer)
-        check_spans(spans, self.traits)
-        self._own.find(spans.src, spans.nbytes)
-        link.prepared.find(spans.dst, spans.nbytes)
+    def _write(self, link: _Link, post: Post) -> None:
         if link.target.gone():
-            raise failed(peer, "has ended", "fail its rooms; it may connect anew")
-        post = Post(next(self._tickets), peer, spans)
-        link.way.waiting.append(post)
+            raise failed(link.peer, "has ended", "fail its rooms; it may connect anew")
+        link.way.waiting.append(Transfer(post.ticket, link.peer, post.spans))
         self._move(link.way)
-        return post.ticket
 
-    def poll(self) -> list[Event]:
+    def _progress(self) -> None:
         for life, way in list(self._ways.items()):
             self._move(way)
             if not way.n_labels and way.at_rest:
@@ -226,57 +176,30 @@ class MooncakeTransport(Transport):
                 if not engine.n_ways:
                     self._engines.remove(engine)
                     engine.leave()
-        events = list(self._events)
-        self._events.clear()
-        return events
 
     def _move(self, way: Way) -> None:
         for post in way.move():
             over = Done(post.ticket) if post.error is None else PostFailed(post.ticket, post.error, post.settled)
-            self._events.append(over)
+            self.events.append(over)
 
-    def disconnect(self, peer: str) -> None:
-        link = self._links.pop(peer, None)
-        if link is None:
-            return
+    def _detach(self, link: _Link) -> None:
         link.way.n_labels -= 1
         for post in link.way.waiting:
-            if post.peer == peer:
-                post.error = post.error or failed(peer, "was disconnected before all was sent", "connect it again")
+            if post.peer == link.peer:
+                post.error = post.error or failed(link.peer, "was disconnected before all was sent", "connect it again")
 
     def proved_dead(self, peer: str) -> bool:
-        return self._engine is not None and self._met.all_gone(peer) and not hold_bytes_of_the_dead()
+        return super().proved_dead(peer) and not hold_bytes_of_the_dead()
 
-    def forget(self, peer: str) -> None:
-        self._met.forget(peer)
-
-    def close(self) -> None:
-        engine, self._engine = self._engine, None
-        if engine is None:
-            return
-        for region in self._own.regions:
-            engine.raw.unregister_memory(region.base)
+    def _shut(self) -> None:
+        for region in self.own.regions:
+            self._engine.raw.unregister_memory(region.base)
         for way in self._ways.values():
             way.leave()
         for each in self._engines:
             each.leave()
-        Here.lives.discard(self._life)
-        self._met.close()
-        self._links.clear()
+        Here.lives.discard(self.life)
         self._ways.clear()
-        self._events.clear()
-
-    def _open_engine(self) -> Engine:
-        if self._engine is None:
-            raise closed()
-        return self._engine
-
-    def _link(self, peer: str) -> _Link:
-        self._open_engine()
-        link = self._links.get(peer)
-        if link is None:
-            raise not_connected(peer)
-        return link
 
 
 def _own_host() -> str:

@@ -33,20 +33,20 @@ from msgspec import Meta
 
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
-from pdstage.transport._backend import Backend, Link, Told
+from pdstage.transport._backend import Backend, Description, Link, Post
 from pdstage.transport._batches import Batch, batches
-from pdstage.transport.base import Done, PostFailed, Traits, is_itself, write_description
+from pdstage.transport.base import Done, PostFailed, Traits, write_description
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdstage.spans import Spans
+    from pdstage.transport._peer import Target
 
 _io: Any = import_module("mori.io")
 _LOCATIONS = {"cpu": _io.MemoryLocationType.CPU, "cuda": _io.MemoryLocationType.GPU}
 
 
-class _Told(Told, frozen=True, tag="pdstage.mori.1", array_like=True):
+class _Description(Description, frozen=True, tag="pdstage.mori.1", array_like=True):
     """Of a peer: its life is its engine's key, and `memory` holds MORI's descriptor of each region."""
 
     engine: Annotated[bytes, Meta(max_length=4096)]
@@ -63,28 +63,26 @@ class _Target:
         self.n_in_flight = 0  # descriptors
 
 
-class _Way(Link):
+class _Way(Link[_Description]):
     """The way to a peer. Its posts keep it, and with it their sessions, after it was disconnected."""
 
     target: _Target
 
-    def __init__(self, peer: str, told: Told) -> None:
+    def __init__(self, peer: str, description: _Description) -> None:
         self.memory: dict[Region, bytes] = {}
         self.sessions: dict[tuple[Region, Region], Any] = {}
-        super().__init__(peer, told)
-        self.engine = _understood(peer, _io.EngineDesc, self.told.engine)
-        if self.engine.key != told.life:
+        super().__init__(peer, description)
+        self.engine = _understood(peer, _io.EngineDesc, description.engine)
+        if self.engine.key != description.life:
             raise PeerError(f"peer {peer!r} describes another's engine", remedy="trust it no more", peer=peer)
 
-    def learn(self, told: Told) -> None:
-        assert isinstance(told, _Told)
-        if len(told.memory) != len(told.regions):
+    def learn(self, description: _Description) -> None:
+        if len(description.memory) != len(description.regions):
             raise PeerError(
                 f"peer {self.peer!r} describes too little memory", remedy="trust it no more", peer=self.peer
             )
-        super().learn(told)
-        self.told: _Told = told
-        memory = dict(zip((Region(*pair) for pair in told.regions), told.memory, strict=True))
+        super().learn(description)
+        memory = dict(zip((Region(*pair) for pair in description.regions), description.memory, strict=True))
         changed = {region for region, packed in self.memory.items() if memory.get(region) != packed}
         self.sessions = {pair: session for pair, session in self.sessions.items() if pair[1] not in changed}
         self.memory = memory
@@ -103,7 +101,7 @@ class _Post:
         return all(status.Succeeded() or status.Failed() for status in self.statuses)
 
 
-class MoriTransport(Backend[_Way]):
+class MoriTransport(Backend[_Way, _Description]):
     """Transport `mori`.
 
     `host`: the address of this host at which peers reach it; by default that of its default route.
@@ -125,7 +123,7 @@ class MoriTransport(Backend[_Way]):
     )
     preference: ClassVar[int] = 0  # taken only when named
     caveat: ClassVar[str] = "never run on hardware by this project; tested over a double of MORI-IO only"
-    told = _Told
+    description_type = _Description
     link_type = _Way
 
     def __init__(self, *, host: str = "", qp_per_transfer: int = 1, max_in_flight: int = 2048) -> None:
@@ -136,10 +134,10 @@ class MoriTransport(Backend[_Way]):
             raise UsageError(f"max_in_flight={max_in_flight}", remedy=f"give at least {least}, one post")
         if os.environ.get("MORI_DISABLE_AUTO_XGMI", "").startswith("0"):
             raise UsageError("MORI_DISABLE_AUTO_XGMI=0 adds a backend whose end cannot be polled", remedy="unset it")
-        self._key = f"pdstage.{secrets.token_hex(16)}"
+        self.life = f"pdstage.{secrets.token_hex(16)}"
         config = _io.RdmaBackendConfig(qp_per_transfer=qp_per_transfer, enable_notification=False)
         try:
-            self._engine: Any = _io.IOEngine(self._key, _io.IOEngineConfig(host=host or _own_address(), port=0))
+            self._engine: Any = _io.IOEngine(self.life, _io.IOEngineConfig(host=host or _own_address(), port=0))
             self._engine.create_backend(_io.BackendType.RDMA, config)
         except RuntimeError as error:
             raise _failed("MORI-IO does not start", error, "it needs an RDMA device: see ibv_devices") from error
@@ -153,7 +151,7 @@ class MoriTransport(Backend[_Way]):
         engine = self._engine.get_engine_desc().pack()
         regions = [(region.base, region.nbytes) for region in self.own.regions]
         memory = [self._memory[region].pack() for region in self.own.regions]
-        return write_description(_Told(self._key, regions, engine, memory))
+        return write_description(_Description(self.life, regions, engine, memory))
 
     def _register(self, regions: Sequence[Region]) -> None:
         done: dict[Region, Any] = {}
@@ -174,14 +172,14 @@ class MoriTransport(Backend[_Way]):
         for region in regions:
             self._engine.deregister_memory(self._memory.pop(region))
 
-    def _attach(self, link: _Way) -> None:
-        if link.engine.key == self._key:
-            raise is_itself(link.peer)
+    def _attach(self, peer: str, description: _Description, target: Target) -> _Way:
+        link = _Way(peer, description)
         if link.engine.key not in self._targets:
             self._engine.register_remote_engine(link.engine)
             self._targets[link.engine.key] = _Target(link.engine)
         link.target = self._targets[link.engine.key]
         link.target.n_users += 1
+        return link
 
     def _detach(self, link: _Way) -> None:
         waiting, link.target.waiting = link.target.waiting, deque()
@@ -193,14 +191,13 @@ class MoriTransport(Backend[_Way]):
             self._end(post)
         self._let_go(link.target)
 
-    def _write(self, link: _Way, ticket: int, spans: Spans, tag: bytes) -> None:
-        del tag  # not notifying: the caller sends it once the post is done
+    def _write(self, link: _Way, post: Post) -> None:
         try:
-            writes = [(self._session(link, batch), batch) for batch in batches(spans, self.own, link.offered)]
+            writes = [(self._session(link, batch), batch) for batch in batches(post.spans, self.own, link.offered)]
         except RuntimeError as error:
             raise _failed(f"peer {link.peer!r} cannot be reached", error, "look at its log") from error
         link.target.n_users += 1
-        link.target.waiting.append(_Post(ticket, link, writes))
+        link.target.waiting.append(_Post(post.ticket, link, writes))
         self._begin(link.target)
 
     def _session(self, way: _Way, batch: Batch) -> Any:  # noqa: ANN401

@@ -18,42 +18,23 @@ What was seen of NIXL 1.5.1 (UCX over tcp and over shared memory, 256 MiB in fli
 from __future__ import annotations
 
 import secrets
-from collections import Counter, deque
-from itertools import count
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
-from pdstage.errors import PeerError, UsageError
+from pdstage.errors import PeerError
+from pdstage.transport._backend import Backend, Link, Post
 from pdstage.transport._nixl_agent import MEMORY, Errors, Memory, attempt, descriptors, failed, figures, start
-from pdstage.transport._peer import Here, Identity, Met, Target, own_identity, target_of
+from pdstage.transport._peer import Here, Identity, Target, own_identity, target_of
 from pdstage.transport._sockets import hold_bytes_of_the_dead
-from pdstage.transport.base import (
-    Done,
-    Event,
-    Inbound,
-    PostFailed,
-    Ranges,
-    Traits,
-    Transport,
-    check_kinds,
-    check_spans,
-    closed,
-    is_itself,
-    not_connected,
-    not_registered,
-    read_description,
-    write_description,
-)
+from pdstage.transport.base import Done, Inbound, PostFailed, Ranges, Traits, write_description
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdstage.layout import Region
-    from pdstage.spans import Spans
-
-MAX_TAG_NBYTES = 16 << 20
 
 
 class _Description(msgspec.Struct, frozen=True, tag="pdstage.nixl.1", array_like=True):
@@ -61,10 +42,18 @@ class _Description(msgspec.Struct, frozen=True, tag="pdstage.nixl.1", array_like
     metadata: bytes
     identity: Identity
 
+    @property
+    def life(self) -> str:
+        return self.agent
 
-class _Link(NamedTuple):
-    description: _Description
-    prepared: Ranges
+    def offered(self, peer: str) -> Ranges:
+        """Nothing that could be read: only NIXL understands the metadata, and is asked (`_offers`)."""
+        return Ranges(f"what peer {peer!r} registered")
+
+
+class _Link(Link[_Description]):
+    def learn(self, description: _Description) -> None:
+        self.description = description
 
 
 class _InFlight(NamedTuple):
@@ -73,7 +62,7 @@ class _InFlight(NamedTuple):
     agent: str
 
 
-class NixlTransport(Transport):
+class NixlTransport(Backend[_Link, _Description]):
     """Transport `nixl`.
 
     `progress_thread`: let UCX move on in a thread of its own; without it, only while `poll` is called, on both sides.
@@ -97,6 +86,9 @@ class NixlTransport(Transport):
         post_s=25e-6,
     )
     preference: ClassVar[int] = 20
+    description_type = _Description
+    link_type = _Link
+    max_tag_nbytes = 16 << 20
 
     def __init__(
         self,
@@ -108,9 +100,10 @@ class NixlTransport(Transport):
         telemetry: bool = False,
     ) -> None:
         """Raises `UsageError` for a device or node not here, `TransportError` if NIXL cannot start its UCX plugin."""
-        self._name = f"pdstage.{secrets.token_hex(16)}"
+        super().__init__()
+        self.life = f"pdstage.{secrets.token_hex(16)}"
         self._agent: Any = start(
-            self._name,
+            self.life,
             progress_thread=progress_thread,
             n_threads=n_threads,
             devices=devices,
@@ -119,98 +112,59 @@ class NixlTransport(Transport):
         )
         self._telemetry = telemetry
         self._identity = own_identity()
-        self._met = Met()
-        Here.lives.add(self._name)
+        Here.lives.add(self.life)
         self._memory = Memory(self._agent)
-        self._links: dict[str, _Link] = {}
         self._flights: dict[int, _InFlight] = {}
         self._users: Counter[str] = Counter()  # of a remote agent: peers' labels and posts in flight
-        self._events: deque[Event] = deque()
-        self._tickets = count(1)
-
-    def register(self, regions: Sequence[Region]) -> None:
-        self._check_open()
-        check_kinds(regions, self.traits)
-        self._memory.register(regions)
-
-    def unregister(self, regions: Sequence[Region]) -> None:
-        self._check_open()
-        self._memory.unregister(regions)
 
     def describe(self) -> bytes:
-        self._check_open()
-        return write_description(_Description(self._name, self._agent.get_agent_metadata(), self._identity))
+        self.check_open()
+        return write_description(_Description(self.life, self._agent.get_agent_metadata(), self._identity))
 
-    def connect(self, peer: str, description: bytes) -> None:
-        self._check_open()
-        told = read_description(peer, description, _Description, self.traits)
-        if told.agent == self._name:
-            raise is_itself(peer)
-        link = self._links.get(peer)
-        if link is not None and link.description == told:
-            return
-        if link is not None and link.description.agent == told.agent:
-            self._add_agent(peer, told)
-            self._links[peer] = link._replace(description=told)
-            return
-        target = self._target(peer, told)
+    def _register(self, regions: Sequence[Region]) -> None:
+        self._memory.register(regions)
+
+    def _unregister(self, regions: Sequence[Region]) -> None:
+        self._memory.unregister(regions)
+
+    def _target(self, peer: str, description: _Description) -> Target:
+        return target_of(description.identity, description.agent, self._identity, peer)
+
+    def _attach(self, peer: str, description: _Description, target: Target) -> _Link:
+        self._add_agent(peer, description)
+        self._users[description.agent] += 1
+        return _Link(peer, description)
+
+    def _refresh(self, link: _Link, description: _Description) -> None:
+        if link.description != description:
+            self._add_agent(link.peer, description)
+            link.learn(description)
+
+    def _offers(self, link: _Link, region: Region) -> bool:
+        rows = self._agent.get_xfer_descs([(region.base, region.nbytes, region.device)], MEMORY[region.kind])
         try:
-            self._add_agent(peer, told)
-        except PeerError:
-            target.close()
-            raise
-        self._met.add(peer, target)
-        self._users[told.agent] += 1
-        self.disconnect(peer)
-        self._links[peer] = _Link(told, Ranges(f"what was prepared for peer {peer!r}"))
+            return bool(self._agent.check_remote_metadata(link.description.agent, rows))
+        except Errors:
+            return False
 
-    def identify(self, peer: str, description: bytes) -> None:
-        self._check_open()
-        self._met.add(peer, self._target(peer, read_description(peer, description, _Description, self.traits)))
-
-    def _target(self, peer: str, told: _Description) -> Target:
-        return target_of(told.identity, told.agent, self._identity, peer)
-
-    def prepare(self, peer: str, regions: Sequence[Region]) -> None:
-        link = self._link(peer)
-        check_kinds(regions, self.traits)
-        prepared = Ranges(link.prepared.whose, regions)
-        for region in prepared.regions:
-            rows = self._agent.get_xfer_descs([(region.base, region.nbytes, region.device)], MEMORY[region.kind])
-            try:
-                known = self._agent.check_remote_metadata(link.description.agent, rows)
-            except Errors:
-                known = False
-            if not known:
-                raise not_registered(peer, region)
-        self._links[peer] = link._replace(prepared=prepared)
-
-    def post(self, peer: str, spans: Spans, tag: bytes) -> int:
-        link = self._link(peer)
-        check_spans(spans, self.traits)
-        if len(tag) > MAX_TAG_NBYTES:
-            raise UsageError(f"a tag of {len(tag)} bytes", remedy=f"nixl carries at most {MAX_TAG_NBYTES}")
-        local = descriptors(spans.src, spans.nbytes, self._memory.own)
-        remote = descriptors(spans.dst, spans.nbytes, link.prepared)
-        name = link.description.agent
+    def _write(self, link: _Link, post: Post) -> None:
+        spans, name = post.spans, link.description.agent
+        local = descriptors(spans.src, spans.nbytes, post.src)
+        remote = descriptors(spans.dst, spans.nbytes, post.dst)
         try:
-            handle = self._agent.initialize_xfer("WRITE", local, remote, name, tag)
+            handle = self._agent.initialize_xfer("WRITE", local, remote, name, post.tag)
         except Errors as error:
-            raise failed(f"no write to peer {peer!r} can begin", error) from error
-        ticket = next(self._tickets)
-        self._flights[ticket] = _InFlight(handle, peer, name)
+            raise failed(f"no write to peer {link.peer!r} can begin", error) from error
+        self._flights[post.ticket] = _InFlight(handle, link.peer, name)
         self._users[name] += 1
         try:
             state = self._agent.transfer(handle)
         except Errors as error:
-            self._end(ticket, error)
+            self._end(post.ticket, error)
         else:
-            self._advance(ticket, state)
-        return ticket
+            self._advance(post.ticket, state)
 
-    def poll(self) -> list[Event]:
-        if self._agent is None:
-            return []
+    def _progress(self) -> None:
         for ticket, flight in list(self._flights.items()):
             try:
                 state = self._agent.check_xfer_state(flight.handle)
@@ -220,33 +174,21 @@ class NixlTransport(Transport):
                 self._advance(ticket, state)
         try:
             for tags in self._agent.get_new_notifs().values():
-                self._events.extend(map(Inbound, tags))
+                self.events.extend(map(Inbound, tags))
         except Errors as error:
             raise failed("NIXL cannot read its notifications", error) from error
-        events = list(self._events)
-        self._events.clear()
-        return events
 
-    def disconnect(self, peer: str) -> None:
-        link = self._links.pop(peer, None)
-        if link is not None:
-            self._let_go(link.description.agent)
+    def _detach(self, link: _Link) -> None:
+        self._let_go(link.description.agent)
 
     def proved_dead(self, peer: str) -> bool:
-        if self._agent is None or not self._met.all_gone(peer):
+        if not super().proved_dead(peer):
             return False
-        self._events.extend(self.poll())  # reads what its sockets still hold
+        self._progress()  # reads what its sockets still hold
         return not hold_bytes_of_the_dead()
 
-    def forget(self, peer: str) -> None:
-        self._met.forget(peer)
-
-    def close(self) -> None:
+    def _shut(self) -> None:
         agent, self._agent = self._agent, None
-        if agent is None:
-            return
-        self._met.close()
-        self._links.clear()
         for flight in self._flights.values():
             attempt(flight.handle.release)
         for name in self._users:
@@ -254,20 +196,8 @@ class NixlTransport(Transport):
         self._memory.close()
         self._flights.clear()
         self._users.clear()
-        self._events.clear()
         del agent
-        Here.lives.discard(self._name)
-
-    def _check_open(self) -> None:
-        if self._agent is None:
-            raise closed()
-
-    def _link(self, peer: str) -> _Link:
-        self._check_open()
-        link = self._links.get(peer)
-        if link is None:
-            raise not_connected(peer)
-        return link
+        Here.lives.discard(self.life)
 
     def _add_agent(self, peer: str, told: _Description) -> None:
         """Loads a peer's metadata, newer one over older; raises `PeerError` if NIXL refuses it."""
@@ -293,10 +223,10 @@ class NixlTransport(Transport):
         """Turns a post that ended into its event. Only here, and in close, is a handle released: never in flight."""
         flight = self._flights.pop(ticket)
         if error is None:
-            self._events.append(Done(ticket, figures(self._agent, flight.handle) if self._telemetry else None))
+            self.events.append(Done(ticket, figures(self._agent, flight.handle) if self._telemetry else None))
         else:
             unknown = failed(f"a write to peer {flight.peer!r} failed", error)
-            self._events.append(PostFailed(ticket, unknown, settled=False))
+            self.events.append(PostFailed(ticket, unknown, settled=False))
         attempt(flight.handle.release)
         self._let_go(flight.agent)
 

@@ -216,7 +216,7 @@ def run_description(data: bytes) -> None:
     except PdstageError as error:
         assert len(str(error)) < 1 << 20
     else:
-        target = ends.victim._links["peer"].description
+        target = ends.victim.links["peer"].description
         assert target.inbox == ends.honest._inbox.name, "connected to a transport that it was not told of"
     finally:
         ends.victim.disconnect("peer")

@@ -59,7 +59,7 @@ def test_a_device_pool_over_a_transport_of_host_memory(site, opened, path, role)
         assert (name in info.value.remedy.replace(",", "").split()) is (available().get(name) == "")
     assert "local" not in info.value.remedy
     assert info.value.fields == {"transport": "host-only", "device": "cuda:0"}
-    assert [transport._closed for transport in opened] == [True]
+    assert [transport.closed for transport in opened] == [True]
 
 
 @pytest.mark.parametrize("path", ["auto", "fast"])
@@ -95,7 +95,7 @@ def test_a_converting_pool_is_asked_before_a_transport_is_opened(site, opened, m
 def test_staging_memory_that_is_too_small_closes_the_transport(site, opened):
     with pytest.raises(UsageError, match="do not make"):
         prefill_node(Rank(), site.address, staging=np.zeros(64, np.uint8))
-    assert [transport._closed for transport in opened] == [True]
+    assert [transport.closed for transport in opened] == [True]
 
 
 def test_who_moves_what(opened):

@@ -15,36 +15,38 @@ from pathlib import Path
 import msgspec
 
 from pdstage.errors import TransportError
-from pdstage.transport import Backend, Done, Inbound, Link, PostFailed, Told, Traits
+from pdstage.transport import Backend, Description, Done, Inbound, Link, PostFailed, Traits
 from pdstage.transport.base import write_description
 
 
-class Address(Told, frozen=True, tag="postbox.1", array_like=True):
+class Address(Description, frozen=True, tag="postbox.1", array_like=True):
     """`life` is the path of the directory."""
 
 
 class Postbox(Backend):
     traits = Traits("postbox", notifies=True, max_descriptors=1 << 16, kinds=frozenset({"cpu"}), post_blocks=False,
         fences=False, stops_reads=True, bytes_per_s=1e9, descriptor_s=1e-6, post_s=1e-4)  # fmt: skip
-    told, link_type = Address, Link
+    description_type, link_type = Address, Link
 
     def __init__(self):
         super().__init__()
         self._box = Path(tempfile.mkdtemp(prefix="postbox.", dir=os.environ.get("POSTBOX_DIR")))
         self._alive = (self._box / "alive").open("w")
         fcntl.flock(self._alive, fcntl.LOCK_EX)
-        self._met, self._sent = {}, {}
+        self.life = str(self._box)
+        self._seen, self._sent = set(), {}
 
     def describe(self):
         self.check_open()
-        return write_description(Address(str(self._box), [(region.base, region.nbytes) for region in self.own.regions]))
+        return write_description(Address(self.life, [(region.base, region.nbytes) for region in self.own.regions]))
 
-    def _write(self, link, ticket, spans, tag):
-        if is_dead(link.told.life):
+    def _write(self, link, post):
+        ticket, spans, tag, *_ = post
+        if is_dead(link.description.life):
             raise TransportError(f"peer {link.peer!r} has ended", remedy="connect its next life")
         header = msgspec.msgpack.encode((tag, spans.dst.tolist(), spans.nbytes.tolist()))
         body = map(ctypes.string_at, spans.src.tolist(), spans.nbytes.tolist())
-        letter = Path(link.told.life, f"{ticket:012}-{self._box.name[8:]}.part")
+        letter = Path(link.description.life, f"{ticket:012}-{self._box.name[8:]}.part")
         letter.write_bytes(b"".join([len(header).to_bytes(8, "little"), header, *body]))
         self._sent[ticket] = letter.rename(letter.with_suffix(".post"))  # whole, or not there
 
@@ -76,22 +78,31 @@ class Postbox(Backend):
             letter.unlink(missing_ok=True)
             letter.with_suffix(".read").unlink(missing_ok=True)
 
-    def _identify(self, peer, told):
-        self._met.setdefault(peer, set()).add(told.life)
+    def _target(self, peer, description):
+        self._seen.add(description.life)
+        return Writer(description.life)
 
     def proved_dead(self, peer):
-        if peer not in self._met or not all(map(is_dead, self._met[peer])):
+        if not super().proved_dead(peer):
             return False
         self._progress()  # the dead write no more; what they had written lands when it is read
         return True
 
-    def forget(self, peer):
-        self._met.pop(peer, None)
-
     def _shut(self):
         self._alive.close()
-        for box in {str(self._box), *(box for boxes in self._met.values() for box in boxes if is_dead(box))}:
+        for box in {self.life, *filter(is_dead, self._seen)}:
             shutil.rmtree(box, ignore_errors=True)
+
+
+class Writer:
+    def __init__(self, box):
+        self._box = box
+
+    def gone(self):
+        return is_dead(self._box)
+
+    def close(self):
+        pass
 
 
 def is_dead(box):

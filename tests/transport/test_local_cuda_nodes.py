@@ -83,7 +83,7 @@ def test_a_killed_decode_gives_the_source_back_once_the_gather_into_it_is_over(a
             sender = node.send(0)
             STREAMS.held = True
             sender.chunk(pages, (0, TOKENS))
-            drive([node], lambda: node.data_path.placed, 60)
+            drive([node], lambda: node.data_path._placed, 60)
             process.kill()
             process.join()
             drive([node], lambda: sender.state is State.FAILED, 60)
@@ -93,7 +93,7 @@ def test_a_killed_decode_gives_the_source_back_once_the_gather_into_it_is_over(a
             assert cuda_double.RUNTIME.n_open() == 1, "the gather writes there"
             STREAMS.held = False
             drive([node], lambda: sender.released, 60)
-            assert not node.data_path.placed
+            assert not node.data_path._placed
         finally:
             STREAMS.held = False
             process.kill()

@@ -138,13 +138,17 @@ def test_figures_of_a_post_where_they_were_asked_for(telemetry):
 def test_each_descriptor_names_the_device_its_memory_is_on():
     """One post may read several GPUs' memory; where the regions are of several, a single span is no exception."""
     two = Ranges("these", [Region(1 << 40, 4096, "cuda", 0), Region(1 << 41, 4096, "cuda", 3)])
-    rows = descriptors(ints(1 << 41, 1 << 40, (1 << 41) + 64), ints(64, 32, 16), two)
+
+    def rows_of(held: Ranges, at: object, nbytes: object) -> object:
+        return descriptors(at, nbytes, held.find(at, nbytes))
+
+    rows = rows_of(two, ints(1 << 41, 1 << 40, (1 << 41) + 64), ints(64, 32, 16))
     assert [rows[i] for i in range(3)] == [(1 << 41, 64, 3), (1 << 40, 32, 0), ((1 << 41) + 64, 16, 3)]
-    only = descriptors(ints((1 << 41) + 8), ints(8), two)
+    only = rows_of(two, ints((1 << 41) + 8), ints(8))
     assert only[0] == ((1 << 41) + 8, 8, 3)
     mixed = two.with_regions([Region(1 << 20, 4096)])
     with pytest.raises(UsageError, match="post each kind by itself"):
-        descriptors(ints(1 << 20, 1 << 40), ints(8, 8), mixed)
+        rows_of(mixed, ints(1 << 20, 1 << 40), ints(8, 8))
 
 
 def lives(a: object, b: object, n: int, renew: object) -> None:
@@ -183,7 +187,7 @@ def test_200_short_lived_peers_leave_no_agents_and_no_descriptors():
 
     def connected(peer: str, description: bytes) -> None:
         connect(peer, description)
-        known.append(a.transport._links[peer].description.agent)
+        known.append(a.transport.links[peer].description.agent)
 
     a.connect = connected
     lives(a, ends, 200, renew)
