@@ -194,6 +194,7 @@ def test_native_unset_goes_on_without_a_compiler(checkout: Path, tmp_path: Path)
 
 
 @needs_bindings
+@pytest.mark.full  # `make setup` builds the same code in place, and all other tests run with it
 @pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "c++")), reason="no C++ compiler")
 def test_native_yes_builds_an_extension_that_loads(checkout: Path, tmp_path: Path) -> None:
     done = wheel_of(checkout, tmp_path, PDSTAGE_NATIVE="yes")
