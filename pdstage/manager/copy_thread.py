@@ -24,7 +24,7 @@ class CopyThread:
 
     def submit(self, job: Callable[[], None]) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="pdstage-copier", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="pdstage-copies", daemon=True)
             self._thread.start()
         self._jobs.put(job)
 

@@ -229,7 +229,7 @@ def test_large_copies_in_either_thread(site, copy_thread):
     assert receiver.error is None
     assert dst.holds(1, tokens, dst_pages)
     names = [thread.name for thread in threading.enumerate()]
-    assert names.count("pdstage-copier") == (2 if copy_thread else 0)
+    assert names.count("pdstage-copies") == (2 if copy_thread else 0)
 
 
 def test_the_callers_arrays_stay_as_they_are(site):
