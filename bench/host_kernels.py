@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from pdstage.kernels import Pool
-from pdstage.layout import Key, Region, View
-from pdstage.layout import Row as RowLevel
+from pdstage.layout import Key, Region, RowLevel, View
 from pdstage.plan import Select
 from pdstage.tables import Index
 from pdstage.topology import Axis

@@ -12,8 +12,7 @@ import numpy as np
 
 from pdstage.cost import CostModel
 from pdstage.kernels import Pool
-from pdstage.layout import Key, Layout, Region, View
-from pdstage.layout import Row as RowLevel
+from pdstage.layout import Key, Layout, Region, RowLevel, View
 from pdstage.manager.items import check, rects_of
 from pdstage.ownership import EVERYTHING, Common
 from pdstage.plan import TOKEN_MAJOR, Select, Stagings, selects, shares, tokens_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdstage.layout import Key, Layout, Region, Row, View
+from pdstage.layout import Key, Layout, Region, RowLevel, View
 from pdstage.plan import Rect, Select, Staging, selects, shares, tokens_of
 from pdstage.topology import shard_axis
 
@@ -135,7 +135,7 @@ def place(
                         n_items=n_items[block.component],
                         item_stride=rows * row,
                         tokens_per_item=rows,
-                        rows=(Row(1, row),),
+                        rows=(RowLevel(1, row),),
                         shards=axis.count,
                         shard_stride=array.width,
                         width=array.width,
@@ -195,7 +195,7 @@ def runs_layout(run_nbytes: int, n_items: int, n_views: int, *, base: int = 0, k
             n_items=n_items,
             item_stride=run_nbytes,
             tokens_per_item=1,
-            rows=(Row(1, run_nbytes),),
+            rows=(RowLevel(1, run_nbytes),),
             shards=1,
             shard_stride=run_nbytes,
             width=run_nbytes,

@@ -18,7 +18,7 @@ import numpy as np
 from pdstage import environment
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.kernels import Pool
-from pdstage.layout import Key, Layout, Region, Row, View
+from pdstage.layout import Key, Layout, Region, RowLevel, View
 from pdstage.manager import DecodeNode, PrefillNode
 from pdstage.protocol.config import Config
 from pdstage.protocol.state import State
@@ -112,7 +112,7 @@ class Shape(NamedTuple):
         return [
             View(
                 key=Key(component(run), "kv"[number % 2], number // 2), region=0, offset=number * n_pages * page * row,
-                n_items=n_pages, item_stride=page * row, tokens_per_item=page, rows=(Row(1, row),), shards=heads,
+                n_items=n_pages, item_stride=page * row, tokens_per_item=page, rows=(RowLevel(1, row),), shards=heads,
                 shard_stride=run, width=run, axis=axis, format="bytes",
             )
             for number in range(N_VIEWS)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from pdstage.layout import Key, Layout, Region, View
-from pdstage.layout import Row as RowLevel
+from pdstage.layout import Key, Layout, Region, RowLevel, View
 from pdstage.manager.items import check
 from pdstage.plan import Rect, Share
 from pdstage.protocol import messages as m

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 
 from ..errors import UsageError
-from ..layout import Key, Layout, Region, Row, View
+from ..layout import Key, Layout, Region, RowLevel, View
 from ..plan import TOKEN_MAJOR, Select, Staging
 from ..tables import FAULT_TOO_SMALL, Index, Table
 from ..topology import Axis
@@ -95,7 +95,7 @@ def _layout_of(geometry: tuple[Geometry, ...], chosen: Bounds) -> tuple[Layout, 
                 n_items=items,
                 item_stride=strides[0],
                 tokens_per_item=rows,
-                rows=(Row(1, strides[1]),),
+                rows=(RowLevel(1, strides[1]),),
                 shards=shards,
                 shard_stride=strides[2],
                 width=width,

@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import warnings
 from typing import TYPE_CHECKING
 
 from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
-from pdstage.layout import Component, Key, Layout, Owned, Region, Row, View
+from pdstage.layout import Component, Key, Layout, Region, RowLevel, TokenShard, View
 from pdstage.states import StateType
 from pdstage.topology import Axis, Topology
 
@@ -59,17 +60,17 @@ __all__ = [
     "Keys",
     "Layout",
     "MetadataBuffers",
-    "Owned",
     "PdstageError",
     "PeerError",
     "Pool",
     "PrefillNode",
     "Receiver",
     "Region",
-    "Row",
+    "RowLevel",
     "Sender",
     "State",
     "StateType",
+    "TokenShard",
     "Topology",
     "TransportError",
     "UsageError",
@@ -92,7 +93,14 @@ _LAZY = {
 }
 
 
+_OLD_NAMES = {"Owned": "TokenShard", "Row": "RowLevel"}
+"""Those of before this release, for one more."""
+
+
 def __getattr__(name: str) -> object:
+    if name in _OLD_NAMES:
+        warnings.warn(f"pdstage.{name} is {_OLD_NAMES[name]} now", DeprecationWarning, stacklevel=2)
+        return globals()[_OLD_NAMES[name]]
     if name not in _LAZY:
         raise AttributeError(f"module 'pdstage' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)

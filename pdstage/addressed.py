@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pdstage.arrays import Array, Part, Piece, pages, part, refused
 from pdstage.errors import UsageError
-from pdstage.layout import Region, Row
+from pdstage.layout import Region, RowLevel
 from pdstage.states import StateType
 from pdstage.topology import REPLICATED, Axis, shard_axis
 
@@ -256,7 +256,7 @@ def _pieces(
     if by_token and item % tokens:
         raise refused(array.name, f"has pages of {item} bytes for {tokens} tokens", "correct paging")
     row = item // tokens if by_token else item
-    rows = (Row(1, row),) if by_token else (Row(tokens, 0),)
+    rows = (RowLevel(1, row),) if by_token else (RowLevel(tokens, 0),)
     dim, outer, groups = slicing
     if not dim:
         return {"": Piece(array=array, n_items=n_items, item_stride=item, tokens_per_item=tokens, rows=rows, width=row,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict
 import numpy as np
 
 from pdstage.errors import UsageError
-from pdstage.layout import Key, Layout, Region, Row, View
+from pdstage.layout import Key, Layout, Region, RowLevel, View
 from pdstage.states import canonical, kind_of
 from pdstage.topology import Axis  # noqa: TC001
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pdstage.layout import Owned
+    from pdstage.layout import TokenShard
 
 
 class _Device(Protocol):
@@ -91,7 +91,7 @@ class Part:
 
 
 def build(
-    *parts: Part, slots: Iterable[str] = (), exact: Iterable[str] = (), owned: Mapping[str, Owned] | None = None
+    *parts: Part, slots: Iterable[str] = (), exact: Iterable[str] = (), owned: Mapping[str, TokenShard] | None = None
 ) -> Layout:
     """One layout of all parts; `slots`, `exact` and `owned` as in `Layout.of`.
 
@@ -240,7 +240,7 @@ class Piece:
     n_items: int
     item_stride: int
     tokens_per_item: int = 1
-    rows: tuple[Row, ...] = (Row(1, 0),)
+    rows: tuple[RowLevel, ...] = (RowLevel(1, 0),)
     shard_stride: int = 0
     segs: int = 1
     seg_stride: int = 0
@@ -255,7 +255,7 @@ def pages(array: Array, axis: Axis, tokens_per_row: int = 1) -> Piece:
     check_heads(array, heads, axis)
     return Piece(
         array=array, n_items=n_pages, item_stride=item_stride, tokens_per_item=rows * tokens_per_row,
-        rows=(Row(tokens_per_row, row_stride),), shard_stride=head_stride, width=dim * array.itemsize, axis=axis,
+        rows=(RowLevel(tokens_per_row, row_stride),), shard_stride=head_stride, width=dim * array.itemsize, axis=axis,
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ class Items:
     Of components with positions, `first_token` is a multiple of T: both sides then cut a sequence at the same places,
     on which the head-major staged order relies.
 
-    Under context parallelism, a rank that holds every other block of tokens only (`Owned`) counts in its own tokens:
+    Under context parallelism, a rank that holds every other block of tokens (`TokenShard`) counts in its own tokens:
     item i covers number `first_token + i*T` of these onwards. Token ranges, such as `Sender.chunk` and `Receiver.bind`
     take, are positions in the sequence on every rank.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 from pdstage.arrays import Piece, arrays_of, check_heads, layers_of, pages, part, refused
 from pdstage.errors import UsageError
-from pdstage.layout import Row
+from pdstage.layout import RowLevel
 from pdstage.topology import REPLICATED, shard_axis
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class _Rows(NamedTuple):
     """Where a token's row lies in a head's block of CPU_ATTN; the fields' meaning is `Piece`'s."""
 
     at: int
-    rows: tuple[Row, ...]
+    rows: tuple[RowLevel, ...]
     segs: int
     seg_stride: int
     width: int
@@ -122,15 +122,17 @@ class _Rows(NamedTuple):
 
 def _transposed_rows(tokens: int, dim: int, size: int) -> dict[str, _Rows]:
     return {
-        "k": _Rows(0, (Row(1, size),), dim, tokens * size, size),
-        "v": _Rows(tokens * dim * size, (Row(1, dim * size),), 1, 0, dim * size),
+        "k": _Rows(0, (RowLevel(1, size),), dim, tokens * size, size),
+        "v": _Rows(tokens * dim * size, (RowLevel(1, dim * size),), 1, 0, dim * size),
     }
 
 
 def _packed_rows(tokens: int, dim: int, size: int) -> dict[str, _Rows]:
     values = tokens * dim * size
-    return {"k": _Rows(0, (Row(16, 16 * dim * size), Row(1, 2 * size)), dim // 2, 32 * size, 2 * size)} | {
-        f"v.{at}": _Rows(values + at * 16 * tokens * size, (Row(2, 32 * size), Row(1, size)), 16, 2 * size, size)
+    return {"k": _Rows(0, (RowLevel(16, 16 * dim * size), RowLevel(1, 2 * size)), dim // 2, 32 * size, 2 * size)} | {
+        f"v.{at}": _Rows(
+            values + at * 16 * tokens * size, (RowLevel(2, 32 * size), RowLevel(1, size)), 16, 2 * size, size
+        )
         for at in range(dim // 16)
     }
 
@@ -184,7 +186,8 @@ def mxfp8_scales(k: Tensors, v: Tensors, *, total_heads: int, tp: tuple[int, int
             roles[role].append(
                 Piece(
                     array=array, n_items=n_pages, item_stride=page, tokens_per_item=block * chunks,
-                    rows=(Row(block, chunk), Row(1, within)), shard_stride=head, width=n * array.itemsize, axis=axis,
+                    rows=(RowLevel(block, chunk), RowLevel(1, within)), shard_stride=head,
+                    width=n * array.itemsize, axis=axis,
                 )
             )  # fmt: skip
     return part(roles, naming)
@@ -259,7 +262,7 @@ def block_pages(
                 Piece(
                     array=array, at=at, n_items=array.shape[0], item_stride=array.strides[0],
                     tokens_per_item=page_size, width=field.nbytes, axis=REPLICATED, format=field.format,
-                    rows=(Row(block, rows * row_nbytes), Row(tokens_per_row, field.nbytes)),
+                    rows=(RowLevel(block, rows * row_nbytes), RowLevel(tokens_per_row, field.nbytes)),
                 )
             )  # fmt: skip
             at += rows * field.nbytes

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -38,7 +39,7 @@ class Key(NamedTuple):
     layer: int
 
 
-class Row(NamedTuple):
+class RowLevel(NamedTuple):
     """One level of a view's row addressing: every `tokens` tokens lie `stride` bytes further."""
 
     tokens: int
@@ -70,7 +71,7 @@ class View:
     n_items: int
     item_stride: int
     tokens_per_item: int
-    rows: tuple[Row, ...]
+    rows: tuple[RowLevel, ...]
     shards: int
     shard_stride: int
     segs: int = 1
@@ -150,7 +151,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class TokenShard:
     """The tokens of a sequence that a rank holds under context parallelism; all of them with `size` 1.
 
     Of `size` ranks, `rank` holds every token t with `t // interleave % size == rank`: DCP's and PCP's interleaved
@@ -176,7 +177,7 @@ class Owned:
             object.__setattr__(self, "interleave", 0)
 
     @classmethod
-    def by(cls, topology: Topology, interleave: int = 1) -> Owned:
+    def by(cls, topology: Topology, interleave: int = 1) -> TokenShard:
         """What engines of `topology.cp_size` ranks have rank `topology.cp_rank` hold; `interleave` 0 for contiguous."""
         return cls(topology.cp_size, topology.cp_rank, interleave)
 
@@ -201,7 +202,7 @@ class Owned:
         return f"part {self.rank} of {self.size} ({how})"
 
 
-ALL_TOKENS = Owned()
+ALL_TOKENS = TokenShard()
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +218,7 @@ class Component:
     views: tuple[View, ...]
     positional: bool = True
     exact: bool = False
-    owned: Owned = ALL_TOKENS
+    owned: TokenShard = ALL_TOKENS
 
     def __post_init__(self) -> None:
         if not self.views:
@@ -273,7 +274,7 @@ class Layout:
         *,
         slots: Iterable[str] = (),
         exact: Iterable[str] = (),
-        owned: Mapping[str, Owned] | None = None,
+        owned: Mapping[str, TokenShard] | None = None,
     ) -> Layout:
         """Groups `views` by component. Those named in `slots` have no token positions; of those in `exact` both sides
         must have as many slots; `owned` gives the tokens held of those of which this rank does not hold all. A kind's
@@ -379,3 +380,15 @@ def mismatch(src: View, dst: View) -> str:
             f"{dst.axis.name} of {dst.axis.total} at decode"
         )
     return ""
+
+
+_OLD_NAMES = {"Owned": TokenShard, "Row": RowLevel}
+
+
+def __getattr__(name: str) -> object:
+    """The names of before this release, for one more."""
+    if name not in _OLD_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    now = _OLD_NAMES[name]
+    warnings.warn(f"pdstage.layout.{name} is {now.__name__} now", DeprecationWarning, stacklevel=2)
+    return now

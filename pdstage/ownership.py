@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from pdstage.errors import UsageError
-from pdstage.layout import ALL_TOKENS, Owned
+from pdstage.layout import ALL_TOKENS, TokenShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 _MAX_GRAINS = 1 << 14
 
 
-class Numbering:
+class CommonTokens:
     """The tokens that two ranks both hold of any sequence, numbered in order from 0.
 
     They repeat every `period` tokens, `per_period` in each, and come in pieces of `grain` tokens that begin at its
     multiples; `starts` lists the first token of each piece of a period. Contiguous parts count as all tokens.
     """
 
-    def __init__(self, src: Owned, dst: Owned) -> None:
+    def __init__(self, src: TokenShard, dst: TokenShard) -> None:
         cycles = [owned.size * owned.interleave for owned in (src, dst) if owned.interleaved]
         self.grain = math.gcd(*(owned.interleave for owned in (src, dst) if owned.interleaved)) or 1
         self.period = math.lcm(*cycles)
@@ -56,11 +56,11 @@ class Numbering:
 
     @staticmethod
     @lru_cache(maxsize=64)
-    def of(src: Owned, dst: Owned = ALL_TOKENS) -> Numbering:
+    def of(src: TokenShard, dst: TokenShard = ALL_TOKENS) -> CommonTokens:
         """The numbering of a pair, kept; of one rank's own tokens by itself. Raises `UsageError` for interleaves that
         hardly ever meet.
         """
-        return Numbering(src, dst)
+        return CommonTokens(src, dst)
 
     def count(self, token: int) -> int:
         """How many of the numbered tokens lie before absolute position `token`."""
@@ -84,21 +84,21 @@ class Numbering:
         return n // self.per_period * self.period + n % self.per_period
 
 
-def _holds(owned: Owned, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _holds(owned: TokenShard, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
     if not owned.interleaved:
         return np.ones(len(tokens), np.bool_)
     held: NDArray[np.bool_] = tokens // owned.interleave % owned.size == owned.rank
     return held
 
 
-_EVERY_TOKEN = Numbering(ALL_TOKENS, ALL_TOKENS)
+_EVERY_TOKEN = CommonTokens(ALL_TOKENS, ALL_TOKENS)
 
 
-def meets(src: Owned, dst: Owned) -> bool:
+def meets(src: TokenShard, dst: TokenShard) -> bool:
     """Whether there is a sequence of which both hold a token."""
     if src.contiguous and dst.contiguous:
         return src.rank * dst.size < (dst.rank + 1) * src.size and dst.rank * src.size < (src.rank + 1) * dst.size
-    return Numbering.of(src, dst).per_period > 0
+    return CommonTokens.of(src, dst).per_period > 0
 
 
 class TokenRange(Protocol):
@@ -117,8 +117,8 @@ class Common:
 
     __slots__ = ("_contiguous", "_numberings")
 
-    def __init__(self, pairs: Mapping[str, tuple[Owned, Owned]]) -> None:
-        numberings = {component: Numbering.of(*pair) for component, pair in pairs.items()}
+    def __init__(self, pairs: Mapping[str, tuple[TokenShard, TokenShard]]) -> None:
+        numberings = {component: CommonTokens.of(*pair) for component, pair in pairs.items()}
         self._numberings = {component: numbers for component, numbers in numberings.items() if not numbers.whole}
         self._contiguous = {
             component: tuple(owned for owned in pair if owned.contiguous) for component, pair in pairs.items()
@@ -128,7 +128,7 @@ class Common:
     def of(cls, src: Layout, dst: Layout) -> Common:
         """What ranks of these layouts have in common; `EVERYTHING` where each holds every token.
 
-        Raises `UsageError` as `Numbering` does.
+        Raises `UsageError` as `CommonTokens` does.
         """
         theirs = {component.name: component.owned for component in src.components}
         # Of what only the destination has there are no common tokens to number, but asked for are its own.
@@ -137,7 +137,7 @@ class Common:
         parted = {name: pair for name, pair in pairs.items() if pair != (ALL_TOKENS, ALL_TOKENS)}
         return cls(parted) if parted else EVERYTHING
 
-    def numbers(self, component: str) -> Numbering:
+    def numbers(self, component: str) -> CommonTokens:
         return self._numberings.get(component, _EVERY_TOKEN)
 
     def tokens(self, rects: Iterable[TokenRange]) -> dict[str, tuple[int, int]]:

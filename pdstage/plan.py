@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pdstage.errors import UsageError
-from pdstage.layout import ALL_TOKENS, Key, Layout, Owned, View
+from pdstage.layout import ALL_TOKENS, Key, Layout, TokenShard, View
 from pdstage.ownership import meets
 from pdstage.topology import Axis, shard_axis, shard_range
 
@@ -86,7 +86,7 @@ class Share(NamedTuple):
 
 
 def shares(writers: Mapping[int, Layout], dst: Layout, dst_tp: tuple[int, int]) -> dict[int, tuple[Share, ...]]:
-    """Deals every (view, shard) of `dst` to exactly one writer, or to one of each part of the tokens (`Owned`).
+    """Deals every (view, shard) of `dst` to exactly one writer, or to one of each part of the tokens (`TokenShard`).
 
     `writers` maps a writer's number to its layout; `dst_tp` is the destination's (size, rank). A view sharded otherwise
     than by `shard_range` at the destination is dealt as if no other destination wanted it: right, if less even.
@@ -120,11 +120,11 @@ class _Holder(NamedTuple):
 
     number: int
     axis: Axis
-    owned: Owned
+    owned: TokenShard
 
 
 def _deal(
-    view: View, wanted: Owned, holders: list[_Holder], dst_tp: tuple[int, int], turn: int
+    view: View, wanted: TokenShard, holders: list[_Holder], dst_tp: tuple[int, int], turn: int
 ) -> list[tuple[int, int, int]]:
     """(writer, first shard, count) runs that cover the shards of destination view `view`, for each part of the tokens
     `wanted`.
@@ -132,9 +132,9 @@ def _deal(
     tp, rank = dst_tp
     axis = view.axis
     regular = axis == shard_axis(axis.name, axis.total, tp, rank)
-    dealt: dict[Owned, list[tuple[int, int, int]]] = defaultdict(list)
+    dealt: dict[TokenShard, list[tuple[int, int, int]]] = defaultdict(list)
     for shard in range(axis.first, axis.first + axis.count):
-        held: dict[Owned, list[int]] = defaultdict(list)
+        held: dict[TokenShard, list[int]] = defaultdict(list)
         for number, theirs, owned in holders:
             if theirs.first <= shard < theirs.first + theirs.count:
                 held[owned].append(number)
@@ -156,7 +156,7 @@ def _deal(
 
 
 @lru_cache(maxsize=1024)
-def token_parts(held: tuple[Owned, ...], wanted: Owned, component: str) -> tuple[Owned, ...]:
+def token_parts(held: tuple[TokenShard, ...], wanted: TokenShard, component: str) -> tuple[TokenShard, ...]:
     """Of the parts of the tokens that ranks hold, those of which `wanted` needs some, all of one partition.
 
     Where ranks cut sequences in several ways, the coarsest that is complete serves. Raises `UsageError` where tokens
@@ -164,7 +164,7 @@ def token_parts(held: tuple[Owned, ...], wanted: Owned, component: str) -> tuple
     """
     missing = ALL_TOKENS
     for size, interleave in sorted({(owned.size, owned.interleave) for owned in held}):
-        parts = [Owned(size, rank, interleave) for rank in range(size)]
+        parts = [TokenShard(size, rank, interleave) for rank in range(size)]
         lacking = next((part for part in parts if part not in held and meets(part, wanted)), None)
         if lacking is None:
             return tuple(part for part in parts if part in held and meets(part, wanted))

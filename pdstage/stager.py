@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pdstage.cut import Cut
     from pdstage.errors import PdstageError
     from pdstage.kernels import Index, Plan
     from pdstage.kernels.index_ring import Runtime
     from pdstage.layout import Layout
     from pdstage.plan import Rect, Select, Share, Tokens
+    from pdstage.token_slices import Cut
 
     _Plans: TypeAlias = tuple[tuple[int, Plan], ...]
     _Copy: TypeAlias = Callable[[Plan, int, Mapping[str, Index], int | None, int], None]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 from pdstage.arrays import Piece, arrays_of, check_heads, part, refused
-from pdstage.layout import Row
+from pdstage.layout import RowLevel
 from pdstage.topology import REPLICATED, Axis, shard_axis
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def mamba_ssm(
         else:
             (dims, dim), (items, item) = ((columns, column), (rows, row))[:: 1 if state_first else -1]
             piece = Piece(
-                array=array, n_items=slots, item_stride=slot, tokens_per_item=items, rows=(Row(1, item),),
+                array=array, n_items=slots, item_stride=slot, tokens_per_item=items, rows=(RowLevel(1, item),),
                 shard_stride=head, segs=dims, seg_stride=dim, width=size, axis=axis,
             )  # fmt: skip
         pieces.append(piece)

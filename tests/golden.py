@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from pdstage.columns import Placed
-from pdstage.layout import Key, Layout, Owned, Region, Row, View
+from pdstage.layout import Key, Layout, Region, RowLevel, TokenShard, View
 from pdstage.plan import Rect, Share
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
@@ -29,16 +29,17 @@ SEQ = 3
 COMPONENTS = ("kv", "mamba")
 
 _KV = View(
-    key=Key("kv", "k", 0), region=0, offset=0, n_items=4, item_stride=64, tokens_per_item=2, rows=(Row(1, 32),),
+    key=Key("kv", "k", 0), region=0, offset=0, n_items=4, item_stride=64, tokens_per_item=2, rows=(RowLevel(1, 32),),
     shards=2, shard_stride=16, width=16, axis=Axis("kv_head", 4, 2, 2), format="bf16",
 )  # fmt: skip
 _STATE = View(
-    key=Key("mamba", "conv", 1), region=1, offset=16, n_items=3, item_stride=128, tokens_per_item=1, rows=(Row(1, 0),),
-    shards=4, shard_stride=16, segs=2, seg_stride=64, width=8, axis=Axis("conv_channel", 8, 0, 4), format="fp32",
+    key=Key("mamba", "conv", 1), region=1, offset=16, n_items=3, item_stride=128, tokens_per_item=1,
+    rows=(RowLevel(1, 0),), shards=4, shard_stride=16, segs=2,
+    seg_stride=64, width=8, axis=Axis("conv_channel", 8, 0, 4), format="fp32",
 )  # fmt: skip
 _LAYOUT = Layout.of(
     [Region(0x1000, 256, "cuda", 3), Region(0x7000, 512)], [_KV, _STATE],
-    slots=("mamba",), exact=("mamba",), owned={"kv": Owned(2, 1, 16)},
+    slots=("mamba",), exact=("mamba",), owned={"kv": TokenShard(2, 1, 16)},
 )  # fmt: skip
 _TOPOLOGY = Topology(tp_size=2, tp_rank=1, pp_size=3, pp_rank=2, cp_size=2, cp_rank=1, dp_size=4, dp_rank=3)
 _RECTS = (Rect("kv", 0, 8, 0, 2), Rect("mamba", 0, 1, 1, 2))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from pdstage.layout import Layout, Owned
+from pdstage.layout import Layout, TokenShard
 
 INTERLEAVES = (1, 16, 64)
 
 
-def holds(owned: Owned, token: int, n: int) -> bool:
+def holds(owned: TokenShard, token: int, n: int) -> bool:
     """Whether a rank holds `token` of a sequence of `n`."""
     if owned.size == 1:
         return True
@@ -19,11 +19,11 @@ def holds(owned: Owned, token: int, n: int) -> bool:
     return owned.rank * n // owned.size <= token < (owned.rank + 1) * n // owned.size
 
 
-def held(owned: Owned, n: int) -> list[int]:
+def held(owned: TokenShard, n: int) -> list[int]:
     return [token for token in range(n) if holds(owned, token, n)]
 
 
-def place_of(owned: Owned, n: int) -> dict[int, int]:
+def place_of(owned: TokenShard, n: int) -> dict[int, int]:
     """Where among its items' tokens a rank stores each token it holds: in order of its own, or where the sequence has
     it.
     """
@@ -31,7 +31,7 @@ def place_of(owned: Owned, n: int) -> dict[int, int]:
     return {t: t for t in mine} if owned.interleave == 0 else {t: place for place, t in enumerate(mine)}
 
 
-def items_for(owned: Owned, n: int, page: int, numbers: np.ndarray, since: int = 0) -> tuple[np.ndarray, int]:
+def items_for(owned: TokenShard, n: int, page: int, numbers: np.ndarray, since: int = 0) -> tuple[np.ndarray, int]:
     """Pages for the tokens a rank holds of `[since, n)`, out of `numbers`, and what the first page starts with."""
     places = [place for token, place in place_of(owned, n).items() if token >= since]
     if not places:
@@ -40,8 +40,8 @@ def items_for(owned: Owned, n: int, page: int, numbers: np.ndarray, since: int =
     return numbers[: max(places) // page + 1 - first], first * page
 
 
-def all_ranks(size: int, interleave: int) -> list[Owned]:
-    return [Owned(size, rank, interleave) for rank in range(size)]
+def all_ranks(size: int, interleave: int) -> list[TokenShard]:
+    return [TokenShard(size, rank, interleave) for rank in range(size)]
 
 
 def every_way(interleaves: tuple[int, ...] = INTERLEAVES) -> list[tuple[int, int]]:
@@ -54,7 +54,7 @@ def ways():
     return st.tuples(st.integers(1, 4), st.sampled_from([0, 1, 1, 2, 3, 4, 16, 64]))
 
 
-def with_owned(layout: Layout, owned: Owned) -> Layout:
+def with_owned(layout: Layout, owned: TokenShard) -> Layout:
     """The same layout of a rank that holds these tokens of each component with positions."""
     names = [component.name for component in layout.components if component.positional]
     slots = [component.name for component in layout.components if not component.positional]

@@ -19,7 +19,7 @@ import numpy as np
 
 from pdstage.columns import Column, Columns
 from pdstage.errors import TransportError
-from pdstage.layout import Key, Layout, Region, Row, View
+from pdstage.layout import Key, Layout, Region, RowLevel, View
 from pdstage.plan import HEAD_MAJOR, Rect, Select, Staging, selects, wire_order
 from pdstage.protocol import messages as m
 from pdstage.protocol import state, wire
@@ -79,7 +79,7 @@ def make_layout(
             views.append(
                 View(
                     key=Key("kv", role, layer), region=0, offset=offset, n_items=n_pages, item_stride=item,
-                    tokens_per_item=page, rows=(Row(1, row),), shards=axis.count, shard_stride=shard, width=WIDTH,
+                    tokens_per_item=page, rows=(RowLevel(1, row),), shards=axis.count, shard_stride=shard, width=WIDTH,
                     axis=axis, format="u8",
                 )
             )  # fmt: skip

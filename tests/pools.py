@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from hypothesis import strategies as st
 
-from pdstage.layout import Key, Layout, Region, Row, View
+from pdstage.layout import Key, Layout, Region, RowLevel, View
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
 from pdstage.tables import Index
 from pdstage.topology import Axis
@@ -95,9 +95,9 @@ def hold(stored, seed=0):
             strides[dim] = extent
             extent = extent * sizes[dim] + one.pads.get(dim, 0)
         per = of.tokens_per_row
-        levels = (Row(per, strides["row"]),)
+        levels = (RowLevel(per, strides["row"]),)
         if one.block:
-            levels = (Row(block * per, strides["block"]), *levels)
+            levels = (RowLevel(block * per, strides["block"]), *levels)
         for layer in range(of.layers):
             whole = rng.integers(0, 256, GUARD * 2 + one.base + extent, dtype=np.uint8)
             region = len(regions)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdstage.errors import UsageError
-from pdstage.layout import Component, Key, Layout, Region, Row, View, check_inside, mismatch
+from pdstage.layout import Component, Key, Layout, Region, RowLevel, View, check_inside, mismatch
 from pdstage.topology import Axis
 
 
@@ -23,7 +23,7 @@ def view(component="kv", role="k", layer=0, **changes):
         "n_items": 4,
         "item_stride": 256,
         "tokens_per_item": 4,
-        "rows": (Row(1, 64),),
+        "rows": (RowLevel(1, 64),),
         "shards": 2,
         "shard_stride": 32,
         "width": 32,
@@ -41,9 +41,9 @@ strides = st.integers(-300, 300)
 def views(draw):
     inner = draw(st.integers(1, 3))
     outer = inner * draw(st.integers(1, 3))
-    rows = [Row(inner, draw(strides))]
+    rows = [RowLevel(inner, draw(strides))]
     if draw(st.booleans()):
-        rows.insert(0, Row(outer, draw(strides)))
+        rows.insert(0, RowLevel(outer, draw(strides)))
     shards = draw(st.integers(1, 3))
     return view(
         offset=draw(st.integers(0, 50)),
@@ -91,7 +91,7 @@ def test_a_view_is_inside_exactly_when_all_its_bytes_are(v, nbytes):
 
 
 def test_row_levels():
-    v = view(tokens_per_item=8, rows=(Row(4, 1000), Row(2, 10)))
+    v = view(tokens_per_item=8, rows=(RowLevel(4, 1000), RowLevel(2, 10)))
     assert [v.row_offset(t) for t in range(8)] == [0, 0, 10, 10, 1000, 1000, 1010, 1010]
     assert (v.tokens_per_row, v.rows_per_item, v.shard_nbytes) == (2, 4, 32)
 
@@ -100,10 +100,10 @@ def test_row_levels():
     ("changes", "words"),
     [
         ({"rows": ()}, "0 row levels"),
-        ({"rows": (Row(4, 1), Row(2, 1), Row(1, 1))}, "3 row levels"),
-        ({"rows": (Row(0, 1),)}, "row level of no tokens"),
-        ({"rows": (Row(3, 1),)}, "4 tokens per item, not a multiple of the 3"),
-        ({"rows": (Row(3, 1), Row(2, 1))}, "not a multiple of the second"),
+        ({"rows": (RowLevel(4, 1), RowLevel(2, 1), RowLevel(1, 1))}, "3 row levels"),
+        ({"rows": (RowLevel(0, 1),)}, "row level of no tokens"),
+        ({"rows": (RowLevel(3, 1),)}, "4 tokens per item, not a multiple of the 3"),
+        ({"rows": (RowLevel(3, 1), RowLevel(2, 1))}, "not a multiple of the second"),
         ({"n_items": 0}, "size below 1"),
         ({"width": 0}, "size below 1"),
         ({"segs": 0}, "size below 1"),
@@ -178,7 +178,7 @@ def test_a_digest_knows_geometry_but_no_address():
     [
         {"n_items": 3},
         {"item_stride": 255},
-        {"rows": (Row(2, 64),)},
+        {"rows": (RowLevel(2, 64),)},
         {"shard_stride": 31},
         {"width": 16},
         {"segs": 2, "width": 16, "seg_stride": 16},
@@ -198,7 +198,7 @@ def test_a_digest_knows_positions():
 
 
 def test_what_differs_only_in_strides_pages_or_rank_can_be_moved():
-    other = view(item_stride=128, rows=(Row(1, 16),), tokens_per_item=8, axis=Axis("kv_head", 8, 0, 2), n_items=2)
+    other = view(item_stride=128, rows=(RowLevel(1, 16),), tokens_per_item=8, axis=Axis("kv_head", 8, 0, 2), n_items=2)
     assert mismatch(view(), other) == ""
 
 
@@ -208,7 +208,7 @@ def test_what_differs_only_in_strides_pages_or_rank_can_be_moved():
         ({"format": "fp16"}, "format bf16 at prefill, fp16 at decode"),
         ({"width": 16}, "32 bytes a kv_head at prefill, 16 at decode"),
         ({"segs": 2, "width": 16}, "1 runs of 32 bytes a kv_head at prefill, 2 of 16 at decode"),
-        ({"rows": (Row(2, 64),)}, "a row covers 1 tokens at prefill, 2"),
+        ({"rows": (RowLevel(2, 64),)}, "a row covers 1 tokens at prefill, 2"),
         ({"axis": Axis("kv_head", 16, 2, 2)}, "axis kv_head of 8 shards at prefill, kv_head of 16"),
         ({"axis": Axis("group", 8, 2, 2)}, "group of 8 at decode"),
     ],

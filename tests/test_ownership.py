@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pdstage import Topology
 from pdstage.errors import UsageError
-from pdstage.layout import ALL_TOKENS, Key, Layout, Owned, Region, Row, View
-from pdstage.ownership import EVERYTHING, Common, Numbering, meets
+from pdstage.layout import ALL_TOKENS, Key, Layout, Region, RowLevel, TokenShard, View
+from pdstage.ownership import EVERYTHING, Common, CommonTokens, meets
 from pdstage.plan import Rect, shares
 from pdstage.topology import shard_axis
 from tests.owners import all_ranks, every_way, held, holds, ways, with_owned
@@ -25,7 +25,7 @@ def test_numbers_are_those_of_the_definition(src):
     """Contiguous parts have no numbers: their tokens count as all."""
     theirs = [rank for dst in every_way() for rank in all_ranks(*dst)]
     for a, b in itertools.product(all_ranks(*src), theirs):
-        numbering = Numbering.of(a, b)
+        numbering = CommonTokens.of(a, b)
         ours = [t for t in range(N) if all(o.contiguous or holds(o, t, N) for o in (a, b))]
         assert [numbering.count(t) for t in range(N)] == [bisect_left(ours, t) for t in range(N)]
         assert [numbering.token(n) for n in range(len(ours))] == ours
@@ -35,7 +35,7 @@ def test_numbers_are_those_of_the_definition(src):
 @given(ways(), ways(), st.integers(0, 200))
 def test_reach_is_never_too_far(src, dst, n):
     for a, b in itertools.product(all_ranks(*src), all_ranks(*dst)):
-        numbering = Numbering.of(a, b)
+        numbering = CommonTokens.of(a, b)
         reach = numbering.reach(n)
         if not numbering.per_period:
             assert reach == 0
@@ -54,18 +54,18 @@ def test_ranks_meet_where_some_sequence_has_a_common_token(src):
 
 def test_interleaves_that_hardly_ever_meet_are_refused():
     with pytest.raises(UsageError, match=r"part 0 of 1021 \(blocks of 1\) at prefill, part 0 of 1019 \(blocks of 1\)"):
-        Numbering.of(Owned(1021, 0, 1), Owned(1019, 0, 1))
+        CommonTokens.of(TokenShard(1021, 0, 1), TokenShard(1019, 0, 1))
 
 
 @pytest.mark.parametrize("wrong", [(0, 0, 1), (2, 2, 1), (2, -1, 1), (2, 0, -1), (1 << 11, 0, 1), (2, 0, 1 << 21)])
 def test_no_such_part(wrong):
     with pytest.raises(UsageError, match="holds tokens by blocks of"):
-        Owned(*wrong)
+        TokenShard(*wrong)
 
 
 def test_the_default_part_is_the_topologys():
-    assert Owned.by(Topology(cp_size=4, cp_rank=3), 16) == Owned(4, 3, 16)
-    assert Owned.by(Topology(), 16) == ALL_TOKENS
+    assert TokenShard.by(Topology(cp_size=4, cp_rank=3), 16) == TokenShard(4, 3, 16)
+    assert TokenShard.by(Topology(), 16) == ALL_TOKENS
 
 
 def layout(n_heads=4, tp=1, rank=0, *, layers=range(2), component="kv", tokens_per_row=1):
@@ -73,7 +73,7 @@ def layout(n_heads=4, tp=1, rank=0, *, layers=range(2), component="kv", tokens_p
     views = [
         View(
             key=Key(component, role, layer), region=0, offset=0, n_items=2, item_stride=1024, tokens_per_item=16,
-            rows=(Row(tokens_per_row, 64),), shards=axis.count, shard_stride=8, width=8, axis=axis, format="u8",
+            rows=(RowLevel(tokens_per_row, 64),), shards=axis.count, shard_stride=8, width=8, axis=axis, format="u8",
         )
         for layer in layers for role in "kv"
     ]  # fmt: skip
@@ -118,16 +118,16 @@ def test_replicas_of_a_part_share_its_work():
 
 
 def test_a_missing_part_is_named_with_both_sides_values():
-    engine = {0: with_owned(layout(), Owned(4, 0, 16)), 1: with_owned(layout(), Owned(4, 2, 16))}
+    engine = {0: with_owned(layout(), TokenShard(4, 0, 16)), 1: with_owned(layout(), TokenShard(4, 2, 16))}
     with pytest.raises(UsageError) as refused:
-        shares(engine, with_owned(layout(), Owned(2, 1, 16)), (1, 0))
+        shares(engine, with_owned(layout(), TokenShard(2, 1, 16)), (1, 0))
     for words in ("'kv'", "part 0 of 4 (blocks of 16), part 2 of 4", "decode holds part 1 of 2", "nobody sends part 1"):
         assert words in str(refused.value)
-    assert set(shares(engine, with_owned(layout(), Owned(2, 0, 16)), (1, 0))) == {0, 1}, "what it needs is there"
+    assert set(shares(engine, with_owned(layout(), TokenShard(2, 0, 16)), (1, 0))) == {0, 1}, "what it needs is there"
 
 
 def test_of_several_partitions_the_coarsest_complete_one_serves():
-    whole, half = layout(), with_owned(layout(), Owned(2, 0, 16))
+    whole, half = layout(), with_owned(layout(), TokenShard(2, 0, 16))
     dealt = shares({0: half, 1: whole}, layout(), (1, 0))
     assert not dealt[0] and len(dealt[1]) == 2
 
@@ -142,22 +142,22 @@ def test_partitions_may_differ_from_shard_to_shard():
 
 
 def test_rows_of_several_tokens_are_not_cut():
-    for owned in (Owned(2, 0, 6), Owned(2, 0, 0)):
+    for owned in (TokenShard(2, 0, 6), TokenShard(2, 0, 0)):
         with pytest.raises(UsageError, match="a row of view .* covers 4 tokens, yet the rank holds part 0 of 2"):
             with_owned(layout(tokens_per_row=4), owned)
-    assert with_owned(layout(tokens_per_row=4), Owned(2, 0, 8))
+    assert with_owned(layout(tokens_per_row=4), TokenShard(2, 0, 8))
 
 
 def test_only_components_with_positions_are_cut():
     with pytest.raises(UsageError, match="has no token positions"):
-        Layout.of([Region(0, 1 << 20)], layout().views(), slots=["kv"], owned={"kv": Owned(2, 0, 1)})
+        Layout.of([Region(0, 1 << 20)], layout().views(), slots=["kv"], owned={"kv": TokenShard(2, 0, 1)})
 
 
 def test_common_tokens_of_several_components():
     views = [*layout().views(), *layout(component="swa").views()]
     regions = [Region(0, 1 << 20)]
-    src = Layout.of(regions, views, owned={"kv": Owned(2, 1, 4)})
-    dst = Layout.of(regions, views, owned={"swa": Owned(2, 1)})
+    src = Layout.of(regions, views, owned={"kv": TokenShard(2, 1, 4)})
+    dst = Layout.of(regions, views, owned={"swa": TokenShard(2, 1)})
     common = Common.of(src, dst)
     assert common.tokens([Rect("kv", 3, 9, 0, 2), Rect("swa", 3, 9, 0, 2)]) == {"kv": (0, 4), "swa": (3, 9)}
     assert common.part("swa", 3, 9) == (4, 9) and common.part("kv", 3, 9) == (3, 9)
@@ -169,6 +169,6 @@ def test_of_a_component_that_only_decode_has_nothing_is_numbered():
     """A pipeline's stage may lack it; Open still gives its items, and asks for decode's own part."""
     views = [*layout().views(), *layout(component="swa").views()]
     src = Layout.of([Region(0, 1 << 20)], layout().views())
-    dsts = [Layout.of([Region(0, 1 << 20)], views, owned={"swa": Owned(2, 1, by)}) for by in (0, 4)]
+    dsts = [Layout.of([Region(0, 1 << 20)], views, owned={"swa": TokenShard(2, 1, by)}) for by in (0, 4)]
     assert [Common.of(src, dst).part("swa", 3, 9) for dst in dsts] == [(4, 9), (3, 9)]
     assert Common.of(src, dsts[1]) is EVERYTHING

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pdstage.convert import mxfp8
 from pdstage.errors import UsageError
-from pdstage.layout import Key, Layout, Region, Row, View
+from pdstage.layout import Key, Layout, Region, RowLevel, View
 from pdstage.ownership import EVERYTHING
 from pdstage.plan import (
     HEAD_MAJOR,
@@ -103,7 +103,7 @@ def view(key, axis, *, tokens_per_row=1, width=8, heads_first=False, page=16, se
         n_items=2,
         item_stride=rows * axis.count * inner,
         tokens_per_item=page,
-        rows=(Row(tokens_per_row, row),),
+        rows=(RowLevel(tokens_per_row, row),),
         shards=axis.count,
         shard_stride=shard,
         segs=segs,

@@ -220,3 +220,10 @@ def test_modules_of_the_tools_are_one_under_both_names(old, module, name):
         f"assert then is now is tool.{module}.{name}"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("module", [pdstage, pdstage.layout])
+@pytest.mark.parametrize(("old", "now"), [("Owned", "TokenShard"), ("Row", "RowLevel")])
+def test_old_names_of_a_layout_warn(module, old, now):
+    with pytest.warns(DeprecationWarning, match=f"{old} is {now} now"):
+        assert getattr(module, old) is getattr(module, now)

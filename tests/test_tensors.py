@@ -13,7 +13,7 @@ import torch
 
 from pdstage.errors import UsageError
 from pdstage.kernels import Pool
-from pdstage.layout import Key, Row
+from pdstage.layout import Key, RowLevel
 from pdstage.plan import Select
 from pdstage.tables import Index
 from pdstage.tensors import build, mla, paged_hnd, paged_nhd, sglang_mha, vllm_blocks, vllm_cpu_blocks
@@ -307,7 +307,7 @@ def test_heads_of_every_rank(total, tp):
         pool = filled(PAGES, PAGE, end - start, DIM)
         view = build(paged_nhd([pool], [pool.clone()], total_heads=total, tp=(tp, rank))).by_key()["kv", "k", 0]
         assert view.axis == ("kv_head", total, start, end - start)
-        assert view.rows == (Row(1, pool.stride(1) * 2),)
+        assert view.rows == (RowLevel(1, pool.stride(1) * 2),)
 
 
 class FakeTensor:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 
-from pdstage.cut import DirectPlans
 from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.items import indexes
@@ -15,6 +14,7 @@ from pdstage.plan import selects
 from pdstage.protocol.destinations import clip
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.spans import Index, split
+from pdstage.token_slices import DirectPlans
 from pdstage.transport import Mapped, PostFailed, Spans
 
 if TYPE_CHECKING:

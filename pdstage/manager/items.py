@@ -11,7 +11,7 @@ import numpy as np
 from pdstage.errors import UsageError
 from pdstage.items import Items
 from pdstage.kernels import Index
-from pdstage.ownership import Numbering
+from pdstage.ownership import CommonTokens
 from pdstage.plan import Rect
 from pdstage.states import canonical
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pdstage.layout import Component, Layout, Owned
+    from pdstage.layout import Component, Layout, TokenShard
 
 
 _FEW = 256
@@ -100,7 +100,7 @@ def _only(layout: Layout, what: str) -> Component:
 def _check_one(component: Component, items: Items, span: tuple[int, int] | None, *, unique: bool) -> Checked:
     name, per_item = component.name, component.tokens_per_item
     given = _as_integers(name, items.pages)
-    first, own = items.first_token, Numbering.of(component.owned)
+    first, own = items.first_token, CommonTokens.of(component.owned)
     end = first + len(given) * per_item
     start, stop = span if span is not None else _covered(component.owned, first, end, unique=unique)
     fields = {"component": name}
@@ -126,14 +126,14 @@ def _check_one(component: Component, items: Items, span: tuple[int, int] | None,
     return Checked(name, pages, first, start, stop, Index.of(pages, first))
 
 
-def _covered(owned: Owned, first: int, end: int, *, unique: bool) -> tuple[int, int]:
+def _covered(owned: TokenShard, first: int, end: int, *, unique: bool) -> tuple[int, int]:
     """The tokens that the rank's own numbers `[first, end)` stand for."""
     if unique and owned.contiguous:
         raise UsageError(
             f"a destination that holds {owned} is bound without a token range",
             remedy="give `tokens`: the parts are those of a sequence that ends at its stop",
         )
-    own = Numbering.of(owned)
+    own = CommonTokens.of(owned)
     return own.token(first), own.token(end - 1) + 1 if end > first else own.token(first)
 
 

@@ -12,18 +12,18 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from pdstage.convert import feeding
-from pdstage.cut import Pair
 from pdstage.errors import PdstageError
 from pdstage.log_limit import LogLimit
 from pdstage.plan import TOKEN_MAJOR
+from pdstage.token_slices import Pair
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from pdstage.cut import DirectPlans
     from pdstage.layout import Layout
     from pdstage.manager.role import Role
     from pdstage.protocol.session import Session
+    from pdstage.token_slices import DirectPlans
     from pdstage.topology import Topology
 
 log = logging.getLogger(__name__)

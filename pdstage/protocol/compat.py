@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from pdstage.convert import DATA, Encoding
-from pdstage.cut import Cut, tokens_problem
 from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Key, check_inside, mismatch
-from pdstage.ownership import Common, Numbering
+from pdstage.ownership import Common, CommonTokens
 from pdstage.protocol.session import PeerWarning
+from pdstage.token_slices import Cut, tokens_problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -233,7 +233,7 @@ def check_items(layout: Layout, items: m.Items, asked: m.Asked | None) -> None:
             f"Open gives items of {items.component!r} past its {component.n_items}", remedy="check the peer"
         )
     # The tokens asked for, by the numbers that the destination's own tokens have.
-    own = Numbering.of(component.owned)
+    own = CommonTokens.of(component.owned)
     first, end = (own.count(asked.start), own.count(asked.stop)) if asked is not None else (0, 0)
     stop = items.first_token + len(numbers) * component.tokens_per_item
     if first < end and not items.first_token <= first < end <= stop:

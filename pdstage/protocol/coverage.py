@@ -14,7 +14,7 @@ from pdstage.ownership import EVERYTHING
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator
 
-    from pdstage.ownership import Common, Numbering
+    from pdstage.ownership import Common, CommonTokens
     from pdstage.plan import Rect, Share
     from pdstage.protocol.messages import Asked
 
@@ -59,7 +59,7 @@ class _Need:
 
     __slots__ = ("bands", "layers", "numbers", "start", "stop")
 
-    def __init__(self, layers: list[int], start: int, stop: int, numbers: Numbering) -> None:
+    def __init__(self, layers: list[int], start: int, stop: int, numbers: CommonTokens) -> None:
         self.layers = layers
         self.start = start
         self.stop = stop

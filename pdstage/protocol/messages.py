@@ -100,7 +100,7 @@ class Asked(NamedTuple):
 
 class Items(NamedTuple):
     """Destination pages or slots of one component, little-endian int32; item i starts at token `first_token + i*T`,
-    counted as the destination stores its tokens (`layout.Owned`).
+    counted as the destination stores its tokens (`layout.TokenShard`).
     """
 
     component: Word

@@ -112,7 +112,7 @@ def page_sizes_forgotten_in_the_wire_order():
         heads_first = pairs and all(plan._heads_outermost(view) for pair in pairs for view in pair)
         return HEAD_MAJOR if heads_first else TOKEN_MAJOR
 
-    return patch("pdstage.cut.order_of", wrong)
+    return patch("pdstage.token_slices.order_of", wrong)
 
 
 def prefix_sent_again():

@@ -11,14 +11,14 @@ import numpy as np
 from rigs import without_native
 
 from pdstage import plan, spans
-from pdstage.cut import DirectPlans, Pair
 from pdstage.errors import PdstageError
 from pdstage.kernels import Index, Pool
-from pdstage.layout import Key, Layout, Owned, Region, Row, View
+from pdstage.layout import Key, Layout, Region, RowLevel, TokenShard, View
 from pdstage.ownership import Common
 from pdstage.plan import Rect, Stagings, selects
 from pdstage.protocol import destinations
 from pdstage.stager import Copied, Stager
+from pdstage.token_slices import DirectPlans, Pair
 from pdstage.topology import REPLICATED, Axis, Topology
 from tests.any_layout.describe import Case, show
 from tests.any_layout.draw import draw
@@ -51,9 +51,9 @@ def layout_of(held: Held, rank: Rank) -> Layout:
         begin = base + one.start - regions[region].base
         for role, place, (first, count) in zip(one.of.roles, one.places, one.owned, strict=True):
             layer_stride, item_stride, block_stride, row_stride, shard_stride, seg_stride, _ = place.strides
-            levels = (Row(role.tokens_per_row, row_stride),)
+            levels = (RowLevel(role.tokens_per_row, row_stride),)
             if one.how.block:
-                levels = (Row(one.how.block, block_stride), *levels)
+                levels = (RowLevel(one.how.block, block_stride), *levels)
             axis = Axis(role.axis, role.total, first, count) if role.axis else REPLICATED
             for at, layer in enumerate(one.of.layers[one.low : one.high]):
                 views.append(
@@ -75,7 +75,7 @@ def layout_of(held: Held, rank: Rank) -> Layout:
                     )
                 )
     slots = [one.of.name for one in rank.parts if not one.of.positional]
-    owned = {one.of.name: Owned(*one.owner) for one in rank.parts if one.owner[0] > 1}
+    owned = {one.of.name: TokenShard(*one.owner) for one in rank.parts if one.owner[0] > 1}
     return Layout.of(regions, views, slots=slots, owned=owned)
 
 

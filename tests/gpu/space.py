@@ -14,7 +14,7 @@ import torch
 from pdstage.bench.variants import plan_of
 from pdstage.kernels import Index, Pool
 from pdstage.kernels.checksum import checksum
-from pdstage.layout import Key, Layout, Region, Row, View
+from pdstage.layout import Key, Layout, Region, RowLevel, View
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select, Staging
 from pdstage.tables import Table
 from pdstage.topology import Axis
@@ -121,9 +121,9 @@ class Held:
         for dim in reversed(how.order):
             strides[dim] = extent
             extent = extent * sizes[dim] + how.pads.get(dim, 0)
-        levels = (Row(of.tokens_per_row, strides["row"]),)
+        levels = (RowLevel(of.tokens_per_row, strides["row"]),)
         if how.block:
-            levels = (Row(block * of.tokens_per_row, strides["block"]), *levels)
+            levels = (RowLevel(block * of.tokens_per_row, strides["block"]), *levels)
         for role in range(of.roles):
             self._views.append(
                 View(

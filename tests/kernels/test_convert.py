@@ -24,7 +24,7 @@ from pdstage.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair, r
 from pdstage.errors import UsageError
 from pdstage.kernels import Pool
 from pdstage.kernels.convert_reference import decode, encode
-from pdstage.layout import Key, Layout, Region, Row, View, mismatch
+from pdstage.layout import Key, Layout, Region, RowLevel, View, mismatch
 from pdstage.plan import HEAD_MAJOR, Select, Staging
 from pdstage.tables import Index
 from pdstage.topology import Axis
@@ -315,7 +315,7 @@ def layout_of(views):
     given = [
         View(
             key=Key("kv", role, 0), region=0, offset=0, n_items=4, item_stride=1024, tokens_per_item=4,
-            rows=(Row(per, 256),), shards=shards, shard_stride=128, segs=segs, seg_stride=4, width=width,
+            rows=(RowLevel(per, 256),), shards=shards, shard_stride=128, segs=segs, seg_stride=4, width=width,
             axis=Axis("kv_head", total, 0, shards), format=format,
         )
         for role, (format, width, shards, total, segs, per) in views.items()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pdstage import Config, DecodeNode, Pool, PrefillNode, Topology
-from pdstage.layout import ALL_TOKENS, Layout, Owned
+from pdstage.layout import ALL_TOKENS, Layout, TokenShard
 from pdstage.manager.node import Node
 from pdstage.tensors import build, paged_hnd, paged_nhd
 from pdstage.topology import shard_range
@@ -36,7 +36,7 @@ class Rank:
         n_pages: int = 64,
         hnd: bool = False,
         layers: int = LAYERS,
-        owned: Owned = ALL_TOKENS,
+        owned: TokenShard = ALL_TOKENS,
     ):
         self.heads = range(*shard_range(HEADS, tp, rank))
         self.page, self.hnd, self.n_pages, self.layers = page, hnd, n_pages, layers

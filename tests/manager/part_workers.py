@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pdstage import Items, Owned
+from pdstage import Items, TokenShard
 from tests.manager.engine import LAYERS, Rank, decode_node, drive, prefill_node, truth
 from tests.owners import items_for, place_of
 
@@ -50,7 +50,7 @@ def serve(pipe: Connection, address: str) -> None:
 def rank_of(job: Job) -> Rank:
     cp_rank, tp_rank = divmod(job.number, job.side.tp)
     side = job.side
-    owned = Owned(side.cp, cp_rank, side.interleave)
+    owned = TokenShard(side.cp, cp_rank, side.interleave)
     return Rank(side.tp, tp_rank, page=side.page, n_pages=96, hnd=side.hnd, owned=owned)
 
 

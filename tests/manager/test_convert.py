@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from pdstage import Key, Pool, Region, Row, State, Topology, View, native
+from pdstage import Key, Pool, Region, RowLevel, State, Topology, View, native
 from pdstage.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, reformat
 from pdstage.errors import PeerError, UsageError
 from pdstage.kernels.convert_reference import decode, encode
-from pdstage.layout import ALL_TOKENS, Owned
+from pdstage.layout import ALL_TOKENS, TokenShard
 from pdstage.tensors import Part, build, paged_hnd, paged_nhd, sglang_mha, vllm_blocks
 from pdstage.topology import shard_range
 from tests.manager.engine import QUICK, drive
@@ -215,7 +215,7 @@ def test_ranks_that_hold_different_tokens_convert_too(site, src_by, dst_by, hnd,
 
     def side(by, fp8):
         given = {"apart": mxfp8} if fp8 else {}
-        ranks = [Owned(by[0], rank, by[1]) for rank in range(by[0])]
+        ranks = [TokenShard(by[0], rank, by[1]) for rank in range(by[0])]
         return [Rank(1, 0, formats if fp8 else BF16, page=8, hnd=hnd, owned=owned, **given) for owned in ranks]
 
     src, dst = side(src_by, not to_fp8), side(dst_by, to_fp8)
@@ -281,7 +281,7 @@ def test_what_cannot_be_converted_is_refused_naming_both_formats(site, case):
 @pytest.mark.parametrize("apart", [None, mxfp8])
 def test_cut_pages_of_unequal_strides_decode_no_scales_in_views_of_their_own(site, apart):
     formats = dict.fromkeys(SCALES, mxfp8(part="data") if apart else mxfp8())
-    src = [Rank(1, 0, formats, page=8, apart=apart, owned=Owned(2, rank, 1)) for rank in range(2)]
+    src = [Rank(1, 0, formats, page=8, apart=apart, owned=TokenShard(2, rank, 1)) for rank in range(2)]
     dst = Rank(1, 0, BF16, page=8)
     padded = np.zeros((40, 11, HEADS, 2 * DIM), np.uint8)
     k = [dst.stored["k", 0], padded[:, :8], dst.stored["k", 2]]
@@ -356,7 +356,7 @@ def test_sglangs_mxfp8_pool_with_interleaved_scales(site):
     views = [
         View(
             key=Key("kv", f"{role}_scale", 0), region=number, offset=0, n_items=N_PAGES, item_stride=HEADS * 512,
-            tokens_per_item=128, rows=(Row(32, 4), Row(1, 16)), shards=HEADS, shard_stride=512, width=4,
+            tokens_per_item=128, rows=(RowLevel(32, 4), RowLevel(1, 16)), shards=HEADS, shard_stride=512, width=4,
             axis=part.views[0].axis, format=mxfp8("ceil", "scale", role),
         )
         for number, role in enumerate("kv")

@@ -22,7 +22,7 @@ from pdstage import (
     PeerError,
     Pool,
     Region,
-    Row,
+    RowLevel,
     State,
     Topology,
     TransportError,
@@ -106,7 +106,7 @@ def test_chunks_that_share_a_compressed_row(site):
     rows = np.zeros((64, 8), np.uint8)
     view = View(
         key=Key("kv", "latent", 0), region=0, offset=0, n_items=16, item_stride=32, tokens_per_item=16,
-        rows=(Row(4, 8),), shards=1, shard_stride=8, width=8, axis=REPLICATED, format="bytes",
+        rows=(RowLevel(4, 8),), shards=1, shard_stride=8, width=8, axis=REPLICATED, format="bytes",
     )  # fmt: skip
     rank = Rank()
     rank.pool = Pool([Region(rows.ctypes.data, rows.nbytes)], [view], keep=rows)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pdstage import Items, Owned, Topology, UsageError
+from pdstage import Items, TokenShard, Topology, UsageError
 from pdstage.manager.items import check
 from tests.manager.engine import Rank, drive
 
-INTERLEAVED, CONTIGUOUS = Owned(2, 1, 2), Owned(2, 1)
+INTERLEAVED, CONTIGUOUS = TokenShard(2, 1, 2), TokenShard(2, 1)
 
 
 def checked(owned, items, tokens, *, destination=False):
@@ -57,7 +57,7 @@ def test_a_contiguous_destination_names_the_whole_sequence_and_stores_its_part()
 def test_a_chunk_may_be_as_long_as_its_common_tokens_allow(site):
     """Of two ranks by blocks of one, as many own tokens fit a lane, and they reach twice as far."""
     most = []
-    for name, owned in (("whole", Owned()), ("part", Owned(2, 0, 1))):
+    for name, owned in (("whole", TokenShard()), ("part", TokenShard(2, 0, 1))):
         src, dst = Rank(owned=owned), Rank(owned=owned)
         src.topology = dst.topology = Topology()  # the other rank is not here, and its part is not asked for
         nodes = [site.prefill(src, path="staged", instance=name), site.decode(dst, path="staged", staging_nbytes=8192)]

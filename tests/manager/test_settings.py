@@ -11,7 +11,7 @@ import pytest
 
 from pdstage.errors import UsageError
 from pdstage.kernels import Pool
-from pdstage.layout import Key, Region, Row, View
+from pdstage.layout import Key, Region, RowLevel, View
 from pdstage.topology import REPLICATED
 from pdstage.transport import available, supporting
 from pdstage.transport.local import LocalTransport
@@ -19,7 +19,7 @@ from tests.manager.engine import QUICK, Rank, decode_node, prefill_node
 
 VIEW = View(
     key=Key("kv", "latent", 0), region=0, offset=0, n_items=16, item_stride=32, tokens_per_item=16,
-    rows=(Row(16, 2),), shards=1, shard_stride=2, width=2, axis=REPLICATED, format="bytes",
+    rows=(RowLevel(16, 2),), shards=1, shard_stride=2, width=2, axis=REPLICATED, format="bytes",
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pdstage.errors import Aborted, PeerError
-from pdstage.layout import Key, Layout, Region, Row, View
+from pdstage.layout import Key, Layout, Region, RowLevel, View
 from pdstage.protocol import messages as m
 from pdstage.protocol.compat import incompatible, lacking
 from pdstage.protocol.decode import DecodeCore
@@ -19,7 +19,7 @@ from tests.pair import Decode, Memory, Prefill, World, assert_flat, is_message
 
 REGION = Region(1 << 32, 1 << 20)
 KV = View(
-    key=Key("kv", "k", 0), region=0, offset=0, n_items=4, item_stride=1024, tokens_per_item=4, rows=(Row(1, 256),),
+    key=Key("kv", "k", 0), region=0, offset=0, n_items=4, item_stride=1024, tokens_per_item=4, rows=(RowLevel(1, 256),),
     shards=2, shard_stride=128, width=128, axis=Axis("kv_head", 2, 0, 2), format="bf16",
 )  # fmt: skip
 
@@ -42,7 +42,7 @@ MISFITS = {
         layout(views(axis=Axis("kv_head", 8, 0, 2))), SAME,
         "axis kv_head of 8 shards at prefill, kv_head of 2 at decode",
     ),
-    "compression": (SAME, layout(views(rows=(Row(4, 256),))), "a row covers 1 tokens at prefill, 4 at decode"),
+    "compression": (SAME, layout(views(rows=(RowLevel(4, 256),))), "a row covers 1 tokens at prefill, 4 at decode"),
     "positions": (
         layout(views(), slots=("kv",)), SAME,
         "component 'kv' has no token positions at prefill, token positions at decode",

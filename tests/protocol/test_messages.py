@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdstage.errors import PeerError
-from pdstage.layout import Key, Layout, Region, Row, View
+from pdstage.layout import Key, Layout, Region, RowLevel, View
 from pdstage.plan import Rect, Share
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
@@ -38,7 +38,7 @@ def layouts(draw: st.DrawFn) -> Layout:
             n_items=4,
             item_stride=2 * count * width,
             tokens_per_item=2,
-            rows=(Row(1, count * width),),
+            rows=(RowLevel(1, count * width),),
             shards=count,
             shard_stride=width,
             width=width,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pdstage.errors import PeerError
-from pdstage.layout import Owned
+from pdstage.layout import TokenShard
 from pdstage.ownership import Common
 from pdstage.plan import Rect, Share, selects
 from pdstage.protocol import messages as m
@@ -43,14 +43,14 @@ class Parts(World):
 
     def __init__(self, src: tuple[int, int], dst: tuple[int, int], src_tp: int, dst_tp: int, n: int, **how) -> None:
         self.ways, self.tps, self.n = (src, dst), (src_tp, dst_tp), n
-        self.owned: dict[bytes, Owned] = {}
+        self.owned: dict[bytes, TokenShard] = {}
         how = {"n_pages": -(-n // PAGE) + 1, "lane_nbytes": 1024, "buffer_nbytes": 1024} | how
         super().__init__(prefill=src[0] * src_tp, decode=dst[0] * dst_tp, heads=HEADS, **how)
 
     def place(self, side: int, rank: int, page: int) -> tuple[Memory, object, Topology]:
         (size, interleave), tp = self.ways[side], self.tps[side]
         cp_rank, tp_rank = divmod(rank, tp)
-        owned = self.owned[b"%s%d" % ((b"P", b"D")[side], rank)] = Owned(size, cp_rank, interleave)
+        owned = self.owned[b"%s%d" % ((b"P", b"D")[side], rank)] = TokenShard(size, cp_rank, interleave)
         shape = {"heads": HEADS, "tp": tp, "rank": tp_rank, "layers": self.layers, "n_pages": self.n_pages * PAGE}
         memory = self.make_memory(pool_nbytes(**shape, page=page))
         layout = with_owned(make_layout(memory, **shape, page=page), owned)
@@ -222,14 +222,14 @@ def test_a_missing_part_fails_the_room_in_words():
 def test_parts_that_hardly_ever_meet_are_refused_at_hello():
     memory = Memory(pool_nbytes(heads=1, tp=1, rank=0, layers=(0, 1), n_pages=4))
     plain = make_layout(memory, heads=1, tp=1, rank=0, layers=(0, 1), n_pages=4)
-    src, dst = with_owned(plain, Owned(1021, 3, 1)), with_owned(plain, Owned(1019, 2, 1))
+    src, dst = with_owned(plain, TokenShard(1021, 3, 1)), with_owned(plain, TokenShard(1019, 2, 1))
     said = incompatible(src, dst, Topology(), Topology())
     assert "part 3 of 1021 (blocks of 1) at prefill, part 2 of 1019 (blocks of 1) at decode" in said
     assert incompatible(src, src, Topology(), Topology()) == ""
 
 
 def test_a_writer_that_holds_none_of_a_rectangle_may_not_deliver_it():
-    common = Common({"kv": (Owned(2, 0, 16), Owned())})
+    common = Common({"kv": (TokenShard(2, 0, 16), TokenShard())})
     coverage = Coverage((Share("kv", "k", (0, 2, 1), 0, 1),), (m.Asked("kv", 0, 100),), common)
     assert "hold no token both" in coverage.problem([Rect("kv", 16, 32, 0, 2)])
     assert not coverage.problem([Rect("kv", 15, 32, 0, 2)])
@@ -242,7 +242,7 @@ def test_a_writer_that_holds_none_of_a_rectangle_may_not_deliver_it():
 
 
 def test_contiguous_parts_are_of_what_is_asked():
-    common = Common({"kv": (Owned(2, 1), Owned(3, 1))})
+    common = Common({"kv": (TokenShard(2, 1), TokenShard(3, 1))})
     shares = (Share("kv", "k", (0, 1, 1), 0, 1),)
     coverage = Coverage(shares, (m.Asked("kv", 10, 60),), common)
     assert "outside 30..40" in coverage.problem([Rect("kv", 29, 31, 0, 1)])
@@ -254,7 +254,7 @@ def test_contiguous_parts_are_of_what_is_asked():
 def test_items_of_an_open_are_of_the_destinations_own_tokens(n_items, first, fits):
     """15 tokens by blocks of one: seven are rank 1's, two pages of four."""
     memory = Memory(pool_nbytes(heads=1, tp=1, rank=0, layers=(0, 1), n_pages=4))
-    layout = with_owned(make_layout(memory, heads=1, tp=1, rank=0, layers=(0, 1), n_pages=4), Owned(2, 1, 1))
+    layout = with_owned(make_layout(memory, heads=1, tp=1, rank=0, layers=(0, 1), n_pages=4), TokenShard(2, 1, 1))
     items = m.Items("kv", first, memoryview(np.arange(n_items, dtype=np.int32)).cast("B"))
     if fits:
         check_items(layout, items, m.Asked("kv", 0, 15))

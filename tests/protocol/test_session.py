@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdstage.errors import DeadlineExceeded, PeerError
-from pdstage.layout import Component, Layout, Region, Row
+from pdstage.layout import Component, Layout, Region, RowLevel
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import layout_problem
@@ -563,7 +563,7 @@ def test_bye_ends_a_session_at_once_and_in_peace() -> None:
 
 def test_a_layout_that_takes_for_ever_to_check_is_refused_unread() -> None:
     view = next(HELLO.layout.views())
-    huge = replace(view, tokens_per_item=1 << 62, rows=(Row(1, 0),))
+    huge = replace(view, tokens_per_item=1 << 62, rows=(RowLevel(1, 0),))
     layout = Layout((Region(0, 1 << 20),), (Component("kv", (huge,)),))
     prefill = World().prefill[0].core
     hello = m.Hello(HELLO.topology, layout, "test", b"", HELLO.lanes, 1.0, ())

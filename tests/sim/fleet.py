@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pdstage.layout import Key, Layout, Region, Row, View
+from pdstage.layout import Key, Layout, Region, RowLevel, View
 from pdstage.manager.role import Effect
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
@@ -76,7 +76,7 @@ def layout_of(tp: int, rank: int) -> Layout:
         for role in ("k", "v"):
             view = View(
                 key=Key("kv", role, layer), region=0, offset=offset, n_items=N_PAGES, item_stride=PAGE * row,
-                tokens_per_item=PAGE, rows=(Row(1, row),), shards=axis.count, shard_stride=WIDTH, width=WIDTH,
+                tokens_per_item=PAGE, rows=(RowLevel(1, row),), shards=axis.count, shard_stride=WIDTH, width=WIDTH,
                 axis=axis, format="u8",
             )  # fmt: skip
             views.append(view)

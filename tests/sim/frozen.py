@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pdstage.columns import Shared
 from pdstage.errors import Aborted, DeadlineExceeded, PeerError, TransportError, UsageError
 from pdstage.layout import Layout
-from pdstage.ownership import Common, Numbering
+from pdstage.ownership import Common, CommonTokens
 from pdstage.plan import Rect, Share
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
@@ -243,7 +243,7 @@ def _thing(number: int) -> object:
     return _shared.things[number]
 
 
-_SHARED = (Common, Layout, Numbering, Shared, Topology, m.Open)
+_SHARED = (Common, Layout, CommonTokens, Shared, Topology, m.Open)
 _dispatch = {kind: lambda thing: (_thing, (_shared.number(thing),)) for kind in _SHARED}
 _dispatch[memoryview] = lambda view: (memoryview, (bytes(view),))
 _dispatch |= {kind: lambda _: (_thing, (0,)) for kind in _ERRORS}

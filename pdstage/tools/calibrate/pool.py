@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pdstage.kernels import Pool
-from pdstage.layout import Key, Layout, Region, Row, View
+from pdstage.layout import Key, Layout, Region, RowLevel, View
 from pdstage.plan import Rect, Share
 from pdstage.topology import Axis
 
@@ -36,8 +36,9 @@ def make(device: str, nbytes: int = POOL_NBYTES) -> Pool:
     views = [
         View(
             key=Key(component(run), role, layer), region=0, offset=number_of * n_items(run, nbytes) * 2 * PAGE * run,
-            n_items=n_items(run, nbytes), item_stride=2 * PAGE * run, tokens_per_item=PAGE, rows=(Row(1, 2 * run),),
-            shards=1, shard_stride=run, width=run, axis=Axis("kv_head", 1, 0, 1), format="bytes",
+            n_items=n_items(run, nbytes), item_stride=2 * PAGE * run, tokens_per_item=PAGE,
+            rows=(RowLevel(1, 2 * run),), shards=1, shard_stride=run,
+            width=run, axis=Axis("kv_head", 1, 0, 1), format="bytes",
         )
         for run in RUNS
         if n_items(run, nbytes)

@@ -20,7 +20,7 @@ from pdstage.integrations.sglang import memory
 from pdstage.integrations.sglang.pools import Pools, check_known
 from pdstage.integrations.sglang.writers import probes_of
 from pdstage.kernels import Pool
-from pdstage.layout import Layout, Row
+from pdstage.layout import Layout, RowLevel
 from pdstage.probe import prove_layout
 from pdstage.topology import Topology
 from tests.engines.sglang import setups
@@ -106,7 +106,7 @@ WRONG = {
     ),
     "layers in another order": lambda layout: changed(layout, key=lambda v: v.key._replace(layer=1 - v.key.layer)),
     "heads outside of tokens": lambda layout: changed(
-        layout, shard_stride=lambda v: v.width * v.tokens_per_item, rows=lambda v: (Row(1, v.width),)
+        layout, shard_stride=lambda v: v.width * v.tokens_per_item, rows=lambda v: (RowLevel(1, v.width),)
     ),
 }  # fmt: skip
 

@@ -18,15 +18,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdstage.cut import DirectPlans, Pair, tokens_problem
 from pdstage.errors import UsageError
 from pdstage.kernels import Pool
-from pdstage.layout import ALL_TOKENS, Key, Layout, Owned, Region, Row, View
+from pdstage.layout import ALL_TOKENS, Key, Layout, Region, RowLevel, TokenShard, View
 from pdstage.ownership import Common
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Rect, Select, Stagings, selects, shares
 from pdstage.spans import Index
 from pdstage.stager import Stager
 from pdstage.tables import memory
+from pdstage.token_slices import DirectPlans, Pair, tokens_problem
 from pdstage.topology import Axis, shard_range
 from tests.owners import all_ranks, items_for, place_of, ways, with_owned
 from tests.pools import GUARD, Held, Logical, Stored, hold, orders
@@ -36,7 +36,7 @@ from tests.pools import GUARD, Held, Logical, Stored, hold, orders
 class Rank:
     """One rank: its memory, its part of the tokens, and the pages that hold them."""
 
-    owned: Owned
+    owned: TokenShard
     held: Held
     page: int
     n: int
@@ -185,7 +185,7 @@ def cases(draw):
     ranks = itertools.product(all_ranks(*src_way), range(src_tp))
     srcs = {i: rank("src", owned, src_tp, number, 0) for i, (owned, number) in enumerate(ranks)}
     dst_rank, dst_number = draw(st.integers(0, dst_way[0] - 1)), draw(st.integers(0, dst_tp - 1))
-    dst = rank("dst", Owned(dst_way[0], dst_rank, dst_way[1]), dst_tp, dst_number, start)
+    dst = rank("dst", TokenShard(dst_way[0], dst_rank, dst_way[1]), dst_tp, dst_number, start)
     inner = draw(st.lists(st.integers(start, n), max_size=3, unique=True))
     return Case(srcs, dst, (dst_tp, dst_number), start, sorted({start, *inner, n}), 1)
 
@@ -206,7 +206,7 @@ def view(role, *, page=8, row=16, item=128, base=0, n_items=4, rows=None, shards
     axis = Axis("head", shards, 0, shards)
     return View(
         key=Key("kv", role, 0), region=0, offset=base, n_items=n_items, item_stride=item, tokens_per_item=page,
-        rows=rows or (Row(1, row),), shards=shards, shard_stride=shard, width=8, axis=axis, format="u8",
+        rows=rows or (RowLevel(1, row),), shards=shards, shard_stride=shard, width=8, axis=axis, format="u8",
     )  # fmt: skip
 
 
@@ -219,7 +219,7 @@ def pair_of(src_views, dst_views, src=ALL_TOKENS, dst=ALL_TOKENS):
 
 
 def test_where_both_hold_the_same_tokens_nothing_is_cut():
-    for owned in (ALL_TOKENS, Owned(2, 1, 16), Owned(3, 0)):
+    for owned in (ALL_TOKENS, TokenShard(2, 1, 16), TokenShard(3, 0)):
         pair = pair_of([view("k")], [view("k", page=4)], owned, owned)
         index = {"kv": Index.of(np.arange(2))}
         assert pair.src.key == pair.dst.key == ()
@@ -228,7 +228,7 @@ def test_where_both_hold_the_same_tokens_nothing_is_cut():
 
 def test_only_the_side_with_foreign_tokens_between_is_cut():
     """Blocks of four out of pages of eight and of sixteen: pieces of four. The part itself stays as it is."""
-    pair = pair_of([view("k", page=16, item=256)], [view("k")], dst=Owned(2, 1, 4))
+    pair = pair_of([view("k", page=16, item=256)], [view("k")], dst=TokenShard(2, 1, 4))
     assert pair.src.key and not pair.dst.key
     (component,) = pair.src.layouts[0].components
     assert component.tokens_per_item == 4
@@ -240,7 +240,7 @@ def test_only_the_side_with_foreign_tokens_between_is_cut():
 def test_views_of_other_steps_take_lists_of_their_own():
     """Keys and scales of one page: sixteen bytes a token, and two."""
     views = [view("k", item=1024), view("scale", item=1024, row=2, base=512), view("v", item=1024, base=256)]
-    pair = pair_of(views, views, dst=Owned(2, 0, 1))
+    pair = pair_of(views, views, dst=TokenShard(2, 0, 1))
     select = [(v.key, 0, 1) for v in sorted(views, key=lambda v: v.key)]
     runs = pair.src.runs([Select(*one) for one in select])
     assert [(n, [s.key.role for s in run]) for n, run in runs] == [(0, ["k"]), (1, ["scale"]), (0, ["v"])]
@@ -252,7 +252,7 @@ def test_views_of_other_steps_take_lists_of_their_own():
 def test_what_a_peer_says_of_its_blocks_costs_no_memory_by_their_length():
     """A Hello of a few hundred bytes may name blocks of 2^20 tokens, and its session keeps what follows from it."""
     tracemalloc.start()
-    pair = pair_of([view("k", page=1, item=16)], [view("k")], dst=Owned(2, 1, 1 << 20))
+    pair = pair_of([view("k", page=1, item=16)], [view("k")], dst=TokenShard(2, 1, 1 << 20))
     assert pair.src.key
     kept, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -265,7 +265,7 @@ def test_a_class_for_every_layer():
     """Looked up, not searched for: a peer may name thousands of views."""
     layers = 3000
     views = [replace(view("k", item=1024 + 16 * n), key=Key("kv", "k", n)) for n in range(layers)]
-    pair = pair_of(views, views[:1], dst=Owned(2, 1, 1))
+    pair = pair_of(views, views[:1], dst=TokenShard(2, 1, 1))
     assert len(pair.src.layouts) == layers
     for number in (0, 1, layers - 1):
         (only,) = pair.src.layouts[number].views()
@@ -274,7 +274,7 @@ def test_a_class_for_every_layer():
 
 def test_pages_and_rows_in_descending_order_are_numbered_from_the_lowest():
     down = view("k", item=-128, base=3 * 128 + 7 * 16, row=-16)
-    pair = pair_of([down], [view("k")], dst=Owned(2, 0, 4))
+    pair = pair_of([down], [view("k")], dst=TokenShard(2, 0, 4))
     (cut,) = pair.src.layouts[0].views()
     lists = pair.src.indexes({"kv": Index.of(np.array([3, 0]))}, {"kv": (0, 8)}).of(0)
     pages = [cut.offset + number * cut.item_stride for number in lists["kv"].keep.tolist()]
@@ -285,7 +285,7 @@ def test_pages_and_rows_in_descending_order_are_numbered_from_the_lowest():
 def test_steps_with_no_common_unit_are_refused_at_hello():
     views = [view("k", page=2, row=8, item=1001, n_items=1 << 24)]
     sides = [
-        Layout.of([Region(0, 1 << 40)], views, owned={"kv": owned}) for owned in (Owned(4, 1, 1), ALL_TOKENS)
+        Layout.of([Region(0, 1 << 40)], views, owned={"kv": owned}) for owned in (TokenShard(4, 1, 1), ALL_TOKENS)
     ]  # fmt: skip
     said = tokens_problem(*sides)
     assert "strides of (1001, 0, 8) bytes" in said and "common unit is 1;" in said
@@ -297,7 +297,7 @@ def test_heads_stay_outermost_where_pieces_are_pages_of_the_other_side(page, ord
     def hnd(size):
         return view("k", page=size, row=8, item=2 * 8 * size, shards=2, shard=8 * size)
 
-    assert pair_of([hnd(64)], [hnd(page)], dst=Owned(2, 1, 16)).order == order
+    assert pair_of([hnd(64)], [hnd(page)], dst=TokenShard(2, 1, 16)).order == order
 
 
 @pytest.mark.parametrize(
@@ -305,6 +305,6 @@ def test_heads_stay_outermost_where_pieces_are_pages_of_the_other_side(page, ord
     [([0], 0, "has 1 items from own token 0"), ([0, 1], 8, "from own token 8"), ([0, 1, 2], -3, "own token -3 on")],
 )
 def test_items_that_lack_a_page_are_refused(pages, first, words):
-    pair = pair_of([view("k")], [view("k")], dst=Owned(2, 1, 4))
+    pair = pair_of([view("k")], [view("k")], dst=TokenShard(2, 1, 4))
     with pytest.raises(UsageError, match=words):
         pair.src.indexes({"kv": Index.of(np.array(pages), first)}, {"kv": (0, 8)})

@@ -25,7 +25,7 @@ import numpy as np
 
 from pdstage.errors import UsageError
 from pdstage.layout import ALL_TOKENS, Component, Key, Layout, View
-from pdstage.ownership import Common, Numbering
+from pdstage.ownership import Common, CommonTokens
 from pdstage.plan import Select, order_of
 from pdstage.spans import DirectPlan, Spans
 from pdstage.tables import Index, integers
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pdstage.layout import Owned
+    from pdstage.layout import TokenShard
     from pdstage.plan import Tokens
     from pdstage.tables import Int64s
 
@@ -56,9 +56,9 @@ class _Steps(NamedTuple):
 class _Pieces:
     """The common tokens of one component on one side: which page holds number n, and where in it."""
 
-    def __init__(self, component: Component, numbers: Numbering) -> None:
+    def __init__(self, component: Component, numbers: CommonTokens) -> None:
         owned, tokens_per_item = component.owned, component.tokens_per_item
-        own = Numbering.of(owned)
+        own = CommonTokens.of(owned)
         self._per_period = numbers.per_period
         self._own_per_period = own.count(numbers.period)
         places = np.array([own.count(int(token)) for token in numbers.starts], np.int64)
@@ -167,12 +167,12 @@ class Cut:
         self._pieces: dict[str, _Pieces] = {}
         self._classes: dict[Key, int] = {}
         self._views: dict[Key, View] = {}
-        keys: list[tuple[str, Owned | Numbering]] = []
+        keys: list[tuple[str, TokenShard | CommonTokens]] = []
         for component in layout.components:
             numbers = common.numbers(component.name)
             if numbers.whole or not numbers.per_period:
                 continue
-            if numbers.per_period < Numbering.of(component.owned).count(numbers.period):
+            if numbers.per_period < CommonTokens.of(component.owned).count(numbers.period):
                 pieces = self._pieces[component.name] = _Pieces(component, numbers)
                 keys.append((component.name, numbers))
                 for view in component.views:
