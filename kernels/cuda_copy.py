@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..plan import Tokens
-    from ..tables import Index, Int64s
+    from ..tables import ComponentArgs, Index, Int64s
     from .backend import Compiled, Launch, Recipe
     from .cupy_runtime import Bulk, Kernel
-    from .device import Group, Span
+    from .device import Group
     from .index_ring import Slot
 
 TO_STAGING, FROM_STAGING, TO_PEER = range(3)
@@ -186,7 +186,7 @@ class CudaPlan:
 
     def _spans(
         self, indexes: Mapping[str, Index], tokens: Tokens, devices: tuple[str, ...], *, unique: bool
-    ) -> list[Span]:
+    ) -> list[ComponentArgs]:
         for name in self.table.table.names:
             if name in indexes and indexes[name].device not in ("cpu", *devices):
                 raise UsageError(
@@ -230,7 +230,7 @@ class CudaPlan:
         tables: Tables,
         way: int,
         staging: int,
-        sides: list[tuple[list[Span], Mapping[str, Index], DeviceTable]],
+        sides: list[tuple[list[ComponentArgs], Mapping[str, Index], DeviceTable]],
         launch: Launch,
     ) -> None:
         machine = self._machine
@@ -256,8 +256,8 @@ class CudaPlan:
                     self._ring.give(slot, stream)
 
     def _on_device(
-        self, sides: list[tuple[list[Span], Mapping[str, Index], DeviceTable]], stream: int
-    ) -> tuple[Slot | None, list[list[Span]]]:
+        self, sides: list[tuple[list[ComponentArgs], Mapping[str, Index], DeviceTable]], stream: int
+    ) -> tuple[Slot | None, list[list[ComponentArgs]]]:
         """The spans with lists that the device can read, and the slot that holds them until the kernel has run."""
         lists, places = [], []
         found = [list(spans) for spans, _, _ in sides]

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ..tables import Int64s
-    from .device import Group, Span
+    from ..tables import ComponentArgs, Int64s
+    from .device import Group
 
 UNIT = 16
 _DIVISOR = np.dtype([("by", "<u4"), ("multiplier", "<u4"), ("shift", "<u4")])
@@ -99,7 +99,7 @@ def pack_views(pool: Int64s, peer: Int64s) -> NDArray[np.uint8]:
 
 
 def pack_params(
-    out: object, staging: int, sum_ptr: int, groups: tuple[int, int, int], spans: Sequence[Sequence[Span]]
+    out: object, staging: int, sum_ptr: int, groups: tuple[int, int, int], spans: Sequence[Sequence[ComponentArgs]]
 ) -> None:
     """Writes `Params` to the buffer `out`: `groups` are the addresses of groups and views and the number of groups.
 
@@ -113,7 +113,7 @@ def pack_params(
             at += _SPAN.size
 
 
-def n_tiles(groups: Sequence[Group], spans: Sequence[Span], tile_units: int) -> int:
+def n_tiles(groups: Sequence[Group], spans: Sequence[ComponentArgs], tile_units: int) -> int:
     """Tiles of a call, each the work of one CTA at a time; 0 where there is nothing to copy.
 
     Raises `UsageError` for a view of 2^31 units or more: the kernel numbers them in 32 bits.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..plan import Tokens
-    from ..tables import Index, Int64s, Part
+    from ..tables import ComponentArgs, Index, Int64s
     from .backend import Recipe
 
 WIDEST = 16
@@ -60,21 +60,6 @@ class Group(NamedTuple):
     @property
     def row_nbytes(self) -> int:
         return self.shards * self.segs * self.width
-
-
-class Span(NamedTuple):
-    """One component's part in a call, relative to its index: tokens `[start, stop)` counted from item 0's first.
-
-    `ptr` lists `n` items of `bits` bits; zero tokens where start == stop. `first_token` is the absolute position of
-    item 0, a multiple of every row's tokens.
-    """
-
-    ptr: int
-    bits: int
-    n: int
-    first_token: int
-    start: int
-    stop: int
 
 
 class DeviceTable:
@@ -142,7 +127,7 @@ class DeviceTable:
             access, row.tokens_per_row, row.first_shard,
         )  # fmt: skip
 
-    def spans(self, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool) -> list[Span]:
+    def spans(self, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool) -> list[ComponentArgs]:
         """One span a component, in the order of `Group.component`, everything checked that the host can see.
 
         Lists in host memory are checked item by item (and for repeated items if `unique`); of those on the device only
@@ -158,9 +143,9 @@ class DeviceTable:
             elif not self._fits(number, part, indexes[name], unique):
                 self.table.resolve(parts[: number + 1], unique=unique)  # has the words
         self._check_rows(parts)
-        return [Span(p.ptr, p.bits, p.n, p.first_token, p.start - p.first_token, p.stop - p.first_token) for p in parts]
+        return [one.from_item_0() for one in parts]
 
-    def _fits(self, number: int, part: Part, index: Index, unique: bool) -> bool:
+    def _fits(self, number: int, part: ComponentArgs, index: Index, unique: bool) -> bool:
         """Whether the items are inside the pool, and none repeated if `unique`: far sooner than which."""
         tokens, n_items = self.table.sizes[number]
         first = (part.start - part.first_token) // tokens
@@ -172,7 +157,7 @@ class DeviceTable:
         ordered = np.sort(items)
         return not (ordered[1:] == ordered[:-1]).any()
 
-    def _check_counts(self, number: int, part: Part) -> None:
+    def _check_counts(self, number: int, part: ComponentArgs) -> None:
         if part.first_token < 0:
             self.table.refuse(FAULT_FIRST_TOKEN, number, 1, part.first_token)
         if not part.first_token <= part.start <= part.stop:
@@ -181,13 +166,13 @@ class DeviceTable:
         if needed > part.n:
             self.table.refuse(FAULT_TOO_FEW, number, needed, part.n)
 
-    def _check_rows(self, parts: Sequence[Part]) -> None:
+    def _check_rows(self, parts: Sequence[ComponentArgs]) -> None:
         for group in self.group_list:
             first = parts[group.component].first_token
             if first % group.tokens_per_row:
                 self.table.refuse(FAULT_FIRST_TOKEN, group.component, group.tokens_per_row, first)
 
-    def check_staging(self, ptr: int, nbytes: int, spans: Sequence[Span]) -> None:
+    def check_staging(self, ptr: int, nbytes: int, spans: Sequence[ComponentArgs]) -> None:
         """Raises `UsageError` where staging is too small, or not aligned to what one access takes."""
         needed = sum(
             g.n_views * -(-rows(g, spans[g.component]) * g.row_nbytes // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
@@ -223,7 +208,7 @@ def listed(index: Index) -> NDArray[Any]:
     return kept if same else integers(index)
 
 
-def rows(group: Group, span: Span) -> int:
+def rows(group: Group, span: ComponentArgs) -> int:
     """Rows of each view of `group` that `span` touches; the first is `span.start // tokens_per_row`."""
     if span.start == span.stop:
         return 0

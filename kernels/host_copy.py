@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import native
 from ..plan import HEAD_MAJOR, VIEW_ALIGNMENT
-from ..tables import FAULT_TOO_SMALL, Part, Row, Table, memory, row_addresses, rows_touched
+from ..tables import FAULT_TOO_SMALL, ComponentArgs, Row, Table, memory, row_addresses, rows_touched
 from .checksum import checksum
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Moving(NamedTuple):
     """What one call moves of one view: addresses of its cells, `[row, shard, segment]`."""
 
     row: Row
-    part: Part
+    part: ComponentArgs
     cells: Int64s
 
 
@@ -147,7 +147,7 @@ class NumpyPlan:
             self._table.refuse(FAULT_TOO_SMALL, 0, at, nbytes)
         return found
 
-    def _in_order(self, row: Row, part: Part, cells: Int64s) -> Int64s:
+    def _in_order(self, row: Row, part: ComponentArgs, cells: Int64s) -> Int64s:
         """Cells `[row, shard, seg]` as they are staged: `[row][shard][seg]` or `[item][shard][row][seg]`."""
         if not self._head_major:
             return cells.reshape(-1)

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
     from ..convert import Coding
     from ..plan import Tokens
-    from ..tables import Index, Row
+    from ..tables import ComponentArgs, Index, Row
     from .backend import Compiled, Launch, Recipe
-    from .device import Span
     from .triton_device import Device
 
 SUMS = False
@@ -154,7 +153,7 @@ class ConvertPlan:
                 )  # fmt: skip
                 self._device.launch(variant, min(n_tiles, most), arguments, stream)
 
-    def _spans(self, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool) -> list[Span]:
+    def _spans(self, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool) -> list[ComponentArgs]:
         spans = self._table.spans(indexes, tokens, unique=unique)
         for name, span in zip(self._table.table.names, spans, strict=True):
             if span.start < span.stop and indexes[name].device not in ("cpu", self._device.name):

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..plan import Tokens
-    from ..tables import Index
+    from ..tables import ComponentArgs, Index
     from .backend import Compiled, Launch, Recipe
-    from .device import Group, Span
+    from .device import Group
     from .index_ring import Runtime
     from .triton_device import Device
 
@@ -102,7 +102,7 @@ class _Section(NamedTuple):
     classes: tuple[_Class, ...]
     keep: object
 
-    def nbytes(self, span: Span) -> int:
+    def nbytes(self, span: ComponentArgs) -> int:
         """Staged bytes of all its views."""
         return sum(own.n_views * _aligned(rows(own, span) * own.row_nbytes) for own, _ in self.runs)
 
@@ -158,7 +158,7 @@ class TritonPlan:
 
     def _spans(
         self, indexes: Mapping[str, Index], tokens: Tokens, devices: tuple[str, ...], *, unique: bool
-    ) -> list[Span]:
+    ) -> list[ComponentArgs]:
         spans = self._table.spans(indexes, tokens, unique=unique)
         for name, span in zip(self._table.table.names, spans, strict=True):
             if span.start < span.stop and indexes[name].device not in ("cpu", *devices):
@@ -231,7 +231,7 @@ class _Side(NamedTuple):
     """The lists of one plan in a call."""
 
     plan: TritonPlan
-    spans: list[Span]
+    spans: list[ComponentArgs]
     indexes: Mapping[str, Index]
 
     def lists(self) -> Iterator[tuple[int, NDArray[Any], int]]:
@@ -264,7 +264,7 @@ def _reciprocal(divisor: int) -> int:
     return reciprocal - 2**64 if reciprocal >= 2**63 else reciprocal
 
 
-def _n_tiles(one: _Class, span: Span) -> int:
+def _n_tiles(one: _Class, span: ComponentArgs) -> int:
     """Tiles that a launch has; raises `UsageError` where a view has more units than 32 bits count."""
     n_tiles = 0
     for own, _ in one.runs:

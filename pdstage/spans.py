@@ -15,7 +15,7 @@ import numpy as np
 from pdstage import native
 from pdstage.errors import UsageError
 from pdstage.layout import mismatch
-from pdstage.tables import Index, Part, Row, Table, row_addresses
+from pdstage.tables import ComponentArgs, Index, Row, Table, row_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -174,7 +174,7 @@ class DirectPlan:
             table.refuse(fault, component % n, position, value)
         return Spans(*arrays)
 
-    def _spans(self, src: Sequence[Part], dst: Sequence[Part]) -> Spans:
+    def _spans(self, src: Sequence[ComponentArgs], dst: Sequence[ComponentArgs]) -> Spans:
         """The numpy twin of DirectPlan::spans in csrc/host/spans.hpp."""
         src_items, dst_items = self.src.resolve(src, unique=False), self.dst.resolve(dst, unique=True)
         found, allocations = [Spans(*(np.empty(0, np.int64) for _ in range(3)))], [np.empty(0, np.int64)]

@@ -60,8 +60,13 @@ class Index(NamedTuple):
         return cls(address, items.itemsize * 8, items.size, first_token, items)
 
 
-class Part(NamedTuple):
-    """One component's part in a call; csrc/host/views.hpp reads it as six integers."""
+class ComponentArgs(NamedTuple):
+    """One component's part in a call; csrc/host/views.hpp reads it as six integers.
+
+    `ptr` lists `n` items of `bits` bits, the first of which begins at `first_token`, a multiple of every row's tokens.
+    Tokens `[start, stop)` are meant, none where they are equal: by their positions in the sequence, for kernels on a
+    device by those after `first_token`.
+    """
 
     ptr: int
     bits: int
@@ -70,8 +75,12 @@ class Part(NamedTuple):
     start: int
     stop: int
 
+    def from_item_0(self) -> ComponentArgs:
+        """The same with `start` and `stop` counted from `first_token`."""
+        return self._replace(start=self.start - self.first_token, stop=self.stop - self.first_token)
 
-_NOTHING = Part(0, 64, 0, 0, 0, 0)
+
+_NOTHING = ComponentArgs(0, 64, 0, 0, 0, 0)
 
 # Numbered as Fault in csrc/host/views.hpp.
 FAULT_RANGE, FAULT_FIRST_TOKEN, FAULT_TOO_FEW, FAULT_ITEM, FAULT_REPEATED, FAULT_TOO_SMALL = range(1, 7)
@@ -135,7 +144,7 @@ class Table:
         rows = np.array(self.rows, dtype=np.int64).reshape(-1, len(Row._fields))
         return rows, np.array(self.sizes, dtype=np.int64).reshape(-1, len(Size._fields))
 
-    def parts(self, indexes: Mapping[str, Index], tokens: Tokens) -> list[Part]:
+    def parts(self, indexes: Mapping[str, Index], tokens: Tokens) -> list[ComponentArgs]:
         """One part for each component, in the order of `names`. A component without tokens needs no index."""
         parts = []
         for name in self.names:
@@ -152,7 +161,7 @@ class Table:
                 )
             if index.bits not in (32, 64):
                 raise UsageError(f"an index of {index.bits}-bit items", remedy="give int32 or int64", component=name)
-            parts.append(Part(index.ptr, index.bits, index.n, index.first_token, start, stop))
+            parts.append(ComponentArgs(index.ptr, index.bits, index.n, index.first_token, start, stop))
         return parts
 
     def refuse(self, fault: int, component: int, position: int, value: int) -> NoReturn:
@@ -190,7 +199,7 @@ class Table:
         }[fault]
         raise UsageError(what, remedy=remedy, component=name, position=position, value=value)
 
-    def resolve(self, parts: Sequence[Part], *, unique: bool) -> list[Int64s]:
+    def resolve(self, parts: Sequence[ComponentArgs], *, unique: bool) -> list[Int64s]:
         """The items each part touches, as int64; the numpy twin of resolve() in csrc/host/views.hpp.
 
         `unique` refuses repeated items. Raises `UsageError` naming component, position and value.
@@ -202,7 +211,7 @@ class Table:
                 self.refuse(FAULT_FIRST_TOKEN, row.component, row.tokens_per_row, first)
         return resolved
 
-    def _items(self, number: int, part: Part, unique: bool) -> Int64s:
+    def _items(self, number: int, part: ComponentArgs, unique: bool) -> Int64s:
         if part.start == part.stop:
             return np.empty(0, np.int64)
         if part.first_token < 0:
@@ -256,7 +265,7 @@ def _seed(key: Key) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
 
 
-def rows_touched(row: Row, part: Part) -> tuple[int, int]:
+def rows_touched(row: Row, part: ComponentArgs) -> tuple[int, int]:
     """Rows `[start, stop)` of a part, counted from the first row of the index's first item."""
     if part.start == part.stop:
         return 0, 0
@@ -264,7 +273,7 @@ def rows_touched(row: Row, part: Part) -> tuple[int, int]:
     return part.start // row.tokens_per_row - origin, -(-part.stop // row.tokens_per_row) - origin
 
 
-def row_addresses(row: Row, part: Part, items: Int64s) -> Int64s:
+def row_addresses(row: Row, part: ComponentArgs, items: Int64s) -> Int64s:
     """Address of each row that `part` touches, in sequence order; `items` are those `resolve` gave."""
     start, stop = rows_touched(row, part)
     if start == stop:
@@ -280,7 +289,7 @@ def row_addresses(row: Row, part: Part, items: Int64s) -> Int64s:
     )
 
 
-def integers(part: Part | Index) -> NDArray[Any]:
+def integers(part: ComponentArgs | Index) -> NDArray[Any]:
     """An index list in host memory, without a copy."""
     return memory(part.ptr, part.n * part.bits // 8).view(np.int32 if part.bits == 32 else np.int64)
 
