@@ -305,7 +305,7 @@ class Staging:
 class Stagings:
     """The `Staging` of each (shares, layer ranges) a session really uses, made once."""
 
-    _MOST = 1024
+    _MAX = 1024
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -315,7 +315,7 @@ class Stagings:
         key = (owned, *((rect.component, rect.layer_start, rect.layer_stop) for rect in rects))
         staging = self._made.get(key)
         if staging is None:
-            if len(self._made) >= self._MOST:
+            if len(self._made) >= self._MAX:
                 self._made.clear()
             staging = self._made[key] = Staging(self._layout, selects(self._layout, owned, rects))
         return staging

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _BUSY_S = 1e-3
 
 
-class Look(NamedTuple):
+class Wakeup(NamedTuple):
     """What a node asks for after a turn: the next after `pause_s` seconds, or once one of `fds` is readable."""
 
     pause_s: float
@@ -37,7 +37,7 @@ class Turns(Protocol):
 
     def use(self) -> threading.RLock: ...
 
-    def look(self) -> Look | None:
+    def look(self) -> Wakeup | None:
         """A turn; None if another thread is in one."""
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, assert_never
 
 from pdstage.control.zmq import MAX_FRAMES
 from pdstage.errors import PdstageError, UsageError
-from pdstage.manager.aio import Look, Pumps
+from pdstage.manager.aio import Pumps, Wakeup
 from pdstage.manager.sessions import Sessions
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.prefill_chunks import ChunkEffect, Gather, Write, WriteDirect, WriteRow
@@ -281,7 +281,7 @@ class Driver:
                 ready = node.socket.wait(min(wait_s, _PATIENCE_S))
         return Ready(ready.messages, True)
 
-    def look(self) -> Look | None:
+    def look(self) -> Wakeup | None:
         """A turn for an event loop, which watches descriptors in place of sleep; None if another thread is in one.
 
         Raises nothing: whoever waits in the loop is woken, and asks.
@@ -290,7 +290,7 @@ class Driver:
             return None
         try:
             if self.closed or self.failure is not None:
-                return Look(_LOOK_S, ())
+                return Wakeup(_LOOK_S, ())
             node = self._node
             fds = node.transport.filenos()
             node.socket.wait(0.0)  # wakings until here are answered by this turn
@@ -301,11 +301,11 @@ class Driver:
                 pause_s = min(pause_s, _NAP_S)
             elif not fds and node._must_ask():
                 pause_s = min(pause_s, _PATIENCE_S)
-            return Look(pause_s, (*node.socket.filenos(), *fds))
+            return Wakeup(pause_s, (*node.socket.filenos(), *fds))
         except Exception as error:
             log.exception("the node's turn in an event loop failed")
             self._fail(error)
-            return Look(_LOOK_S, ())
+            return Wakeup(_LOOK_S, ())
         finally:
             self.turning.release()
 

@@ -206,7 +206,7 @@ class Observation:
         times = seen.opened_at, seen.bound_at, seen.moved_at, time.monotonic()
         self._events.append(RoomEnded(seen.room, seen.number, state, reason, name, *times))
 
-    # Stages. What is under way is kept by its ticket, as it will be told but for its times and its error.
+    # Stages. What is under way is kept by its ticket, as it will be reported but for its times and its error.
 
     def asked(self, effects: Iterable[object]) -> None:
         """The core asked for these just now."""
@@ -250,7 +250,7 @@ class Observation:
             self._over(stage, began_at, copied.ended_at or began_at, copied.error)
 
     def polled(self, events: Iterable[Done | PostFailed | Inbound]) -> None:
-        """The transport told this before its turn: large copies may come first."""
+        """The transport reported this before its turn: large copies may come first."""
         now = time.monotonic()
         self._posts.update((event.ticket, now) for event in events if hasattr(event, "ticket"))
 
@@ -264,8 +264,8 @@ class Observation:
             self._over(stage, stage.began_at, ended_at, error)
 
     def _over(self, stage: StageOver, began_at: float, ended_at: float, error: PdstageError | None) -> None:
-        told = "" if error is None else str(error)
-        self._events.append(stage._replace(began_at=began_at, ended_at=max(began_at, ended_at), error=told))
+        reason = "" if error is None else str(error)
+        self._events.append(stage._replace(began_at=began_at, ended_at=max(began_at, ended_at), error=reason))
 
     def lost(self, session: Session) -> None:
         """The session is over: of its writes nobody may hear again. Copies report themselves."""

@@ -343,8 +343,8 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
             self.driver.feed_early(self.transport.poll())
 
     def _on_transport(self, event: Done | PostFailed | Inbound, now: float) -> None:
-        if isinstance(event, Done) and (told := event.figures):
-            self.core.counters.measured(told.nbytes, told.post_s, told.write_s)
+        if isinstance(event, Done) and (figures := event.figures):
+            self.core.counters.measured(figures.nbytes, figures.post_s, figures.write_s)
         if not isinstance(event, Inbound):
             ended_at = self.observed.post_ended(event.ticket) if self.observed is not None else 0.0
             for ticket, error, settled in self.data_path.ended(event):

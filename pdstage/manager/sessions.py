@@ -151,8 +151,8 @@ class Sessions:
 def place(topology: Topology) -> str:
     """A rank among its engine's, for people; a size of 1 goes without saying, but tp's."""
     sizes = {name: getattr(topology, f"{name}_size") for name in ("dp", "pp", "cp", "tp")}
-    told = [name for name, size in sizes.items() if size > 1 or name == "tp"]
-    return ", ".join(f"{name} {getattr(topology, f'{name}_rank')} of {sizes[name]}" for name in told)
+    named = [name for name, size in sizes.items() if size > 1 or name == "tp"]
+    return ", ".join(f"{name} {getattr(topology, f'{name}_rank')} of {sizes[name]}" for name in named)
 
 
 def label(session: Session) -> str:

@@ -385,9 +385,9 @@ def not_registered(peer: str, region: Region) -> PeerError:
     return PeerError(f"peer {peer!r} has not registered {region}", remedy="connect again with its newest description")
 
 
-def write_description(told: msgspec.Struct) -> bytes:
+def write_description(description: msgspec.Struct) -> bytes:
     """Encodes what `describe` gives, with a checksum in front: a backend's parser may not bear damage."""
-    body = msgspec.msgpack.encode(told)
+    body = msgspec.msgpack.encode(description)
     return zlib.crc32(body).to_bytes(4, "little") + body
 
 
