@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import numpy as np
@@ -153,6 +154,20 @@ def test_nothing_is_opened_before_after(site):
     after.done = True
     drive(site.nodes, lambda: receiver.released)
     assert receiver.state is State.SUCCESS
+
+
+def test_a_sleeping_thread_is_woken_for_an_event_that_nobody_announces(site, monkeypatch) -> None:
+    """An engine's call is all that happens: without it the thread would sleep on, whatever the event says."""
+    src, event, asleep = Rank(), Event(), threading.Event()
+    p = site.prefill(src, progress="thread")
+    monkeypatch.setattr(p.driver, "longest_s", lambda: asleep.set() or 600.0)
+    assert asleep.wait(20)
+    sender = p.send(1)
+    sender.chunk(src.allocate(4), 4, ready=event)
+    n_asked = itertools.count()
+    monkeypatch.setattr(event, "query", lambda: next(n_asked) > 3)
+    (source,) = sender.room.sources
+    drive([], lambda: source.ready, 20)
 
 
 def test_data_is_gathered_only_when_ready(site):
