@@ -163,6 +163,8 @@ def _prefill(job: Job, place: Place, pipe: Connection) -> None:
         began_at, rooms = time.monotonic(), {f"{room}, move {n_moves}": sent[room] for room in sent}
         pipe.send(Again(began_at, *side.send_again(rooms, path)))
         n_moves += 1
+    for tables, _ in sent.values():
+        engine.release(tables)
     side.close()
     engine.group.close()
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from pdstage import Receiver, Topology
+    from pdstage import Receiver, Sender, Topology
     from pdstage.manager.observer import Observer
     from pdstage.tensors import Naming, Part
     from pdstage.tools.demo import pools as demo_pools
@@ -139,10 +139,12 @@ class SendingSide:
 
     def chunk(self, room: demo_pools.Room, spans: Spans) -> None:
         """Hands over what is new in the pools; the write goes on while the next chunk is computed."""
-        ours = {component: span for component, span in spans.items() if component in room}
-        items = {name: self._items(name, room[name], *span) for name, span in ours.items()}
-        self._sender.chunk(items, tokens=ours)
+        self._give(self._sender, room, spans)
         self.turn()
+
+    def _give(self, sender: Sender, room: demo_pools.Room, spans: Spans) -> None:
+        ours = {component: span for component, span in spans.items() if component in room}
+        sender.chunk({name: self._items(name, room[name], *span) for name, span in ours.items()}, tokens=ours)
 
     def _items(self, component: str, table: Table, start: int, stop: int) -> Items:
         """The pages that tokens `[start, stop)` lie in, or the slot."""
@@ -180,12 +182,11 @@ class SendingSide:
         self._node.path = path
         before, senders = self._node.stats(), []
         for name, (room, chunks) in rooms.items():
-            senders.append(self._node.send(name))
+            sender = self._node.send(name)
             for spans in chunks:
-                ours = {component: span for component, span in spans.items() if component in room}
-                items = {component: self._items(component, room[component], *span) for component, span in ours.items()}
-                senders[-1].chunk(items, tokens=ours)
-            senders[-1].finish()
+                self._give(sender, room, spans)
+            sender.finish()
+            senders.append(sender)
         for sender in senders:
             sender.wait(self._deadline_s)
             sender.wait_released(self._deadline_s)
