@@ -3,8 +3,8 @@
 What does not fit is a sentence that names both sides. Two ranks can judge the views that both have. What one of them
 lacks is no mismatch as long as another rank of its engine may have it: a pipeline stage holds its own layers, and a
 draft model's only the last. So who is alone in its pipeline is judged at Hello, a pipeline by the union of its ranks:
-that of prefill at decode, once every writer of a room is met; that of decode at prefill, once every destination of a
-room has opened it.
+that of prefill at decode, once every writer of a room has answered; that of decode at prefill, once every destination
+of a room has opened it.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ def incompatible(src: Layout, dst: Layout, src_place: Topology, dst_place: Topol
     return lacks or tokens_problem(src, dst)
 
 
-def parted(met: Conversion, dst: Layout) -> str:
-    """Why decode's layout `dst` cannot decode what `met` stages, in words; empty if it can.
+def undecodable(conversion: Conversion, dst: Layout) -> str:
+    """Why decode's layout `dst` cannot decode what `conversion` stages, in words; empty if it can.
 
     Data and its scales must be scattered by one plan; cut pages that are not all numbered alike take several.
     """
-    if not met.components:
+    if not conversion.components:
         return ""
-    cut, own = Cut(met.taken, Common.of(met.offered, met.taken)), dst.by_key()
-    for component in met.taken.components:
+    cut, own = Cut(conversion.taken, Common.of(conversion.offered, conversion.taken)), dst.by_key()
+    for component in conversion.taken.components:
         if len({cut.class_of(view.key) for view in component.views}) == 1:
             continue
         for view in component.views:

@@ -455,8 +455,8 @@ class DecodeCore:
         peer = self.handshake.peers.get(session.route)
         return bool(session.claims) or (peer is not None and bool(peer.rooms))
 
-    def met(self, peer: Peer, now: float) -> None:
-        self.rooms.met(peer, now)
+    def welcomed(self, peer: Peer, now: float) -> None:
+        self.rooms.welcomed(peer, now)
 
     def fail(self, room: DecodeRoom, error: PdstageError, now: float) -> None:
         self.rooms.fail(room, error, now)

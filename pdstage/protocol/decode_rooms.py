@@ -100,7 +100,7 @@ class DecodeRooms:
 
     # Before the data.
 
-    def met(self, peer: Peer, now: float) -> None:
+    def welcomed(self, peer: Peer, now: float) -> None:
         for room in list(peer.rooms):
             self.connect(room, now)
 
@@ -200,7 +200,7 @@ class DecodeRooms:
         self.maybe_release(room)
 
     def give_up(self, abort: m.Abort, routes: Iterable[bytes], now: float) -> None:
-        """No writer need wait for this room's Open. Those not met yet are told when they answer."""
+        """No writer need wait for this room's Open. Those that have not answered yet hear of it when they do."""
         for route in routes:
             peer = self._handshake.peers.get(route)
             if peer is not None and peer.session is not None:

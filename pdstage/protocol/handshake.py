@@ -22,7 +22,7 @@ from pdstage.ownership import Common
 from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.compat import incompatible, layout_problem, parted
+from pdstage.protocol.compat import incompatible, layout_problem, undecodable
 from pdstage.protocol.session import Attach, HangUp, PeerWarning, Session
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _MAX_LOST = 4096
 
 
-def meeting(welcome: m.Welcome, hello: m.Hello) -> Conversion:
+def conversion_of(welcome: m.Welcome, hello: m.Hello) -> Conversion:
     """The two layouts as their bytes are staged: converted where both sides offered that and formats differ."""
     if m.CONVERT_FEATURE in welcome.features and m.CONVERT_FEATURE in hello.features:
         return convert.pair(welcome.layout, hello.layout)
@@ -59,7 +59,7 @@ class Peer:
 class ClientOwner(Protocol):
     """What a `HandshakeClient` and its `Farewells` ask of the decode core."""
 
-    def met(self, peer: Peer, now: float) -> None:
+    def welcomed(self, peer: Peer, now: float) -> None:
         """The peer agreed: its rooms may open."""
 
     def fail(self, room: Any, error: PdstageError, now: float) -> None:  # noqa: ANN401  (a room is its core's own)
@@ -114,8 +114,8 @@ class HandshakeClient:
         silence_s = welcome.max_silence_s
         session = Session(session_id, route, welcome.layout, welcome.topology, (), silence_s, now, now, half_open=False)
         session.heard = frame.seq
-        if (met := _agree(session, welcome, self.hello)) is not None:
-            session.stagings = Stagings(met.taken)
+        if (conversion := _agree(session, welcome, self.hello)) is not None:
+            session.stagings = Stagings(conversion.taken)
         self.endpoint.warn_left_out(session)
         self.endpoint.sessions[session_id] = peer.session = session
         self.endpoint.counters.sessions_opened += 1
@@ -126,7 +126,7 @@ class HandshakeClient:
         for abort in peer.given_up.values():
             self.endpoint.send(session, abort, now)
         peer.given_up.clear()
-        self._owner.met(peer, now)
+        self._owner.welcomed(peer, now)
 
     def _welcome_problem(self, welcome: m.Welcome) -> str:
         if problem := _apart(welcome, "prefill", self.hello, "decode"):
@@ -303,8 +303,8 @@ class HandshakeServer:
             )
             session.exposes_pool = m.DIRECT_FEATURE in hello.features
             session.rows = hello.rows
-            if (met := _agree(session, self.welcome, hello)) is not None:
-                session.stagings = Stagings(met.offered)
+            if (conversion := _agree(session, self.welcome, hello)) is not None:
+                session.stagings = Stagings(conversion.offered)
             self.endpoint.warn_left_out(session)
             self.endpoint.sessions[session_id] = session
             self._n_half_open += 1
@@ -396,8 +396,8 @@ def _agree(session: Session, welcome: m.Welcome, hello: m.Hello) -> Conversion |
     session.aux = columns.share(welcome.columns, hello.columns)
     session.checksums = m.CHECKSUM_FEATURE in welcome.features and m.CHECKSUM_FEATURE in hello.features
     session.tells_tags = m.TAGS_FEATURE in welcome.features and m.TAGS_FEATURE in hello.features
-    met = meeting(welcome, hello)
-    session.converted = met if met.components else None
+    conversion = conversion_of(welcome, hello)
+    session.converted = conversion if conversion.components else None
     return session.converted
 
 
@@ -413,14 +413,16 @@ def _either(names: Iterable[str]) -> str:
 
 
 def _misfit(welcome: m.Welcome, hello: m.Hello) -> str:
-    def judged(met: Conversion) -> str:
-        return incompatible(met.offered, met.taken, welcome.topology, hello.topology) or parted(met, hello.layout)
+    def judged(conversion: Conversion) -> str:
+        return incompatible(conversion.offered, conversion.taken, welcome.topology, hello.topology) or undecodable(
+            conversion, hello.layout
+        )
 
     if (m.TAGS_FEATURE in welcome.features) != (m.TAGS_FEATURE in hello.features):
         return f"transport {hello.transport!r} carries tags at one side only: run one version of it on both"
     if lacks := columns.lacking(welcome.columns, hello.columns):
         return lacks
-    problem = judged(meeting(welcome, hello))
+    problem = judged(conversion_of(welcome, hello))
     if problem and not judged(convert.pair(welcome.layout, hello.layout)):
         problem += "; to convert in flight, set Config.convert on both sides"
     return problem
