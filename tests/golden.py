@@ -2,7 +2,7 @@
 
     python -m tests.golden
 
-writes the file of `versions.VERSION`: once, when that version begins. `tests/protocol/test_golden.py` pins each file's
+writes the file of `wire.VERSION`: once, when that version begins. `tests/protocol/test_golden.py` pins each file's
 digest; docs/wire.md has the rule.
 """
 
@@ -20,7 +20,7 @@ from pdstage.layout import Key, Layout, Region, RowLevel, TokenShard, View
 from pdstage.plan import Rect, Share
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.versions import OLDEST, VERSION
+from pdstage.protocol.wire import OLDEST, VERSION
 from pdstage.topology import Axis, Topology
 
 FOLDER = Path(__file__).parent / "protocol" / "golden"

@@ -2,7 +2,7 @@
 
     python -m tests.replay
 
-records the session of `versions.VERSION`, once, when that version begins. The scripted peer is nothing but recorded
+records the session of `wire.VERSION`, once, when that version begins. The scripted peer is nothing but recorded
 bytes: it says its next frame when the real core has said what it had said, or asked, on record. Only the session's two
 numbers are written anew, for they are drawn by the cores.
 """
@@ -26,7 +26,7 @@ from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.room import room_key
 from pdstage.protocol.session import Send
-from pdstage.protocol.versions import VERSION
+from pdstage.protocol.wire import VERSION
 from pdstage.topology import Topology
 from tests.golden import FOLDER
 from tests.pair import Memory, make_layout

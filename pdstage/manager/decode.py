@@ -24,7 +24,7 @@ from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.room import RoomId, room_key
 from pdstage.protocol.state import State
-from pdstage.protocol.versions import OLDEST
+from pdstage.protocol.wire import OLDEST
 from pdstage.transport import Done, Inbound, PostFailed, Transport
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from pdstage.protocol.destinations import GivenRow
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import ChunkEffect, Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.room import RoomId, room_key
-from pdstage.protocol.versions import VERSION
+from pdstage.protocol.wire import VERSION
 from pdstage.states import canonical
 from pdstage.transport import Done, Inbound, PostFailed, Traits, Transport
 

@@ -15,6 +15,6 @@ Read in this order:
         decode_rooms                the room table, and each writer's part of a room; `coverage` of what has arrived
         decode_chunks               the chunks' way: reserved, arrived, scattered, counted
 
-`config` has every deadline, `timers` and `versions` say what they are. docs/concepts.md explains the words (room,
-destination, share, lane, lease, window, epoch, tag). (I5) cites an invariant of docs/reliability.md.
+`config` has every deadline, `timers` says what it is. docs/concepts.md explains the words (room, destination, share,
+lane, lease, window, epoch, tag). (I5) cites an invariant of docs/reliability.md.
 """

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pdstage.errors import PdstageError
     from pdstage.layout import Layout
     from pdstage.protocol.config import Config
-    from pdstage.protocol.versions import OtherVersion
     from pdstage.topology import Topology
 
 DecodeEffect: TypeAlias = CoreEffect | Scatter
@@ -448,7 +447,7 @@ class DecodeCore:
 
     # What its parts ask of it.
 
-    def on_other_version(self, route: bytes, error: OtherVersion) -> None:
+    def on_other_version(self, route: bytes, error: wire.OtherVersion) -> None:
         """The warning is enough: nobody greets a decode node."""
 
     def in_use(self, session: Session) -> bool:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from pdstage.protocol.session import Endpoint, Owner
-    from pdstage.protocol.versions import OtherVersion
 
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _MAX_LOST = 4096
@@ -313,7 +312,7 @@ class HandshakeServer:
             self.endpoint.emit(Attach(session, m.offers(hello)))
         self.endpoint.send(session, self.welcome, now)
 
-    def on_other_version(self, route: bytes, error: OtherVersion) -> None:
+    def on_other_version(self, route: bytes, error: wire.OtherVersion) -> None:
         self.endpoint.counters.sessions_refused += 1
         self.endpoint.send_loose(route, m.SessionId(*error.session), m.HelloRefused(error.what))
 

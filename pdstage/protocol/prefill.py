@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pdstage.layout import Layout
     from pdstage.plan import Rect
     from pdstage.protocol.config import Config
-    from pdstage.protocol.versions import OtherVersion
     from pdstage.topology import Topology
 
 PrefillEffect: TypeAlias = CoreEffect | ChunkEffect
@@ -476,7 +475,7 @@ class PrefillCore:
 
     # What its parts ask of it.
 
-    def on_other_version(self, route: bytes, error: OtherVersion) -> None:
+    def on_other_version(self, route: bytes, error: wire.OtherVersion) -> None:
         self.handshake.on_other_version(route, error)
 
     def in_use(self, session: Session) -> bool:

@@ -30,8 +30,7 @@ from pdstage.protocol.messages import (
     Welcome,
 )
 from pdstage.protocol.timers import Timers
-from pdstage.protocol.versions import OtherVersion
-from pdstage.protocol.wire import Frame, UnknownMessage, decode_body, decode_head, encode
+from pdstage.protocol.wire import Frame, OtherVersion, UnknownMessage, decode_body, decode_head, encode
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

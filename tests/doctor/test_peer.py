@@ -18,7 +18,7 @@ from tests.doctor.conftest import ROOT, doctor
 
 STAGES = ["connect", "control", "versions", "transport", "bootstrap", "hello", "direct", "staged"]
 MAIN = "import sys\nfrom pdstage import cli\nsys.exit(cli.main(sys.argv[1:]))"
-NEWER = "from pdstage.protocol import versions\nversions.VERSION = versions.OLDEST = 2\n"
+NEWER = "from pdstage.protocol import wire\nwire.VERSION = wire.OLDEST = 2\n"
 ELDER = """\
 import msgspec
 from pdstage.tools.calibrate import peer

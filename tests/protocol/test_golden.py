@@ -18,7 +18,7 @@ from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.session import PeerWarning, Send
 from pdstage.protocol.state import State
-from pdstage.protocol.versions import OLDEST, VERSION, talks_with
+from pdstage.protocol.wire import OLDEST, VERSION, talks_with
 from tests import golden, replay
 from tests.pair import World
 
@@ -55,13 +55,13 @@ def test_golden_files_never_change() -> None:
     for version, files in PINNED.items():
         for name, digest in files.items():
             found = hashlib.sha256((golden.FOLDER / name).read_bytes()).hexdigest()
-            assert found == digest, f"{name} changed: raise versions.VERSION, and keep the files of {version}"
+            assert found == digest, f"{name} changed: raise wire.VERSION, and keep the files of {version}"
     assert {path.name for path in golden.FOLDER.iterdir()} == {name for files in PINNED.values() for name in files}
 
 
 def test_todays_bytes_are_this_versions() -> None:
     found = golden.path(VERSION).read_text()
-    assert golden.lines() == found, "the wire changed: raise versions.VERSION, then python -m tests.golden"
+    assert golden.lines() == found, "the wire changed: raise wire.VERSION, then python -m tests.golden"
 
 
 def test_every_message_has_a_golden_frame() -> None:

@@ -26,7 +26,7 @@ from pdstage.protocol.destinations import PrefillRoom
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.room import room_key
 from pdstage.protocol.session import Detach, Send
-from pdstage.protocol.versions import VERSION
+from pdstage.protocol.wire import VERSION
 from pdstage.topology import Topology
 from pdstage.transport import open_transport
 

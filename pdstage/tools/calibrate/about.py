@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from pdstage import native
 from pdstage.protocol import messages as m
-from pdstage.protocol import versions
+from pdstage.protocol import wire
 from pdstage.transport import names, plugins
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def this_side() -> Side:
     transports = others | {"local": own} | needed
     curve = ["curve"] if zmq.has("curve") else []
     return Side(
-        host=socket.gethostname(), pdstage=own, wire=versions.VERSION, oldest_wire=versions.OLDEST,
+        host=socket.gethostname(), pdstage=own, wire=wire.VERSION, oldest_wire=wire.OLDEST,
         python=platform.python_version(), transports=transports, features=[*_FEATURES, *curve],
         host_code=native.active(),
     )  # fmt: skip

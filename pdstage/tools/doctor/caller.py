@@ -18,7 +18,7 @@ from pdstage.control.address import Address
 from pdstage.control.keys import Keys
 from pdstage.errors import PdstageError, PeerError, TransportError
 from pdstage.manager.sessions import label
-from pdstage.protocol.versions import talks_with
+from pdstage.protocol.wire import talks_with
 from pdstage.tools.calibrate import pool as pools
 from pdstage.tools.calibrate.about import Side, this_side
 from pdstage.tools.calibrate.caller import Caller

@@ -21,7 +21,7 @@ from pdstage import Config, environment
 from pdstage.control.keys import Keys
 from pdstage.errors import UsageError
 from pdstage.manager import DecodeNode, calibration
-from pdstage.protocol.versions import OLDEST, VERSION
+from pdstage.protocol.wire import OLDEST, VERSION
 from pdstage.tools.doctor.found import Result, fail, ok, warn
 from pdstage.tools.doctor.network import rdma_ports
 from pdstage.tools.doctor.transports import local_pair
