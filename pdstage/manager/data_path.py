@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pdstage.stager import Stager
     from pdstage.transport import Done, Traits, Transport
 
-_MAX_PLANS = 1024
+_MAX_PLANS = 128  # of a session: ranges of layers, times what its rooms ask for
 
 
 class DataPath:

@@ -249,7 +249,6 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
             if self.observed is not None:
                 self.observed.bound(receiver)
             self._binding.append(receiver)
-            self._take_bindings(time.monotonic())
         self.driver.kick()
 
     def abort(self, receiver: Receiver, reason: str) -> None:
@@ -297,6 +296,10 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
     def _take_asked(self, now: float) -> None:
         if self._answers:
             self._take_answers(now)
+        if self._binding:
+            self._take_bindings(now)
+
+    def _take_given(self, now: float) -> None:
         if self._binding:
             self._take_bindings(now)
 

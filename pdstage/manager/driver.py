@@ -344,6 +344,7 @@ class Driver:
         """
         node = self._node
         with self.lock:
+            node._take_given(time.monotonic())
             effects = self._take_effects()
             next_at = node.core.next_at()
             early = node._expects() or (next_at is not None and next_at < self._until_at)

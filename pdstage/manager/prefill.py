@@ -368,6 +368,9 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
             else:
                 self._waiting.append((sender, ready, then))
 
+    def _take_given(self, now: float) -> None:
+        """Nothing: an event is asked in turns only, not once for each of an engine's calls."""
+
     # Its sessions.
 
     def _layouts(self, session: Session) -> tuple[Layout, Layout]:

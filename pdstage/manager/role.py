@@ -45,11 +45,15 @@ class Role(ABC, Generic[AnyCore, Own]):
     observed: Observation | None
     ranges: Ranges | None
 
-    # For the driver; the first four under its lock.
+    # For the driver; the first five under its lock.
 
     @abstractmethod
     def _take_asked(self, now: float) -> None:
-        """Gives the core what engines asked for, once what it waited for is there."""
+        """In a turn: gives the core what engines asked for, once what it waited for is there."""
+
+    @abstractmethod
+    def _take_given(self, now: float) -> None:
+        """In an engine's call: gives the core at once what must not wait for a turn."""
 
     @abstractmethod
     def _on_staged(self, copied: Copied, now: float) -> None: ...

@@ -202,12 +202,7 @@ def _auto() -> Transport:
     return AutoTransport(ways) if len(ways) > 1 else ways[0]
 
 
-_OLD_NAMES: dict[str, Any] = {
-    "open_told": open_from_config,
-    "brought": plugins,
-    "moving": supporting,
-    "Told": Description,
-}
+_OLD_NAMES: dict[str, Any] = {"open_told": open_from_config, "brought": plugins, "moving": supporting}
 
 
 def __getattr__(name: str) -> object:

@@ -156,8 +156,9 @@ class MooncakeTransport(Backend[_Link, _Description]):
         return self._sending
 
     def identify(self, peer: str, description: bytes) -> None:
-        super().identify(peer, description)
-        self._engine.is_known = True
+        given = self._read(peer, description)
+        self._engine.is_known = True  # even to a process that has ended: it may have written here
+        self.met.add(peer, self._target(peer, given))
 
     def _write(self, link: _Link, post: Post) -> None:
         if link.target.gone():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -168,6 +169,20 @@ def test_a_sleeping_thread_is_woken_for_an_event_that_nobody_announces(site, mon
     monkeypatch.setattr(event, "query", lambda: next(n_asked) > 3)
     (source,) = sender.room.sources
     drive([], lambda: source.ready, 20)
+
+
+def test_an_event_that_raises_leaves_no_room_behind(site, monkeypatch) -> None:
+    """It fails the node, for which each of its rooms is told; none is dropped and waits for its deadline."""
+    p, d = site.prefill(Rank()), site.decode(Rank())
+    rooms = [d.receive(n, site.address) for n in range(3)]
+    drive([p, d], lambda: all(receiver.room is not None for receiver in rooms))
+    events = [Event() for _ in rooms]
+    for n in (0, 1):
+        rooms[n].bind([n], 1, after=events[n])
+    monkeypatch.setattr(events[1], "query", mock.Mock(side_effect=RuntimeError("CUDA error")))
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        rooms[2].bind([2], 1, after=events[2])
+    assert [receiver.state for receiver in rooms] == [State.FAILED] * 3
 
 
 def test_data_is_gathered_only_when_ready(site):

@@ -8,13 +8,25 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 from transport import postbox
 
 from pdstage import transport as transports
 from pdstage.errors import TransportError, UsageError
-from pdstage.transport import Transport, available, names, open_from_config, open_transport, supporting
+from pdstage.layout import Region
+from pdstage.transport import (
+    Backend,
+    Description,
+    Transport,
+    available,
+    names,
+    open_from_config,
+    open_transport,
+    supporting,
+)
 
 
 def test_the_names_are_the_modules():
@@ -253,3 +265,22 @@ def test_an_old_meet_may_call_that_of_its_base(recwarn):
     Mixed().meet("a", b"")
     assert met == ["old", "base", "base"]
     assert "the method is `identify` now" in str(recwarn[0].message)
+
+
+def test_a_backend_of_before_is_refused_in_words():
+    with pytest.raises(UsageError, match="`told` is `description_type` now.*Your own transport"):
+        type("Old", (Backend,), {"told": Description})
+
+
+def test_what_is_unregistered_half_way_may_not_be_posted(monkeypatch):
+    """The library let go of some of it, and refused the rest."""
+    memory = np.zeros(8192, np.uint8)
+    region = Region(memory.ctypes.data, memory.nbytes)
+    with open_transport("local") as transport:
+        transport.register([region])
+        monkeypatch.setattr(transport, "_unregister", mock.Mock(side_effect=TransportError("refused")))
+        with pytest.raises(TransportError, match="refused"):
+            transport.unregister([region])
+        assert not transport.own.regions
+        with pytest.raises(UsageError, match="not registered"):
+            transport.unregister([region])
