@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-import warnings
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import UsageError
+from pdstage.renamed import old_names
 from pdstage.states import canonical
 from pdstage.topology import Axis  # noqa: TC001  (msgspec resolves the annotation at run time)
 
@@ -382,13 +382,4 @@ def mismatch(src: View, dst: View) -> str:
     return ""
 
 
-_OLD_NAMES = {"Owned": TokenShard, "Row": RowLevel}
-
-
-def __getattr__(name: str) -> object:
-    """The names of before this release, for one more."""
-    if name not in _OLD_NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    now = _OLD_NAMES[name]
-    warnings.warn(f"pdstage.layout.{name} is {now.__name__} now", DeprecationWarning, stacklevel=2)
-    return now
+__getattr__ = old_names(__name__, {"Owned": TokenShard, "Row": RowLevel})

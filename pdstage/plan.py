@@ -22,7 +22,7 @@ from pdstage.ownership import meets
 from pdstage.topology import Axis, shard_axis, shard_range
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 VIEW_ALIGNMENT = 128
 TOKEN_MAJOR = "token"
@@ -312,13 +312,18 @@ class Stagings:
         self._made: dict[tuple[object, ...], Staging] = {}
 
     def of(self, owned: tuple[Share, ...], rects: tuple[Rect, ...]) -> Staging:
-        key = (owned, *((rect.component, rect.layer_start, rect.layer_stop) for rect in rects))
+        key = (owned, *layers_of(rects))
         staging = self._made.get(key)
         if staging is None:
             if len(self._made) >= self._MAX:
                 self._made.clear()
             staging = self._made[key] = Staging(self._layout, selects(self._layout, owned, rects))
         return staging
+
+
+def layers_of(rects: Iterable[Rect]) -> Iterator[tuple[str, int, int]]:
+    """The layer ranges of a chunk: what plans are made for once, whatever its tokens."""
+    return ((rect.component, rect.layer_start, rect.layer_stop) for rect in rects)
 
 
 def tokens_of(rects: Iterable[Rect]) -> dict[str, tuple[int, int]]:

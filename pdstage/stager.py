@@ -19,7 +19,7 @@ from pdstage import shared
 from pdstage.errors import UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import Region
-from pdstage.plan import selects, tokens_of
+from pdstage.plan import layers_of, selects, tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -250,10 +250,9 @@ class Stager:
             run()
 
     def _plan(self, what: _What) -> _Plans:
-        layers = ((rect.component, rect.layer_start, rect.layer_stop) for rect in what.rects)
         # A converted layout by its identity, which no other has while a plan holds it: hashing one is slow.
         cut, staged = what.cut.key if what.cut is not None else (), what.staged and id(what.staged)
-        key = (what.owned, what.order, what.checksum, cut, staged, *layers)
+        key = (what.owned, what.order, what.checksum, cut, staged, *layers_of(what.rects))
         plans = self._plans.get(key)
         if plans is None:
             if len(self._plans) >= _MAX_PLANS:

@@ -22,6 +22,7 @@ LAYERS = {
     0: [
         "environment",
         "errors",
+        "renamed",
         "topology",
         "layout",
         "states",
@@ -52,7 +53,7 @@ LAYERS = {
     4: ["stager", "probe", "metadata", "control", "transport"],
     5: ["manager"],
     6: ["integrations"],
-    7: ["tools", "bench", "cli", "__main__", "renamed", "trace", "watch"],
+    7: ["tools", "bench", "cli", "__main__", "trace", "watch"],
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names}
 # Where each folder of the checkout is installed.

@@ -10,7 +10,7 @@ from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.items import indexes
 from pdstage.manager.sessions import label
-from pdstage.plan import selects
+from pdstage.plan import layers_of, selects
 from pdstage.protocol.destinations import clip
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.spans import Index, split
@@ -81,7 +81,7 @@ class DataPath:
 
     def _direct(self, destination: Destination, rects: tuple[Rect, ...]) -> DirectPlans:
         peer, session = self._sessions.plan(destination.session), destination.session
-        key = (destination.shares, *((rect.component, rect.layer_start, rect.layer_stop) for rect in rects))
+        key = (destination.shares, *layers_of(rects))
         plan = peer.direct.get(key)
         if plan is None:
             if len(peer.direct) >= _MAX_PLANS:

@@ -70,7 +70,7 @@ class NodeOptions:
         """
         given = self.transport
         try:
-            _check_path(self.path, config, writes=writes)
+            check_path(self.path, config, writes=writes)
             if config.convert:
                 pool.check_converts(checksum=config.checksums)
             opened = given if isinstance(given, Transport) else open_from_config(given, pool.device)
@@ -86,7 +86,8 @@ class NodeOptions:
         return opened
 
 
-def _check_path(path: str, config: Config, *, writes: bool) -> None:
+def check_path(path: str, config: Config, *, writes: bool) -> None:
+    """Raises `UsageError` for a path that is none, or that goes with no checksums."""
     if path not in PATHS:
         raise UsageError(f"path {path!r}", remedy=f"choose one of {', '.join(PATHS)}")
     if writes and path == "direct" and config.checksums and not config.convert:  # what converts is staged all the same

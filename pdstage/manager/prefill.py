@@ -17,7 +17,7 @@ from pdstage.manager.data_path import DataPath
 from pdstage.manager.handle import Handle
 from pdstage.manager.items import GivenItems, GivenTokens, check, rects_of
 from pdstage.manager.node import Node
-from pdstage.manager.options import DEFAULT_SWITCH_S, NodeOptions
+from pdstage.manager.options import DEFAULT_SWITCH_S, NodeOptions, check_path
 from pdstage.manager.sessions import label, place
 from pdstage.manager.status import Status, by_state
 from pdstage.metadata import AuxRow
@@ -221,11 +221,15 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
 
     @property
     def path(self) -> str:
-        """ "auto", "direct" or "staged"; may be changed between rooms, but not to and from "staged"."""
+        """ "auto", "direct" or "staged"; may be changed between rooms. A node made with "staged" writes no pages still.
+
+        Setting it raises `UsageError` for another value, and where a node with it would be refused.
+        """
         return self.data_path.path
 
     @path.setter
     def path(self, path: str) -> None:
+        check_path(path, self.config, writes=True)
         self.data_path.path = path
 
     def status(self) -> Status:

@@ -9,14 +9,14 @@ import contextlib
 import inspect
 import logging
 import pkgutil
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from pdstage.errors import PdstageError, UsageError
+from pdstage.renamed import old_names
 from pdstage.spans import Spans
 from pdstage.transport._auto import AutoTransport
 from pdstage.transport._backend import Backend, Description, Link, Post
@@ -202,13 +202,4 @@ def _auto() -> Transport:
     return AutoTransport(ways) if len(ways) > 1 else ways[0]
 
 
-_OLD_NAMES: dict[str, Any] = {"open_told": open_from_config, "brought": plugins, "moving": supporting}
-
-
-def __getattr__(name: str) -> object:
-    """The names of before this release, for one more."""
-    if name not in _OLD_NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    now = _OLD_NAMES[name]
-    warnings.warn(f"pdstage.transport.{name} is {now.__name__} now", DeprecationWarning, stacklevel=2)
-    return now
+__getattr__ = old_names(__name__, {"open_told": open_from_config, "brought": plugins, "moving": supporting})

@@ -39,12 +39,13 @@ def needs(transport: str) -> None:
     ("transport", "path", "prefill_tp", "decode_tp", "kv_heads"),
     [
         pytest.param("local", "staged", 4, 2, 8, marks=pytest.mark.full),
+        pytest.param("local", "direct", 2, 4, 8, marks=pytest.mark.full),
         ("local", "direct", 1, 2, 4),
         pytest.param("auto", "auto", 1, 1, 8, marks=pytest.mark.full),
         ("nixl", "staged", 3, 2, 6),
         pytest.param("nixl", "direct", 4, 2, 4, marks=pytest.mark.full),
         pytest.param("nixl", "staged", 8, 4, 4, marks=pytest.mark.full),
-        ("mooncake", "auto", 2, 1, 4),
+        ("mooncake", "auto", 4, 2, 4),
     ],
 )
 def test_decoding_goes_on_token_for_token(tmp_path, transport, path, prefill_tp, decode_tp, kv_heads):
@@ -81,7 +82,7 @@ def test_decoding_goes_on_token_for_token(tmp_path, transport, path, prefill_tp,
     ("transport", "prefill_tp", "decode_tp", "decode_aux"),
     [
         pytest.param("local", 1, 2, "rdma", marks=pytest.mark.full),
-        ("nixl", 1, 1, "rdma"),
+        ("nixl", 2, 1, "rdma"),
         ("nixl", 1, 1, "tcp"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from pdstage import Config
 from pdstage.errors import UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import Key, Region, RowLevel, View
@@ -102,3 +103,13 @@ def test_who_moves_what(opened):
     assert "local" in supporting({"cpu"})
     assert "local" not in supporting({"cpu", "cuda"})
     assert supporting({"floppy"}) == []
+
+
+def test_a_path_that_is_set_is_checked_as_one_that_is_given(site):
+    p = site.prefill(Rank(), config=Config(checksums=True))
+    for path, words in (("pigeon", "path 'pigeon'"), ("direct", "only what is staged carries a checksum")):
+        with pytest.raises(UsageError, match=words):
+            p.path = path
+    assert p.path == "auto"
+    p.path = "staged"
+    assert p.status().info[2] == "staged"
