@@ -147,9 +147,10 @@ class _Claim:
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """What `clip` reads of a destination's session."""
+    """What `clip` and `split` read of a destination's session."""
 
-    common: Common
+    stagings: Stagings
+    common: Common = EVERYTHING
 
 
 class HybridChunk:
@@ -171,9 +172,9 @@ class HybridChunk:
             place(model, tp, rank, n_items, base=1 << at) for tp, rank, at in ((4, 1, 40), (2, 0, 41))
         )
         writers = {rank: place(model, 4, rank, n_items, base=1 << 40) for rank in range(4)}
-        claim = _Claim(self.tokens, shares(writers, self.dst, (2, 0))[1], _Session(EVERYTHING))
-        self.destination = cast("Destination", claim)
         self.stagings = [Stagings(self.src), Stagings(self.dst)]
+        claim = _Claim(self.tokens, shares(writers, self.dst, (2, 0))[1], _Session(self.stagings[0]))
+        self.destination = cast("Destination", claim)
         checked = check(self.src, self.items, self.tokens, unique=True)
         self.rects = rects_of(self.src, checked, None)
         self.indexes = {name: one.index for name, one in checked.items()}
@@ -187,9 +188,7 @@ class HybridChunk:
         checked = check(self.src, self.items, self.tokens, unique=False)
         given = rects_of(self.src, checked, None)
         indexes = {name: one.index for name, one in checked.items()}
-        for rects in split(
-            clip(given, self.destination, self.stagings[0]), self.destination, self.stagings[0], 1 << 40
-        ):
+        for rects in split(clip(given, self.destination), self.destination, 1 << 40):
             tokens = tokens_of(rects)
             nbytes = self.stagings[0].of(self.destination.shares, rects).nbytes(tokens)
             _COST.prefers_direct(nbytes, self.direct.n_descriptors(tokens))

@@ -1,6 +1,6 @@
 """Change of precision in flight: which formats become which, and in what form a pair stages its bytes.
 
-docs/convert.md defines every format to the bit, kernels/convert_reference.py computes it. No numpy, no torch.
+docs/convert.md defines every format to the bit, kernels/convert_reference.py computes it. No torch.
 
 One side keeps bf16, the other fp8; the fp8 form is what is staged, so that half the bytes cross the wire. A bf16 source
 encodes while it gathers, a bf16 destination decodes while it scatters, and the fp8 side moves its bytes plainly: it
@@ -21,7 +21,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import UsageError
-from pdstage.layout import Key, Layout, View
+from pdstage.layout import Key, Layout, View, with_views
+from pdstage.ownership import Common
+from pdstage.plan import TOKEN_MAJOR
+from pdstage.token_slices import Cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -117,22 +120,52 @@ def reformat(layout: Layout, formats: Mapping[Key, str]) -> Layout:
     unknown = next((key for key in formats if key not in layout.by_key()), None)
     if unknown is not None:
         raise UsageError(f"no view {unknown}", remedy="name views of this layout", key=unknown)
-    return _with_views(layout, {k: replace(layout.by_key()[k], format=formats[k]) for k in formats})
+    return with_views(layout, {k: replace(layout.by_key()[k], format=formats[k]) for k in formats})
 
 
-class Conversion(NamedTuple):
+class StagedPair(NamedTuple):
     """What a source offers and a destination takes, both in the formats in which their bytes are staged.
 
-    Their views tell sizes, shards and keys; only those that are as before tell addresses. `components` are those with a
-    converted view.
+    Where nothing is converted these are the two layouts themselves. Else their views tell sizes, shards and keys, and
+    only those that are as before tell addresses; `staged_only` are the components with such a view.
     """
 
     offered: Layout
     taken: Layout
-    components: frozenset[str] = frozenset()
+    staged_only: frozenset[str] = frozenset()
+
+    @property
+    def order(self) -> str | None:
+        """The staged order where conversion asks for one."""
+        return TOKEN_MAJOR if self.staged_only else None
+
+    def made_of(self, src: Layout, dst: Layout) -> tuple[Layout, Layout]:
+        """The views of both ranks' own layouts, under the keys of the staged ones."""
+        return (feeding(src, self.offered), feeding(dst, self.taken)) if self.staged_only else (src, dst)
+
+    def undecodable(self, dst: Layout) -> str:
+        """Why decode's layout `dst` cannot decode what is staged, in words; empty if it can.
+
+        Data and its scales must be scattered by one plan; cut pages that are not all numbered alike take several.
+        """
+        if not self.staged_only:
+            return ""
+        cut, own = Cut(self.taken, Common.of(self.offered, self.taken)), dst.by_key()
+        for component in self.taken.components:
+            if len({cut.class_of(view.key) for view in component.views}) == 1:
+                continue
+            for view in component.views:
+                encoding = Encoding.parse(view.format)
+                if encoding is not None and encoding.part == DATA and own[view.key].format != view.format:
+                    formats = f"format {view.format} at prefill, {own[view.key].format} at decode"
+                    return (
+                        f"{view.key}: {formats}, whose ranks hold other tokens and whose views of {component.name!r} "
+                        "have pages of unequal strides: such data and its scales meet in no plan"
+                    )
+        return ""
 
 
-def pair(src: Layout, dst: Layout) -> Conversion:
+def pair(src: Layout, dst: Layout) -> StagedPair:
     """How two layouts meet once both sides agreed to convert. Formats that cannot be converted stay as they are."""
     held, wanted = src.by_key(), dst.by_key()
     held_scales, wanted_scales = _scale_views(src.views()), _scale_views(dst.views())
@@ -148,14 +181,7 @@ def pair(src: Layout, dst: Layout) -> Conversion:
         elif view.format == BF16 and theirs is not None and theirs.part != SCALE:
             _stage(wanted, view, _whole(source, theirs, held_scales.get(key)), taken)
     names = frozenset(key.component for key in (*offered, *taken))
-    return Conversion(_with_views(src, offered), _with_views(dst, taken), names) if names else Conversion(src, dst)
-
-
-def merged(layout: Layout, others: Iterable[Layout]) -> Layout:
-    """`layout` with the views of `others` that it lacks: scales that some pairs stage besides what it wants."""
-    held = layout.by_key()
-    more = {view.key: view for other in others for view in other.views() if view.key not in held}
-    return _with_views(layout, more) if more else layout
+    return StagedPair(with_views(src, offered), with_views(dst, taken), names) if names else StagedPair(src, dst)
 
 
 def feeding(own: Layout, staged: Layout) -> Layout:
@@ -169,7 +195,7 @@ def feeding(own: Layout, staged: Layout) -> Layout:
         source = views.get(view.key) or (encoding and views.get(view.key._replace(role=encoding.of)))
         if source:
             fed[view.key] = replace(source, key=view.key)
-    return _with_views(own, fed)
+    return with_views(own, fed)
 
 
 class Coding(NamedTuple):
@@ -260,16 +286,6 @@ _NONE = Encoding("")
 
 def _parsed(view: View) -> Encoding:
     return Encoding.parse(view.format) or _NONE
-
-
-def _with_views(layout: Layout, changed: Mapping[Key, View]) -> Layout:
-    """`layout` with these views instead of its own of the same keys, or besides them."""
-    components = []
-    for component in layout.components:
-        views = {view.key: view for view in component.views}
-        views |= {key: view for key, view in changed.items() if key.component == component.name}
-        components.append(replace(component, views=tuple(views[key] for key in sorted(views))))
-    return Layout(layout.regions, tuple(components))
 
 
 def _checked(encoding: Encoding) -> Encoding:

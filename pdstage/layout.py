@@ -362,6 +362,23 @@ def check_inside(view: View, regions: tuple[Region, ...]) -> None:
         )
 
 
+def with_views(layout: Layout, changed: Mapping[Key, View]) -> Layout:
+    """`layout` with these views instead of its own of the same keys, or besides them."""
+    components = []
+    for component in layout.components:
+        views = {view.key: view for view in component.views}
+        views |= {key: view for key, view in changed.items() if key.component == component.name}
+        components.append(replace(component, views=tuple(views[key] for key in sorted(views))))
+    return Layout(layout.regions, tuple(components))
+
+
+def merged(layout: Layout, others: Iterable[Layout]) -> Layout:
+    """`layout` with the views of `others` that it lacks: what some sessions stage besides what it wants."""
+    held = layout.by_key()
+    more = {view.key: view for other in others for view in other.views() if view.key not in held}
+    return with_views(layout, more) if more else layout
+
+
 def mismatch(src: View, dst: View) -> str:
     """Why bytes of `src` cannot become bytes of `dst`, in words; empty if they can."""
     if src.format != dst.format:

@@ -106,7 +106,7 @@ class AuxRow:
         return self._bytes(column).view(column.dtype).reshape(column.shape)
 
     def __setitem__(self, name: str, value: Held) -> None:
-        """`value`: a number, a sequence, an array or a tensor, of at most the column's elements; it is converted."""
+        """`value`: a number, a sequence, an array or a tensor, cast to the column's type, of at most its elements."""
         column, is_tensor = self._column(name), hasattr(value, "data_ptr")
         flat = value.reshape(-1) if is_tensor else np.asarray(value).reshape(-1)
         if len(flat) > (most := math.prod(column.shape)):

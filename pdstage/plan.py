@@ -311,6 +311,10 @@ class Stagings:
         self._layout = layout
         self._made: dict[tuple[object, ...], Staging] = {}
 
+    def of_layout(self, layout: Layout) -> Stagings:
+        """These, if they are of `layout`; else new ones."""
+        return self if layout is self._layout else Stagings(layout)
+
     def of(self, owned: tuple[Share, ...], rects: tuple[Rect, ...]) -> Staging:
         key = (owned, *layers_of(rects))
         staging = self._made.get(key)

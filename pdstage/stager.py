@@ -174,8 +174,8 @@ class Stager:
         """Starts one gather into `dst`; `poll` gives `ticket` once its bytes are there.
 
         `items` are whole pages or slots. `cut` says how they are cut for a peer that holds other tokens, and `tokens`
-        are then the numbers of what both hold. `staged` is the pool's side of a `convert.pair`, where the session
-        converts; then `cut` is of the layout `feeding` it.
+        are then the numbers of what both hold. `staged` is the pool's side of the session's `StagedPair`; `cut` is of
+        what it is made of.
         """
         tokens = tokens_of(rects) if tokens is None else tokens
 
@@ -221,7 +221,7 @@ class Stager:
         return self._stream is not None and self._stream.launched
 
     def forget(self, *staged: Layout) -> None:
-        """Drops the plans of converted layouts whose session is over: no other session asks for them again."""
+        """Drops the plans of other layouts than the pool's, whose session is over: nobody asks for them again."""
         gone = {id(layout) for layout in staged}
         self._plans = {key: plans for key, plans in self._plans.items() if key[_STAGED] not in gone}
 
@@ -250,8 +250,8 @@ class Stager:
             run()
 
     def _plan(self, what: _What) -> _Plans:
-        # A converted layout by its identity, which no other has while a plan holds it: hashing one is slow.
-        cut, staged = what.cut.key if what.cut is not None else (), what.staged and id(what.staged)
+        # A layout by its identity, which no other has while a plan holds it: hashing one is slow.
+        cut, staged = what.cut.key if what.cut is not None else (), id(self._staged(what))
         key = (what.owned, what.order, what.checksum, cut, staged, *layers_of(what.rects))
         plans = self._plans.get(key)
         if plans is None:
@@ -260,11 +260,16 @@ class Stager:
             plans = self._plans[key] = self._new_plans(what)
         return plans
 
+    def _staged(self, what: _What) -> Layout | None:
+        """None where bytes are staged as the pool has them."""
+        return None if what.staged is self.pool.layout else what.staged
+
     def _new_plans(self, what: _What) -> _Plans:
-        select, cut = selects(what.staged or self.pool.layout, what.owned, what.rects), what.cut
+        staged, cut = self._staged(what), what.cut
+        select = selects(staged or self.pool.layout, what.owned, what.rects)
 
         def plan(pool: Pool, chosen: Sequence[Select]) -> Plan:
-            return pool.plan(chosen, what.order, checksum=what.checksum, staged=what.staged)
+            return pool.plan(chosen, what.order, checksum=what.checksum, staged=staged)
 
         if cut is None or not cut.key:
             return ((0, plan(self.pool, select)),)

@@ -340,9 +340,9 @@ def test_pieces_fit_and_share_no_row(per, other, tokens, limit, two_roles):
     views += [view(("kv", "scale", 0), axis, width=64, tokens_per_row=other, page=12)] if two_roles else []
     stagings = Stagings(layout_of(*views))
     owned = tuple(Share("kv", v.key.role, (0, 1, 1), 0, 1) for v in views)
-    destination = SimpleNamespace(shares=owned, session=SimpleNamespace(common=EVERYTHING))
+    destination = SimpleNamespace(shares=owned, session=SimpleNamespace(common=EVERYTHING, stagings=stagings))
     rects = (Rect("kv", *tokens, 0, 1),) if tokens[0] < tokens[1] else ()
-    pieces = [piece for (piece,) in split(rects, destination, stagings, limit)]
+    pieces = [piece for (piece,) in split(rects, destination, limit)]
     assert [t for piece in pieces for t in range(piece.start, piece.stop)] == list(range(*tokens))
     for a, b in itertools.pairwise(pieces):
         assert all(b.start % v.tokens_per_row == 0 for v in views), (a, b)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pdstage.manager.observer import Observation
     from pdstage.manager.sessions import PeerPlan, Sessions
     from pdstage.metrics import Counters
-    from pdstage.plan import Rect, Stagings
+    from pdstage.plan import Rect
     from pdstage.protocol.destinations import Chunk, Destination
     from pdstage.protocol.session import Session
     from pdstage.stager import Stager
@@ -49,13 +49,12 @@ class DataPath:
         path: str,
         cost_of: Callable[[Traits], CostModel],
         buffers: Sequence[Region],
-        stagings: Stagings,
         chunk_nbytes: int,
         observed: Observation | None,
     ) -> None:
         self.path = path
         self._transport, self._stager, self._sessions = transport, stager, sessions
-        self._cost_of, self._buffers, self._stagings, self._chunk_nbytes = cost_of, buffers, stagings, chunk_nbytes
+        self._cost_of, self._buffers, self._chunk_nbytes = cost_of, buffers, chunk_nbytes
         self._layout, self._kind, self._observed = stager.pool.layout, stager.pool.device.partition(":")[0], observed
         self._posts = Posts(transport)
         self._placed: dict[int, Mapped] = {}
@@ -70,10 +69,9 @@ class DataPath:
         destination, rects, tokens, nbytes = chunk.destination, chunk.rects, chunk.tokens, chunk.nbytes
         n_chunks = 1
         if rects != chunk.source.rects:
-            stagings = destination.staged_by(self._stagings)
-            rects = clip(chunk.source.rects, destination, stagings)
+            rects = clip(chunk.source.rects, destination)
             tokens = destination.session.common.tokens(rects)
-            nbytes = stagings.of(destination.shares, rects).nbytes(tokens)
+            nbytes = destination.session.stagings.of(destination.shares, rects).nbytes(tokens)
             n_chunks = -(-nbytes // self._chunk_nbytes)
         n_descriptors = self._direct(destination, rects).n_descriptors(tokens)
         traits = self._transport.traits_of(self._sessions.plan(destination.session).label)
@@ -101,7 +99,7 @@ class DataPath:
             ticket, chunk.destination.shares, chunk.rects, order=peer.pair.order, items=indexes(chunk.source.items),
             dst=self._place(ticket, peer, chunk, effect.address) or self._buffer(effect.buffer, chunk.nbytes),
             checksum=session.checksums, tokens=chunk.tokens, cut=peer.pair.src,
-            staged=session.converted and session.converted.offered,
+            staged=session.staged.offered,
         )  # fmt: skip
 
     def gathered(self, ticket: int) -> None:

@@ -280,7 +280,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
             effect.ticket, writer.shares, landing.rects, order=pair.order, items=indexes(writer.room.items),
             src=Region(landing.address, landing.nbytes), checksum=session.checksums,
             tokens=session.common.tokens(landing.rects), cut=pair.dst,
-            staged=session.converted and session.converted.taken,
+            staged=session.staged.taken,
         )  # fmt: skip
 
     def _nbytes(self, effect: Scatter) -> int:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from pdstage.layout import Layout
-    from pdstage.plan import Stagings
     from pdstage.protocol.destinations import PrefillRoom
 
 _OVER = (Phase.WRITTEN, Phase.DROPPED, Phase.BROKEN)
@@ -31,7 +30,7 @@ def prefix_tokens(room: PrefillRoom, names: Collection[str]) -> int | None:
     return min((start for name, (start, _) in asked if name in names), default=0)
 
 
-def max_chunk_tokens(room: PrefillRoom, layout: Layout, stagings: Stagings, max_nbytes: int) -> int | None:
+def max_chunk_tokens(room: PrefillRoom, layout: Layout, max_nbytes: int) -> int | None:
     """The most tokens that travel as one chunk of `max_nbytes` to every destination; None before all have opened."""
     if not _all_opened(room):
         return None
@@ -41,8 +40,9 @@ def max_chunk_tokens(room: PrefillRoom, layout: Layout, stagings: Stagings, max_
         ours = {component.name for component in layout.components}
         asked = {n: _whole(n, *span) for n, span in destination.asked.items() if n in ours}
         rects = rects_of(layout, asked, None)
-        staging, common = destination.staged_by(stagings).of(destination.shares, rects), destination.session.common
-        most += [t for name in asked if (t := common.numbers(name).reach(staging.tokens_within(name, limit)))]
+        session = destination.session
+        staging = session.stagings.of(destination.shares, rects)
+        most += [t for name in asked if (t := session.common.numbers(name).reach(staging.tokens_within(name, limit)))]
     return min(most, default=None)
 
 

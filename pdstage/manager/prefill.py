@@ -21,7 +21,6 @@ from pdstage.manager.options import DEFAULT_SWITCH_S, NodeOptions, check_path
 from pdstage.manager.sessions import label, place
 from pdstage.manager.status import Status, by_state
 from pdstage.metadata import AuxRow
-from pdstage.plan import Stagings
 from pdstage.protocol.destinations import GivenRow
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import ChunkEffect, Gather, Write, WriteDirect, WriteRow
@@ -176,13 +175,12 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
             insecure=insecure, keys=keys, aux=aux, metadata=metadata, observers=observers,
         )  # fmt: skip
         super().__init__(pool, topology, options)
-        self._stagings = Stagings(pool.layout)
         self._positional = {component.name for component in pool.layout.components if component.positional}
         buffer_nbytes = self.parts[0].nbytes
         self._chunk_nbytes = min(buffer_nbytes, self.config.chunk_nbytes)
         self.data_path = DataPath(
             self.transport, self.stager, self.sessions, path=path, cost_of=self.cost_of, buffers=self.parts,
-            stagings=self._stagings, chunk_nbytes=self._chunk_nbytes, observed=self.observed,
+            chunk_nbytes=self._chunk_nbytes, observed=self.observed,
         )  # fmt: skip
         self._waiting: list[tuple[Sender, CudaEvent, Callable[[float], None]]] = []
         offer, *others = self._offers()
@@ -313,7 +311,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     def max_chunk_tokens(self, room: PrefillRoom) -> int | None:
         """`Sender.max_chunk_tokens`."""
         with self.driver.use():
-            return demand.max_chunk_tokens(room, self.pool.layout, self._stagings, self._chunk_nbytes)
+            return demand.max_chunk_tokens(room, self.pool.layout, self._chunk_nbytes)
 
     def backlog_nbytes(self, room: PrefillRoom) -> int:
         """`Sender.backlog_nbytes`."""

@@ -11,10 +11,8 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from pdstage.convert import feeding
 from pdstage.errors import PdstageError
 from pdstage.log_limit import LogLimit
-from pdstage.plan import TOKEN_MAJOR
 from pdstage.token_slices import Pair
 
 if TYPE_CHECKING:
@@ -39,11 +37,8 @@ class PeerPlan:
     __slots__ = ("direct", "label", "pair")
 
     def __init__(self, session: Session, layouts: tuple[Layout, Layout]) -> None:
-        (src, dst), converted, order = layouts, session.converted, None
-        if converted is not None:
-            src, dst, order = feeding(src, converted.offered), feeding(dst, converted.taken), TOKEN_MAJOR
         self.label = label(session)
-        self.pair = Pair(src, dst, session.common, order)
+        self.pair = Pair(*session.staged.made_of(*layouts), session.common, session.staged.order)
         self.direct: dict[tuple[object, ...], DirectPlans] = {}
 
 
@@ -93,8 +88,7 @@ class Sessions:
         self._plans.pop(session, None)
         node.directory.forget()
         node.transport.disconnect(label(session))
-        if session.converted is not None:
-            node.stager.forget(session.converted.offered, session.converted.taken)
+        node.stager.forget(*session.staged[:2])
         self.lost.append(session)
         self._dead_check_at = 0.0
 

@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from pdstage.convert import DATA, Encoding
 from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Key, check_inside, mismatch
-from pdstage.ownership import Common, CommonTokens
+from pdstage.ownership import CommonTokens
 from pdstage.protocol.session import PeerWarning
-from pdstage.token_slices import Cut, tokens_problem
+from pdstage.token_slices import tokens_problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from pdstage.convert import Conversion
     from pdstage.layout import Component, Layout, Region, View
     from pdstage.plan import Share
     from pdstage.protocol import messages as m
@@ -57,28 +55,6 @@ def incompatible(src: Layout, dst: Layout, src_place: Topology, dst_place: Topol
     alone = [side for side, place in (("prefill", src_place), ("decode", dst_place)) if place.pp_size == 1]
     lacks = next(filter(None, (lacking(side, (src,), (dst,)) for side in alone)), "")
     return lacks or tokens_problem(src, dst)
-
-
-def undecodable(conversion: Conversion, dst: Layout) -> str:
-    """Why decode's layout `dst` cannot decode what `conversion` stages, in words; empty if it can.
-
-    Data and its scales must be scattered by one plan; cut pages that are not all numbered alike take several.
-    """
-    if not conversion.components:
-        return ""
-    cut, own = Cut(conversion.taken, Common.of(conversion.offered, conversion.taken)), dst.by_key()
-    for component in conversion.taken.components:
-        if len({cut.class_of(view.key) for view in component.views}) == 1:
-            continue
-        for view in component.views:
-            encoding = Encoding.parse(view.format)
-            if encoding is not None and encoding.part == DATA and own[view.key].format != view.format:
-                return (
-                    f"{view.key}: format {view.format} at prefill, {own[view.key].format} at decode, whose ranks hold "
-                    f"other tokens and whose views of {component.name!r} have pages of unequal strides: such data and "
-                    "its scales meet in no plan"
-                )
-    return ""
 
 
 def lacking(side: str, src: Iterable[Layout], dst: Iterable[Layout]) -> str:
@@ -184,7 +160,7 @@ def check_open(opened: m.Open, session: Session, layout: Layout) -> None:
     if opened.row is not None and (session.rows is None or opened.row >= session.rows.n_rows):
         raise PeerError(f"Open names aux row {opened.row}, which Hello did not expose", remedy="check the peer")
     if opened.shares not in session.shares:
-        check_shares(session.converted[:2] if session.converted else (layout, session.layout), opened.shares)
+        check_shares(session.staged[:2], opened.shares)
         if len(session.shares) >= _MAX_SHARES:
             session.shares.clear()
         session.shares.add(opened.shares)

@@ -15,7 +15,7 @@ from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.decode_chunks import ChunkReceiver, Scatter
 from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer, too_late
-from pdstage.protocol.handshake import Farewells, HandshakeClient, Peer
+from pdstage.protocol.handshake import Farewells, HandshakeClient, Peer, features
 from pdstage.protocol.leases import LeaseTable, Lender
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
 from pdstage.protocol.session import Changed, CoreEffect, Detach, Endpoint, PeerWarning, Session
@@ -54,13 +54,9 @@ class DecodeCore:
         others: tuple[m.Offer, ...] = (),
         rows: OwnRows = NO_ROWS,
     ) -> None:
-        offered = (
-            (m.DIRECT_FEATURE, direct), (m.CHECKSUM_FEATURE, config.checksums), (m.CONVERT_FEATURE, config.convert),
-            (m.TAGS_FEATURE, not notifies),
-        )  # fmt: skip
-        features = tuple(name for name, offer in offered if offer)
+        offered = features(config, tags=not notifies, direct=direct)
         hello = m.Hello(
-            topology, layout, transport, description, lanes, config.max_silence_s, features, rows.columns,
+            topology, layout, transport, description, lanes, config.max_silence_s, offered, rows.columns,
             rows.span if rows.wanted else None, others,
         )  # fmt: skip
         self.layout = layout

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import PdstageError, PeerError, TransportError
-from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.leases import Lease, LeaseRequest
@@ -57,7 +56,6 @@ class ChunkReceiver:
         self.endpoint = endpoint
         self.flights: dict[int, Landing] = {}
         """Scatters under way, by ticket."""
-        self.stagings = Stagings(rooms.layout)
         self._components = tuple(component.name for component in rooms.layout.components)
         self._lender = lender
         self._leases = lender.leases
@@ -94,8 +92,8 @@ class ChunkReceiver:
     def _size_problem(self, writer: Writer, ask: m.Reserve) -> str:
         if len({rect.component for rect in ask.rects}) != len(ask.rects) or not ask.rects:
             return "its rectangles repeat a component, or are none"
-        stagings = writer.session.stagings or self.stagings
-        nbytes = stagings.of(writer.shares, ask.rects).nbytes(writer.session.common.tokens(ask.rects))
+        session = writer.session
+        nbytes = session.stagings.of(writer.shares, ask.rects).nbytes(session.common.tokens(ask.rects))
         return "" if nbytes == ask.nbytes else f"{ask.nbytes} bytes for what has {nbytes} here"
 
     # Arrived.

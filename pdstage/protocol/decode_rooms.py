@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdstage.convert import merged
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, UsageError
+from pdstage.layout import merged
 from pdstage.plan import Share, shares
 from pdstage.protocol import messages as m
 from pdstage.protocol.compat import Slots, lacking
@@ -135,12 +135,8 @@ class DecodeRooms:
         key = tuple((number, session.id) for number, session in sorted(sessions.items()))
         dealt = self._dealt.get(key)
         if dealt is None:
-            layouts = {
-                n: session.converted.offered if session.converted else session.layout for n, session in sessions.items()
-            }
-            wanted = merged(
-                self.layout, [session.converted.taken for session in sessions.values() if session.converted]
-            )
+            layouts = {number: session.staged.offered for number, session in sessions.items()}
+            wanted = merged(self.layout, (session.staged.taken for session in sessions.values()))
             problem = lacking("prefill", layouts.values(), (wanted,))
             if problem:
                 raise UsageError(problem, remedy="serve the same model with the same caches")

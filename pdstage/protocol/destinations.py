@@ -17,7 +17,7 @@ from pdstage.protocol.state import DestinationPhase, Phase
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from pdstage.plan import Rect, Share, Staging, Stagings
+    from pdstage.plan import Rect, Share, Staging
     from pdstage.protocol.messages import Open, Written
     from pdstage.protocol.session import Session
 
@@ -97,12 +97,8 @@ class Destination:
 
     def __post_init__(self) -> None:
         self.asked = {ask.component: (ask.start, ask.stop) for ask in self.open.asked}
-        converted = self.session.converted.components if self.session.converted else frozenset()
-        self._exposed = frozenset(items.component for items in self.open.items if self.may_go_direct) - converted
-
-    def staged_by(self, plainly: Stagings) -> Stagings:
-        """How its bytes are staged: `plainly` unless its session converts."""
-        return self.session.stagings or plainly
+        exposed = frozenset(items.component for items in self.open.items if self.may_go_direct)
+        self._exposed = exposed - self.session.staged.staged_only
 
     def may_direct(self, rects: Iterable[Rect]) -> bool:
         """Whether this node may, and the destination told where each of `rects` lies and lets it be written there."""
@@ -154,9 +150,9 @@ class PrefillRoom(Room):
         )
 
 
-def clip(rects: tuple[Rect, ...], destination: Destination, stagings: Stagings) -> tuple[Rect, ...]:
+def clip(rects: tuple[Rect, ...], destination: Destination) -> tuple[Rect, ...]:
     """The part of `rects` that `destination` asked for, owns and holds tokens of; may be empty."""
-    kept, common = [], destination.session.common
+    kept, common, stagings = [], destination.session.common, destination.session.stagings
     for rect in rects:
         low, high = destination.asked.get(rect.component, (0, 0))
         cut = rect._replace(start=max(rect.start, low), stop=min(rect.stop, high))
@@ -168,9 +164,7 @@ def clip(rects: tuple[Rect, ...], destination: Destination, stagings: Stagings) 
     return tuple(kept)
 
 
-def split(
-    rects: tuple[Rect, ...], destination: Destination, stagings: Stagings, limit: int
-) -> Iterator[tuple[Rect, ...]]:
+def split(rects: tuple[Rect, ...], destination: Destination, limit: int) -> Iterator[tuple[Rect, ...]]:
     """`rects` in order as chunks of at most `limit` staged bytes: by component, then by tokens, then by layers.
 
     A single row of a single layer that is larger still comes whole: the caller sees its size. No two chunks share a
@@ -178,14 +172,14 @@ def split(
     """
     if not rects:
         return
-    shares, common = destination.shares, destination.session.common
+    shares, common, stagings = destination.shares, destination.session.common, destination.session.stagings
     tokens = common.tokens(rects)
     if stagings.of(shares, rects).nbytes(tokens) <= limit:
         yield rects
         return
     if len(rects) > 1:
         for rect in rects:
-            yield from split((rect,), destination, stagings, limit)
+            yield from split((rect,), destination, limit)
         return
     rect = rects[0]
     most = _whole_rows(stagings.of(shares, rects), rect.component, limit)
@@ -198,7 +192,7 @@ def split(
         middle = (rect.layer_start + rect.layer_stop) // 2
         for half in (rect._replace(layer_stop=middle), rect._replace(layer_start=middle)):
             if stagings.of(shares, (half,)).select:
-                yield from split((half,), destination, stagings, limit)
+                yield from split((half,), destination, limit)
     else:
         yield rects
 

@@ -16,29 +16,39 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pdstage import columns, convert
-from pdstage.convert import Conversion
+from pdstage.convert import StagedPair
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, UsageError
 from pdstage.ownership import Common
 from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.compat import incompatible, layout_problem, undecodable
+from pdstage.protocol.compat import incompatible, layout_problem
 from pdstage.protocol.session import Attach, HangUp, PeerWarning, Session
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
+    from pdstage.protocol.config import Config
     from pdstage.protocol.session import Endpoint, Owner
 
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _MAX_LOST = 4096
 
 
-def conversion_of(welcome: m.Welcome, hello: m.Hello) -> Conversion:
+def features(config: Config, *, tags: bool, direct: bool = False) -> tuple[str, ...]:
+    """What a node offers: `tags` where its transport carries none, `direct` where its pages may be written."""
+    offered = (
+        (m.DIRECT_FEATURE, direct), (m.CHECKSUM_FEATURE, config.checksums), (m.CONVERT_FEATURE, config.convert),
+        (m.TAGS_FEATURE, tags),
+    )  # fmt: skip
+    return tuple(name for name, offer in offered if offer)
+
+
+def staged_pair(welcome: m.Welcome, hello: m.Hello) -> StagedPair:
     """The two layouts as their bytes are staged: converted where both sides offered that and formats differ."""
     if m.CONVERT_FEATURE in welcome.features and m.CONVERT_FEATURE in hello.features:
         return convert.pair(welcome.layout, hello.layout)
-    return Conversion(welcome.layout, hello.layout)
+    return StagedPair(welcome.layout, hello.layout)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +88,7 @@ class HandshakeClient:
     def __init__(self, endpoint: Endpoint, hello: m.Hello, owner: ClientOwner) -> None:
         self.endpoint = endpoint
         self.hello = hello
+        self._stagings = Stagings(hello.layout)
         self.peers: dict[bytes, Peer] = {}
         self._owner = owner
         self._n_greeted = 0
@@ -111,10 +122,13 @@ class HandshakeClient:
             self._refused(peer, PeerError(f"a prefill rank does not fit: {problem}", remedy="match both sides"), now)
             return
         silence_s = welcome.max_silence_s
-        session = Session(session_id, route, welcome.layout, welcome.topology, (), silence_s, now, now, half_open=False)
+        staged = staged_pair(welcome, self.hello)
+        session = Session(
+            session_id, route, welcome.layout, welcome.topology, staged, self._stagings.of_layout(staged.taken), (),
+            silence_s, now, now, half_open=False,
+        )  # fmt: skip
         session.heard = frame.seq
-        if (conversion := _agree(session, welcome, self.hello)) is not None:
-            session.stagings = Stagings(conversion.taken)
+        _agree(session, welcome, self.hello)
         self.endpoint.warn_left_out(session)
         self.endpoint.sessions[session_id] = peer.session = session
         self.endpoint.counters.sessions_opened += 1
@@ -270,6 +284,7 @@ class HandshakeServer:
     def __init__(self, endpoint: Endpoint, welcome: m.Welcome, owner: Owner) -> None:
         self.endpoint = endpoint
         self.welcome = welcome
+        self._stagings = Stagings(welcome.layout)
         self.lost: OrderedDict[m.SessionId, None] = OrderedDict()
         self._owner = owner
         self._at: dict[bytes, Session] = {}
@@ -297,13 +312,14 @@ class HandshakeServer:
                 )
                 return
             self._make_room(route, now)
+            staged = staged_pair(self.welcome, hello)
             session = Session(
-                session_id, route, hello.layout, hello.topology, hello.lanes, hello.max_silence_s, now, now
-            )
+                session_id, route, hello.layout, hello.topology, staged, self._stagings.of_layout(staged.offered),
+                hello.lanes, hello.max_silence_s, now, now,
+            )  # fmt: skip
             session.exposes_pool = m.DIRECT_FEATURE in hello.features
             session.rows = hello.rows
-            if (conversion := _agree(session, self.welcome, hello)) is not None:
-                session.stagings = Stagings(conversion.offered)
+            _agree(session, self.welcome, hello)
             self.endpoint.warn_left_out(session)
             self.endpoint.sessions[session_id] = session
             self._n_half_open += 1
@@ -389,15 +405,12 @@ def _rows_problem(hello: m.Hello) -> str:
     return columns.problem(hello.columns, rows.row_nbytes if rows is not None else columns.MAX_ROW_NBYTES)
 
 
-def _agree(session: Session, welcome: m.Welcome, hello: m.Hello) -> Conversion | None:
-    """What both sides' greetings make of a session, the same on both; returns how its layouts are converted, if so."""
+def _agree(session: Session, welcome: m.Welcome, hello: m.Hello) -> None:
+    """What both sides' greetings make of a session, the same on both."""
     session.common = Common.of(welcome.layout, hello.layout)
     session.aux = columns.share(welcome.columns, hello.columns)
     session.checksums = m.CHECKSUM_FEATURE in welcome.features and m.CHECKSUM_FEATURE in hello.features
     session.tells_tags = m.TAGS_FEATURE in welcome.features and m.TAGS_FEATURE in hello.features
-    conversion = conversion_of(welcome, hello)
-    session.converted = conversion if conversion.components else None
-    return session.converted
 
 
 def _apart(theirs: m.Hello | m.Welcome, there: str, ours: m.Hello | m.Welcome, here: str) -> str:
@@ -412,16 +425,15 @@ def _either(names: Iterable[str]) -> str:
 
 
 def _misfit(welcome: m.Welcome, hello: m.Hello) -> str:
-    def judged(conversion: Conversion) -> str:
-        return incompatible(conversion.offered, conversion.taken, welcome.topology, hello.topology) or undecodable(
-            conversion, hello.layout
-        )
+    def judged(staged: StagedPair) -> str:
+        problem = incompatible(staged.offered, staged.taken, welcome.topology, hello.topology)
+        return problem or staged.undecodable(hello.layout)
 
     if (m.TAGS_FEATURE in welcome.features) != (m.TAGS_FEATURE in hello.features):
         return f"transport {hello.transport!r} carries tags at one side only: run one version of it on both"
     if lacks := columns.lacking(welcome.columns, hello.columns):
         return lacks
-    problem = judged(conversion_of(welcome, hello))
+    problem = judged(staged_pair(welcome, hello))
     if problem and not judged(convert.pair(welcome.layout, hello.layout)):
         problem += "; to convert in flight, set Config.convert on both sides"
     return problem

@@ -22,7 +22,7 @@ MAX_TAG_NBYTES = 56 + MAX_RECTS * 26
 """The largest tag: its header and `MAX_RECTS` rectangles, as `wire` packs them."""
 MAX_ROOM_NBYTES = 256
 MAX_REASON = 4096
-DIRECT_FEATURE, CHECKSUM_FEATURE, CONVERT_FEATURE, TAGS_FEATURE = "direct", "checksum", "convert", "tags"
+FEATURES = DIRECT_FEATURE, CHECKSUM_FEATURE, CONVERT_FEATURE, TAGS_FEATURE = "direct", "checksum", "convert", "tags"
 """What Hello and Welcome offer: decode's pages may be written in place; staged chunks may carry a checksum; formats are
 converted; tags travel as messages, since the transport carries none.
 """

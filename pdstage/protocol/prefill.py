@@ -13,7 +13,7 @@ from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import check_open
 from pdstage.protocol.destinations import Chunk, Destination, GivenRow, PrefillRoom, SubmittedChunk
-from pdstage.protocol.handshake import HandshakeServer
+from pdstage.protocol.handshake import HandshakeServer, features
 from pdstage.protocol.prefill_chunks import ChunkEffect
 from pdstage.protocol.prefill_rooms import Ended, PrefillRooms
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
@@ -63,12 +63,9 @@ class PrefillCore:
         others: tuple[m.Offer, ...] = (),
         rows: OwnRows = NO_ROWS,
     ) -> None:
-        offered = (
-            (m.CHECKSUM_FEATURE, config.checksums), (m.CONVERT_FEATURE, config.convert), (m.TAGS_FEATURE, not notifies),
-        )  # fmt: skip
-        features = tuple(name for name, offer in offered if offer)
+        offered = features(config, tags=not notifies)
         welcome = m.Welcome(
-            topology, layout, transport, description, config.max_silence_s, features, rows.columns, others
+            topology, layout, transport, description, config.max_silence_s, offered, rows.columns, others
         )  # fmt: skip
         self.layout = layout
         self.topology = topology

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from pdstage.columns import Span
 from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError, UsageError
-from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.destinations import Chunk, Destination, GivenRow, SubmittedChunk, clip, split
@@ -246,7 +245,6 @@ class ChunkSender:
         self.endpoint = endpoint
         self.buffers = SendBuffers(n_buffers)
         self.windows = Windows(endpoint)
-        self.stagings = Stagings(layout)
         self.flights: dict[int, tuple[Chunk, int]] = {}
         """Gathers and writes under way, by ticket: the chunk, and its buffer or -1."""
         self.orphans: dict[int, m.SessionId] = {}
@@ -299,8 +297,7 @@ class ChunkSender:
                 self._owner.maybe_close(destination, now)
             return
         most = refused.max_nbytes
-        stagings = destination.staged_by(self.stagings)
-        cut = split(chunk.rects, destination, stagings, most) if most > 0 else iter(())
+        cut = split(chunk.rects, destination, most) if most > 0 else iter(())
         pieces = list(islice(cut, _MAX_PIECES + 1))
         if 1 < len(pieces) <= _MAX_PIECES:
             CHUNK.move(chunk, ChunkEvent.REFUSED)
@@ -351,18 +348,14 @@ class ChunkSender:
             return
         largest = max(lane.nbytes for lane in destination.session.lanes)
         limit = min(self._buffer_nbytes, largest, self.endpoint.config.chunk_nbytes)
-        stagings = destination.staged_by(self.stagings)
-        for rects in split(clip(source.rects, destination, stagings), destination, stagings, limit):
+        for rects in split(clip(source.rects, destination), destination, limit):
             self._add_piece(destination, source, rects, now)
 
     def _add_piece(self, destination: Destination, source: SubmittedChunk, rects: tuple[Rect, ...], now: float) -> None:
         if destination.phase is not DestinationPhase.LIVE:  # the piece before failed the room
             return
-        nbytes = (
-            destination.staged_by(self.stagings)
-            .of(destination.shares, rects)
-            .nbytes(destination.session.common.tokens(rects))
-        )
+        session = destination.session
+        nbytes = session.stagings.of(destination.shares, rects).nbytes(session.common.tokens(rects))
         chunk = Chunk(destination, len(destination.chunks), source, rects, nbytes)
         destination.chunks[chunk.number] = chunk
         source.chunks.append(chunk)

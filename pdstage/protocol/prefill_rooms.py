@@ -107,9 +107,8 @@ class PrefillRooms:
         ids = frozenset(session.id for session in sessions)
         if ids in self._fitting:
             return ""
-        ours = [session.converted.offered if session.converted else self.layout for session in sessions]
-        theirs = [session.converted.taken if session.converted else session.layout for session in sessions]
-        problem = lacking("decode", ours, theirs)
+        offered, taken, _ = zip(*(session.staged for session in sessions), strict=True)
+        problem = lacking("decode", offered, taken)
         if not problem:
             if len(self._fitting) >= _MAX_ENDED:
                 self._fitting.clear()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from pdstage.columns import Shared
-    from pdstage.convert import Conversion
+    from pdstage.convert import StagedPair
     from pdstage.errors import PdstageError
     from pdstage.layout import Layout
     from pdstage.ownership import Common
@@ -58,6 +58,10 @@ class Session:
     route: bytes
     layout: Layout
     topology: Topology
+    staged: StagedPair
+    """The two layouts as their bytes are staged."""
+    stagings: Stagings
+    """Of this side of `staged`."""
     lanes: tuple[LaneSpan, ...]
     silence_s: float
     """What the peer promised: silent for longer, it is lost."""
@@ -80,10 +84,6 @@ class Session:
     """Both sides offered them: staged chunks carry one."""
     tells_tags: bool = False
     """Both sides offered it: tags travel as messages."""
-    converted: Conversion | None = None
-    """Both offered to convert, and some formats differ: how the two layouts meet."""
-    stagings: Stagings | None = None
-    """Of this side of `converted`."""
     claims: dict[int, Any] = field(default_factory=dict)
     """What rooms hold under it, by epoch, until they are settled: at decode a `Writer`, at prefill a `Destination`."""
     common: Common = EVERYTHING

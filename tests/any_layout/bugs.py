@@ -119,10 +119,10 @@ def prefix_sent_again():
     """A chunk is not cut at the first token that decode asked for."""
     clip = destinations.clip
 
-    def wrong(rects, destination, stagings):
+    def wrong(rects, destination):
         from_start = copy.copy(destination)
         from_start.asked = {name: (0, stop) for name, (_, stop) in destination.asked.items()}
-        return clip(rects, from_start, stagings)
+        return clip(rects, from_start)
 
     return patch.object(destinations, "clip", wrong)
 

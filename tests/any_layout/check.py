@@ -107,7 +107,7 @@ class Meeting:
         self.src, self.dst, self.shares = src, dst, owned
         self.common = Common.of(src.layout, dst.layout)
         self.asked = {name: self.common.part(name, *span) for name, span in asked.items()}
-        self.session = SimpleNamespace(common=self.common)
+        self.session = SimpleNamespace(common=self.common, stagings=src.stagings)
         self.pair = Pair(src.layout, dst.layout, self.common)
 
     def selects(self, rects: tuple[Rect, ...]) -> list[tuple[plan.Select, ...]]:
@@ -165,8 +165,8 @@ class Transfer:
             for number, chunk in enumerate(case.chunks):
                 held = {one.of.name for one in writer.rank.parts}
                 given = tuple(sorted(Rect(*span) for span in chunk if span.component in held))
-                mine = destinations.clip(given, meeting, writer.stagings)
-                for rects in destinations.split(mine, meeting, writer.stagings, case.limit):
+                mine = destinations.clip(given, meeting)
+                for rects in destinations.split(mine, meeting, case.limit):
                     parcels.append((meeting, rects))
                     sent[number] += meeting.payload(rects)
         due = [

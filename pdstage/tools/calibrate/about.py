@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
 _Word = Annotated[str, Meta(max_length=256)]
-_FEATURES = (m.DIRECT_FEATURE, m.CHECKSUM_FEATURE, m.CONVERT_FEATURE, m.TAGS_FEATURE)
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +55,7 @@ def this_side() -> Side:
     curve = ["curve"] if zmq.has("curve") else []
     return Side(
         host=socket.gethostname(), pdstage=own, wire=wire.VERSION, oldest_wire=wire.OLDEST,
-        python=platform.python_version(), transports=transports, features=[*_FEATURES, *curve],
+        python=platform.python_version(), transports=transports, features=[*m.FEATURES, *curve],
         host_code=native.active(),
     )  # fmt: skip
 
