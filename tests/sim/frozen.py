@@ -50,7 +50,7 @@ _PARTS = (
 """What a core is made of, itself among them: one of each."""
 _CONSTANT = frozenset(
     {
-        "config", "counters", "layout", "topology", "stagings", "_buffer_nbytes", "_choose", "_components", "_dealt",
+        "config", "counters", "layout", "topology", "_stagings", "_buffer_nbytes", "_choose", "_components", "_dealt",
         "_direct", "_effects", "hello", "_lateness", "_rows", "_said", "_tickets", "welcome", "_row_tokens",
     }
 )  # fmt: skip
@@ -58,7 +58,7 @@ _CONSTANT = frozenset(
 _SILENT = {
     "Session": {
         "heard_at", "used_at", "sent_at", "n_sent", "heard", "layout", "topology", "lanes", "silence_s", "shares",
-        "common", "aux", "rows",
+        "common", "aux", "rows", "staged", "stagings",
     },
     "DecodeRoom": {"shared"},
     "Peer": {"n_hellos"},
