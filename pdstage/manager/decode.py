@@ -376,12 +376,12 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
                 self._end(receiver, Aborted(f"room {receiver.id!r} was aborted: the node was closed"))
         super()._close_rooms(timeout_s)
 
-    def _on_changed(self, room: Room) -> None:
-        receiver = self.roster.of(room)
-        if isinstance(room, DecodeRoom) and isinstance(receiver, Receiver) and room.state is State.SUCCESS:
+    def _on_changed(self, room: Room, status: int) -> None:
+        receiver, state = self.roster.of(room), status & 0x7F
+        if isinstance(room, DecodeRoom) and isinstance(receiver, Receiver) and state == State.SUCCESS:
             self._take_aux(receiver, room)  # before anybody sees the Success
-        super()._on_changed(room)
-        if isinstance(room, DecodeRoom) and room.ended:
+        super()._on_changed(room, status)
+        if state in (State.SUCCESS, State.FAILED):
             held = self._receivers.get(room.key)
             if held is not None and held.room is room:
                 del self._receivers[room.key]

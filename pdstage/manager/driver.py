@@ -215,7 +215,7 @@ class Driver:
             case Send():
                 return False
             case Changed(room):
-                node._on_changed(room)
+                node._on_changed(room, room.status)
                 return False
             case PeerWarning(route, error):
                 self.sessions.warn(route, error)

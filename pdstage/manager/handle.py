@@ -161,19 +161,23 @@ class Roster:
         """All of them, as they are now; any thread may ask."""
         return list(self._handles.copy().values())  # copied in one step, whoever changes it meanwhile
 
-    def changed(self, room: Room) -> None:
-        """Brings the room's handle up to date; `ring` then wakes who waits for it."""
+    def changed(self, room: Room, status: int) -> None:
+        """Brings the room's handle to `status`, the room's as it was read once; `ring` then wakes who waits for it.
+
+        A room may change in another thread meanwhile; that is told by another call.
+        """
         handle = self._handles.get(room)
         if handle is None:
             return
         had_ended = handle.status & 0x7F in _ENDED
-        handle.error = room.error
-        handle.status = room.status
-        if room.ended and not had_ended:
+        if status & 0x7F == State.FAILED:
+            handle.error = room.error
+        handle.status = status
+        if handle._has_ended() and not had_ended:
             self._add_ended(handle)
         if handle.waiters:
             self._due.append(handle.waiters)
-        if room.released:
+        if handle.released:
             del self._handles[room]
         self._n_changes += 1
 

@@ -124,13 +124,15 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         """What this node tells its peers of its transports, best first."""
         return [Offer(name, description) for name, description in self.transport.offers().items()]
 
-    def _on_changed(self, room: Room) -> None:
+    def _on_changed(self, room: Room, status: int) -> None:
         handle = self.roster.of(room)
-        if handle is not None and room.released:  # first: who sees `released` may free the row at once
+        if handle is None:
+            return
+        if status >= 0x80:  # first: who sees `released` may free the row at once
             self.lent.give_back(handle)
-        self.roster.changed(room)
-        if self.observed is not None and handle is not None:  # last: an observer may ask the handle
-            self.observed.changed(handle, room)
+        self.roster.changed(room, status)
+        if self.observed is not None:
+            self.observed.changed(handle)
 
     def _on_refused(self, route: bytes, error: PdstageError, now: float) -> None:
         pass

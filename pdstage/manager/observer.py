@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pdstage.manager.handle import Handle
     from pdstage.protocol.destinations import Chunk
     from pdstage.protocol.messages import SessionId
-    from pdstage.protocol.room import Room, RoomId
+    from pdstage.protocol.room import RoomId
     from pdstage.protocol.session import Session
     from pdstage.stager import Copied
     from pdstage.topology import Topology
@@ -171,18 +171,17 @@ class Observation:
             seen.bound_at = time.monotonic()
             self._events.append(RoomBound(seen.room, seen.number, seen.bound_at))
 
-    def changed(self, handle: Handle, room: Room) -> None:
-        seen = self._rooms.get(handle)
+    def changed(self, handle: Handle) -> None:
+        seen, state = self._rooms.get(handle), handle.state
         if seen is None:
             return
-        state = room.state
         if state not in (State.BOOTSTRAPPING, State.FAILED) and self.origin.role == "prefill":
             self.bound(handle)
         if state in (State.TRANSFERRING, State.SUCCESS) and seen.moved_at is None:
             seen.moved_at = time.monotonic()
-        if room.ended and not seen.ended:
-            self._ended(seen, state, room.error)
-        if room.released:
+        if state in (State.SUCCESS, State.FAILED) and not seen.ended:
+            self._ended(seen, state, handle.error)
+        if handle.released:
             del self._rooms[handle]
             self._events.append(RoomReleased(seen.room, seen.number, time.monotonic()))
 

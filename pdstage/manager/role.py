@@ -66,8 +66,10 @@ class Role(ABC, Generic[AnyCore, Own]):
         """A connection came to nothing for want of keys; `route` is empty where the other side tried it."""
 
     @abstractmethod
-    def _on_changed(self, room: Room) -> None:
-        """Brings the room's handle up to date."""
+    def _on_changed(self, room: Room, status: int) -> None:
+        """Brings the room's handle to `status`, the room's as it was read once: an engine's call may end the room
+        meanwhile, and tells that by another effect.
+        """
 
     @abstractmethod
     def _carry(self, effect: Own) -> None:

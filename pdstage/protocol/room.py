@@ -109,10 +109,10 @@ class Room:
         state = ROOM.after(self.state, event)
         if state is None:
             return False
+        if event is RoomEvent.FAILED:
+            self.error = error  # first: who reads the status in another thread may ask why
         self.status = state | (self.status & 0x80)
         self.ended = state in _ENDED
-        if event is RoomEvent.FAILED:
-            self.error = error
         return True
 
     def release(self) -> bool:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pdstage.errors import Aborted
 from pdstage.manager.handle import MAX_ENDED, Handle, Roster
+from pdstage.manager.observer import RoomEnded, RoomOpened, RoomReleased
+from pdstage.metadata import MetadataBuffers, usual_columns
 from pdstage.protocol.room import Room
 from pdstage.protocol.state import RoomEvent, State
+from tests.manager.engine import Rank, drive
+from tests.manager.test_observer import Recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def make(n: int) -> tuple[Roster, list[Room], list[Handle]]:
@@ -35,7 +43,7 @@ def test_an_ended_room_is_not_yet_released() -> None:
     rooms[1].release()
     rooms[2].on(RoomEvent.FAILED, Aborted("the test says so"))
     for room in rooms:
-        roster.changed(room)
+        roster.changed(room, room.status)
     states, released = roster.statuses(handles)
     assert list(states) == [State.SUCCESS, State.SUCCESS, State.FAILED, State.BOOTSTRAPPING]
     assert list(released) == [0, 1, 0, 0]
@@ -46,7 +54,7 @@ def test_each_change_is_in_the_next_answer() -> None:
     answers = []
     for step in (lambda: succeed(room), room.release, lambda: None):
         step()
-        roster.changed(room)
+        roster.changed(room, room.status)
         states, released = roster.statuses(handles)
         answers.append((int(states[0]), int(released[0])))
     assert answers == [(State.SUCCESS, 0), (State.SUCCESS, 1), (State.SUCCESS, 1)]
@@ -63,7 +71,7 @@ def test_the_minimum_over_ranks_is_the_state_of_all() -> None:
             rooms[1].release()
             rooms[2].on(RoomEvent.FAILED, Aborted("one rank only"))
         for room in rooms:
-            roster.changed(room)
+            roster.changed(room, room.status)
     answers = [roster.statuses(handles) for roster, _, handles in ranks]
     assert list(np.minimum(*(states for states, _ in answers))) == [State.SUCCESS, State.SUCCESS, State.FAILED]
     assert list(np.minimum(*(released for _, released in answers))) == [1, 0, 0]
@@ -87,3 +95,61 @@ def test_no_end_is_lost_while_the_driver_adds_others() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert taken == n
+
+
+class Interleaved:
+    """Runs `act` in another thread before the `at`-th line of every call that `wrap` makes, or not at all."""
+
+    def __init__(self, act: Callable[[], None], at: int) -> None:
+        self._act, self._left = act, at
+        self.acted = False
+
+    def wrap(self, function):
+        def traced(*args):
+            before = sys.gettrace()
+            sys.settrace(self._trace)
+            try:
+                return function(*args)
+            finally:
+                sys.settrace(before)
+
+        return traced
+
+    def _trace(self, frame, event, arg):
+        if event == "line" and not self.acted:
+            self._left -= 1
+            if self._left == 0:
+                self.acted = True
+                other = threading.Thread(target=self._act)
+                other.start()
+                other.join()
+        return self._trace
+
+
+def test_a_room_aborted_while_its_handle_is_brought_up_to_date(site, monkeypatch) -> None:
+    """Between any two lines of that: the end is neither lost nor told twice, and the row comes back (a room that hung
+    after its end was found by the chaos test).
+    """
+    seen = Recorder()
+    rows = MetadataBuffers(usual_columns(8), 2)
+    site.prefill(Rank(), metadata=MetadataBuffers(usual_columns(8), 2))
+    d = site.decode(Rank(), metadata=rows, observers=(seen,))
+    on_changed, at = d._on_changed, 0
+    while True:
+        at += 1
+        d.directory.forget()  # so that nothing happens to the room before the next turn
+        receiver, row = d.receive(at, site.address), rows.allocate()
+        raced = Interleaved(receiver.abort, at)
+        monkeypatch.setattr(d, "_on_changed", raced.wrap(on_changed))
+        d.lent.lend(receiver, row)
+        drive(site.nodes, lambda: raced.acted or receiver.state is State.WAITING_FOR_INPUT)  # noqa: B023
+        if not raced.acted:
+            break
+        drive(site.nodes, lambda: receiver.released)  # noqa: B023
+        rows.free(row)
+        assert receiver.state is State.FAILED
+        assert "aborted by the engine" in str(receiver.error)
+        assert [ended.key for ended in d.completions()] == [receiver.key]
+        assert [type(event) for _, event in seen.events] == [RoomOpened, RoomEnded, RoomReleased]
+        seen.events.clear()
+    assert at > 10
