@@ -16,7 +16,7 @@ from tests.any_layout.draw import KINDS, draw
 from tests.any_layout.held import Held, values
 from tests.any_layout.tape import Tape, shrink
 
-N_CASES, N_ALL_CASES = 2_000, 20_000
+N_CASES, N_ALL_CASES = 1_000, 20_000
 SIZES = range(1, 9)
 
 

@@ -44,6 +44,7 @@ def test_rooms(monkeypatch):
     check(report, "rooms a second", "idle main threads, p50", "busy main threads, p99", "open beside", "poll_many")
 
 
+@pytest.mark.full
 def test_watch(monkeypatch):
     monkeypatch.setattr(watch, "QUICK", (20, 1, 50, 2))
     monkeypatch.setattr(watch, "EVERY_S", 0.1)
@@ -51,6 +52,7 @@ def test_watch(monkeypatch):
     check(report, "rooms a second, watched", "idle, p50, watched, thread", "/metrics, 50 rooms open", "/rooms")
 
 
+@pytest.mark.full
 def test_load_ends_and_leaves_nobody_behind(monkeypatch):
     monkeypatch.setattr(load, "END_S", 0.1)
     assert load.load(0.5, "local", "staged") > 0
@@ -93,6 +95,7 @@ def test_transfer_over_local_moves_the_right_bytes(small):
     assert n["staged"] < 64
 
 
+@pytest.mark.full
 def test_auto(small):
     report = run_named("auto", quick=True)
     check(report, "cells where auto is within 10 % of the better path, local", "256 B runs", "64 KiB runs")
@@ -100,6 +103,7 @@ def test_auto(small):
     assert all(cell["chosen"] in ("direct", "staged", "both") for cell in cells)
 
 
+@pytest.mark.full
 def test_a_fabric_that_cannot_be_calibrated_is_left_out_in_words(monkeypatch, small):
     monkeypatch.setattr(auto, "fabrics", lambda: [sides.Fabric("pigeon post", "pigeon", {})])
     report = run_named("auto", quick=True)

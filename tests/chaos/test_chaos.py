@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from pdstage.transport import available
 from tests.chaos import network
 from tests.chaos.__main__ import drive
 from tests.chaos.control import stopped_writer
 from tests.chaos.plan import draw_faults, draw_site
 from tests.chaos.round import Round
+from tests.rows import rows, usable
 
-TRANSPORTS = [name for name in ("local", "nixl", "mooncake") if not available().get(name, "unknown")]
+TRANSPORTS = usable("local", "nixl", "mooncake")
 SEED, SECONDS = 20, 6.0
 
 
+@pytest.mark.full  # .ci/run drives longer rounds by `make chaos`
 def test_ranks_killed_stopped_and_cut_off_while_rooms_flow():
     """I1, I2, I5, I6, I8, I10, I14: no wrong byte, no room that hangs, nothing left behind."""
     namespaces = network.permitted()
@@ -26,7 +27,7 @@ def test_ranks_killed_stopped_and_cut_off_while_rooms_flow():
     assert tally.counts["rooms succeeded"]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", rows(TRANSPORTS, full={"nixl", "mooncake"}))
 def test_pages_stay_reserved_while_a_stopped_writer_may_go_on(transport):
     """I2: released only once the writer is proved dead or quiet."""
     seen = stopped_writer(transport, sabotage=False)

@@ -40,12 +40,12 @@ def needs(transport: str) -> None:
     [
         pytest.param("local", "staged", 4, 2, 8, marks=pytest.mark.full),
         pytest.param("local", "direct", 2, 4, 8, marks=pytest.mark.full),
-        ("local", "direct", 1, 2, 4),
+        pytest.param("local", "direct", 1, 2, 4, marks=pytest.mark.full),
         pytest.param("auto", "auto", 1, 1, 8, marks=pytest.mark.full),
-        ("nixl", "staged", 3, 2, 6),
+        pytest.param("nixl", "staged", 3, 2, 6, marks=pytest.mark.full),  # README.md's command is one of TP 4 -> 2
         pytest.param("nixl", "direct", 4, 2, 4, marks=pytest.mark.full),
         pytest.param("nixl", "staged", 8, 4, 4, marks=pytest.mark.full),
-        ("mooncake", "auto", 4, 2, 4),
+        pytest.param("mooncake", "auto", 4, 2, 4, marks=pytest.mark.full),
     ],
 )
 def test_decoding_goes_on_token_for_token(tmp_path, transport, path, prefill_tp, decode_tp, kv_heads):
@@ -82,8 +82,8 @@ def test_decoding_goes_on_token_for_token(tmp_path, transport, path, prefill_tp,
     ("transport", "prefill_tp", "decode_tp", "decode_aux"),
     [
         pytest.param("local", 1, 2, "rdma", marks=pytest.mark.full),
-        ("nixl", 2, 1, "rdma"),
-        ("nixl", 1, 1, "tcp"),
+        pytest.param("nixl", 2, 1, "rdma", marks=pytest.mark.full),
+        pytest.param("nixl", 1, 1, "tcp", marks=pytest.mark.full),
     ],
 )
 def test_rows_travel_by_the_transport_and_by_message_where_decode_offers_none(

@@ -13,6 +13,7 @@ import pytest
 
 from pdstage.tools.demo.options import MODELS
 from pdstage.transport import available
+from tests.rows import rows
 
 pytest.importorskip("torch")
 pytest.importorskip("rich")
@@ -33,11 +34,15 @@ RUNS = {
 }
 
 
+QUICK = {"gemma3", "mamba2"}  # a window and a state
+
+
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def told(tmp_path_factory, request):
     """What each model's run told. All in one process: half of a run's time is importing."""
     transport = "local" if available()["nixl"] else "nixl"
-    runs = [{"model": model, "transport": transport, **COMMON, **sizes} for model, sizes in RUNS.items()]
+    chosen = {model: RUNS[model] for model in RUNS if model in QUICK or request.config.getoption("--full")}
+    runs = [{"model": model, "transport": transport, **COMMON, **sizes} for model, sizes in chosen.items()]
     file = tmp_path_factory.mktemp("runs") / "runs.json"
     file.write_text(json.dumps(runs))
     tests = Path(__file__).parents[1]
@@ -46,14 +51,14 @@ def told(tmp_path_factory):
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return dict(zip(RUNS, map(json.loads, done.stdout.splitlines()), strict=True))
+    return dict(zip(chosen, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 def test_every_model_is_run():
     assert RUNS.keys() == set(MODELS)
 
 
-@pytest.mark.parametrize("model", RUNS)
+@pytest.mark.parametrize("model", rows(RUNS, full=RUNS.keys() - QUICK))
 def test_decoding_goes_on_token_for_token(told, model):
     assert "error" not in told[model], told[model]["error"]
     report = told[model]["report"]

@@ -60,6 +60,7 @@ def test_broken(tmp_path, init, how, ended, at, said):
     assert not run.report.transports["nixl"].usable
 
 
+@pytest.mark.full
 def test_one_that_hangs_is_ended_at_its_deadline(tmp_path):
     hangs = WORKING.replace('self.create_backend("UCX")', "signal.pause()") % "pass"
     run = doctor(*ONLY, "--deadline", "8", path=fake_nixl(tmp_path, api=hangs))

@@ -90,6 +90,7 @@ def test_somebody_else_listens():
         failed(run, "control", "no answer")
 
 
+@pytest.mark.full
 def test_keys(tmp_path):
     """The same file on both sides works; another, or none, is refused with what to do."""
     own, other = tmp_path / "own.key", tmp_path / "other.key"
@@ -119,12 +120,14 @@ def test_a_transport_that_one_side_lacks(plain):
     failed(ask(plain, "--transport", "mori"), "versions", "not installed here")
 
 
+@pytest.mark.full
 def test_a_transport_that_breaks_at_the_peer():
     """Its process dies of the transport: this side says at which stage it fell silent."""
     with serving(before=BREAKS) as endpoint:
         failed(ask(endpoint, "--transport", "local", "--deadline", "8"), "transport", "no answer")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not network.permitted(), reason="namespaces cannot be made here")
 def test_two_hosts(tmp_path):
     """Namespaces stand for hosts: bytes cross by nixl; `local` says why not; a cut is named as what it is."""

@@ -65,7 +65,7 @@ def placed(draw):
     return replace(transfer, **{side: on_device(indexes) for side, indexes in sides.items()})
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(transfer=placed(), max_sms=st.sampled_from([None, 1, 2, 7]))
 def test_every_transfer_is_the_references(transfer, max_sms):
     check(InterpreterRig(max_sms), transfer)

@@ -17,6 +17,7 @@ import pytest
 
 from pdstage.kernels import cuda_copy, nvrtc
 from pdstage.kernels.cupy_runtime import Bulk
+from tests.rows import rows
 
 TABLES = {"LDG.E", "LDG.E.64", "LD.E", "LD.E.64"}  # Params, Group, View
 INDEX_LISTS = {"LDG.E.CONSTANT", "LDG.E.64.CONSTANT"}  # table()
@@ -86,7 +87,7 @@ def inspect(tmp_path_factory, request):
         yield found
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_100"}))
 @pytest.mark.parametrize(("way", "shape", "summed"), list(product(WAYS, SHAPES, (0, 1))))
 def test_16_byte_kernels_access_payload_in_16_bytes_only(inspect, architecture, way, shape, summed):
     registers, stack, accesses = inspect(*plain(way, shape, 0, summed), architecture)
@@ -97,7 +98,7 @@ def test_16_byte_kernels_access_payload_in_16_bytes_only(inspect, architecture, 
     assert payload == [PAYLOAD_LOAD] * units + [PAYLOAD_STORE] * units, "every load is issued before the first store"
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_100"}))
 @pytest.mark.parametrize(("way", "shape", "summed"), list(product(WAYS, SHAPES, (0, 1))))
 def test_mixed_kernels_fit_their_registers(inspect, architecture, way, shape, summed):
     registers, stack, accesses = inspect(*plain(way, shape, 1, summed), architecture)
@@ -106,7 +107,7 @@ def test_mixed_kernels_fit_their_registers(inspect, architecture, way, shape, su
     assert {PAYLOAD_LOAD, PAYLOAD_STORE} <= set(accesses)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES[1:])
+@pytest.mark.parametrize("architecture", rows(ARCHITECTURES[1:], full={"sm_100"}))
 @pytest.mark.parametrize(("way", "shape"), list(product(WAYS, SHAPES)))
 def test_bulk_kernels_move_payload_past_the_registers(inspect, architecture, way, shape):
     registers, stack, accesses = inspect(*bulk(way, shape), architecture)

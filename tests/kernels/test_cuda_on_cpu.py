@@ -71,7 +71,7 @@ RIGS = [
 by_rig = pytest.mark.parametrize(
     "rig", RIGS, ids=["host lists", "device lists", "bulk copies", "bulk copies of device lists"]
 )
-EXAMPLES = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @by_rig

@@ -32,7 +32,7 @@ by_code = pytest.mark.parametrize("rig", RIGS, ids=lambda rig: f"{rig.backend}-{
 
 
 @by_code
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(transfer=transfers())
 def test_every_transfer_moves_its_tokens_and_nothing_else(rig, transfer):
     check(rig, transfer)

@@ -14,6 +14,7 @@ import pytest
 from pdstage.kernels import backends, checksum, host_convert, triton_copy
 from pdstage.kernels.triton_copy import COPY, DEPTH, GATHER, SCATTER
 from pdstage.kernels.triton_device import THREADS, ConvertVariant, Variant, _Held, build, interpreted
+from tests.rows import rows
 
 triton = pytest.importorskip("triton")
 pytest.importorskip("torch")
@@ -85,7 +86,7 @@ def disassembled(kernel, tmp_path):
 @pytest.mark.parametrize("general", [True, False])
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize(("way", "head_major"), WAYS)
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", rows([80, 90, 100], full={80, 100}))
 def test_16_byte_accesses_on_nvidia(tmp_path, arch, way, head_major, summed, general):
     kernel = build(variant(way, head_major, 16, summed, general), GPUTarget("cuda", arch, 32))
     ptx, n = kernel.asm["ptx"], DEPTH[way, summed]
@@ -130,7 +131,7 @@ def test_16_byte_accesses_on_amd(way, head_major, summed):
 
 @pytest.mark.parametrize("kind", [0, 1, 3, 4])
 @pytest.mark.parametrize("way", [GATHER, SCATTER])
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", rows([80, 90], full={80}))
 def test_conversions_on_nvidia_are_wide_and_round_as_ieee_says(tmp_path, arch, way, kind):
     kernel = build(ConvertVariant(way, kind, 0, 128, 64, ALIGNED=True), GPUTarget("cuda", arch, 32))
     ptx = kernel.asm["ptx"]

@@ -14,11 +14,11 @@ import pytest
 
 from pdstage import AuxRow, Column, Config, MetadataBuffers, State, UsageError
 from pdstage.metadata import RowInUse, usual_columns
-from pdstage.transport import available
 from tests.manager.engine import QUICK, Rank, drive
 from tests.manager.test_transfer import Event
+from tests.rows import usable
 
-TRANSPORTS = [name for name in ("local", "nixl") if not available().get(name, "unknown")]
+TRANSPORTS = usable("local", "nixl")
 TOKENS = 12
 DRAFT = Column("draft_state", "float16", (33,))
 
@@ -212,8 +212,8 @@ def test_a_row_may_be_freed_by_who_sees_released(site, monkeypatch) -> None:
     for node, handle, rows, row in ((pair.p, sender, pair.rows[0], ours), (pair.d, receiver, pair.rows[1], theirs)):
         changed = node.roster.changed
 
-        def look(room, changed=changed, handle=handle, rows=rows, row=row) -> None:
-            changed(room)
+        def look(room, status, changed=changed, handle=handle, rows=rows, row=row) -> None:
+            changed(room, status)
             if handle.released and handle not in seen:
                 seen.append(handle)
                 rows.free(row)

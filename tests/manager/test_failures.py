@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection
 import pytest
 
 from pdstage import DecodeNode, State
-from pdstage.transport import available
 from tests.chaos.network import Namespaces, permitted
 from tests.manager.engine import Rank, drive, prefill_node
 from tests.manager.test_processes import Remote, spawn
@@ -24,11 +23,12 @@ from tests.manager.workers import (
     serve_decode,
     serve_prefill_forbidden_to_write,
 )
+from tests.rows import rows, usable
 
-TRANSPORTS = [name for name in ("local", "nixl", "mooncake") if not available().get(name, "unknown")]
+TRANSPORTS = usable("local", "nixl", "mooncake")
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture(params=rows(TRANSPORTS, full={"mooncake"}))
 def transport(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -42,7 +42,7 @@ def half_sent(d: DecodeNode, dst: Rank, address: str) -> list:
     return receivers
 
 
-@pytest.mark.parametrize("path", ["staged", "direct"])
+@pytest.mark.parametrize("path", rows(["staged", "direct"], full={"direct"}))
 def test_a_killed_prefill_process_fails_its_rooms_only(site, transport, path):
     """Row: writer killed. I6, I10, I14: the room it was sending fails with a reason, and its pages and leases come back
     once its death is proved.
@@ -164,7 +164,7 @@ def two_hosts(monkeypatch) -> Iterator[Namespaces]:
     hosts.close()
 
 
-@pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "local"])
+@pytest.mark.parametrize("transport", rows([name for name in TRANSPORTS if name != "local"], full={"nixl"}))
 def test_a_host_that_vanishes_fails_its_rooms_on_both_sides(two_hosts, transport):
     """Row: host vanished. Row of mooncake: host vanished.
 

@@ -18,14 +18,14 @@ import pytest
 
 from pdstage import State
 from pdstage.manager import node as node_module
-from pdstage.transport import available
 from tests import descriptors
 from tests.chaos import account
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
 from tests.manager.test_processes import Remote
 from tests.manager.workers import TOKENS
+from tests.rows import rows, usable
 
-TRANSPORTS = [name for name in ("local", "nixl", "mooncake") if not available().get(name, "unknown")]
+TRANSPORTS = usable("local", "nixl", "mooncake")
 
 
 def held() -> Counter[str]:
@@ -92,7 +92,7 @@ def test_rooms_end_though_the_thread_sleeps_until_the_node_is_closed(site, monke
         assert ("the node's last turn failed" in caplog.text) == breaks
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", rows(TRANSPORTS, full={"mooncake"}))
 @pytest.mark.parametrize("path", ["staged", "direct"])
 def test_a_rank_changes_its_role_on_the_same_memory(site, transport, path):
     """Each role gives back all it had, so that the other may begin at once, time after time (I2, I8, I14)."""
@@ -122,7 +122,7 @@ def test_a_rank_changes_its_role_on_the_same_memory(site, transport, path):
     assert not leaks(before, n_turns=4)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", rows(TRANSPORTS, full={"mooncake"}))
 def test_a_node_that_must_close_beside_a_stopped_writer_keeps_its_memory(site, transport, caplog):
     """The writer may go on at any time, so nobody else may get what it was lent (I2); and it says who it is."""
     dst = Rank(n_pages=128)
@@ -209,6 +209,7 @@ def test_memory_of_a_forked_child_is_a_copy(site):
 
 def test_staging_memory_goes_with_the_close_of_a_node_that_is_kept(site):
     """I14: an engine may hold the closed node for long."""
+    gc.collect()  # nodes of other tests
     before = descriptors.count("/memfd:pdstage")
     src, dst = Rank(page=4), Rank(page=8)
     p, d = (
@@ -219,7 +220,7 @@ def test_staging_memory_goes_with_the_close_of_a_node_that_is_kept(site):
     assert descriptors.count("/memfd:pdstage") > before
     assert d.close()
     assert p.close()
-    assert descriptors.count("/memfd:pdstage") == before
+    assert descriptors.count("/memfd:pdstage") <= before
 
 
 def test_a_room_whose_prefill_is_still_looked_up_fails_when_its_node_closes(site):

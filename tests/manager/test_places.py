@@ -7,11 +7,11 @@ import multiprocessing
 import pytest
 
 from pdstage import State, Topology
-from pdstage.transport import available
 from tests.manager.engine import drive
 from tests.manager.places import SLOTS, TOKENS, Stage, serve_stage
+from tests.rows import rows, usable
 
-TRANSPORTS = [name for name in ("local", "nixl") if not available().get(name, "unknown")]
+TRANSPORTS = usable("local", "nixl")
 TP, PP, DP = 4, 2, 4
 PLACES = [Topology(tp_size=TP, tp_rank=rank % TP, pp_size=PP, pp_rank=rank // TP) for rank in range(TP * PP)]
 server = multiprocessing.get_context("forkserver")
@@ -19,7 +19,7 @@ server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(["tests.manager.places", *(f"pdstage.transport.{name}" for name in TRANSPORTS)])
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", rows(TRANSPORTS, full={"nixl"}))
 def test_tp_4_pp_2_to_dp_4(site, transport):
     """Two replicas are staged to, two written in place; every byte, I9's trimmed slots included."""
     n_rooms = 2 * DP

@@ -7,11 +7,11 @@ import multiprocessing
 import pytest
 
 from pdstage import State
-from pdstage.transport import available
 from tests.manager.engine import Rank, drive
 from tests.manager.workers import TOKENS, serve_prefill
+from tests.rows import usable
 
-TRANSPORTS = [name for name in ("local", "nixl") if not available().get(name, "unknown")]
+TRANSPORTS = usable("local", "nixl")
 spawn = multiprocessing.get_context("spawn")
 
 

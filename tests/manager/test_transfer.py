@@ -11,10 +11,10 @@ import pytest
 
 from pdstage import Items, State
 from pdstage.protocol.state import Phase
-from pdstage.transport import available
 from tests.manager.engine import LAYERS, Rank, drive
+from tests.rows import usable
 
-TRANSPORTS = [name for name in ("local", "nixl") if not available().get(name, "unknown")]
+TRANSPORTS = usable("local", "nixl")
 TOKENS = 37
 
 

@@ -17,6 +17,7 @@ from pdstage.protocol.prefill_chunks import ChunkSender, Windows
 from pdstage.protocol.prefill_rooms import PrefillRooms
 from pdstage.protocol.session import Detach
 from pdstage.protocol.state import ROOM, DestinationPhase, Phase, RoomEvent, State
+from tests.rows import rows
 from tests.sim.explore import QUICK
 from tests.sim.facts import Shape, Violation
 from tests.sim.frozen import Node, canonical, digest, freeze, thaw
@@ -36,6 +37,7 @@ NARROW = Configuration(
 BY_NAME = {configuration.name: configuration for configuration in [*QUICK, CRASHING, LOSSY, ABORTING, NARROW]}
 
 
+@pytest.mark.full  # `make sim` explores the same worlds, and more
 @pytest.mark.parametrize("configuration", QUICK, ids=lambda c: c.name)
 def test_every_state_of_a_small_world(configuration: Configuration) -> None:
     report = Search(configuration).run()
@@ -60,7 +62,7 @@ REDUCED = ["from the start", "straight into pages", "a false alarm", "two writer
 TWIN = [CRASHING.name, LOSSY.name, ABORTING.name, NARROW.name]
 
 
-@pytest.mark.parametrize("name", [*REDUCED, *TWIN])
+@pytest.mark.parametrize("name", rows([*REDUCED, *TWIN], full={*REDUCED[2:], *TWIN[:3]}))
 def test_the_search_finds_all_ends_and_only_those(name: str) -> None:
     """Reduced, by the steps that commute and by symmetry, or in all orders and one whole state after another."""
     plain, search = Plain(BY_NAME[name]), Search(BY_NAME[name])
@@ -69,7 +71,7 @@ def test_the_search_finds_all_ends_and_only_those(name: str) -> None:
     assert search.ends == plain.ends
 
 
-@pytest.mark.parametrize("name", ["from the start", pytest.param(CRASHING.name, marks=pytest.mark.full), LOSSY.name])
+@pytest.mark.parametrize("name", rows(["from the start", CRASHING.name, LOSSY.name], full={CRASHING.name, LOSSY.name}))
 def test_the_search_in_all_orders_finds_every_state_and_step(name: str) -> None:
     plain = Plain(BY_NAME[name]).run()
     whole = Search(BY_NAME[name], every_order=True, mirrored=False).run()

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 N_SEEDS, N_BLOCKS = 320, 8
 
 
+@pytest.mark.full  # `make sim` runs ten times as many
 @pytest.mark.parametrize("block", range(N_BLOCKS))
 def test_every_invariant_holds_under_every_fault(block: int) -> None:
     """I1 to I16. A failing seed is explained by `pdstage sim --seed N`."""

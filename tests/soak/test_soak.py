@@ -7,12 +7,14 @@ from contextlib import ExitStack
 import pytest
 
 from pdstage.protocol.state import State
+from tests.rows import rows
 from tests.soak.real import RealPeers
 from tests.soak.star import DECODE_WAYS, PREFILL_WAYS, Crowd, Star
 
 WENT_WELL = {"bye", "killed", "silent", "idle"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_nothing_grows_with_peers_that_come_and_go(role: str) -> None:
     """Descriptors, sockets, threads and every table (I14); and each room ended as its peer's way has it (I10)."""
@@ -43,7 +45,7 @@ def test_a_crowd_is_served_over_one_socket_and_leaves_nothing(role: str) -> None
         assert not crowd.gauge(before).grown(before)
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("role", rows(["decode", "prefill"], full={"prefill"}))
 def test_real_nodes_that_come_and_go_leave_nothing(role: str) -> None:
     """Real bytes over a real transport, whose own tables are looked at too (I14)."""
     with ExitStack() as stack:

@@ -43,6 +43,9 @@ VARIANTS = {
     "postbox-two": Variant("postbox", "two"),
 }
 
+FULL = {"local-numpy", "auto-two", "nixl-same", "nixl-tcp"}
+"""Whose code other variants run too: numpy copies, a choice of transport, UCX over another of its own transports."""
+
 for name in environment.TEST_TRANSPORTS.read() or ():  # of whoever wrote one: see docs/transports.md
     VARIANTS |= {f"{name}-{where}": Variant(name, where) for where in ("same", "two")}
 
@@ -57,7 +60,8 @@ def _params(*, processes: bool = False) -> list[object]:
         if processes and variant.where == "same":
             continue
         why_not = reasons.get(variant.transport.partition("+")[0], "")
-        params.append(pytest.param(variant, id=name, marks=[pytest.mark.skip(reason=why_not)] if why_not else []))
+        marks = [pytest.mark.skip(reason=why_not)] if why_not else [pytest.mark.full] if name in FULL else []
+        params.append(pytest.param(variant, id=name, marks=marks))
     return params
 
 

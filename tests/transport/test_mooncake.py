@@ -183,6 +183,7 @@ def test_a_peer_that_comes_back_on_the_same_port_is_written_where_it_is_now(a, p
         assert_fails(a, b)
 
 
+@pytest.mark.full
 def test_50_short_lived_peers_leave_a_bounded_number_of_connections(a, monkeypatch):
     """I14: what the library keeps of them goes with an engine that wrote to some of them; the one that peers write to
     stays, and a peer that lives on keeps its own.

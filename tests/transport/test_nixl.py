@@ -172,6 +172,7 @@ def lives(a: object, b: object, n: int, renew: object) -> None:
     assert n_fds[-1] <= n_fds[1] + 1, n_fds
 
 
+@pytest.mark.full
 def test_200_short_lived_peers_leave_no_agents_and_no_descriptors():
     """I14."""
     a, ends = Endpoint("nixl"), []
@@ -255,7 +256,7 @@ def two_hosts() -> object:
 
 
 @as_root
-@pytest.mark.parametrize("n_devices", [1, 2])
+@pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_large_write_uses_the_devices_it_was_given(two_hosts, n_devices):
     ends = [
         Remote("nixl", OVER_TCP, netns=space, devices=[f"{side}{i}" for i in range(n_devices)])

@@ -1,0 +1,23 @@
+"""Rows of tests: the transports that work here, and which of them only FULL=1 runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdstage.transport import available
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+
+def usable(*names: str) -> list[str]:
+    """Those of `names` that start on this machine."""
+    reasons = available()
+    return [name for name in names if not reasons.get(name, "unknown")]
+
+
+def rows(names: Iterable[object], *, full: Collection[object]) -> list[object]:
+    """A parameter for each of `names`; those in `full` cost more time than `make test` has."""
+    return [pytest.param(name, marks=pytest.mark.full if name in full else ()) for name in names]
