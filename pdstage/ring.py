@@ -1,18 +1,25 @@
-"""One staging lane as a ring: which bytes are leased, and up to where they are free again.
+"""One staging lane as a ring: which bytes are leased, and up to where they are free again. It touches no memory.
 
-It counts bytes.
+A *cursor* is a byte count that never wraps and never restarts; the byte it names is `cursor % capacity`. Leases are
+granted in cursor order, each contiguous. The *watermark* is the cursor below which everything is released. A lease
 
-Cursors are byte counts that never wrap and never restart; the byte a cursor names is `cursor % capacity`. Leases are
-granted in cursor order, each contiguous, and may run up to one lap ahead of the bytes being free: such a lease is
-*closed* until the watermark, below which everything is released, has come within a lap of its end.
+    may be granted   if its end is at most watermark + 2 * capacity
+    may be written   if its end is at most watermark + capacity; it is *open* then, and *closed* before
 
-Only unreleased leases are stored. The watermark is the cursor of the first of them, or the head when there is none;
-so padding (the bytes a lease skips to stay contiguous, or to avoid a carved-out span) is the gap in front of a lease,
-released from the start, and no padding can ever be waited for.
+A closed lease lies on bytes that belong to leases of the lap before. In a lane of 1,024 bytes:
 
-A *quarantined* lease may still be written by a writer nobody hears of. Its bytes are *carved out*: no later lease
-overlaps them until `release` says they are quiet. The watermark passes it as if it were padding, but only once no
-live lease lies on the same bytes one lap on: passing it would open that lease's window.
+    cursor   0      256            768     1024     1280
+             [  A  ][      B      ][  C   ][   D    ]      D has the bytes of A. It opens when A is released,
+             lap 0                         lap 1           since the watermark is then 256, and 256 + 1024 = 1280.
+
+Only unreleased leases are stored. The watermark is the cursor of the first of them, or the head when there is none.
+A lease may skip bytes, to stay contiguous or to avoid a carved-out span. That padding is not stored, so nothing ever
+waits for it.
+
+A *quarantined* lease may still be written by a writer that nobody hears of. Its bytes are *carved out*: no later lease
+gets them until `release`. The watermark may pass it, unless a live lease has the same bytes one lap on: that lease
+would open. So if B is quarantined and A is released, the watermark goes on to C at 768; but had D the bytes of B, the
+watermark would stay at 256 until D is returned (`in_the_way`).
 """
 
 from __future__ import annotations
@@ -36,6 +43,8 @@ QUARANTINED = "quarantined"
 
 @dataclass(slots=True)
 class _Lease:
+    """A lease as its lane sees it: `nbytes` is rounded up to 256."""
+
     cursor: int
     nbytes: int
     state: str
@@ -64,20 +73,20 @@ class Lane:
         """The cursor the next grant starts from, before any padding."""
         self.watermark = 0
         """The cursor below which all is released or carved out. Never falls (I4); equals `head` in an idle lane."""
-        self._window: OrderedDict[int, _Lease] = OrderedDict()  # unreleased, not passed by the watermark; cursors rise
+        self._ahead: OrderedDict[int, _Lease] = OrderedDict()  # unreleased, from the watermark on; cursors rise
         self._passed: dict[int, _Lease] = {}  # quarantined and passed by the watermark
-        self._carved: list[tuple[int, int]] | None = [(0, capacity)]  # as `_recarve` gives them; None once they changed
-        self._largest = capacity
+        self._gaps: list[tuple[int, int]] | None = [(0, capacity)]  # what `_find_gaps` found; None once that is old
+        self._largest = capacity  # of the gaps
 
     @property
     def quarantined_nbytes(self) -> int:
         """Bytes of the lane that are carved out."""
-        return self.capacity - sum(stop - start for start, stop in self._recarve())
+        return self.capacity - sum(stop - start for start, stop in self._find_gaps())
 
     def largest(self) -> int:
         """The largest lease the lane can ever grant as things stand: its largest span not carved out."""
-        if self._carved is None:
-            self._recarve()
+        if self._gaps is None:
+            self._find_gaps()
         return self._largest
 
     def cursor_of_next(self, nbytes: int) -> int | None:
@@ -103,7 +112,7 @@ class Lane:
         if cursor is None:
             return None
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        self._window[cursor] = _Lease(cursor, size, GRANTED)
+        self._ahead[cursor] = _Lease(cursor, size, GRANTED)
         self.head = cursor + size
         self._advance()  # past the padding in front, if the lane was idle
         return cursor
@@ -119,9 +128,9 @@ class Lane:
     def release(self, cursor: int) -> bool:
         """Nothing will write or read the lease any more; True if the watermark advanced."""
         lease = self._lease(cursor, GRANTED, LANDED, QUARANTINED)
-        (self._window if cursor in self._window else self._passed).pop(cursor)
+        (self._ahead if cursor in self._ahead else self._passed).pop(cursor)
         if lease.state == QUARANTINED:
-            self._carved = None
+            self._gaps = None
         return self._advance()
 
     def quarantine(self, cursor: int) -> bool:
@@ -130,17 +139,17 @@ class Lane:
         True if the watermark advanced. Call `in_the_way` next: those leases hold the watermark until they come back.
         """
         self._lease(cursor, GRANTED).state = QUARANTINED
-        self._carved = None
+        self._gaps = None
         return self._advance()
 
     def in_the_way(self) -> list[int]:
-        """Granted leases that lie on a quarantined one's bytes one lap on. All are closed, so they can be recalled."""
-        quarantined = [lease for lease in self._window.values() if lease.state == QUARANTINED]
+        """Granted leases that have a quarantined one's bytes one lap on. All are closed, so they can be recalled."""
+        quarantined = [lease for lease in self._ahead.values() if lease.state == QUARANTINED]
         if not quarantined:
             return []
         ends = [lease.end + self.capacity for lease in quarantined]  # disjoint and ascending, as the cursors are
         found = []
-        for lease in self._window.values():
+        for lease in self._ahead.values():
             at = bisect_right(ends, lease.cursor) if lease.state == GRANTED else len(ends)
             if at < len(ends) and self._on_next_lap(quarantined[at], lease):
                 found.append(lease.cursor)
@@ -148,12 +157,12 @@ class Lane:
 
     def state(self, cursor: int) -> str | None:
         """ "granted", "landed", "quarantined", or None: never granted, or released."""
-        lease = self._window.get(cursor) or self._passed.get(cursor)
+        lease = self._ahead.get(cursor) or self._passed.get(cursor)
         return lease.state if lease else None
 
     def leases(self) -> Iterator[tuple[int, int, str]]:
         """(cursor, nbytes rounded up to 256, state) of every unreleased lease, cursors ascending."""
-        for lease in sorted((*self._passed.values(), *self._window.values()), key=lambda lease: lease.cursor):
+        for lease in sorted((*self._passed.values(), *self._ahead.values()), key=lambda lease: lease.cursor):
             yield lease.cursor, lease.nbytes, lease.state
 
     def blocker(self) -> int | None:
@@ -161,11 +170,11 @@ class Lane:
 
         None also while the watermark waits at a quarantined lease: then `in_the_way` names who holds it.
         """
-        first = next(iter(self._window.values()), None)
+        first = next(iter(self._ahead.values()), None)
         return first.cursor if first and first.state != QUARANTINED else None
 
     def _lease(self, cursor: int, *states: str) -> _Lease:
-        lease = self._window.get(cursor) or self._passed.get(cursor)
+        lease = self._ahead.get(cursor) or self._passed.get(cursor)
         if lease is None or lease.state not in states:
             raise UsageError(
                 f"the lease at cursor {cursor} is {lease.state if lease else 'not held'}",
@@ -178,24 +187,24 @@ class Lane:
         """The lowest cursor from the head on whose `size` bytes are contiguous and not carved out."""
         lap = self.head // self.capacity * self.capacity
         for base in (lap, lap + self.capacity):  # the second lap offers every gap whole, so the largest is found there
-            for start, stop in self._carved or self._recarve():
+            for start, stop in self._gaps or self._find_gaps():
                 cursor = max(self.head, base + start)
                 if cursor + size <= base + stop:
                     return cursor
-        raise AssertionError(f"no gap of {size} bytes in {self._recarve()}")
+        raise AssertionError(f"no gap of {size} bytes in {self._find_gaps()}")
 
     def _on_next_lap(self, old: _Lease, lease: _Lease) -> bool:
-        """Whether `lease` lies on the bytes of `old`, one lap on."""
+        """Whether `lease` has bytes of `old`, one lap on."""
         return lease.cursor < old.end + self.capacity and old.cursor + self.capacity < lease.end
 
-    def _recarve(self) -> list[tuple[int, int]]:
-        """Physical spans not carved out, ascending. Computed when asked for: many leases are quarantined at once.
+    def _find_gaps(self) -> list[tuple[int, int]]:
+        """The spans of the lane's memory that are not carved out, ascending.
 
-        Quarantined spans may overlap, one lap apart.
+        Found when asked for, since many leases are quarantined at once. Quarantined spans may overlap, one lap apart.
         """
-        if self._carved is not None:
-            return self._carved
-        held = (lease for leases in (self._window, self._passed) for lease in leases.values())
+        if self._gaps is not None:
+            return self._gaps
+        held = (lease for leases in (self._ahead, self._passed) for lease in leases.values())
         spans = sorted((lease.cursor % self.capacity, lease.nbytes) for lease in held if lease.state == QUARANTINED)
         gaps, at = [], 0
         for start, nbytes in spans:
@@ -204,12 +213,12 @@ class Lane:
             at = max(at, start + nbytes)
         if at < self.capacity:
             gaps.append((at, self.capacity))
-        self._carved, self._largest = gaps, max((stop - start for start, stop in gaps), default=0)
+        self._gaps, self._largest = gaps, max((stop - start for start, stop in gaps), default=0)
         return gaps
 
-    def _held_back(self, old: _Lease) -> bool:
-        """Whether a live lease lies on the bytes of `old` one lap on; those are at the end of the window."""
-        for lease in reversed(self._window.values()):
+    def _is_blocked(self, old: _Lease) -> bool:
+        """Whether a live lease has the bytes of `old` one lap on. Such leases are the last of `_ahead`."""
+        for lease in reversed(self._ahead.values()):
             if lease.end <= old.cursor + self.capacity:
                 return False
             if lease.state != QUARANTINED and self._on_next_lap(old, lease):
@@ -219,10 +228,10 @@ class Lane:
     def _advance(self) -> bool:
         """Moves the watermark as far as it may go; True if it moved."""
         before = self.watermark
-        while self._window:
-            first = next(iter(self._window.values()))
-            if first.state != QUARANTINED or self._held_back(first):
+        while self._ahead:
+            first = next(iter(self._ahead.values()))
+            if first.state != QUARANTINED or self._is_blocked(first):
                 break
-            self._passed[first.cursor] = self._window.pop(first.cursor)
-        self.watermark = next(iter(self._window), self.head)
+            self._passed[first.cursor] = self._ahead.pop(first.cursor)
+        self.watermark = next(iter(self._ahead), self.head)
         return self.watermark > before

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdstage.manager.items import Checked, rects_of
-from pdstage.protocol.state import Phase
+from pdstage.protocol.state import ChunkPhase
 from pdstage.spans import Index
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdstage.layout import Layout
     from pdstage.protocol.destinations import PrefillRoom
 
-_OVER = (Phase.WRITTEN, Phase.DROPPED, Phase.BROKEN)
+_OVER = (ChunkPhase.WRITTEN, ChunkPhase.DROPPED, ChunkPhase.BROKEN)
 
 
 def prefix_tokens(room: PrefillRoom, names: Collection[str]) -> int | None:

@@ -387,7 +387,7 @@ class DecodeCore:
         if peer is not None:
             for room in list(peer.rooms):
                 self.rooms.fail(room, error, now)
-        self.lender.strand(session, now)
+        self.lender.session_lost(session, now)
         if not session.said_bye:
             self.endpoint.emit(PeerWarning(session.route, error))
         self.endpoint.emit(Detach(session))
@@ -430,7 +430,7 @@ class DecodeCore:
         """After `Detach`: nothing of that session lands any more, so all it held is free."""
         session.quiet = True
         self._leave_stranded(session)
-        self.lender.unstrand(session, now)
+        self.lender.session_fenced(session, now)
         for writer in list(session.claims.values()):
             self.rooms.mark_quiet(writer)
         self.settle(now)

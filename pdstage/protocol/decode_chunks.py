@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pdstage.protocol.room import OwnRows
     from pdstage.protocol.session import Endpoint, Session
 
-_MAX_CLAIMS = 4096
+_MAX_LEASES = 4096
 """Leases and waiting requests of one writer for one room: what it asks for beyond has to wait for those."""
 _MAX_REPEATS = 65_536
 """Chunks of one writer beyond which one that brings nothing new is not noted."""
@@ -84,7 +84,7 @@ class ChunkReceiver:
             self._rooms.fail(writer.room, PeerError(f"prefill rank {writer.number} asks for a lease: {problem}"), now)
         elif writer.coverage.covers(ask.rects):
             self.endpoint.send(session, m.Refused(ask.epoch, ask.chunk, ask.attempt, "covered", 0), now)
-        elif held is None and self._leases.n_claims(session, ask.epoch) >= _MAX_CLAIMS:
+        elif held is None and self._leases.count(session, ask.epoch) >= _MAX_LEASES:
             return  # it asks again
         elif not isinstance(held, LeaseRequest) or held.attempt <= ask.attempt:
             self._leases.wait(request)
@@ -210,7 +210,7 @@ class ChunkReceiver:
             writer.closing = close
             written = {(w.lane, w.cursor) for w in close.written if w.lane != m.DIRECT}
             for lease in self._leases.of(session, close.epoch):
-                lease.listed = (lease.lane, lease.cursor) in written
+                lease.said_written = (lease.lane, lease.cursor) in written
             if any(w.chunk not in writer.arrived for w in close.written):
                 return
             shortfall = self._shortfall(writer, close)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.protocol.messages import AUX, DIRECT
 from pdstage.protocol.room import Room
-from pdstage.protocol.state import DestinationPhase, Phase
+from pdstage.protocol.state import ChunkPhase, DestinationPhase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,7 +42,7 @@ class Chunk:
     source: SubmittedChunk
     rects: tuple[Rect, ...]
     nbytes: int
-    phase: Phase = Phase.RESERVING
+    phase: ChunkPhase = ChunkPhase.RESERVING
     direct: bool = False
     attempt: int = 0
     lane: int = 0
@@ -71,7 +71,7 @@ class Chunk:
         return self.phase in _BEGUN
 
 
-_BEGUN = frozenset({Phase.GATHERING, Phase.WRITING, Phase.WRITTEN, Phase.BROKEN})
+_BEGUN = frozenset({ChunkPhase.GATHERING, ChunkPhase.WRITING, ChunkPhase.WRITTEN, ChunkPhase.BROKEN})
 
 
 @dataclass(slots=True, eq=False)

@@ -1,8 +1,14 @@
-"""Leases at decode: the ledger of the lanes' memory, the requests that wait for some of it, and what is said of both.
+"""Leases at decode: which staging memory is lent to which chunk, who waits for some, and what the writers are told.
 
-A lease's life goes on after its room's end, so the room table is not known here (I2, I15):
+    Reserve   decode_chunks: LeaseTable.wait       the request waits
+    Lease     Lender.grant_and_notify              after every input: granted, and its writer is told
+    (tag)     decode_chunks: LeaseTable.land       its bytes are there; then they are scattered
+    (done)    decode_chunks: LeaseTable.release    scattered; the watermark may rise, and more may be granted
 
-    granted -> landed -> released          granted -> quarantined -> released          granted -> released
+A lease can also end unwritten: its writer gives it back (`Lender.on_returned`, often because of a Recall), or is quiet
+about its room (`release_of`). If the room fails first, the lease is quarantined (`quarantine_of`) until its writer is
+quiet. If the session is lost, what may still be written is quarantined (`session_lost`) until it is fenced
+(`session_fenced`). So a lease may outlive its room, and the room table is not known here (I2, I15).
 """
 
 from __future__ import annotations
@@ -37,7 +43,8 @@ class LeaseRequest:
     waiting: bool = True
 
     @property
-    def claim(self) -> tuple[m.SessionId, int]:
+    def writer(self) -> tuple[m.SessionId, int]:
+        """Whose part of which room it is for: the session, and the room's epoch."""
         return (self.session.id, self.epoch)
 
 
@@ -132,29 +139,42 @@ class Lease:
     cursor: int
     granted_at: float
     phase: LeasePhase = LeasePhase.GRANTED
-    listed: bool = False
-    """Its writer says it was written: its tag is on the way."""
+    said_written: bool = False
+    """Its writer's CloseOk lists it as written, so its tag is on the way. Set by `decode_chunks`."""
 
     @property
     def end(self) -> int:
+        """Of the bytes asked for; the lane itself counts in multiples of 256."""
         return self.cursor + self.request.nbytes
 
 
 class LeaseTable:
-    """Lanes, grants and the queue. Within a priority, first come first served; no session more than half while others
-    wait.
+    """The lanes, the live leases and the requests that wait.
+
+    Who is served: the request of the lowest priority number, and of those the first. It is passed over if each lane
+    that could serve it is one of which its session would then hold more than half while other sessions wait. If
+    quarantine leaves a lane too small for the first request, a later one that fits may use that lane (I13).
+
+    A lease's state is in `Lease.phase`, and in its `Lane` as far as cursors depend on it. `land`, `quarantine` and
+    `release` change both, the lane first.
     """
 
     def __init__(self, spans: Iterable[m.LaneSpan]) -> None:
         self.spans = tuple(spans)
         self.lanes = [Lane(span.nbytes) for span in self.spans]
-        self._claims: dict[tuple[m.SessionId, int], dict[int, Lease | LeaseRequest]] = {}
+        self._of_writer: dict[tuple[m.SessionId, int], dict[int, Lease | LeaseRequest]] = {}
+        """By session and epoch, then by chunk: its lease, or its request while that waits."""
         self._queue = RequestQueue()
         self._at: dict[tuple[int, int], Lease] = {}
+        """Live leases, by lane and cursor."""
         self._closed: list[deque[Lease]] = [deque() for _ in self.lanes]
+        """Of each lane, leases that were closed when granted, in the order in which they open."""
         self._moved_at = [0.0 for _ in self.lanes]
+        """When each lane's watermark last rose."""
         self._contended_at: float | None = None
-        self._held: dict[tuple[Session, int], int] = {}
+        """Since when something waits; as of the last `note_contention`."""
+        self._lent_nbytes: dict[tuple[Session, int], int] = {}
+        """What each session has of each lane."""
 
     def at(self, lane: int, cursor: int) -> Lease | None:
         return self._at.get((lane, cursor))
@@ -181,39 +201,39 @@ class LeaseTable:
         return list(self._at.values())
 
     @property
-    def unsettled(self) -> bool:
-        """Whether something waits, or did when that was last noted."""
+    def busy(self) -> bool:
+        """Whether `Lender.grant_and_notify` may have something to do: something waits, or did the last time."""
         return self._contended_at is not None or self._queue.n_waiting > 0 or any(self._closed)
 
     @property
     def contended(self) -> bool:
-        """Something waits: a request without a lease or a lease without its bytes."""
+        """Something waits: a request for a lease, or a closed lease for its lane."""
         return bool(self._queue) or any(self._closed)
 
     def find(self, session: Session, epoch: int, chunk: int) -> Lease | LeaseRequest | None:
         """What a chunk has here: a lease, a place in the queue, or nothing."""
-        claim = self._claims.get((session.id, epoch))
-        return claim.get(chunk) if claim is not None else None
+        chunks = self._of_writer.get((session.id, epoch))
+        return chunks.get(chunk) if chunks is not None else None
 
-    def n_claims(self, session: Session, epoch: int) -> int:
-        """Leases and waiting requests of one epoch of a session."""
-        return len(self._claims.get((session.id, epoch), ()))
+    def count(self, session: Session, epoch: int) -> int:
+        """How many leases and waiting requests one epoch of a session has."""
+        return len(self._of_writer.get((session.id, epoch), ()))
 
     def wait(self, request: LeaseRequest) -> None:
-        """Queues a request; one of the same chunk that waits is replaced in its place."""
-        claim = self._claims.setdefault(request.claim, {})
-        older = claim.get(request.chunk)
+        """Queues a request. If one of the same chunk waits already, this one takes its place in the line."""
+        chunks = self._of_writer.setdefault(request.writer, {})
+        older = chunks.get(request.chunk)
         if isinstance(older, LeaseRequest):
             older.attempt, older.nbytes, older.rects = request.attempt, request.nbytes, request.rects
             return
-        claim[request.chunk] = request
+        chunks[request.chunk] = request
         self._queue.add(request)
 
     def forget(self, request: LeaseRequest) -> None:
         if not request.waiting:
             return
         self._queue.remove(request)
-        self._unclaim(request, request)
+        self._forget_entry(request, request)
 
     def grant_waiting(self, now: float) -> Iterator[Lease | LeaseRequest]:
         """Grants what can be granted, in order; yields a bare `LeaseRequest` that no lane can ever serve."""
@@ -233,16 +253,17 @@ class LeaseTable:
                 over.add(request.session)
                 continue
             if lane is None:
-                beside = self._beside(request)
-                if beside is None:
+                overtaker = self._overtaker(request)
+                if overtaker is None:
                     return
-                request, lane = beside
+                request, lane = overtaker
             yield self._grant(request, lane, now)
 
-    def _beside(self, first: LeaseRequest) -> tuple[LeaseRequest, int] | None:
-        """A lane of which too much is carved out for those in front, and who fits it behind them (I13).
+    def _overtaker(self, first: LeaseRequest) -> tuple[LeaseRequest, int] | None:
+        """A request behind the first that may be granted now, and in which lane; None if there is none (I13).
 
-        Without quarantine every lane is one that the first in line waits for, and nobody overtakes.
+        It may only use a lane that quarantine leaves too small for every request in front of it: they do not wait for
+        that lane. Without quarantine nobody overtakes.
         """
         spare = {number for number, lane in enumerate(self.lanes) if first.nbytes > lane.largest()}
         if not spare:
@@ -260,23 +281,26 @@ class LeaseTable:
         LEASE.move(lease, LeaseEvent.LAND)
 
     def quarantine(self, lease: Lease, now: float) -> None:
+        rose = self.lanes[lease.lane].quarantine(lease.cursor)
         LEASE.move(lease, LeaseEvent.QUARANTINE)
-        if self.lanes[lease.lane].quarantine(lease.cursor):
+        if rose:
             self._moved_at[lease.lane] = now
 
     def release(self, lease: Lease, now: float) -> None:
+        rose = self.lanes[lease.lane].release(lease.cursor)
+        LEASE.move(lease, LeaseEvent.RELEASE)
         del self._at[lease.lane, lease.cursor]
-        self._unclaim(lease.request, lease)
-        held = (lease.request.session, lease.lane)
-        self._held[held] -= lease.request.nbytes
-        if not self._held[held]:
-            del self._held[held]
-        if self.lanes[lease.lane].release(lease.cursor):
+        self._forget_entry(lease.request, lease)
+        borrower = (lease.request.session, lease.lane)
+        self._lent_nbytes[borrower] -= lease.request.nbytes
+        if not self._lent_nbytes[borrower]:
+            del self._lent_nbytes[borrower]
+        if rose:
             self._moved_at[lease.lane] = now
 
     def of(self, session: Session, epoch: int) -> list[Lease]:
         """Live leases of one epoch of a session."""
-        return [held for held in self._claims.get((session.id, epoch), {}).values() if isinstance(held, Lease)]
+        return [entry for entry in self._of_writer.get((session.id, epoch), {}).values() if isinstance(entry, Lease)]
 
     def of_session(self, session: Session) -> list[Lease]:
         """Live leases of a session."""
@@ -284,11 +308,11 @@ class LeaseTable:
 
     def forget_requests(self, session: Session, epoch: int | None = None) -> None:
         """Takes what waits out of the queue, for a session or one of its epochs."""
-        claims = [(session.id, epoch)] if epoch is not None else [c for c in self._claims if c[0] == session.id]
-        for claim in claims:
-            for held in list(self._claims.get(claim, {}).values()):
-                if isinstance(held, LeaseRequest):
-                    self.forget(held)
+        writers = [(session.id, epoch)] if epoch is not None else [w for w in self._of_writer if w[0] == session.id]
+        for writer in writers:
+            for entry in list(self._of_writer.get(writer, {}).values()):
+                if isinstance(entry, LeaseRequest):
+                    self.forget(entry)
 
     def note_contention(self, now: float) -> bool:
         """Whether something waits; remembers since when."""
@@ -301,9 +325,9 @@ class LeaseTable:
     def snapshot(self) -> tuple[object, ...]:
         """Leases, requests and cursors, comparable and hashable."""
         leases = sorted(
-            (*g.request.claim, g.request.chunk, g.request.attempt, *at, g.phase) for at, g in self._at.items()
+            (*g.request.writer, g.request.chunk, g.request.attempt, *at, g.phase) for at, g in self._at.items()
         )
-        waiting = sorted((priority, n, *r.claim, r.chunk, r.attempt) for priority, n, r in self._queue.entries())
+        waiting = sorted((priority, n, *r.writer, r.chunk, r.attempt) for priority, n, r in self._queue.entries())
         return (tuple(leases), tuple(waiting), tuple((lane.head, lane.watermark) for lane in self.lanes))
 
     def opened(self) -> Iterator[Lease]:
@@ -319,9 +343,9 @@ class LeaseTable:
                     yield lease
 
     def to_recall(self, now: float, recall_after_s: float, stuck_after_s: float) -> list[Lease]:
-        """Leases to ask back: one that is in the way of its lane (`Lane.in_the_way`); one whose lane has not moved for
-        `stuck_after_s` while another lane could serve it; one that could have been written for `recall_after_s` while
-        others wait.
+        """Leases to ask back: those in the way of their lane's watermark (`Lane.in_the_way`); closed ones whose lane's
+        watermark has not risen for `stuck_after_s`, if another lane could serve them at once; and open ones that were
+        not written for `recall_after_s` while others wait.
         """
         wanted = []
         for number, lane in enumerate(self.lanes):
@@ -329,19 +353,19 @@ class LeaseTable:
             stuck = now - self._moved_at[number] >= stuck_after_s
             for cursor, _, state in list(lane.leases()):
                 lease = self._at.get((number, cursor))
-                if lease is None or state != GRANTED or lease.listed:
+                if lease is None or state != GRANTED or lease.said_written:
                     continue
                 shut_in = stuck and not self.is_open(lease) and self._elsewhere(lease)
                 if cursor in in_the_way or shut_in or self._late(lease, now, recall_after_s):
                     wanted.append(lease)
         return wanted
 
-    def _unclaim(self, request: LeaseRequest, held: Lease | LeaseRequest) -> None:
-        claim = self._claims.get(request.claim)
-        if claim is not None and claim.get(request.chunk) is held:
-            del claim[request.chunk]
-            if not claim:
-                del self._claims[request.claim]
+    def _forget_entry(self, request: LeaseRequest, entry: Lease | LeaseRequest) -> None:
+        chunks = self._of_writer.get(request.writer)
+        if chunks is not None and chunks.get(request.chunk) is entry:
+            del chunks[request.chunk]
+            if not chunks:
+                del self._of_writer[request.writer]
 
     def _late(self, lease: Lease, now: float, recall_after_s: float) -> bool:
         if self._contended_at is None or not self.is_open(lease):
@@ -359,7 +383,10 @@ class LeaseTable:
         )
 
     def _lane_for(self, request: LeaseRequest, among: set[int] | None = None) -> tuple[int | None, bool]:
-        """The lane to grant in, open ones first, then the least loaded; or whether only the session's share forbids."""
+        """(lane, limited): where to grant it now, preferring a lane in which it is open at once, then the least loaded.
+
+        If no lane can serve it now, the first is None, and `limited` says whether only its session's share forbids it.
+        """
         others = self._queue.n_sessions > 1
         best: tuple[bool, int, int] | None = None
         limited = False
@@ -369,9 +396,9 @@ class LeaseTable:
             cursor = lane.cursor_of_next(request.nbytes)
             if cursor is None:
                 continue
-            held = self._held.get((request.session, number), 0)
-            idle = lane.head == lane.watermark  # then all it holds there is carved out, and keeps nobody waiting
-            if others and held and not idle and held + request.nbytes > lane.capacity // 2:
+            lent_nbytes = self._lent_nbytes.get((request.session, number), 0)
+            idle = lane.head == lane.watermark  # then all it has there is carved out, and keeps nobody waiting
+            if others and lent_nbytes and not idle and lent_nbytes + request.nbytes > lane.capacity // 2:
                 limited = True
                 continue
             rank = (not lane.is_open(cursor, request.nbytes), lane.head - lane.watermark, number)
@@ -388,9 +415,9 @@ class LeaseTable:
             self._moved_at[number] = now
         lease = Lease(request, number, cursor, now)
         self._at[number, cursor] = lease
-        self._claims.setdefault(request.claim, {})[request.chunk] = lease
-        held = (request.session, number)
-        self._held[held] = self._held.get(held, 0) + request.nbytes
+        self._of_writer.setdefault(request.writer, {})[request.chunk] = lease
+        borrower = (request.session, number)
+        self._lent_nbytes[borrower] = self._lent_nbytes.get(borrower, 0) + request.nbytes
         if not self.is_open(lease):
             self._closed[number].append(lease)
         return lease
@@ -441,27 +468,29 @@ class Lender:
         self.leases.quarantine(lease, now)
         self.endpoint.timers.set(("recalls",), now)
 
-    def strand(self, session: Session, now: float) -> None:
-        """The session is lost: what it may still write is quarantined; what its last watermark forbids it, free."""
+    def session_lost(self, session: Session, now: float) -> None:
+        """Quarantines what the session's writer may still write. What it may never write is free: every lease that the
+        last watermark it was told leaves closed.
+        """
         marks = self._marks_sent.pop(session, {})
         self.leases.forget_requests(session)
         for lease in self.leases.of_session(session):
             capacity = self.leases.lanes[lease.lane].capacity
-            begins_never = lease.end > marks.get(lease.lane, 0) + capacity
-            if lease.phase is not LeasePhase.LANDED and begins_never:
+            never_writable = lease.end > marks.get(lease.lane, 0) + capacity
+            if lease.phase is not LeasePhase.LANDED and never_writable:
                 self.leases.release(lease, now)
             elif lease.phase is LeasePhase.GRANTED:
                 self._quarantine(lease, now)
 
-    def unstrand(self, session: Session, now: float) -> None:
-        """The session is fenced: all it held but what waits for its scatter is free."""
+    def session_fenced(self, session: Session, now: float) -> None:
+        """Nothing of the session's writer can land any more: all it has is free, but for what waits for its scatter."""
         for lease in self.leases.of_session(session):
             if lease.phase is not LeasePhase.LANDED:
                 self.leases.release(lease, now)
 
     def grant_and_notify(self, now: float) -> None:
         """After every input: grants what waits, tells whose window opened, and arms recall while something waits."""
-        if not self.leases.unsettled:
+        if not self.leases.busy:
             return
         for granted in self.leases.grant_waiting(now):
             if isinstance(granted, Lease):

@@ -332,9 +332,9 @@ class Drained(Message, frozen=True, tag=18):
 
 
 class Heartbeat(Message, frozen=True, tag=19):
-    """Both ways, when nothing else was said for a while. `idle`: whether the sender still needs the session.
+    """Both ways, when nothing else was said for a while. `idle`: IN_USE, IDLE or SPARE.
 
-    Prefill answers SPARE with IDLE, if it is; decode, where both are idle and either wants it, with Bye.
+    An idle prefill answers SPARE with IDLE. If both sides are idle and either said SPARE, decode says Bye.
     """
 
     idle: Number = IN_USE

@@ -18,7 +18,7 @@ from pdstage.protocol.prefill_chunks import ChunkEffect
 from pdstage.protocol.prefill_rooms import Ended, PrefillRooms
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
 from pdstage.protocol.session import CoreEffect, Detach, Endpoint, PeerWarning, Session
-from pdstage.protocol.state import DESTINATION, DestinationEvent, DestinationPhase, Phase
+from pdstage.protocol.state import DESTINATION, ChunkPhase, DestinationEvent, DestinationPhase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -162,9 +162,9 @@ class PrefillCore:
         source.ready = True
         for chunk in source.chunks:
             chunk.waits_since = now
-            if chunk.phase is Phase.PARKED:
+            if chunk.phase is ChunkPhase.PARKED:
                 self.chunks.reserve(chunk, now)
-            elif chunk.phase is Phase.HELD:
+            elif chunk.phase is ChunkPhase.HELD:
                 self.chunks.advance(chunk)
         self.settle(now)
 
@@ -323,7 +323,7 @@ class PrefillCore:
             return
         if frame.session.writer == self.endpoint.incarnation:
             self.handshake.never_again(frame.session)
-        proof = 0 if self.chunks.is_unsettled(frame.session) else self.endpoint.incarnation
+        proof = 0 if self.chunks.is_in_doubt(frame.session) else self.endpoint.incarnation
         self.endpoint.send_loose(route, frame.session, m.NoSession(proof))
 
     def _on_ask(self, session: Session, ask: m.Ask, now: float) -> None:
@@ -379,7 +379,7 @@ class PrefillCore:
         room = destination.room
         done = destination.phase is DestinationPhase.CLOSING or (abort.finished and not destination.unwritten)
         if done:
-            DESTINATION.move(destination, DestinationEvent.SETTLED)
+            DESTINATION.move(destination, DestinationEvent.DELIVERED)
             self.endpoint.send(session, m.Drained(abort.epoch), now)
             self.rooms.forget(destination)
             if room is not None:

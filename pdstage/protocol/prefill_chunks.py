@@ -4,6 +4,13 @@ Four things decide when a chunk goes: its data exists, its lease lies in an open
 is its session's turn. A lane's window ends one capacity beyond its watermark, which decode tells and which only rises.
 A lease may end beyond the window: it is held, but not written yet, since what was lent one lap before lies in the same
 memory.
+
+When a write fails, the question is what may still land:
+
+    it failed, and nothing of it can land any more     the room fails; the session lives
+    it failed, and its bytes may land even now         the session is lost, and is *in doubt*: decode must not take this
+                                                       process's NoSession for proof that the memory is quiet
+    its session was lost while it was under way        it is an *orphan* until the transport tells how it ended
 """
 
 from __future__ import annotations
@@ -19,7 +26,7 @@ from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.destinations import Chunk, Destination, GivenRow, SubmittedChunk, clip, split
 from pdstage.protocol.session import Changed
-from pdstage.protocol.state import CHUNK, ChunkEvent, DestinationPhase, Phase, RoomEvent
+from pdstage.protocol.state import CHUNK, ChunkEvent, ChunkPhase, DestinationPhase, RoomEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,7 +37,8 @@ if TYPE_CHECKING:
 
 _MAX_PIECES = 1024
 """The most pieces that a chunk too big for any lease is split into: with more it waits, or goes direct."""
-_MAX_UNSETTLED = 4096
+_MAX_IN_DOUBT = 4096
+"""Sessions in doubt that are remembered by name. With more, every session that is over counts as one in doubt."""
 
 
 class Gather(NamedTuple):
@@ -97,7 +105,7 @@ class Windows:
         return chunk.cursor + chunk.nbytes <= mark + session.lanes[chunk.lane].nbytes
 
     def wait(self, chunk: Chunk) -> None:
-        """`chunk` is held until `raise_mark` gives it."""
+        """`chunk` waits here until `raise_mark` gives it."""
         key = (chunk.destination.session, chunk.lane)
         end = chunk.cursor + chunk.nbytes
         heapq.heappush(self.closed.setdefault(key, []), (end, self.endpoint.ticket(), chunk))
@@ -114,7 +122,7 @@ class Windows:
         limit = watermark + session.lanes[lane].nbytes
         while closed and closed[0][0] <= limit:
             end, _, chunk = heapq.heappop(closed)
-            if chunk.phase is Phase.HELD and (chunk.lane, chunk.cursor + chunk.nbytes) == (lane, end):
+            if chunk.phase is ChunkPhase.HELD and (chunk.lane, chunk.cursor + chunk.nbytes) == (lane, end):
                 yield chunk
         if not closed:
             self.closed.pop(key, None)
@@ -151,11 +159,11 @@ class _Turns:
             session, _ = self.line.popitem(last=False)
             queue = self._queues[session]
             chunk = queue.popleft()
-            while chunk.phase is not Phase.READY and queue:
+            while chunk.phase is not ChunkPhase.READY and queue:
                 chunk = queue.popleft()
             if not queue:
                 del self._queues[session]
-            if chunk.phase is Phase.READY:
+            if chunk.phase is ChunkPhase.READY:
                 self._busy[session] = self._busy.get(session, 0) + 1
                 self._line_up(session)
                 return chunk
@@ -252,7 +260,8 @@ class ChunkSender:
         self._owner = owner
         self._buffer_nbytes = buffer_nbytes
         self._choose = choose
-        self._unsettled: OrderedDict[m.SessionId, None] = OrderedDict()
+        self._in_doubt: set[m.SessionId] = set()
+        self._doubts_all = False
 
     # What peers say.
 
@@ -263,10 +272,10 @@ class ChunkSender:
         chunk = self._chunk(session, lease.epoch, lease.chunk)
         where = (lease.lane, lease.cursor)
         if chunk is not None and chunk.attempt == lease.attempt and not chunk.direct:
-            if chunk.phase is Phase.RESERVING:
+            if chunk.phase is ChunkPhase.RESERVING:
                 self._take(chunk, lease)
                 return
-            if chunk.phase not in (Phase.PARKED, Phase.DROPPED) and (chunk.lane, chunk.cursor) == where:
+            if chunk.phase not in (ChunkPhase.PARKED, ChunkPhase.DROPPED) and (chunk.lane, chunk.cursor) == where:
                 return
         self._give_back(session, lease, now)
 
@@ -286,7 +295,7 @@ class ChunkSender:
 
     def on_refused(self, session: Session, refused: m.Refused, now: float) -> None:
         chunk = self._chunk(session, refused.epoch, refused.chunk)
-        if chunk is None or chunk.phase is not Phase.RESERVING or chunk.attempt != refused.attempt:
+        if chunk is None or chunk.phase is not ChunkPhase.RESERVING or chunk.attempt != refused.attempt:
             return
         self.endpoint.timers.cancel(("reserve", chunk))
         destination = chunk.destination
@@ -317,15 +326,19 @@ class ChunkSender:
         self._raise_mark(session, recall.lane, recall.watermark)
         chunk = self._chunk(session, recall.epoch, recall.chunk)
         if chunk is not None and chunk.attempt == recall.attempt and not chunk.direct:
-            if chunk.begun or chunk.phase is Phase.READY:
+            if chunk.begun or chunk.phase is ChunkPhase.READY:
                 self.tell_tag(chunk, now)
                 return
-            if chunk.phase in (Phase.RESERVING, Phase.HELD):
+            if chunk.phase in (ChunkPhase.RESERVING, ChunkPhase.HELD):
                 self._recalled(chunk, now)
         self._give_back(session, recall, now)
 
     def _recalled(self, chunk: Chunk, now: float) -> None:
-        """Returned is final: the attempt rises first, and the old one is never accepted again."""
+        """Raises the attempt, so that no answer to the old one is accepted; the caller says Returned for that one.
+
+        Decode takes a Reserve of the new attempt for the Returned of the old, should that be lost. The chunk had a
+        lease until now, so the time until it falls back counts anew.
+        """
         chunk.attempt += 1
         self.endpoint.timers.cancel(("reserve", chunk))
         if chunk.source.ready:
@@ -383,7 +396,8 @@ class ChunkSender:
         self._send_reserve(chunk, now)
 
     def reserve_again(self, chunk: Chunk, now: float) -> None:
-        if chunk.phase is not Phase.RESERVING and (chunk.phase is not Phase.HELD or self.windows.is_open(chunk)):
+        waits_for_window = chunk.phase is ChunkPhase.HELD and not self.windows.is_open(chunk)
+        if chunk.phase is not ChunkPhase.RESERVING and not waits_for_window:
             return
         waited_s = now - chunk.waits_since
         if (
@@ -406,7 +420,7 @@ class ChunkSender:
 
     def _go_direct(self, chunk: Chunk, now: float) -> None:
         """Falls back staged -> direct: gives its lease back, and one on its way is given back by its attempt."""
-        if chunk.phase is not Phase.RESERVING:
+        if chunk.phase is not ChunkPhase.RESERVING:
             destination = chunk.destination
             returned = m.Returned(destination.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor)
             self.endpoint.counters.leases_returned += 1
@@ -424,7 +438,7 @@ class ChunkSender:
 
     def advance(self, chunk: Chunk) -> None:
         """Queues a held chunk once its data exists and, unless direct, its window is open."""
-        if chunk.phase is Phase.HELD and chunk.source.ready and (chunk.direct or self.windows.is_open(chunk)):
+        if chunk.phase is ChunkPhase.HELD and chunk.source.ready and (chunk.direct or self.windows.is_open(chunk)):
             CHUNK.move(chunk, ChunkEvent.QUEUED)
             self.buffers.queue(chunk)
 
@@ -479,10 +493,10 @@ class ChunkSender:
         self.endpoint.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
 
     def completed(self, ticket: int, now: float, error: PdstageError | None = None, *, settled: bool = True) -> None:
-        """A post ended. With `error` its outcome is unknown: it is never repeated, and the room fails.
+        """A post ended. With `error` it is unknown what landed: it is not repeated, and its room fails.
 
-        Not `settled`: its bytes may land even now. Then Drained would be a lie, and so would NoSession of this process:
-        the session is lost, and nothing but its end at decode makes the memory safe.
+        `settled=False`: its bytes may land even after this call. So the session is lost without a Drained, and this
+        process later answers for it with NoSession(0) in place of its incarnation: it proves nothing.
         """
         orphan = self.orphans.pop(ticket, None)
         if orphan is not None and not settled:
@@ -496,9 +510,10 @@ class ChunkSender:
         self._end_flight(ticket, now, error)
 
     def _doubt(self, session_id: m.SessionId) -> None:
-        self._unsettled[session_id] = None
-        if len(self._unsettled) > _MAX_UNSETTLED:
-            self._unsettled.popitem(last=False)
+        if len(self._in_doubt) < _MAX_IN_DOUBT:
+            self._in_doubt.add(session_id)
+        else:
+            self._doubts_all = True
 
     def fenced(self, session: Session, now: float) -> None:
         """After `Detach`: posts of that session no longer read our memory. Gathers under way report themselves.
@@ -507,7 +522,7 @@ class ChunkSender:
         """
         error = TransportError("the session was lost while a write was in flight", remedy="see the session's error")
         for ticket, (chunk, _) in list(self.flights.items()):
-            if chunk.destination.session is session and chunk.phase is Phase.WRITING:
+            if chunk.destination.session is session and chunk.phase is ChunkPhase.WRITING:
                 self.orphans[ticket] = session.id
                 self._end_flight(ticket, now, error)
 
@@ -524,7 +539,7 @@ class ChunkSender:
     def tell_tag(self, chunk: Chunk, now: float) -> None:
         """Where the transport carries no tags: says of a write that is done what its tag would."""
         session = chunk.destination.session
-        if session.tells_tags and chunk.phase is Phase.WRITTEN and session.id in self.endpoint.sessions:
+        if session.tells_tags and chunk.phase is ChunkPhase.WRITTEN and session.id in self.endpoint.sessions:
             self.endpoint.send(session, m.Tagged(self._tag(chunk)), now)
 
     def _end_flight(self, ticket: int, now: float, error: PdstageError | None) -> None:
@@ -534,7 +549,7 @@ class ChunkSender:
         self.buffers.done(chunk, buffer)
         destination = chunk.destination
         destination.in_flight -= 1
-        if chunk.phase is Phase.WRITING:
+        if chunk.phase is ChunkPhase.WRITING:
             self._written(chunk, now, error)
         elif error is None or destination.phase is not DestinationPhase.LIVE:
             CHUNK.move(chunk, ChunkEvent.UNUSED)
@@ -580,13 +595,13 @@ class ChunkSender:
         under_way = any(chunk.destination.session.id == session_id for chunk, _ in self.flights.values())
         return under_way or session_id in self.orphans.values()
 
-    def is_unsettled(self, session_id: m.SessionId) -> bool:
+    def is_in_doubt(self, session_id: m.SessionId) -> bool:
         """Whether a post of that session ended without proof that its bytes have landed or never will."""
-        return session_id in self._unsettled
+        return self._doubts_all or session_id in self._in_doubt
 
     def drop(self, destination: Destination) -> None:
         """Nothing more of this destination begins."""
         for chunk in destination.chunks.values():
-            if chunk.phase is not Phase.WRITTEN:
+            if chunk.phase is not ChunkPhase.WRITTEN:
                 self.endpoint.timers.cancel(("reserve", chunk))
                 CHUNK.move(chunk, ChunkEvent.DROP)

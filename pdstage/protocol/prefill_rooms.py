@@ -17,7 +17,7 @@ from pdstage.protocol.destinations import Chunk, Destination, GivenRow, PrefillR
 from pdstage.protocol.pending_opens import Askers, PendingOpens
 from pdstage.protocol.prefill_chunks import ChunkSender
 from pdstage.protocol.session import Changed
-from pdstage.protocol.state import DESTINATION, DestinationEvent, DestinationPhase, Phase, RoomEvent
+from pdstage.protocol.state import DESTINATION, ChunkPhase, DestinationEvent, DestinationPhase, RoomEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -183,7 +183,7 @@ class PrefillRooms:
             SubmittedChunk((), {}, ready=True),
             (),
             nbytes,
-            Phase.HELD,
+            ChunkPhase.HELD,
             direct=True,
             row=True,
         )

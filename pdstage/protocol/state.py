@@ -73,11 +73,11 @@ class DestinationEvent(_Name):
     """Its room failed, or will not be submitted."""
     ABORTED = auto()
     """It said Abort, came again in another epoch, or its session is lost."""
-    SETTLED = auto()
+    DELIVERED = auto()
     """Its Abort says that it has everything."""
 
 
-class Phase(_Name):
+class ChunkPhase(_Name):
     """A chunk's. Direct chunks go HELD, READY, WRITING, WRITTEN."""
 
     RESERVING = auto()
@@ -143,15 +143,21 @@ class WriterEvent(_Name):
 
 class LeasePhase(StrEnum):
     GRANTED = auto()
+    """Lent: its writer may write it once it is open."""
     LANDED = auto()
     """Its bytes are there and wait for their scatter."""
     QUARANTINED = auto()
     """Its room failed or its session is lost, and it may still be written."""
+    RELEASED = auto()
+    """Nothing writes or reads it any more: its bytes may be lent again."""
 
 
 class LeaseEvent(_Name):
     LAND = auto()
+    """Its tag came."""
     QUARANTINE = auto()
+    RELEASE = auto()
+    """It was returned, scattered, or its writer is quiet."""
 
 
 S = TypeVar("S", bound=Enum)
@@ -210,7 +216,7 @@ def _room() -> _Rows[State, RoomEvent]:
 
 def _destination() -> _Rows[DestinationPhase, DestinationEvent]:
     e, p = DestinationEvent, DestinationPhase
-    ends = {e.ABORTED: p.DRAINING, e.SETTLED: p.CLOSING}
+    ends = {e.ABORTED: p.DRAINING, e.DELIVERED: p.CLOSING}
     return {
         p.WAITING: {e.ATTACHED: p.LIVE, e.FAILED: p.FAILING, **ends},
         p.LIVE: {e.WRITTEN: p.CLOSING, e.FAILED: p.FAILING, **ends},
@@ -220,8 +226,8 @@ def _destination() -> _Rows[DestinationPhase, DestinationEvent]:
     }
 
 
-def _chunk() -> _Rows[Phase, ChunkEvent]:
-    e, p = ChunkEvent, Phase
+def _chunk() -> _Rows[ChunkPhase, ChunkEvent]:
+    e, p = ChunkEvent, ChunkPhase
     return {
         p.RESERVING: {
             e.RESERVE: p.RESERVING, e.LEASED: p.HELD, e.REFUSED: p.DROPPED, e.RECALLED: p.PARKED, e.GO_DIRECT: p.HELD,
@@ -253,11 +259,16 @@ def _writer() -> _Rows[WriterPhase, WriterEvent]:
 
 def _lease() -> _Rows[LeasePhase, LeaseEvent]:
     e, p = LeaseEvent, LeasePhase
-    return {p.GRANTED: {e.LAND: p.LANDED, e.QUARANTINE: p.QUARANTINED}}
+    return {
+        p.GRANTED: {e.LAND: p.LANDED, e.QUARANTINE: p.QUARANTINED, e.RELEASE: p.RELEASED},
+        p.LANDED: {e.RELEASE: p.RELEASED},
+        p.QUARANTINED: {e.RELEASE: p.RELEASED},
+        p.RELEASED: {},
+    }
 
 
 ROOM = Machine("room", _room())
-"""Success and Failed are terminal (I1), and a room moves once."""
+"""Success and Failed are terminal (I1). The first MOVED makes a room TRANSFERRING; later ones change nothing."""
 DESTINATION = Machine("destination", _destination())
 CHUNK = Machine("chunk", _chunk())
 WRITER = Machine("writer", _writer())

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pdstage import Items, State
-from pdstage.protocol.state import Phase
+from pdstage.protocol.state import ChunkPhase
 from tests.manager.engine import LAYERS, Rank, drive
 from tests.rows import usable
 
@@ -196,8 +196,8 @@ def test_data_is_gathered_only_when_ready(site):
     sender.finish()
     drive(site.nodes, lambda: any(r.chunks for r in p.core.rooms.destinations.values()))
     (chunk,) = [chunk for destination in p.core.rooms.destinations.values() for chunk in destination.chunks.values()]
-    drive(site.nodes, lambda: chunk.phase is not Phase.RESERVING)
-    assert chunk.phase is Phase.HELD, "it has its lease, and waits for its data"
+    drive(site.nodes, lambda: chunk.phase is not ChunkPhase.RESERVING)
+    assert chunk.phase is ChunkPhase.HELD, "it has its lease, and waits for its data"
     assert sender.backlog_nbytes > 0
     src.write(1, TOKENS, pages)  # the data comes after the lease
     ready.done = True

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdstage.protocol.prefill_chunks import SendBuffers
-from pdstage.protocol.state import Phase
+from pdstage.protocol.state import ChunkPhase
 
 
 class Named(SimpleNamespace):
@@ -21,13 +21,13 @@ SESSIONS = [Named(n=n) for n in range(6)]
 
 
 def chunk(session: SimpleNamespace, number: int, *, direct: bool = False) -> SimpleNamespace:
-    return Named(destination=SimpleNamespace(session=session), number=number, direct=direct, phase=Phase.READY)
+    return Named(destination=SimpleNamespace(session=session), number=number, direct=direct, phase=ChunkPhase.READY)
 
 
 def begin(buffers: SendBuffers) -> list[tuple[SimpleNamespace, int]]:
     begun = list(buffers.pop())
     for one, _ in begun:
-        one.phase = Phase.WRITING
+        one.phase = ChunkPhase.WRITING
     return begun
 
 
@@ -70,7 +70,7 @@ def test_any_order_of_events_serves_what_may_be_served(steps: list[tuple[str, in
             waiting.append(chunk(SESSIONS[number % 6], n, direct=what == "direct"))
             buffers.queue(waiting[-1])
         elif what == "drop" and waiting:
-            waiting.pop(number % len(waiting)).phase = Phase.DROPPED
+            waiting.pop(number % len(waiting)).phase = ChunkPhase.DROPPED
         elif what == "done" and under_way:
             buffers.done(*under_way.pop(number % len(under_way)))
         for one, buffer in begin(buffers):

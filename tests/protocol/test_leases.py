@@ -171,9 +171,9 @@ def test_recall_a_open_without_a_tag_while_something_waits() -> None:
     grant(held, ask(B, 1, LANE), now=100.0)
     assert not held.to_recall(101.9, 2.0, 9.0)
     assert held.to_recall(102.0, 2.0, 9.0) == [idle]
-    idle.listed = True
+    idle.said_written = True
     assert not held.to_recall(102.0, 2.0, 9.0), "its writer says it was written"
-    idle.listed = False
+    idle.said_written = False
     held.land(idle)
     assert not held.to_recall(102.0, 2.0, 9.0), "landed is ours to finish"
 
@@ -280,8 +280,8 @@ def test_any_order_of_events_keeps_the_ledger(steps: list, sizes: tuple[int, ...
     list(held.opened())
     assert not held.contended
     assert held.snapshot()[:2] == ((), ())
-    assert not held._claims
-    assert not held._held
+    assert not held._of_writer
+    assert not held._lent_nbytes
     assert not held._queue._queues
     assert not held._queue
     assert all(lane.head == lane.watermark for lane in held.lanes)

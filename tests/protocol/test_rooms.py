@@ -14,7 +14,7 @@ from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.decode_rooms import DecodeRoom, Writer
 from pdstage.protocol.destinations import Chunk, Destination, PrefillRoom, SubmittedChunk
-from pdstage.protocol.state import Phase, State
+from pdstage.protocol.state import ChunkPhase, State
 from tests.pair import World, assert_flat, is_kind, is_message, nth
 
 LEASE = 512
@@ -546,7 +546,7 @@ def test_a_failed_write_is_not_given_back_as_if_it_was_never_begun() -> None:
     prefill.completed(ticket, 0.0, TransportError("link down"))
     world.carry(world.prefill[0])
     world.run()
-    assert chunk.phase is Phase.BROKEN
+    assert chunk.phase is ChunkPhase.BROKEN
     (session,) = prefill.sessions.values()
     (there,) = decode.sessions.values()
     for message in (m.Recall(1, 0, 0, 0, 0, 0), m.Lease(1, 0, 0, 0, 0, LEASE, 0)):
@@ -784,7 +784,7 @@ def test_a_data_ready_chunk_moves_only_when_its_data_exists() -> None:
     world.run(until=3.0)
     world.check(other, 2, 8)
     (destination,) = world.prefill[0].core.rooms.destinations.values()
-    assert destination.chunks[0].phase is Phase.PARKED, "recalled once, and it asks again only with its data (I16)"
+    assert destination.chunks[0].phase is ChunkPhase.PARKED, "recalled once, and it asks again only with its data (I16)"
     assert sum("Recall(epoch=1" in line for line in world.log) == 1
     world.prefill[0].core.data_ready(sent, source, world.now)
     world.carry(world.prefill[0])
@@ -921,7 +921,7 @@ def test_a_writer_that_asks_for_leases_without_end_is_answered_later() -> None:
         decode.receive(session.route, wire.encode(session.id, session.heard + 1, ask), world.now)
         decode.take_effects()
     assert not handle.ended
-    assert decode.leases.n_claims(session, handle.epoch) == 4096
+    assert decode.leases.count(session, handle.epoch) == 4096
 
 
 def test_a_tag_that_brings_nothing_new_moves_no_deadline() -> None:

@@ -12,7 +12,7 @@ from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.prefill_chunks import SendBuffers
 from pdstage.protocol.session import Send
-from pdstage.protocol.state import Phase, State
+from pdstage.protocol.state import ChunkPhase, State
 from tests.pair import World, assert_flat, first, is_kind, is_message
 
 LEASE = 512
@@ -166,7 +166,7 @@ def test_no_destination_has_every_send_buffer() -> None:
     """Of N buffers one session has N - 1 at most, so that another's room is not behind a slow one's (I12)."""
 
     def chunk(session: object) -> SimpleNamespace:
-        return SimpleNamespace(direct=False, phase=Phase.READY, destination=SimpleNamespace(session=session))
+        return SimpleNamespace(direct=False, phase=ChunkPhase.READY, destination=SimpleNamespace(session=session))
 
     slow, quick = Named(), Named()
     buffers = SendBuffers(3)
@@ -192,7 +192,7 @@ def test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended() -> N
     world.run(until=world.now)
     (destination,) = world.prefill[0].core.rooms.destinations.values()
     (chunk,) = destination.chunks.values()
-    assert chunk.phase is Phase.GATHERING
+    assert chunk.phase is ChunkPhase.GATHERING
     world.drop(is_message(m.CloseFailed))
     core, session = world.prefill[0].core, destination.session
     core.abort(sender, "changed its mind", world.now)
@@ -206,5 +206,5 @@ def test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended() -> N
     assert not any(isinstance(message, m.Returned) for message in asked_for_it_back())
     world.release_held()
     world.run(until=world.now)  # the gather lands, and the ledger looks whose the lease is
-    assert chunk.phase is Phase.DROPPED
+    assert chunk.phase is ChunkPhase.DROPPED
     assert any(isinstance(message, m.Returned) for message in asked_for_it_back())

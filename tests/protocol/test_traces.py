@@ -10,8 +10,8 @@ import pytest
 
 from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
-from pdstage.protocol import wire
-from pdstage.protocol.state import Phase, State
+from pdstage.protocol import prefill_chunks, wire
+from pdstage.protocol.state import ChunkPhase, State
 from tests.pair import Item, World, assert_flat, is_kind, is_message, nth
 
 LEASE = 512
@@ -172,7 +172,7 @@ def test_decode_restarts_and_an_old_larger_watermark_comes() -> None:
     world.run(until=2.0)
     (new,) = core.sessions.values()
     assert core.chunks.windows.marks.get((new, 0), 0) == 0
-    held = [c for r in core.rooms.destinations.values() for c in r.chunks.values() if c.phase is Phase.HELD]
+    held = [c for r in core.rooms.destinations.values() for c in r.chunks.values() if c.phase is ChunkPhase.HELD]
     assert len(held) == 1, "the second room's lease is one lap ahead and stays closed"
     world.free()
     world.run(until=4.0)
@@ -313,7 +313,7 @@ def test_a_chunk_that_gets_no_staging_memory_goes_direct(held: bool) -> None:
     sent = world.send(2, 8, [2, 3], 1)
     world.run()
     chunk = next(iter(world.prefill[1].core.rooms.destinations.values())).chunks[0]
-    assert chunk.phase is (Phase.HELD if held else Phase.RESERVING)
+    assert chunk.phase is (ChunkPhase.HELD if held else ChunkPhase.RESERVING)
     world.run(until=0.9)
     assert not handle.ended
     world.run(until=2.0)
@@ -494,6 +494,25 @@ def test_bytes_of_a_failed_post_that_land_later() -> None:
     world.run(until=120.0)
     assert handle.released
     assert_flat(world)
+
+
+def test_a_doubt_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more sessions in doubt than are remembered by name, none is said to be quiet (I2)."""
+    monkeypatch.setattr(prefill_chunks, "_MAX_IN_DOUBT", 1)
+    world = World(decode=2, fences=False)
+    world.hold(is_kind("write"))
+    for number in range(2):
+        world.receive(1, 8, [0, 1], rank=number)
+    world.send(1, 8, [0, 1])
+    world.run()
+    core = world.prefill[0].core
+    sessions = [next(iter(node.core.sessions.values())) for node in world.decode]
+    for ticket in list(core.chunks.flights):
+        core.completed(ticket, world.now, TransportError("the fabric gave up"), settled=False)
+    world.carry(world.prefill[0])
+    world.run(until=60.0)
+    for node, session in zip(world.decode, sessions, strict=True):
+        assert [lease.phase for lease in node.core.leases.of_session(session)] == ["quarantined"]
 
 
 def test_another_process_at_the_route_proves_nothing_for_a_lost_session() -> None:

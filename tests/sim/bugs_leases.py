@@ -9,11 +9,11 @@ MUTANTS = [
         "an idle lane begins again at 0",
         "6 cursors, I4",
         "_advance",
-        """        self.watermark = next(iter(self._window), self.head)
+        """        self.watermark = next(iter(self._ahead), self.head)
 """,
-        """        if not self._window and not self._passed:
+        """        if not self._ahead and not self._passed:
             self.head = 0
-        self.watermark = next(iter(self._window), self.head)
+        self.watermark = next(iter(self._ahead), self.head)
 """,
     ),
     Mutant(
@@ -27,20 +27,20 @@ MUTANTS = [
         "padding waits for a release of its own",
         "6 padding, I13",
         "Lane.grant",
-        """        self._window[cursor] = _Lease(cursor, size, GRANTED)
+        """        self._ahead[cursor] = _Lease(cursor, size, GRANTED)
 """,
         """        if cursor > self.head:
-            self._window[self.head] = _Lease(self.head, cursor - self.head, LANDED)
-        self._window[cursor] = _Lease(cursor, size, GRANTED)
+            self._ahead[self.head] = _Lease(self.head, cursor - self.head, LANDED)
+        self._ahead[cursor] = _Lease(cursor, size, GRANTED)
 """,
     ),
     Mutant(
         "an idle lane's watermark stays behind its head",
         "6 watermark, I13",
         "_advance",
-        """        self.watermark = next(iter(self._window), self.head)
+        """        self.watermark = next(iter(self._ahead), self.head)
 """,
-        """        self.watermark = next(iter(self._window), self.watermark)
+        """        self.watermark = next(iter(self._ahead), self.watermark)
 """,
     ),
     Mutant(
@@ -65,7 +65,7 @@ MUTANTS = [
             self._owner.fail_destination(destination, error, now)
             return
 """,
-        """            chunk.phase = Phase.READY
+        """            chunk.phase = ChunkPhase.READY
             self.buffers.queue(chunk)
             return
 """,
@@ -78,7 +78,7 @@ MUTANTS = [
             self._owner.fail_destination(destination, error, now)
             return
 """,
-        """            chunk.phase = Phase.DROPPED
+        """            chunk.phase = ChunkPhase.DROPPED
             self._owner.fail_destination(destination, error, now)
             return
 """,
@@ -104,8 +104,8 @@ MUTANTS = [
         "Reserve is not repeated while the window is closed",
         "6 who asks again, I11",
         "reserve_again",
-        "        if chunk.phase is not Phase.RESERVING and (chunk.phase is not Phase.HELD or self.windows.is_open(chunk)):",
-        "        if chunk.phase is not Phase.RESERVING:",
+        "        if chunk.phase is not ChunkPhase.RESERVING and not waits_for_window:",
+        "        if chunk.phase is not ChunkPhase.RESERVING:",
         "tests/protocol/test_traces.py",
     ),
     Mutant(
@@ -188,8 +188,8 @@ MUTANTS = [
         "a lease is given back after its write began",
         "6 recall, I2",
         "on_recall",
-        "            if chunk.begun or chunk.phase is Phase.READY:",
-        "            if chunk.phase is Phase.READY:",
+        "            if chunk.begun or chunk.phase is ChunkPhase.READY:",
+        "            if chunk.phase is ChunkPhase.READY:",
     ),
     Mutant(
         "a recalled chunk asks again before its data exists",
@@ -257,7 +257,7 @@ MUTANTS = [
         "6 carve-out, I3",
         "quarantine",
         """        self._lease(cursor, GRANTED).state = QUARANTINED
-        self._carved = None
+        self._gaps = None
 """,
         """        self._lease(cursor, GRANTED).state = QUARANTINED
 """,
@@ -266,7 +266,7 @@ MUTANTS = [
         "the watermark waits for a quarantined span",
         "6 carve-out, I12",
         "_advance",
-        "            if first.state != QUARANTINED or self._held_back(first):",
+        "            if first.state != QUARANTINED or self._is_blocked(first):",
         "            if True:",
         "tests/protocol/test_leases.py",
     ),
@@ -274,7 +274,7 @@ MUTANTS = [
         "the watermark passes quarantine under a live lease",
         "6 carve-out, I2",
         "_advance",
-        "            if first.state != QUARANTINED or self._held_back(first):",
+        "            if first.state != QUARANTINED or self._is_blocked(first):",
         "            if first.state != QUARANTINED:",
     ),
     Mutant(
@@ -282,7 +282,7 @@ MUTANTS = [
         "6 carve-out, I14",
         "release",
         """        if lease.state == QUARANTINED:
-            self._carved = None
+            self._gaps = None
 """,
         "",
     ),
@@ -302,7 +302,7 @@ MUTANTS = [
         "one session may take the whole lane",
         "6 half of a lane",
         "_lane_for",
-        "if others and held and not idle and held + request.nbytes > lane.capacity // 2:",
+        "if others and lent_nbytes and not idle and lent_nbytes + request.nbytes > lane.capacity // 2:",
         "if False:",
         "tests/protocol/test_leases.py",
     ),

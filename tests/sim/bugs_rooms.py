@@ -483,16 +483,16 @@ MUTANTS = [
         "a tag is said under a session that is lost",
         "7 a lost session",
         "tell_tag",
-        """        if session.tells_tags and chunk.phase is Phase.WRITTEN and session.id in self.endpoint.sessions:
+        """        if session.tells_tags and chunk.phase is ChunkPhase.WRITTEN and session.id in self.endpoint.sessions:
 """,
-        "        if session.tells_tags and chunk.phase is Phase.WRITTEN:\n",
+        "        if session.tells_tags and chunk.phase is ChunkPhase.WRITTEN:\n",
         "tests/protocol/test_said_tags.py",
     ),
     Mutant(
         "a tag is said of a write that failed",
         "7 tags by message, I5",
         "tell_tag",
-        """        if session.tells_tags and chunk.phase is Phase.WRITTEN and session.id in self.endpoint.sessions:
+        """        if session.tells_tags and chunk.phase is ChunkPhase.WRITTEN and session.id in self.endpoint.sessions:
 """,
         """        if session.tells_tags and chunk.begun and session.id in self.endpoint.sessions:
 """,

@@ -180,16 +180,16 @@ MUTANTS = [
     Mutant(
         "a lost session's open leases are free at once",
         "7 lost, I2",
-        "strand",
-        "            if lease.phase is not LeasePhase.LANDED and begins_never:",
+        "session_lost",
+        "            if lease.phase is not LeasePhase.LANDED and never_writable:",
         "            if lease.phase is not LeasePhase.LANDED:",
         "tests/protocol/test_traces.py",
     ),
     Mutant(
         "a lost session's closed leases are kept",
         "7 lost, I14",
-        "strand",
-        "            if lease.phase is not LeasePhase.LANDED and begins_never:",
+        "session_lost",
+        "            if lease.phase is not LeasePhase.LANDED and never_writable:",
         "            if False:",
         "tests/protocol/test_rules.py",
     ),
@@ -216,14 +216,14 @@ MUTANTS = [
         "a fenced session gives nothing back",
         "7 fences, I14",
         "fenced",
-        """        self.lender.unstrand(session, now)
+        """        self.lender.session_fenced(session, now)
 """,
         "",
     ),
     Mutant(
         "a fence frees what has landed",
         "7 fences, I2",
-        "unstrand",
+        "session_fenced",
         "        for lease in self.leases.of_session(session):\n            if lease.phase is not LeasePhase.LANDED:\n"
         "                self.leases.release(lease, now)\n",
         "        for lease in self.leases.of_session(session):\n            self.leases.release(lease, now)\n",

@@ -125,7 +125,7 @@ class Checks:
                 )
         stuck: dict[Lease, float] = {}
         for (number, _), lease in leases._at.items():
-            if lease.phase == "granted" and not lease.listed and not leases.is_open(lease):
+            if lease.phase == "granted" and not lease.said_written and not leases.is_open(lease):
                 moved_at = self.moved_at[node, number]
                 if leases._elsewhere(lease) and lease.request.session.id in node.core.sessions:
                     since = self.stuck_since.get(lease, max(moved_at, self.world.now))
@@ -259,7 +259,7 @@ class Checks:
             if isinstance(node, Prefill):
                 sessions = {session for session, _ in (*core.chunks.windows.marks, *core.chunks.windows.closed)}
             else:
-                sessions = {*core.lender._marks_sent, *(session for session, _ in core.leases._held)}
+                sessions = {*core.lender._marks_sent, *(session for session, _ in core.leases._lent_nbytes)}
             if any(session.id not in core.sessions for session in sessions):
                 raise Violation("I14", f"{node.name!r} remembers a lost session")
         if self.world.posts:

@@ -13,7 +13,7 @@ from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.destinations import PrefillRoom
 from pdstage.protocol.prefill import PrefillCore
-from pdstage.protocol.state import Phase, WriterPhase
+from pdstage.protocol.state import ChunkPhase, WriterPhase
 from tests.pair import assert_flat
 from tests.sim.frozen import Core, Node, flight_name, key_name
 
@@ -174,7 +174,7 @@ def prefill_facts(node: Node, shape: Shape) -> Facts:
         flights=tuple(
             flight_name(core, ticket)
             for ticket, (chunk, _) in core.chunks.flights.items()
-            if chunk.phase is not Phase.WRITING
+            if chunk.phase is not ChunkPhase.WRITING
         ),
         late=tuple(
             (name, n) for name, room in rooms.items() for n, source in enumerate(room.sources) if not source.ready

@@ -65,7 +65,7 @@ _SILENT = {
     "Lease": {"granted_at"},
     "Chunk": {"waits_since"},
     "_Need": {"numbers"},
-    "Lane": {"_carved", "_largest"},  # computed from the leases when asked for
+    "Lane": {"_gaps", "_largest"},  # computed from the leases when asked for
     "Writer": {"reason"},
     "Destination": {"reason", "asked", "_exposed", "open"},  # session and epoch name the Open
     "Ended": {"reason"},

@@ -16,7 +16,7 @@ from pdstage.protocol.leases import Lender
 from pdstage.protocol.prefill_chunks import ChunkSender, Windows
 from pdstage.protocol.prefill_rooms import PrefillRooms
 from pdstage.protocol.session import Detach
-from pdstage.protocol.state import ROOM, DestinationPhase, Phase, RoomEvent, State
+from pdstage.protocol.state import ROOM, ChunkPhase, DestinationPhase, RoomEvent, State
 from tests.rows import rows
 from tests.sim.explore import QUICK
 from tests.sim.facts import Shape, Violation
@@ -166,7 +166,7 @@ def a_returned_lease_is_taken_again(patch: pytest.MonkeyPatch) -> None:
 
     def recalled(self, chunk, now):
         self.endpoint.timers.cancel(("reserve", chunk))
-        chunk.phase = Phase.PARKED
+        chunk.phase = ChunkPhase.PARKED
         if chunk.source.ready:
             self.reserve(chunk, now)
 
