@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from pdstage.errors import PeerError
+from pdstage.errors import PeerError, TransportError
 from pdstage.transport.base import (
     Event,
     Inbound,
@@ -111,6 +111,9 @@ class AutoTransport(Transport):
                 refused.append(error)
                 log.info("peer %s not over %s: %s", peer, name, error)
                 continue
+            except TransportError:
+                self._met.setdefault(peer, {})[name] = way  # it has ended, which `proved_dead` of this way may know
+                raise
             before = self._over.get(peer)
             if before is not None and before is not way:
                 before.disconnect(peer)
@@ -129,8 +132,11 @@ class AutoTransport(Transport):
                 way.identify(peer, offers[name])
             except PeerError as error:
                 refused.append(error)
-            else:
+                continue
+            except TransportError:
                 self._met.setdefault(peer, {})[name] = way
+                raise
+            self._met.setdefault(peer, {})[name] = way
         if len(refused) == len(ways):
             raise _unreachable(peer, refused)
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Generic, NamedTuple, Protocol, Type
 import msgspec
 from msgspec import Meta
 
-from pdstage.errors import PdstageError, PeerError, UsageError
+from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 from pdstage.layout import Region
-from pdstage.transport._peer import Elsewhere, Met
+from pdstage.transport._peer import Elsewhere, Ended, Met
 from pdstage.transport.base import (
     Event,
     Ranges,
@@ -200,7 +200,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         if link is not None and link.description.life == given.life:
             self._refresh(link, given)
             return
-        target = self._target(peer, given)
+        target = self._process(peer, given)
         try:
             fresh = self._attach(peer, given, target)
         except PdstageError:
@@ -211,7 +211,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         self.links[peer] = fresh
 
     def identify(self, peer: str, description: bytes) -> None:
-        self.met.add(peer, self._target(peer, self._read(peer, description)))
+        self.met.add(peer, self._process(peer, self._read(peer, description)))
 
     def prepare(self, peer: str, regions: Sequence[Region]) -> None:
         link = self.link(peer)
@@ -278,6 +278,14 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         if link is None:
             raise not_connected(peer)
         return link
+
+    def _process(self, peer: str, description: AnyDescription) -> Target:
+        """`_target`. A process that has ended already is remembered as one that was met: its death is proved."""
+        try:
+            return self._target(peer, description)
+        except TransportError:
+            self.met.add(peer, Ended())
+            raise
 
     def _read(self, peer: str, description: bytes) -> AnyDescription:
         self.check_open()

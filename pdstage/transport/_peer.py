@@ -95,13 +95,16 @@ class Process:
             raise self._gone()
 
     def check_holds(self, inbox: str) -> None:
-        """Raises `PeerError` unless this process holds the abstract socket `inbox`: who knows its name speaks for it.
+        """Raises `PeerError` unless this process holds the abstract socket `inbox`: who knows its name speaks for it;
+        or `TransportError` if the process has ended meanwhile.
 
         Anybody may name a process that never offered its memory; only the kernel says whose a socket is.
         """
         lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
         sockets = {f"socket:[{line.split()[6]}]" for line in lines if line.endswith(f" @{inbox}")}
         if not any(held in sockets for held in _open_files(self.pid)):
+            if self.gone():
+                raise self._gone()
             raise PeerError(
                 f"process {self.pid} of peer {self._peer!r} does not hold the socket its description names",
                 remedy="run both processes as one user; else trust that peer no more",
@@ -176,6 +179,16 @@ class Elsewhere:
 
     def gone(self) -> bool:
         return False
+
+    def close(self) -> None:
+        pass
+
+
+class Ended:
+    """A process that was gone before it could be held."""
+
+    def gone(self) -> bool:
+        return True
 
     def close(self) -> None:
         pass

@@ -158,7 +158,7 @@ class MooncakeTransport(Backend[_Link, _Description]):
     def identify(self, peer: str, description: bytes) -> None:
         given = self._read(peer, description)
         self._engine.is_known = True  # even to a process that has ended: it may have written here
-        self.met.add(peer, self._target(peer, given))
+        self.met.add(peer, self._process(peer, given))
 
     def _write(self, link: _Link, post: Post) -> None:
         if link.target.gone():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from dataclasses import replace
@@ -347,6 +348,17 @@ def test_an_error_that_is_kept_keeps_nothing_of_a_closed_transport(mortal):
     kept.clear()
     gc.collect()
     assert mortal.a.n_fds("socket") == n_sockets
+
+
+@pytest.mark.parametrize("verb", ["identify", "connect"])
+def test_a_writer_that_ended_before_it_was_met_is_proved_dead(mortal, verb):
+    """Its Welcome was on the way when it was killed. What was lent to it stayed stranded for ever (I14)."""
+    described = mortal.b.describe()
+    mortal.b.kill()
+    Log(mortal.a).until(lambda: mortal.a.proved_dead("b"))
+    with contextlib.suppress(TransportError):  # one that finds out at once may say so
+        getattr(mortal.a, verb)("late", described)
+    Log(mortal.a).until(lambda: mortal.a.proved_dead("late"))
 
 
 def test_nothing_of_a_writer_that_is_proved_dead_lands_any_more(mortal):
