@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 _MAX_CHARACTERS = 512
 _WILDCARDS = {"", "*", "0.0.0.0", "::"}
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+"""Between two dots of a host name: RFC 1123, section 2.1, and the underscore, which container networks use."""
 
 
 class Address(NamedTuple):
@@ -35,6 +38,8 @@ class Address(NamedTuple):
         Raises `UsageError` that quotes `text`.
         """
         remedy = f"write it as {scheme}://host:port, an IPv6 host in brackets"
+        if not isinstance(text, str):
+            raise UsageError(f"an address is a string, not {type(text).__name__} {text!r:.64}", remedy=remedy)
         if len(text) > _MAX_CHARACTERS:
             raise UsageError(f"address {text[:64]!r}... of {len(text)} characters", remedy=remedy)
         found, separator, rest = text.partition("://")
@@ -58,8 +63,16 @@ class Address(NamedTuple):
             number = 0
         if not colon or not (0 if listening else 1) <= number <= 65535:
             raise UsageError(f"address {text!r} has no valid port", remedy=remedy, address=text)
-        if host in _WILDCARDS and not listening:
-            raise UsageError(f"address {text!r} names no host to connect to", remedy=remedy, address=text)
+        if host in _WILDCARDS:
+            if not listening:
+                raise UsageError(f"address {text!r} names no host to connect to", remedy=remedy, address=text)
+        elif not _is_host(host):
+            raise UsageError(
+                f"address {text!r} has no valid host name",
+                remedy="give an IP address, or a name of ASCII letters, digits, - and _, at most 63 between dots "
+                "(another name as xn--...)",
+                address=text,
+            )
         return cls(host, number, key)
 
     @property
@@ -129,6 +142,17 @@ class Address(NamedTuple):
                 key=key.hex(),
             )
         return key
+
+
+def _is_host(text: str) -> bool:
+    """Whether the system's resolver can be asked for it: what is no name makes `getaddrinfo` raise `UnicodeError`."""
+    if ":" in text:
+        try:
+            ipaddress.IPv6Address(text)
+        except ValueError:
+            return False
+        return True
+    return len(text) <= 253 and all(_LABEL.fullmatch(label) for label in text.removesuffix(".").split("."))
 
 
 def _own_host(*, ipv6: bool) -> str:

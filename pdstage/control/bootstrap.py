@@ -119,6 +119,7 @@ class BootstrapClient:
     def __init__(
         self, address: str, timeout_s: float = 2.0, *, keys: Keys | str | os.PathLike[str] | None = None
     ) -> None:
+        self.given = address
         plain = address.startswith(PLAIN)
         self.address = Address.parse(address.removeprefix(PLAIN), "http")
         self._keys = None if plain else keys_of(keys)
@@ -176,7 +177,7 @@ class BootstrapClient:
             connection.request(method, path, body, {"Connection": "close"})
             response = connection.getresponse()
             return response.status, response.read(MAX_ANSWER_NBYTES)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter from IDNA, for a name that is none
             hung_up = "; if it has keys, pass keys= (--keys)" if isinstance(error, ConnectionResetError) else ""
             raise TransportError(
                 f"no bootstrap server answers at {self.address} ({error})",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from pdstage.errors import Aborted, PdstageError, PeerError, UsageError
+from pdstage.errors import PdstageError, PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.handle import Handle
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, indexes
@@ -70,11 +69,11 @@ class Receiver(Handle):
 
     __slots__ = ("_aux", "bound")
 
-    room: DecodeRoom | None
+    room: DecodeRoom
     _node: DecodeNode
 
-    def __init__(self, node: DecodeNode, key: bytes) -> None:
-        super().__init__(node, None, key)
+    def __init__(self, node: DecodeNode, room: DecodeRoom) -> None:
+        super().__init__(node, room)
         self.bound: Bound | None = None
         self._aux: bytes | AuxRow | None = None
 
@@ -89,7 +88,7 @@ class Receiver(Handle):
     @property
     def ready_to_bind(self) -> bool:
         """Whether prefill has computed everything and only waits for `bind`, for engines that allocate late."""
-        return self.room is not None and self.room.ready_to_bind
+        return self.room.ready_to_bind
 
     def bind(
         self,
@@ -165,10 +164,9 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
             description=offer.description, lanes=lanes, config=self.config, direct=path != "staged",
             others=tuple(others), notifies=self.transport.traits.notifies, rows=self.rows,
         )  # fmt: skip
-        self._receivers: dict[bytes, Receiver] = {}
         self._binding: list[Receiver] = []
         # Filled by the directory's thread and emptied by the driver's: one append and one popleft are each whole.
-        self._answers: deque[tuple[Receiver, list[Advert] | None, PdstageError | None, float]] = deque()
+        self._answers: deque[tuple[DecodeRoom, list[Advert] | None, PdstageError | None]] = deque()
         self.driver.start()
 
     # What receivers call.
@@ -184,40 +182,30 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
     ) -> Receiver:
         """Announces that `room` will come from the prefill engine that `prefill`, a bootstrap's `host:port`, names.
 
-        Returns at once; who serves the room is looked up meanwhile. Raises `UsageError` if the room is being received
-        already.
+        Returns at once; who serves the room is looked up meanwhile. `deadline_s` counts from here. Raises `UsageError`
+        for a bad address, and if the room is being received already.
         """
         if not 0 < deadline_s < float("inf"):
             raise UsageError(f"deadline_s={deadline_s} for room {room!r}", remedy="give a positive, finite number")
-        key = room_key(room)
+        client = self.directory.client(prefill)
         with self.driver.use():
-            held = self._receivers.get(key)
-            if held is not None and held.status & 0x7F not in (State.FAILED, State.SUCCESS):
-                raise UsageError(
-                    f"room {room!r} is being received already", remedy="wait for its end, or abort it", room=room
-                )
-            receiver = self._receivers[key] = Receiver(self, key)
+            now = time.monotonic()
+            announced = self.core.announce(room_key(room), None, now, deadline_s=deadline_s)
+            receiver = Receiver(self, announced)
+            self.roster.add(announced, receiver)
             if self.observed is not None:
                 self.observed.opened(receiver)
-            adverts = self.directory.cached(prefill, dp_rank, instance)
+            adverts = self.directory.cached(client, dp_rank, instance)
             if adverts is not None:
-                self._announce(receiver, adverts, time.monotonic(), deadline_s)
+                self._found(announced, adverts, now)
         if adverts is None:
-            until = time.monotonic() + min(deadline_s, self.config.hello_s)
 
             def answer(found: list[Advert] | None, error: PdstageError | None) -> None:
-                self._answers.append((receiver, found, error, deadline_s))
+                self._answers.append((announced, found, error))
                 self.socket.wake()
 
-            try:
-                self.directory.lookup(prefill, dp_rank, instance, until, answer)
-            except PdstageError as error:
-                del self._receivers[key]
-                if self.observed is not None:
-                    self.observed.never_began(receiver, error)
-                raise
-        else:
-            self.driver.kick()
+            self.directory.lookup(client, dp_rank, instance, now + min(deadline_s, self.config.hello_s), answer)
+        self.driver.kick()
         return receiver
 
     def bind(
@@ -254,10 +242,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
     def abort(self, receiver: Receiver, reason: str) -> None:
         """`Receiver.abort`."""
         with self.driver.use():
-            if receiver.room is not None:
-                self.core.abort(receiver.room, reason, time.monotonic())
-            else:
-                self._end(receiver, Aborted(f"room {receiver.id!r} was aborted: {reason}"))
+            self.core.abort(receiver.room, reason, time.monotonic())
         self.driver.kick()
 
     def status(self) -> Status:
@@ -266,10 +251,6 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
             leases, now = held.live(), self._status()._replace(n_waiting=held.n_waiting)
             cursors = [(lane.capacity, lane.watermark, lane.head, lane.quarantined_nbytes) for lane in held.lanes]
         return now._replace(rooms=by_state(self.handles()), lanes=lanes(cursors, leases))
-
-    def handles(self) -> list[Handle]:
-        unknown = [one for one in self._receivers.copy().values() if one.room is None]  # prefill is being looked up
-        return unknown + self.roster.handles()
 
     # What the core asks for.
 
@@ -305,37 +286,25 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
 
     def _take_answers(self, now: float) -> None:
         while self._answers:
-            receiver, adverts, error, deadline_s = self._answers.popleft()
-            if receiver.status & 0x7F == State.FAILED:
-                self._give_up(receiver, adverts or [], now)
-            elif adverts is None:
-                self._end(receiver, error or PeerError("the directory gave no answer"))
+            room, adverts, error = self._answers.popleft()
+            if adverts is not None:
+                self._found(room, adverts, now)
             else:
-                self._announce(receiver, adverts, now, deadline_s)
+                self.core.fail(room, error or PeerError("the directory gave no answer"), now)
 
-    def _give_up(self, receiver: Receiver, adverts: list[Advert], now: float) -> None:
-        """It was aborted while its prefill was looked up, which may hold its state already and wait."""
-        with contextlib.suppress(PdstageError):  # a rank that cannot be told waits for its deadline
-            writers = self._routes(adverts)
-            self.core.give_up(receiver.key, writers, str(receiver.error), now)
-
-    def _routes(self, adverts: list[Advert]) -> dict[int, bytes]:
-        return {a.topology.unique_rank: self.socket.connect(a.endpoint) for a in adverts}
-
-    def _announce(self, receiver: Receiver, adverts: list[Advert], now: float, deadline_s: float) -> None:
+    def _found(self, room: DecodeRoom, adverts: list[Advert], now: float) -> None:
+        """What a directory says is a peer's word: where it is of no use it fails this room, not the driver."""
         # A later version than ours may talk with us: it says so when greeted.
-        problem = next((a for a in adverts if a.version < OLDEST), None)
-        if problem is not None:
-            what = f"{problem.where} speaks wire version {problem.version}, this node talks with {OLDEST} and later"
-            self._end(receiver, PeerError(what, remedy="run a later release at prefill"))
-            return
+        old = next((a for a in adverts if a.version < OLDEST), None)
         try:
-            room = self.core.announce(receiver.key, self._routes(adverts), now, deadline_s=deadline_s)
-        except PdstageError as error:  # what a directory says is a peer's word: it fails this room, not the driver
-            self._end(receiver, error)
-            return
-        receiver.room = room
-        self.roster.add(room, receiver)
+            if old is not None:
+                what = f"{old.where} speaks wire version {old.version}, this node talks with {OLDEST} and later"
+                raise PeerError(what, remedy="run a later release at prefill")
+            writers = {a.topology.unique_rank: self.socket.connect(a.endpoint) for a in adverts}
+        except PdstageError as error:
+            self.core.fail(room, error, now)
+        else:
+            self.core.found(room, writers, now)
 
     def _take_bindings(self, now: float) -> None:
         binding, self._binding = self._binding, []
@@ -343,7 +312,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
             bound = receiver.bound
             if bound is None or receiver.status & 0x7F == State.FAILED:
                 continue
-            if receiver.room is None or (bound.after is not None and not bound.after.query()):
+            if bound.after is not None and not bound.after.query():
                 self._binding.append(receiver)
                 continue
             wire_items: tuple[m.Items, ...] = ()
@@ -362,29 +331,11 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
                 row=bound.row.number if bound.row is not None else None,
             )
 
-    def _end(self, receiver: Receiver, error: PdstageError) -> None:
-        """A room that never reached the core."""
-        self._receivers.pop(receiver.key, None)
-        self.lent.give_back(receiver)
-        if self.observed is not None:
-            self.observed.never_began(receiver, error)
-        self.roster.end(receiver, error)
-
-    def _close_rooms(self, timeout_s: float) -> None:
-        with self.driver.lock:
-            for receiver in [one for one in self._receivers.values() if one.room is None]:
-                self._end(receiver, Aborted(f"room {receiver.id!r} was aborted: the node was closed"))
-        super()._close_rooms(timeout_s)
-
     def _on_changed(self, room: Room, status: int) -> None:
-        receiver, state = self.roster.of(room), status & 0x7F
-        if isinstance(room, DecodeRoom) and isinstance(receiver, Receiver) and state == State.SUCCESS:
+        receiver = self.roster.of(room)
+        if isinstance(room, DecodeRoom) and isinstance(receiver, Receiver) and status & 0x7F == State.SUCCESS:
             self._take_aux(receiver, room)  # before anybody sees the Success
         super()._on_changed(room, status)
-        if state in (State.SUCCESS, State.FAILED):
-            held = self._receivers.get(room.key)
-            if held is not None and held.room is room:
-                del self._receivers[room.key]
 
     def _take_aux(self, receiver: Receiver, room: DecodeRoom) -> None:
         """What came by message is put into the row; what was written in place is there."""

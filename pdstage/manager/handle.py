@@ -57,10 +57,12 @@ class Handle:
 
     __slots__ = ("__weakref__", "_node", "began_at", "error", "key", "room", "status", "waiters")
 
-    def __init__(self, node: Waits, room: object, key: bytes) -> None:
+    room: Room
+
+    def __init__(self, node: Waits, room: Room) -> None:
         self._node = node
         self.room = room
-        self.key = key
+        self.key = room.key
         self.status: int = State.BOOTSTRAPPING
         self.error: PdstageError | None = None
         self.began_at = time.monotonic()
@@ -174,26 +176,14 @@ class Roster:
             handle.error = room.error
         handle.status = status
         if handle._has_ended() and not had_ended:
-            self._add_ended(handle)
+            self._ended.append(handle)
+            if self._of_any_end:
+                self._due.append(self._of_any_end)
         if handle.waiters:
             self._due.append(handle.waiters)
         if handle.released:
             del self._handles[room]
         self._n_changes += 1
-
-    def end(self, handle: Handle, error: PdstageError) -> None:
-        """Fails a handle whose room never reached the core: nothing was said, so nothing is held."""
-        handle.error = error
-        handle.status = State.FAILED | 0x80
-        self._add_ended(handle)
-        self._due.append(handle.waiters)
-        self._n_changes += 1
-        self.ring()
-
-    def _add_ended(self, handle: Handle) -> None:
-        self._ended.append(handle)
-        if self._of_any_end:
-            self._due.append(self._of_any_end)
 
     def fail(self, error: PdstageError) -> None:
         """Fails every handle that has not ended."""
@@ -294,8 +284,7 @@ class LentRows:
             raise UsageError(
                 f"an aux row for room {handle.id!r} at a node without rows", remedy="give the node its `metadata`"
             )
-        room = handle.room
-        if not (room.released if isinstance(room, Room) else handle.released):
+        if not handle.room.released:
             self._metadata.lend(row)
             self._lent[handle] = row
         return self._metadata

@@ -1,19 +1,22 @@
-"""The one worker that talks to bootstrap directories, so that the driver never waits for HTTP.
+"""Who talks to bootstrap directories, so that the driver never waits for HTTP.
 
-It runs jobs and repeats publications.
+Each address that is asked has a thread while somebody waits for its answer, so an address that does not answer keeps
+nobody else waiting. One more thread renews what this node has published.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
+import heapq
+import itertools
+import logging
 import random
 import threading
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from pdstage.control.bootstrap import Advert, BootstrapClient, Incomplete
-from pdstage.errors import DeadlineExceeded, PdstageError, TransportError
+from pdstage.errors import DeadlineExceeded, PdstageError, PeerError, TransportError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,30 +25,52 @@ if TYPE_CHECKING:
 
     Answer = Callable[[list[Advert] | None, PdstageError | None], None]
 
+log = logging.getLogger(__name__)
+
 _RETRY_S, _RETRY_CAP_S = 0.1, 1.0
 _TTL_S = 15.0
+_END_S = 5.0
+"""How long `close` waits for a thread that talks to a directory: longer than two steps of a request may take."""
+_MAX_ADDRESSES = 256
+"""Addresses asked at a time; each has a thread."""
+
+
+class _Lookup(NamedTuple):
+    client: BootstrapClient
+    dp_rank: int | None
+    instance: str | None
+    deadline_at: float
+    answer: Answer
+    wait_s: float = _RETRY_S
+    """Until it is asked again, if not all is there yet."""
+
+    @property
+    def key(self) -> tuple[str, int | None, str | None]:
+        return self.client.given, self.dp_rank, self.instance
 
 
 class Directory:
-    """Lookups and publications, in a daemon thread that starts with the first of them. Answers come on that thread.
+    """Lookups, each answered once, on a thread of its address; and a publication, kept alive.
 
     A context manager. Any thread may call it; once it is closed, nothing is looked up and nothing answers.
     """
 
     def __init__(self, keys: Keys | None = None, *, cache_s: float = 2.0) -> None:
         self._keys = keys
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
+        self._lock = threading.Lock()
         self._closed = False
+        self._askers: dict[str, _Asker] = {}
+        self._publication: _Publication | None = None
         self._cache_s = cache_s
         self._cache: dict[tuple[str, int | None, str | None], tuple[float, list[Advert]]] = {}
-        self._published: tuple[BootstrapClient, Callable[[], Advert]] | None = None
-        self._renew_at = 0.0
 
-    def cached(self, address: str, dp_rank: int | None, instance: str | None) -> list[Advert] | None:
+    def client(self, address: str) -> BootstrapClient:
+        """Who asks the directory at `address`; raises `UsageError` for an address that is none."""
+        return BootstrapClient(address, keys=self._keys)
+
+    def cached(self, client: BootstrapClient, dp_rank: int | None, instance: str | None) -> list[Advert] | None:
         """An answer of the last `cache_s` seconds; None if there is none."""
-        at, adverts = self._cache.get((address, dp_rank, instance), (-self._cache_s, []))
+        at, adverts = self._cache.get((client.given, dp_rank, instance), (-self._cache_s, []))
         return adverts if adverts and time.monotonic() - at < self._cache_s else None
 
     def forget(self) -> None:
@@ -53,33 +78,35 @@ class Directory:
         self._cache.clear()
 
     def lookup(
-        self, address: str, dp_rank: int | None, instance: str | None, deadline_at: float, answer: Answer
+        self, client: BootstrapClient, dp_rank: int | None, instance: str | None, deadline_at: float, answer: Answer
     ) -> None:
         """Asks until every rank is registered or `deadline_at` (monotonic) has passed, then calls `answer` once."""
-        client = BootstrapClient(address, keys=self._keys)
-        self._run(lambda: self._look(client, (address, dp_rank, instance), deadline_at, answer, _RETRY_S))
+        look = _Lookup(client, dp_rank, instance, deadline_at, answer)
+        try:
+            with self._lock:
+                if self._closed:
+                    return
+                self._asker(client.given).add(look, 0.0)
+        except TransportError as error:
+            answer(None, error)
 
     def publish(self, address: str, advert: Callable[[], Advert]) -> None:
         """Publishes now, raising what the directory raises, and keeps the lease renewed until `close`."""
-        client = BootstrapClient(address, keys=self._keys)
-        client.publish(advert(), _TTL_S)
-        self._published = (client, advert)
-        self._renew_at = time.monotonic() + _TTL_S / 3
-        self._run(lambda: None)
+        self._publication = _Publication(self.client(address), advert)
 
     def close(self) -> None:
-        """Ends the thread, then withdraws what was published, which the thread can renew no more. Idempotent."""
-        with self._starting:
+        """Ends its threads, then withdraws what was published, which can be renewed no more. Idempotent."""
+        with self._lock:
             self._closed = True
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            self._jobs.put(None)
-            thread.join()
-        if self._published is not None:
-            client, advert = self._published
-            self._published = None
-            with contextlib.suppress(PdstageError):  # the directory is gone: the lease ends by itself
-                client.withdraw(advert())
+            askers = list(self._askers.values())
+            for asker in askers:
+                asker.changed.notify()
+        until = time.monotonic() + _END_S
+        for asker in askers:
+            asker.thread.join(max(0.0, until - time.monotonic()))
+        publication, self._publication = self._publication, None
+        if publication is not None:
+            publication.end()
 
     def __enter__(self) -> Self:
         return self
@@ -87,68 +114,125 @@ class Directory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
-        with self._starting:
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._loop, name="pdstage-directory", daemon=True)
-                self._thread.start()
-
-    def _loop(self) -> None:
-        while True:
-            wait_s = max(0.0, self._renew_at - time.monotonic()) if self._published is not None else None
-            try:
-                job = self._jobs.get(timeout=wait_s)
-            except queue.Empty:
-                self._renew()
-                continue
-            if job is None:
-                return
-            job()
-
-    def _renew(self) -> None:
-        published = self._published
-        if published is None:
-            return
-        client, advert = published
+    def _asker(self, address: str) -> _Asker:
+        """Under the lock: who asks `address`."""
+        asker = self._askers.get(address)
+        if asker is not None:
+            return asker
+        if len(self._askers) >= _MAX_ADDRESSES:
+            raise TransportError(
+                f"{len(self._askers)} bootstrap addresses are being asked, and none has answered yet",
+                remedy="look at the addresses of the rooms before",
+            )
+        asker = _Asker(self, self._lock)
         try:
-            client.publish(advert(), _TTL_S)
-            self._renew_at = time.monotonic() + _TTL_S / 3
-        except PdstageError:
-            self._renew_at = time.monotonic() + _TTL_S / 15  # the lease outlives several failures
+            asker.thread.start()
+        except RuntimeError as error:
+            raise TransportError(f"no thread could be started for a lookup ({error})", remedy="free some") from error
+        self._askers[address] = asker
+        return asker
 
-    def _look(
-        self,
-        client: BootstrapClient,
-        key: tuple[str, int | None, str | None],
-        deadline_at: float,
-        answer: Answer,
-        wait_s: float,
-    ) -> None:
-        """Where not all is there yet, again after `wait_s`, and from then on ever more seldom."""
-        _, dp_rank, instance = key
+    def _is_over(self, asker: _Asker) -> bool:
+        """Under the lock: whether `asker` has nothing to do any more; then it is forgotten."""
+        if not self._closed and asker.waiting:
+            return False
+        for address in [address for address, other in self._askers.items() if other is asker]:
+            del self._askers[address]
+        return True
+
+    def _ask(self, look: _Lookup) -> _Lookup | None:
+        """Asks once, and answers; or what to ask later, where not all is there yet."""
+        adverts: list[Advert] | None = None
+        failure: PdstageError | None = None
         try:
-            adverts = self.cached(*key) or client.lookup(dp_rank, instance=instance)
+            adverts = self.cached(look.client, look.dp_rank, look.instance) or look.client.lookup(
+                look.dp_rank, instance=look.instance
+            )
+            self._keep(look, adverts)
         except (Incomplete, TransportError) as error:
-            now = time.monotonic()
-            if now + _RETRY_S < deadline_at:
-                longer_s = min(2 * wait_s, _RETRY_CAP_S)
-                timer = threading.Timer(
-                    min(wait_s * random.uniform(0.5, 1.0), deadline_at - now),
-                    self._jobs.put,
-                    [lambda: self._look(client, key, deadline_at, answer, longer_s)],
-                )
-                timer.daemon = True
-                timer.start()
-                return
-            late = DeadlineExceeded(f"no prefill found in time: {error.what}", remedy=error.remedy)
-            late.__cause__ = error
-            answer(None, late)
+            if time.monotonic() + _RETRY_S < look.deadline_at:
+                return look._replace(wait_s=min(2 * look.wait_s, _RETRY_CAP_S))
+            failure = DeadlineExceeded(f"no prefill found in time: {error.what}", remedy=error.remedy)
+            failure.__cause__ = error
         except PdstageError as error:
-            answer(None, error)
-        else:
-            now = time.monotonic()
-            for old in [old for old, (at, _) in list(self._cache.items()) if now - at >= self._cache_s]:
-                self._cache.pop(old, None)
-            self._cache[key] = (now, adverts)
-            answer(adverts, None)
+            failure = error
+        except Exception as error:  # whatever it is, it is this lookup's alone
+            log.exception("a lookup at %s failed", look.client.address)
+            failure = PeerError(f"the lookup at {look.client.address} failed: {error!r}", remedy="see the log")
+        if not self._closed:
+            look.answer(adverts, failure)
+        return None
+
+    def _keep(self, look: _Lookup, adverts: list[Advert]) -> None:
+        now = time.monotonic()
+        for old in [old for old, (at, _) in list(self._cache.items()) if now - at >= self._cache_s]:
+            self._cache.pop(old, None)
+        self._cache[look.key] = (now, adverts)
+
+
+class _Asker:
+    """The lookups at one address, and the thread that asks them: it ends when none is left."""
+
+    def __init__(self, directory: Directory, lock: threading.Lock) -> None:
+        self._directory = directory
+        self.changed = threading.Condition(lock)
+        self.waiting: list[tuple[float, int, _Lookup]] = []
+        """A heap, by when to ask."""
+        self._n = itertools.count()
+        self.thread = threading.Thread(target=self._run, name="pdstage-directory", daemon=True)
+
+    def add(self, look: _Lookup, wait_s: float) -> None:
+        """Under the lock: `look` is asked in `wait_s`."""
+        heapq.heappush(self.waiting, (time.monotonic() + wait_s, next(self._n), look))
+        self.changed.notify()
+
+    def _run(self) -> None:
+        while (look := self._next()) is not None:
+            try:
+                again = self._directory._ask(look)
+            except Exception:
+                log.exception("who waits for the directory at %s did not take its answer", look.client.address)
+                continue
+            if again is not None:
+                wait_s = min(look.wait_s * random.uniform(0.5, 1.0), again.deadline_at - time.monotonic())
+                with self.changed:
+                    self.add(again, wait_s)
+
+    def _next(self) -> _Lookup | None:
+        """The lookup whose time has come; None once there is none."""
+        with self.changed:
+            while not self._directory._is_over(self):
+                wait_s = self.waiting[0][0] - time.monotonic()
+                if wait_s <= 0:
+                    return heapq.heappop(self.waiting)[2]
+                self.changed.wait(wait_s)
+        return None
+
+
+class _Publication:
+    """An advert that is published, which may raise, and then renewed by a thread until `end`."""
+
+    def __init__(self, client: BootstrapClient, advert: Callable[[], Advert]) -> None:
+        self._client, self._advert = client, advert
+        self._over = threading.Event()
+        client.publish(advert(), _TTL_S)
+        self._thread = threading.Thread(target=self._run, name="pdstage-lease", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join(_END_S)
+        with contextlib.suppress(PdstageError):  # the directory is gone: the lease ends by itself
+            self._client.withdraw(self._advert())
+
+    def _run(self) -> None:
+        wait_s = _TTL_S / 3
+        while not self._over.wait(wait_s):
+            try:
+                self._client.publish(self._advert(), _TTL_S)
+                wait_s = _TTL_S / 3
+            except PdstageError:
+                wait_s = _TTL_S / 15  # the lease outlives several failures
+            except Exception:
+                log.exception("the lease at %s could not be renewed; it is tried again", self._client.address)
+                wait_s = _TTL_S / 15

@@ -185,13 +185,6 @@ class Observation:
             del self._rooms[handle]
             self._events.append(RoomReleased(seen.room, seen.number, time.monotonic()))
 
-    def never_began(self, handle: Handle, error: PdstageError) -> None:
-        """A room that never reached the core: nothing was said, so nothing is held."""
-        seen = self._rooms.pop(handle, None)
-        if seen is not None:
-            self._ended(seen, State.FAILED, error)
-            self._events.append(RoomReleased(seen.room, seen.number, time.monotonic()))
-
     def broke(self, error: PdstageError) -> None:
         """The driver failed, and with it all rooms that had not ended."""
         seen, self._rooms = list(self._rooms.values()), {}

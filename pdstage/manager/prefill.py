@@ -54,8 +54,8 @@ class Sender(Handle):
     room: PrefillRoom
     _node: PrefillNode
 
-    def __init__(self, node: PrefillNode, room: PrefillRoom, key: bytes) -> None:
-        super().__init__(node, room, key)
+    def __init__(self, node: PrefillNode, room: PrefillRoom) -> None:
+        super().__init__(node, room)
         self.finishing = False
 
     @property
@@ -244,7 +244,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         """This rank will send `room`: its chunks follow. Raises `UsageError` if it is being sent already."""
         with self.driver.use():
             out = self.core.submit(room_key(room), time.monotonic())
-            sender = Sender(self, out, out.key)
+            sender = Sender(self, out)
             self.roster.add(out, sender)
             if self.observed is not None:
                 self.observed.opened(sender)

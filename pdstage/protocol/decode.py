@@ -78,8 +78,9 @@ class DecodeCore:
 
     # What the engine does.
 
-    def announce(self, key: bytes, writers: Mapping[int, bytes], now: float, *, deadline_s: float) -> DecodeRoom:
-        """The engine will receive this room from `writers` (number -> route). Greets those not known yet.
+    def announce(self, key: bytes, writers: Mapping[int, bytes] | None, now: float, *, deadline_s: float) -> DecodeRoom:
+        """The engine will receive this room from `writers` (number -> route), or, with None, from those that `found`
+        will name. Greets those not known yet.
 
         Raises `UsageError` if the room is being received already, its writers are none or share a route, or there are
         `max_peers` others and all in use.
@@ -89,6 +90,41 @@ class DecodeCore:
             raise UsageError(
                 f"room {named!r} is being received already", remedy="wait for its end, or abort it", room=named
             )
+        if writers is not None:
+            self._admit(key, writers, now)
+        self._last_epoch += 1
+        room = DecodeRoom(key, self._last_epoch)
+        room.deadline_s = deadline_s
+        self.rooms.by_key[key] = self.rooms.by_epoch[room.epoch] = room
+        self.endpoint.counters.rooms_opened += 1
+        self.endpoint.timers.set(("room", room), now + deadline_s)
+        self.endpoint.timers.set(("bind", room), now + self.endpoint.config.bind_s)
+        if writers is not None:
+            self._greet(room, writers, now)
+        return room
+
+    def found(self, room: DecodeRoom, writers: Mapping[int, bytes], now: float) -> None:
+        """Who sends a room that was announced without writers. It fails where `announce` would raise.
+
+        If it has ended meanwhile, they are told: they may hold its state already, and wait. Not if the room is being
+        received anew, or there are too many peers; then they wait for their deadline.
+        """
+        if room.key in self.rooms.by_key and self.rooms.by_key[room.key] is not room:
+            return
+        try:
+            self._admit(room.key, writers, now)
+        except UsageError as error:
+            self.rooms.fail(room, error, now)
+            return
+        if room.ended:
+            for route in writers.values():
+                self.handshake.peer(route, now)
+            self.rooms.give_up(m.Abort(room.epoch, m.brief(str(room.error)), False, room.key), writers.values(), now)
+        else:
+            self._greet(room, writers, now)
+
+    def _admit(self, key: bytes, writers: Mapping[int, bytes], now: float) -> None:
+        """Makes place for a room's writers; raises `UsageError` as `announce` says."""
         if not writers or len(set(writers.values())) != len(writers):
             named = room_id(key)
             raise UsageError(
@@ -97,34 +133,14 @@ class DecodeCore:
                 room=named,
             )
         self.farewells.make_place(writers.values(), now)
-        room = DecodeRoom(key, self._new_epoch(), dict(writers))
-        room.deadline_s = deadline_s
-        self.rooms.by_key[key] = self.rooms.by_epoch[room.epoch] = room
-        self.endpoint.counters.rooms_opened += 1
-        self.endpoint.timers.set(("room", room), now + deadline_s)
-        self.endpoint.timers.set(("bind", room), now + self.endpoint.config.bind_s)
+
+    def _greet(self, room: DecodeRoom, writers: Mapping[int, bytes], now: float) -> None:
+        room.routes = dict(writers)
         for route in writers.values():
             peer = self.handshake.peer(route, now)
             peer.rooms[room] = None
-            peer.given_up.pop(key, None)
+            peer.given_up.pop(room.key, None)
         self.rooms.connect(room, now)
-        return room
-
-    def give_up(self, key: bytes, writers: Mapping[int, bytes], reason: str, now: float) -> None:
-        """The engine gave this room up before its `writers` were known: they are told, greeted for it if need be.
-
-        Nothing if the room is being received anew. Raises `UsageError` as `announce` does for too many peers.
-        """
-        if key in self.rooms.by_key:
-            return
-        self.farewells.make_place(writers.values(), now)
-        for route in writers.values():
-            self.handshake.peer(route, now)
-        self.rooms.give_up(m.Abort(self._new_epoch(), m.brief(reason), False, key), writers.values(), now)
-
-    def _new_epoch(self) -> int:
-        self._last_epoch += 1
-        return self._last_epoch
 
     def bind(
         self,

@@ -63,11 +63,11 @@ class DecodeRoom(Room):
         "wire_items", "writers",
     )  # fmt: skip
 
-    def __init__(self, key: bytes, epoch: int, routes: dict[int, bytes]) -> None:
+    def __init__(self, key: bytes, epoch: int) -> None:
         super().__init__(key)
         self.epoch = epoch
-        self.routes = routes
-        """Of each writer, by its number."""
+        self.routes: dict[int, bytes] = {}
+        """Of each writer, by its number; none while they are looked up."""
         self.writers: dict[m.SessionId, Writer] = {}
         self.bound = False
         self.items: Mapping[str, object] = {}

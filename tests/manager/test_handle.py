@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def make(n: int) -> tuple[Roster, list[Room], list[Handle]]:
     roster = Roster()
     rooms = [Room(b"%d" % i) for i in range(n)]
-    handles = [Handle(None, room, room.key) for room in rooms]  # type: ignore[arg-type]
+    handles = [Handle(None, room) for room in rooms]  # type: ignore[arg-type]
     for room, handle in zip(rooms, handles, strict=True):
         roster.add(room, handle)
     return roster, rooms, handles
@@ -81,12 +81,12 @@ def test_no_end_is_lost_while_the_driver_adds_others() -> None:
     """`completions` runs in the engine's thread, rooms end in the driver's: each is given once (found by a benchmark
     that waited for ever).
     """
-    roster, n = Roster(), MAX_ENDED - 1
-    handle = Handle(None, None, b"r")  # type: ignore[arg-type]
+    n = MAX_ENDED - 1
+    roster, rooms, _ = make(n)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        driver = threading.Thread(target=lambda: [roster._add_ended(handle) for _ in range(n)])
+        driver = threading.Thread(target=lambda: [roster.changed(room, State.FAILED | 0x80) for room in rooms])
         driver.start()
         taken = 0
         while driver.is_alive():

@@ -224,10 +224,10 @@ def test_staging_memory_goes_with_the_close_of_a_node_that_is_kept(site):
 
 
 def test_a_room_whose_prefill_is_still_looked_up_fails_when_its_node_closes(site):
-    """I10: no directory has answered yet, so that the core knows nothing of the room."""
+    """I10: no directory has answered yet."""
     d = site.decode(Rank())
     receiver = d.receive(1, site.address)  # nobody has published there
     assert d.close()
     assert receiver.state is State.FAILED
     assert receiver.released
-    assert "the node was closed" in str(receiver.error)
+    assert "the node closes" in str(receiver.error)

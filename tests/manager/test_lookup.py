@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -9,12 +10,14 @@ import time
 import numpy as np
 import pytest
 
-from pdstage import DecodeNode, Pool, PrefillNode
+from pdstage import DecodeNode, Pool, PrefillNode, State, UsageError
 from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer, Incomplete
-from pdstage.errors import DeadlineExceeded
+from pdstage.errors import DeadlineExceeded, TransportError
 from pdstage.manager.lookup import Directory
 from pdstage.tensors import build, paged_nhd
 from pdstage.topology import Topology
+from tests.manager.conftest import Site
+from tests.manager.engine import Rank, drive
 
 
 @pytest.fixture
@@ -34,7 +37,7 @@ def test_answers_that_are_old_are_not_kept(directory: Directory) -> None:
             )
             BootstrapClient(server.address).publish(advert)
             until = time.monotonic() + 20.0
-            directory.lookup(server.address, None, advert.instance, until, lambda *a: answers.put(a))
+            directory.lookup(directory.client(server.address), None, advert.instance, until, lambda *a: answers.put(a))
             assert answers.get(timeout=20.0) == ([advert], None)
             assert len(directory._cache) == 1
 
@@ -48,7 +51,8 @@ def test_an_instance_that_is_not_there_is_asked_for_ever_more_seldom(directory: 
 
     monkeypatch.setattr(BootstrapClient, "lookup", lookup)
     answers: queue.SimpleQueue = queue.SimpleQueue()
-    directory.lookup("127.0.0.1:1", None, "p", time.monotonic() + 1.0, lambda *a: answers.put(a))
+    until = time.monotonic() + 1.0
+    directory.lookup(directory.client("127.0.0.1:1"), None, "p", until, lambda *a: answers.put(a))
     adverts, error = answers.get(timeout=20.0)
     assert adverts is None
     assert isinstance(error, DeadlineExceeded)
@@ -57,14 +61,15 @@ def test_an_instance_that_is_not_there_is_asked_for_ever_more_seldom(directory: 
 
 @pytest.mark.parametrize("second", ["lookup", "close"])
 def test_the_first_lookups_may_come_in_several_threads(monkeypatch, second: str) -> None:
-    """The worker begins with the first. Two of them would share one word to end, and close would wait for ever."""
+    """Whatever comes between the first and the start of its thread: close ends all of them."""
     asked: queue.SimpleQueue = queue.SimpleQueue()
     monkeypatch.setattr(BootstrapClient, "lookup", lambda *_, **__: asked.put(None) or [])
     directory, begun = Directory(), []
     other = threading.Thread(target=lambda: look() if second == "lookup" else directory.close())
 
     def look() -> None:
-        directory.lookup("127.0.0.1:1", None, "p", time.monotonic() + 1.0, lambda *_: None)
+        client = directory.client("127.0.0.1:1")
+        directory.lookup(client, None, "p", time.monotonic() + 1.0, lambda *_: None)
 
     class Worker(threading.Thread):
         def __init__(self, **given) -> None:
@@ -79,9 +84,108 @@ def test_the_first_lookups_may_come_in_several_threads(monkeypatch, second: str)
     other.join()
     directory.close()
     look()
-    assert len(begun) == 1
-    assert not begun[0].is_alive()
-    assert asked.qsize() == 2 if second == "lookup" else asked.qsize() <= 1
+    assert len(begun) <= 2
+    assert not any(thread.is_alive() for thread in begun)
+    assert asked.qsize() <= 2 if second == "lookup" else asked.qsize() <= 1
+
+
+BAD_HOSTS = ["a..b", "x" * 70, "a b", "caf\u00e9", "\udc80", "-a", "a-", "[::g]", "a" * 250 + ".bc"]
+
+
+@pytest.mark.parametrize("host", BAD_HOSTS)
+def test_a_host_that_is_none_is_refused_before_anything_began(site: Site, host: str) -> None:
+    """It killed the look-up thread, and with it every later room of the node."""
+    p, d = site.prefill(Rank()), site.decode(Rank())
+    with pytest.raises(UsageError, match="host"):
+        d.receive(1, f"{host}:1234")
+    assert not d.handles()
+    receiver = d.receive(1, site.address)
+    drive([p, d], lambda: receiver.state is State.WAITING_FOR_INPUT)
+
+
+def test_an_address_that_does_not_answer_keeps_nobody_else_waiting(site: Site, monkeypatch) -> None:
+    plain, released = BootstrapClient.lookup, threading.Event()
+
+    def lookup(self: BootstrapClient, *given, **named) -> list[Advert]:
+        if self.given != site.address:
+            released.wait(20.0)
+            raise Incomplete("nobody is there", (0,))
+        return plain(self, *given, **named)
+
+    monkeypatch.setattr(BootstrapClient, "lookup", lookup)
+    p, d = site.prefill(Rank()), site.decode(Rank())
+    hanging = [d.receive(n, f"127.0.0.1:{n}") for n in range(1, 6)]
+    receiver = d.receive(9, site.address)
+    drive([p, d], lambda: receiver.state is State.WAITING_FOR_INPUT)
+    assert {one.state for one in hanging} == {State.BOOTSTRAPPING}
+    released.set()
+
+
+def test_a_deadline_counts_from_receive(site: Site, monkeypatch) -> None:
+    """However long the look-up takes, and if it never ends (I10)."""
+    released = threading.Event()
+    monkeypatch.setattr(BootstrapClient, "lookup", lambda *_, **__: released.wait(20.0) and [])
+    d = site.decode(Rank(), progress="thread")
+    receiver = d.receive(1, site.address, deadline_s=0.2)
+    with pytest.raises(DeadlineExceeded, match="did not end in its 0.2 s"):
+        receiver.wait(20.0)
+    assert receiver.released
+    released.set()
+
+
+def test_a_lookup_that_fails_as_nobody_foresaw_harms_its_own_room_only(site: Site, monkeypatch, caplog) -> None:
+    plain, n_asked = BootstrapClient.lookup, itertools.count()
+
+    def lookup(self: BootstrapClient, *given, **named) -> list[Advert]:
+        if next(n_asked) == 0:
+            raise KeyError("nobody foresaw this")
+        return plain(self, *given, **named)
+
+    monkeypatch.setattr(BootstrapClient, "lookup", lookup)
+    p, d = site.prefill(Rank()), site.decode(Rank())
+    harmed = d.receive(1, site.address)
+    drive([p, d], lambda: harmed.released)
+    assert "nobody foresaw this" in str(harmed.error)
+    assert "nobody foresaw this" in caplog.text
+    receiver = d.receive(2, site.address)
+    drive([p, d], lambda: receiver.state is State.WAITING_FOR_INPUT)
+
+
+def test_addresses_asked_at_a_time_are_bounded(monkeypatch) -> None:
+    """Each has a thread. One too many is refused in words, and others go on."""
+    released, answers = threading.Event(), queue.SimpleQueue()
+    monkeypatch.setattr("pdstage.manager.lookup._MAX_ADDRESSES", 2)
+    monkeypatch.setattr(BootstrapClient, "lookup", lambda *_, **__: released.wait(20.0) and [])
+    with Directory() as directory:
+        for port in (1, 2, 3):
+            until = time.monotonic() + 5.0
+            directory.lookup(directory.client(f"127.0.0.1:{port}"), None, None, until, lambda *a: answers.put(a))
+        adverts, error = answers.get(timeout=20.0)
+        assert adverts is None
+        assert isinstance(error, TransportError)
+        assert "2 bootstrap addresses are being asked" in str(error)
+        released.set()
+        assert [answers.get(timeout=20.0) for _ in range(2)] == [([], None)] * 2
+
+
+def test_a_lease_is_renewed_whatever_a_renewal_raises(monkeypatch) -> None:
+    """The thread that renews outlives it: an advert that is not renewed is lost for ever."""
+    monkeypatch.setattr("pdstage.manager.lookup._TTL_S", 0.3)
+    outcomes = iter([None, MemoryError(), KeyError("x"), TransportError("gone")])
+    asked = threading.Semaphore(0)
+
+    def publish(self: BootstrapClient, advert: Advert, ttl_s: float) -> None:
+        asked.release()
+        if (error := next(outcomes, None)) is not None:
+            raise error
+
+    monkeypatch.setattr(BootstrapClient, "publish", publish)
+    monkeypatch.setattr(BootstrapClient, "withdraw", lambda *_: None)
+    advert = Advert(instance="p", topology=Topology(), endpoint="tcp://127.0.0.1:1", incarnation=1, layout="")
+    with Directory() as directory:
+        directory.publish("127.0.0.1:1", lambda: advert)
+        for _ in range(6):
+            assert asked.acquire(timeout=20.0)
 
 
 def test_an_engine_may_keep_the_directory_itself() -> None:

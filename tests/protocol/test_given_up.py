@@ -2,10 +2,10 @@
 
 import pytest
 
-from pdstage.errors import Aborted, DeadlineExceeded
+from pdstage.errors import Aborted, DeadlineExceeded, UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol.state import State
-from tests.pair import Decode, DecodeRoom, World, assert_flat, first, is_message
+from tests.pair import DecodeRoom, World, assert_flat, first, is_message
 
 _MAX_ENDED = 64
 
@@ -176,8 +176,10 @@ def test_a_room_that_fails_at_prefill_and_at_decode_may_be_opened_again() -> Non
 
 def test_a_room_whose_writers_were_still_looked_up_is_given_up_with_a_greeting() -> None:
     world = World()
-    sent = world.send(1, 8, [0, 1])
-    give_up(world.decode[0], world)
+    sent, handle = world.send(1, 8, [0, 1]), look_up(world)
+    abort(world, handle)
+    assert handle.released, "nothing was said to anybody"
+    found(world, handle)
     world.run()
     assert sent.state is State.FAILED and WHY in str(sent.error)
     assert_flat(world)
@@ -185,16 +187,54 @@ def test_a_room_whose_writers_were_still_looked_up_is_given_up_with_a_greeting()
 
 def test_a_room_received_anew_meanwhile_is_not_given_up() -> None:
     world = World()
-    sent, handle = world.send(1, 8, [0, 1]), world.receive(1, 8, [0, 1])
-    give_up(world.decode[0], world)
+    sent, given_up = world.send(1, 8, [0, 1]), look_up(world)
+    abort(world, given_up)
+    handle = world.receive(1, 8, [0, 1])
+    found(world, given_up)
     world.run()
     assert sent.state is State.SUCCESS
     world.check(handle, 1, 8)
 
 
-def give_up(node: Decode, world: World) -> None:
-    node.core.give_up(b"i1", {0: world.prefill[0].name}, WHY, world.now)
-    world.carry(node)
+def test_a_room_whose_writers_are_looked_up_may_be_bound() -> None:
+    world = World()
+    sent, handle = world.send(1, 8, [0, 1]), look_up(world)
+    world.bind(handle, 8, [0, 1])
+    world.run(until=1.0)
+    assert handle.state is State.BOOTSTRAPPING
+    found(world, handle)
+    world.run()
+    assert sent.state is State.SUCCESS
+    world.check(handle, 1, 8)
+
+
+def test_the_deadline_of_a_room_counts_while_its_writers_are_looked_up() -> None:
+    world = World()
+    handle = look_up(world, deadline_s=5.0)
+    world.bind(handle, 8, [0, 1])
+    world.run(until=6.0)
+    assert handle.state is State.FAILED and handle.released
+    assert "did not end in its 5.0 s" in str(handle.error)
+    assert_flat(world)
+
+
+@pytest.mark.parametrize("writers", [{}, {0: b"P0", 1: b"P0"}])
+def test_writers_that_are_none_fail_the_room_that_was_looked_up(writers: dict[int, bytes]) -> None:
+    world = World()
+    handle = look_up(world)
+    world.decode[0].core.found(handle, writers, world.now)
+    world.carry(world.decode[0])
+    assert isinstance(handle.error, UsageError) and handle.released
+    assert_flat(world)
+
+
+def look_up(world: World, *, deadline_s: float = 60.0) -> DecodeRoom:
+    return world.decode[0].core.announce(b"i1", None, world.now, deadline_s=deadline_s)
+
+
+def found(world: World, handle: DecodeRoom) -> None:
+    world.decode[0].core.found(handle, {0: world.prefill[0].name}, world.now)
+    world.carry(world.decode[0])
 
 
 # A room that was opened, and parked at prefill, since its engine had not submitted it yet.
