@@ -22,6 +22,7 @@ LAYERS = {
     0: [
         "environment",
         "errors",
+        "arguments",
         "renamed",
         "topology",
         "layout",

@@ -7,6 +7,7 @@ import re
 import socket
 from typing import TYPE_CHECKING, NamedTuple
 
+from pdstage import arguments
 from pdstage.control.keys import parse_key
 from pdstage.errors import UsageError
 
@@ -38,8 +39,7 @@ class Address(NamedTuple):
         Raises `UsageError` that quotes `text`.
         """
         remedy = f"write it as {scheme}://host:port, an IPv6 host in brackets"
-        if not isinstance(text, str):
-            raise UsageError(f"an address is a string, not {type(text).__name__} {text!r:.64}", remedy=remedy)
+        text = arguments.text("an address", text)
         if len(text) > _MAX_CHARACTERS:
             raise UsageError(f"address {text[:64]!r}... of {len(text)} characters", remedy=remedy)
         found, separator, rest = text.partition("://")

@@ -13,6 +13,7 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
+from pdstage import arguments
 from pdstage.control import directory_curve, directory_http
 from pdstage.control.address import Address
 from pdstage.control.directory import Advert, Conflict, Directory, Incomplete
@@ -119,7 +120,7 @@ class BootstrapClient:
     def __init__(
         self, address: str, timeout_s: float = 2.0, *, keys: Keys | str | os.PathLike[str] | None = None
     ) -> None:
-        self.given = address
+        self.given = address = arguments.text("a bootstrap address", address)
         plain = address.startswith(PLAIN)
         self.address = Address.parse(address.removeprefix(PLAIN), "http")
         self._keys = None if plain else keys_of(keys)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from pdstage import arguments
 from pdstage.errors import PdstageError, PeerError, UsageError
 from pdstage.layout import Region
-from pdstage.manager.handle import Handle
+from pdstage.manager.handle import Handle, ask_event, check_event
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, indexes
 from pdstage.manager.node import Node
 from pdstage.manager.options import DEFAULT_SWITCH_S, NodeOptions
@@ -185,8 +186,9 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         Returns at once; who serves the room is looked up meanwhile. `deadline_s` counts from here. Raises `UsageError`
         for a bad address, and if the room is being received already.
         """
-        if not 0 < deadline_s < float("inf"):
-            raise UsageError(f"deadline_s={deadline_s} for room {room!r}", remedy="give a positive, finite number")
+        deadline_s = arguments.number("deadline_s", deadline_s, above=0.0)
+        dp_rank = None if dp_rank is None else arguments.integer("dp_rank", dp_rank)
+        instance = None if instance is None else arguments.text("instance", instance)
         client = self.directory.client(prefill)
         with self.driver.use():
             now = time.monotonic()
@@ -222,8 +224,9 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         """`Receiver.bind`."""
         layout = self.pool.layout
         checked = check(layout, items, tokens, unique=True)
-        if prefix_tokens < 0:
-            raise UsageError(f"prefix_tokens={prefix_tokens} for room {receiver.id!r}", remedy="give at least 0")
+        prefix_tokens = arguments.integer("prefix_tokens", prefix_tokens)
+        priority = arguments.integer("priority", priority, low=-arguments.MAX_INTEGER)
+        check_event("`after`", after)
         asked = []
         for name, one in checked.items():
             start = max(one.start, prefix_tokens) if layout.component(name).positional else one.start
@@ -242,7 +245,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
     def abort(self, receiver: Receiver, reason: str) -> None:
         """`Receiver.abort`."""
         with self.driver.use():
-            self.core.abort(receiver.room, reason, time.monotonic())
+            self.core.abort(receiver.room, arguments.sayable(reason), time.monotonic())
         self.driver.kick()
 
     def status(self) -> Status:
@@ -312,7 +315,11 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
             bound = receiver.bound
             if bound is None or receiver.status & 0x7F == State.FAILED:
                 continue
-            if bound.after is not None and not bound.after.query():
+            done, wrong = ask_event("`after`", bound.after)
+            if wrong:
+                self.core.abort(receiver.room, wrong, now)
+                continue
+            if not done:
                 self._binding.append(receiver)
                 continue
             wire_items: tuple[m.Items, ...] = ()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from pdstage import arguments
 from pdstage.errors import UsageError
 from pdstage.protocol.room import Room, room_id
 from pdstage.protocol.state import State
@@ -43,6 +44,24 @@ class CudaEvent(Protocol):
     """What an engine gives to wait for: `torch.cuda.Event`, or anything that says whether it is done."""
 
     def query(self) -> bool: ...
+
+
+def check_event(what: str, event: CudaEvent | None) -> None:
+    """Raises `UsageError` for what cannot be asked."""
+    try:
+        usable = event is None or callable(event.query)
+    except Exception:  # noqa: BLE001  (its own method's)
+        usable = False
+    if not usable:
+        raise UsageError(f"{what} is {arguments.shown(event)}", remedy="give an event, which has query(), or None")
+
+
+def ask_event(what: str, event: CudaEvent | None) -> tuple[bool, str]:
+    """Whether it is done, as true for no event; or what is wrong with it, in words."""
+    try:
+        return event is None or bool(event.query()), ""
+    except Exception as error:  # noqa: BLE001  (the event's own, whatever it is)
+        return False, f"the event given as {what} raised {arguments.shown(error)}"
 
 
 class Waiter(NamedTuple):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
-from pdstage.errors import UsageError
+from pdstage.arguments import integer, pair, shown, text
+from pdstage.errors import PdstageError, UsageError
 from pdstage.items import Items
 from pdstage.kernels import Index
 from pdstage.ownership import CommonTokens
@@ -16,7 +18,7 @@ from pdstage.plan import Rect
 from pdstage.states import canonical
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 
 _FEW = 256
+MAX_TOKENS = (1 << 40) - 1
+"""The most tokens that a sequence may have, so that no sum of theirs and bytes is beyond 63 bits."""
+MAX_LAYERS = (1 << 31) - 1
 
 
 GivenItems: TypeAlias = "Mapping[str, Items | npt.ArrayLike] | npt.ArrayLike"
@@ -54,25 +59,46 @@ def check(layout: Layout, items: GivenItems, tokens: GivenTokens, *, unique: boo
     the items cover. No items at all are nothing to move, of a component this rank does not have too. `unique`:
     destinations, where a page may not be named twice.
     """
-    by_name: Mapping[str, Items | npt.ArrayLike]
-    by_name = items if hasattr(items, "keys") else {_only(layout, "items").name: items}  # type: ignore[assignment]
-    if isinstance(tokens, tuple | int):
-        tokens = {_only(layout, "tokens").name: tokens if isinstance(tokens, tuple) else (0, tokens)}
-    if tokens is not None:
-        tokens = {canonical(name): span for name, span in tokens.items()}
+    spans = _spans(layout, tokens)
     held = {component.name for component in layout.components}
     checked, nothing = {}, set()
-    for alias, given in by_name.items():
+    for alias, given in _by_name(layout, items).items():
         name, one = canonical(alias), given if isinstance(given, Items) else Items(given)
-        if name not in held and not np.size(one.pages):
+        pages = _as_integers(name, one.pages)
+        if name not in held and not len(pages):
             nothing.add(name)
             continue
-        span = tokens.get(name) if tokens is not None else None
-        checked[name] = _check_one(layout.component(name), one, span, unique=unique)
-    for name in tokens or ():
+        first = integer(f"first_token of {name!r}", one.first_token)
+        checked[name] = _check_one(layout.component(name), pages, first, spans.get(name), unique=unique)
+    for name in spans:
         if name not in checked and name not in nothing:
             raise UsageError(f"tokens of {name!r} without its items", remedy="give the items too", component=name)
     return checked
+
+
+def _by_name(layout: Layout, items: GivenItems) -> Mapping[str, Items | npt.ArrayLike]:
+    try:
+        named = dict(items) if isinstance(items, Mapping) else {_only(layout, "items").name: items}
+    except PdstageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"items are {shown(items)}", remedy="give a mapping, or the items themselves") from error
+    return {text("a component's name", name): given for name, given in named.items()}
+
+
+def _spans(layout: Layout, tokens: GivenTokens) -> dict[str, tuple[int, int]]:
+    """By component; none for all that the items cover."""
+    if tokens is None:
+        return {}
+    if isinstance(tokens, Mapping):
+        return {
+            canonical(text("a component's name", name)): pair(f"tokens of {name!r}", span, high=MAX_TOKENS)
+            for name, span in tokens.items()
+        }
+    name = _only(layout, "tokens").name
+    if isinstance(tokens, tuple | list):
+        return {name: pair("tokens", tokens, high=MAX_TOKENS)}
+    return {name: (0, integer("tokens", tokens, high=MAX_TOKENS))}
 
 
 def rects_of(layout: Layout, checked: Mapping[str, Checked], layers: tuple[int, int] | None) -> tuple[Rect, ...]:
@@ -80,6 +106,8 @@ def rects_of(layout: Layout, checked: Mapping[str, Checked], layers: tuple[int, 
 
     None for no tokens; one for no slots, which says that there are none.
     """
+    if layers is not None:
+        layers = pair("layers", layers, high=MAX_LAYERS)
     rects = []
     for one in checked.values():
         numbers = layout.layers[one.component]
@@ -97,10 +125,11 @@ def _only(layout: Layout, what: str) -> Component:
     return layout.components[0]
 
 
-def _check_one(component: Component, items: Items, span: tuple[int, int] | None, *, unique: bool) -> Checked:
+def _check_one(
+    component: Component, given: npt.NDArray[np.integer[Any]], first: int, span: tuple[int, int] | None, *, unique: bool
+) -> Checked:
     name, per_item = component.name, component.tokens_per_item
-    given = _as_integers(name, items.pages)
-    first, own = items.first_token, CommonTokens.of(component.owned)
+    own = CommonTokens.of(component.owned)
     end = first + len(given) * per_item
     start, stop = span if span is not None else _covered(component.owned, first, end, unique=unique)
     fields = {"component": name}
@@ -138,7 +167,12 @@ def _covered(owned: TokenShard, first: int, end: int, *, unique: bool) -> tuple[
 
 
 def _as_integers(name: str, pages: npt.ArrayLike | Sequence[int]) -> npt.NDArray[np.integer[Any]]:
-    array = np.asarray(pages)
+    try:
+        array = np.asarray(pages)
+    except Exception as error:
+        raise UsageError(
+            f"items of {name!r} are {shown(pages)}", remedy="give one dimension of integers", component=name
+        ) from error
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise UsageError(
             f"items of {name!r} are {array.dtype} of shape {array.shape}",

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, TypeVar, cast
 
 import pdstage
+from pdstage import arguments
 from pdstage.control.keys import keys_of
 from pdstage.control.zmq import ControlSocket
 from pdstage.errors import TransportError, UsageError
@@ -140,11 +141,13 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
     # What engines ask.
 
     def turn(self, wait_s: float = 0.0) -> bool:
-        """One turn: everything that has arrived, every deadline that has passed. Waits up to `wait_s` for something.
+        """One turn: everything that has arrived, every deadline that has passed. Waits up to `wait_s` for something,
+        not beyond the next deadline.
 
         False if another thread is in one: it is woken, and will do what there is to do.
         """
-        return self.driver.turn(wait_s)
+        wait_s = arguments.number("wait_s", wait_s)
+        return self.driver.turn(min(wait_s, self.driver.longest_s()) if wait_s > 0 else 0.0)
 
     def progress_inline(self) -> None:
         """A turn, if turns are the engine's to make."""
@@ -157,6 +160,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
 
         Raises `TimeoutError` after `timeout_s`, and `UsageError` if the node ends first.
         """
+        timeout_s = arguments.timeout("timeout_s", timeout_s)
         deadline_at = None if timeout_s is None else time.monotonic() + timeout_s
         while not done():
             self.driver.use()
@@ -178,7 +182,10 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         states: int8 `State` values; released: uint8, 1 once the room's memory may be reused. Both in the order given.
         """
         self.progress_inline()
-        return self.roster.statuses(handles)
+        try:
+            return self.roster.statuses(handles)
+        except Exception as error:
+            raise UsageError(f"handles are {arguments.shown(handles)}", remedy="give a list of handles") from error
 
     def completions(self) -> list[AnyHandle]:
         """The handles whose rooms ended since the last call; of more than 65,536 the latest."""
@@ -215,6 +222,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         in any cluster (its host is down, or its process was ended and waited for). A wrong word lets it write into
         memory that has a new owner.
         """
+        endpoint = arguments.text("endpoint", endpoint)
         with self.driver.use():
             n_fenced = self.sessions.fence(endpoint)
         self.driver.kick()
@@ -247,7 +255,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
 
     def oldest_rooms(self, n: int = 10) -> list[OpenRoom]:
         """The `n` rooms that began first and still hold something here, the oldest first; any thread may ask."""
-        return status.oldest(self.handles(), n)
+        return status.oldest(self.handles(), arguments.integer("n", n))
 
     def handles(self) -> list[Handle]:
         """Every room that holds something here, ended ones until they are released; any thread may ask."""
@@ -267,6 +275,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         the log, may still write to it or read it. Then the staging memory and the pool's tensors are kept until this
         process ends, and the pool must not be used before those peers' processes have ended. May be repeated.
         """
+        timeout_s = arguments.number("timeout_s", timeout_s)
         driver = self.driver
         if driver.closed:
             return self._gave_back

@@ -6,6 +6,7 @@ import time
 from functools import cache, partial
 from typing import TYPE_CHECKING, ClassVar, assert_never
 
+from pdstage import arguments
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapServer
 from pdstage.cost import CostModel
@@ -14,7 +15,7 @@ from pdstage.layout import Region
 from pdstage.manager import demand
 from pdstage.manager.calibration import costs
 from pdstage.manager.data_path import DataPath
-from pdstage.manager.handle import Handle
+from pdstage.manager.handle import Handle, ask_event, check_event
 from pdstage.manager.items import GivenItems, GivenTokens, check, rects_of
 from pdstage.manager.node import Node
 from pdstage.manager.options import DEFAULT_SWITCH_S, NodeOptions, check_path
@@ -262,6 +263,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         """`Sender.chunk`."""
         if sender.finishing:
             raise UsageError(f"room {sender.id!r} got a chunk after finish()", remedy="chunks come first")
+        check_event("`ready`", ready)
         checked = check(self.pool.layout, items, tokens, unique=False)
         rects = rects_of(self.pool.layout, checked, layers)
         if rects:
@@ -278,6 +280,9 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         self, sender: Sender, aux: bytes | AuxRow | None, states: GivenItems | None, ready: CudaEvent | None
     ) -> None:
         """`Sender.finish`."""
+        check_event("`ready`", ready)
+        if aux is not None and not isinstance(aux, AuxRow):
+            aux = arguments.octets("aux", aux)
         if isinstance(aux, bytes) and len(aux) > self.config.max_aux_nbytes:
             raise UsageError(
                 f"{len(aux)} aux bytes for room {sender.id!r}",
@@ -299,12 +304,14 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     def abort(self, sender: Sender, reason: str) -> None:
         """`Sender.abort`."""
         with self.driver.use():
-            self.core.abort(sender.room, reason, time.monotonic())
+            self.core.abort(sender.room, arguments.sayable(reason), time.monotonic())
         self.driver.kick()
 
     def prefix_tokens(self, room: PrefillRoom, component: str | None = None) -> int | None:
         """`Sender.prefix_tokens`, and `prefix_tokens_of` a component."""
-        names = self._positional if component is None else {canonical(component)}
+        names = self._positional
+        if component is not None:
+            names = {canonical(arguments.text("a component's name", component))}
         with self.driver.use():
             return demand.prefix_tokens(room, names)
 
@@ -365,7 +372,10 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         for sender, ready, then in waiting:
             if sender.room.ended:
                 continue
-            if ready.query():
+            done, wrong = ask_event("`ready`", ready)
+            if wrong:
+                self.core.abort(sender.room, wrong, now)
+            elif done:
                 then(now)
             else:
                 self._waiting.append((sender, ready, then))

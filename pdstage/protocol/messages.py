@@ -12,6 +12,7 @@ from typing import Annotated, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from pdstage.arguments import sayable
 from pdstage.columns import MAX_COLUMNS, MAX_ROW_NBYTES, Placed
 from pdstage.layout import Layout  # noqa: TC001  (msgspec resolves these at run time)
 from pdstage.plan import Rect, Share
@@ -50,6 +51,7 @@ AuxColumns: TypeAlias = Annotated[tuple[Placed, ...], Meta(max_length=MAX_COLUMN
 
 def brief(reason: str) -> str:
     """`reason` as a message may carry it: a peer's own words may be part of it, so it can be of any length."""
+    reason = sayable(reason)
     return reason if len(reason) <= MAX_REASON else f"{reason[: MAX_REASON - 3]}..."
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from pdstage.arguments import shown
 from pdstage.errors import UsageError
 from pdstage.protocol.messages import MAX_ROOM_NBYTES
 from pdstage.protocol.state import ROOM, RoomEvent, State
@@ -21,20 +24,19 @@ def room_key(room: RoomId) -> bytes:
     """A room's name on the wire; 1, "1" and b"1" are three rooms. Raises `UsageError` for other types and over 256
     bytes.
     """
-    match room:
-        case bool():
-            key = b""
-        case int():
-            key = b"i%d" % room
-        case str():
+    key = b""
+    with contextlib.suppress(Exception):  # of `operator.index`, and of text that UTF-8 cannot say
+        if isinstance(room, str):
             key = b"s" + room.encode()
-        case bytes():
+        elif isinstance(room, bytes):
             key = b"b" + room
-        case _:
-            key = b""
+        elif not isinstance(room, bool):
+            key = b"i%d" % operator.index(room)
     if not 0 < len(key) <= MAX_ROOM_NBYTES:
         raise UsageError(
-            f"room {room!r} is no room id", remedy="use an int, str or bytes of at most 255 bytes", room=room
+            f"room {shown(room)} is no room id",
+            remedy="use an integer, a str or bytes, of at most 255 bytes",
+            room=room,
         )
     return key
 

@@ -50,7 +50,7 @@ IMPATIENT = Config(retry_s=0.05, hello_s=0.5, open_s=0.5, wait_s=0.5, open_wait_
         ([0, -1], 8, "item 1 of 'kv' is -1"),
         ([3, 5, 3], 12, "item 2 of 'kv' is 3, named twice"),
         ([0, 1], 9, "tokens 0..9"),
-        ([0, 1], (5, 3), "tokens 5..3"),
+        ([0, 1], (5, 3), r"tokens is \(5, 3\)"),
         (Items([0, 1], first_token=8), (4, 12), "tokens 4..12"),
         (Items([0, 1], first_token=2), (4, 8), "first_token 2 of 'kv' is inside an item"),
         ({"swa": [0]}, None, "no component 'swa'"),

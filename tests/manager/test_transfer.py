@@ -171,18 +171,30 @@ def test_a_sleeping_thread_is_woken_for_an_event_that_nobody_announces(site, mon
     drive([], lambda: source.ready, 20)
 
 
-def test_an_event_that_raises_leaves_no_room_behind(site, monkeypatch) -> None:
-    """It fails the node, for which each of its rooms is told; none is dropped and waits for its deadline."""
-    p, d = site.prefill(Rank()), site.decode(Rank())
-    rooms = [d.receive(n, site.address) for n in range(3)]
-    drive([p, d], lambda: all(receiver.room.routes for receiver in rooms))
-    events = [Event() for _ in rooms]
-    for n in (0, 1):
-        rooms[n].bind([n], 1, after=events[n])
-    monkeypatch.setattr(events[1], "query", mock.Mock(side_effect=RuntimeError("CUDA error")))
-    with pytest.raises(RuntimeError, match="CUDA error"):
-        rooms[2].bind([2], 1, after=events[2])
-    assert [receiver.state for receiver in rooms] == [State.FAILED] * 3
+@pytest.mark.parametrize("side", ["bind", "chunk", "finish"])
+def test_an_event_that_raises_fails_its_room_and_no_other(site, monkeypatch, side) -> None:
+    src, dst = Rank(), Rank()
+    p, d = site.prefill(src), site.decode(dst)
+    broken = Event()
+    monkeypatch.setattr(broken, "query", mock.Mock(side_effect=RuntimeError("CUDA error")))
+    events, rooms = {1: broken, 2: None, 3: None}, {}
+    for n, event in events.items():
+        pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
+        src.write(n, TOKENS, pages)
+        receiver, sender = d.receive(n, site.address), p.send(n)
+        receiver.bind(into, TOKENS, after=event if side == "bind" else None)
+        sender.chunk(pages, TOKENS, ready=event if side == "chunk" else None)
+        sender.finish(ready=event if side == "finish" else None)
+        rooms[n] = receiver, sender, into
+    drive(site.nodes, lambda: all(r.released and s.released for r, s, _ in rooms.values()))
+    receiver, sender, _ = rooms[1]
+    assert receiver.state is sender.state is State.FAILED
+    assert "CUDA error" in str(receiver.error)
+    assert "CUDA error" in str(sender.error)
+    for n in (2, 3):
+        receiver, _, into = rooms[n]
+        assert receiver.state is State.SUCCESS
+        assert dst.holds(n, TOKENS, into)
 
 
 def test_data_is_gathered_only_when_ready(site):

@@ -1,0 +1,109 @@
+"""What callers give, as the types it must have: each is read where it enters, before anything is changed.
+
+Integers are all that `operator.index` takes, numpy's too. Every function raises a `UsageError` that names the argument
+and quotes its value, whatever the value's own methods raise.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+from pdstage.errors import UsageError
+
+MAX_INTEGER = (1 << 63) - 1
+_MAX_SHOWN = 80
+
+
+def integer(what: str, value: object, low: int = 0, high: int = MAX_INTEGER) -> int:
+    """An integer of `low..high`."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except Exception as error:
+        raise _wrong(what, value, f"give an integer of {low}..{high}") from error
+    if not low <= number <= high:
+        raise _wrong(what, value, f"give an integer of {low}..{high}")
+    return number
+
+
+def number(what: str, value: object, *, above: float = -math.inf) -> float:
+    """A finite number beyond `above`."""
+    wanted = "give a finite number" + (f" above {above:g}" if above > -math.inf else "")
+    try:
+        if isinstance(value, str | bytes | bytearray):
+            raise TypeError("text")  # noqa: TRY301  (which float() would read)
+        found = float(value)  # type: ignore[arg-type]
+    except Exception as error:
+        raise _wrong(what, value, wanted) from error
+    if not above < found < math.inf:
+        raise _wrong(what, value, wanted)
+    return found
+
+
+def timeout(what: str, value: object) -> float | None:
+    """Seconds, 0 or more; None, and infinity, for ever."""
+    if value is None or value is math.inf:
+        return None
+    found = number(what, value)
+    if found < 0:
+        raise _wrong(what, value, "give 0 seconds or more, or None to wait for ever")
+    return found
+
+
+def text(what: str, value: object) -> str:
+    """A string that UTF-8 can say."""
+    if not isinstance(value, str) or not _is_encodable(value):
+        raise _wrong(what, value, "give a string without surrogates")
+    return value
+
+
+def octets(what: str, value: object) -> bytes:
+    """A copy of bytes, a bytearray or a memoryview."""
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise _wrong(what, value, "give bytes")
+    return bytes(value)
+
+
+def pair(what: str, value: object, low: int = 0, high: int = MAX_INTEGER) -> tuple[int, int]:
+    """Two integers of `low..high`, `(start, stop)`, the second not below the first."""
+    try:
+        given: tuple[object, ...] = tuple(value)  # type: ignore[arg-type]
+        first, last = given
+    except Exception as error:
+        raise _wrong(what, value, "give two integers, (start, stop)") from error
+    start, stop = integer(f"the start of {what}", first, low, high), integer(f"the stop of {what}", last, low, high)
+    if stop < start:
+        raise _wrong(what, value, "give (start, stop), the stop not below the start")
+    return start, stop
+
+
+def sayable(words: object) -> str:
+    """Any words as text that UTF-8 can say: a reason may quote a file's name, which is any bytes."""
+    try:
+        said = str(words)
+    except Exception as error:  # noqa: BLE001  (its own method's)
+        said = f"{type(words).__name__} whose text raised {type(error).__name__}"
+    return said if _is_encodable(said) else said.encode(errors="backslashreplace").decode()
+
+
+def shown(value: object) -> str:
+    """A value as an error quotes it."""
+    try:
+        said = repr(value)
+    except Exception as error:  # noqa: BLE001  (its own method's)
+        said = f"a {type(value).__name__} whose repr raised {type(error).__name__}"
+    return said if len(said) <= _MAX_SHOWN else f"{said[:_MAX_SHOWN]}..."
+
+
+def _is_encodable(words: str) -> bool:
+    if words.isascii():
+        return True
+    try:
+        words.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _wrong(what: str, value: object, remedy: str) -> UsageError:
+    return UsageError(f"{what} is {shown(value)}", remedy=remedy)
