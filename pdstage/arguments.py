@@ -8,8 +8,15 @@ from __future__ import annotations
 
 import math
 import operator
+import os
+from typing import TYPE_CHECKING, TypeVar
 
 from pdstage.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+T = TypeVar("T")
 
 MAX_INTEGER = (1 << 63) - 1
 _MAX_SHOWN = 80
@@ -48,6 +55,40 @@ def timeout(what: str, value: object) -> float | None:
     if found < 0:
         raise _wrong(what, value, "give 0 seconds or more, or None to wait for ever")
     return found
+
+
+def flag(what: str, value: object) -> bool:
+    """True or false, numpy's too."""
+    if isinstance(value, bool):
+        return value
+    if type(value).__name__ in ("bool", "bool_") and type(value).__module__ == "numpy":
+        return bool(value)
+    raise _wrong(what, value, "give True or False")
+
+
+def choice(what: str, value: object, names: Sequence[str]) -> str:
+    """One of `names`."""
+    if not isinstance(value, str) or value not in names:
+        raise _wrong(what, value, f"choose one of {', '.join(names)}")
+    return value
+
+
+def path(what: str, value: object) -> str:
+    """A file's path: a string, or what `os.fspath` makes one of."""
+    try:
+        found = os.fspath(value)  # type: ignore[call-overload]
+    except Exception as error:
+        raise _wrong(what, value, "give a file's path") from error
+    if not isinstance(found, str) or "\0" in found or not found:
+        raise _wrong(what, value, "give a file's path")
+    return found
+
+
+def instance(what: str, value: object, kind: type[T], article: str = "a") -> T:
+    """An object of `kind`."""
+    if not isinstance(value, kind):
+        raise _wrong(what, value, f"give {article} {kind.__name__}")
+    return value
 
 
 def text(what: str, value: object) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from msgspec import Meta
 
+from pdstage.arguments import integer, shown, text
 from pdstage.errors import UsageError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Columns:
 
     def __init__(self, columns: Iterable[Column]) -> None:
         """Raises `UsageError` for a column given twice, of an unknown dtype or of no bytes, and for too many."""
-        self.given = tuple(sorted(columns))
+        self.given = tuple(sorted(_columns(columns)))
         names = [column.name for column in self.given]
         if len(set(names)) != len(names) or not 0 < len(names) <= MAX_COLUMNS:
             raise UsageError(f"aux columns {names}", remedy=f"give 1 to {MAX_COLUMNS}, each name once")
@@ -85,6 +86,24 @@ class Columns:
         self.row_nbytes = -(-end // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
         if self.row_nbytes > MAX_ROW_NBYTES:
             raise UsageError(f"an aux row of {self.row_nbytes} bytes", remedy=f"at most {MAX_ROW_NBYTES}")
+
+
+def _columns(given: object) -> list[Column]:
+    try:
+        columns = [Column(*column) for column in given]  # type: ignore[attr-defined]
+    except Exception as error:
+        raise UsageError(f"columns are {shown(given)}", remedy="give a list of Column(name, dtype, shape)") from error
+    return [column._replace(name=text("a column's name", column.name), dtype=text("a column's dtype", column.dtype),
+                            shape=_shape(column)) for column in columns]  # fmt: skip
+
+
+def _shape(column: Column) -> tuple[int, ...]:
+    try:
+        shape = tuple(column.shape)
+    except Exception as error:
+        what = f"the shape of aux column {column.name!r} is {shown(column.shape)}"
+        raise UsageError(what, remedy="give a tuple of integers") from error
+    return tuple(integer(f"the shape of aux column {column.name!r}", n, low=1) for n in shape)
 
 
 class Span(NamedTuple):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 
+from pdstage import arguments
 from pdstage.columns import ITEMSIZES, Column, Columns
 from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
@@ -167,10 +168,11 @@ class MetadataBuffers:
     def __init__(self, columns: Iterable[Column], n_rows: int, device: str = "cpu") -> None:
         """Raises `UsageError` for columns that make no row, or no rows."""
         self.columns = Columns(columns)
-        if n_rows < 1:
-            raise UsageError(f"{n_rows} aux rows", remedy="give at least as many as rooms are open at a time")
+        n_rows = arguments.integer("n_rows", n_rows, low=1, high=1 << 30)
+        kind, _, number = arguments.text("device", device).partition(":")
+        if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
+            raise UsageError(f"device {device!r:.64} of aux rows", remedy='give "cpu" or "cuda:0"')
         self.n_rows, self.row_nbytes, self.device = n_rows, self.columns.row_nbytes, device
-        kind, _, number = device.partition(":")
         nbytes = n_rows * self.row_nbytes
         if kind == "cpu":
             self._memory: Held = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)

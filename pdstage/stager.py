@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
 from pdstage import shared
+from pdstage.arguments import shown
 from pdstage.errors import UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import Region
@@ -52,9 +54,7 @@ class Memory:
     def __init__(self, nbytes: int, tensor: object = None, device: str = "cpu", *, mappable: bool = False) -> None:
         kind, _, number = device.partition(":")
         if tensor is None:
-            if nbytes < 1:
-                raise UsageError(f"staging_nbytes is {nbytes}", remedy="give a positive number of bytes")
-            tensor = _host_memory(nbytes, mappable) if kind == "cpu" else _device_memory(nbytes, device)
+            tensor = _allocate(nbytes, kind, device, mappable)
         base, nbytes, where = _address_of(tensor)
         if where.partition(":")[0] != kind or (number or "0") != (where.partition(":")[2] or "0"):
             raise UsageError(f"staging memory on {where} for a pool on {device}", remedy="give a tensor on its device")
@@ -75,6 +75,19 @@ class Memory:
                 remedy=f"raise staging_nbytes to at least {(n + 1) * ALIGNMENT}",
             )
         return [Region(base + part * nbytes, nbytes, self.region.kind, self.region.device) for part in range(n)]
+
+
+def _allocate(nbytes: int, kind: str, device: str, mappable: bool) -> object:
+    if nbytes < 1:
+        raise UsageError(f"staging_nbytes is {nbytes}", remedy="give a positive number of bytes")
+    here = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    if kind == "cpu" and nbytes > here:  # what is touched beyond it ends the process
+        raise UsageError(f"staging_nbytes is {nbytes}, and this machine has {here} bytes of memory", remedy="give less")
+    try:
+        return _host_memory(nbytes, mappable) if kind == "cpu" else _device_memory(nbytes, device)
+    except (OSError, MemoryError, RuntimeError) as error:
+        what = f"{nbytes} bytes of staging memory on {device} cannot be had ({error})"
+        raise UsageError(what, remedy="lower staging_nbytes, or free memory there") from error
 
 
 def _host_memory(nbytes: int, mappable: bool) -> NDArray[np.uint8]:
@@ -100,11 +113,13 @@ def _device_memory(nbytes: int, device: str) -> object:
 def _address_of(tensor: object) -> tuple[int, int, str]:
     """Address, bytes and device."""
     if isinstance(tensor, np.ndarray):
+        if not tensor.flags.c_contiguous or not tensor.flags.writeable:
+            raise UsageError("staging memory that is not contiguous, or read-only", remedy="give all of an own array")
         return tensor.ctypes.data, tensor.nbytes, "cpu"
-    pointer, nbytes = getattr(tensor, "data_ptr", None), getattr(tensor, "nbytes", None)
-    if pointer is None or nbytes is None:
-        raise UsageError(f"staging memory of type {type(tensor).__name__}", remedy="give a tensor or a numpy array")
-    return int(pointer()), int(nbytes), str(getattr(tensor, "device", "cpu"))
+    try:
+        return int(tensor.data_ptr()), int(tensor.nbytes), str(tensor.device)  # type: ignore[attr-defined]
+    except Exception as error:
+        raise UsageError(f"staging memory is {shown(tensor)}", remedy="give a tensor or a numpy array") from error
 
 
 class Copied(NamedTuple):

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pdstage.arguments import integer
 from pdstage.errors import UsageError
+
+MAX_RANKS = 1 << 15
+"""Of one kind; so the number of a place among all four kinds has at most 60 bits."""
 
 
 class Axis(NamedTuple):
@@ -66,8 +70,11 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "dp"):
-            size, rank = getattr(self, f"{name}_size"), getattr(self, f"{name}_rank")
-            if size < 1 or not 0 <= rank < size:
+            size = integer(f"{name}_size", getattr(self, f"{name}_size"), low=1, high=MAX_RANKS)
+            rank = integer(f"{name}_rank", getattr(self, f"{name}_rank"), low=-MAX_RANKS, high=MAX_RANKS)
+            object.__setattr__(self, f"{name}_size", size)
+            object.__setattr__(self, f"{name}_rank", rank)
+            if not 0 <= rank < size:
                 raise UsageError(
                     f"Topology has {name}_size={size} and {name}_rank={rank}",
                     remedy=f"give {name}_size >= 1 and 0 <= {name}_rank < {name}_size",

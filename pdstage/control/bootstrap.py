@@ -52,6 +52,11 @@ class BootstrapServer:
         max_adverts: int = 65536,
     ) -> None:
         address, held = Address.parse(bind, "http", listening=True), keys_of(keys)
+        advertise = None if advertise is None else arguments.text("advertise", advertise)
+        insecure, max_adverts = (
+            arguments.flag("insecure", insecure),
+            arguments.integer("max_adverts", max_adverts, low=1),
+        )
         address.check_exposure(insecure, held)
         self.directory = Directory(clock, max_adverts=max_adverts)
         self._server: directory_curve.Server | directory_http.Server
@@ -124,8 +129,8 @@ class BootstrapClient:
         plain = address.startswith(PLAIN)
         self.address = Address.parse(address.removeprefix(PLAIN), "http")
         self._keys = None if plain else keys_of(keys)
+        self._timeout_s = arguments.number("timeout_s", timeout_s, above=0.0)
         self.address.key_of_peer(self._keys)
-        self._timeout_s = timeout_s
 
     def publish(self, advert: Advert, ttl_s: float = 15.0) -> None:
         """Registers or renews a rank. Raises as `Directory.publish`."""

@@ -16,6 +16,7 @@ from typing import Final
 import zmq
 from zmq.utils import z85
 
+from pdstage import arguments
 from pdstage.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class Keys:
 
 def keys_of(given: Keys | str | os.PathLike[str] | None) -> Keys | None:
     """What an option `keys=` means: a key file's path, or keys."""
-    return given if given is None or isinstance(given, Keys) else Keys.load(given)
+    return given if given is None or isinstance(given, Keys) else Keys.load(arguments.path("keys", given))
 
 
 def check_available() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
-from pdstage import environment
+from pdstage import arguments, environment
 from pdstage.cost import CostModel
 from pdstage.errors import UsageError
 
@@ -95,5 +95,5 @@ def _decoded(held: bytes) -> Calibration:
 
 def costs(given: str | os.PathLike[str] | None) -> dict[str, CostModel]:
     """What transports cost, by name, by the file `given`, or by the environment's; nothing where there is neither."""
-    path = given or environment.CALIBRATION.read()
+    path = environment.CALIBRATION.read() if given is None else arguments.path("calibration", given)
     return dict(read(path).transports) if path else {}

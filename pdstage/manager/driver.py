@@ -71,8 +71,6 @@ class Driver:
     """Drives the core of `node`. `lock` is held whenever the core is touched."""
 
     def __init__(self, node: Role[Any, Any], progress: str, switch_interval_s: float | None) -> None:
-        if progress not in ("inline", "thread"):
-            raise UsageError(f"progress {progress!r}", remedy='choose "inline" or "thread"')
         self._node = node
         self.inline = progress == "inline"
         self.lock = threading.RLock()

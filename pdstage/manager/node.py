@@ -16,6 +16,7 @@ from pdstage import arguments
 from pdstage.control.keys import keys_of
 from pdstage.control.zmq import ControlSocket
 from pdstage.errors import TransportError, UsageError
+from pdstage.kernels import Pool
 from pdstage.manager import status
 from pdstage.manager.aio import until
 from pdstage.manager.copy_thread import CopyThread, has_core_to_spare
@@ -29,6 +30,7 @@ from pdstage.manager.status import Status
 from pdstage.protocol.messages import Offer, RowSpan
 from pdstage.protocol.room import NO_ROWS, OwnRows
 from pdstage.stager import Memory, Stager
+from pdstage.topology import Topology
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -37,11 +39,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pdstage.errors import PdstageError
-    from pdstage.kernels import Pool
     from pdstage.manager.options import NodeOptions
     from pdstage.manager.status import OpenRoom
     from pdstage.protocol.room import Room
-    from pdstage.topology import Topology
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +67,8 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
     """ "auto", "direct" or "staged"."""
 
     def __init__(self, pool: Pool, topology: Topology, options: NodeOptions) -> None:
+        arguments.instance("pool", pool, Pool)
+        arguments.instance("topology", topology, Topology)
         self.config = options.check()
         self.roster = Roster()
         self.observed, self.ranges = None, None

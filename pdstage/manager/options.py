@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pdstage import arguments
 from pdstage.errors import UsageError
-from pdstage.metadata import WAYS
+from pdstage.metadata import WAYS, MetadataBuffers
 from pdstage.protocol.config import Config
 from pdstage.transport import Transport, open_from_config, supporting
 
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.manager.observer import Observer
-    from pdstage.metadata import MetadataBuffers
 
 PATHS = ("auto", "direct", "staged")
 
 
 DEFAULT_SWITCH_S = 1e-4
+_MAX_PARTS = 1 << 17
+"""As many lanes as a Hello may name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +51,30 @@ class NodeOptions:
     metadata: MetadataBuffers | None
     observers: Sequence[Observer]
 
+    def __post_init__(self) -> None:
+        """Numpy's integers become Python's, which do not overflow."""
+        nbytes = arguments.integer("staging_nbytes", self.staging_nbytes, low=1)
+        n_parts = arguments.integer("the number of send buffers or lanes", self.n_parts, low=1, high=_MAX_PARTS)
+        object.__setattr__(self, "staging_nbytes", nbytes)
+        object.__setattr__(self, "n_parts", n_parts)
+
     def check(self) -> Config:
         """Its `config`, or the default. Raises `UsageError` that names the culprit where rows of `metadata` cannot
         travel as `aux` says.
         """
-        config, metadata = self.config or Config(), self.metadata
-        if self.aux not in WAYS:
-            raise UsageError(f"aux {self.aux!r}", remedy=f"choose one of {', '.join(WAYS)}")
+        config = Config() if self.config is None else arguments.instance("config", self.config, Config)
+        metadata = self.metadata
+        if metadata is not None:
+            arguments.instance("metadata", metadata, MetadataBuffers)
+        arguments.text("bind", self.bind)
+        arguments.choice("progress", self.progress, ("inline", "thread"))
+        if self.switch_interval_s is not None:
+            arguments.number("switch_interval_s", self.switch_interval_s, above=0.0)
+        if self.copy_thread is not None:
+            arguments.flag("copy_thread", self.copy_thread)
+        arguments.flag("insecure", self.insecure)
+        arguments.choice("aux", self.aux, WAYS)
+        check_observers(self.observers)
         if self.aux != "tcp" and metadata is None:
             raise UsageError(f"aux {self.aux!r} without aux rows", remedy="give the node its `metadata`")
         if metadata is not None and metadata.row_nbytes > config.max_aux_nbytes:  # any row may have to go by message
@@ -86,10 +105,21 @@ class NodeOptions:
         return opened
 
 
+def check_observers(observers: object) -> None:
+    """Raises `UsageError` for what is no sequence of observers."""
+    try:
+        usable = isinstance(observers, tuple | list) and all(callable(one.observe) for one in observers)
+    except Exception:  # noqa: BLE001  (its own method's)
+        usable = False
+    if not usable:
+        raise UsageError(
+            f"observers are {arguments.shown(observers)}", remedy="give a list of objects that have observe()"
+        )
+
+
 def check_path(path: str, config: Config, *, writes: bool) -> None:
     """Raises `UsageError` for a path that is none, or that goes with no checksums."""
-    if path not in PATHS:
-        raise UsageError(f"path {path!r}", remedy=f"choose one of {', '.join(PATHS)}")
+    arguments.choice("path", path, PATHS)
     if writes and path == "direct" and config.checksums and not config.convert:  # what converts is staged all the same
         raise UsageError(
             'Config.checksums with path="direct": only what is staged carries a checksum',

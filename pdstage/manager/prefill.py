@@ -167,8 +167,12 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         metadata: MetadataBuffers | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        if n_buffers < 2:
+        if arguments.integer("n_buffers", n_buffers) < 2:
             raise UsageError(f"{n_buffers} send buffers", remedy="give at least 2, so that no destination holds all")
+        arguments.text("instance", instance)
+        arguments.flag("publish", publish)
+        if bootstrap is not None:
+            arguments.text("bootstrap", bootstrap)
         self._costs = costs(calibration)
         options = NodeOptions(
             transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_buffers, staging=staging,

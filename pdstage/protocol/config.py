@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from pdstage.errors import UsageError
+from pdstage import arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +57,13 @@ class Config:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, bool) and not 0 < value < float("inf"):
-                raise UsageError(
-                    f"Config.{field.name} is {value}", remedy="give a positive, finite number", **{field.name: value}
-                )
+            what, value = f"Config.{field.name}", getattr(self, field.name)
+            kind = type(field.default)
+            read: object
+            if issubclass(kind, bool):
+                read = arguments.flag(what, value)
+            elif issubclass(kind, int):
+                read = arguments.integer(what, value, low=1)
+            else:
+                read = arguments.number(what, value, above=0.0)
+            object.__setattr__(self, field.name, read)

@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from pdstage import Items, PdstageError, State
+from pdstage import (
+    Column,
+    Config,
+    DecodeNode,
+    Items,
+    MetadataBuffers,
+    PdstageError,
+    PrefillNode,
+    State,
+    Topology,
+)
+from pdstage.control.bootstrap import BootstrapClient, BootstrapServer
 from tests.manager.engine import Rank, drive
 
 if TYPE_CHECKING:
@@ -179,3 +190,36 @@ def attempt(call: Callable[..., object], given: dict[str, Any], nodes: list) -> 
     for node in nodes:
         node.turn(0.0)  # what is left of it must not break its node
     return ""
+
+
+MADE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "PrefillNode": (PrefillNode, {"topology": Topology(), "transport": "local", "staging_nbytes": 1 << 20}),
+    "DecodeNode": (DecodeNode, {"topology": Topology(), "transport": "local", "staging_nbytes": 1 << 20}),
+    "Config": (Config, {}),
+    "Topology": (Topology, {}),
+    "Column": (Column, {"name": "x", "dtype": "int32", "shape": (1,)}),
+    "MetadataBuffers": (MetadataBuffers, {"columns": (Column("x", "int32", (1,)),), "n_rows": 2}),
+    "BootstrapServer": (BootstrapServer, {}),
+    "BootstrapClient": (BootstrapClient, {"address": "127.0.0.1:9"}),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_nothing_is_made_of_what_is_no_argument(kind: str) -> None:
+    """Made with each argument replaced by each value: it works, or it raises one typed error."""
+    make, good = MADE[kind]
+    wrong = []
+    for name in inspect.signature(make).parameters:
+        for label, value in HOSTILE.items():
+            if (name, label) == ("staging_nbytes", "2**31"):
+                continue  # this machine may have as much
+            given = good | ({"pool": Rank().pool} if "pool" in inspect.signature(make).parameters else {})
+            try:
+                made = make(**given | {name: value})
+                getattr(made, "close", lambda: None)()
+            except PdstageError as error:
+                if not error.what or not error.remedy:
+                    wrong.append(f"{kind}({name}={label}): an error that does not help: {error}")
+            except Exception as error:  # noqa: BLE001  (whatever it is, it is wrong)
+                wrong.append(f"{kind}({name}={label}): {type(error).__name__}: {str(error)[:80]}")
+    assert not wrong, "\n".join(wrong)
