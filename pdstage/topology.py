@@ -70,11 +70,11 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "dp"):
-            size = integer(f"{name}_size", getattr(self, f"{name}_size"), low=1, high=MAX_RANKS)
+            size = integer(f"{name}_size", getattr(self, f"{name}_size"), low=-MAX_RANKS, high=MAX_RANKS)
             rank = integer(f"{name}_rank", getattr(self, f"{name}_rank"), low=-MAX_RANKS, high=MAX_RANKS)
             object.__setattr__(self, f"{name}_size", size)
             object.__setattr__(self, f"{name}_rank", rank)
-            if not 0 <= rank < size:
+            if size < 1 or not 0 <= rank < size:
                 raise UsageError(
                     f"Topology has {name}_size={size} and {name}_rank={rank}",
                     remedy=f"give {name}_size >= 1 and 0 <= {name}_rank < {name}_size",

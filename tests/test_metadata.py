@@ -103,7 +103,7 @@ def test_memory_is_the_kind_that_was_asked_for() -> None:
 def test_what_makes_no_buffers(columns: list[Column]) -> None:
     with pytest.raises(UsageError, match="aux"):
         MetadataBuffers(columns, 1)
-    with pytest.raises(UsageError, match="0 aux rows"):
+    with pytest.raises(UsageError, match="n_rows is 0"):
         MetadataBuffers(COLUMNS, 0)
 
 

@@ -98,7 +98,7 @@ def test_parts_are_aligned_equal_and_inside(n):
 def test_memory_must_be_where_the_pool_is():
     with pytest.raises(UsageError, match="staging memory on cpu for a pool on cuda:0"):
         Memory(0, np.zeros(4096, np.uint8), "cuda:0")
-    with pytest.raises(UsageError, match="staging memory of type list"):
+    with pytest.raises(UsageError, match="staging memory is .0, 0"):
         Memory(0, [0] * 4096)
     with pytest.raises(UsageError, match="do not make 9 parts"):
         Memory(0, np.zeros(2048, np.uint8)).parts(9)

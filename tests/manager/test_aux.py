@@ -296,7 +296,7 @@ def test_a_required_column_the_peer_lacks_fails_the_room(site) -> None:
 
 def test_misuse(site) -> None:
     rows = MetadataBuffers(usual_columns(64), 2)
-    with pytest.raises(UsageError, match="aux 'intra_node_nvlink'"):
+    with pytest.raises(UsageError, match="aux is 'intra_node_nvlink'"):
         site.decode(Rank(), aux="intra_node_nvlink", metadata=rows)
     with pytest.raises(UsageError, match="aux 'rdma' without aux rows"):
         site.decode(Rank(), aux="rdma")

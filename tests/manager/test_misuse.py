@@ -132,7 +132,7 @@ def test_a_room_that_prefill_left_incomplete(site):
 def test_options(site):
     rank = Rank()
     for options, culprit in (
-        ({"path": "fast"}, "path 'fast'"),
+        ({"path": "fast"}, "path is 'fast'"),
         ({"progress": "magic"}, "progress 'magic'"),
         ({"transport": "pigeon"}, "no transport 'pigeon'"),
         ({"staging_nbytes": 100, "n_buffers": 64}, "do not make 64 parts"),

@@ -107,7 +107,7 @@ def test_who_moves_what(opened):
 
 def test_a_path_that_is_set_is_checked_as_one_that_is_given(site):
     p = site.prefill(Rank(), config=Config(checksums=True))
-    for path, words in (("pigeon", "path 'pigeon'"), ("direct", "only what is staged carries a checksum")):
+    for path, words in (("pigeon", "path is 'pigeon'"), ("direct", "only what is staged carries a checksum")):
         with pytest.raises(UsageError, match=words):
             p.path = path
     assert p.path == "auto"
