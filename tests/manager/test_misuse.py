@@ -133,7 +133,7 @@ def test_options(site):
     rank = Rank()
     for options, culprit in (
         ({"path": "fast"}, "path is 'fast'"),
-        ({"progress": "magic"}, "progress 'magic'"),
+        ({"progress": "magic"}, "progress is 'magic'"),
         ({"transport": "pigeon"}, "no transport 'pigeon'"),
         ({"staging_nbytes": 100, "n_buffers": 64}, "do not make 64 parts"),
         ({"staging_nbytes": -1}, "staging_nbytes is -1"),
