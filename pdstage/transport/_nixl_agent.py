@@ -166,3 +166,75 @@ def attempt(release: Callable[..., None], *args: object) -> None:
 
 def failed(what: str, error: Exception, remedy: str = "run with NIXL_LOG_LEVEL=INFO to learn more") -> TransportError:
     return TransportError(f"{what}: {type(error).__name__}({error})", remedy=remedy)
+
+
+_HEAD = b"nixlSerDes|"
+_MAX_FIELD_NBYTES = 1 << 20
+_MAX_MEMORY_KIND = 15
+_MIN_DESCRIPTOR_NBYTES = 32
+"""An address, a length, a device, and the length of what the backend adds: 8 bytes each."""
+
+
+class _Fields:
+    """A blob of NIXL's serializer: after a head, fields of a tag, a length of 8 bytes, as many bytes, and a bar."""
+
+    def __init__(self, blob: bytes) -> None:
+        self._blob, self._at = blob, len(_HEAD)
+        if not blob.startswith(_HEAD):
+            raise ValueError("it is no blob of its serializer")
+
+    def take(self, tag: bytes) -> bytes:
+        """The next field's bytes; raises `ValueError` if it is not `tag`'s, or is not whole."""
+        at = self._at + len(tag) + 8
+        if self._blob[self._at : at - 8] != tag:
+            raise ValueError(f"at byte {self._at} there is no field {tag.decode()!r}")
+        end = at + int.from_bytes(self._blob[at - 8 : at], "little")
+        if end - at > _MAX_FIELD_NBYTES or self._blob[end : end + 1] != b"|":
+            raise ValueError(f"field {tag.decode()!r} at byte {self._at} is not whole")
+        self._at = end + 1
+        return self._blob[at:end]
+
+    def count(self, tag: bytes, most: int) -> int:
+        n = int.from_bytes(self.take(tag), "little")
+        if n > most:
+            raise ValueError(f"{n} in field {tag.decode()!r}")
+        return n
+
+    def end(self) -> None:
+        if self._at != len(self._blob):
+            raise ValueError(f"{len(self._blob) - self._at} bytes follow its end")
+
+
+def check_metadata(metadata: bytes, agent: str) -> None:
+    """Raises `ValueError` for metadata that is not laid out as NIXL 1.5.1 lays out `agent`'s: its reader trusts every
+    length in it, and ends the process on some (src/core/nixl_agent.cpp, `loadRemoteMD`; src/utils/serdes).
+    """
+    fields = _Fields(metadata)
+    if fields.take(b"Agent") != agent.encode():
+        raise ValueError("it is another agent's")
+    for _ in range(fields.count(b"Conns", 64)):
+        if not fields.take(b"t") or not fields.take(b"c"):
+            raise ValueError("a connection of no backend or address")
+    if fields.take(b"") != b"MemSection":
+        raise ValueError("it has no memory section")
+    for _ in range(fields.count(b"nixlSecElms", 64)):
+        fields.take(b"bknd")
+        if fields.take(b"nixlDList") != b"nixlSDList":
+            raise ValueError("a list of another kind")
+        fields.count(b"t", _MAX_MEMORY_KIND)
+        for _ in range(fields.count(b"n", 1 << 20)):
+            if len(fields.take(b"")) < _MIN_DESCRIPTOR_NBYTES:
+                raise ValueError("a descriptor that is cut off")
+    fields.end()
+
+
+def is_known(metadata: bytes, agent: str) -> bool:
+    """Whether this NIXL lays out metadata as `check_metadata` reads it: else peers' blobs are not checked by it."""
+    try:
+        check_metadata(metadata, agent)
+    except ValueError as error:
+        log.info(
+            "NIXL lays out its metadata in another way (%s): that of peers is not checked before it reads it", error
+        )
+        return False
+    return True
