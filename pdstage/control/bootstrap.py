@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import http.client
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Self
@@ -22,7 +23,6 @@ from pdstage.control.keys import Keys, keys_of
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
 
 __all__ = ["Advert", "BootstrapClient", "BootstrapServer", "Conflict", "Incomplete"]
@@ -69,6 +69,7 @@ class BootstrapServer:
         self._thread: threading.Thread | None = None
         self._serving = False
         self._closed = False
+        self._pid = os.getpid()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -96,8 +97,8 @@ class BootstrapServer:
         self._server.serve_forever()
 
     def close(self) -> None:
-        """Stops answering and drops every connection. Idempotent."""
-        if self._closed:
+        """Stops answering and drops every connection. Idempotent. In a forked child it does nothing."""
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         if self._serving:

@@ -364,7 +364,7 @@ class Driver:
         self._node.socket.wake()
         if self._thread is not None:
             self._thread.join()
-        if self.failure is not None or self.was_forked:
+        if self.failure is not None:
             return
         try:
             with self.turning:

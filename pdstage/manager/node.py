@@ -276,17 +276,20 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         True: the memory is free for anything else, another node in the other role included. False: a peer, named in
         the log, may still write to it or read it. Then the staging memory and the pool's tensors are kept until this
         process ends, and the pool must not be used before those peers' processes have ended. May be repeated.
+        In a forked child it ends nothing, since all of it is the parent's, and is True.
         """
         timeout_s = arguments.number("timeout_s", timeout_s)
         driver = self.driver
+        if driver.was_forked:
+            return True
         if driver.closed:
             return self._gave_back
         self.directory.close()
-        if driver.failure is None and not driver.was_forked:
+        if driver.failure is None:
             self._close_rooms(timeout_s)
         driver.end()
         self._copy_thread.close()
-        self._gave_back = self.core.memory_is_free or driver.was_forked
+        self._gave_back = self.core.memory_is_free
         if self._gave_back:
             self.lent.give_all_back()
         else:
@@ -298,7 +301,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             self.transport.close()
             self.socket.close()
         self.roster.ring_all()
-        if self.observed is not None and not driver.was_forked:
+        if self.observed is not None:
             self.observed.tell()
         if self._gave_back:
             self.memory.release()

@@ -426,9 +426,10 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     def close(self, timeout_s: float = 5.0) -> bool:
         """As of every node; then ends the bootstrap directory that it embeds, if it does."""
         safe = super().close(timeout_s)
-        self.data_path.forget_gathers()
-        if self._bootstrap is not None:
-            self._bootstrap.close()
+        if not self.driver.was_forked:
+            self.data_path.forget_gathers()
+            if self._bootstrap is not None:
+                self._bootstrap.close()
         return safe
 
 

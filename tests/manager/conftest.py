@@ -19,12 +19,12 @@ class Site:
         self.nodes = []
 
     def prefill(self, rank: Rank, **options):
-        return self._keep(prefill_node(rank, self.address, **options))
+        return self.keep(prefill_node(rank, self.address, **options))
 
     def decode(self, rank: Rank, **options):
-        return self._keep(decode_node(rank, **options))
+        return self.keep(decode_node(rank, **options))
 
-    def _keep(self, node):
+    def keep(self, node):
         self.nodes.append(node)
         self._stack.callback(node.close, 0.5)
         return node

@@ -49,17 +49,16 @@ def _times(more: Counter[str], n: int) -> Counter[str]:
     return Counter({kind: count for kind, count in more.items() if count >= n})
 
 
-def move(site, src: Rank, p, dst: Rank, d, room: int) -> None:
+def move(p, src: Rank, d, dst: Rank, room: int) -> None:
     """One room from `p` to `d`, checked byte for byte."""
     pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
     src.write(room, TOKENS, pages)
-    receiver = d.receive(room, site.address)
+    receiver = d.receive(room, p.bootstrap_address)
     receiver.bind(into, TOKENS)
     sender = p.send(room)
     sender.chunk(pages, (0, TOKENS))
     sender.finish(aux=b"aux")
-    receiver.wait_released(20)
-    sender.wait_released(20)
+    drive([p, d], lambda: receiver.released and sender.released)
     assert receiver.state is State.SUCCESS
     assert dst.holds(room, TOKENS, into)
     src.free(pages)
@@ -73,7 +72,7 @@ def test_rooms_end_though_the_thread_sleeps_until_the_node_is_closed(site, monke
     options = {"transport": "local", "path": "direct", "progress": "thread"}
     with prefill_node(src, site.address, **options) as p:
         d = decode_node(dst, **options)
-        move(site, src, p, dst, d, 0)
+        move(p, src, d, dst, 0)
         late = d.receive(1, site.address)
         late.bind(dst.allocate(4), 4)
         drive([], lambda: late.state is State.WAITING_FOR_INPUT, 20)
@@ -103,7 +102,7 @@ def test_a_rank_changes_its_role_on_the_same_memory(site, transport, path):
         src, dst = (one, other) if turn % 2 == 0 else (other, one)
         p = prefill_node(src, site.address, staging=staging[0], **options)
         d = decode_node(dst, staging=staging[1], **options)
-        move(site, src, p, dst, d, turn)
+        move(p, src, d, dst, turn)
         late = d.receive(100 + turn, site.address)
         late.bind(dst.allocate(4), 4)
         if turn % 2:
@@ -194,17 +193,24 @@ def test_a_peer_may_be_fenced_while_the_driver_asks_whether_it_is_dead(site, mon
         assert d.core.idle
 
 
-def test_memory_of_a_forked_child_is_a_copy(site):
-    """A child may close what it inherited; that says nothing of the parent's."""
-    node = site.decode(Rank())
+@pytest.mark.parametrize("transport", usable("local", "nixl", "mooncake"))
+@pytest.mark.parametrize("progress", ["inline", "thread"])
+def test_a_forked_child_ends_nothing_of_its_parents(site, progress, transport):
+    """Closing what it inherited withdrew the parent's advert, and waited for ever for threads that it did not have."""
+    src, dst = Rank(), Rank(hnd=True)
+    how = {"progress": progress, "transport": transport}
+    p, d = site.keep(prefill_node(src, None, **how)), site.decode(dst, **how)
+    move(p, src, d, dst, 1)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    child = context.Process(target=lambda: theirs.send(node.close()))
+    child = context.Process(target=lambda: theirs.send([node.close() for node in (p, d)]))
     child.start()
     assert ours.poll(20)
-    assert ours.recv() is True
-    child.join()
-    node.turn()
+    assert ours.recv() == [True, True]
+    child.join(20)
+    assert child.exitcode == 0
+    d.directory.forget()
+    move(p, src, d, dst, 2)
 
 
 def test_staging_memory_goes_with_the_close_of_a_node_that_is_kept(site):
@@ -216,7 +222,7 @@ def test_staging_memory_goes_with_the_close_of_a_node_that_is_kept(site):
         site.prefill(src, transport="local", progress="thread"),
         site.decode(dst, transport="local", progress="thread"),
     )
-    move(site, src, p, dst, d, 1)
+    move(p, src, d, dst, 1)
     assert descriptors.count("/memfd:pdstage") > before
     assert d.close()
     assert p.close()
