@@ -32,7 +32,7 @@ from pdstage.protocol.handshake import _GOLDEN
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.room import NO_ROWS, OwnRows, Room, room_key
-from pdstage.protocol.session import Attach, Changed, Detach, HangUp, PeerWarning, Send, Session
+from pdstage.protocol.session import Attach, Changed, Detach, HangUp, PeerWarning, Renew, Send, Session
 from pdstage.protocol.state import State, WriterPhase
 from pdstage.topology import Topology, shard_axis
 
@@ -538,6 +538,8 @@ class World:
                     self.detach(node, session)
                 case Attach(session):
                     self.attach(node, session)
+                case Renew():  # connections here do not break at one end
+                    pass
                 case HangUp(route):
                     self.hang_up(node, route)
                 case _:

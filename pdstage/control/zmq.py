@@ -5,7 +5,9 @@ It moves lists of frames, and may lose them.
 Per-peer sockets have run fleets into libzmq's cap of 1023 sockets and out of ports and descriptors; a ROUTER holds any
 number of connections. A peer this node connected to is addressed by a *route* minted here for its endpoint; a peer that
 connected to this node, by `route_of` its identity. Each answers on the route a message came from. A restarted peer at
-the same endpoint is reached over the same route: sessions inside the frames tell the processes apart.
+the same endpoint is reached over the same route: sessions inside the frames tell the processes apart. So is a peer to
+which the connection is made anew (`renew`), under another name as libzmq and the peer see it: whoever takes a name that
+is in use cuts its owner off without a word, for as long as the owner uses it.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ MAX_FRAMES = 4096
 """Frames of one message: libzmq caps a frame's size but not their number."""
 _MAX_MESSAGES_A_RECV = 1024
 _HIGH_WATER = 4096
-_AGAIN = re.compile(rb"#\d+$")
-"""What a node adds to its identity for each connection after one it gave up."""
+_AGAIN = re.compile(rb"#[0-9a-f]{16}$")
+"""What a node adds to its identity for each connection after one it gave up: nobody can guess it, and take it first."""
 
 
 @dataclass(slots=True)
@@ -142,7 +144,9 @@ class ControlSocket:
         self._routes: dict[str, bytes] = {}
         self._targets_at: dict[bytes, str] = {}  # the same, by route
         self._targets: dict[str, bytes] = {}  # what is connected to, with the key found there
-        self._n_disconnects = 0
+        self._renewed: dict[bytes, bytes] = {}  # libzmq's id of a route, where it is another by now
+        self._renewed_from: dict[bytes, bytes] = {}  # the same, by libzmq's id
+        self._gave_up = False
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         try:
@@ -194,18 +198,33 @@ class ControlSocket:
         with self._using:
             if target in self._routes and self._targets[target] != key:  # another process listens there now
                 self._disconnect(target)
-            route = self._routes.get(target) or self._connect(target, address, key)
+            route = self._routes.get(target)
+            if route is None:
+                route = self._connect(target, address, key)
+                self._routes[target], self._targets_at[route], self._targets[target] = route, target, key
         self._port.look_again()
         return route
 
+    def renew(self, route: bytes) -> None:
+        """Makes the connection of a route anew; what is queued for it is lost. Unknown routes are ignored."""
+        with self._using:
+            target = self._targets_at.get(route)
+            if target is None:
+                return
+            self._drop(target, route)
+            known_as = self._connect(target, Address.parse(target, "tcp"), self._targets[target])
+            self._renewed[route], self._renewed_from[known_as] = known_as, route
+        self._port.look_again()
+
     def _connect(self, target: str, address: Address, key: bytes) -> bytes:
+        """Connects; libzmq's id of the connection."""
         # libzmq aborts the process over a routing id in use, also by a connection still closing: so no id is used
         # twice, and none can be guessed and claimed by a peer.
         name = f"{next(self._generation)} {target}".encode()
         route = b"@" + hashlib.blake2b(name, digest_size=15, key=self._salt).digest()
         # Nor is the name used twice under which the peer knows us: of two connections under one name its handover
         # keeps the one whose greeting it serves last, and that may be the older one, which is closing.
-        again = b"#%d" % self._n_disconnects if self._n_disconnects else b""
+        again = b"#" + secrets.token_hex(8).encode() if self._gave_up else b""
         self._socket.setsockopt(zmq.IDENTITY, route_of(self._identity) + again)
         self._socket.setsockopt(zmq.IPV6, address.is_ipv6)
         self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, route)
@@ -221,7 +240,6 @@ class ControlSocket:
                 remedy="give the endpoint a node published",
                 address=target,
             ) from error
-        self._routes[target], self._targets_at[route], self._targets[target] = route, target, key
         return route
 
     def endpoint_of(self, route: bytes) -> str:
@@ -246,10 +264,15 @@ class ControlSocket:
         self._port.look_again()
 
     def _disconnect(self, target: str) -> None:
-        del self._targets_at[self._routes.pop(target)], self._targets[target]
+        route = self._routes.pop(target)
+        del self._targets_at[route], self._targets[target]
+        self._drop(target, route)
+
+    def _drop(self, target: str, route: bytes) -> None:
+        self._renewed_from.pop(self._renewed.pop(route, b""), None)
         if self._guard is not None:
             self._guard.forget(target)
-        self._n_disconnects += 1
+        self._gave_up = True
         self._socket.disconnect(target)
 
     def send(self, route: bytes, frames: Sequence[bytes]) -> bool:
@@ -263,7 +286,7 @@ class ControlSocket:
                 f"a control message of {len(frames)} frames, the largest of {largest} bytes",
                 remedy=f"send 1 to {MAX_FRAMES} frames of at most {self._max_frame_nbytes} bytes",
             )
-        failed = self._port.send(route, frames)
+        failed = self._port.send(self._renewed.get(route, route), frames)
         if not failed:
             self.counters.sent += 1
         elif failed == zmq.EAGAIN:
@@ -281,6 +304,8 @@ class ControlSocket:
         messages, n_malformed = self._port.recv(_MAX_MESSAGES_A_RECV, MAX_FRAMES)
         self.counters.malformed += n_malformed
         self.counters.received += len(messages)
+        if self._renewed_from:
+            return [(self._renewed_from.get(route, route), frames) for route, frames in messages]
         return messages
 
     def wait(self, timeout_s: float | None, extra_fds: Sequence[int] = ()) -> Ready:

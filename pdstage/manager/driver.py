@@ -29,7 +29,7 @@ from pdstage.manager.aio import Pumps, Wakeup
 from pdstage.manager.sessions import Sessions
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.prefill_chunks import ChunkEffect, Gather, Write, WriteDirect, WriteRow
-from pdstage.protocol.session import Attach, Changed, Detach, HangUp, PeerWarning, Send
+from pdstage.protocol.session import Attach, Changed, Detach, HangUp, PeerWarning, Renew, Send
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -220,6 +220,9 @@ class Driver:
                 return False
             case HangUp(route):
                 self.sessions.hang_up(route)
+                return False
+            case Renew(route):
+                node.socket.renew(route)
                 return False
             case Attach(session, offers):
                 self.sessions.attach(session, offers)

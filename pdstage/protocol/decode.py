@@ -18,7 +18,7 @@ from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms, Writer, too_l
 from pdstage.protocol.handshake import Farewells, HandshakeClient, Peer, features
 from pdstage.protocol.leases import LeaseTable, Lender
 from pdstage.protocol.room import NO_ROWS, OwnRows, room_id
-from pdstage.protocol.session import Changed, CoreEffect, Detach, Endpoint, PeerWarning, Session
+from pdstage.protocol.session import Changed, CoreEffect, Detach, Endpoint, PeerWarning, Renew, Session
 from pdstage.protocol.state import State, WriterPhase
 
 if TYPE_CHECKING:
@@ -382,6 +382,7 @@ class DecodeCore:
                 if self.endpoint.on_session_timer(kind, session, now):
                     silent = f"prefill was silent for {session.silence_s} s"
                     self.lose(session, DeadlineExceeded(silent, remedy="look at that node"), now)
+                    self.endpoint.emit(Renew(session.route))
 
     # The end of a session.
 

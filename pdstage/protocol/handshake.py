@@ -23,7 +23,7 @@ from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import incompatible, layout_problem
-from pdstage.protocol.session import Attach, HangUp, PeerWarning, Session
+from pdstage.protocol.session import Attach, HangUp, PeerWarning, Renew, Session
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from pdstage.protocol.session import Endpoint, Owner
 
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
+_HELLOS_A_CONNECTION = 4
+"""Hellos without an answer after which the connection is made anew."""
 _MAX_LOST = 4096
 
 
@@ -105,6 +107,8 @@ class HandshakeClient:
         return peer
 
     def _greet(self, peer: Peer, now: float) -> None:
+        if peer.n_hellos and peer.n_hellos % _HELLOS_A_CONNECTION == 0:
+            self.endpoint.emit(Renew(peer.route))
         self.endpoint.send_loose(peer.route, m.SessionId(peer.nonce, 0), self.hello)
         self.endpoint.back_off(("hello", peer), now, peer.n_hellos, peer.nonce)
         peer.n_hellos += 1

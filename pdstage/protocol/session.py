@@ -124,6 +124,12 @@ class HangUp(NamedTuple):
     route: bytes
 
 
+class Renew(NamedTuple):
+    """Nothing is heard from `route`: its connection is made anew, since its other end may be gone, or another's."""
+
+    route: bytes
+
+
 class Changed(NamedTuple):
     """A room's state, its `released` or its `ready_to_bind` changed."""
 
@@ -137,7 +143,7 @@ class PeerWarning(NamedTuple):
     error: PdstageError
 
 
-CoreEffect: TypeAlias = Send | Attach | Detach | HangUp | Changed | PeerWarning
+CoreEffect: TypeAlias = Send | Attach | Detach | HangUp | Renew | Changed | PeerWarning
 """What both cores ask of their driver."""
 
 

@@ -335,6 +335,29 @@ def test_a_stranger_cannot_take_over_a_route(make) -> None:
         assert receive(b) == [(route_of(b"a"), [b"secret"])]
 
 
+def test_a_connection_whose_name_a_stranger_took_is_made_anew(make) -> None:
+    """libzmq hands the name over and says nothing to its owner, whose connection stays up and leads nowhere."""
+    a, b = make(b"a"), make(b"b")
+    route = a.connect(b.endpoint)
+    a.send(route, [b"x"])
+    assert receive(b) == [(route_of(b"a"), [b"x"])]
+    with raw_dealer(b.endpoint, route_of(b"a")) as stranger:
+        stranger.send(b"I am a")
+        assert receive(b) == [(route_of(b"a"), [b"I am a"])]
+    for n in range(3):  # again and again, should it be taken each time
+        a.renew(route)
+        a.send(route, [b"%d" % n])
+        ((known_as, frames),) = receive(b)
+        assert frames == [b"%d" % n]
+        assert known_as.startswith(route_of(b"a") + b"#")
+        assert b.send(known_as, [b"answer"])
+        assert receive(a) == [(route, [b"answer"])], "it is one route here, whatever it is called there"
+        assert b.name_of(known_as) == b"a".hex()
+    a.disconnect(route)
+    a.renew(route)
+    assert not a.send(route, [b"given up"])
+
+
 def test_an_oversize_frame_costs_the_sender_its_connection_only(make) -> None:
     node = make(b"node", max_frame_nbytes=1 << 16)
     with raw_dealer(node.endpoint, b"big") as dealer:

@@ -13,7 +13,9 @@ from multiprocessing.connection import Connection
 import pytest
 
 from pdstage import DecodeNode, State
+from pdstage.control.zmq import route_of
 from tests.chaos.network import Namespaces, permitted
+from tests.control.test_zmq import raw_dealer
 from tests.manager.engine import Rank, drive, prefill_node
 from tests.manager.test_processes import Remote, spawn
 from tests.manager.workers import (
@@ -199,3 +201,31 @@ def test_a_host_that_vanishes_fails_its_rooms_on_both_sides(two_hosts, transport
         for process in processes:
             process.kill()
             process.join()
+
+
+def test_a_pair_whose_route_a_stranger_took_recovers(site):
+    """By itself, once it was silent for max_silence_s: the stranger used decode's name at prefill for a moment, and the
+    two never heard of each other again.
+    """
+    src, dst = Rank(), Rank(hnd=True)
+    p, d = site.prefill(src), site.decode(dst)
+
+    def served(room: int) -> bool:
+        pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
+        src.write(room, TOKENS, pages)
+        receiver, sender = d.receive(room, site.address), p.send(room)
+        receiver.bind(into, TOKENS)
+        sender.chunk(pages, TOKENS)
+        sender.finish()
+        drive(site.nodes, lambda: receiver.state in (State.SUCCESS, State.FAILED), 60)
+        sender.abort()
+        drive(site.nodes, lambda: receiver.released and sender.released, 60)
+        src.free(pages)
+        dst.free(into)
+        return receiver.state is State.SUCCESS
+
+    assert served(0)
+    with raw_dealer(p.advert.endpoint, route_of(d.incarnation.to_bytes(8, "little"))) as stranger:
+        stranger.send(b"hello")
+        drive(site.nodes, lambda: p.socket.counters.malformed or p.stats()["frames_malformed"], 60)
+    assert any(served(room) for room in range(1, 5))

@@ -16,7 +16,7 @@ from pdstage.layout import Component, Layout, Region, RowLevel
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import layout_problem
-from pdstage.protocol.session import Attach, Detach, Lateness, PeerWarning, Send, Session
+from pdstage.protocol.session import Attach, Detach, Lateness, PeerWarning, Renew, Send, Session
 from pdstage.protocol.state import State
 from pdstage.topology import Axis
 from tests.pair import Decode, Prefill, World, assert_flat, is_kind, is_message
@@ -433,6 +433,28 @@ def test_a_peer_that_cannot_be_reached_fails_the_rooms_that_wait_for_it_only() -
     core.announce(b"i1", {0: b"P9"}, world.now, deadline_s=60.0)
     greeting = next(e for e in core.take_effects() if isinstance(e, Send))
     assert isinstance(wire.decode(greeting.frame).message, m.Hello), "another room greets it again"
+
+
+def test_the_connection_to_a_peer_that_does_not_answer_is_made_anew() -> None:
+    """Its other end may be another's by now. The question is asked on the new one."""
+    core, now = World(hello_s=5.0).decode[0].core, 0.0
+    core.announce(b"i1", {0: b"P9"}, now, deadline_s=60.0)
+    said = []
+    while b"P9" in core.handshake.peers:
+        said += ["hello" if isinstance(e, Send) else e for e in core.take_effects() if isinstance(e, Send | Renew)]
+        now = core.next_at()
+        core.tick(now)
+    assert said[:6] == [*["hello"] * 4, Renew(b"P9"), "hello"]
+    assert said.count(Renew(b"P9")) >= 1
+
+
+def test_the_connection_to_a_peer_that_was_silent_is_made_anew() -> None:
+    _, decode, _, session = met(World())
+    decode.core.take_effects()
+    decode.core.tick(60.0)
+    decode.core.tick(60.0 + session.silence_s)
+    assert session.id not in decode.core.sessions
+    assert [e.route for e in decode.core.take_effects() if isinstance(e, Renew)] == [session.route]
 
 
 def test_a_live_session_outlives_a_connection_that_cannot_be_made_again() -> None:

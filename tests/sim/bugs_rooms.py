@@ -91,7 +91,7 @@ MUTANTS = [
     Mutant(
         "an epoch is used again",
         "7 epoch, I6",
-        "_new_epoch",
+        "DecodeCore.announce",
         "        self._last_epoch += 1\n",
         "        self._last_epoch = 1 + max(self.rooms.by_epoch, default=0)\n",
     ),
@@ -382,8 +382,8 @@ MUTANTS = [
     Mutant(
         "a room announced again is given up when its writer answers",
         "7 Abort, I6",
-        "announce",
-        "            peer.given_up.pop(key, None)\n",
+        "DecodeCore._greet",
+        "            peer.given_up.pop(room.key, None)\n",
         "",
         "tests/protocol/test_given_up.py",
     ),

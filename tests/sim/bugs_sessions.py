@@ -249,4 +249,20 @@ MUTANTS = [
                 self.forget(destination)
         for key""",
     ),
+    Mutant(
+        "the connection to a silent peer is kept",
+        "8 routes, I10",
+        "on_timer",
+        "                    self.endpoint.emit(Renew(session.route))\n",
+        "",
+        "tests/protocol/test_session.py::test_the_connection_to_a_peer_that_was_silent_is_made_anew",
+    ),
+    Mutant(
+        "the connection to a peer that does not answer is kept",
+        "8 routes, I10",
+        "_greet",
+        "            self.endpoint.emit(Renew(peer.route))\n",
+        "            pass\n",
+        "tests/protocol/test_session.py::test_the_connection_to_a_peer_that_does_not_answer_is_made_anew",
+    ),
 ]
