@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import os
 import threading
@@ -185,6 +186,12 @@ class BootstrapClient:
             response = connection.getresponse()
             return response.status, response.read(MAX_ANSWER_NBYTES)
         except (OSError, UnicodeError) as error:  # the latter from IDNA, for a name that is none
+            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+                raise TransportError(
+                    f"no descriptor is left for a request to the bootstrap server at {self.address} ({error})",
+                    remedy="raise the limit of open files (`ulimit -n`), or find who holds them",
+                    address=str(self.address),
+                ) from error
             hung_up = "; if it has keys, pass keys= (--keys)" if isinstance(error, ConnectionResetError) else ""
             raise TransportError(
                 f"no bootstrap server answers at {self.address} ({error})",

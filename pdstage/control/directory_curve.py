@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from typing import TYPE_CHECKING, Self
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
     from pdstage.control.directory import Directory
     from pdstage.control.keys import Keys
 
+log = logging.getLogger(__name__)
+
 _LOOK_S = 1.0
+_PAUSE_S = 0.1
 
 
 class Server:
@@ -32,11 +36,18 @@ class Server:
 
     def serve_forever(self) -> None:
         while not self._stopping:
-            self._socket.wait(_LOOK_S)
-            for route, frames in self._socket.recv():
-                status, body = self._answer(frames)
-                self._socket.send(route, [b"%d" % status, body])
-            self._socket.take_refusals()
+            try:
+                self._serve()
+            except Exception:
+                log.exception("the directory at %s goes on after an error", self.address)
+                time.sleep(_PAUSE_S)  # it may come again at once, as a lack of descriptors does
+
+    def _serve(self) -> None:
+        self._socket.wait(_LOOK_S)
+        for route, frames in self._socket.recv():
+            status, body = self._answer(frames)
+            self._socket.send(route, [b"%d" % status, body])
+        self._socket.take_refusals()
 
     def shutdown(self) -> None:
         self._stopping = True

@@ -17,6 +17,7 @@ import itertools
 import math
 import os
 import re
+import resource
 import secrets
 import threading
 import time
@@ -42,6 +43,8 @@ MAX_FRAMES = 4096
 """Frames of one message: libzmq caps a frame's size but not their number."""
 _MAX_MESSAGES_A_RECV = 1024
 _HIGH_WATER = 4096
+_DESCRIPTORS = 24
+"""As many as a context, its threads and a guarded socket take, and a few for connections."""
 _AGAIN = re.compile(rb"#[0-9a-f]{16}$")
 """What a node adds to its identity for each connection after one it gave up: nobody can guess it, and take it first."""
 
@@ -99,6 +102,24 @@ def _options(identity: bytes, max_frame_nbytes: int) -> dict[int, int | bytes]:
     }
 
 
+def _check_descriptors() -> None:
+    """Raises `TransportError` where too few are left for a context and its sockets: libzmq aborts the process then."""
+    held: list[int] = []
+    try:
+        for _ in range(_DESCRIPTORS):
+            held.append(os.eventfd(0, os.EFD_CLOEXEC))
+    except OSError as error:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise TransportError(
+            f"no control socket can be opened: fewer than {_DESCRIPTORS} descriptors are left ({error.strerror})",
+            remedy=f"raise the limit of open files (`ulimit -n`, now {limit}), or find who holds them",
+            limit=limit,
+        ) from error
+    finally:
+        for fd in held:
+            os.close(fd)
+
+
 def _end(context: zmq.Context[zmq.Socket[bytes]], sockets: Iterable[zmq.Socket[bytes]]) -> None:
     for socket in sockets:
         socket.close(linger=0)
@@ -135,6 +156,7 @@ class ControlSocket:
         address = Address.parse(bind, "tcp", listening=True) if bind is not None else None
         if address is not None:
             address.check_exposure(insecure, keys)
+        _check_descriptors()
         self._identity = identity
         self._keys = keys
         self.counters = ControlCounters()

@@ -1,0 +1,100 @@
+"""At the limit of open files: told as what it is, nothing ends for good, and libzmq is never asked for what it has not.
+
+Each in a process of its own, with a limit of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import resource
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from pdstage import State, TransportError
+from pdstage.control.bootstrap import BootstrapClient, BootstrapServer
+from pdstage.control.keys import Keys
+from pdstage.manager import lookup
+from tests.manager.engine import Rank, decode_node, drive, prefill_node
+
+
+@contextlib.contextmanager
+def only(n_left: int) -> Iterator[None]:
+    """All descriptors but `n_left` are taken meanwhile."""
+    held = []
+    with contextlib.suppress(OSError):
+        while True:
+            held.append(os.eventfd(0))
+    for _ in range(n_left):
+        os.close(held.pop())
+    try:
+        yield
+    finally:
+        for fd in held:
+            os.close(fd)
+
+
+def run(work: Callable[..., None], *given: object) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_limited, args=(work, *given))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, "see its traceback"
+
+
+def _limited(work: Callable[..., None], *given: object) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    work(*given)
+
+
+def ask_with_few_left(n_left: int, key: str) -> None:
+    keys = Keys.load(key)
+    with BootstrapServer(keys=keys) as server:
+        client = BootstrapClient(server.address, keys=keys)
+        assert client.instances()
+        with only(n_left), pytest.raises(TransportError, match="descriptors are left"):
+            client.instances()
+        assert client.instances()
+
+
+def ask_plainly_with_none_left() -> None:
+    with BootstrapServer() as server:
+        client = BootstrapClient(server.address)
+        with only(0), pytest.raises(TransportError, match="no descriptor is left"):
+            client.instances()
+        assert client.instances()
+
+
+def test_a_plain_look_up_without_descriptors_is_told_as_what_it_is() -> None:
+    run(ask_plainly_with_none_left)
+
+
+@pytest.mark.parametrize("n_left", [0, 1, 2, 5, 10])
+def test_a_look_up_with_few_descriptors_left(n_left: int, tmp_path) -> None:
+    """With two left libzmq aborted the process."""
+    Keys.make(tmp_path / "key")
+    run(ask_with_few_left, n_left, str(tmp_path / "key"))
+
+
+def lease_at_the_limit(key: str) -> None:
+    lookup._TTL_S = 1.5
+    src, dst, keys = Rank(), Rank(), Keys.load(key)
+    p = prefill_node(src, None, keys=keys, progress="thread")
+    d = decode_node(dst, keys=keys)
+    client = BootstrapClient(p.bootstrap_address, keys=keys)
+    with only(2):
+        receiver = d.receive("early", p.bootstrap_address, deadline_s=3.0)
+        drive([d], lambda: receiver.state is State.FAILED)
+        assert "descriptors are left" in str(receiver.error) or "did not end" in str(receiver.error)
+    receiver = d.receive("late", p.bootstrap_address)
+    drive([d], lambda: receiver.state is State.WAITING_FOR_INPUT)
+    assert len(client.lookup()) == 1, "its advert is there again"
+    d.close()
+    p.close()
+
+
+def test_a_lease_outlives_a_lack_of_descriptors(tmp_path) -> None:
+    """A keyed prefill node lost the thread that renews, and its advert for ever."""
+    Keys.make(tmp_path / "key")
+    run(lease_at_the_limit, str(tmp_path / "key"))
