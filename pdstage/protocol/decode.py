@@ -287,6 +287,10 @@ class DecodeCore:
             case message:
                 assert_never(message)
 
+    def hears(self, kind: type[m.AnyMessage], route: bytes) -> bool:
+        """What answers this node: nothing else is for it to hear outside a session."""
+        return kind is not m.Hello and self.needs(route)
+
     def _on_stray(self, route: bytes, frame: wire.Frame, now: float) -> None:
         """A frame of no live session: an answer to a greeting, or of a session that is over for one side."""
         match frame.message:

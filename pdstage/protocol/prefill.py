@@ -317,9 +317,12 @@ class PrefillCore:
             case _:
                 assert_never(message)
 
+    def hears(self, kind: type[m.AnyMessage], route: bytes) -> bool:
+        return kind is m.Hello
+
     def _on_stray(self, route: bytes, frame: wire.Frame) -> None:
         """A frame of no live session. NoSession, said only after the last completion, is taken as proof of quiet."""
-        if isinstance(frame.message, m.NoSession | m.Bye) or self.chunks.in_flight(frame.session):
+        if self.chunks.in_flight(frame.session):
             return
         if frame.session.writer == self.endpoint.incarnation:
             self.handshake.never_again(frame.session)

@@ -30,7 +30,17 @@ from pdstage.protocol.messages import (
     Welcome,
 )
 from pdstage.protocol.timers import Timers
-from pdstage.protocol.wire import Frame, OtherVersion, UnknownMessage, decode_body, decode_head, encode
+from pdstage.protocol.wire import (
+    OUTSIDE_A_SESSION,
+    UNREAD,
+    Frame,
+    OtherVersion,
+    UnknownMessage,
+    decode_body,
+    decode_head,
+    encode,
+    kind_of,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -153,6 +163,9 @@ class Owner(Protocol):
     def on_frame(self, route: bytes, session: Session | None, frame: Frame, now: float) -> None:
         """Does what the message table says; `session` is None for a frame of no live session."""
 
+    def hears(self, kind: type[AnyMessage], route: bytes) -> bool:
+        """Whether such a message, of those said outside a session, may be of use from `route`."""
+
     def on_other_version(self, route: bytes, error: OtherVersion) -> None:
         """A greeting that this node cannot read."""
 
@@ -191,8 +204,11 @@ class Endpoint:
         try:
             session_id, seq = decode_head(data)
             session = self._find(session_id, route)
-            frame = Frame(session_id, seq, decode_body(data))
+            message = self._read(session, route, data)
             self.counters.frames_received += 1
+            if message is None:
+                return
+            frame = Frame(session_id, seq, message)
             if not self._is_stale(session, frame, now):
                 self._owner.on_frame(route, session, frame, now)
         except PeerError as error:
@@ -205,6 +221,19 @@ class Endpoint:
             if session is not None and not isinstance(error, UnknownMessage):
                 self._owner.lose(session, error, now)
         self._owner.settle(now)
+
+    def _read(self, session: Session | None, route: bytes, data: bytes | memoryview) -> AnyMessage | None:
+        """The message of a frame. What anybody may say outside a session is read only where it is of use, since that
+        may take long: the others are None, to be dropped, or `UNREAD`, to be answered for their session's sake.
+        """
+        if session is None:
+            kind = kind_of(data)
+            if kind is not None and kind not in OUTSIDE_A_SESSION:
+                return UNREAD
+            if kind is not None and not self._owner.hears(kind, route):
+                self.counters.frames_stale += 1
+                return None
+        return decode_body(data)
 
     def tick(self, now: float) -> None:
         """Serves what is due. A turn reads all its inputs first, so that its own lateness is not taken for a peer's."""

@@ -14,7 +14,17 @@ import msgspec
 
 from pdstage.errors import PeerError
 from pdstage.plan import Rect
-from pdstage.protocol.messages import MAX_RECTS, AnyMessage, SessionId
+from pdstage.protocol.messages import (
+    MAX_RECTS,
+    AnyMessage,
+    Bye,
+    Heartbeat,
+    Hello,
+    HelloRefused,
+    NoSession,
+    SessionId,
+    Welcome,
+)  # fmt: skip
 
 VERSION = 1
 """Rises with every change of any message's or tag's bytes."""
@@ -55,7 +65,7 @@ class Frame(NamedTuple):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
-_KINDS = {kind.__struct_config__.tag for kind in get_args(AnyMessage)}
+_KINDS: dict[int, type[AnyMessage]] = {kind.__struct_config__.tag: kind for kind in get_args(AnyMessage)}
 _HELLO, _HELLO_REFUSED = 1, 3
 
 
@@ -96,6 +106,19 @@ def decode_head(frame: bytes | memoryview) -> tuple[SessionId, int]:
         if kind != _HELLO_REFUSED:
             raise OtherVersion(version, oldest, session_id, greets=kind == _HELLO)
     return session_id, seq
+
+
+OUTSIDE_A_SESSION: tuple[type[AnyMessage], ...] = Hello, Welcome, HelloRefused, Bye, NoSession
+"""What may be said where there is no session, or none any more."""
+UNREAD: AnyMessage = Heartbeat()
+"""In place of any other message of no live session, which is not read."""
+
+
+def kind_of(frame: bytes | memoryview) -> type[AnyMessage] | None:
+    """Which message a frame says it is, without reading it; None for none that is known, which `decode_body` refuses
+    at its first bytes.
+    """
+    return _KINDS.get(_kind(memoryview(frame)[_FRAME.size :]))
 
 
 def decode_body(frame: bytes | memoryview) -> AnyMessage:
