@@ -496,6 +496,27 @@ def test_bytes_of_a_failed_post_that_land_later() -> None:
     assert_flat(world)
 
 
+def test_a_process_that_gathers_for_a_lost_session_does_not_say_that_it_is_quiet() -> None:
+    """A gather may go straight into the lease, where that is mapped: it is a write like any other (I2)."""
+    world = World(fences=False)
+    world.hold(is_kind("gather"))
+    handle = world.receive(1, 8, [0, 1])
+    world.send(1, 8, [0, 1])
+    world.run(until=0.5)
+    (session,) = world.decode[0].core.sessions.values()
+    core, (lost,) = world.prefill[0].core, world.prefill[0].core.sessions.values()
+    assert core.chunks.flights, "the gather is under way"
+    core.lose(lost, TransportError("the connection broke"), world.now)
+    world.carry(world.prefill[0])
+    world.run(until=60.0)
+    assert handle.state is State.FAILED
+    assert [lease.phase for lease in world.decode[0].core.leases.of_session(session)] == ["quarantined"]
+    world.free()
+    world.run(until=120.0)
+    assert not world.decode[0].core.leases.of_session(session)
+    assert_flat(world)
+
+
 def test_a_doubt_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more sessions in doubt than are remembered by name, none is said to be quiet (I2)."""
     monkeypatch.setattr(prefill_chunks, "_MAX_IN_DOUBT", 1)

@@ -133,9 +133,10 @@ def everyone() -> list[Mutant]:
         bugs_parting,
         bugs_rooms,
         bugs_sessions,
+        bugs_unseen,
     )
 
-    modules = (bugs_leases, bugs_rooms, bugs_sessions, bugs_parting, bugs_engine, bugs_aux)
+    modules = (bugs_leases, bugs_rooms, bugs_sessions, bugs_parting, bugs_engine, bugs_aux, bugs_unseen)
     return [mutant for module in modules for mutant in module.MUTANTS]
 
 

@@ -189,6 +189,21 @@ def test_ranks_of_one_host_use_local_and_death_is_proved_by_each_that_may_have_w
     a.close()
 
 
+@pytest.mark.parametrize("dead", ["local", "far"])
+def test_one_way_on_which_a_peer_is_dead_proves_nothing(dead, monkeypatch):
+    """It may have written by the other, where its bytes may still be on their way."""
+    b = Remote("local")
+    with AutoTransport([LocalTransport(), Far()]) as a:
+        a.identify("b", a.described(dict.fromkeys(("local", "far"), b.describe())))
+        for way in a._met["b"].values():
+            monkeypatch.setattr(way, "proved_dead", lambda _, way=way: way.traits.name == dead)
+        assert not a.proved_dead("b")
+        for way in a._met["b"].values():
+            monkeypatch.setattr(way, "proved_dead", lambda _: True)
+        assert a.proved_dead("b")
+    b.kill()
+
+
 class Ended(Far):
     """Finds that the peer's process has ended since it was looked at first."""
 

@@ -338,3 +338,33 @@ def test_metadata_of_another_layout_is_left_to_nixl(caplog):
     caplog.set_level("INFO")
     assert not is_known(b"nixlSerDes2|...", "pdstage.x")
     assert "is not checked" in caplog.text
+
+
+def test_a_death_is_proved_only_once_the_sockets_are_read(monkeypatch):
+    """What the dead wrote waits there, and lands when this process polls."""
+    a, b = Endpoint("nixl"), Remote("nixl", OVER_TCP)
+    a.identify("b", b.describe())
+    b.kill()
+    polled = []
+    monkeypatch.setattr("pdstage.transport.nixl.hold_bytes_of_the_dead", lambda: not polled)
+    Log(a).until(lambda: a.transport.met.all_gone("b"))
+    assert not a.proved_dead("b")
+    plain = a.transport._progress
+    monkeypatch.setattr(a.transport, "_progress", lambda: (polled.append(1), plain()))
+    assert a.proved_dead("b")
+    a.close()
+
+
+def test_no_failed_write_is_settled():
+    """What it has sent may lie in the peer's sockets, and land when the peer polls."""
+    a, b = Endpoint("nixl"), Remote("nixl", OVER_TCP)
+    a.connect("b", b.describe())
+    a.prepare("b", [b.region()])
+    b.kill()
+    log = Log(a)
+    a.post("b", [(0, b.base, 64)], b"x")
+    log.until(lambda: log.ended(a))
+    (failed,) = log.ended(a)
+    assert isinstance(failed, PostFailed)
+    assert not failed.settled
+    a.close()

@@ -1,0 +1,75 @@
+"""Deliberate bugs that a tester from outside planted and no test of ours saw at first."""
+
+from __future__ import annotations
+
+from tests.sim.mutants import Mutant
+
+_WINDOWS = "tests/protocol/test_windows.py"
+
+MUTANTS = [
+    Mutant(
+        "a writer's window is one byte too wide",
+        "6 window, I2",
+        "Windows.is_open",
+        "<= mark + session.lanes[chunk.lane].nbytes",
+        "<= mark + session.lanes[chunk.lane].nbytes + 1",
+        _WINDOWS,
+    ),
+    Mutant(
+        "a rising watermark opens one byte too much",
+        "6 window, I2",
+        "Windows.raise_mark",
+        "        limit = watermark + session.lanes[lane].nbytes\n",
+        "        limit = watermark + session.lanes[lane].nbytes + 1\n",
+        _WINDOWS,
+    ),
+    Mutant(
+        "a lane's window is one byte too wide",
+        "6 window, I2",
+        "Lane.is_open",
+        "        return cursor + nbytes <= self.watermark + self.capacity\n",
+        "        return cursor + nbytes <= self.watermark + self.capacity + 1\n",
+        _WINDOWS,
+    ),
+    Mutant(
+        "the total of what waits for its room never falls",
+        "10 limits, I14",
+        "PendingOpens.remove",
+        "        self._total -= nbytes\n",
+        "",
+        "tests/protocol/test_pending_opens.py",
+    ),
+    Mutant(
+        "NoSession is said while a gather into a mapped lease runs",
+        "7 NoSession, I2",
+        "ChunkSender.in_flight",
+        "any(chunk.destination.session.id == session_id for chunk, _ in self.flights.values())",
+        "any(chunk.destination.session.id == session_id and chunk.phase is ChunkPhase.WRITING"
+        " for chunk, _ in self.flights.values())",
+        "tests/protocol/test_traces.py",
+    ),
+    Mutant(
+        "one dead way is taken for a dead peer",
+        "9 proved_dead, I2",
+        "AutoTransport.proved_dead",
+        "all(way.proved_dead(peer) for way in met.values())",
+        "any(way.proved_dead(peer) for way in met.values())",
+        "tests/transport/test_auto.py",
+    ),
+    Mutant(
+        "a death is proved without a look at the sockets",
+        "9 proved_dead, I2",
+        "NixlTransport.proved_dead",
+        "        return not hold_bytes_of_the_dead()\n",
+        "        return True\n",
+        "tests/transport/test_nixl.py::test_a_death_is_proved_only_once_the_sockets_are_read",
+    ),
+    Mutant(
+        "a failed write counts as settled",
+        "9 settled, I2",
+        "NixlTransport._end",
+        "settled=False",
+        "settled=True",
+        "tests/transport/test_nixl.py::test_no_failed_write_is_settled",
+    ),
+]
