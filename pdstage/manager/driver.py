@@ -43,6 +43,10 @@ _LARGE_NBYTES = 128 << 10
 _LOOK_S = 0.1
 _NAP_S = 100e-6
 _PATIENCE_S = 1e-3
+_READING_S = 0.02
+"""How long a turn reads what peers have said. What is left then is the next turn's; meanwhile heartbeats are said, and
+nobody is taken for silent, since his word may be among it.
+"""
 
 _n_forks = 0
 """In this process's line of descent since this module was loaded. Counted, as asking for the pid is a system call."""
@@ -86,6 +90,7 @@ class Driver:
         self._kept: list[Effect] = []
         self._outgoing: dict[bytes, list[bytes]] = {}
         self._copies: deque[Gather | Scatter] = deque()  # large ones that wait for their turn
+        self._heard: deque[tuple[bytes, bytes]] = deque()  # (route, frame) that no turn has read yet
         self._early: list[Done | PostFailed | Inbound] = []
         self._until_at = 0.0  # when the sleep ends if nothing is announced; under the lock
 
@@ -123,7 +128,8 @@ class Driver:
             return False
         try:
             if not self.closed:
-                self._turn(self._sleep(wait_s) if wait_s > 0 and not self._copies else _EVERYTHING)
+                busy = self._copies or self._heard
+                self._turn(self._sleep(wait_s) if wait_s > 0 and not busy else _EVERYTHING)
         except BaseException as error:
             self._fail(error)
             raise
@@ -151,7 +157,8 @@ class Driver:
     def _feed(self, ready: Ready) -> list[Effect]:
         """Asks only those who said that they have something: each call gives the interpreter to a busy main thread."""
         node = self._node
-        messages = node.socket.recv() if ready.messages else ()
+        if ready.messages and not self._heard:
+            self._heard.extend((route, frame) for route, frames in node.socket.recv() for frame in frames)
         events, self._early = self._early, []
         if ready.transport:
             events += node.transport.poll()
@@ -163,17 +170,27 @@ class Driver:
             for route, error in refusals:
                 node.core.counters.peers_refused += 1
                 node._on_refused(route, error, now)
-            for route, frames in messages:
-                for frame in frames:
-                    node.core.receive(route, frame, now)
+            self._read(now)
             for event in events:
                 node._on_transport(event, now)
             for copied in staged:
                 if node.observed is not None:
                     node.observed.copied(copied)
                 node._on_staged(copied, now)
-            node.core.tick(now)
+            if self._heard:
+                node.core.endpoint.keep_alive(now)
+            else:
+                node.core.tick(now)
             return self._take_effects()
+
+    def _read(self, now: float) -> None:
+        """What peers have said, for as long as a turn may take."""
+        until = now + _READING_S
+        while self._heard:
+            route, frame = self._heard.popleft()
+            self._node.core.receive(route, frame, now)
+            if time.monotonic() > until:
+                return
 
     def _take_effects(self) -> list[Effect]:
         kept, self._kept = self._kept, []
@@ -297,7 +314,7 @@ class Driver:
             node.socket.wait(0.0)  # wakings until here are answered by this turn
             self._turn(_EVERYTHING)
             ready = node.socket.wait(0.0, fds)  # libzmq's descriptor tells of an arrival once: none may be left
-            pause_s = 0.0 if any(ready) else self.longest_s()
+            pause_s = 0.0 if any(ready) or self._heard else self.longest_s()
             if node._expects() or (not fds and node._in_flight()):
                 pause_s = min(pause_s, _NAP_S)
             elif not fds and node._must_ask():

@@ -338,6 +338,12 @@ class Endpoint:
             return False
         return True
 
+    def keep_alive(self, now: float) -> None:
+        """Says the heartbeats that are due, while a turn has no time for anything else."""
+        for session in self.sessions.values():
+            if session.sent_at + self.config.max_silence_s / 3 <= now:
+                self.send(session, Heartbeat(self.need_of(session, now)), now)
+
     def need_of(self, session: Session, now: float) -> int:
         """What a heartbeat says: a session that nobody needs costs both ends memory, and a connection."""
         if self._owner.in_use(session):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from unittest import mock
 
 import numpy as np
@@ -385,3 +386,31 @@ def test_what_a_call_did_is_heard_without_waiting(site, monkeypatch):
     p.turn(60.0)
     assert woken == [True]
     assert p.stats()["chunks_direct"] == 1
+
+
+def test_a_turn_reads_for_a_while_only(site, monkeypatch) -> None:
+    """Of a flood it reads a part, says the heartbeats that are due, and takes nobody for silent whose word may be in
+    the rest: strangers' frames made 591 of 600 rooms fail.
+    """
+    src, dst = Rank(), Rank()
+    p, d = site.prefill(src), site.decode(dst)
+    monkeypatch.setattr("pdstage.manager.driver._READING_S", -1.0)  # a frame a turn
+    pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
+    src.write(1, TOKENS, pages)
+    receiver, sender = d.receive(1, site.address), p.send(1)
+    receiver.bind(into, TOKENS)
+    sender.chunk(pages, TOKENS)
+    sender.finish()
+    drive([p, d], lambda: receiver.released and sender.released)
+    assert receiver.state is State.SUCCESS
+    assert dst.holds(1, TOKENS, into)
+    (session,) = p.core.sessions.values()
+    p.driver._heard.extend([(b"stranger", b"whatever")] * 4)
+    session.heard_at = session.sent_at = long_ago = time.monotonic() - 1000.0
+    for left in (3, 2, 1):
+        p.turn()
+        assert len(p.driver._heard) == left
+        assert session.id in p.core.sessions
+        assert session.sent_at > long_ago, "its peer hears of us meanwhile"
+    p.core.endpoint.timers.set(("silence", session), 0.0)
+    drive([p], lambda: session.id not in p.core.sessions)
