@@ -20,6 +20,7 @@ from pdstage.renamed import old_names
 from pdstage.spans import Spans
 from pdstage.transport._auto import AutoTransport
 from pdstage.transport._backend import Backend, Description, Link, Post
+from pdstage.transport._faults import Faults, FaultyTransport
 from pdstage.transport.base import Done, Event, Figures, Inbound, Mapped, PostFailed, Traits, Transport
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def open_from_config(config: str | Mapping[str, object], device: str) -> Transpo
     """The transport that a setting names: a name, or `{"name": name, option: value, ...}`.
 
     A value that is a mapping holds one value for each device of a host ("cuda:0", or "cpu"), so that its ranks may
-    share the setting: the one for `device`. Raises `UsageError` where there is none, and what `open_transport` raises.
+    share the setting: the one for `device`. The option `faults` wraps any of them (`_faults.Faults`). Raises
+    `UsageError` where there is none, and what `open_transport` raises.
     """
     if isinstance(config, str):
         return open_transport(config)
@@ -86,6 +88,7 @@ def open_from_config(config: str | Mapping[str, object], device: str) -> Transpo
         raise UsageError(
             f"transport {config!r} names none", remedy='give "nixl", or {"name": "nixl", "devices": ["mlx5_0"]}'
         )
+    faults = Faults.of(options.pop("faults")) if "faults" in options else None
     for option, value in options.items():
         if isinstance(value, Mapping):
             if device not in value:
@@ -95,7 +98,11 @@ def open_from_config(config: str | Mapping[str, object], device: str) -> Transpo
                     remedy=f"add {device}, as this process numbers it",
                 )
             options[option] = value[device]
-    return open_transport(name, **options)
+    opened = open_transport(name, **options)
+    if faults is None:
+        return opened
+    log.warning("transport %r makes faults on purpose: %s", name, faults)
+    return FaultyTransport(opened, faults)
 
 
 def available() -> dict[str, str]:

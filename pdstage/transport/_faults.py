@@ -1,0 +1,160 @@
+"""Any transport with faults on purpose, so that an engine's team can test its own error paths.
+
+    PrefillNode(..., transport={"name": "nixl", "faults": {"seed": 7, "fail": 0.01, "lose_tag": 0.001, "delay": 0.1}})
+
+The faults are drawn from the seed, one post after the other: the same posts meet the same faults. Only what this side
+posts and is told is touched: no byte is altered, and nothing is written where the transport itself would not write.
+Mooncake's TENT has such a proxy, `FaultProxyTransport`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from dataclasses import dataclass, fields, replace
+from itertools import count
+from typing import TYPE_CHECKING
+
+from pdstage import arguments
+from pdstage.errors import TransportError, UsageError
+from pdstage.transport.base import Done, Event, Inbound, PostFailed, Traits, Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pdstage.layout import Region
+    from pdstage.spans import Spans
+
+_REMEDY = "this fault was asked for: see docs/transports.md, Faults on purpose"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """What goes wrong, and how often: chances of 0 to 1, of each post."""
+
+    seed: int = 0
+    refuse: float = 0.0
+    """`post` raises: nothing is written."""
+    fail: float = 0.0
+    """The post fails, and nothing is written."""
+    fail_written: float = 0.0
+    """The post fails, although all of it is written, tag included."""
+    lose_tag: float = 0.0
+    """All bytes arrive, and the tag never does. Of no effect where tags travel as messages."""
+    delay: float = 0.0
+    """What happened, of either side's posts, is told up to `delay_s` later."""
+    delay_s: float = 0.1
+    die_after: int = 0
+    """From this post on, every one is refused, as if all peers were gone; 0: never."""
+
+    @classmethod
+    def of(cls, given: object) -> Faults:
+        """Raises `UsageError` for an unknown fault, or a chance that is none."""
+        names = [field.name for field in fields(cls)]
+        if not isinstance(given, dict):
+            raise UsageError(f"faults are {arguments.shown(given)}", remedy=f"give a mapping of {', '.join(names)}")
+        read: dict[str, int | float] = {}
+        for name, value in given.items():
+            if name not in names:
+                raise UsageError(f"no fault {arguments.shown(name)}", remedy=f"choose of {', '.join(names)}")
+            if name in ("seed", "die_after"):
+                read[name] = arguments.integer(f"fault {name}", value)
+                continue
+            read[name] = arguments.number(f"fault {name}", value)
+            if read[name] < 0 or (name != "delay_s" and read[name] > 1):
+                raise UsageError(f"fault {name} is {value}", remedy="give a chance of 0 to 1, or 0 seconds or more")
+        return cls(**read)  # type: ignore[arg-type]
+
+
+class FaultyTransport(Transport):
+    """`inner` with faults. It owns `inner`, and maps no memory of peers, so that every write is a post."""
+
+    def __init__(self, inner: Transport, faults: Faults) -> None:
+        self._inner, self._faults = inner, faults
+        self._rng = random.Random(faults.seed)
+        self.traits = replace(inner.traits, maps=False)  # type: ignore[misc]
+        self._tickets = count(1)
+        self._n_posts = 0
+        self._under_way: dict[int, tuple[int, bool]] = {}
+        """By `inner`'s ticket: ours, and whether it is to fail once it is written."""
+        self._late: list[tuple[float, int, Event]] = []
+        self._n_events = count()
+
+    def post(self, peer: str, spans: Spans, tag: bytes) -> int:
+        faults, draw = self._faults, self._rng.random
+        self._n_posts += 1
+        refused, failed, written, lost = (
+            draw() < chance for chance in (faults.refuse, faults.fail, faults.fail_written, faults.lose_tag)
+        )
+        if refused or 0 < faults.die_after < self._n_posts:
+            raise TransportError(f"a post to peer {peer!r} was refused", remedy=_REMEDY)
+        ticket = next(self._tickets)
+        if failed:
+            self._tell(PostFailed(ticket, TransportError(f"a post to peer {peer!r} failed", remedy=_REMEDY)))
+        else:
+            self._under_way[self._inner.post(peer, spans, b"" if lost else tag)] = ticket, written
+        return ticket
+
+    def poll(self) -> list[Event]:
+        for event in self._inner.poll():
+            self._tell(event if isinstance(event, Inbound) else self._ours(event))
+        told, now = [], time.monotonic()
+        while self._late and self._late[0][0] <= now:
+            told.append(heapq.heappop(self._late)[2])
+        return told
+
+    def _ours(self, event: Done | PostFailed) -> Done | PostFailed:
+        ticket, fails = self._under_way.pop(event.ticket)
+        if fails and isinstance(event, Done):
+            return PostFailed(ticket, TransportError("a post that was written failed", remedy=_REMEDY))
+        return replace(event, ticket=ticket)
+
+    def _tell(self, event: Event) -> None:
+        late = self._rng.random() < self._faults.delay
+        due = time.monotonic() + self._rng.uniform(0.0, self._faults.delay_s) if late else 0.0
+        heapq.heappush(self._late, (due, next(self._n_events), event))
+
+    def filenos(self) -> Sequence[int]:
+        """None while something is to be told, which no descriptor announces."""
+        return () if self._late else self._inner.filenos()
+
+    def register(self, regions: Sequence[Region]) -> None:
+        self._inner.register(regions)
+
+    def unregister(self, regions: Sequence[Region]) -> None:
+        self._inner.unregister(regions)
+
+    def describe(self) -> bytes:
+        return self._inner.describe()
+
+    def offers(self) -> dict[str, bytes]:
+        return self._inner.offers()
+
+    def described(self, offers: Mapping[str, bytes]) -> bytes:
+        return self._inner.described(offers)
+
+    def traits_of(self, peer: str) -> Traits:
+        return replace(self._inner.traits_of(peer), maps=False)
+
+    def connect(self, peer: str, description: bytes) -> None:
+        self._inner.connect(peer, description)
+
+    def prepare(self, peer: str, regions: Sequence[Region]) -> None:
+        self._inner.prepare(peer, regions)
+
+    def identify(self, peer: str, description: bytes) -> None:
+        self._inner.identify(peer, description)
+
+    def disconnect(self, peer: str) -> None:
+        self._inner.disconnect(peer)
+
+    def proved_dead(self, peer: str) -> bool:
+        return self._inner.proved_dead(peer)
+
+    def forget(self, peer: str) -> None:
+        self._inner.forget(peer)
+
+    def close(self) -> None:
+        self._late.clear()
+        self._inner.close()
