@@ -74,7 +74,20 @@ def test_with_closes_whatever_its_block_does(name):
     assert not leaks(before, n_turns=N)
 
 
-OWNED = {"ControlPort", "Port", "Target", "Elsewhere", "Here", "Process", "There", "Met", "Inbox", "Outbox", "Memory"}
+OWNED = {
+    "ControlPort",
+    "Port",
+    "Target",
+    "Elsewhere",
+    "Ended",
+    "Here",
+    "Process",
+    "There",
+    "Met",
+    "Inbox",
+    "Outbox",
+    "Memory",
+}
 """Parts of one of the above, which closes them; nobody else opens one."""
 
 

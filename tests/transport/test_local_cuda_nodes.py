@@ -114,5 +114,5 @@ def test_a_node_does_not_sleep_over_the_end_of_a_copy_on_its_gpu(address, monkey
         node.turn(10.0)
         STREAMS.held = False
         monkeypatch.undo()
-    assert slept[0] == 10.0
+    assert slept[0] > 1e-2, "until its next deadline"
     assert slept[1] < 1e-3
