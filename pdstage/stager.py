@@ -9,6 +9,7 @@ manager treats both alike.
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 from collections import deque
@@ -18,7 +19,7 @@ import numpy as np
 
 from pdstage import shared
 from pdstage.arguments import shown
-from pdstage.errors import UsageError
+from pdstage.errors import PdstageError, UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import Region
 from pdstage.plan import layers_of, selects, tokens_of
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pdstage.errors import PdstageError
     from pdstage.kernels import Index, Plan
     from pdstage.kernels.index_ring import Runtime
     from pdstage.layout import Layout
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 ALIGNMENT = 256
 _MAX_PLANS = 1024
 _STAGED = 4  # of a plan's key
+log = logging.getLogger(__name__)
+
 _LARGE_NBYTES = 512 << 10
 
 
@@ -243,19 +245,22 @@ class Stager:
     def _start(self, ticket: int, what: _What, nbytes: int, copy: _Copy) -> None:
         try:
             plans = self._plan(what)
-            if self._stream is not None:
+        except Exception as error:  # noqa: BLE001  (nothing was begun: it is this copy's alone)
+            self._done.append(Copied(ticket, _failed(error)))
+            return
+        if self._stream is not None:
+            try:
                 self._stream.start(ticket, lambda stream, at: _copy_all(plans, what, copy, stream, at), what.checksum)
-                return
-        except UsageError as error:
-            self._done.append(Copied(ticket, error))
+            except UsageError as error:
+                self._done.append(Copied(ticket, error))
             return
 
         def run() -> None:
             total, began_at = np.zeros(1, np.uint64), self._clock()
             try:
                 _copy_all(plans, what, copy, None, total.ctypes.data if what.checksum else 0)
-            except UsageError as error:
-                self._done.append(Copied(ticket, error))
+            except Exception as error:  # noqa: BLE001  (it is over, and this copy's alone)
+                self._done.append(Copied(ticket, _failed(error)))
             else:
                 self._done.append(Copied(ticket, None, int(total[0]), began_at, self._clock()))
 
@@ -291,6 +296,13 @@ class Stager:
         pools = [Pool.of(layout, self.pool.device, self.pool) for layout in cut.layouts]
         runs = cut.runs(select)
         return tuple((number, plan(pools[number], run)) for number, run in runs)
+
+
+def _failed(error: Exception) -> PdstageError:
+    if isinstance(error, PdstageError):
+        return error
+    log.error("a copy failed", exc_info=error)
+    return PdstageError(f"a copy failed: {shown(error)}", remedy="see the log; the other rooms go on")
 
 
 def _no_clock() -> float:

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from pdstage import DecodeNode, State
+from pdstage import DecodeNode, State, stager
 from pdstage.control.zmq import route_of
 from tests.chaos.network import Namespaces, permitted
 from tests.control.test_zmq import raw_dealer
@@ -229,3 +229,38 @@ def test_a_pair_whose_route_a_stranger_took_recovers(site):
         stranger.send(b"hello")
         drive(site.nodes, lambda: p.socket.counters.malformed or p.stats()["frames_malformed"], 60)
     assert any(served(room) for room in range(1, 5))
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("copy_thread", [False, True])
+def test_a_copy_that_fails_as_nobody_foresaw_fails_its_room_alone(site, monkeypatch, side, copy_thread):
+    """A lack of memory, say. It ended the thread that copies, and the node."""
+    monkeypatch.setattr("pdstage.stager._LARGE_NBYTES", 1)
+    src, dst = Rank(), Rank(hnd=True)
+    how = {"path": "staged", "copy_thread": copy_thread}
+    p, d = site.prefill(src, **how), site.decode(dst, **how)
+    copied, node = stager._copy_all, p if side == "prefill" else d
+    n_failures = iter(range(1))
+
+    def fail_once(plans, *given):
+        ours = any(plans is known for known in node.stager._plans.values())
+        if ours and next(n_failures, None) is not None:
+            raise MemoryError("no memory is left")
+        copied(plans, *given)
+
+    monkeypatch.setattr(stager, "_copy_all", fail_once)
+    outcomes = []
+    for room in range(2):
+        pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
+        src.write(room, TOKENS, pages)
+        receiver, sender = d.receive(room, site.address), p.send(room)
+        receiver.bind(into, TOKENS)
+        sender.chunk(pages, TOKENS)
+        sender.finish()
+        drive(site.nodes, lambda r=receiver, s=sender: r.released and s.released, 60)
+        outcomes.append((receiver.state, sender.state))
+        if room == 0:
+            assert "no memory is left" in str(receiver.error)
+    assert outcomes[0][0] is State.FAILED
+    assert outcomes[1] == (State.SUCCESS, State.SUCCESS)
+    assert dst.holds(1, TOKENS, into)
