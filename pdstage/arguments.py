@@ -48,13 +48,10 @@ def number(what: str, value: object, *, above: float = -math.inf) -> float:
 
 
 def timeout(what: str, value: object) -> float | None:
-    """Seconds, 0 or more; None, and infinity, for ever."""
-    if value is None or value is math.inf:
+    """Seconds, of which fewer than 0 are over already; None, and infinity, for ever."""
+    if value is None or (isinstance(value, float) and value == math.inf):
         return None
-    found = number(what, value)
-    if found < 0:
-        raise _wrong(what, value, "give 0 seconds or more, or None to wait for ever")
-    return found
+    return number(what, value)
 
 
 def flag(what: str, value: object) -> bool:
@@ -84,10 +81,10 @@ def path(what: str, value: object) -> str:
     return found
 
 
-def instance(what: str, value: object, kind: type[T], article: str = "a") -> T:
+def instance(what: str, value: object, kind: type[T]) -> T:
     """An object of `kind`."""
     if not isinstance(value, kind):
-        raise _wrong(what, value, f"give {article} {kind.__name__}")
+        raise _wrong(what, value, f"give a {kind.__name__}")
     return value
 
 

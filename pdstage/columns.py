@@ -75,10 +75,10 @@ class Columns:
             raise UsageError(f"aux columns {names}", remedy=f"give 1 to {MAX_COLUMNS}, each name once")
         placed, end = [], 0
         for column in self.given:
-            if column.dtype not in ITEMSIZES or min(column.shape, default=1) < 1 or not column.name:
+            if column.dtype not in ITEMSIZES or not column.name:
                 raise UsageError(
                     f"aux column {column.name!r} of {column.dtype!r}{list(column.shape)}",
-                    remedy=f"name it, and give one of {', '.join(ITEMSIZES)} and a shape of at least one element",
+                    remedy=f"name it, and give one of {', '.join(ITEMSIZES)}",
                 )
             placed.append(Placed(*column, end, column.nbytes))
             end += -(-column.nbytes // _ALIGNMENT) * _ALIGNMENT

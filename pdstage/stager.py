@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     _Plans: TypeAlias = tuple[tuple[int, Plan], ...]
     _Copy: TypeAlias = Callable[[Plan, int, Mapping[str, Index], int | None, int], None]
 
+log = logging.getLogger(__name__)
+
 ALIGNMENT = 256
 _MAX_PLANS = 1024
 _STAGED = 4  # of a plan's key
-log = logging.getLogger(__name__)
-
 _LARGE_NBYTES = 512 << 10
 
 
@@ -119,7 +119,7 @@ def _address_of(tensor: object) -> tuple[int, int, str]:
             raise UsageError("staging memory that is not contiguous, or read-only", remedy="give all of an own array")
         return tensor.ctypes.data, tensor.nbytes, "cpu"
     try:
-        return int(tensor.data_ptr()), int(tensor.nbytes), str(tensor.device)  # type: ignore[attr-defined]
+        return int(tensor.data_ptr()), int(tensor.nbytes), str(getattr(tensor, "device", "cpu"))  # type: ignore[attr-defined]
     except Exception as error:
         raise UsageError(f"staging memory is {shown(tensor)}", remedy="give a tensor or a numpy array") from error
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -102,3 +103,20 @@ def test_memory_must_be_where_the_pool_is():
         Memory(0, [0] * 4096)
     with pytest.raises(UsageError, match="do not make 9 parts"):
         Memory(0, np.zeros(2048, np.uint8)).parts(9)
+
+
+def test_memory_that_cannot_be_had_is_refused_in_words(monkeypatch):
+    with pytest.raises(UsageError, match="this machine has"):
+        Memory(1 << 60)
+    monkeypatch.setattr("pdstage.stager._host_memory", mock.Mock(side_effect=OSError(12, "Cannot allocate memory")))
+    with pytest.raises(UsageError, match="Cannot allocate memory"):
+        Memory(4096)
+
+
+def test_staging_memory_is_all_of_an_array_that_may_be_written():
+    whole = np.zeros(8192, np.uint8)
+    frozen = whole.copy()
+    frozen.flags.writeable = False
+    for wrong in (whole[::2], frozen):
+        with pytest.raises(UsageError, match="not contiguous, or read-only"):
+            Memory(0, wrong)

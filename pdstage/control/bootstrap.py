@@ -54,10 +54,8 @@ class BootstrapServer:
     ) -> None:
         address, held = Address.parse(bind, "http", listening=True), keys_of(keys)
         advertise = None if advertise is None else arguments.text("advertise", advertise)
-        insecure, max_adverts = (
-            arguments.flag("insecure", insecure),
-            arguments.integer("max_adverts", max_adverts, low=1),
-        )
+        insecure = arguments.flag("insecure", insecure)
+        max_adverts = arguments.integer("max_adverts", max_adverts, low=1)
         address.check_exposure(insecure, held)
         self.directory = Directory(clock, max_adverts=max_adverts)
         self._server: directory_curve.Server | directory_http.Server

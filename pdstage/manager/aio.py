@@ -142,4 +142,4 @@ async def until(
                     changed.clear()
         except TimeoutError:
             what = f"room {handle.id!r}" if handle is not None else "any room"
-            raise TimeoutError(f"{what} did not get there in {timeout_s} s") from None
+            raise TimeoutError(f"{what} did not get there in {timeout_s:g} s") from None

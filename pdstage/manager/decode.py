@@ -189,7 +189,9 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         deadline_s = arguments.number("deadline_s", deadline_s, above=0.0)
         dp_rank = None if dp_rank is None else arguments.integer("dp_rank", dp_rank)
         instance = None if instance is None else arguments.text("instance", instance)
-        client = self.directory.client(prefill)
+        prefill = arguments.text("a bootstrap address", prefill)
+        adverts = self.directory.cached(prefill, dp_rank, instance)
+        client = self.directory.client(prefill) if adverts is None else None
         with self.driver.use():
             now = time.monotonic()
             announced = self.core.announce(room_key(room), None, now, deadline_s=deadline_s)
@@ -197,10 +199,9 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
             self.roster.add(announced, receiver)
             if self.observed is not None:
                 self.observed.opened(receiver)
-            adverts = self.directory.cached(client, dp_rank, instance)
             if adverts is not None:
                 self._found(announced, adverts, now)
-        if adverts is None:
+        if client is not None:
 
             def answer(found: list[Advert] | None, error: PdstageError | None) -> None:
                 self._answers.append((announced, found, error))

@@ -68,9 +68,9 @@ class Directory:
         """Who asks the directory at `address`; raises `UsageError` for an address that is none."""
         return BootstrapClient(address, keys=self._keys)
 
-    def cached(self, client: BootstrapClient, dp_rank: int | None, instance: str | None) -> list[Advert] | None:
+    def cached(self, address: str, dp_rank: int | None, instance: str | None) -> list[Advert] | None:
         """An answer of the last `cache_s` seconds; None if there is none."""
-        at, adverts = self._cache.get((client.given, dp_rank, instance), (-self._cache_s, []))
+        at, adverts = self._cache.get((address, dp_rank, instance), (-self._cache_s, []))
         return adverts if adverts and time.monotonic() - at < self._cache_s else None
 
     def forget(self) -> None:
@@ -124,7 +124,7 @@ class Directory:
                 f"{len(self._askers)} bootstrap addresses are being asked, and none has answered yet",
                 remedy="look at the addresses of the rooms before",
             )
-        asker = _Asker(self, self._lock)
+        asker = _Asker(self, self._lock, address)
         try:
             asker.thread.start()
         except RuntimeError as error:
@@ -136,8 +136,7 @@ class Directory:
         """Under the lock: whether `asker` has nothing to do any more; then it is forgotten."""
         if not self._closed and asker.waiting:
             return False
-        for address in [address for address, other in self._askers.items() if other is asker]:
-            del self._askers[address]
+        self._askers.pop(asker.address, None)
         return True
 
     def _ask(self, look: _Lookup) -> _Lookup | None:
@@ -145,9 +144,7 @@ class Directory:
         adverts: list[Advert] | None = None
         failure: PdstageError | None = None
         try:
-            adverts = self.cached(look.client, look.dp_rank, look.instance) or look.client.lookup(
-                look.dp_rank, instance=look.instance
-            )
+            adverts = self.cached(*look.key) or look.client.lookup(look.dp_rank, instance=look.instance)
             self._keep(look, adverts)
         except (Incomplete, TransportError) as error:
             if time.monotonic() + _RETRY_S < look.deadline_at:
@@ -173,8 +170,9 @@ class Directory:
 class _Asker:
     """The lookups at one address, and the thread that asks them: it ends when none is left."""
 
-    def __init__(self, directory: Directory, lock: threading.Lock) -> None:
+    def __init__(self, directory: Directory, lock: threading.Lock, address: str) -> None:
         self._directory = directory
+        self.address = address
         self.changed = threading.Condition(lock)
         self.waiting: list[tuple[float, int, _Lookup]] = []
         """A heap, by when to ask."""

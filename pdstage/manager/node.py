@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import time
 from abc import abstractmethod
@@ -168,7 +169,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             self.driver.use()
             left_s = 1.0 if deadline_at is None else deadline_at - time.monotonic()
             if left_s <= 0:
-                raise TimeoutError(f"room {handle.id!r} did not get there in {timeout_s} s")
+                raise TimeoutError(f"room {handle.id!r} did not get there in {timeout_s:g} s")
             if self.driver.inline:
                 self.driver.turn(min(left_s, self.driver.longest_s()))
             else:
@@ -176,7 +177,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
 
     async def wait_for_async(self, handle: Handle | None, done: Callable[[], bool], timeout_s: float | None) -> None:
         """`wait_for` in an event loop, which turns an inline node; None: what a change of any room makes true."""
-        await until(self.driver, self.roster, handle, done, timeout_s)
+        await until(self.driver, self.roster, handle, done, arguments.timeout("timeout_s", timeout_s))
 
     def poll_many(self, handles: Sequence[Handle]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
         """One turn in inline mode; then (states, released) of `handles`, to be MIN-reduced over TP ranks.
@@ -278,7 +279,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         process ends, and the pool must not be used before those peers' processes have ended. May be repeated.
         In a forked child it ends nothing, since all of it is the parent's, and is True.
         """
-        timeout_s = arguments.number("timeout_s", timeout_s)
+        patience_s = arguments.timeout("timeout_s", timeout_s)
         driver = self.driver
         if driver.was_forked:
             return True
@@ -286,7 +287,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             return self._gave_back
         self.directory.close()
         if driver.failure is None:
-            self._close_rooms(timeout_s)
+            self._close_rooms(math.inf if patience_s is None else patience_s)
         driver.end()
         self._copy_thread.close()
         self._gave_back = self.core.memory_is_free

@@ -109,7 +109,7 @@ class DecodeCore:
         If it has ended meanwhile, they are told: they may hold its state already, and wait. Not if the room is being
         received anew, or there are too many peers; then they wait for their deadline.
         """
-        if room.key in self.rooms.by_key and self.rooms.by_key[room.key] is not room:
+        if self.rooms.by_key.get(room.key, room) is not room:
             return
         try:
             self._admit(room.key, writers, now)

@@ -40,7 +40,7 @@ from pdstage.protocol.wire import (
     decode_head,
     encode,
     kind_of,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -226,13 +226,12 @@ class Endpoint:
         """The message of a frame. What anybody may say outside a session is read only where it is of use, since that
         may take long: the others are None, to be dropped, or `UNREAD`, to be answered for their session's sake.
         """
-        if session is None:
-            kind = kind_of(data)
-            if kind is not None and kind not in OUTSIDE_A_SESSION:
-                return UNREAD
-            if kind is not None and not self._owner.hears(kind, route):
-                self.counters.frames_stale += 1
-                return None
+        kind = kind_of(data) if session is None else None
+        if kind is not None and kind not in OUTSIDE_A_SESSION:
+            return UNREAD
+        if kind is not None and not self._owner.hears(kind, route):
+            self.counters.frames_stale += 1
+            return None
         return decode_body(data)
 
     def tick(self, now: float) -> None:
@@ -326,11 +325,7 @@ class Endpoint:
     def on_session_timer(self, kind: str, session: Session, now: float) -> bool:
         """Serves `watch`'s timers; True if the peer has been silent for too long."""
         if kind == "beat":
-            due = session.sent_at + self.config.max_silence_s / 3
-            if due <= now:
-                self.send(session, Heartbeat(self.need_of(session, now)), now)
-                due = now + self.config.max_silence_s / 3
-            self.timers.set(("beat", session), due)
+            self.timers.set(("beat", session), self._beat(session, now))
             return False
         silent_at = session.heard_at + self._patience_s(session)
         if silent_at > now:
@@ -341,8 +336,14 @@ class Endpoint:
     def keep_alive(self, now: float) -> None:
         """Says the heartbeats that are due, while a turn has no time for anything else."""
         for session in self.sessions.values():
-            if session.sent_at + self.config.max_silence_s / 3 <= now:
-                self.send(session, Heartbeat(self.need_of(session, now)), now)
+            self._beat(session, now)
+
+    def _beat(self, session: Session, now: float) -> float:
+        """Says a heartbeat if it is due; when the next one is."""
+        pause_s = self.config.max_silence_s / 3
+        if session.sent_at + pause_s <= now:
+            self.send(session, Heartbeat(self.need_of(session, now)), now)
+        return session.sent_at + pause_s
 
     def need_of(self, session: Session, now: float) -> int:
         """What a heartbeat says: a session that nobody needs costs both ends memory, and a connection."""

@@ -24,7 +24,7 @@ from pdstage.protocol.messages import (
     NoSession,
     SessionId,
     Welcome,
-)  # fmt: skip
+)
 
 VERSION = 1
 """Rises with every change of any message's or tag's bytes."""

@@ -41,7 +41,7 @@ from pdstage.transport._nixl_agent import (
     figures,
     is_known,
     start,
-)  # fmt: skip
+)
 from pdstage.transport._peer import Here, Identity, Target, own_identity, target_of
 from pdstage.transport._sockets import hold_bytes_of_the_dead
 from pdstage.transport.base import Done, Inbound, PostFailed, Ranges, Traits, write_description

@@ -77,6 +77,24 @@ def test_a_look_up_with_few_descriptors_left(n_left: int, tmp_path) -> None:
     run(ask_with_few_left, n_left, str(tmp_path / "key"))
 
 
+def test_a_directory_goes_on_after_an_error(tmp_path, monkeypatch, caplog) -> None:
+    """Its thread ended, and with it every look-up of the cluster."""
+    keys, failures = Keys.make(tmp_path / "key"), iter([OSError("too many open files")])
+    with BootstrapServer(keys=keys) as server:
+        plain = server._server._serve
+
+        def serve() -> None:
+            if (error := next(failures, None)) is not None:
+                raise error
+            plain()
+
+        monkeypatch.setattr(server._server, "_serve", serve)
+        assert BootstrapClient(server.address, keys=keys).instances()
+        assert BootstrapClient(server.address, keys=keys).instances()
+    assert next(failures, None) is None
+    assert "too many open files" in caplog.text
+
+
 def lease_at_the_limit(key: str) -> None:
     lookup._TTL_S = 1.5
     src, dst, keys = Rank(), Rank(), Keys.load(key)

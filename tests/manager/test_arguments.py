@@ -223,3 +223,16 @@ def test_nothing_is_made_of_what_is_no_argument(kind: str) -> None:
             except Exception as error:  # noqa: BLE001  (whatever it is, it is wrong)
                 wrong.append(f"{kind}({name}={label}): {type(error).__name__}: {str(error)[:80]}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_wait_without_an_end_and_one_that_is_over(site) -> None:
+    """As Python's own: infinity waits for ever, and what an engine has left of its time may be below 0."""
+    table = Table(site)
+    receiver = table.receiver(0)
+    for over in (-1.0, 0, np.float64(-3.0)):
+        with pytest.raises(TimeoutError, match="did not get there"):
+            receiver.wait(over)
+    receiver.abort()
+    with pytest.raises(PdstageError, match="aborted"):
+        receiver.wait(np.float64("inf"))
+    assert table.d.close(math.inf)

@@ -203,6 +203,17 @@ def test_a_host_that_vanishes_fails_its_rooms_on_both_sides(two_hosts, transport
             process.join()
 
 
+def begin(site, p, src: Rank, d, dst: Rank, room: int):
+    """(receiver, sender, pages, into) of a room whose every token is handed over."""
+    pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
+    src.write(room, TOKENS, pages)
+    receiver, sender = d.receive(room, site.address), p.send(room)
+    receiver.bind(into, TOKENS)
+    sender.chunk(pages, TOKENS)
+    sender.finish()
+    return receiver, sender, pages, into
+
+
 def test_a_pair_whose_route_a_stranger_took_recovers(site):
     """By itself, once it was silent for max_silence_s: the stranger used decode's name at prefill for a moment, and the
     two never heard of each other again.
@@ -211,12 +222,7 @@ def test_a_pair_whose_route_a_stranger_took_recovers(site):
     p, d = site.prefill(src), site.decode(dst)
 
     def served(room: int) -> bool:
-        pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
-        src.write(room, TOKENS, pages)
-        receiver, sender = d.receive(room, site.address), p.send(room)
-        receiver.bind(into, TOKENS)
-        sender.chunk(pages, TOKENS)
-        sender.finish()
+        receiver, sender, pages, into = begin(site, p, src, d, dst, room)
         drive(site.nodes, lambda: receiver.state in (State.SUCCESS, State.FAILED), 60)
         sender.abort()
         drive(site.nodes, lambda: receiver.released and sender.released, 60)
@@ -251,12 +257,7 @@ def test_a_copy_that_fails_as_nobody_foresaw_fails_its_room_alone(site, monkeypa
     monkeypatch.setattr(stager, "_copy_all", fail_once)
     outcomes = []
     for room in range(2):
-        pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
-        src.write(room, TOKENS, pages)
-        receiver, sender = d.receive(room, site.address), p.send(room)
-        receiver.bind(into, TOKENS)
-        sender.chunk(pages, TOKENS)
-        sender.finish()
+        receiver, sender, _, into = begin(site, p, src, d, dst, room)
         drive(site.nodes, lambda r=receiver, s=sender: r.released and s.released, 60)
         outcomes.append((receiver.state, sender.state))
         if room == 0:

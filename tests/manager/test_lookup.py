@@ -6,6 +6,7 @@ import itertools
 import queue
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -149,6 +150,35 @@ def test_a_lookup_that_fails_as_nobody_foresaw_harms_its_own_room_only(site: Sit
     assert "nobody foresaw this" in caplog.text
     receiver = d.receive(2, site.address)
     drive([p, d], lambda: receiver.state is State.WAITING_FOR_INPUT)
+
+
+def test_a_thread_that_cannot_be_started_fails_its_lookup_alone(monkeypatch) -> None:
+    answers: queue.SimpleQueue = queue.SimpleQueue()
+    with BootstrapServer() as server, Directory() as directory:
+        advert = Advert(instance="p", topology=Topology(), endpoint="tcp://127.0.0.1:1", incarnation=1, layout="")
+        BootstrapClient(server.address).publish(advert)
+        client, until = directory.client(server.address), time.monotonic() + 20.0
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+            directory.lookup(client, None, "p", until, lambda *a: answers.put(a))
+        adverts, error = answers.get(timeout=20.0)
+        assert adverts is None
+        assert isinstance(error, TransportError)
+        assert "can't start new thread" in str(error)
+        directory.lookup(client, None, "p", until, lambda *a: answers.put(a))
+        assert answers.get(timeout=20.0) == ([advert], None)
+
+
+def test_who_does_not_take_his_answer_keeps_no_other_from_his(caplog) -> None:
+    answers: queue.SimpleQueue = queue.SimpleQueue()
+    with BootstrapServer() as server, Directory() as directory:
+        advert = Advert(instance="p", topology=Topology(), endpoint="tcp://127.0.0.1:1", incarnation=1, layout="")
+        BootstrapClient(server.address).publish(advert)
+        client, until = directory.client(server.address), time.monotonic() + 20.0
+        directory.lookup(client, None, "p", until, mock.Mock(side_effect=OSError("nobody listens")))
+        directory.lookup(client, None, "p", until, lambda *a: answers.put(a))
+        assert answers.get(timeout=20.0) == ([advert], None)
+    assert "nobody listens" in caplog.text
 
 
 def test_addresses_asked_at_a_time_are_bounded(monkeypatch) -> None:

@@ -140,10 +140,9 @@ MUTANTS = [
     Mutant(
         "no heartbeat",
         "7 silence, I4",
-        "on_session_timer",
-        """                self.send(session, Heartbeat(self.need_of(session, now)), now)
-                due""",
-        "                due",
+        "_beat",
+        "            self.send(session, Heartbeat(self.need_of(session, now)), now)\n",
+        "            pass\n",
         "tests/protocol/test_traces.py",
     ),
     Mutant(
