@@ -39,6 +39,7 @@ from pdstage.topology import Topology, shard_axis
 state.strict = True
 _space = itertools.count(1)
 PAGE, WIDTH = 4, 8
+ROLES = ("k", "v")
 N_ROWS = 8
 COLUMNS = (Column("token", "int32", (1,)), Column("logprobs", "float32", (5,)))
 
@@ -68,12 +69,13 @@ def make_layout(
     page: int = PAGE,
     slots: bool = False,
     exact: bool = False,
+    roles: tuple[str, ...] = ROLES,
 ) -> Layout:
-    """A K/V pool of one rank in `memory`: NHD or HND pages of `page` tokens, or `slots` of as many rows."""
+    """A pool of one rank in `memory`: NHD or HND pages of `page` tokens, or `slots` of as many rows."""
     axis = shard_axis("kv_head", heads, tp, rank)
     views, offset = [], 0
     for layer in range(*layers):
-        for role in ("k", "v"):
+        for role in roles:
             row, shard = (WIDTH, page * WIDTH) if hnd else (axis.count * WIDTH, WIDTH)
             item = page * axis.count * WIDTH
             views.append(
@@ -89,8 +91,18 @@ def make_layout(
     return Layout.of((region,), views, slots=names if slots else (), exact=names if exact else ())
 
 
-def pool_nbytes(*, heads: int, tp: int, rank: int, layers: tuple[int, int], n_pages: int, page: int = PAGE) -> int:
-    return 2 * (layers[1] - layers[0]) * n_pages * page * shard_axis("", heads, tp, rank).count * WIDTH
+def pool_nbytes(
+    *,
+    heads: int,
+    tp: int,
+    rank: int,
+    layers: tuple[int, int],
+    n_pages: int,
+    page: int = PAGE,
+    roles: tuple[str, ...] = ROLES,
+) -> int:
+    n_views = len(roles) * (layers[1] - layers[0])
+    return n_views * n_pages * page * shard_axis("", heads, tp, rank).count * WIDTH
 
 
 def cell(view: View, memory: Memory, pages: list[int], token: int, shard: int) -> np.ndarray:
@@ -230,6 +242,7 @@ class World:
         dst_dp: int = 1,
         slots: bool = False,
         exact: bool = False,
+        roles: tuple[str, ...] = ROLES,
         fences: bool = True,
         notifies: bool = True,
         placed: bool = False,
@@ -256,7 +269,7 @@ class World:
         self.src_stages, self.dst_stages = src_stages or (self.layers,), dst_stages or (self.layers,)
         self.lane_nbytes, self.n_lanes, self.dst_hnd, self.dst_page = lane_nbytes, n_lanes, dst_hnd, dst_page
         self.n_buffers, self.buffer_nbytes = n_buffers, buffer_nbytes
-        self.src_page, self.kind = src_page, {"slots": slots, "exact": exact}
+        self.src_page, self.kind, self.roles = src_page, {"slots": slots, "exact": exact}, roles
         self.config = Config(**config)
         self.processes: list[Decode] = []
         self.queue: list[Item] = []
@@ -274,7 +287,7 @@ class World:
         place = Topology() if self.instances else staged_place(rank, self.n_prefill, len(self.src_stages))
         shape = {
             "heads": self.heads, "tp": place.tp_size, "rank": place.tp_rank, "layers": self.src_stages[place.pp_rank],
-            "n_pages": self.n_pages, "page": self.src_page,
+            "n_pages": self.n_pages, "page": self.src_page, "roles": self.roles,
         }  # fmt: skip
         memory, (held, rows) = self.make_memory(pool_nbytes(**shape)), self.make_rows("P")
         core = PrefillCore(
@@ -300,7 +313,7 @@ class World:
         place = staged_place(rank, self.n_decode, len(self.dst_stages), self.dst_dp)
         shape = {
             "heads": self.heads, "tp": place.tp_size, "rank": place.tp_rank, "layers": self.dst_stages[place.pp_rank],
-            "n_pages": self.n_pages, "page": self.dst_page,
+            "n_pages": self.n_pages, "page": self.dst_page, "roles": self.roles,
         }  # fmt: skip
         memory, staging = self.make_memory(pool_nbytes(**shape)), self.make_memory(self.lane_nbytes * self.n_lanes)
         held, rows = self.make_rows("D")

@@ -8,6 +8,20 @@ _WINDOWS = "tests/protocol/test_windows.py"
 
 MUTANTS = [
     Mutant(
+        "a writer's window is one view too wide",
+        "6 window, I2",
+        "Windows.is_open",
+        "<= mark + session.lanes[chunk.lane].nbytes",
+        "<= mark + session.lanes[chunk.lane].nbytes + 128",
+    ),
+    Mutant(
+        "a rising watermark opens one view too much",
+        "6 window, I2",
+        "Windows.raise_mark",
+        "        limit = watermark + session.lanes[lane].nbytes\n",
+        "        limit = watermark + session.lanes[lane].nbytes + 128\n",
+    ),
+    Mutant(
         "a writer's window is one byte too wide",
         "6 window, I2",
         "Windows.is_open",

@@ -80,6 +80,10 @@ class Scenario:
     dst_page: int
     kind: str
     """"" for tokens; "slots" without positions, of which the sides name different numbers; "exact" where as many."""
+    roles: tuple[str, ...]
+    """A token's views in a layer. Each takes 128 bytes of a lease and a lane counts in 256, so one alone makes leases
+    that do not fill what they occupy.
+    """
     n_pieces: int
     """A post lands in so many pieces, at as many moments."""
     in_order: float
@@ -143,6 +147,7 @@ def draw(seed: int) -> Scenario:
         dst_hnd=rng.random() < 0.4,
         dst_page=rng.choice([2, 4, 4, 8]),
         kind=random.Random(f"kind/{seed}").choice([*[""] * 13, "slots", "slots", "exact"]),
+        roles=random.Random(f"roles/{seed}").choice([("k", "v"), ("k", "v"), ("latent",), ("k", "v", "index")]),
         n_pieces=rng.choice([1, 2, 2, 3]),
         in_order=rng.choice([0.3, 0.6, 0.8, 0.9]),
         patience=rng.choice([2, 6, 12]),
@@ -237,9 +242,9 @@ class Job:
 def smaller(scenario: Scenario) -> list[Scenario]:
     """Simpler worlds than `scenario`, for shrinking: each changes one thing."""
     plain = {
-        "checksums": False, "dst_hnd": False, "dst_page": 4, "kind": "", "n_pieces": 1, "n_lanes": 1, "n_buffers": 2,
-        "heads": 2, "stops_reads": True, "fences": True, "notifies": True, "placed": False, "parting": False,
-        "aux": "", "more_columns": "",
+        "checksums": False, "dst_hnd": False, "dst_page": 4, "kind": "", "roles": ("k", "v"), "n_pieces": 1,
+        "n_lanes": 1, "n_buffers": 2, "heads": 2, "stops_reads": True, "fences": True, "notifies": True,
+        "placed": False, "parting": False, "aux": "", "more_columns": "",
     }  # fmt: skip
     changes = [{name: value} for name, value in plain.items()]
     changes += [{side: n} for side in ("prefill", "decode") for n in range(1, getattr(scenario, side))]

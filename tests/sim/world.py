@@ -56,6 +56,7 @@ class SimWorld(FabricWorld):
             lane_nbytes=scenario.lane_nbytes, n_lanes=scenario.n_lanes, n_buffers=scenario.n_buffers,
             buffer_nbytes=scenario.buffer_nbytes, path=scenario.path, dst_hnd=scenario.dst_hnd,
             dst_page=scenario.dst_page, slots=scenario.kind != "", exact=scenario.kind == "exact",
+            roles=scenario.roles,
             fences=scenario.fences, notifies=scenario.notifies, placed=scenario.placed and not scenario.fences,
             instances=scenario.instances,
             aux=scenario.aux, src_columns=COLUMNS + (MORE,) * (scenario.more_columns == "P"),
