@@ -10,6 +10,7 @@ Mooncake's TENT has such a proxy, `FaultProxyTransport`.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 import time
 from dataclasses import dataclass, fields, replace
@@ -47,6 +48,8 @@ class Faults:
     delay_s: float = 0.1
     die_after: int = 0
     """From this post on, every one is refused, as if all peers were gone; 0: never."""
+    for_s: float = 0.0
+    """All of this ends so long after the transport was made; 0: it never does."""
 
     @classmethod
     def of(cls, given: object) -> Faults:
@@ -62,9 +65,12 @@ class Faults:
                 read[name] = arguments.integer(f"fault {name}", value)
                 continue
             read[name] = arguments.number(f"fault {name}", value)
-            if read[name] < 0 or (name != "delay_s" and read[name] > 1):
+            if read[name] < 0 or (not name.endswith("_s") and read[name] > 1):
                 raise UsageError(f"fault {name} is {value}", remedy="give a chance of 0 to 1, or 0 seconds or more")
         return cls(**read)  # type: ignore[arg-type]
+
+
+_NONE = Faults()
 
 
 class FaultyTransport(Transport):
@@ -72,6 +78,7 @@ class FaultyTransport(Transport):
 
     def __init__(self, inner: Transport, faults: Faults) -> None:
         self._inner, self._faults = inner, faults
+        self._until = time.monotonic() + (faults.for_s or math.inf)
         self._rng = random.Random(faults.seed)
         self.traits = replace(inner.traits, maps=False)  # type: ignore[misc]
         self._tickets = count(1)
@@ -81,8 +88,11 @@ class FaultyTransport(Transport):
         self._late: list[tuple[float, int, Event]] = []
         self._n_events = count()
 
+    def _now(self) -> Faults:
+        return self._faults if time.monotonic() < self._until else _NONE
+
     def post(self, peer: str, spans: Spans, tag: bytes) -> int:
-        faults, draw = self._faults, self._rng.random
+        faults, draw = self._now(), self._rng.random
         self._n_posts += 1
         refused, failed, written, lost = (
             draw() < chance for chance in (faults.refuse, faults.fail, faults.fail_written, faults.lose_tag)
@@ -111,8 +121,9 @@ class FaultyTransport(Transport):
         return replace(event, ticket=ticket)
 
     def _tell(self, event: Event) -> None:
-        late = self._rng.random() < self._faults.delay
-        due = time.monotonic() + self._rng.uniform(0.0, self._faults.delay_s) if late else 0.0
+        faults = self._now()
+        late = self._rng.random() < faults.delay
+        due = time.monotonic() + self._rng.uniform(0.0, faults.delay_s) if late else 0.0
         heapq.heappush(self._late, (due, next(self._n_events), event))
 
     def filenos(self) -> Sequence[int]:

@@ -73,7 +73,7 @@ def main(args: list[str] | None = None) -> int:
         for number in numbers:
             if number and options.only is None and time.monotonic() + options.seconds > until:
                 return
-            site = draw_site(options.seed, number, options.transport, namespaces=namespaces)
+            site = draw_site(options.seed, number, options.transport, options.seconds, namespaces=namespaces)
             print(f"round {number}: {site}", flush=True)
             yield Round(options.seed, number, site, options.seconds, sabotage=options.sabotage)
 

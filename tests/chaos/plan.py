@@ -37,6 +37,8 @@ class Site:
     checksums: bool
     fabric: str
     namespaces: bool
+    faults: tuple[tuple[str, float], ...] = ()
+    """Of a rank's transport in its first life (docs/transports.md, Faults on purpose). They end before the round."""
 
     @property
     def ranks(self) -> list[tuple[str, int]]:
@@ -47,7 +49,7 @@ class Site:
         fabric = f"({self.fabric})" if self.fabric else ""
         return (
             f"tp {self.src_tp}->{self.dst_tp} {self.transport}{fabric} {self.path} "
-            f"{self.src_progress}->{self.dst_progress} {cut}"
+            f"{self.src_progress}->{self.dst_progress} {cut}{' faulty' if self.faults else ''}"
         )
 
 
@@ -64,7 +66,7 @@ class Fault(NamedTuple):
 KINDS = {"kill": 30, "stop": 22, "long stop": 22, "stop, then kill": 8, "cut": 8, "long cut": 6, "restart": 4}
 
 
-def draw_site(seed: int, number: int, transport: str, *, namespaces: bool) -> Site:
+def draw_site(seed: int, number: int, transport: str, seconds: float, *, namespaces: bool) -> Site:
     rng = random.Random(f"site {seed} {number}")
     kind = rng.choice(("local", "nixl")) if transport == "both" else transport
     src_tp, dst_tp = SIZES[number % len(SIZES)]
@@ -79,8 +81,18 @@ def draw_site(seed: int, number: int, transport: str, *, namespaces: bool) -> Si
         n_lanes=rng.choice((1, 2, 3)), checksums=rng.random() < 0.3 and path != "direct",
         # Within one network shared memory would go around every cut.
         fabric="tcp,self" if apart or (kind == "nixl" and rng.random() < 0.5) else "",
-        namespaces=apart,
+        namespaces=apart, faults=_draw_transport_faults(seed, number, seconds),
     )  # fmt: skip
+
+
+def _draw_transport_faults(seed: int, number: int, seconds: float) -> tuple[tuple[str, float], ...]:
+    """Those of two rounds in five. A transport with faults maps no memory, so the others are without."""
+    rng = random.Random(f"transport faults {seed} {number}")
+    if rng.random() > 0.4:
+        return ()
+    chances = {name: rng.choice((0.0, 0.002, 0.02)) for name in ("refuse", "fail", "fail_written", "lose_tag")}
+    late = {"delay": rng.choice((0.0, 0.1)), "delay_s": rng.choice((0.01, 0.5))}
+    return tuple((chances | late | {"seed": number, "for_s": 0.8 * seconds}).items())
 
 
 def draw_faults(seed: int, number: int, site: Site, seconds: float) -> list[Fault]:

@@ -19,7 +19,7 @@ SEED, SECONDS = 20, 6.0
 def test_ranks_killed_stopped_and_cut_off_while_rooms_flow():
     """I1, I2, I5, I6, I8, I10, I14: no wrong byte, no room that hangs, nothing left behind."""
     namespaces = network.permitted()
-    sites = [draw_site(SEED, number, name, namespaces=namespaces) for number, name in enumerate(TRANSPORTS)]
+    sites = [draw_site(SEED, number, name, SECONDS, namespaces=namespaces) for number, name in enumerate(TRANSPORTS)]
     tally = drive((Round(SEED, number, site, SECONDS) for number, site in enumerate(sites)), parallel=2)
     assert not tally.wrong, "\n".join(f"round {number}: {what}" for number, what in tally.wrong)
     # How many there are in these seconds is the machine's affair; without any, nothing was tried.
@@ -42,6 +42,6 @@ def test_an_engine_that_reuses_pages_too_early_is_seen():
 
 
 def test_a_round_is_drawn_from_its_seed_alone():
-    one, other = (draw_site(7, 3, "both", namespaces=True) for _ in range(2))
+    one, other = (draw_site(7, 3, "both", SECONDS, namespaces=True) for _ in range(2))
     assert one == other
     assert draw_faults(7, 3, one, 10.0) == draw_faults(7, 3, other, 10.0) != draw_faults(8, 3, one, 10.0)

@@ -110,9 +110,12 @@ def _engine(job: Job, pipe: Connection) -> Engine:
 def _node(job: Job, pages: Pages) -> PrefillNode | DecodeNode:
     """On the port of its life before, or on any if a stranger has that now; patient with a directory out of reach."""
     site, until, port = job.site, time.monotonic() + _START_S, job.port
+    transport: str | dict[str, object] = site.transport
+    if site.faults and not job.life:
+        transport = {"name": site.transport, "faults": dict(site.faults)}
     while True:
         common = {
-            "transport": site.transport, "path": site.path, "config": replace(CONFIG, checksums=site.checksums),
+            "transport": transport, "path": site.path, "config": replace(CONFIG, checksums=site.checksums),
             "bind": f"tcp://{job.host}:{port}", "insecure": bool(job.where), "staging_nbytes": job.staging_nbytes,
             "aux": "rdma", "metadata": make_rows(),
         }  # fmt: skip

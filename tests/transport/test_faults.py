@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
 from pdstage import Config, State, TransportError, UsageError
 from pdstage.layout import Region
 from pdstage.spans import Spans
-from pdstage.transport import Done, Inbound, PostFailed, open_from_config
+from pdstage.transport import Done, Inbound, PostFailed, _faults, open_from_config
 from tests.manager.conftest import site  # noqa: F401
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
 
@@ -115,6 +117,17 @@ def test_every_peer_is_gone_after_so_many_posts(two) -> None:
     for _ in range(2):
         with pytest.raises(TransportError, match="was refused"):
             pair.post()
+
+
+def test_faults_end(two) -> None:
+    with mock.patch.object(_faults, "time", mock.Mock(monotonic=mock.Mock(return_value=100.0))) as clock:
+        pair = two(refuse=1.0, for_s=2.0)
+        clock.monotonic.return_value = 101.9
+        with pytest.raises(TransportError, match="was refused"):
+            pair.post()
+        clock.monotonic.return_value = 102.0
+        assert pair.events(pair.post())
+    assert pair.arrived
 
 
 def test_the_same_seed_does_the_same(two) -> None:
