@@ -112,7 +112,7 @@ scale: $(STAMP)  ## Simulate 1,000 prefill and 1,000 decode ranks and 100,000 ro
 chaos: $(STAMP)  ## Kill, stop, cut off and restart ranks for minutes (ARGS="--seed 7 --minutes 3 --transport nixl").
 	$(BIN)/python -m tests.chaos $(ARGS)
 
-soak: $(STAMP)  ## 10,000 short-lived peers of one node, for minutes (ARGS="at-once", "nodes --transport nixl").
+soak: $(STAMP)  ## 10,000 short-lived peers of one node, for minutes (ARGS="at-once", "long", "nodes --transport nixl").
 	$(BIN)/python -m tests.soak $(ARGS)
 
 lint: $(STAMP)  ## Check style: ruff and clang-format.

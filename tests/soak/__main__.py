@@ -3,6 +3,7 @@
 python -m tests.soak                     # 10,000 short-lived peers of a decode rank, then of a prefill rank
 python -m tests.soak at-once --peers 4000
 python -m tests.soak nodes --transport nixl --peers 100
+python -m tests.soak long                # 720,000 rooms: twelve hours at 1,000 a minute
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from contextlib import ExitStack
 
 from tests.soak.gauge import Gauge
+from tests.soak.long import Long
 from tests.soak.real import RealPeers
 from tests.soak.star import Crowd, Star
 
@@ -73,6 +75,23 @@ def nodes(transport: str, n_peers: int) -> bool:
     return ok
 
 
+def long(role: str, transport: str, n_rooms: int, a_peer: int = 600) -> bool:
+    """A tenth to warm up; from then on nothing may grow."""
+    with ExitStack() as stack:
+        node = Long(role, stack, transport)
+        began = time.perf_counter()
+        node.serve_rooms(n_rooms // 10, a_peer)
+        before = now = node.gauge()
+        print(f"one {role} rank over {transport} after {node.ended.total():,} rooms: {before}", flush=True)
+        for _ in range(9):
+            node.serve_rooms(n_rooms // 10, a_peer)
+            now = node.gauge(before)
+            print(f"  {node.ended.total():9,}: {now} ({time.perf_counter() - began:.0f} s)", flush=True)
+        for what, n in sorted((node.ended | node.lives).items()):
+            print(f"  {n:9,} {what}")
+        return _flat(before, now, node.lives.total())
+
+
 def _flat(before: Gauge, now: Gauge, n_peers: int) -> bool:
     grown = now.grown(before)
     for name, (was, is_now) in grown.items():
@@ -88,9 +107,10 @@ def main(args: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", default="short-lived", choices=["short-lived", "at-once", "nodes"])
+    parser.add_argument("what", nargs="?", default="short-lived", choices=["short-lived", "at-once", "nodes", "long"])
     parser.add_argument("--role", choices=["decode", "prefill"], help="of the node in the middle; both if not given")
     parser.add_argument("--peers", type=int)
+    parser.add_argument("--rooms", type=int, default=720_000, help="of long, over all roles")
     parser.add_argument("--transport", default="local")
     given = parser.parse_args(args)
     logging.getLogger("pdstage").setLevel(logging.ERROR)
@@ -99,6 +119,9 @@ def main(args: list[str] | None = None) -> int:
     roles = [given.role] if given.role else ["decode", "prefill"]
     if given.what == "nodes":
         return 0 if nodes(given.transport, given.peers or 300) else 1
+    if given.what == "long":
+        flat = [long(role, given.transport, given.rooms // len(roles)) for role in roles]
+        return 0 if all(flat) else 1
     run, n_peers = (at_once, 4000) if given.what == "at-once" else (short_lived, 10_000)
     flat = [run(role, given.peers or n_peers) for role in roles]
     return 0 if all(flat) else 1

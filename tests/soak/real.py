@@ -18,15 +18,15 @@ TOKENS = 8
 class RealPeers:
     """The node in the middle, and what it held at rest."""
 
-    def __init__(self, role: str, stack: ExitStack, transport: str) -> None:
+    def __init__(self, role: str, stack: ExitStack, transport: str, **options) -> None:
         self.role, self.transport = role, transport
         self.address = stack.enter_context(BootstrapServer()).address
         self.rank = Rank()
-        self.node = stack.enter_context(self._make(role, self.rank, "hub"))
+        self.node = stack.enter_context(self._make(role, self.rank, "hub", **options))
         self.n_rooms = 0
 
-    def _make(self, role: str, rank: Rank, instance: str):
-        how = {"transport": self.transport, "config": HASTE, "staging_nbytes": 1 << 16}
+    def _make(self, role: str, rank: Rank, instance: str, **options):
+        how = {"transport": self.transport, "config": HASTE, "staging_nbytes": 1 << 16} | options
         if role == "decode":
             return decode_node(rank, **how)
         return prefill_node(rank, self.address, instance=instance, **how)

@@ -8,6 +8,7 @@ import pytest
 
 from pdstage.protocol.state import State
 from tests.rows import rows
+from tests.soak.long import Long
 from tests.soak.real import RealPeers
 from tests.soak.star import DECODE_WAYS, PREFILL_WAYS, Crowd, Star
 
@@ -54,3 +55,16 @@ def test_real_nodes_that_come_and_go_leave_nothing(role: str) -> None:
         before = peers.gauge()
         peers.serve(9)
         assert not peers.gauge(before).grown(before)
+
+
+@pytest.mark.parametrize("role", rows(["decode", "prefill"], full={"decode"}))
+def test_rooms_one_after_the_other_leave_nothing(role: str) -> None:
+    """A share of `python -m tests.soak long`: rooms succeed, are aborted, and lose their peer (I14)."""
+    with ExitStack() as stack:
+        node = Long(role, stack, "local")
+        node.serve_rooms(120, 40)
+        before = node.gauge()
+        node.serve_rooms(360, 60)
+        assert not node.gauge(before).grown(before)
+        assert node.ended["SUCCESS"] > 400
+        assert set(node.lives.values()) == {3}

@@ -1,0 +1,134 @@
+"""Half a day of rooms at full speed through one node, whose real peers live for a while and leave in three ways."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from pdstage import DecodeNode, PrefillNode, Receiver, Sender
+from pdstage.protocol.state import State
+from tests.manager.engine import Rank, drive
+from tests.soak.real import RealPeers
+
+AT_ONCE = 16
+"""Rooms under way at a peer."""
+N_ALIVE = 3
+TOKENS = 4
+ABORTED_BY_DECODE, ABORTED_BY_PREFILL = 37, 41
+WAYS = ("at rest", "idle", "with rooms under way")
+"""How a peer leaves."""
+
+
+@dataclass(eq=False)
+class Room:
+    sender: Sender
+    receiver: Receiver
+    ranks: tuple[Rank, Rank]
+    pages: tuple[np.ndarray, np.ndarray]
+    value: int
+
+    @property
+    def is_over(self) -> bool:
+        return self.sender.released and self.receiver.released
+
+
+class Peer:
+    """One node's life of `n_rooms`."""
+
+    def __init__(self, node: PrefillNode | DecodeNode, rank: Rank, instance: str, way: str, n_rooms: int) -> None:
+        self.node, self.rank, self.instance, self.way, self.left = node, rank, instance, way, n_rooms
+        self.rooms: deque[Room] = deque()
+
+
+class Long(RealPeers):
+    """`ended` counts rooms by how they ended at decode; `lives` peers by how they left."""
+
+    def __init__(self, role: str, stack: ExitStack, transport: str) -> None:
+        super().__init__(role, stack, transport, progress="thread")  # a peer that closes waits for its answers
+        self.ended: Counter[str] = Counter()
+        self.lives: Counter[str] = Counter()
+        self._serials = count(1)
+
+    def serve_rooms(self, n_rooms: int, a_peer: int) -> None:
+        """`n_rooms` rooms, `a_peer` in each peer's life; at the end every peer has gone."""
+        n_to_come = -(-n_rooms // a_peer)
+        alive: list[Peer] = []
+        while n_to_come or alive:
+            while n_to_come and len(alive) < N_ALIVE:
+                n_to_come -= 1
+                alive.append(self._born(a_peer))
+            for peer in list(alive):
+                while peer.left and len(peer.rooms) < AT_ONCE:
+                    peer.left -= 1
+                    peer.rooms.append(self._begin(peer))
+                if not peer.left and (not peer.rooms or peer.way == WAYS[2]):
+                    alive.remove(peer)
+                    self._leave(peer)
+                    continue
+                peer.node.turn()
+                while peer.rooms and peer.rooms[0].is_over:
+                    self._end(peer.rooms.popleft())
+            self.node.completions()
+
+    def _born(self, n_rooms: int) -> Peer:
+        number = self.lives.total()
+        way = WAYS[number % len(WAYS)]
+        self.lives[way] += 1
+        other = "prefill" if self.role == "decode" else "decode"
+        rank, instance = Rank(), f"life {number}" if other == "prefill" else "hub"
+        return Peer(self._make(other, rank, instance), rank, instance, way, n_rooms)
+
+    def _begin(self, peer: Peer) -> Room:
+        serial = next(self._serials)
+        here, there = (self.node, self.rank), (peer.node, peer.rank)
+        (src, src_rank), (dst, dst_rank) = (there, here) if self.role == "decode" else (here, there)
+        assert isinstance(src, PrefillNode)
+        assert isinstance(dst, DecodeNode)
+        pages = src_rank.allocate(TOKENS), dst_rank.allocate(TOKENS)
+        value = serial % 251 + 1
+        _fill(src_rank, pages[0], value)
+        _fill(dst_rank, pages[1], 0)
+        receiver = dst.receive(serial, self.address, instance=peer.instance)
+        receiver.bind(pages[1], (0, TOKENS))
+        if serial % ABORTED_BY_DECODE == 0:
+            receiver.abort()
+        sender = src.send(serial)
+        sender.chunk(pages[0], (0, TOKENS))
+        if serial % ABORTED_BY_PREFILL == 0:
+            sender.abort()
+        else:
+            sender.finish(aux=b"aux")
+        return Room(sender, receiver, (src_rank, dst_rank), pages, value)
+
+    def _end(self, room: Room) -> None:
+        self.ended[room.receiver.state.name] += 1
+        if room.receiver.state is State.SUCCESS:
+            assert room.sender.state is State.SUCCESS, room.sender.error
+            assert _holds(room.ranks[1], room.pages[1], room.value), "Success, and not every byte is there"
+        for rank, pages in zip(room.ranks, room.pages, strict=True):
+            rank.free(pages)
+
+    def _leave(self, peer: Peer) -> None:
+        if peer.way == "idle":
+            drive([self.node, peer.node], lambda: not peer.node.core.sessions)
+        assert peer.node.close(), "it could not give its memory back"
+        drive([self.node], lambda: all(room.is_over for room in peer.rooms), 60.0)
+        for room in peer.rooms:
+            self._end(room)
+
+
+def _views(rank: Rank) -> list[np.ndarray]:
+    return [*rank.k, *rank.v]
+
+
+def _fill(rank: Rank, pages: np.ndarray, value: int) -> None:
+    for n, view in enumerate(_views(rank)):
+        view[pages] = (value + n) % 256 if value else 0
+
+
+def _holds(rank: Rank, pages: np.ndarray, value: int) -> bool:
+    return all((view[pages] == (value + n) % 256).all() for n, view in enumerate(_views(rank)))
