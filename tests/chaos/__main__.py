@@ -25,11 +25,13 @@ class Tally:
         self.reasons: Counter[str] = Counter()
         self.wrong: list[tuple[int, str]] = []
         self.rounds: list[int] = []
+        self.longest_end_s = 0.0
 
     def add(self, one: Round) -> None:
         self.rounds.append(one.number)
         self.counts.update(one.counts)
         self.reasons.update(one.reasons)
+        self.longest_end_s = max(self.longest_end_s, one.longest_end_s)
         self.wrong += [(one.number, what) for what in one.wrong]
 
     @property
@@ -96,6 +98,7 @@ def _report(tally: Tally, options: argparse.Namespace) -> None:
     print(f"\n{len(tally.rounds)} rounds of seed {options.seed}: {tally.n_signals} kills and stops")
     for what, n in sorted(tally.counts.items()):
         print(f"  {n:7} {what}")
+    print(f"  {tally.longest_end_s:7.1f} seconds at most from the order to close to a process's end")
     print("rooms failed, by what their ranks said:")
     for reason, n in tally.reasons.most_common():
         print(f"  {n:7} {reason}")

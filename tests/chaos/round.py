@@ -19,7 +19,7 @@ from tests.chaos import account, network
 from tests.chaos.engine import Order
 from tests.chaos.member import Directory, Member, left_behind
 from tests.chaos.plan import HUNG_AFTER_S, Fault, Site, draw_faults
-from tests.chaos.worker import CLOSE_S, Job
+from tests.chaos.worker import Job
 
 _START_S = 60.0
 _WINDOW = 12
@@ -27,16 +27,21 @@ _FDS_A_SESSION = 10
 _REORDERED = 0.25
 _RECYCLE_AT = 0.5
 _ASK_S = 0.3
+_ENDS_S = 10.0
+"""From the order to close to the process's end."""
 
 
 class Round:
-    """`wrong` holds what must not be; `counts` and `reasons` what happened."""
+    """`wrong` holds what must not be; `counts` and `reasons` what happened; `longest_end_s` how long a process took to
+    end that was told to close.
+    """
 
     def __init__(self, seed: int, number: int, site: Site, seconds: float, *, sabotage: bool = False) -> None:
         self.number, self.site, self.seconds = number, site, seconds
         self.wrong: list[str] = []
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
+        self.longest_end_s = 0.0
         self._rng = random.Random(f"router {seed} {number}")
         self._faults = draw_faults(seed, number, site, seconds)
         self._folder = Path(tempfile.mkdtemp(prefix="pdstage-chaos-"))
@@ -133,7 +138,7 @@ class Round:
                 )
             for member in group:
                 member.close()
-            yield from self._until(lambda group=group: not any(m.alive for m in group), CLOSE_S * 3, f"{role} closes")
+            yield from self._until(lambda group=group: not any(m.alive for m in group), _ENDS_S, f"{role} closes")
 
     def end(self) -> None:
         """Leaves nothing behind, however the round went."""
@@ -258,7 +263,7 @@ class Round:
         if member.alive and member.state != "closing":  # it died by itself, and was started for that
             return
         if member.alive:
-            if time.monotonic() < member.closing_since + 3 * CLOSE_S:
+            if time.monotonic() < member.closing_since + _ENDS_S:
                 self._at(time.monotonic() + 0.05, lambda: self._start(member, same_port))
                 return
             self.wrong.append(f"{member.name}, life {member.life}, does not close")
@@ -317,6 +322,8 @@ class Round:
                     if left:
                         self.wrong.append(f"{member.name}, life {member.life}, closed and left {what}: {left}")
             case "gone":
+                if member.closed is not None:
+                    self.longest_end_s = max(self.longest_end_s, time.monotonic() - member.closing_since)
                 self._gone(member)
                 if member.closed is None or value != 0:
                     self.wrong.append(f"{member.name}, life {member.life}, died by itself: exit code {value}")
