@@ -15,7 +15,10 @@ from pdstage.tensors import build, paged_hnd, paged_nhd
 from pdstage.topology import shard_range
 
 LAYERS, HEADS, DIM = 3, 4, 16
-QUICK = Config(retry_s=0.05, drain_s=2.0, hello_s=10.0, max_silence_s=3.0)
+QUICK = Config(retry_s=0.05, drain_s=20.0, hello_s=60.0, max_silence_s=30.0)
+"""No wait for a question asked again; and no deadline that a busy machine alone might pass."""
+IMPATIENT = Config(retry_s=0.05, drain_s=4.0, hello_s=20.0, max_silence_s=6.0)
+"""Where a peer is going to be silent."""
 
 
 def truth(room: int, layer: int, role: str, tokens: int, heads: range) -> np.ndarray:
@@ -85,7 +88,7 @@ class Rank:
         return tensor[page, :, t] if self.hnd else tensor[page, t]
 
 
-def drive(nodes: Sequence[Node], done: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def drive(nodes: Sequence[Node], done: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Gives every node turns until `done`."""
     deadline_at = time.monotonic() + timeout_s
     while not done():

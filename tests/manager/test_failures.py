@@ -16,7 +16,7 @@ from pdstage import DecodeNode, State, stager
 from pdstage.control.zmq import route_of
 from tests.chaos.network import Namespaces, permitted
 from tests.control.test_zmq import raw_dealer
-from tests.manager.engine import Rank, drive, prefill_node
+from tests.manager.engine import IMPATIENT, Rank, drive, prefill_node
 from tests.manager.test_processes import Remote, spawn
 from tests.manager.workers import (
     TOKENS,
@@ -50,7 +50,7 @@ def test_a_killed_prefill_process_fails_its_rooms_only(site, transport, path):
     once its death is proved.
     """
     dst = Rank(n_pages=128)
-    d = site.decode(dst, transport=transport, path=path)
+    d = site.decode(dst, transport=transport, path=path, config=IMPATIENT)
     with Remote(site.address, 1, transport, path, rooms=2, stop=1) as remote:
         receivers = half_sent(d, dst, site.address)
         (session,) = d.core.sessions.values()
@@ -79,7 +79,7 @@ def serves_again(site, d: DecodeNode, dst: Rank, transport: str) -> None:
 def test_a_stopped_prefill_process_keeps_memory_out_of_use_until_it_goes_on(site, transport):
     """Row: writer stopped. I2, I10: its room fails in time; the pages it may still write come back once it says so."""
     dst = Rank(n_pages=128)
-    d = site.decode(dst, transport=transport, path="direct")
+    d = site.decode(dst, transport=transport, path="direct", config=IMPATIENT)
     with Remote(site.address, 1, transport, "direct", rooms=2, stop=1) as remote:
         receivers = half_sent(d, dst, site.address)
         os.kill(remote.processes[0].pid, signal.SIGSTOP)
@@ -133,7 +133,7 @@ def decode_process() -> Iterator[object]:
 def test_a_killed_decode_process_fails_its_rooms_at_prefill(site, transport, decode_process):
     """Row: receiver killed. I8, I10: the source's pages come back at once, since nothing reads them any more."""
     src = Rank(n_pages=128)
-    with prefill_node(src, site.address, transport=transport, path="staged") as p:
+    with prefill_node(src, site.address, transport=transport, path="staged", config=IMPATIENT) as p:
         pages = src.allocate(TOKENS)
         src.write(0, TOKENS, pages)
         sender = p.send(0)
@@ -219,7 +219,7 @@ def test_a_pair_whose_route_a_stranger_took_recovers(site):
     two never heard of each other again.
     """
     src, dst = Rank(), Rank(hnd=True)
-    p, d = site.prefill(src), site.decode(dst)
+    p, d = site.prefill(src, config=IMPATIENT), site.decode(dst, config=IMPATIENT)
 
     def served(room: int) -> bool:
         receiver, sender, pages, into = begin(site, p, src, d, dst, room)

@@ -229,7 +229,7 @@ def test_a_chunk_that_waited_in_vain_and_went_direct(site):
     """Decode's only lane is full of leases nobody writes: a chunk falls back, and its wait is told before its write."""
     seen = Recorder()
     src, dst = Rank(), Rank()
-    config = Config(retry_s=0.02, fall_back_after_s=0.1, max_silence_s=3.0, recall_after_s=30.0)
+    config = Config(retry_s=0.02, fall_back_after_s=0.1, recall_after_s=30.0)
     p = site.prefill(src, observers=(seen,), config=config)
     p.path = "auto"
     p.core.chunks._choose = lambda chunk: False

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from pdstage import DecodeNode, PrefillNode, State
 from pdstage.transport import open_transport
 from tests.chaos.network import enter
-from tests.manager.engine import Rank, decode_node, drive, prefill_node
+from tests.manager.engine import IMPATIENT, QUICK, Rank, decode_node, drive, prefill_node
 from tests.transport.endpoint import forbid_writing_to_processes
 
 TOKENS = 50
@@ -26,8 +26,8 @@ def serve_prefill(
     keys: str | None,
 ) -> None:
     """Sends `rooms` rooms; of room `stop` only the first half, and then waits to be killed."""
-    pool = Rank(tp, rank, n_pages=256)
-    with prefill_node(pool, address, transport=transport, path=path, keys=keys) as node:
+    pool, config = Rank(tp, rank, n_pages=256), IMPATIENT if stop < rooms else QUICK
+    with prefill_node(pool, address, transport=transport, path=path, keys=keys, config=config) as node:
         pipe.send("ready")
         senders = []
         for room in range(rooms):
@@ -55,7 +55,7 @@ def serve_prefill_forbidden_to_write(pipe: Connection, address: str) -> None:
 def serve_decode(pipe: Connection, address: str, transport: str) -> None:
     """Receives room 0; says so once some of it is there, and then waits to be killed."""
     pool = Rank(n_pages=256)
-    with decode_node(pool, transport=transport, path="staged") as node:
+    with decode_node(pool, transport=transport, path="staged", config=IMPATIENT) as node:
         receiver = node.receive(0, address)
         receiver.bind(pool.allocate(TOKENS), TOKENS)
         drive([node], lambda: receiver.state is State.TRANSFERRING, 60)
@@ -70,7 +70,7 @@ def send_to_a_host_that_vanishes(pipe: Connection, namespace: str, host: str, tr
     """
     enter(namespace)
     pool = Rank(n_pages=256)
-    options = {"bootstrap": None, "bind": f"tcp://{host}:0", "insecure": True, "path": "direct"}
+    options = {"bootstrap": None, "bind": f"tcp://{host}:0", "insecure": True, "path": "direct", "config": IMPATIENT}
     with prefill_node(pool, **options, transport=_at(host, transport)) as node:
         pipe.send(node.bootstrap_address)
         pages = pool.allocate(TOKENS)
@@ -96,9 +96,8 @@ def receive_from_a_host_that_vanishes(
     """Receives room 0; says how far it is, how it ends, what of it is kept back then, and what is after `fence`."""
     enter(namespace)
     pool = Rank(n_pages=256)
-    with decode_node(
-        pool, transport=_at(host, transport), path="direct", bind=f"tcp://{host}:0", insecure=True
-    ) as node:
+    options = {"path": "direct", "bind": f"tcp://{host}:0", "insecure": True, "config": IMPATIENT}
+    with decode_node(pool, transport=_at(host, transport), **options) as node:
         receiver = node.receive(0, prefill)
         receiver.bind(pool.allocate(TOKENS), TOKENS)
         drive([node], lambda: receiver.state is State.TRANSFERRING, 60)
