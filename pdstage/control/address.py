@@ -93,6 +93,16 @@ class Address(NamedTuple):
         except ValueError:
             return False
 
+    @property
+    def ip(self) -> str:
+        """The host as an IP address; empty for any, and for a name that has none (libzmq knows interfaces by name)."""
+        if self.is_wildcard:
+            return ""
+        try:
+            return str(socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError:
+            return ""
+
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if self.is_ipv6 else f"{self.host}:{self.port}"
 

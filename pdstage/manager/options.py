@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdstage import arguments
+from pdstage.control.address import Address
 from pdstage.errors import UsageError
 from pdstage.metadata import WAYS, MetadataBuffers
 from pdstage.protocol.config import Config
@@ -92,7 +93,11 @@ class NodeOptions:
             check_path(self.path, config, writes=writes)
             if config.convert:
                 pool.check_converts(checksum=config.checksums)
-            opened = given if isinstance(given, Transport) else open_from_config(given, pool.device)
+            if isinstance(given, Transport):
+                opened = given
+            else:
+                host = Address.parse(self.bind, "tcp", listening=True).ip
+                opened = open_from_config(given, pool.device, host)
         except UsageError:
             if isinstance(given, Transport):
                 given.close()

@@ -73,16 +73,19 @@ def open_transport(name: str, **options: object) -> Transport:
     return kind(**options)
 
 
-def open_from_config(config: str | Mapping[str, object], device: str) -> Transport:
+def open_from_config(config: str | Mapping[str, object], device: str, host: str = "") -> Transport:
     """The transport that a setting names: a name, or `{"name": name, option: value, ...}`.
 
     A value that is a mapping holds one value for each device of a host ("cuda:0", or "cpu"), so that its ranks may
-    share the setting: the one for `device`. The option `faults` wraps any of them (`_faults.Faults`). Raises
+    share the setting: the one for `device`. The option `faults` wraps any of them (`_faults.Faults`). `host`: where the
+    control plane listens, for transports that take such an option and are given none; empty: on every interface. Raises
     `UsageError` where there is none, and what `open_transport` raises.
     """
+    options: dict[str, object] = {}
     if isinstance(config, str):
-        return open_transport(config)
-    options = dict(config) if isinstance(config, Mapping) else {}
+        options["name"] = config
+    elif isinstance(config, Mapping):
+        options |= config
     name = options.pop("name", None)
     if not isinstance(name, str):
         raise UsageError(
@@ -98,7 +101,10 @@ def open_from_config(config: str | Mapping[str, object], device: str) -> Transpo
                     remedy=f"add {device}, as this process numbers it",
                 )
             options[option] = value[device]
-    opened = open_transport(name, **options)
+    if name == "auto" and not options:
+        opened = _auto(host)
+    else:
+        opened = open_transport(name, **(_placed(load(name), host) | options))
     if faults is None:
         return opened
     log.warning("transport %r makes faults on purpose: %s", name, faults)
@@ -192,7 +198,12 @@ def _importable() -> list[tuple[str, type[Transport]]]:
     return sorted(found, key=lambda one: -one[1].preference)
 
 
-def _auto() -> Transport:
+def _placed(kind: type[Transport], host: str) -> dict[str, object]:
+    """The option that keeps a transport to the control plane's network, if it has it."""
+    return {"host": host} if host and "host" in inspect.signature(kind).parameters else {}
+
+
+def _auto(host: str = "") -> Transport:
     """The transports that may be chosen unasked, as one if they are several. One that does not start is left out."""
     ways: list[Transport] = []
     for _, kind in _importable():
@@ -201,7 +212,7 @@ def _auto() -> Transport:
         if not kind.traits.notifies:  # both sides must know before they meet whether tags travel as messages
             continue
         try:
-            ways.append(kind())
+            ways.append(kind(**_placed(kind, host)))
         except PdstageError as error:
             log.warning("auto goes without transport %s: %s", kind.traits.name, error)
     if not ways:

@@ -6,8 +6,12 @@ sysfs may show another network namespace's).
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
 import os
 import socket
+import struct
+from array import array
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _SYS = Path("/sys")
+_DEV = Path("/dev")
+_IF_INET6 = Path("/proc/thread-self/net/if_inet6")
+_SIOCGIFCONF = 0x8912
+_IFREQ_NBYTES = 40
+_MAX_ADDRESSES = 4096
 
 
 def device_ports(devices: Sequence[str]) -> list[str]:
@@ -42,6 +51,49 @@ def device_ports(devices: Sequence[str]) -> list[str]:
                 remedy=f"name some of {', '.join([*rdma, *plain]) or 'none'}",
                 field="devices",
             )
+    return found
+
+
+def devices_at(host: str) -> list[str]:
+    """What UCX is to use so that its TCP stays on the network of `host`, an address of this machine: the interface that
+    holds it, loopback, and every port of an RDMA device, by the names that UCX knows.
+
+    None where that would leave UCX without a network: no interface holds it, or a bridge, which UCX does not use.
+    """
+    interface = "lo" if ipaddress.ip_address(host).is_loopback else interface_of(host)
+    if not interface or (_SYS / "class/net" / interface / "bridge").is_dir():
+        return []
+    return [*dict.fromkeys(("lo", interface)), *_usable_ports()]
+
+
+def interface_of(host: str) -> str:
+    """The interface that holds an address (netdevice(7) for IPv4, proc_net(5) for IPv6); empty if none does."""
+    address = ipaddress.ip_address(host)
+    if address.version == 6:
+        lines = _IF_INET6.read_text().split("\n") if _IF_INET6.exists() else []
+        held = {fields[0]: fields[-1] for fields in map(str.split, filter(None, lines))}
+        return held.get(address.packed.hex(), "")
+    rows = array("B", bytes(_IFREQ_NBYTES * _MAX_ADDRESSES))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        told = fcntl.ioctl(asked, _SIOCGIFCONF, struct.pack("iP", len(rows), rows.buffer_info()[0]))
+    filled = rows.tobytes()[: struct.unpack("iP", told)[0]]
+    for at in range(0, len(filled), _IFREQ_NBYTES):
+        if filled[at + 20 : at + 24] == address.packed:
+            label = filled[at : at + 16].partition(b"\0")[0].decode()
+            return label.partition(":")[0]  # of several addresses those behind the first may be eth0:1
+    return ""
+
+
+def _usable_ports() -> list[str]:
+    """The active ports of RDMA devices that this process may open: of others UCX complains where they are named."""
+    found = []
+    for verbs in _listed("class/infiniband_verbs"):
+        named = _SYS / "class/infiniband_verbs" / verbs / "ibdev"
+        if not named.is_file() or not os.access(_DEV / "infiniband" / verbs, os.R_OK | os.W_OK):
+            continue
+        ports = _SYS / "class/infiniband" / named.read_text().strip() / "ports"
+        states = sorted(ports.glob("*/state"))
+        found += [f"{ports.parent.name}:{state.parent.name}" for state in states if "ACTIVE" in state.read_text()]
     return found
 
 

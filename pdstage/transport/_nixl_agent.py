@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pdstage.errors import TransportError, UsageError
-from pdstage.transport._fabric import device_ports, near_devices, on_node
+from pdstage.transport._fabric import device_ports, devices_at, near_devices, on_node
 from pdstage.transport.base import Figures
 
 if TYPE_CHECKING:
@@ -44,7 +44,14 @@ _environment = threading.Lock()
 
 
 def start(  # one keyword for each choice that NIXL or UCX leaves to its user
-    name: str, *, progress_thread: bool, n_threads: int, devices: Sequence[str], numa_node: int | None, telemetry: bool
+    name: str,
+    *,
+    progress_thread: bool,
+    n_threads: int,
+    devices: Sequence[str],
+    numa_node: int | None,
+    host: str,
+    telemetry: bool,
 ) -> Any:  # noqa: ANN401  (NIXL's classes have no types)
     """A new agent with the UCX plugin. Raises `UsageError` for a choice this host does not have, `TransportError`."""
     if n_threads < 0:
@@ -60,7 +67,10 @@ def start(  # one keyword for each choice that NIXL or UCX leaves to its user
     )
     if not devices and numa_node is not None:
         devices = near_devices(numa_node)
-    with on_node(numa_node), _choices(device_ports(devices)):
+    names = device_ports(devices)
+    if not names and host and _NET_DEVICES not in os.environ:
+        names = devices_at(host)
+    with on_node(numa_node), _choices(names):
         try:
             agent = _api.nixl_agent(name, config)
         except _StartErrors as error:

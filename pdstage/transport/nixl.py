@@ -13,6 +13,10 @@ What was seen of NIXL 1.5.1 (UCX over tcp and over shared memory, 256 MiB in fli
 * What a failed write has sent may lie in the peer's sockets, and lands when the peer polls: no failure is settled.
 * Adding an agent's newer metadata while posts to it are in flight does them no harm.
 * Agents' names are never reused: an old name is refused until it is removed.
+* UCX keeps no peer to what was registered. Over TCP, and between processes of one host, a write by a forged description
+  changed memory that was registered with nobody (tests/doctor/test_nixl.py), on any path, since whoever writes chooses
+  the address: uct/tcp copies to the address in the message, and so does what UCP puts in the place of missing remote
+  writes (ucp/rma/rma_sw.c). No option of UCX 1.23 ends it. So what can be done is to listen on fewer networks: `host`.
 * Its reader of metadata trusts the lengths in it, and of 200 altered blobs 4 ended the process. So a blob is read here
   first (`check_metadata`), where this NIXL lays out its own that way. What cannot be seen from outside is UCX's address
   within: of 600 altered blobs one still ended the process. A peer without keys can do that: see docs/security.md.
@@ -89,7 +93,8 @@ class NixlTransport(Backend[_Link, _Description]):
     for. `n_threads`: so many threads share the posts of 1,024 descriptors and more. `devices`: the network devices to
     use ("mlx5_0", "mlx5_1:1", "eth0"), instead of what UCX finds or `UCX_NET_DEVICES` says; UCX spreads a large write
     over two of them. `numa_node`: keep those threads to its processors, and without `devices` the RDMA traffic to its
-    network cards. `telemetry`: measure each post, for `Done.figures` and the node's metrics.
+    network cards. `host`: an address of this machine; where nothing else chooses devices, UCX uses RDMA, loopback and
+    the interface that holds it. `telemetry`: measure each post, for `Done.figures` and the node's metrics.
     """
 
     traits: ClassVar[Traits] = Traits(
@@ -116,6 +121,7 @@ class NixlTransport(Backend[_Link, _Description]):
         n_threads: int = 0,
         devices: Sequence[str] = (),
         numa_node: int | None = None,
+        host: str = "",
         telemetry: bool = False,
     ) -> None:
         """Raises `UsageError` for a device or node not here, `TransportError` if NIXL cannot start its UCX plugin."""
@@ -127,6 +133,7 @@ class NixlTransport(Backend[_Link, _Description]):
             n_threads=n_threads,
             devices=devices,
             numa_node=numa_node,
+            host=host,
             telemetry=telemetry,
         )
         self._telemetry = telemetry
@@ -232,7 +239,7 @@ class NixlTransport(Backend[_Link, _Description]):
                     self._agent.remove_remote_agent(told.agent)
             raise PeerError(
                 f"NIXL refuses the metadata of peer {peer!r} ({error})",
-                remedy="install one version of NIXL on both sides",
+                remedy="bind both nodes to addresses of one network, and install one version of NIXL on both sides",
                 peer=peer,
             ) from error
         if name != told.agent:

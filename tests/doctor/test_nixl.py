@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdstage.control.address import Address
 from pdstage.transport import available
 from tests.doctor.conftest import WORKING, doctor, fake_nixl
 
@@ -21,6 +22,24 @@ def test_present():
     assert run.line("nixl").level == "ok" and run.code == 0, run.raw
     plugins = run.line("nixl plugins")
     assert "UCX" in plugins.facts["loaded"] and set(plugins.facts["loaded"]).isdisjoint(plugins.facts["not_loaded"])
+
+
+@present
+def test_what_a_peer_reaches():
+    """What docs/security.md says of UCX is so: where it listens, and that nobody is kept to what was registered."""
+    given = ("--only", "transports", "--transport", "nixl", "--bind", "tcp://127.0.0.1:0")
+    line = doctor(*given, UCX_TLS="tcp,self").line("nixl reach")
+    assert (line.level, line.facts["listens"], line.facts["beyond"]) == ("ok", ["127.0.0.1"], []), line
+    assert line.facts["not_enforced"] == ["default"], "better than the page says: mend the page"
+
+
+@present
+@pytest.mark.skipif(Address("", 1).reachable().is_loopback, reason="this host has no network but loopback")
+def test_a_listener_beyond_the_control_planes_network():
+    run = doctor(*ONLY, "--bind", "tcp://127.0.0.1:0", UCX_TLS="tcp,self", UCX_NET_DEVICES="all")
+    line = run.line("nixl reach")
+    assert line.level == "warn" and line.facts["beyond"] == [Address("", 1).reachable().host], line
+    assert "UCX_NET_DEVICES" in line.remedy
 
 
 def test_absent(blocked):

@@ -23,7 +23,7 @@ from pdstage import shared
 from pdstage.errors import PdstageError
 from pdstage.layout import Region
 from pdstage.transport import Done, Inbound, PostFailed, Spans, open_transport
-from tests import descriptors
+from tests import descriptors, wiretap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -186,6 +186,10 @@ class Endpoint:
                 if held.family == socket.AF_INET and held.type == socket.SOCK_STREAM and held.getpeername():
                     found.add(round(held.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1e3))
         return found
+
+    def listening(self) -> set[str]:
+        """The addresses on which this process listens."""
+        return {host for host, _ in wiretap.listeners()}
 
     def n_sent(self, device: str) -> int:
         """Bytes that a network device has sent so far."""

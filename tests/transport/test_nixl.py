@@ -71,6 +71,22 @@ def test_a_node_without_a_processor_for_us_is_refused(host, node):
     assert os.sched_getaffinity(0) == before
 
 
+def test_rdma_ports_stay_where_the_network_is_chosen(host, tmp_path, monkeypatch):
+    """Those that are active and that this process may open."""
+    monkeypatch.setattr(_fabric, "_DEV", tmp_path / "dev")
+    (tmp_path / "dev/infiniband").mkdir(parents=True)
+    for i, name in enumerate(("mlx5_0", "mlx5_1")):
+        (tmp_path / f"class/infiniband_verbs/uverbs{i}").mkdir(parents=True)
+        (tmp_path / f"class/infiniband_verbs/uverbs{i}/ibdev").write_text(f"{name}\n")
+        for port in (tmp_path / "class/infiniband" / name / "ports").iterdir():
+            (port / "state").write_text("4: ACTIVE\n" if port.name == "1" else "1: DOWN\n")
+    assert _fabric.devices_at("127.0.0.1") == ["lo"]
+    (tmp_path / "dev/infiniband/uverbs1").write_bytes(b"")
+    assert _fabric.devices_at("127.0.0.1") == ["lo", "mlx5_1:1"]
+    assert _fabric.devices_at("::1") == ["lo", "mlx5_1:1"]
+    assert _fabric.devices_at("192.0.2.254") == [], "nobody's: what UCX finds"
+
+
 def test_threads_stay_on_their_node_and_the_caller_where_it_was(host):
     (host / "class/infiniband/mlx5_0/device/numa_node").write_text("-1")
     before, threads = os.sched_getaffinity(0), set(Path("/proc/self/task").iterdir())
@@ -281,6 +297,30 @@ def test_a_large_write_uses_the_devices_it_was_given(two_hosts, n_devices):
     finally:
         for end in ends:
             end.shut()
+
+
+@as_root
+@pytest.mark.parametrize(
+    ("options", "said", "others"),
+    [
+        ({"host": "10.77.0.1"}, {}, {"10.77.0.1"}),
+        ({"host": "fd77::1"}, {}, {"10.77.1.1"}),  # of an interface with both UCX takes the IPv4 address
+        ({"host": "127.0.0.5"}, {}, set()),
+        ({"host": "10.77.9.9"}, {}, {"10.77.0.1", "10.77.1.1"}),
+        ({}, {}, {"10.77.0.1", "10.77.1.1"}),
+        ({"host": "10.77.0.1", "devices": ["a1"]}, {}, {"10.77.1.1"}),
+        ({"host": "10.77.0.1"}, {"UCX_NET_DEVICES": "a1"}, {"10.77.1.1"}),
+    ],
+    ids=str,
+)
+def test_ucx_listens_on_the_control_planes_network_alone(two_hosts, options, said, others):
+    """Unless somebody chose devices, or no interface holds that address."""
+    ip("-n", two_hosts[0], "addr", "add", "fd77::1/64", "dev", "a1", "nodad")
+    a = Remote("nixl", OVER_TCP | said, netns=two_hosts[0], **options)
+    try:
+        assert a.listening() == others | ({"127.0.0.1"} if "a1" not in str((options, said)) else set())
+    finally:
+        a.shut()
 
 
 def _altered(metadata: bytes) -> list[bytes]:

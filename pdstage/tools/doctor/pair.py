@@ -147,7 +147,7 @@ def _serve(pipe: Connection, way: Way, transport: Transport, memory: NDArray[np.
 
 @contextmanager
 def _opened(name: str, way: Way) -> Iterator[tuple[Transport, NDArray[np.uint8]]]:
-    with _environment(way.environment):
+    with environment(way.environment):
         transport = open_transport(name)
     try:
         memory = shared.allocate(NBYTES) if way.shared else np.zeros(NBYTES, np.uint8)
@@ -159,7 +159,8 @@ def _opened(name: str, way: Way) -> Iterator[tuple[Transport, NDArray[np.uint8]]
 
 
 @contextmanager
-def _environment(added: Mapping[str, str]) -> Iterator[None]:
+def environment(added: Mapping[str, str]) -> Iterator[None]:
+    """These variables added meanwhile, as a library reads them that is opened now."""
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:

@@ -27,6 +27,7 @@ PROBES = {
     "nvrtc": "pdstage.tools.doctor.try_kernels",
     "pair": "pdstage.tools.doctor.pair",
     "plugins": "pdstage.tools.doctor.nixl_plugins",
+    "reach": "pdstage.tools.doctor.reach",
     "torch": "pdstage.tools.doctor.try_kernels",
     "triton": "pdstage.tools.doctor.try_kernels",
 }

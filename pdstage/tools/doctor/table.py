@@ -48,6 +48,7 @@ CHECKS = (
     Check("kernels", "torch", kernels.torch),
     Check("kernels", "device", kernels.device),
     Check("transports", "nixl plugins", transports.nixl_plugins),
+    Check("transports", "nixl reach", transports.nixl_reach),
     Check("transports", "libnl", transports.two_libnl),
     Check("transports", "entry points", transports.from_outside),
     Check("network", "address", network.address),
@@ -70,7 +71,7 @@ def checks(asked: Asked) -> list[Check]:
         *(Check("transports", name, transports.check(name)) for name in transports.chosen(asked.transports)),
     ]
     if asked.transports and "nixl" not in asked.transports:
-        every = [check for check in every if check.name not in ("nixl plugins", "libnl")]
+        every = [check for check in every if check.name not in ("nixl plugins", "nixl reach", "libnl")]
     if asked.peer:
         every.append(Check("peer", "peer", peer.check))
     return [check for area in AREAS if area in asked.areas for check in every if check.area == area]

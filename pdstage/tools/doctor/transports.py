@@ -11,11 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdstage.control.address import Address
 from pdstage.errors import UsageError
 from pdstage.tools.doctor import ucx
 from pdstage.tools.doctor.found import Result, Verdict, fail, ok, warn
-from pdstage.tools.doctor.network import rdma_ports
+from pdstage.tools.doctor.network import own_host, rdma_ports
 from pdstage.transport import names, plugins
+from pdstage.transport._fabric import interface_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,6 +162,42 @@ def nixl_plugins(site: Site) -> Result | None:
 
 def _plugins_of(told: Told) -> dict[str, str]:
     return {key[7:]: why for key, why in told.facts.items() if key.startswith("plugin ")}
+
+
+def nixl_reach(site: Site) -> Result | None:
+    """Where UCX listens in a node of this host, and whether a peer is kept to memory that was registered."""
+    if find_spec("nixl") is None:
+        return None
+    named = Address.parse(site.asked.bind, "tcp", listening=True).ip if site.asked.bind else ""
+    host = named or own_host()
+    ways = _ways("nixl", has_rdma=any(port.active for port in rdma_ports()))
+    told = site.ask("reach", host=host, ways=ways)
+    listens = told.facts.get("listens", [])
+    landed = {key[4:]: value for key, value in told.facts.items() if key.startswith("way ")}
+    kept, open_ = ([way for way, value in landed.items() if value is wanted] for wanted in (False, True))
+    beyond = [one for one in listens if not _is_of(one, host)]
+    says = f"a node at {host} has UCX listen on {', '.join(listens) or 'no address'}"
+    if beyond:
+        says += f" ({', '.join(beyond)}: beyond its network)"
+    if open_:
+        says += f"; a forged write ({', '.join(open_)}) changes memory that was never registered"
+    if kept:
+        says += f"; a forged write ({', '.join(kept)}) is refused"
+    facts = {"host": host, "listens": listens, "beyond": beyond, "enforced": kept, "not_enforced": open_}
+    if not told.good:
+        return warn(f"{says}; then it {told.end}: {told.why}", _WHEELS["nixl"], **facts)
+    if beyond:
+        return warn(
+            says,
+            "unset UCX_NET_DEVICES, or name there, or as devices=[...], the devices of the network between the nodes",
+            **facts,
+        )
+    return ok(says, **facts)
+
+
+def _is_of(address: str, host: str) -> bool:
+    """Whether both are addresses of one interface, or this one is of loopback."""
+    return Address(address, 1).is_loopback or interface_of(address) == interface_of(host)
 
 
 def two_libnl(site: Site, root: Path = Path("/")) -> Result | None:
