@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import astuple, dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pdstage.errors import UsageError
@@ -270,14 +271,17 @@ class Staging:
         """Staged bytes of token ranges `{component: (start, stop)}`; a multiple of 128. A component left out has
         none.
         """
-        return sum(n * _aligned(_view_nbytes(sized, tokens)) for sized, n in self._groups.items())
+        nbytes = 0
+        for sized, n in self._groups.items():
+            nbytes += n * _staged_nbytes(sized, tokens)
+        return nbytes
 
     def offsets(self, tokens: Tokens) -> list[int]:
         """Where each selected view's bytes start, in the order of `select`."""
         starts, at = [], 0
         for sized in self._sized:
             starts.append(at)
-            at += _aligned(_view_nbytes(sized, tokens))
+            at += _staged_nbytes(sized, tokens)
         return starts
 
     def row_tokens(self, component: str) -> int:
@@ -325,9 +329,12 @@ class Stagings:
         return staging
 
 
+_layers_of_one = attrgetter("component", "layer_start", "layer_stop")
+
+
 def layers_of(rects: Iterable[Rect]) -> Iterator[tuple[str, int, int]]:
     """The layer ranges of a chunk: what plans are made for once, whatever its tokens."""
-    return ((rect.component, rect.layer_start, rect.layer_stop) for rect in rects)
+    return map(_layers_of_one, rects)
 
 
 def tokens_of(rects: Iterable[Rect]) -> dict[str, tuple[int, int]]:
@@ -345,9 +352,9 @@ def _most_rows(tokens_per_row: int, tokens: int) -> int:
     return (tokens + tokens_per_row - 2) // tokens_per_row + 1
 
 
-def _view_nbytes(sized: _Sized, tokens: Tokens) -> int:
+def _staged_nbytes(sized: _Sized, tokens: Tokens) -> int:
     start, stop = tokens.get(sized.component, (0, 0))
-    return rows_of(sized.tokens_per_row, start, stop) * sized.row_nbytes
+    return _aligned(rows_of(sized.tokens_per_row, start, stop) * sized.row_nbytes)
 
 
 def _aligned(nbytes: int) -> int:

@@ -158,7 +158,9 @@ class Driver:
         """Asks only those who said that they have something: each call gives the interpreter to a busy main thread."""
         node = self._node
         if ready.messages and not self._heard:
-            self._heard.extend((route, frame) for route, frames in node.socket.recv() for frame in frames)
+            for route, frames in node.socket.recv():
+                for frame in frames:
+                    self._heard.append((route, frame))
         events, self._early = self._early, []
         if ready.transport:
             events += node.transport.poll()

@@ -67,7 +67,8 @@ class _Need:
         self.bands: list[tuple[int, Intervals]] = [(len(layers), Intervals())]
 
     def numbered(self, start: int, stop: int) -> tuple[int, int]:
-        return self.numbers.count(start), self.numbers.count(stop)
+        numbers = self.numbers
+        return (start, stop) if numbers.whole else (numbers.count(start), numbers.count(stop))
 
     def span(self, rect: Rect) -> tuple[int, int]:
         """The owned layers of `rect`, as places in `layers`."""

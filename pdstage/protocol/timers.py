@@ -33,7 +33,9 @@ class Timers:
         return key in self._at
 
     def set(self, key: Hashable, at: float) -> None:
-        self.cancel(key)
+        moved = self._at.get(key)
+        if moved is not None:
+            moved[2] = _GONE
         self._n += 1
         entry = self._at[key] = [at, self._n, key]
         heapq.heappush(self._heap, entry)
@@ -58,10 +60,11 @@ class Timers:
 
     def due(self, now: float) -> Iterator[Hashable]:
         """Keys whose moment has come, each removed as it is given; the consumer may set and cancel freely."""
-        while (at := self.next_at()) is not None and at <= now:
+        while self._heap and self._heap[0][0] <= now:
             key = heapq.heappop(self._heap)[2]
-            del self._at[key]
-            yield key
+            if key is not _GONE:
+                del self._at[key]
+                yield key
 
     def delay(self, by_s: float) -> None:
         """Moves every moment `by_s` later: for a driver that itself came late."""

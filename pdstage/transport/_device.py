@@ -178,7 +178,10 @@ class Devices(Generic[Word]):
         copies.start(word, spans._replace(dst=dst), held)
 
     def ended(self) -> list[Ended[Word]]:
-        return [one for copies in self._copies.values() for one in copies.ended()]
+        ended: list[Ended[Word]] = []
+        for copies in self._copies.values():
+            ended += copies.ended()
+        return ended
 
     def under_way(self) -> bool:
         return any(copies.running for copies in self._copies.values())
