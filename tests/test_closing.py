@@ -80,6 +80,7 @@ OWNED = {
     "Target",
     "Elsewhere",
     "Ended",
+    "Journal",
     "Here",
     "Process",
     "There",

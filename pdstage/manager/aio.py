@@ -14,8 +14,8 @@ import select
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Collection, Iterator
+    from contextlib import AbstractContextManager
 
     from pdstage.manager.handle import Handle, Roster
 
@@ -35,7 +35,7 @@ class Turns(Protocol):
     inline: bool
     pumps: Pumps
 
-    def use(self) -> threading.RLock: ...
+    def use(self) -> AbstractContextManager[object]: ...
 
     def look(self) -> Wakeup | None:
         """A turn; None if another thread is in one."""

@@ -150,11 +150,13 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         aux: str = "tcp",
         metadata: MetadataBuffers | None = None,
         observers: Sequence[Observer] = (),
+        journal: str | os.PathLike[str] | None = None,
     ) -> None:
         options = NodeOptions(
             transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_lanes, staging=staging, bind=bind,
             config=config, progress=progress, switch_interval_s=switch_interval_s, copy_thread=copy_thread,
             insecure=insecure, keys=keys, aux=aux, metadata=metadata, observers=observers,
+            journal=journal,
         )  # fmt: skip
         super().__init__(pool, topology, options)
         self.path = path

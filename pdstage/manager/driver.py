@@ -33,6 +33,7 @@ from pdstage.protocol.session import Attach, Changed, Detach, HangUp, PeerWarnin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from pdstage.manager.role import Effect, Role
     from pdstage.transport import Done, Inbound, PostFailed
@@ -77,7 +78,7 @@ class Driver:
     def __init__(self, node: Role[Any, Any], progress: str, switch_interval_s: float | None) -> None:
         self._node = node
         self.inline = progress == "inline"
-        self.lock = threading.RLock()
+        self.lock: AbstractContextManager[object] = threading.RLock() if node.journal is None else node.journal.lock
         self.sessions = Sessions(node, self.lock)
         self.turning = threading.Lock()  # whose loop it is, sleep included
         self.pumps = Pumps()
@@ -199,6 +200,8 @@ class Driver:
         fresh: list[Effect] = self._node.core.take_effects()
         if self._node.observed is not None:
             self._node.observed.asked(fresh)
+        if self._node.journal is not None:
+            self._node.journal.flush()
         return kept + fresh
 
     def feed_early(self, events: Sequence[Done | PostFailed | Inbound]) -> None:
@@ -331,7 +334,7 @@ class Driver:
 
     # What engines' calls do.
 
-    def use(self) -> threading.RLock:
+    def use(self) -> AbstractContextManager[object]:
         """The lock, for a call of the engine; raises `UsageError` once the node is closed, has failed, or in a fork."""
         if _n_forks != self._n_forks:
             raise UsageError("a node was used in a forked child", remedy="make the node after the fork")

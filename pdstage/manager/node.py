@@ -23,6 +23,7 @@ from pdstage.manager.aio import until
 from pdstage.manager.copy_thread import CopyThread, has_core_to_spare
 from pdstage.manager.driver import Driver
 from pdstage.manager.handle import Handle, LentRows, Roster
+from pdstage.manager.journal import Journal
 from pdstage.manager.lookup import Directory
 from pdstage.manager.nvtx import ranges_of
 from pdstage.manager.observer import Observation, Origin
@@ -72,12 +73,14 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         arguments.instance("topology", topology, Topology)
         self.config = options.check()
         self.roster = Roster()
-        self.observed, self.ranges = None, None
+        self.observed, self.ranges, self.journal = None, None, None
+        self.incarnation = secrets.randbits(63) | 1
+        if options.journal is not None:
+            self.journal = Journal(options.journal, self.role, topology.unique_rank, self.incarnation)
         self.driver = Driver(self, options.progress, options.switch_interval_s)
         self.sessions = self.driver.sessions
         self.keys = keys_of(options.keys)
         self.pool, self.topology = pool, topology
-        self.incarnation = secrets.randbits(63) | 1
         self.observers = tuple(options.observers)
         if self.observers:
             origin = Origin(self.role, topology.unique_rank, topology, self.incarnation)
@@ -104,6 +107,9 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             self.rows = self._own_rows(options.aux)
             identity = self.incarnation.to_bytes(8, "little")
             self.socket = ControlSocket(options.bind, identity=identity, insecure=options.insecure, keys=self.keys)
+            opened.callback(self.socket.close)
+            if self.journal is not None:
+                self.journal.open(lanes=() if writes else [part.nbytes for part in self.parts])
             opened.pop_all()
         self._turned: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -304,6 +310,8 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         self.roster.ring_all()
         if self.observed is not None:
             self.observed.tell()
+        if self.journal is not None:
+            self.journal.close(free=self._gave_back, in_order=driver.failure is None)
         if self._gave_back:
             self.memory.release()
         return self._gave_back

@@ -5,6 +5,7 @@ A transport's traits say what it can do.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,6 @@ from pdstage.protocol.config import Config
 from pdstage.transport import Transport, open_from_config, supporting
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping, Sequence
 
     from pdstage.control.keys import Keys
@@ -51,6 +51,7 @@ class NodeOptions:
     aux: str
     metadata: MetadataBuffers | None
     observers: Sequence[Observer]
+    journal: str | os.PathLike[str] | None
 
     def __post_init__(self) -> None:
         """Numpy's integers become Python's, which do not overflow."""
@@ -76,6 +77,8 @@ class NodeOptions:
         arguments.flag("insecure", self.insecure)
         arguments.choice("aux", self.aux, WAYS)
         check_observers(self.observers)
+        if self.journal is not None:
+            check_folder("journal", self.journal)
         if self.aux != "tcp" and metadata is None:
             raise UsageError(f"aux {self.aux!r} without aux rows", remedy="give the node its `metadata`")
         if metadata is not None and metadata.row_nbytes > config.max_aux_nbytes:  # any row may have to go by message
@@ -120,6 +123,12 @@ def check_observers(observers: object) -> None:
         raise UsageError(
             f"observers are {arguments.shown(observers)}", remedy="give a list of objects that have observe()"
         )
+
+
+def check_folder(what: str, value: object) -> None:
+    """Raises `UsageError` for what names no folder."""
+    if not os.path.isdir(arguments.path(what, value)):  # noqa: PTH112  (which raises for no name, however long)
+        raise UsageError(f"{what} {arguments.shown(value)} is no folder", remedy="name one that exists")
 
 
 def check_path(path: str, config: Config, *, writes: bool) -> None:

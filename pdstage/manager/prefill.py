@@ -137,7 +137,8 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     PDSTAGE_CALIBRATION names, else the transport's defaults. `aux` is how rows of `metadata` travel: "tcp", by control
     message; "rdma", by the data transport, from memory to memory, where both sides say so; "nvlink", the same, of rows
     on the device. What cannot go so goes by message. `observers` are told when rooms begin and end and how long each
-    stage of a chunk took, as `pdstage.manager.observer` says. Raises `UsageError` or `TransportError`.
+    stage of a chunk took, as `pdstage.manager.observer` says. `journal` is a folder: what happens to rooms, chunks and
+    leases is written there, for `pdstage judge`. Raises `UsageError` or `TransportError`.
     """
 
     role: ClassVar[str] = "prefill"
@@ -166,6 +167,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         aux: str = "tcp",
         metadata: MetadataBuffers | None = None,
         observers: Sequence[Observer] = (),
+        journal: str | os.PathLike[str] | None = None,
     ) -> None:
         if arguments.integer("n_buffers", n_buffers) < 2:
             raise UsageError(f"{n_buffers} send buffers", remedy="give at least 2, so that no destination holds all")
@@ -178,6 +180,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
             transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_buffers, staging=staging,
             bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s, copy_thread=copy_thread,
             insecure=insecure, keys=keys, aux=aux, metadata=metadata, observers=observers,
+            journal=journal,
         )  # fmt: skip
         super().__init__(pool, topology, options)
         self._positional = {component.name for component in pool.layout.components if component.positional}

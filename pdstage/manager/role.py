@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pdstage.errors import PdstageError
     from pdstage.layout import Layout
     from pdstage.manager.handle import Roster
+    from pdstage.manager.journal import Journal
     from pdstage.manager.lookup import Directory
     from pdstage.manager.nvtx import Ranges
     from pdstage.manager.observer import Observation
@@ -32,7 +33,7 @@ Effect: TypeAlias = PrefillEffect | DecodeEffect
 class Role(ABC, Generic[AnyCore, Own]):
     """One core, what it is moved with, and what only its role knows. `Own` are the effects that only its core asks for.
 
-    `observed` is None where nobody observes: then nothing is timed.
+    `observed` is None where nobody observes: then nothing is timed. `journal` is None where none is written.
     """
 
     config: Config
@@ -43,6 +44,7 @@ class Role(ABC, Generic[AnyCore, Own]):
     directory: Directory
     roster: Roster
     observed: Observation | None
+    journal: Journal | None
     ranges: Ranges | None
 
     # For the driver; the first five under its lock.

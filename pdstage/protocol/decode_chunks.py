@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.errors import PdstageError, PeerError, TransportError
 from pdstage.protocol import messages as m
+from pdstage.protocol import state as states
 from pdstage.protocol import wire
 from pdstage.protocol.leases import Lease, LeaseRequest
 from pdstage.protocol.session import Changed, PeerWarning
@@ -127,6 +128,8 @@ class ChunkReceiver:
         if tag.lane in (m.DIRECT, m.AUX):
             if not self._is_news(writer, writer.coverage, tag):
                 return False
+            if states.watch is not None:
+                states.watch("tag", (writer, tag), "", "HEARD", "")
             self._arrived(writer, tag, now)
         else:
             lease = self._leases.at(tag.lane, tag.cursor)

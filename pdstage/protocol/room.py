@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pdstage.arguments import shown
 from pdstage.errors import UsageError
+from pdstage.protocol import state as states
 from pdstage.protocol.messages import MAX_ROOM_NBYTES
 from pdstage.protocol.state import ROOM, RoomEvent, State
 
@@ -84,7 +85,7 @@ class Room:
     `status` is `state | released << 7`, one byte for arrays over many rooms. `ended`: its state is Success or Failed.
     """
 
-    __slots__ = ("ended", "error", "key", "ready_to_bind", "status")
+    __slots__ = ("__weakref__", "ended", "error", "key", "ready_to_bind", "status")
 
     def __init__(self, key: bytes) -> None:
         self.key = key
@@ -92,6 +93,8 @@ class Room:
         self.error: PdstageError | None = None
         self.ended = False
         self.ready_to_bind = False
+        if states.watch is not None:
+            states.watch(ROOM.name, self, "", "OPENED", self.state.name)
 
     @property
     def id(self) -> RoomId:
@@ -109,10 +112,12 @@ class Room:
     def on(self, event: RoomEvent, error: PdstageError | None = None) -> bool:
         """Applies `event`; False if it changes nothing."""
         state = ROOM.after(self.state, event)
+        if event is RoomEvent.FAILED and state is not None:
+            self.error = error  # first: who reads the status in another thread may ask why
+        if states.watch is not None:
+            ROOM.tell(self, self.state, event, state)
         if state is None:
             return False
-        if event is RoomEvent.FAILED:
-            self.error = error  # first: who reads the status in another thread may ask why
         self.status = state | (self.status & 0x80)
         self.ended = state in _ENDED
         return True
@@ -121,5 +126,7 @@ class Room:
         """Marks an ended room's memory as safe; False if it was."""
         if self.released:
             return False
+        if states.watch is not None:
+            states.watch(ROOM.name, self, self.state.name, "RELEASED", self.state.name)
         self.status |= 0x80
         return True

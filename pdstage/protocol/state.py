@@ -8,7 +8,7 @@
 
 A state changes by its table alone (`Machine.move`; a room's by `Room.on`). A table says what follows, or that an event
 changes nothing there. What it does not say is a mistake of this library: an error while `strict`, as in tests, else
-logged, and the state stays.
+logged, and the state stays. Each change goes through one place, so that it can be watched (`watch`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,19 @@ from enum import Enum, IntEnum, StrEnum, auto
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 log = logging.getLogger(__name__)
 
 strict = False
 """Whether a move that no table has raises `AssertionError`."""
+
+watch: Callable[[str, object, str, str, str], None] | None = None
+"""Who writes down what happens in this process's cores; None: nobody (`pdstage.manager.journal`).
+
+Called with what it happens to (a machine's name, "tag" or "said"), the thing, and the names of the state before, the
+event and the state after; empty where there is none. Called before the state changes.
+"""
 
 
 class _Name(Enum):
@@ -180,10 +187,17 @@ class Machine(Generic[S, E]):
         """Brings `thing` into the state that follows; False if none does."""
         row = self.rows.get(thing.phase)
         state = row[event] if row is not None and event in row else self.after(thing.phase, event)
+        if watch is not None:
+            self.tell(thing, thing.phase, event, state)
         if state is None:
             return False
         thing.phase = state
         return True
+
+    def tell(self, thing: object, before: S, event: E, state: S | None) -> None:
+        """Tells who watches; not of an event that changes nothing, as the table says."""
+        if watch is not None and (state is not None or event not in self.rows.get(before, {})):
+            watch(self.name, thing, before.name, event.name, state.name if state is not None else "")
 
     def after(self, state: S, event: E) -> S | None:
         try:
