@@ -12,7 +12,8 @@ from setuptools import Extension, setup
 MAPPED = {"pdstage.bench": "bench", "pdstage.csrc": "csrc", "pdstage.kernels": "kernels"}
 PACKAGES = [
     "bench.micro", "bench.peers", "control", "integrations", "integrations.sglang", "integrations.vllm", "manager",
-    "protocol", "tools", "tools.calibrate", "tools.demo", "tools.doctor", "tools.judge", "tools.trace", "tools.watch", "transport",
+    "protocol", "tools", "tools.calibrate", "tools.demo", "tools.doctor", "tools.judge", "tools.trace", "tools.watch",
+    "transport",
 ]  # fmt: skip
 SOURCE = Path("csrc/bindings.cpp")
 

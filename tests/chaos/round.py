@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pdstage.tools.judge import judge
 from tests.chaos import account, network
 from tests.chaos.engine import Order
 from tests.chaos.member import Directory, Member, left_behind
@@ -45,6 +46,8 @@ class Round:
         self._rng = random.Random(f"router {seed} {number}")
         self._faults = draw_faults(seed, number, site, seconds)
         self._folder = Path(tempfile.mkdtemp(prefix="pdstage-chaos-"))
+        self._journals = self._folder / "journals"
+        self._journals.mkdir()
         names = [f"{role} {rank}" for role, rank in site.ranks]
         self._net = network.Namespaces(str(number), names) if site.namespaces else network.SameNetwork()
         self._directory = Directory(self._net)
@@ -53,7 +56,7 @@ class Round:
             name = f"{role} {rank}"
             job = Job(
                 site, role, rank, 0, f"{seed} {number}", self._directory.address, self._net.host(name), 0,
-                self._net.where(name), self._folder / f"{role}{rank}.log", sabotage,
+                self._net.where(name), self._folder / f"{role}{rank}.log", sabotage, self._journals,
             )  # fmt: skip
             self.members[name] = Member(job)
         self._serials = itertools.count(1)
@@ -148,6 +151,7 @@ class Round:
         self._directory.close()
         self._net.close()
         self.wrong += left_behind([*pids, self._directory.pid])
+        self._judge()
         for name in sorted(set().union(*(member.shm for member in self.members.values()))):
             if Path(name).exists():
                 self.counts["shared memory files left"] += 1
@@ -156,6 +160,15 @@ class Round:
             self.wrong.append(f"the ranks' last words are in {self._folder}")
         else:
             shutil.rmtree(self._folder)
+
+    def _judge(self) -> None:
+        """By the model: what the ranks wrote down in all their lives, killed ones included."""
+        verdict = judge([self._journals])
+        self.wrong += [f"judged: {what}" for what in verdict.wrong]
+        if not verdict.judged:
+            self.wrong.append("the ranks wrote nothing down that could be judged")
+        for what in ("moves", "leases", "writes seen at both ends"):
+            self.counts[f"judged: {what}"] += verdict.counts[what]
 
     # Rooms.
 

@@ -42,7 +42,9 @@ _WATCH_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One life of one rank. `where`: its network namespace, or empty. `sabotage`: pages are reused at Failed."""
+    """One life of one rank. `where`: its network namespace, or empty. `journals`: a folder for its journal, if it is to
+    write one. `sabotage`: pages are reused at Failed.
+    """
 
     site: Site
     role: str
@@ -55,6 +57,7 @@ class Job:
     where: str
     log: Path
     sabotage: bool = False
+    journals: Path | None = None
     n_tokens: int = N_TOKENS
     staging_nbytes: int = STAGING_NBYTES
 
@@ -117,7 +120,7 @@ def _node(job: Job, pages: Pages) -> PrefillNode | DecodeNode:
         common = {
             "transport": transport, "path": site.path, "config": replace(CONFIG, checksums=site.checksums),
             "bind": f"tcp://{job.host}:{port}", "insecure": bool(job.where), "staging_nbytes": job.staging_nbytes,
-            "aux": "rdma", "metadata": make_rows(),
+            "aux": "rdma", "metadata": make_rows(), "journal": job.journals,
         }  # fmt: skip
         try:
             if job.role == "prefill":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -19,8 +20,10 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdstage import environment
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
 UP_S = 900.0
@@ -34,6 +37,12 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
+
+
+def with_journal(env: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """A server's environment in which its nodes write their journals to `folder`, and do all else as `env` has it."""
+    told = env.get(environment.NODE.name) or os.environ.get(environment.NODE.name) or "{}"
+    return dict(env) | {environment.NODE.name: json.dumps(json.loads(told) | {"journal": str(folder)})}
 
 
 @dataclass

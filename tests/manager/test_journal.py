@@ -100,6 +100,7 @@ def test_each_node_of_a_process_writes_its_own(site, tmp_path):
 
 
 def test_without_a_journal_nobody_watches(site, tmp_path):
+    site.decode(Rank(), journal=None)
     assert state.watch is None
     _, _, p, d = pair(site, tmp_path)
     assert state.watch is not None
