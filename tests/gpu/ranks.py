@@ -51,10 +51,10 @@ def send(node, rank):
     return senders
 
 
-def serve_decode(pipe, address, device, transport):
+def serve_decode(pipe, address, device, transport, journal):
     """Receives all rooms, and says how each ended and whether it holds what it must."""
     rank = GpuRank(device, page=8, hnd=True)
-    with decode_node(rank, transport=transport, path="staged") as node:
+    with decode_node(rank, transport=transport, path="staged", journal=journal) as node:
         pages = [rank.allocate(TOKENS) for _ in range(N_ROOMS)]
         receivers = [node.receive(room, address) for room in range(N_ROOMS)]
         for receiver, into in zip(receivers, pages, strict=True):

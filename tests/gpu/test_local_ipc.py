@@ -19,6 +19,7 @@ from transport.endpoint import NBYTES, Log, Remote  # noqa: E402
 from pdstage import State  # noqa: E402
 from pdstage.control.bootstrap import BootstrapServer  # noqa: E402
 from pdstage.errors import PeerError, TransportError  # noqa: E402
+from pdstage.tools.judge import judge  # noqa: E402
 from tests.manager.engine import drive, prefill_node  # noqa: E402
 
 ITEMS = [3, 60, 8, 8, 0]
@@ -122,13 +123,13 @@ def test_memory_of_expandable_segments_is_refused_in_words():
 @pytest.mark.gpu
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("transport", ["local", "auto"])
-def test_rooms_between_two_processes(target, transport):
+def test_rooms_between_two_processes(target, transport, tmp_path):
     """Prefill here, decode in another process, on one GPU and on two; `auto` goes by `local` between them."""
     rank, (ours, theirs) = ranks.GpuRank("cuda:0"), spawn.Pipe()
     with BootstrapServer("127.0.0.1:0") as server:
-        args = (theirs, server.address, target.replace("gpu", "cuda"), transport)
+        args = (theirs, server.address, target.replace("gpu", "cuda"), transport, tmp_path)
         process = spawn.Process(target=ranks.serve_decode, args=args, daemon=True)
-        with prefill_node(rank, server.address, transport=transport, path="staged") as node:
+        with prefill_node(rank, server.address, transport=transport, path="staged", journal=tmp_path) as node:
             process.start()
             try:
                 senders = ranks.send(node, rank)
@@ -140,3 +141,6 @@ def test_rooms_between_two_processes(target, transport):
             finally:
                 process.kill()
                 process.join()
+    verdict = judge([tmp_path])
+    assert not verdict.wrong, "\n".join(verdict.wrong)
+    assert verdict.counts["writes seen at both ends"] >= 2 * ranks.N_ROOMS

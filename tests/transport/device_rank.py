@@ -109,11 +109,13 @@ def staging():
     return SimpleNamespace(data_ptr=lambda: memory.address, nbytes=memory.nbytes, device=DEVICE, held=memory)
 
 
-def serve_decode(pipe, address):
+def serve_decode(pipe, address, journal=None):
     """Receives rooms and says for each how it ended, whether it holds what it must, and what its transport copied."""
     use_double()
     rank = DeviceRank(page=8, hnd=True)
-    with decode_node(rank, transport=cuda_double.LocalDouble(), path="staged", staging=staging()) as node:
+    with decode_node(
+        rank, transport=cuda_double.LocalDouble(), path="staged", staging=staging(), journal=journal
+    ) as node:
         pages = [rank.allocate(TOKENS) for _ in range(N_ROOMS)]
         receivers = [node.receive(room, address) for room in range(N_ROOMS)]
         for receiver, into in zip(receivers, pages, strict=True):

@@ -12,6 +12,7 @@ from pdstage import State
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.control.zmq import Ready
 from pdstage.kernels import pool
+from pdstage.tools.judge import judge
 from tests.manager.engine import drive, prefill_node
 
 spawn = multiprocessing.get_context("spawn")
@@ -38,13 +39,14 @@ def address():
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("transport", [cuda_double.LocalDouble, TwoPasses])
-def test_rooms_between_two_processes(address, transport):
+def test_rooms_between_two_processes(address, transport, tmp_path):
     """A tag that left before its gather or its copy were over would be seen: the scatter moves what is there then."""
     rank = DeviceRank(n_pages=128)
     send_buffers, ran = staging(), STREAMS.n_run
     ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=serve_decode, args=(theirs, address), daemon=True)
-    with prefill_node(rank, address, transport=transport(), path="staged", staging=send_buffers) as node:
+    process = spawn.Process(target=serve_decode, args=(theirs, address, tmp_path), daemon=True)
+    options = {"transport": transport(), "path": "staged", "staging": send_buffers, "journal": tmp_path}
+    with prefill_node(rank, address, **options) as node:
         process.start()
         try:
             senders = []
@@ -67,6 +69,9 @@ def test_rooms_between_two_processes(address, transport):
         finally:
             process.kill()
             process.join()
+    verdict = judge([tmp_path])
+    assert not verdict.wrong, "\n".join(verdict.wrong)
+    assert verdict.counts["writes seen at both ends"] >= 2 * N_ROOMS
 
 
 @pytest.mark.usefixtures("backend")
