@@ -3,9 +3,9 @@
     nodes = [PrefillNode(..., journal=folder), DecodeNode(..., journal=folder)]  # or PDSTAGE_NODE, for an engine's
     verdict = judge([folder])  # or on the command line: pdstage judge FOLDER
 
-Read `read` (the files), `replay` (one node's lines, in their order), `arrivals` (what a room needs, and what came) and
-`across` (both ends of a session). The rules are written anew here, and share no code with the cores they judge but the
-state tables.
+Read `read` (the files), `replay` (one node's lines, in their order), `arrivals` (what a room needs, and what came),
+`lane` (which leases share bytes) and `across` (both ends of a session). The rules are written anew here, and share no
+code with the cores they judge but the state tables.
 """
 
 from pdstage.tools.judge.verdict import Verdict, judge

@@ -69,5 +69,4 @@ def _flights(writer: Replay, line: Line, *, staged: bool) -> Iterator[Flight]:
     """What was written into a lease, or into the memory of a room."""
     claim: Claim = (line.session, line.epoch)
     where = (line.lane, line.cursor) if staged else None
-    for flights in writer.flights.get(claim, {}).values():
-        yield from (one for one in flights if one.where == where)
+    return (one for one in writer.flights.get(claim, ()) if one.where == where)

@@ -61,11 +61,12 @@ def read(paths: Iterable[Path]) -> list[Node]:
 
 
 def _files(paths: Iterable[Path]) -> list[Path]:
+    """Decode's first, by name: what they have heard is in prefill's by then, even while all are being written."""
     found: dict[Path, None] = {}
     for path in paths:
         inside = sorted(one for end in (SUFFIX, OLDER) for one in path.rglob(f"*{end}")) if path.is_dir() else [path]
         found |= dict.fromkeys(one.resolve() for one in inside)
-    return list(found)
+    return sorted(found, key=lambda path: path.name)
 
 
 def _part(path: Path) -> Node | None:
@@ -74,12 +75,12 @@ def _part(path: Path) -> Node | None:
         data = path.read_bytes()
     except OSError as error:
         raise UsageError(f"cannot read {path} ({error.strerror})", remedy="name a journal", field="journal") from error
-    *lines, cut = data.split(b"\n")
-    if not lines and len(cut) < 1024:
+    *lines, _ = data.split(b"\n")
+    if not lines:
         return None
     number = 1
     try:
-        head = _head.decode(lines[0] if lines else cut)
+        head = _head.decode(lines[0])
         if head.journal != VERSION:
             raise UsageError(
                 f"{path} is a journal of version {head.journal}, this is {VERSION}",

@@ -7,12 +7,13 @@ it is found, and a room whose begin is gone needs nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pdstage.protocol import state as states
 from pdstage.protocol.state import ChunkPhase, LeasePhase, State, WriterPhase
 from pdstage.ring import ALIGNMENT
 from pdstage.tools.judge.arrivals import Arrivals
+from pdstage.tools.judge.lane import Lane, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,40 +70,6 @@ class Flight:
         return None if self.began.direct else (self.began.lane, self.began.cursor)
 
 
-class Span(NamedTuple):
-    """A lease's cursors, rounded up to 256."""
-
-    start: int
-    stop: int
-
-
-class Lane:
-    """The leases of one lane, by their first cursor: those not released, and those that landed in the last laps."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.live: dict[int, Span] = {}
-        self.landed: dict[int, Span] = {}
-
-    def before(self, lease: Span) -> list[int]:
-        """Those not released that were lent before `lease` and lie on its bytes."""
-        return [one.start for one in self.live.values() if one.start < lease.start and self._meet(one, lease)]
-
-    def after(self, lease: Span) -> list[int]:
-        """Those that landed, were lent after `lease`, and lie on its bytes."""
-        return [one.start for one in self.landed.values() if one.start > lease.start and self._meet(one, lease)]
-
-    def land(self, lease: Span) -> None:
-        self.landed[lease.start] = lease
-        for old in [old for old in self.landed if old < lease.start - 4 * self.capacity]:
-            del self.landed[old]
-
-    def _meet(self, one: Span, other: Span) -> bool:
-        """Whether they have a byte of memory in common; neither goes over the lane's end."""
-        first, second = one.start % self.capacity, other.start % self.capacity
-        return first < second + other.stop - other.start and second < first + one.stop - one.start
-
-
 class Replay:
     """What one node's journal says; `run` adds to `wrong` what must not be. Afterwards `flights` are for `across`.
 
@@ -112,7 +79,7 @@ class Replay:
     def __init__(self, node: Node, wrong: Callable[[Place, str, str], None]) -> None:
         self.node = node
         self.rooms: dict[int, RoomSeen] = {}
-        self.flights: dict[Claim, dict[int, list[Flight]]] = {}
+        self.flights: dict[Claim, list[Flight]] = {}
         self.leases = self.moves = self.nbytes = 0
         self._wrong = wrong
         self._at: Place = None  # type: ignore[assignment]
@@ -125,6 +92,8 @@ class Replay:
         self._landing: dict[tuple[int, int], Line] = {}
         """Leases that landed and wait for their scatter."""
         self._lanes: dict[int, Lane] = {}
+        self._flying: dict[tuple[str, int, int], Flight] = {}
+        """By session, epoch and chunk."""
         self._used: dict[tuple[str, int, int], tuple[int, int]] = {}
         """Which chunk began to write a lease."""
         self._over: set[str] = set()
@@ -205,22 +174,22 @@ class Replay:
             for lease in self._landing.values():
                 if self._room_of.get(lease.epoch) == line.room:
                     self._say("I2", f"{_named(line)} is released before {_named(lease)} is scattered")
-        for chunks in self.flights.values():
-            for flight in (flights[-1] for flights in chunks.values()):
-                if flight.ended is None and flight.began.room == line.room:
-                    self._say("I8", f"{_named(line)} is released while {_named(flight.began)} reads its memory")
+        for flight in self._flying.values():
+            if flight.began.room == line.room:
+                self._say("I8", f"{_named(line)} is released while {_named(flight.began)} reads its memory")
         seen.released = True
 
     # Prefill.
 
     def _chunk(self, line: Line) -> None:
         flying, flew = line.after in FLYING, line.before in FLYING
-        chunks = self.flights.setdefault((line.session, line.epoch), {})
+        chunk = (line.session, line.epoch, line.chunk)
         if flying and not flew:
             self._begins(line)
-            chunks.setdefault(line.chunk, []).append(Flight(line, self._at))
-        elif flew and not flying and line.after and line.chunk in chunks:
-            chunks[line.chunk][-1].ended = line
+            flight = self._flying[chunk] = Flight(line, self._at)
+            self.flights.setdefault((line.session, line.epoch), []).append(flight)
+        elif flew and not flying and line.after and chunk in self._flying:
+            self._flying.pop(chunk).ended = line
 
     def _begins(self, line: Line) -> None:
         if line.session in self._over:
@@ -239,11 +208,9 @@ class Replay:
         all_of_it = line.event in ("Bye", "NoSession")
         if all_of_it:
             self._over.add(line.session)
-        for claim, chunks in self.flights.items():
-            if claim[0] == line.session and (all_of_it or claim[1] == line.epoch):
-                for flight in (flights[-1] for flights in chunks.values()):
-                    if flight.ended is None:
-                        self._say("I2", f"it says {line.event} while {_named(flight.began)} is in flight")
+        for began in (flight.began for flight in self._flying.values()):
+            if began.session == line.session and (all_of_it or began.epoch == line.epoch):
+                self._say("I2", f"it says {line.event} while {_named(began)} is in flight")
 
     # Decode.
 

@@ -68,7 +68,7 @@ def _count(verdict: Verdict, one: Replay) -> None:
     verdict.counts["moves"] += one.moves
     verdict.counts["leases"] += one.leases
     verdict.counts["bytes arrived"] += one.nbytes
-    verdict.counts["writes"] += sum(len(flights) for chunks in one.flights.values() for flights in chunks.values())
+    verdict.counts["writes"] += sum(map(len, one.flights.values()))
     verdict.rooms.update(seen.state for seen in one.rooms.values())
     if not one.node.whole:
         n = sum(not seen.begun for seen in one.rooms.values())

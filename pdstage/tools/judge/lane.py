@@ -1,0 +1,39 @@
+"""One lane of decode's staging memory, by what became of its leases: which of them lie on the same bytes (I3)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """A lease's cursors, rounded up to 256."""
+
+    start: int
+    stop: int
+
+
+class Lane:
+    """The leases of one lane, by their first cursor: those not released, and those that landed in the last laps."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.live: dict[int, Span] = {}
+        self.landed: dict[int, Span] = {}
+
+    def before(self, lease: Span) -> list[int]:
+        """Those not released that were lent before `lease` and lie on its bytes."""
+        return [one.start for one in self.live.values() if one.start < lease.start and self._meet(one, lease)]
+
+    def after(self, lease: Span) -> list[int]:
+        """Those that landed, were lent after `lease`, and lie on its bytes."""
+        return [one.start for one in self.landed.values() if one.start > lease.start and self._meet(one, lease)]
+
+    def land(self, lease: Span) -> None:
+        self.landed[lease.start] = lease
+        for old in [old for old in self.landed if old < lease.start - 4 * self.capacity]:
+            del self.landed[old]
+
+    def _meet(self, one: Span, other: Span) -> bool:
+        """Whether they have a byte of memory in common; neither goes over the lane's end."""
+        first, second = one.start % self.capacity, other.start % self.capacity
+        return first < second + other.stop - other.start and second < first + one.stop - one.start
