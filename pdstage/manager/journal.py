@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
+from pdstage.arguments import sayable
 from pdstage.errors import UsageError
 from pdstage.protocol import messages as m
 from pdstage.protocol import state as states
@@ -224,7 +225,7 @@ class Journal:
         match thing:
             case Room():
                 epoch = getattr(thing, "epoch", 0) if before else 0  # as it begins it has none yet
-                reason = str(thing.error) if event == "FAILED" else ""
+                reason = sayable(thing.error) if event == "FAILED" else ""
                 told = {"room": self._number(thing), "name": str(room_id(thing.key)), "epoch": epoch, "reason": reason}
             case Lease():
                 told = _lease(thing, event)

@@ -276,7 +276,13 @@ BUGS = {
     "one chunk of each writer counts as all": "I5",
     "Drained before the last completion": "I2",
     "released when one writer is quiet": "I2",
+    "a failed room's leases are free at once": "I2",
+    "the window is not checked before a write": "I3",
 }
+
+
+TRIES = 4
+"""Runs of a bug: what meets what in one is the machine's affair."""
 
 
 @pytest.mark.parametrize("name", BUGS)
@@ -284,6 +290,8 @@ def test_a_bug_in_real_nodes_is_seen(monkeypatch, name):
     """By the judge alone: the run itself never raises."""
     monkeypatch.setenv("COLUMNS", "400")  # so that the verdict is in the one line that pytest keeps
     mutant = next(one for one in everyone() if one.name == name)
-    verdict = detect(replace(mutant, shown_by="tests/judge/test_real.py::test_a_run_is_judged_good"))
-    assert "judged wrong" in verdict.words, verdict.words
-    assert f"'{BUGS[name]}'" in verdict.words, verdict.words
+    tried = replace(mutant, shown_by="tests/judge/test_real.py::test_a_short_run_is_judged_good")
+    said = []
+    while not any("judged wrong" in words and f"'{BUGS[name]}'" in words for words in said):
+        assert len(said) < TRIES, said
+        said.append(detect(tried).words)

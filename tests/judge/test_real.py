@@ -7,14 +7,14 @@ import pytest
 from pdstage import State
 from pdstage.protocol import state
 from pdstage.tools.judge import judge
-from tests.judge.runs import LATE, rules, run
+from tests.judge.runs import LATE, SOON, rules, run
 
 
 @pytest.mark.parametrize("path", ["staged", "direct"])
 def test_a_run_is_judged_good(tmp_path, path):
     ended = run(tmp_path, path=path, transport=LATE)
     verdict = judge([tmp_path])
-    assert not verdict.wrong, f"judged wrong: {rules(verdict.wrong)}"
+    assert not verdict.wrong, "\n".join(verdict.wrong)
     assert ended.count(State.SUCCESS) >= 9
     assert verdict.counts["nodes"] == 3
     assert sum(verdict.rooms.values()) == 3 * len(ended)
@@ -32,11 +32,20 @@ def test_a_run_is_judged_good(tmp_path, path):
 @pytest.mark.parametrize("path", ["staged", "direct"])
 def test_a_run_with_faults_is_judged_good(tmp_path, path, faults):
     transport = {"name": "local", "faults": {"seed": 5, "delay": 0.5, "delay_s": 0.01, **faults}}
-    ended = run(tmp_path, path=path, transport=transport, rooms=8)
+    ended = run(tmp_path, path=path, transport=transport, rooms=8, config=SOON)
     verdict = judge([tmp_path])
     assert not verdict.wrong, "\n".join(verdict.wrong)
     assert verdict.counts["writes"] > 0
     assert State.FAILED in ended
+
+
+@pytest.mark.parametrize("path", ["staged", "direct"])
+def test_a_short_run_is_judged_good(tmp_path, path):
+    """What `test_planted` tries deliberate bugs with: it says which rules are broken, and waits for no room long."""
+    run(tmp_path, path=path, transport=LATE, rooms=8, limit_s=5.0)
+    verdict = judge([tmp_path])
+    assert not verdict.wrong, f"judged wrong: {rules(verdict.wrong)}"
+    assert verdict.judged
 
 
 def test_nodes_with_threads_are_judged_good(tmp_path):
