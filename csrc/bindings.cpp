@@ -19,6 +19,7 @@
 #include "host/copy.hpp"
 #include "host/peer_memory.hpp"
 #include "host/spans.hpp"
+#include "unlocked.hpp"
 
 namespace py = pybind11;
 
@@ -29,15 +30,15 @@ using VerdictTuple = std::tuple<int, std::int64_t, std::int64_t, std::int64_t>;
 
 // Gives the interpreter to other threads for work worth it. Beside a busy thread it comes back only after a switch
 // interval, 100 us or more: what takes a few microseconds keeps it.
-class Unlocked {
+class UnlockedFor {
   public:
-    explicit Unlocked(std::int64_t nbytes) {
+    explicit UnlockedFor(std::int64_t nbytes) {
         if (nbytes >= kWorthIt) released_.emplace();
     }
 
   private:
     static constexpr std::int64_t kWorthIt = 64 << 10;
-    std::optional<py::gil_scoped_release> released_;
+    std::optional<pdstage::Unlocked> released_;
 };
 
 static_assert(sizeof(pdstage::View) == 15 * sizeof(std::int64_t));
@@ -152,7 +153,7 @@ template <class Plan>
 VerdictTuple gather(const Plan& plan, std::uintptr_t dst, std::int64_t nbytes, const py::sequence& given,
                     std::uintptr_t sum) {
     const auto parts = parts_of(given, plan.n_components());
-    const Unlocked unlocked(nbytes);
+    const UnlockedFor unlocked(nbytes);
     return to_tuple(plan.gather(reinterpret_cast<pdstage::Byte*>(dst), nbytes, parts, sum_at(sum)));
 }
 
@@ -160,7 +161,7 @@ template <class Plan>
 VerdictTuple scatter(const Plan& plan, std::uintptr_t src, std::int64_t nbytes, const py::sequence& given,
                      std::uintptr_t sum) {
     const auto parts = parts_of(given, plan.n_components());
-    const Unlocked unlocked(nbytes);
+    const UnlockedFor unlocked(nbytes);
     return to_tuple(plan.scatter(reinterpret_cast<const pdstage::Byte*>(src), nbytes, parts, sum_at(sum)));
 }
 
@@ -169,7 +170,7 @@ VerdictTuple copy_to(const pdstage::CopyPlan& plan, const pdstage::CopyPlan& pee
     if (!plan.fits(peer)) throw std::invalid_argument("the two plans are of different cells");
     const auto parts = parts_of(given, plan.n_components());
     const auto peer_parts = parts_of(peer_given, plan.n_components());
-    const py::gil_scoped_release unlocked;
+    const pdstage::Unlocked unlocked;
     return to_tuple(plan.copy_to(peer, parts, peer_parts, sum_at(sum)));
 }
 
@@ -204,7 +205,7 @@ py::tuple direct_spans(const pdstage::DirectPlan& plan, const py::sequence& src,
     {
         std::int64_t n_items = 0;
         for (const pdstage::Part& part : src_parts) n_items += part.n;
-        const Unlocked unlocked(n_items * static_cast<std::int64_t>(sizeof(std::int64_t)));
+        const UnlockedFor unlocked(n_items * static_cast<std::int64_t>(sizeof(std::int64_t)));
         verdict = plan.spans(src_parts, dst_parts, spans);
     }
     Columns found(spans.src.size());
@@ -253,7 +254,7 @@ std::pair<std::int64_t, int> write_peer(int pid, const Int64s& src, const Int64s
     if (src.size() != dst.size() || src.size() != nbytes.size())
         throw std::invalid_argument("src, dst and nbytes must be of one length");
     const auto n = static_cast<std::size_t>(src.size());
-    const Unlocked unlocked(std::accumulate(nbytes.data(), nbytes.data() + n, std::int64_t{0}));
+    const UnlockedFor unlocked(std::accumulate(nbytes.data(), nbytes.data() + n, std::int64_t{0}));
     const pdstage::WriteResult result = pdstage::write_peer(pid, src.data(), dst.data(), nbytes.data(), n);
     return {result.written, result.error};
 }
@@ -262,7 +263,7 @@ void copy_spans(const Int64s& src, const Int64s& dst, const Int64s& nbytes) {
     if (src.size() != dst.size() || src.size() != nbytes.size())
         throw std::invalid_argument("src, dst and nbytes must be of one length");
     const auto n = static_cast<std::size_t>(src.size());
-    const Unlocked unlocked(std::accumulate(nbytes.data(), nbytes.data() + n, std::int64_t{0}));
+    const UnlockedFor unlocked(std::accumulate(nbytes.data(), nbytes.data() + n, std::int64_t{0}));
     pdstage::copy_spans(src.data(), dst.data(), nbytes.data(), n);
 }
 

@@ -16,6 +16,7 @@
 
 #include "host/quick_calls.hpp"
 #include "host/zmq_socket.hpp"
+#include "unlocked.hpp"
 
 namespace pdstage {
 
@@ -152,7 +153,7 @@ class ControlPort {
     static int poll(std::vector<pollfd>& watched, int timeout_ms) {
         const auto n = static_cast<nfds_t>(watched.size());
         if (timeout_ms == 0) return retry([&] { return ::poll(watched.data(), n, 0); });
-        const py::gil_scoped_release unlocked;
+        const Unlocked unlocked;
         return ::poll(watched.data(), n, timeout_ms);
     }
 

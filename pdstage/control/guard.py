@@ -72,7 +72,7 @@ class Guard:
     ) -> None:
         self._keys = keys
         self._targets = targets
-        self._zap = context.socket(zmq.REP)
+        self._zap = context.socket(zmq.ROUTER)  # a REP is of no more use, if a Ctrl-C comes between request and answer
         self._zap.bind(_ZAP)
         socket.monitor(_MONITOR, _EVENTS)
         self._monitor = context.socket(zmq.PAIR)
@@ -107,7 +107,8 @@ class Guard:
     def serve(self) -> None:
         """Answers what libzmq asks, and takes in what it tells, until both descriptors are silent again."""
         while int(self._zap.getsockopt(zmq.EVENTS)) & _POLLIN:
-            self._zap.send_multipart(self._answer(self._zap.recv_multipart()))
+            who, empty, *request = self._zap.recv_multipart()
+            self._zap.send_multipart([who, empty, *self._answer(request)])
         events: list[tuple[int, int, str]] = []
         while int(self._monitor.getsockopt(zmq.EVENTS)) & _POLLIN:
             head, endpoint = self._monitor.recv_multipart()

@@ -126,8 +126,10 @@ class ControlPort:
                     if self._closed:
                         return False, True, ()
                     if woken:
+                        self._wake_pending = (
+                            False  # first: a Ctrl-C in between then costs one wake-up too many, not one
+                        )
                         os.eventfd_read(self._wake_fd)
-                        self._wake_pending = False
                 if not messages and self._fd in ready:
                     with self._using:
                         messages = self._has_message()

@@ -183,6 +183,7 @@ class ControlSocket:
         # finalizer that holds them all is what makes a node that nobody closed harmless.
         sockets = (self._socket, *(self._guard.sockets if self._guard is not None else ()))
         self._finalizer = weakref.finalize(self, _end, self._context, sockets)
+        self._finalizer.atexit = False  # then the process ends by itself, and a thread may be about to use them
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._using = threading.Lock()
         self._port = open_port(self._socket, self._wake_fd, self._using)
@@ -400,6 +401,6 @@ class ControlSocket:
         if self.closed:
             return
         self._port.close()
-        os.close(self._wake_fd)
-        self._wake_fd = -1
+        wake_fd, self._wake_fd = self._wake_fd, -1
+        os.close(wake_fd)
         self._finalizer()

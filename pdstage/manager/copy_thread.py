@@ -24,8 +24,9 @@ class CopyThread:
 
     def submit(self, job: Callable[[], None]) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="pdstage-copies", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="pdstage-copies", daemon=True)
+            thread.start()
+            self._thread = thread
         self._jobs.put(job)
 
     def close(self) -> None:

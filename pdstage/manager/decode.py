@@ -11,6 +11,7 @@ import numpy as np
 from pdstage import arguments
 from pdstage.errors import PdstageError, PeerError, UsageError
 from pdstage.layout import Region
+from pdstage.manager.driver import changes_rooms
 from pdstage.manager.handle import Handle, ask_event, check_event
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, indexes
 from pdstage.manager.node import Node
@@ -170,10 +171,15 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         self._binding: list[Receiver] = []
         # Filled by the directory's thread and emptied by the driver's: one append and one popleft are each whole.
         self._answers: deque[tuple[DecodeRoom, list[Advert] | None, PdstageError | None]] = deque()
-        self.driver.start()
+        try:
+            self.driver.start()
+        except BaseException:
+            self.close()
+            raise
 
     # What receivers call.
 
+    @changes_rooms
     def receive(
         self,
         room: RoomId,
@@ -213,6 +219,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         self.driver.kick()
         return receiver
 
+    @changes_rooms
     def bind(
         self,
         receiver: Receiver,
@@ -245,6 +252,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
             self._binding.append(receiver)
         self.driver.kick()
 
+    @changes_rooms
     def abort(self, receiver: Receiver, reason: str) -> None:
         """`Receiver.abort`."""
         with self.driver.use():

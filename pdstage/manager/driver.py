@@ -9,19 +9,27 @@ Messages leave at the end of a turn, so that several to one peer travel as one; 
 copies are carried out one at a time, after everything else: what one of them leads to, the write of the chunk just
 gathered or the release of the lease just emptied, is under way before the next begins.
 
+An exception that may come between any two steps, as a Ctrl-C or what a signal handler raises, leaves half of something
+done. Where it breaks off a turn, or an engine's call that changes rooms, it ends the node (`fail`): what the core says
+is believed no more, and memory stays kept. In between, asleep above all, it harms nothing. No lock stays held: each is
+taken by `with`, which CPython does not interrupt, or is a `Turning`.
+
 The control socket announces what it gets, and so do transports with descriptors. Nobody announces engines' events,
 copies on a device, and what transports without descriptors got: while one of those is waited for, sleeps are naps.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple, assert_never
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, assert_never
 
 from pdstage.control.zmq import MAX_FRAMES
 from pdstage.errors import PdstageError, UsageError
@@ -32,7 +40,7 @@ from pdstage.protocol.prefill_chunks import ChunkEffect, Gather, Write, WriteDir
 from pdstage.protocol.session import Attach, Changed, Detach, HangUp, PeerWarning, Renew, Send
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from pdstage.manager.role import Effect, Role
@@ -42,12 +50,17 @@ log = logging.getLogger(__name__)
 
 _LARGE_NBYTES = 128 << 10
 _LOOK_S = 0.1
+_WAIT_S = 1e-3
+_END_S = 5.0
 _NAP_S = 100e-6
 _PATIENCE_S = 1e-3
 _READING_S = 0.02
 """How long a turn reads what peers have said. What is left then is the next turn's; meanwhile heartbeats are said, and
 nobody is taken for silent, since his word may be among it.
 """
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _n_forks = 0
 """In this process's line of descent since this module was loaded. Counted, as asking for the pid is a system call."""
@@ -59,6 +72,71 @@ def _count_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_count_fork)
+
+_with_threads: weakref.WeakSet[Driver] = weakref.WeakSet()
+_ends_at: float | None = None
+"""The interpreter ends, and waits until then for drivers' threads to leave the libraries that they call."""
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Of nodes that nobody closed: one that is in a library of C++ when the interpreter ends may abort the process."""
+    global _ends_at  # noqa: PLW0603  (one moment of the process)
+    _ends_at = time.monotonic() + _END_S
+    drivers = [driver for driver in list(_with_threads) if not driver.was_forked]
+    for driver in drivers:
+        driver.leave(0.0)
+    for driver in drivers:
+        driver.leave(max(0.0, _ends_at - time.monotonic()))
+
+
+class HasDriver(Protocol):
+    driver: Driver
+
+
+Driven = TypeVar("Driven", bound=HasDriver)
+
+
+class Turning:
+    """Whose turn it is, sleep included.
+
+    Who asks makes a token first, and gives the turn back by an assignment. A lock that is tried would stay held after a
+    Ctrl-C that comes as the call returns which took it, or as one begins which would give it back.
+    """
+
+    __slots__ = ("_gate", "holder")
+
+    def __init__(self) -> None:
+        self._gate = threading.Lock()
+        self.holder: object = None
+
+    def take(self, token: object) -> bool:
+        """Whether it is `token`'s now: then that is to set `holder` to None."""
+        with self._gate:
+            if self.holder is None:
+                self.holder = token
+        return self.holder is token
+
+    def wait(self, token: object) -> None:
+        """Until it is `token`'s."""
+        while not self.take(token):
+            time.sleep(_WAIT_S)
+
+
+def changes_rooms(call: Callable[Concatenate[Driven, P], T]) -> Callable[Concatenate[Driven, P], T]:
+    """An engine's call of a node. If it is broken off, as by a Ctrl-C, it may have been half done: the node ends."""
+
+    @wraps(call)
+    def whole(node: Driven, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(node, *args, **kwargs)
+        except Exception:
+            raise  # the call's own, with nothing changed
+        except BaseException as error:
+            node.driver.fail(error)
+            raise
+
+    return whole
 
 
 class Ready(NamedTuple):
@@ -80,7 +158,7 @@ class Driver:
         self.inline = progress == "inline"
         self.lock: AbstractContextManager[object] = threading.RLock() if node.journal is None else node.journal.lock
         self.sessions = Sessions(node, self.lock)
-        self.turning = threading.Lock()  # whose loop it is, sleep included
+        self.turning = Turning()
         self.pumps = Pumps()
         self.closed = False
         self.failure: BaseException | None = None
@@ -107,11 +185,18 @@ class Driver:
                 # Beside a busy Python thread a waking one waits for the interpreter's switch interval, 5 ms by default.
                 sys.setswitchinterval(min(self._switch_interval_s, sys.getswitchinterval()))
             self._thread = threading.Thread(target=self._run, name="pdstage-node", daemon=True)
+            _with_threads.add(self)
             self._thread.start()
+
+    def leave(self, timeout_s: float) -> None:
+        """The interpreter ends: waits so long for the thread to do so."""
+        self._node.socket.wake()
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         try:
-            while not self.closed:
+            while not self.closed and self.failure is None and _ends_at is None:
                 self.turn(self.longest_s())
         except BaseException:
             log.exception("the node's thread ended")
@@ -124,36 +209,42 @@ class Driver:
         False if another thread is in one: it is woken, and will do what there is to do.
         """
         self.use()
-        if not self.turning.acquire(blocking=False):
-            self._node.socket.wake()
-            return False
+        token = object()
         try:
+            if not self.turning.take(token):
+                self._node.socket.wake()
+                return False
             if not self.closed:
                 busy = self._copies or self._heard
                 self._turn(self._sleep(wait_s) if wait_s > 0 and not busy else _EVERYTHING)
-        except BaseException as error:
-            self._fail(error)
+        except Exception as error:
+            self.fail(error)
             raise
         finally:
-            self.turning.release()
+            if self.turning.holder is token:
+                self.turning.holder = None
         if self.pumps:
             self._node.socket.wake()  # for what was sent the socket may have taken in the word of an arrival
         return True
 
     def _turn(self, ready: Ready) -> None:
         node = self._node
-        with self._acting:
-            while True:
-                again = self._carry_out(self._feed(ready))
-                self.sessions.check_lost()
-                if not again or self.closed:
-                    break
-                ready = _EVERYTHING
-                node.roster.ring()
-            self._flush()
-            node.roster.ring()  # last: who wakes earlier waits for the interpreter
-        if node.observed is not None:
-            node.observed.tell()
+        try:
+            with self._acting:
+                while True:
+                    again = self._carry_out(self._feed(ready))
+                    self.sessions.check_lost()
+                    if not again or self.closed:
+                        break
+                    ready = _EVERYTHING
+                    node.roster.ring()
+                self._flush()
+                node.roster.ring()  # last: who wakes earlier waits for the interpreter
+            if node.observed is not None:
+                node.observed.tell()
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def _feed(self, ready: Ready) -> list[Effect]:
         """Asks only those who said that they have something: each call gives the interpreter to a busy main thread."""
@@ -235,7 +326,11 @@ class Driver:
             case Send():
                 return False
             case Changed(room):
-                node._on_changed(room, room.status)
+                with self.lock:
+                    if (
+                        self.failure is None
+                    ):  # else it has failed, whatever it is: an engine's call may have been broken off
+                        node._on_changed(room, room.status)
                 return False
             case PeerWarning(route, error):
                 self.sessions.warn(route, error)
@@ -307,11 +402,12 @@ class Driver:
     def look(self) -> Wakeup | None:
         """A turn for an event loop, which watches descriptors in place of sleep; None if another thread is in one.
 
-        Raises nothing: whoever waits in the loop is woken, and asks.
+        Raises nothing but a Ctrl-C and its like: whoever waits in the loop is woken, and asks.
         """
-        if not self.turning.acquire(blocking=False):
-            return None
+        token = object()
         try:
+            if not self.turning.take(token):
+                return None
             if self.closed or self.failure is not None:
                 return Wakeup(_LOOK_S, ())
             node = self._node
@@ -327,10 +423,11 @@ class Driver:
             return Wakeup(pause_s, (*node.socket.filenos(), *fds))
         except Exception as error:
             log.exception("the node's turn in an event loop failed")
-            self._fail(error)
+            self.fail(error)
             return Wakeup(_LOOK_S, ())
         finally:
-            self.turning.release()
+            if self.turning.holder is token:
+                self.turning.holder = None
 
     # What engines' calls do.
 
@@ -350,14 +447,13 @@ class Driver:
         What peers have said meanwhile waits for the next poll: an engine makes many calls between two of them.
         """
         wake = True
-        if self._acting.acquire(blocking=False):
+        if not self._acting.locked():  # who takes it meanwhile, in another thread, is waited for
             try:
-                wake = self._push()
+                with self._acting:
+                    wake = self._push()
             except BaseException as error:
-                self._fail(error)
+                self.fail(error)
                 raise
-            finally:
-                self._acting.release()
         if wake or self.pumps:
             self._node.socket.wake()
 
@@ -384,26 +480,35 @@ class Driver:
     # The end.
 
     def end(self) -> None:
-        """Ends the thread, then turns once more: what closing asked for and a thread about to end left undone."""
+        """Ends the thread, then turns once more: what closing asked for and a thread about to end left undone. May be
+        repeated.
+        """
         self.closed = True
         self._node.socket.wake()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:
             self._thread.join()
         if self.failure is not None:
             return
+        token = object()
         try:
-            with self.turning:
-                self._turn(_EVERYTHING)
+            self.turning.wait(token)
+            self._turn(_EVERYTHING)
         except Exception as error:
             log.exception("the node's last turn failed")
-            self._fail(error)
+            self.fail(error)
+        finally:
+            if self.turning.holder is token:
+                self.turning.holder = None
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """The last resort: no room may hang because the driver broke."""
-        self.failure = error
         failed = PdstageError(f"the node's driver failed: {error!r}", remedy="see the cause; make a new node")
         failed.__cause__ = error
-        self._node.roster.fail(failed)
+        with self.lock:
+            if self.failure is not None:
+                return
+            self.failure = error
+            self._node.roster.fail(failed)
         if self._node.observed is not None:
             self._node.observed.broke(failed)
             self._node.observed.tell()  # no turn follows

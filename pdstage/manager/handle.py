@@ -206,7 +206,7 @@ class Roster:
 
     def fail(self, error: PdstageError) -> None:
         """Fails every handle that has not ended."""
-        for handle in self._handles.values():
+        for handle in self.handles():
             if handle.status & 0x7F not in _ENDED:
                 handle.error = error
                 handle.status = State.FAILED

@@ -93,6 +93,7 @@ class Directory:
     def publish(self, address: str, advert: Callable[[], Advert]) -> None:
         """Publishes now, raising what the directory raises, and keeps the lease renewed until `close`."""
         self._publication = _Publication(self.client(address), advert)
+        self._publication.begin()
 
     def close(self) -> None:
         """Ends its threads, then withdraws what was published, which can be renewed no more. Idempotent."""
@@ -208,17 +209,21 @@ class _Asker:
 
 
 class _Publication:
-    """An advert that is published, which may raise, and then renewed by a thread until `end`."""
+    """An advert that `begin` publishes, which may raise, and that a thread renews from then on until `end`."""
 
     def __init__(self, client: BootstrapClient, advert: Callable[[], Advert]) -> None:
         self._client, self._advert = client, advert
         self._over = threading.Event()
-        client.publish(advert(), _TTL_S)
         self._thread = threading.Thread(target=self._run, name="pdstage-lease", daemon=True)
+
+    def begin(self) -> None:
+        self._client.publish(self._advert(), _TTL_S)
         self._thread.start()
 
     def end(self) -> None:
         self._over.set()
+        if self._thread.ident is None:  # what it published, if anything, ends by itself
+            return
         self._thread.join(_END_S)
         with contextlib.suppress(PdstageError):  # the directory is gone: the lease ends by itself
             self._client.withdraw(self._advert())

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import secrets
+import threading
 import time
 from abc import abstractmethod
 from dataclasses import asdict
@@ -21,7 +22,7 @@ from pdstage.kernels import Pool
 from pdstage.manager import status
 from pdstage.manager.aio import until
 from pdstage.manager.copy_thread import CopyThread, has_core_to_spare
-from pdstage.manager.driver import Driver
+from pdstage.manager.driver import Driver, changes_rooms
 from pdstage.manager.handle import Handle, LentRows, Roster
 from pdstage.manager.journal import Journal
 from pdstage.manager.lookup import Directory
@@ -85,7 +86,8 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         if self.observers:
             origin = Origin(self.role, topology.unique_rank, topology, self.incarnation)
             self.observed = Observation(origin, self.observers)
-        self._gave_back = True
+        self._closing = threading.RLock()
+        self._gave_back: bool | None = None
         self.metadata = options.metadata
         self.lent = LentRows(options.metadata)
         writes = self.role == "prefill"
@@ -223,6 +225,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         with self.driver.lock:
             return self.sessions.unfenced()
 
+    @changes_rooms
     def fence(self, endpoint: str) -> int:
         """The operator's word that the process behind each lost session of `endpoint` has ended; returns their number.
 
@@ -282,39 +285,50 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
 
         True: the memory is free for anything else, another node in the other role included. False: a peer, named in
         the log, may still write to it or read it. Then the staging memory and the pool's tensors are kept until this
-        process ends, and the pool must not be used before those peers' processes have ended. May be repeated.
+        process ends, and the pool must not be used before those peers' processes have ended. May be repeated, and is
+        to be where a Ctrl-C broke it off.
         In a forked child it ends nothing, since all of it is the parent's, and is True.
         """
         patience_s = arguments.timeout("timeout_s", timeout_s)
         driver = self.driver
         if driver.was_forked:
             return True
-        if driver.closed:
-            return self._gave_back
-        self.directory.close()
-        if driver.failure is None:
-            self._close_rooms(math.inf if patience_s is None else patience_s)
-        driver.end()
-        self._copy_thread.close()
-        self._gave_back = self.core.memory_is_free
-        if self._gave_back:
+        with self._closing:
+            if self._gave_back is None:
+                self.directory.close()
+                if driver.failure is None and not driver.closed:
+                    self._close_rooms(math.inf if patience_s is None else patience_s)
+                driver.end()
+                self._copy_thread.close()
+                self._gave_back = self._give_back()
+                self.roster.ring_all()
+                if self.observed is not None:
+                    self.observed.tell()
+                if self.journal is not None:
+                    self.journal.close(free=self._gave_back, in_order=driver.failure is None)
+        return bool(self._gave_back)
+
+    def _give_back(self) -> bool:
+        """Whether nobody uses this node's memory any more: then it is given back, and all else in any case."""
+        free, driver = self.core.memory_is_free, self.driver
+        if free:
             self.lent.give_all_back()
         else:
-            _kept_for_ever.append((self.memory, self.pool, self.metadata))
             sessions = *self.core.sessions.values(), *self.sessions.lost
             peers = sorted({self.socket.endpoint_of(session.route) for session in sessions})
             log.error("closed while %s may still use this node's memory: it is kept", ", ".join(peers))
-        with driver.turning:  # another thread's turn ends, and none begins
+            _kept_for_ever.append((self.memory, self.pool, self.metadata))
+        token = object()
+        try:
+            driver.turning.wait(token)  # another thread's turn ends, and none begins
             self.transport.close()
             self.socket.close()
-        self.roster.ring_all()
-        if self.observed is not None:
-            self.observed.tell()
-        if self.journal is not None:
-            self.journal.close(free=self._gave_back, in_order=driver.failure is None)
-        if self._gave_back:
+        finally:
+            if driver.turning.holder is token:
+                driver.turning.holder = None
+        if free:
             self.memory.release()
-        return self._gave_back
+        return free
 
     async def close_async(self, timeout_s: float = 5.0) -> bool:
         """`close` in an event loop, which goes on meanwhile; once begun it runs to its end, cancelled or not."""

@@ -10,11 +10,12 @@ from pdstage import arguments
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapServer
 from pdstage.cost import CostModel
-from pdstage.errors import PdstageError, UsageError
+from pdstage.errors import UsageError
 from pdstage.layout import Region
 from pdstage.manager import demand
 from pdstage.manager.calibration import costs
 from pdstage.manager.data_path import DataPath
+from pdstage.manager.driver import changes_rooms
 from pdstage.manager.handle import Handle, ask_event, check_event
 from pdstage.manager.items import GivenItems, GivenTokens, check, rects_of
 from pdstage.manager.node import Node
@@ -205,10 +206,10 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
             if publish:
                 self.bootstrap_address = bootstrap or self._embed_bootstrap(bind, insecure)
                 self.directory.publish(self.bootstrap_address, lambda: self.advert)
-        except PdstageError:
+            self.driver.start()
+        except BaseException:  # a Ctrl-C too: an advert would be renewed for a node that nobody has
             self.close()
             raise
-        self.driver.start()
 
     def _embed_bootstrap(self, bind: str, insecure: bool) -> str:
         host = Address.parse(bind, "tcp", listening=True)._replace(port=0)
@@ -248,6 +249,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
 
     # What senders call.
 
+    @changes_rooms
     def send(self, room: RoomId) -> Sender:
         """This rank will send `room`: its chunks follow. Raises `UsageError` if it is being sent already."""
         with self.driver.use():
@@ -259,6 +261,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         self.driver.kick()
         return sender
 
+    @changes_rooms
     def add_chunk(
         self,
         sender: Sender,
@@ -283,6 +286,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     def _await(self, sender: Sender, ready: CudaEvent, then: Callable[[float], None]) -> None:
         self._waiting.append((sender, ready, then))
 
+    @changes_rooms
     def finish(
         self, sender: Sender, aux: bytes | AuxRow | None, states: GivenItems | None, ready: CudaEvent | None
     ) -> None:
@@ -308,6 +312,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
                 self._await(sender, ready, partial(self.core.finish, sender.room, given))
         self.driver.kick()
 
+    @changes_rooms
     def abort(self, sender: Sender, reason: str) -> None:
         """`Sender.abort`."""
         with self.driver.use():

@@ -1,0 +1,30 @@
+// The interpreter's lock, given to other threads for a while.
+#pragma once
+
+#include <Python.h>
+#include <cxxabi.h>
+#include <unistd.h>
+
+namespace pdstage {
+
+// As pybind11's gil_scoped_release, but safe while the interpreter ends. A daemon thread that then comes back for the lock
+// is ended by Python before 3.14 (pthread_exit), which unwinds no destructor: the whole process would be aborted. Here it
+// waits for the process to end, as it does from Python 3.14 on.
+class Unlocked {
+  public:
+    Unlocked() : state_(PyEval_SaveThread()) {}
+    ~Unlocked() {
+        try {
+            PyEval_RestoreThread(state_);
+        } catch (abi::__forced_unwind&) {
+            for (;;) ::pause();
+        }
+    }
+    Unlocked(const Unlocked&) = delete;
+    Unlocked& operator=(const Unlocked&) = delete;
+
+  private:
+    PyThreadState* state_;
+};
+
+}  // namespace pdstage

@@ -1,0 +1,120 @@
+"""A program with two open nodes and how it ends: `python -m tests.manager.exit_programs END TRANSPORT PROGRESS`.
+
+It moves a room between two nodes of its own, leaves another half done, and says a word; then it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+
+from pdstage import DecodeNode, PrefillNode, State
+from pdstage.manager.handle import Handle
+from tests.manager.engine import Rank, decode_node, drive, prefill_node
+from tests.manager.workers import TOKENS
+
+_kept: list[object] = []
+"""What nobody closes."""
+
+
+def _nodes(transport: str, progress: str) -> tuple[PrefillNode, DecodeNode, Handle]:
+    """Two nodes between which a room was moved and another is half done: the receiver of that."""
+    src, dst = Rank(), Rank()
+    p = prefill_node(src, None, transport=transport, progress=progress)
+    d = decode_node(dst, transport=transport, progress=progress)
+    pages, rooms = src.allocate(TOKENS), []
+    for room in (1, 2):
+        sender, receiver = p.send(room), d.receive(room, p.bootstrap_address)
+        receiver.bind(dst.allocate(TOKENS), TOKENS)
+        sender.chunk(pages, (0, 20))
+        rooms.append((sender, receiver))
+    (sender, receiver), (_, late) = rooms
+    sender.chunk(pages, (20, TOKENS))
+    sender.finish()
+    drive([p, d], lambda: receiver.released and sender.released, 120)
+    drive([p, d], lambda: late.state is State.TRANSFERRING, 120)
+    _kept.extend((p, d, rooms))
+    return p, d, late
+
+
+def _say(what: str) -> None:
+    print(what, flush=True)
+
+
+def closed(*options: str) -> None:
+    p, d, _ = _nodes(*options)
+    _say("ready")
+
+    async def close() -> None:
+        assert await asyncio.gather(d.close_async(), p.close_async()) == [True, True]
+
+    asyncio.run(close())
+
+
+def in_a_global(*options: str) -> None:
+    _nodes(*options)
+    _say("ready")
+
+
+def in_a_thread(*options: str) -> None:
+    """Whose thread waits for ever, while the program ends."""
+    waiting = threading.Event()
+
+    def wait() -> None:
+        _, _, late = _nodes(*options)
+        waiting.set()
+        late.wait()
+
+    threading.Thread(target=wait, daemon=True).start()
+    assert waiting.wait(120)
+    _say("ready")
+
+
+def in_a_loop(*options: str) -> None:
+    """Whose task waits for ever, and is cancelled as the loop ends."""
+
+    async def main() -> None:
+        _, _, late = _nodes(*options)
+        _kept.append(asyncio.ensure_future(late.wait_async()))
+        await asyncio.sleep(0)
+        _say("ready")
+
+    asyncio.run(main())
+
+
+def waiting(*options: str) -> None:
+    """Until it is interrupted; then it closes."""
+    p, d, late = _nodes(*options)
+    try:
+        _say("ready")
+        late.wait()
+    except KeyboardInterrupt:
+        assert not d.driver.failure, "nothing was half done"
+        d.close(1)
+        p.close(1)
+        _say(f"interrupted, {late.state.name}")
+
+
+def awaiting(*options: str) -> None:
+    """The same in an event loop, which ends by the interruption."""
+
+    async def main() -> None:
+        p, d, late = _nodes(*options)
+        try:
+            _say("ready")
+            await late.wait_async()
+        finally:
+            await d.close_async(1)
+            await p.close_async(1)
+            _say(f"interrupted, {late.state.name}")
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(main())
+
+
+ENDS = {each.__name__: each for each in (closed, in_a_global, in_a_thread, in_a_loop, waiting, awaiting)}
+
+if __name__ == "__main__":
+    ENDS[sys.argv[1]](*sys.argv[2:])

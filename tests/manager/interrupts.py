@@ -1,0 +1,242 @@
+"""Processes that are interrupted: one engine's life with a node, and a Ctrl-C at a chosen place of it.
+
+Python raises KeyboardInterrupt where a function begins and where a call of a C function has returned. A profiler sees
+both, so it can raise one at each place that a life passes, without any timing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import pdstage
+from pdstage import State
+from pdstage.control.bootstrap import BootstrapServer
+from pdstage.errors import PdstageError
+from pdstage.manager.handle import Handle
+from pdstage.manager.node import Node
+from tests.manager.engine import QUICK, Rank, decode_node, drive, prefill_node
+from tests.manager.workers import TOKENS
+
+forked = multiprocessing.get_context("fork")
+"""Of a process without threads: what each life needs is loaded already."""
+
+_PACKAGE = f"{Path(pdstage.__file__).parent}{os.sep}"
+_CALLED = ("contextlib.py", "threading.py", "queue.py")
+LONGEST_S = 60.0
+_CLOSE_S = 1.0
+
+
+class Place(NamedTuple):
+    """Where a Ctrl-C comes: in this line, for the `nth` time it could."""
+
+    file: str
+    line: int
+    event: str
+    nth: int
+
+
+class Steps:
+    """Counts what this thread does from `begin` on, and interrupts it at `at`."""
+
+    def __init__(self, at: Place | None) -> None:
+        self._at = at
+        self.seen: Counter[tuple[str, int, str]] = Counter()
+        self.hit = False
+
+    def begin(self) -> None:
+        sys.setprofile(self._step)
+
+    def end(self) -> None:
+        sys.setprofile(None)
+
+    def _step(self, frame: object, event: str, _: object) -> None:
+        if event not in ("call", "c_return"):
+            return
+        file = frame.f_code.co_filename
+        if not file.startswith(_PACKAGE) and not file.endswith(_CALLED):
+            return
+        place = (file.removeprefix(_PACKAGE), frame.f_lineno, event)
+        self.seen[place] += 1
+        if self._at is not None and place == self._at[:3] and self.seen[place] == self._at.nth:
+            self.hit = True
+            signal.raise_signal(signal.SIGINT)
+
+
+def places(seen: Counter[tuple[str, int, str]], n: int, seed: int) -> list[Place]:
+    """`n` of the places that a life passed, drawn; of each one of its times."""
+    rng = random.Random(seed)
+    drawn = rng.sample(sorted(seen), min(n, len(seen)))
+    return [Place(*place, rng.randint(1, min(seen[place], 8))) for place in drawn]
+
+
+class Outcome(NamedTuple):
+    """What became of one life."""
+
+    hit: bool
+    interrupted: bool
+    broken: str
+    """What must not be, in words; empty if nothing."""
+    seen: Counter[tuple[str, int, str]]
+
+
+def decode_life(peer: Peer, held: list[object], **options: object) -> None:
+    """Receives two rooms, the second of which it gives up. `held` gets the node and its handles."""
+    rank = Rank()
+    held.append(node := decode_node(rank, **options))
+    one, other = (node.receive(room, peer.address) for room in peer.rooms)
+    held += [one, other]
+    into = rank.allocate(TOKENS)
+    one.bind(into, TOKENS)
+    drive([node], lambda: one.state is not State.BOOTSTRAPPING, LONGEST_S)
+    other.bind(rank.allocate(TOKENS), TOKENS)
+    one.wait(LONGEST_S)
+    assert rank.holds(peer.rooms[0], TOKENS, into)
+    other.abort()
+    node.poll_many([one, other])
+    node.status()
+    one.wait_released(LONGEST_S)
+    node.close(_CLOSE_S)
+
+
+def prefill_life(peer: Peer, held: list[object], **options: object) -> None:
+    """Sends two rooms, the second of which it gives up."""
+    rank = Rank()
+    held.append(node := prefill_node(rank, peer.address, instance=peer.instance, **options))
+    one, other = (node.send(room) for room in peer.rooms)
+    held += [one, other]
+    pages = rank.allocate(TOKENS)
+    rank.write(peer.rooms[0], TOKENS, pages)
+    one.chunk(pages, (0, 20))
+    one.chunk(pages, (20, TOKENS))
+    one.finish(aux=b"aux")
+    other.chunk(pages, (0, 20))
+    one.wait(LONGEST_S)
+    other.abort()
+    node.completions()
+    node.status()
+    one.wait_released(LONGEST_S)
+    node.close(_CLOSE_S)
+
+
+class Peer(NamedTuple):
+    """Where the other side of a life is found, and which rooms it expects."""
+
+    address: str
+    instance: str
+    rooms: tuple[int, int]
+
+
+PATIENT = replace(QUICK, hello_s=4.0, open_wait_s=4.0, wait_s=4.0)
+"""Of the side that is not interrupted: what its peers leave behind ends within seconds."""
+
+
+def serve_lives(pipe: Connection, role: str, **options: object) -> None:
+    """The other side of many lives, one after the other: is told of each, and at the end says what did not end well."""
+    rank = Rank(n_pages=1 << 15)
+    with BootstrapServer() as directory:
+        make = prefill_node if role == "prefill" else decode_node
+        given = [directory.address] if role == "prefill" else []
+        with make(rank, *given, config=PATIENT, progress="thread", **options) as node:
+            pipe.send(directory.address)
+            handles, into = [], {}
+            while (peer := pipe.recv()) is not None:
+                for room in peer.rooms:
+                    into[room] = rank.allocate(TOKENS)
+                    if role == "prefill":
+                        rank.write(room, TOKENS, into[room])
+                        handles.append(node.send(room))
+                        handles[-1].chunk(into[room], (0, TOKENS))
+                        handles[-1].finish()
+                    else:
+                        handles.append(node.receive(room, peer.address, instance=peer.instance))
+                        handles[-1].bind(into[room], TOKENS)
+                pipe.send("expected")
+            pipe.send(list(_left_behind(node, rank, handles, into)))
+
+
+def _left_behind(node: Node, rank: Rank, handles: Sequence[Handle], into: Mapping[int, np.ndarray]) -> Iterator[str]:
+    """What lives that are over have left of their rooms. One that ended before it ever answered is not proved dead."""
+    for handle in handles:
+        with contextlib.suppress(PdstageError):
+            handle.wait(LONGEST_S)
+            if not rank.holds(handle.id, TOKENS, into[handle.id]):
+                yield f"room {handle.id} has other bytes"
+    for endpoint in node.unfenced():
+        node.fence(endpoint)
+    for handle in handles:
+        try:
+            handle.wait_released(LONGEST_S)
+        except TimeoutError:
+            yield f"room {handle.id} is {handle.state.name}, and not released"
+
+
+def _broken(held: list[object]) -> Iterator[str]:
+    """What must not be after a Ctrl-C: a close that does not end, a lock that is held, a room that goes on."""
+    for node in held[:1]:
+        assert isinstance(node, Node)
+        closing = threading.Thread(target=node.close, args=(_CLOSE_S,), daemon=True)
+        closing.start()  # another thread: of locks that this one holds it cannot say anything
+        closing.join(LONGEST_S)
+        if closing.is_alive():
+            frames = sys._current_frames()
+            at, held_by = frames[closing.ident], []
+            while at is not None:
+                held_by.append(f"{Path(at.f_code.co_filename).name}:{at.f_lineno}")
+                at = at.f_back
+            yield f"close() has not ended: {' '.join(held_by[:4])}"
+            return
+        node.close(_CLOSE_S)
+        if node.driver.turning.holder is not None:
+            yield "a turn has no end"
+    for handle in held[1:]:
+        if handle.state not in (State.SUCCESS, State.FAILED):
+            yield f"room {handle.id} is {handle.state.name}"
+
+
+def live(pipe: Connection, life: Callable[..., None], at: Place | None, *args: object, **options: object) -> None:
+    """One life in this process, interrupted at `at`; says what became of it, and ends as a program does."""
+    held: list[object] = []
+    steps, kept = Steps(at), None
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        steps.begin()
+        life(*args, held, **options)
+    except KeyboardInterrupt as error:
+        kept = error  # and with it every frame of what was interrupted, as a prompt keeps them
+    except PdstageError as error:  # the peer's or the room's
+        kept = error
+    finally:
+        steps.end()
+    interrupted = isinstance(kept, KeyboardInterrupt)
+    pipe.send(Outcome(steps.hit, interrupted, "; ".join(_broken(held)), steps.seen))
+
+
+def run(life: Callable[..., None], at: Place | None, *args: object, **options: object) -> tuple[Outcome, int | None]:
+    """`live` in a forked process; its outcome and its exit code, None if it has not ended."""
+    ours, theirs = forked.Pipe()
+    process = forked.Process(target=live, args=(theirs, life, at, *args), kwargs=options)
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(4 * LONGEST_S), f"no word after {at}"
+        outcome = ours.recv()
+        process.join(LONGEST_S)
+        return outcome, process.exitcode
+    finally:
+        ours.close()
+        process.kill()
+        process.join()
