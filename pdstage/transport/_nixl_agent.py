@@ -184,6 +184,9 @@ _MAX_MEMORY_KIND = 15
 _MIN_DESCRIPTOR_NBYTES = 32
 """An address, a length, a device, and the length of what the backend adds: 8 bytes each."""
 
+_UCX_ADDRESS_VERSIONS = (0, 1)
+"""The lower half of the first byte; of any other UCX ends the process (src/ucp/wireup/address.c)."""
+
 
 class _Fields:
     """A blob of NIXL's serializer: after a head, fields of a tag, a length of 8 bytes, as many bytes, and a bar."""
@@ -223,8 +226,11 @@ def check_metadata(metadata: bytes, agent: str) -> None:
     if fields.take(b"Agent") != agent.encode():
         raise ValueError("it is another agent's")
     for _ in range(fields.count(b"Conns", 64)):
-        if not fields.take(b"t") or not fields.take(b"c"):
+        backend, address = fields.take(b"t"), fields.take(b"c")
+        if not backend or not address:
             raise ValueError("a connection of no backend or address")
+        if backend == b"UCX" and address[0] & 0x0F not in _UCX_ADDRESS_VERSIONS:
+            raise ValueError(f"an address of UCX's version {address[0] & 0x0F}")
     if fields.take(b"") != b"MemSection":
         raise ValueError("it has no memory section")
     for _ in range(fields.count(b"nixlSecElms", 64)):

@@ -274,6 +274,8 @@ class Ranges:
         for region in self.regions:
             if region.base <= 0 or region.nbytes < 1 or region.base + region.nbytes >= 1 << 63:
                 raise UsageError(f"{region} of {whose} is no memory", remedy="give its address and size", region=region)
+            if not 0 <= region.device < 1 << 31:
+                raise UsageError(f"{region} of {whose} is on no device", remedy="give its number", region=region)
         for one, other in zip(self.regions, self.regions[1:], strict=False):
             if other.base < one.base + one.nbytes:
                 raise UsageError(

@@ -19,7 +19,7 @@ What was seen of NIXL 1.5.1 (UCX over tcp and over shared memory, 256 MiB in fli
   writes (ucp/rma/rma_sw.c). No option of UCX 1.23 ends it. So what can be done is to listen on fewer networks: `host`.
 * Its reader of metadata trusts the lengths in it, and of 200 altered blobs 4 ended the process. So a blob is read here
   first (`check_metadata`), where this NIXL lays out its own that way. What cannot be seen from outside is UCX's address
-  within: of 600 altered blobs one still ended the process. A peer without keys can do that: see docs/security.md.
+  within, but for its version: some still end the process. A peer without keys can do that: see docs/security.md.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from tests.fuzz import nodes, plane, sessions, wire
+from tests.fuzz import attach, nodes, plane, sessions, wire
 from tests.fuzz.draw import Draw, altered_bytes
 
 
@@ -28,4 +28,5 @@ TARGETS = {
     "prefill-peer": Target(partial(sessions.seeds, "prefill"), partial(sessions.run, role="prefill"), max_nbytes=1024),
     "decode-peer": Target(partial(sessions.seeds, "decode"), partial(sessions.run, role="decode"), max_nbytes=1024),
     "nodes": Target(nodes.seeds, nodes.run, max_nbytes=512),
+    "attach": Target(attach.seeds, attach.run, max_nbytes=64),
 }

@@ -12,6 +12,7 @@ from tests.fuzz.targets import TARGETS
 N_RUNS = {
     "messages": 20_000, "tags": 20_000, "descriptions": 10_000, "datagrams": 10_000, "requests": 8_000,
     "answers": 10_000, "frames": 600, "prefill-peer": 120, "decode-peer": 150, "nodes": 400,
+    "attach": 300,
 }  # fmt: skip
 
 

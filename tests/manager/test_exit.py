@@ -56,7 +56,7 @@ def other_side(role: str, transport: str) -> Iterator[object]:
         process.join()
 
 
-@pytest.mark.parametrize("n", [20, pytest.param(1_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("n", [20, pytest.param(2_000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("transport", rows(_HERE, full={"nixl", "mooncake"}))
 @pytest.mark.parametrize("progress", ["inline", "thread"])
 @pytest.mark.parametrize("role", LIVES)

@@ -373,6 +373,17 @@ def test_altered_metadata_is_refused_before_nixl_reads_it():
     assert child.exitcode == 0
 
 
+def test_an_address_of_a_version_that_ucx_does_not_know_is_refused():
+    """UCX ends the process at it."""
+    with contextlib.closing(Endpoint("nixl")) as b:
+        told = read_description("b", b.describe(), _Description, b.transport.traits)
+    metadata = bytearray(told.metadata)
+    first = metadata.index(b"c", metadata.index(b"UCX")) + 9
+    for version, known in ((1, True), (2, False), (15, False)):
+        metadata[first] = metadata[first] & 0xF0 | version
+        assert is_known(bytes(metadata), told.agent) == known
+
+
 def test_metadata_of_another_layout_is_left_to_nixl(caplog):
     """What a later NIXL says of itself is not what is known here: then nothing of its peers' is refused for it."""
     caplog.set_level("INFO")
