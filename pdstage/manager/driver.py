@@ -21,6 +21,7 @@ copies on a device, and what transports without descriptors got: while one of th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -191,8 +192,14 @@ class Driver:
     def leave(self, timeout_s: float) -> None:
         """The interpreter ends: waits so long for the thread to do so."""
         self._node.socket.wake()
-        if self._thread is not None and self._thread.ident is not None:
-            self._thread.join(timeout_s)
+        self._join(timeout_s)
+
+    def _join(self, timeout_s: float | None) -> None:
+        if self._thread is not None:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # not begun, since a Ctrl-C came as it was started: it will end at once
+                self._thread.join(timeout_s)
 
     def _run(self) -> None:
         try:
@@ -485,8 +492,7 @@ class Driver:
         """
         self.closed = True
         self._node.socket.wake()
-        if self._thread is not None and self._thread.ident is not None:
-            self._thread.join()
+        self._join(None)
         if self.failure is not None:
             return
         token = object()

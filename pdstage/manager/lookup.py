@@ -222,9 +222,10 @@ class _Publication:
 
     def end(self) -> None:
         self._over.set()
-        if self._thread.ident is None:  # what it published, if anything, ends by itself
+        try:
+            self._thread.join(_END_S)
+        except RuntimeError:  # not begun: what was published, if anything, ends by itself
             return
-        self._thread.join(_END_S)
         with contextlib.suppress(PdstageError):  # the directory is gone: the lease ends by itself
             self._client.withdraw(self._advert())
 

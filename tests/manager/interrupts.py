@@ -219,6 +219,11 @@ def live(pipe: Connection, life: Callable[..., None], at: Place | None, *args: o
         kept = error  # and with it every frame of what was interrupted, as a prompt keeps them
     except PdstageError as error:  # the peer's or the room's
         kept = error
+    except (
+        RuntimeError
+    ) as error:  # a Ctrl-C in threading.Condition.wait, which then releases a lock that it does not hold
+        assert isinstance(error.__context__, KeyboardInterrupt)
+        kept = error.__context__
     finally:
         steps.end()
     interrupted = isinstance(kept, KeyboardInterrupt)
