@@ -126,9 +126,7 @@ class ControlPort:
                     if self._closed:
                         return False, True, ()
                     if woken:
-                        self._wake_pending = (
-                            False  # first: a Ctrl-C in between then costs one wake-up too many, not one
-                        )
+                        self._wake_pending = False  # first: a Ctrl-C in between costs no wake-up then
                         os.eventfd_read(self._wake_fd)
                 if not messages and self._fd in ready:
                     with self._using:

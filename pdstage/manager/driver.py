@@ -196,9 +196,8 @@ class Driver:
 
     def _join(self, timeout_s: float | None) -> None:
         if self._thread is not None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # not begun, since a Ctrl-C came as it was started: it will end at once
+            # Not begun, where a Ctrl-C came as it was started: it will end at once.
+            with contextlib.suppress(RuntimeError):
                 self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -334,9 +333,7 @@ class Driver:
                 return False
             case Changed(room):
                 with self.lock:
-                    if (
-                        self.failure is None
-                    ):  # else it has failed, whatever it is: an engine's call may have been broken off
+                    if self.failure is None:  # else it has failed, whatever its status: a call may have been broken off
                         node._on_changed(room, room.status)
                 return False
             case PeerWarning(route, error):
