@@ -1,0 +1,200 @@
+"""What must hold: of each handle at each change, of sleeping nodes whenever nobody can go on, and of all at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import numpy as np
+
+from pdstage.manager.decode import Receiver
+from pdstage.manager.handle import Handle
+from pdstage.protocol.state import State
+from tests.sim.manager.scheduler import Process, Task, Violation
+
+if TYPE_CHECKING:
+    from pdstage.manager.node import Node
+    from tests.sim.manager.scenario import Room
+    from tests.sim.manager.world import Host, World
+
+ENDED = (State.SUCCESS, State.FAILED)
+REUSED = 0xA5
+"""What an engine writes into memory that was given back to it."""
+_ASLEEP = ("its socket", "a queue", "its event loop", "an event", "a condition", "a directory", "an engine's time")
+_SLACK_S = 5e-3
+
+
+@dataclass(eq=False)
+class Seen:
+    """A handle's room: where its data belongs, and every status that the handle had, with its time."""
+
+    host: Host
+    room: Room
+    number: int
+    pages: np.ndarray
+    statuses: list[tuple[float, int]] = field(default_factory=list)
+    reused: bool = False
+
+
+class Checks:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.seen: dict[Handle, Seen] = {}
+        world.scheduler.at_rest.append(self.at_rest)
+
+    # Each change of a handle.
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, whoever writes a handle's status passes here."""
+        slot = Handle.status
+
+        def change(handle: Handle, status: int) -> None:
+            before = getattr(handle, "began_at", None) and slot.__get__(handle)  # type: ignore[attr-defined]
+            if before is not None:
+                self._may_follow(handle, before, status)
+            slot.__set__(handle, status)  # type: ignore[attr-defined]
+            if handle in self.seen:
+                self.seen[handle].statuses.append((self._world.scheduler.now, status))
+
+        with mock.patch.object(Handle, "status", property(slot.__get__, change)):  # type: ignore[attr-defined]
+            yield
+
+    def _may_follow(self, handle: Handle, before: int, after: int) -> None:
+        was, now = State(before & 0x7F), State(after & 0x7F)
+        what = f"room {handle.id!r} goes from {was.name} {before >> 7} to {now.name} {after >> 7}"
+        self.must(was not in ENDED or now is was, f"{what}: an end is final")
+        self.must(before < 0x80 or after >= 0x80, f"{what}: what is released stays so")
+        self.must(after < 0x80 or now in ENDED, f"{what}: released before its end")
+        self.must(now is State.FAILED or now >= was, f"{what}: backwards")
+        self.must(now is not State.FAILED or handle.error is not None, f"{what}, without an error")
+        if now is State.SUCCESS and was is not State.SUCCESS and isinstance(handle, Receiver):
+            self._is_whole(handle)
+
+    def _is_whole(self, receiver: Receiver) -> None:
+        seen = self.seen.get(receiver)
+        if seen is None:
+            return
+        whole = seen.host.rank.holds(seen.number, seen.room.tokens, seen.pages)
+        self.must(whole, f"room {receiver.id!r} succeeds at {seen.host.name}, and its bytes are not all there")
+        said = receiver.aux or None
+        self.must(said == seen.room.aux, f"room {receiver.id!r} has aux {said!r}, not {seen.room.aux!r}")
+
+    def must(self, holds: bool, what: str) -> None:
+        if not holds:
+            self._world.scheduler.violate(what)
+
+    # Memory that was given back.
+
+    def reuse(self, seen: Seen) -> None:
+        """Its engine does something else with the pages."""
+        seen.reused = True
+        for tensors in (seen.host.rank.k, seen.host.rank.v):
+            for tensor in tensors:
+                tensor[seen.pages] = REUSED
+
+    def reuse_all(self, host: Host) -> None:
+        """The node was closed, and says that nothing uses its memory any more."""
+        for tensor in (*host.rank.k, *host.rank.v, host.staging):
+            tensor[:] = REUSED
+
+    def _are_left_alone(self) -> None:
+        for handle, seen in self.seen.items():
+            if seen.reused and not all(
+                (tensor[seen.pages] == REUSED).all() for tensor in (*seen.host.rank.k, *seen.host.rank.v)
+            ):
+                raise Violation(f"the pages of room {handle.id!r} at {seen.host.name} were written after released")
+        for host in self._world.hosts:
+            if host.gave_back and not all(
+                (tensor == REUSED).all() for tensor in (*host.rank.k, *host.rank.v, host.staging)
+            ):
+                raise Violation(f"memory of {host.name} was written after its close gave it back")
+
+    # When nobody can go on.
+
+    def at_rest(self) -> None:
+        """What all wait for is yet to come: nothing was left undone, and nobody was forgotten."""
+        for host in self._world.hosts:
+            if host.node is None or host.closed or not host.process.runs:
+                continue
+            tasks = [task for task in self._world.scheduler.tasks if task.process is host.process and not task.done]
+            if any(task.waits_for not in _ASLEEP for task in tasks):
+                continue  # in the middle of something
+            self._nobody_is_forgotten(host, host.node)
+            for task in tasks:
+                if task.name == "pdstage-node" and task.waits_for == "its socket":
+                    self._sleeps_over_nothing(host, host.node, task)
+
+    def _nobody_is_forgotten(self, host: Host, node: Node) -> None:
+        for waiter in node.roster._waiters:
+            if waiter.done():
+                raise Violation(f"somebody at {host.name} waits for what is there already, and nobody wakes him")
+
+    def _sleeps_over_nothing(self, host: Host, node: Node, task: Task) -> None:
+        driver, core = node.driver, node.core
+        left = {
+            "effects": driver._kept or core.endpoint._effects,
+            "frames": driver._outgoing or driver._heard,
+            "copies": driver._copies or node.stager._done,
+            "answers": getattr(node, "_answers", ()),
+            "changes": node.roster._due,
+            "events": driver._early,
+        }
+        for what, held in left.items():
+            if held:
+                raise Violation(f"the driver of {host.name} sleeps over {what}: {list(held)[:3]}")
+        scheduler, next_at = self._world.scheduler, core.next_at()
+        if next_at is None or task.until is None or host.process.jumped:
+            return
+        late_s = (task.until - scheduler.now) - (next_at - scheduler.now - host.process.ahead_s)
+        if late_s > _SLACK_S:
+            raise Violation(f"the driver of {host.name} sleeps {late_s:.3f} s beyond its next deadline")
+
+    # At the end.
+
+    def at_end(self) -> None:
+        """Every node that lives is closed, and what was under way has had its time to land."""
+        self._are_left_alone()
+        for handle, seen in self.seen.items():
+            host = seen.host
+            if host.ended:
+                continue
+            if handle.state not in ENDED:
+                raise Violation(f"room {handle.id!r} at {host.name} has not ended, and its node is closed")
+            if host.gave_back and not handle.released:
+                raise Violation(f"room {handle.id!r} at {host.name} is not released, and its node gave all back")
+            if self._world.scenario.calm and handle.state is not State.SUCCESS:
+                raise Violation(f"room {handle.id!r} at {host.name} failed, and nothing went wrong: {handle.error}")
+        for host in self._world.hosts:
+            if host.ended or host.node is None:
+                continue
+            if host.node.driver.failure is not None:
+                raise Violation(f"the driver of {host.name} failed") from host.node.driver.failure
+            self._ends_its_threads(host)
+            if host.gave_back and (len(host.node.roster) or len(host.node.lent)):
+                raise Violation(f"{host.name} gave all back, and holds rooms or rows")
+            if self._world.scenario.calm and not host.gave_back:
+                raise Violation(f"{host.name} kept its memory, and nothing went wrong")
+        self._complain_of_nothing_else()
+
+    def _ends_its_threads(self, host: Host) -> None:
+        process: Process = host.process
+        for task in self._world.scheduler.tasks:
+            if task.process is process and task.name.startswith("pdstage-") and not task.done:
+                raise Violation(f"{task.name} of {host.name} outlives its node: it waits for {task.waits_for}")
+
+    def _complain_of_nothing_else(self) -> None:
+        world = self._world
+        expected = {
+            "closed while": not world.scenario.calm,
+            "a lookup at": world.bootstrap.n_broken > 0,
+            "the lease at": world.bootstrap.n_broken > 0,
+            "a copy failed": world.n_bad_copies > 0,
+        }
+        for record in world.errors:
+            if not any(record.getMessage().startswith(begin) and may for begin, may in expected.items()):
+                error = record.exc_info[1] if record.exc_info else None
+                raise Violation(f"an error was logged: {record.getMessage()}: {error!r}") from error
