@@ -170,9 +170,8 @@ class Roster:
         return len(self._handles)
 
     def add(self, room: Room, handle: Handle) -> None:
+        """A room that is new at the core: what it has come to already is told by the next `changed`."""
         self._handles[room] = handle
-        handle.status = room.status
-        self._n_changes += 1
 
     def of(self, room: Room) -> Handle | None:
         """The room's handle, until the room is released."""

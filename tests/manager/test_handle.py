@@ -60,6 +60,22 @@ def test_each_change_is_in_the_next_answer() -> None:
     assert answers == [(State.SUCCESS, 0), (State.SUCCESS, 1), (State.SUCCESS, 1)]
 
 
+def test_a_room_that_ended_before_it_had_a_handle() -> None:
+    """Its peers may have given it up before: it is told by the change, its error first, and among the completions
+    (found by the simulator of whole nodes).
+    """
+    roster, room = Roster(), Room(b"s1")
+    handle = Handle(None, room)  # type: ignore[arg-type]
+    room.on(RoomEvent.FAILED, Aborted("its destination says so"))
+    room.release()
+    roster.add(room, handle)
+    assert (handle.state, handle.error) == (State.BOOTSTRAPPING, None)
+    roster.changed(room, room.status)
+    assert (handle.state, handle.released, handle.error) == (State.FAILED, True, room.error)
+    assert roster.take_ended() == [handle]
+    assert not len(roster)
+
+
 def test_the_minimum_over_ranks_is_the_state_of_all() -> None:
     """All ranks must free in the same step: released only where it is released on each."""
     ranks = [make(3) for _ in range(2)]

@@ -13,7 +13,7 @@ import numpy as np
 from pdstage.manager.decode import Receiver
 from pdstage.manager.handle import Handle
 from pdstage.protocol.state import State
-from tests.sim.manager.scheduler import Process, Task, Violation
+from tests.sim.manager.scheduler import Process, Violation
 
 if TYPE_CHECKING:
     from pdstage.manager.node import Node
@@ -24,7 +24,7 @@ ENDED = (State.SUCCESS, State.FAILED)
 REUSED = 0xA5
 """What an engine writes into memory that was given back to it."""
 _ASLEEP = ("its socket", "a queue", "its event loop", "an event", "a condition", "a directory", "an engine's time")
-_SLACK_S = 5e-3
+_SLACK_S = 1e-3
 
 
 @dataclass(eq=False)
@@ -126,14 +126,14 @@ class Checks:
             self._nobody_is_forgotten(host, host.node)
             for task in tasks:
                 if task.name == "pdstage-node" and task.waits_for == "its socket":
-                    self._sleeps_over_nothing(host, host.node, task)
+                    self._sleeps_over_nothing(host, host.node)
 
     def _nobody_is_forgotten(self, host: Host, node: Node) -> None:
         for waiter in node.roster._waiters:
             if waiter.done():
-                raise Violation(f"somebody at {host.name} waits for what is there already, and nobody wakes him")
+                raise Violation(f"{self._world.scheduler.stacks()}\nsomebody at {host.name} waits for what is there already, and nobody wakes him")
 
-    def _sleeps_over_nothing(self, host: Host, node: Node, task: Task) -> None:
+    def _sleeps_over_nothing(self, host: Host, node: Node) -> None:
         driver, core = node.driver, node.core
         left = {
             "effects": driver._kept or core.endpoint._effects,
@@ -146,11 +146,9 @@ class Checks:
         for what, held in left.items():
             if held:
                 raise Violation(f"the driver of {host.name} sleeps over {what}: {list(held)[:3]}")
-        scheduler, next_at = self._world.scheduler, core.next_at()
-        if next_at is None or task.until is None or host.process.jumped:
-            return
-        late_s = (task.until - scheduler.now) - (next_at - scheduler.now - host.process.ahead_s)
-        if late_s > _SLACK_S:
+        next_at = core.next_at()
+        if next_at is not None and next_at < driver._until_at - _SLACK_S:
+            late_s = driver._until_at - next_at
             raise Violation(f"the driver of {host.name} sleeps {late_s:.3f} s beyond its next deadline")
 
     # At the end.

@@ -127,6 +127,8 @@ class Engines:
         node, rank = host.node, host.rank
         with self._until_closed(host):
             self._pass(host, room.send_s)
+            if host.closed:
+                return
             pages = rank.allocate(room.tokens)
             rank.write(number, room.tokens, pages)
             sender = node.send(room.name)

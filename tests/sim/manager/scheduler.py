@@ -49,8 +49,6 @@ class Process:
     stopped: int = 0
     """By how many causes it is stopped now."""
     dead: bool = False
-    jumped: bool = False
-    """Whether its clock ever went ahead by itself."""
 
     @property
     def runs(self) -> bool:
@@ -93,7 +91,7 @@ class Scheduler:
         self._n = itertools.count()
         self._ended = _thread.allocate_lock()
         self._ended.acquire()
-        self._lines_left = self._until_line()
+        self._lines_left, self._lines_count = self._until_line(), True
         self._threads: list[threading.Thread] = []
 
     # Running.
@@ -229,6 +227,14 @@ class Scheduler:
         return bool(self._events) and self._events[0][0] <= self.now
 
     def _next(self) -> Task:
+        """Nothing that is called from here gives way, at whichever line."""
+        self._lines_count = False
+        try:
+            return self._drawn()
+        finally:
+            self._lines_count = True
+
+    def _drawn(self) -> Task:
         while True:
             while self._is_due():
                 heapq.heappop(self._events)[2]()
@@ -265,7 +271,7 @@ class Scheduler:
         return self._at_line if frame.f_code.co_filename in _WATCHED else None
 
     def _at_line(self, frame: FrameType, event: str, arg: object) -> object:
-        if event == "line":
+        if event == "line" and self._lines_count:
             self._lines_left -= 1
             if self._lines_left <= 0:
                 self._lines_left = self._until_line()

@@ -120,7 +120,6 @@ class World:
     def jump(self, host: Host, by_s: float) -> None:
         """Its clock goes ahead, as where a virtual machine was suspended."""
         host.process.ahead_s += by_s
-        host.process.jumped = True
         self.lost_s += by_s
 
     def cut(self, host: Host, for_s: float) -> None:
