@@ -143,6 +143,14 @@ class Handle:
         return self.state
 
 
+class _Polled(NamedTuple):
+    """An answer of `Roster.statuses`, and what it answers: `at` the roster's number of changes."""
+
+    at: int
+    handles: Sequence[Handle]
+    statuses: npt.NDArray[np.uint8]
+
+
 MAX_ENDED = 65_536
 """Ended rooms that are kept for `completions`: an engine that never asks for them must not pay for each (I14)."""
 
@@ -162,9 +170,7 @@ class Roster:
         self._of_any_end: list[Waiter] = []
         self._due: deque[list[Waiter]] = deque()  # of what changed since the last `ring`
         self._n_changes = 0
-        self._polled_at = -1
-        self._polled: Sequence[Handle] = []
-        self._statuses = np.empty(0, np.uint8)
+        self._polled = _Polled(-1, [], np.empty(0, np.uint8))  # replaced as a whole: several threads may poll
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -232,11 +238,11 @@ class Roster:
 
     def statuses(self, handles: Sequence[Handle]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
         """(states, released) of `handles`; remembered while neither they nor any room changes."""
-        changes = self._n_changes  # read first: a change meanwhile makes the answer old, not wrong for long
-        if changes != self._polled_at or handles != self._polled:
-            self._polled_at, self._polled = changes, list(handles)
-            self._statuses = np.frombuffer(bytes([handle.status for handle in handles]), np.uint8)
-        return (self._statuses & 0x7F).view(np.int8), self._statuses >> np.uint8(7)
+        changes, polled = self._n_changes, self._polled  # first: a change meanwhile makes the answer old, not wrong
+        if changes != polled.at or handles != polled.handles:
+            statuses = np.frombuffer(bytes([handle.status for handle in handles]), np.uint8)
+            self._polled = polled = _Polled(changes, list(handles), statuses)
+        return (polled.statuses & 0x7F).view(np.int8), polled.statuses >> np.uint8(7)
 
     def ring(self) -> None:
         """Wakes each of those who wait for a room that changed, if what they wait for is there: any other would only
