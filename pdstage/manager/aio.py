@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
-    from contextlib import AbstractContextManager
 
     from pdstage.manager.handle import Handle, Roster
 
@@ -35,7 +34,7 @@ class Turns(Protocol):
     inline: bool
     pumps: Pumps
 
-    def use(self) -> AbstractContextManager[object]: ...
+    def check(self) -> None: ...
 
     def look(self) -> Wakeup | None:
         """A turn; None if another thread is in one."""
@@ -129,7 +128,7 @@ async def until(
         except RuntimeError:  # the loop was closed, and nobody will come back here
             stack.close()
 
-    turns.use()
+    turns.check()
     with stack:
         stack.enter_context(roster.waiting(handle, done, wake))
         if turns.inline:
@@ -137,7 +136,7 @@ async def until(
         try:
             async with asyncio.timeout(timeout_s):
                 while not done():
-                    turns.use()
+                    turns.check()
                     await changed.wait()
                     changed.clear()
         except TimeoutError:

@@ -201,6 +201,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         adverts = self.directory.cached(prefill, dp_rank, instance)
         client = self.directory.client(prefill) if adverts is None else None
         with self.driver.use():
+            self.driver.check_begins()
             now = time.monotonic()
             announced = self.core.announce(room_key(room), None, now, deadline_s=deadline_s)
             receiver = Receiver(self, announced)

@@ -161,9 +161,10 @@ class Driver:
         self.sessions = Sessions(node, self.lock)
         self.turning = Turning()
         self.pumps = Pumps()
+        self.acting = threading.Lock()  # who takes effects and carries them out, so that frames leave in their order
+        self.ending = False  # no room begins any more; under the lock, as `closed`
         self.closed = False
         self.failure: BaseException | None = None
-        self._acting = threading.Lock()  # who takes effects and carries them out, so that frames leave in their order
         self._switch_interval_s = switch_interval_s
         self._thread: threading.Thread | None = None
         self._n_forks = _n_forks
@@ -205,7 +206,8 @@ class Driver:
             while not self.closed and self.failure is None and _ends_at is None:
                 self.turn(self.longest_s())
         except BaseException:
-            log.exception("the node's thread ended")
+            if self.failure is not None or not self.closed:  # else closed just before a turn, which refused
+                log.exception("the node's thread ended")
 
     # A turn.
 
@@ -214,7 +216,7 @@ class Driver:
 
         False if another thread is in one: it is woken, and will do what there is to do.
         """
-        self.use()
+        self.check()
         token = object()
         try:
             if not self.turning.take(token):
@@ -236,7 +238,7 @@ class Driver:
     def _turn(self, ready: Ready) -> None:
         node = self._node
         try:
-            with self._acting:
+            with self.acting:
                 while True:
                     again = self._carry_out(self._feed(ready))
                     self.sessions.check_lost()
@@ -436,14 +438,24 @@ class Driver:
     # What engines' calls do.
 
     def use(self) -> AbstractContextManager[object]:
-        """The lock, for a call of the engine; raises `UsageError` once the node is closed, has failed, or in a fork."""
+        """The lock, for a call of the engine; raises as `check` does."""
+        self.check()
+        return self.lock
+
+    def check(self) -> None:
+        """Raises `UsageError` once the node is closed, has failed, or in a fork."""
         if _n_forks != self._n_forks:
             raise UsageError("a node was used in a forked child", remedy="make the node after the fork")
         if self.closed:
-            raise UsageError("this node is closed", remedy="make a new one")
+            raise _is_closed()
         if self.failure is not None:
             raise UsageError("this node failed before", remedy="close it and make a new one") from self.failure
-        return self.lock
+
+    def check_begins(self) -> None:
+        """Under the lock, as a room begins: raises as `check` does, and once the node closes; nobody would end it."""
+        self.check()
+        if self.ending:
+            raise _is_closed()
 
     def kick(self) -> None:
         """After the engine gave the core something: carries that out now, or wakes the thread that does.
@@ -451,10 +463,10 @@ class Driver:
         What peers have said meanwhile waits for the next poll: an engine makes many calls between two of them.
         """
         wake = True
-        if not self._acting.locked():  # who takes it meanwhile, in another thread, is waited for
+        if not self.acting.locked():  # who takes it meanwhile, in another thread, is waited for
             try:
-                with self._acting:
-                    wake = self._push()
+                with self.acting:
+                    wake = not self.closed and self._push()  # else what is left is the last turn's
             except BaseException as error:
                 self.fail(error)
                 raise
@@ -487,10 +499,11 @@ class Driver:
         """Ends the thread, then turns once more: what closing asked for and a thread about to end left undone. May be
         repeated.
         """
-        self.closed = True
+        with self.lock:
+            self.closed = True
         self._node.socket.wake()
         self._join(None)
-        if self.failure is not None:
+        if self.failure is not None or self._node.socket.closed:
             return
         token = object()
         try:
@@ -515,3 +528,7 @@ class Driver:
         if self._node.observed is not None:
             self._node.observed.broke(failed)
             self._node.observed.tell()  # no turn follows
+
+
+def _is_closed() -> UsageError:
+    return UsageError("this node is closed", remedy="make a new one")

@@ -226,7 +226,7 @@ class _Publication:
             self._thread.join(_END_S)
         except RuntimeError:  # not begun: what was published, if anything, ends by itself
             return
-        with contextlib.suppress(PdstageError):  # the directory is gone: the lease ends by itself
+        with contextlib.suppress(Exception):  # whatever it is, the lease ends by itself
             self._client.withdraw(self._advert())
 
     def _run(self) -> None:

@@ -88,6 +88,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             self.observed = Observation(origin, self.observers)
         self._closing = threading.RLock()
         self._gave_back: bool | None = None
+        """What `close` came to, once it is over."""
         self.metadata = options.metadata
         self.lent = LentRows(options.metadata)
         writes = self.role == "prefill"
@@ -162,7 +163,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
 
     def progress_inline(self) -> None:
         """A turn, if turns are the engine's to make."""
-        self.driver.use()
+        self.driver.check()
         if self.driver.inline:
             self.driver.turn()
 
@@ -174,7 +175,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         timeout_s = arguments.timeout("timeout_s", timeout_s)
         deadline_at = None if timeout_s is None else time.monotonic() + timeout_s
         while not done():
-            self.driver.use()
+            self.driver.check()
             left_s = 1.0 if deadline_at is None else deadline_at - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError(f"room {handle.id!r} did not get there in {timeout_s:g} s")
@@ -290,23 +291,28 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         In a forked child it ends nothing, since all of it is the parent's, and is True.
         """
         patience_s = arguments.timeout("timeout_s", timeout_s)
-        driver = self.driver
-        if driver.was_forked:
+        if self.driver.was_forked:
             return True
-        with self._closing:
+        with self._closing:  # another thread that closes it waits for the same answer
             if self._gave_back is None:
-                self.directory.close()
-                if driver.failure is None and not driver.closed:
-                    self._close_rooms(math.inf if patience_s is None else patience_s)
-                driver.end()
-                self._copy_thread.close()
-                self._gave_back = self._give_back()
-                self.roster.ring_all()
-                if self.observed is not None:
-                    self.observed.tell()
-                if self.journal is not None:
-                    self.journal.close(free=self._gave_back, in_order=driver.failure is None)
-        return bool(self._gave_back)
+                self._gave_back = self._close(math.inf if patience_s is None else patience_s)
+            return self._gave_back
+
+    def _close(self, patience_s: float) -> bool:
+        """Goes on where an earlier call was interrupted."""
+        driver = self.driver
+        self.directory.close()
+        if driver.failure is None and not driver.closed:
+            self._close_rooms(patience_s)
+        driver.end()
+        self._copy_thread.close()
+        free = self._give_back()
+        self.roster.ring_all()
+        if self.observed is not None:
+            self.observed.tell()
+        if self.journal is not None:
+            self.journal.close(free=free, in_order=driver.failure is None)
+        return free
 
     def _give_back(self) -> bool:
         """Whether nobody uses this node's memory any more: then it is given back, and all else in any case."""
@@ -320,9 +326,10 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             _kept_for_ever.append((self.memory, self.pool, self.metadata))
         token = object()
         try:
-            driver.turning.wait(token)  # another thread's turn ends, and none begins
-            self.transport.close()
-            self.socket.close()
+            driver.turning.wait(token)
+            with driver.acting:  # what another thread does ends, and nothing begins
+                self.transport.close()
+                self.socket.close()
         finally:
             if driver.turning.holder is token:
                 driver.turning.holder = None
@@ -337,6 +344,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
     def _close_rooms(self, timeout_s: float) -> None:
         deadline_at, driver = time.monotonic() + timeout_s, self.driver
         with driver.lock:
+            driver.ending = True
             self.core.close(time.monotonic())
         driver.kick()
         while not self.core.idle and time.monotonic() < deadline_at:

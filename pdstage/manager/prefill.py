@@ -253,6 +253,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     def send(self, room: RoomId) -> Sender:
         """This rank will send `room`: its chunks follow. Raises `UsageError` if it is being sent already."""
         with self.driver.use():
+            self.driver.check_begins()
             out = self.core.submit(room_key(room), time.monotonic())
             sender = Sender(self, out)
             self.roster.add(out, sender)

@@ -83,7 +83,7 @@ def run(data: bytes) -> None:
 
 def _hear(node: Node, route: bytes, frame: bytes) -> None:
     """As a turn does with what its socket gave."""
-    with node.driver._acting, node.driver.lock:
+    with node.driver.acting, node.driver.lock:
         node.core.receive(route, frame, time.monotonic())
 
 

@@ -16,7 +16,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from pdstage import State
+from pdstage import State, UsageError
+from pdstage.control.bootstrap import BootstrapClient
 from pdstage.manager import node as node_module
 from tests import descriptors
 from tests.chaos import account
@@ -237,3 +238,107 @@ def test_a_room_whose_prefill_is_still_looked_up_fails_when_its_node_closes(site
     assert receiver.state is State.FAILED
     assert receiver.released
     assert "the node closes" in str(receiver.error)
+
+
+def test_two_threads_that_close_a_node_get_one_answer(site, monkeypatch):
+    """The second waits until the first has given everything back (found by the simulator of whole nodes)."""
+    d, answers = site.decode(Rank()), []
+    other, close = threading.Thread(target=lambda: answers.append(d.close())), d._copy_thread.close
+
+    def close_copies() -> None:
+        if not other.is_alive():
+            other.start()
+            other.join(0.2)  # what it can do while the first is in the middle
+        assert answers == []
+        close()
+
+    monkeypatch.setattr(d._copy_thread, "close", close_copies)
+    assert d.close()
+    other.join()
+    assert answers == [True]
+    assert d.socket.closed
+
+
+def test_a_close_that_was_interrupted_is_gone_on_with(site, monkeypatch):
+    d = site.decode(Rank())
+
+    def interrupted() -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(d._copy_thread, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        d.close()
+    assert not d.socket.closed
+    assert d.close()
+    assert d.socket.closed
+
+
+@pytest.mark.parametrize("progress", ["inline", "thread"])
+def test_a_call_that_comes_just_as_the_node_is_closed(site, monkeypatch, progress):
+    """After it was seen to be open, before it had the lock (found by the simulator of whole nodes)."""
+    p = site.prefill(Rank(), progress=progress)
+    use = p.driver.use
+
+    def use_and_close():
+        held = use()
+        monkeypatch.undo()
+        other = threading.Thread(target=p.close)
+        other.start()
+        other.join()
+        return held
+
+    monkeypatch.setattr(p.driver, "use", use_and_close)
+    with pytest.raises(UsageError, match="closed"):
+        p.send(1)
+    assert p.handles() == []
+
+
+def test_no_room_begins_while_its_node_closes(site, monkeypatch):
+    """It would never end: rooms were failed before (found by the simulator of whole nodes)."""
+    p = site.prefill(Rank())
+    kick, refused = p.driver.kick, []
+
+    def send_first() -> None:
+        monkeypatch.undo()
+        with pytest.raises(UsageError, match="closed") as caught:
+            p.send(1)
+        refused.append(caught.value)
+        kick()
+
+    monkeypatch.setattr(p.driver, "kick", send_first)
+    assert p.close()
+    assert len(refused) == 1
+    assert p.handles() == []
+
+
+def test_a_thread_that_is_closed_between_two_turns_complains_of_nothing(site, monkeypatch, caplog):
+    """Found by the simulator of whole nodes."""
+    d = site.decode(Rank(), progress="thread")
+    longest_s = d.driver.longest_s
+
+    def close_first() -> float:
+        d.driver.closed = True
+        return longest_s()
+
+    monkeypatch.setattr(d.driver, "longest_s", close_first)
+    d.socket.wake()
+    d.driver._thread.join()
+    d.driver.closed = False
+    assert d.close()
+    assert caplog.text == ""
+
+
+def test_a_directory_client_that_breaks_keeps_no_node_from_its_close(site, monkeypatch):
+    """Nor one that is not made yet (found by the simulator of whole nodes)."""
+    p = site.prefill(Rank())
+    broken = mock.Mock(side_effect=ValueError("the client's own"))
+    monkeypatch.setattr(BootstrapClient, "withdraw", broken)
+    assert p.close()
+    assert p.socket.closed
+    monkeypatch.setattr(BootstrapClient, "publish", broken)
+    before = held()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="the client's own"):
+            prefill_node(Rank(), site.address)
+    assert not leaks(before, 3)
