@@ -82,7 +82,7 @@ class Engines:
         for _ in range(_TRIES):
             try:
                 host.node = self._world.make(host)
-            except PdstageError:
+            except (PdstageError, ValueError):  # what the directory's client was scripted to raise
                 self._scheduler.block("an engine's time", 0.05)
             else:
                 return

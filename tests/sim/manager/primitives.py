@@ -13,6 +13,9 @@ from types import SimpleNamespace
 
 from tests.sim.manager.scheduler import Scheduler, Task
 
+_SWITCH_S = 5e-3
+"""Python's switch interval."""
+
 
 class Lock:
     """`threading.Lock`, or with `again` an `RLock`."""
@@ -33,7 +36,10 @@ class Lock:
         until = None if timeout < 0 else scheduler.now + timeout
         while self.owner is not None:
             left_s = None if until is None else until - scheduler.now
-            if not blocking or (left_s is not None and left_s <= 0):
+            if not blocking:
+                scheduler.block("a switch", _SWITCH_S)  # whoever tries in a loop is not alone
+                return False
+            if left_s is not None and left_s <= 0:
                 return False
             self._waiting.append(me)
             scheduler.block("a lock", left_s)
@@ -43,6 +49,8 @@ class Lock:
         return True
 
     def release(self) -> None:
+        if self._scheduler.over:
+            return
         assert self.owner is self._scheduler.current or not self._again, "released by another thread"
         assert self.owner is not None, "released, and held by nobody"
         self._depth -= 1

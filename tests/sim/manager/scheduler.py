@@ -127,7 +127,8 @@ class Scheduler:
             except Over:
                 pass
             except BaseException as error:  # noqa: BLE001  (of any thread: the run has failed)
-                self._fail(error)
+                if not self.over:
+                    self._fail(error)
             finally:
                 sys.settrace(None)
                 self._leave(task)

@@ -152,14 +152,14 @@ class World:
 
             for module in _TIMED:
                 put(module, time=clock)
-            for module in (driver, lookup, copy_thread):
+            for module in (driver, lookup, copy_thread, node):
                 put(module, threading=threads)
             for module in (handle, copy_thread):
                 put(module, queue=queues)
             put(aio, select=select_of(self.network))
             put(lookup, random=primitives.random_of(self.rng), BootstrapClient=self.bootstrap.client)
             put(node, secrets=primitives.secrets_of(self.rng), ControlSocket=self._socket, _LOOK_S=1e9)
-            put(driver, _LARGE_NBYTES=scenario.large_nbytes)
+            put(driver, _LARGE_NBYTES=scenario.large_nbytes, _NAP_S=5e-3, _PATIENCE_S=1e-2)  # fewer steps
             put(pdstage.stager, _LARGE_NBYTES=scenario.large_nbytes, _copy_all=self._copying(pdstage.stager._copy_all))
             put(state, strict=True)
             put(log, handlers=[listener], propagate=False, level=logging.ERROR)
