@@ -30,6 +30,8 @@ from typing import NamedTuple
 
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "pdstage"
 SEARCH = "simulation"
+NODES = "tests.sim.manager"
+"""The search of whole nodes, threads included, for what the cores' own does not run."""
 N_STEPS = 400
 N_SEEDS = 600
 """Runs of the search before a mutant counts as unseen: its budget, whatever the machine."""
@@ -44,7 +46,8 @@ class Mutant:
     """`old`, found once in the one `function` of that name that has it, becomes `new`; that breaks `rule`.
 
     `function` may be a class, a constant of a module, or `Class.method` where the method's name alone names several.
-    The search must see it; or, where no schedule can or only one in hundreds does, the test file `shown_by`.
+    The search must see it; or, where no schedule can or only one in hundreds does, the test file `shown_by`. With
+    `NODES` there the search of whole nodes must.
     """
 
     name: str
@@ -94,7 +97,7 @@ def _all_definitions() -> dict[str, list[Place]]:
         def visit(node: ast.AST, outer: str, path: Path = path, text: str = text, starts: list[int] = starts) -> None:
             for inner in ast.iter_child_nodes(node):
                 match inner:
-                    case ast.FunctionDef() | ast.ClassDef():
+                    case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                         name = inner.name
                     case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
                         pass
@@ -130,22 +133,28 @@ def everyone() -> list[Mutant]:
         bugs_aux,
         bugs_engine,
         bugs_leases,
+        bugs_nodes,
         bugs_parting,
         bugs_rooms,
         bugs_sessions,
         bugs_unseen,
     )
 
-    modules = (bugs_leases, bugs_rooms, bugs_sessions, bugs_parting, bugs_engine, bugs_aux, bugs_unseen)
+    modules = (bugs_leases, bugs_rooms, bugs_sessions, bugs_parting, bugs_engine, bugs_aux, bugs_unseen, bugs_nodes)
     return [mutant for module in modules for mutant in module.MUTANTS]
 
 
-def search(seed: int) -> None:
-    """One run of the whole protocol under faults drawn from `seed`; raises if anything is wrong.
+def search(seed: int, name: str = SEARCH) -> None:
+    """One run of the whole protocol under faults drawn from `seed`, or of whole nodes; raises if anything is wrong.
 
-    The one place that knows which search this is.
+    The one place that knows which searches these are.
     """
-    from tests.sim.run import run  # noqa: PLC0415  (after the finder is in place)
+    if name == NODES:
+        from tests.sim.manager.run import run as run_nodes  # noqa: PLC0415  (after the finder is in place)
+
+        run_nodes(seed)
+        return
+    from tests.sim.run import run  # noqa: PLC0415
 
     run(seed, steps=N_STEPS)
 
@@ -189,7 +198,7 @@ def _child(answer: Connection, patched: tuple[str, str] | None, shown_by: str, n
         if patched is not None:
             sys.meta_path.insert(0, _Finder(*patched))
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
-        verdict = _file(shown_by) if shown_by else _seeds(n_seeds)
+        verdict = _file(shown_by) if shown_by not in ("", NODES) else _seeds(n_seeds, shown_by or SEARCH)
         if patched is not None:
             assert isinstance(sys.modules[patched[0]].__loader__, _Loader), "the changed module was never imported"
         answer.send(verdict)
@@ -197,13 +206,14 @@ def _child(answer: Connection, patched: tuple[str, str] | None, shown_by: str, n
         answer.send(traceback.format_exc())
 
 
-def _seeds(n_seeds: int) -> Verdict:
-    import tests.sim.run  # noqa: F401, PLC0415  (a mutant that cannot be imported is no mutant)
+def _seeds(n_seeds: int, name: str) -> Verdict:
+    import tests.sim.manager.run  # noqa: PLC0415  (a mutant that cannot be imported is no mutant)
+    import tests.sim.run  # noqa: F401, PLC0415
 
     for seed in range(n_seeds):
-        if words := _words(lambda seed=seed: search(seed)):
-            return Verdict(SEARCH, seed, seed + 1, time.process_time(), words)
-    return Verdict(SEARCH, -1, n_seeds, time.process_time(), "")
+        if words := _words(lambda seed=seed: search(seed, name)):
+            return Verdict(name, seed, seed + 1, time.process_time(), words)
+    return Verdict(name, -1, n_seeds, time.process_time(), "")
 
 
 def _file(path: str) -> Verdict:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -13,6 +13,7 @@ import numpy as np
 from pdstage.manager.decode import Receiver
 from pdstage.manager.handle import Handle
 from pdstage.protocol.state import State
+from tests.sim.manager.primitives import Waiters
 from tests.sim.manager.scheduler import Process, Violation
 
 if TYPE_CHECKING:
@@ -25,17 +26,19 @@ REUSED = 0xA5
 """What an engine writes into memory that was given back to it."""
 _ASLEEP = ("its socket", "a queue", "its event loop", "an event", "a condition", "a directory", "an engine's time")
 _SLACK_S = 1e-3
+_OF_THE_LOCK = ("receive", "tick", "lose", "take_effects", "emit", "send", "send_loose")
+"""What an endpoint may be asked only by who has its driver's lock."""
 
 
 @dataclass(eq=False)
 class Seen:
-    """A handle's room: where its data belongs, and every status that the handle had, with its time."""
+    """A handle's room: where its data belongs, and who waits for the handle's next change."""
 
     host: Host
     room: Room
     number: int
     pages: np.ndarray
-    statuses: list[tuple[float, int]] = field(default_factory=list)
+    changed: Waiters
     reused: bool = False
 
 
@@ -45,22 +48,40 @@ class Checks:
         self.seen: dict[Handle, Seen] = {}
         world.scheduler.at_rest.append(self.at_rest)
 
+    # Each use of a core.
+
+    def hold_to_the_lock(self, host: Host, node: Node) -> None:
+        """From here on whoever touches the node's core must have the lock."""
+        scheduler, lock = self._world.scheduler, node.driver.lock
+        for name in _OF_THE_LOCK:
+
+            def alone(*given: object, verb: Callable = getattr(node.core.endpoint, name), **named: object) -> object:
+                if lock.owner is not scheduler.current and not scheduler.over:  # type: ignore[attr-defined]
+                    scheduler.violate(f"{scheduler.current.name} calls {verb.__name__} of a core without its lock")
+                return verb(*given, **named)
+
+            setattr(node.core.endpoint, name, alone)
+
     # Each change of a handle.
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, whoever writes a handle's status passes here."""
-        slot = Handle.status
+        """Inside, whoever reads or writes a handle's status gives way here, and what is written is looked at."""
+        slot, scheduler = Handle.status, self._world.scheduler
 
-        def change(handle: Handle, status: int) -> None:
-            before = getattr(handle, "began_at", None) and slot.__get__(handle)  # type: ignore[attr-defined]
-            if before is not None:
-                self._may_follow(handle, before, status)
+        def read(handle: Handle) -> int:
+            scheduler.glance("a status is read")
+            return slot.__get__(handle)  # type: ignore[attr-defined, no-any-return]
+
+        def write(handle: Handle, status: int) -> None:
+            if hasattr(handle, "began_at"):  # else it is being made
+                self._may_follow(handle, slot.__get__(handle), status)  # type: ignore[attr-defined]
             slot.__set__(handle, status)  # type: ignore[attr-defined]
             if handle in self.seen:
-                self.seen[handle].statuses.append((self._world.scheduler.now, status))
+                self.seen[handle].changed.wake()
+            scheduler.glance("a status is written")
 
-        with mock.patch.object(Handle, "status", property(slot.__get__, change)):  # type: ignore[attr-defined]
+        with mock.patch.object(Handle, "status", property(read, write)):
             yield
 
     def _may_follow(self, handle: Handle, before: int, after: int) -> None:
@@ -124,6 +145,7 @@ class Checks:
             if any(task.waits_for not in _ASLEEP for task in tasks):
                 continue  # in the middle of something
             self._nobody_is_forgotten(host, host.node)
+            self._no_lookup_is_forgotten(host, host.node)
             for task in tasks:
                 if task.name == "pdstage-node" and task.waits_for == "its socket":
                     self._sleeps_over_nothing(host, host.node)
@@ -132,6 +154,17 @@ class Checks:
         for waiter in node.roster._waiters:
             if waiter.done():
                 raise Violation(f"{self._world.scheduler.stacks()}\nsomebody at {host.name} waits for what is there already, and nobody wakes him")
+
+    def _no_lookup_is_forgotten(self, host: Host, node: Node) -> None:
+        if any(one.kind == "jump" for one in self._world.scenario.disturbances):
+            return  # its waits are durations
+        now = self._world.scheduler.now + host.process.ahead_s
+        for asker in node.directory._askers.values():
+            task = asker.thread.task
+            if task is not None and task.waits_for == "a condition" and asker.waiting:
+                late_s = now + (task.until - self._world.scheduler.now) - asker.waiting[0][0]
+                if late_s > _SLACK_S:
+                    raise Violation(f"{host.name} sleeps {late_s:.3f} s beyond the time to ask {asker.address}")
 
     def _sleeps_over_nothing(self, host: Host, node: Node) -> None:
         driver, core = node.driver, node.core

@@ -11,6 +11,7 @@ from pdstage.errors import PdstageError, UsageError
 from pdstage.protocol.state import State
 from tests.sim.manager.checks import ENDED, Checks, Seen
 from tests.sim.manager.loop import run_in_loop
+from tests.sim.manager.primitives import Waiters
 from tests.sim.manager.scheduler import STEP_S, Task
 from tests.sim.manager.world import CONFIG, DEADLINE_S
 
@@ -85,6 +86,7 @@ class Engines:
             except (PdstageError, ValueError):  # what the directory's client was scripted to raise
                 self._scheduler.block("an engine's time", 0.05)
             else:
+                self._checks.hold_to_the_lock(host, host.node)
                 return
 
     def _serve(self, host: Host) -> None:
@@ -127,7 +129,7 @@ class Engines:
         node, rank = host.node, host.rank
         with self._until_closed(host):
             self._pass(host, room.send_s)
-            if host.closed:
+            if host.gave_back is not None:
                 return
             pages = rank.allocate(room.tokens)
             rank.write(number, room.tokens, pages)
@@ -158,17 +160,19 @@ class Engines:
         return host.node.receive(room.name, room.address, deadline_s=DEADLINE_S)
 
     def _met(self, host: Host, number: int, room: Room, handle: Handle, pages: object) -> None:
-        seen = self._checks.seen[handle] = Seen(host, room, number, pages)
-        seen.statuses.append((self._scheduler.now, handle.status))
+        seen = self._checks.seen[handle] = Seen(host, room, number, pages, Waiters(self._scheduler))
         side, at_s = room.abort
         if side == host.name[0]:
-            self._start(host, f"aborter of {room.name}", partial(self._abort, host, handle, at_s))
+            self._start(host, f"aborter of {room.name}", partial(self._abort, host, handle, seen, at_s))
         if room.watched:
             self._start(host, f"watcher of {room.name}", partial(self._watch, host, handle))
 
-    def _abort(self, host: Host, handle: Handle, at_s: float) -> None:
+    def _abort(self, host: Host, handle: Handle, seen: Seen, at_s: float | None) -> None:
         with self._until_closed(host):
-            self._scheduler.block("an engine's time", at_s)
+            if at_s is not None:
+                self._scheduler.block("an engine's time", at_s)
+            elif not handle.released:
+                seen.changed.wait("an engine's time", 1.0)
             handle.abort("scripted")
 
     def _watch(self, host: Host, handle: Handle) -> None:

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 
 from pdstage.control.zmq import ControlCounters, Ready, route_of
 from pdstage.errors import UsageError
+from pdstage.protocol.wire import decode_head
 from tests.sim.manager.primitives import Waiters
 
 if TYPE_CHECKING:
+    from pdstage.protocol.messages import SessionId
     from tests.sim.manager.loop import Epoll
     from tests.sim.manager.scheduler import Process, Scheduler
 
@@ -155,6 +157,7 @@ class Socket:
         self._inbox: deque[tuple[bytes, list[bytes]]] = deque()
         self._messages, self._wakes = Descriptor(network), Descriptor(network)
         self._receiver = ""
+        self._numbers: dict[SessionId, int] = {}
         self.closed = False
 
     def _use(self, verb: str) -> None:
@@ -209,6 +212,7 @@ class Socket:
 
     def send(self, route: bytes, frames: Sequence[bytes]) -> bool:
         self._use("send")
+        self._keep_order(frames)
         connection = self._by_route.get(route)
         if connection is not None:
             if connection.up:
@@ -222,6 +226,15 @@ class Socket:
             return False
         self.counters.sent += 1
         return True
+
+    def _keep_order(self, frames: Sequence[bytes]) -> None:
+        """A session's frames leave in the order in which the core numbered them."""
+        for frame in frames:
+            session, number = decode_head(frame)
+            if number:
+                if number <= self._numbers.get(session, 0):
+                    self._scheduler.violate(f"frame {number} of a session leaves {self.process.name} too late")
+                self._numbers[session] = number
 
     def arrived(self, route: bytes, frames: list[bytes]) -> None:
         self._inbox.append((route, frames))

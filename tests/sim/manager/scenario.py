@@ -31,8 +31,8 @@ class Room:
     address: str
     waits: tuple[str, str]
     """At prefill, at decode."""
-    abort: tuple[str, float] = ("", 0.0)
-    """By which side's second thread, and when."""
+    abort: tuple[str, float | None] = ("", 0.0)
+    """By which side's second thread, and when; None: just as the handle changes for the first time."""
     watched: bool = False
     """A second thread of each side polls the room meanwhile."""
 
@@ -65,6 +65,7 @@ class Scenario:
     ahead_s: dict[str, float]
     switches: float
     lines: float
+    deep: bool
     delays: Delays
     faults: Faults
     answers: Answers
@@ -116,6 +117,7 @@ def draw(seed: int) -> Scenario:
         ahead_s={name: rng.choice([0.0, 5.0, 1e6]) for name in names},
         switches=rng.choice([0.02, 0.1, 0.4]),
         lines=rng.choice([0.0, 0.0, 0.002, 0.02]),
+        deep=chance() < 0.3,
         delays=Delays(late=rate(0.1)),
         faults=Faults(slow=rate(0.3), refuse=rate(0.2), fail=rate(0.3), lose_tag=rate(0.2)),
         answers=Answers(none=rate(0.5), wrong=rate(0.2), broken=rate(0.2), late=rate(0.5)),
@@ -144,7 +146,7 @@ def _room(rng: random.Random, n: int, calm: bool) -> Room:
         chunk_s=soon(),
         address=rng.choice(["one:1", "two:1"]),
         waits=(rng.choice(WAITS), rng.choice(WAITS)),
-        abort=("", 0.0) if calm or rng.random() < 0.7 else (rng.choice("pd"), soon()),
+        abort=("", 0.0) if calm or rng.random() < 0.6 else (rng.choice("pd"), rng.choice([None, soon()])),
         watched=rng.random() < 0.3,
     )
 

@@ -23,9 +23,8 @@ from pathlib import Path
 from types import FrameType
 
 PDSTAGE = Path(__file__).resolve().parents[3] / "pdstage"
-_WATCHED = frozenset(
-    str(path) for path in [*(PDSTAGE / "manager").glob("*.py"), PDSTAGE / "protocol" / "room.py"]
-)
+_MANAGER = frozenset(str(path) for path in [*(PDSTAGE / "manager").glob("*.py"), PDSTAGE / "protocol" / "room.py"])
+_CORES = _MANAGER | frozenset(str(path) for path in (PDSTAGE / "protocol").glob("*.py"))
 STEP_S = 5e-6
 _STUCK_S = 120.0
 """Real seconds after which a run that neither ends nor fails has met something that the scheduler does not know."""
@@ -72,10 +71,13 @@ class Task:
 
 
 class Scheduler:
-    """One run. `switches` is the chance that another thread goes on at a pause, `lines` that at a line."""
+    """One run. `switches` is the chance that another thread goes on at a pause, `lines` that at a line: of the
+    manager's modules, or if `deep` of the protocol's too.
+    """
 
-    def __init__(self, seed: int, *, switches: float, lines: float, max_steps: int) -> None:
+    def __init__(self, seed: int, *, switches: float, lines: float, deep: bool, max_steps: int) -> None:
         self._rng = random.Random(f"scheduler {seed}")
+        self._watched = _CORES if deep else _MANAGER
         self._switches, self._lines, self._max_steps = switches, lines, max_steps
         self.now = 0.0
         self.n_steps = 0
@@ -91,7 +93,7 @@ class Scheduler:
         self._n = itertools.count()
         self._ended = _thread.allocate_lock()
         self._ended.acquire()
-        self._lines_left, self._lines_count = self._until_line(), True
+        self._lines_left, self._gives_way = self._until_line(), True
         self._threads: list[threading.Thread] = []
 
     # Running.
@@ -185,6 +187,11 @@ class Scheduler:
             return
         self._give_way(me)
 
+    def glance(self, where: str) -> None:
+        """As `pause`, of what is read and written everywhere: also by checks, which do not give way."""
+        if self._gives_way and self._current is not None and self._current.ident == threading.get_ident():
+            self.pause(where)
+
     def block(self, what: str, timeout_s: float | None = None) -> bool:
         """Waits until `wake`, or `timeout_s` is over; whether it was woken."""
         self._check_over()
@@ -229,11 +236,11 @@ class Scheduler:
 
     def _next(self) -> Task:
         """Nothing that is called from here gives way, at whichever line."""
-        self._lines_count = False
+        self._gives_way = False
         try:
             return self._drawn()
         finally:
-            self._lines_count = True
+            self._gives_way = True
 
     def _drawn(self) -> Task:
         while True:
@@ -269,10 +276,10 @@ class Scheduler:
         return 1 + int(self._rng.expovariate(self._lines)) if self._lines else 1 << 62
 
     def _traced(self, frame: FrameType, event: str, arg: object) -> object:
-        return self._at_line if frame.f_code.co_filename in _WATCHED else None
+        return self._at_line if frame.f_code.co_filename in self._watched else None
 
     def _at_line(self, frame: FrameType, event: str, arg: object) -> object:
-        if event == "line" and self._lines_count:
+        if event == "line" and self._gives_way:
             self._lines_left -= 1
             if self._lines_left <= 0:
                 self._lines_left = self._until_line()

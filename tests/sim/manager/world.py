@@ -71,7 +71,7 @@ class World:
         self.scenario = scenario
         self.rng = random.Random(f"world {scenario.seed}")
         self.scheduler = Scheduler(
-            scenario.seed, switches=scenario.switches, lines=scenario.lines, max_steps=_MAX_STEPS
+            scenario.seed, switches=scenario.switches, lines=scenario.lines, deep=scenario.deep, max_steps=_MAX_STEPS
         )
         self.network = Network(self.scheduler, self.rng, scenario.delays)
         self.fabric = Fabric(self.scheduler, self.network, self.rng, scenario.faults)
