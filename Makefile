@@ -98,9 +98,11 @@ test-e2e: $(WHOLE_ENGINES:%=$(ENGINE_VENVS)/%-cpu/.pdstage-setup)  ## Test real 
 fuzz: $(STAMP)  ## Feed one target hostile input for long (ARGS="--target messages --runs 1000000").
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
-# Given arguments, they are the simulator's. Else what CI runs: seeds, then small worlds in all their states.
+# Given arguments, they are the simulator's. Else what CI runs: seeds, of cores and of whole nodes, then small worlds in all
+# their states.
 sim: $(STAMP)  ## Simulate 2,000 seeds of faults and explore small worlds exhaustively (ARGS="--seed 7 --replay").
 	$(BIN)/pdstage sim $(ARGS)
+	$(if $(ARGS),,$(BIN)/python -m tests.sim.manager --seeds 1000)
 	$(if $(ARGS),,$(BIN)/python -m tests.sim.explore)
 
 mutants: $(STAMP)  ## Try every deliberate bug of the protocol, each of which something must see (ARGS="NAME").

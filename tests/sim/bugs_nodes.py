@@ -118,14 +118,6 @@ MUTANTS = [
         NODES,
     ),
     Mutant(
-        "a call goes on after the close",
-        "11 close",
-        "_Use.__enter__",
-        "            self._driver.check()\n",
-        "            pass\n",
-        NODES,
-    ),
-    Mutant(
         "a room begins while its node closes",
         "11 close",
         "Driver.check_begins",

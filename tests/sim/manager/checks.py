@@ -32,13 +32,13 @@ _OF_THE_LOCK = ("receive", "tick", "lose", "take_effects", "emit", "send", "send
 
 @dataclass(eq=False)
 class Seen:
-    """A handle's room: where its data belongs, and who waits for the handle's next change."""
+    """A handle's room: where its data belongs, and who begins something just as the handle changes."""
 
     host: Host
     room: Room
     number: int
     pages: np.ndarray
-    changed: Waiters
+    changes: Waiters
     reused: bool = False
 
 
@@ -46,6 +46,8 @@ class Checks:
     def __init__(self, world: World) -> None:
         self._world = world
         self.seen: dict[Handle, Seen] = {}
+        self.intruders: list[tuple[Host, Handle]] = []
+        """Rooms that were begun while their node was closed."""
         world.scheduler.at_rest.append(self.at_rest)
 
     # Each use of a core.
@@ -70,16 +72,18 @@ class Checks:
         slot, scheduler = Handle.status, self._world.scheduler
 
         def read(handle: Handle) -> int:
-            scheduler.glance("a status is read")
-            return slot.__get__(handle)  # type: ignore[attr-defined, no-any-return]
+            status: int = slot.__get__(handle)  # type: ignore[attr-defined]
+            scheduler.glance("a status was read")
+            return status
 
         def write(handle: Handle, status: int) -> None:
             if hasattr(handle, "began_at"):  # else it is being made
                 self._may_follow(handle, slot.__get__(handle), status)  # type: ignore[attr-defined]
-            slot.__set__(handle, status)  # type: ignore[attr-defined]
             if handle in self.seen:
-                self.seen[handle].changed.wake()
+                self.seen[handle].changes.wake()
             scheduler.glance("a status is written")
+            slot.__set__(handle, status)  # type: ignore[attr-defined]
+            scheduler.glance("a status was written")
 
         with mock.patch.object(Handle, "status", property(read, write)):
             yield
@@ -195,10 +199,16 @@ class Checks:
                 continue
             if handle.state not in ENDED:
                 raise Violation(f"room {handle.id!r} at {host.name} has not ended, and its node is closed")
+            (state,), (released,) = host.node.roster.statuses([handle])
+            if (state, released) != (handle.state, handle.released):
+                raise Violation(f"poll_many says {state} {released} of room {handle.id!r}, which is {handle.state}")
             if host.gave_back and not handle.released:
                 raise Violation(f"room {handle.id!r} at {host.name} is not released, and its node gave all back")
             if self._world.scenario.calm and handle.state is not State.SUCCESS:
                 raise Violation(f"room {handle.id!r} at {host.name} failed, and nothing went wrong: {handle.error}")
+        for host, handle in self.intruders:
+            if not host.ended and handle.state not in ENDED:
+                raise Violation(f"room {handle.id!r} began at {host.name} as it was closed, and has not ended")
         for host in self._world.hosts:
             if host.ended or host.node is None:
                 continue

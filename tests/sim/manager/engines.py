@@ -172,12 +172,13 @@ class Engines:
             if at_s is not None:
                 self._scheduler.block("an engine's time", at_s)
             elif not handle.released:
-                seen.changed.wait("an engine's time", 1.0)
+                seen.changes.wait("an engine's time", 1.0)
             handle.abort("scripted")
 
     def _watch(self, host: Host, handle: Handle) -> None:
-        """What one thread is told follows from what it was told before."""
-        was, rng, others = int(State.BOOTSTRAPPING), self._world.rng, list(self._checks.seen)
+        """What one thread is told follows from what it was told before; `poll_many` may be a moment behind."""
+        was = many = int(State.BOOTSTRAPPING)
+        rng, others = self._world.rng, list(self._checks.seen)
         until = self._scheduler.now + 2.0
         with self._until_closed(host):
             while self._scheduler.now < until and not handle.released:
@@ -187,10 +188,12 @@ class Engines:
                 self._checks.must(
                     len(states) == len(released) == len(asked), f"poll_many of {len(asked)} gives {len(states)}"
                 )
-                self._follows(handle, was, int(states[0]) | int(released[0]) << 7)
+                told = int(states[0]) | int(released[0]) << 7
+                self._follows(handle, many, told)
                 state, status = handle.poll(), handle.status
+                self._follows(handle, was, int(state))
                 self._follows(handle, int(state), status)
-                was = status
+                many, was = told, status
                 self._scheduler.block("an engine's time", 3e-3)
 
     def _follows(self, handle: Handle, before: int, after: int) -> None:
@@ -214,8 +217,7 @@ class Engines:
 
     def _same_everywhere(self, host: Host, handle: Handle) -> None:
         state = handle.state
-        states, _ = host.node.poll_many([handle])
-        told = {state, handle.poll(), State(int(states[0])), handle.room.state}
+        told = {state, handle.poll(), handle.room.state}
         self._checks.must(told == {state}, f"room {handle.id!r} at {host.name} is told as {sorted(told)}")
         try:
             outcome = handle.wait(0)
@@ -225,6 +227,7 @@ class Engines:
             self._checks.must(outcome is state is State.SUCCESS, f"wait says {outcome}")
 
     def _until_released(self, host: Host, handle: Handle, how: str) -> None:
+        """Once nothing can land any more, an operator says so of whom nobody can prove it."""
         for last in (False, True):
             try:
                 self._wait(
@@ -232,7 +235,7 @@ class Engines:
                     20.0 + self._world.lost_s,
                 )  # fmt: skip
             except TimeoutError:
-                if last or not host.node.unfenced():
+                if last:
                     self._scheduler.violate(f"room {handle.id!r} at {host.name} is not released")
             else:
                 return
@@ -267,12 +270,25 @@ class Engines:
         while not done():
             if self._scheduler.now > until:
                 raise TimeoutError
+            pause_s = min(2 * pause_s, 0.05)
+            if how == "short waits":
+                self._checks.seen[handle].changes.wait("an engine's time", pause_s)
+                self._try(handle, wait, pause_s)
+                continue
             if how == "poll":
                 handle.poll()
             else:
                 host.node.poll_many([handle])
             self._scheduler.block("an engine's time", pause_s)
-            pause_s = min(2 * pause_s, 0.02)
+
+    def _try(self, handle: Handle, wait: Callable[[float], object], timeout_s: float) -> None:
+        try:
+            wait(timeout_s)
+        except TimeoutError:
+            pass
+        except PdstageError as error:
+            if error is not handle.error:
+                raise
 
     # Disturbances.
 
@@ -293,6 +309,19 @@ class Engines:
             case "close":
                 for _ in range(1 + what.twice):
                     self._start(host, "closer", partial(self._close, host, what.for_s))
+                if what.twice:
+                    self._start(host, "intruder", partial(self._intrude, host))
+
+    def _intrude(self, host: Host) -> None:
+        """Begins rooms and gives them up until the node refuses."""
+        with self._until_closed(host):
+            for n in range(_TRIES):
+                node, name = host.node, f"x{n}"
+                handle = node.send(name) if host.writes else node.receive(name, "one:1", deadline_s=DEADLINE_S)
+                self._checks.intruders.append((host, handle))
+                if n % 2:
+                    handle.abort("scripted")
+                self._scheduler.block("an engine's time", 2e-3)
 
     def _close(self, host: Host, timeout_s: float) -> None:
         host.closed = True

@@ -228,11 +228,11 @@ class Socket:
         return True
 
     def _keep_order(self, frames: Sequence[bytes]) -> None:
-        """A session's frames leave in the order in which the core numbered them."""
+        """A session's frames leave in the order in which the core numbered them; a Welcome, the first, begins anew."""
         for frame in frames:
             session, number = decode_head(frame)
             if number:
-                if number <= self._numbers.get(session, 0):
+                if number != 1 and number <= self._numbers.get(session, 0):
                     self._scheduler.violate(f"frame {number} of a session leaves {self.process.name} too late")
                 self._numbers[session] = number
 

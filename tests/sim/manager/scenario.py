@@ -10,7 +10,7 @@ from tests.sim.manager.bootstrap import Answers
 from tests.sim.manager.fabric import Faults
 from tests.sim.manager.network import Delays
 
-WAITS = ("wait", "poll", "poll_many", "async")
+WAITS = ("wait", "short waits", "poll", "poll_many", "async")
 MOST_TOKENS = 12
 
 
@@ -39,8 +39,8 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """What happens to a process at a time: it stops for a while, its clock jumps, its connections break, it ends, or
-    its engine closes it, twice at a time where `twice`.
+    """What happens to a process at a time: it stops for a while, its clock jumps, its connections break, it ends, or its
+    engine closes it: `twice`, from two threads, while a third still begins rooms.
     """
 
     kind: str
@@ -93,6 +93,7 @@ def draw(seed: int) -> Scenario:
     chance = rng.random
     calm = chance() < 0.25
     n_prefill, n_decode = rng.choice([(1, 1), (1, 1), (1, 1), (2, 1), (1, 2)])
+    threads = (chance() < 0.7, chance() < 0.7)
     names = [*(f"p{n}" for n in range(n_prefill)), *(f"d{n}" for n in range(n_decode))]
     notifies = chance() < 0.7
     traits = Traits(
@@ -101,6 +102,9 @@ def draw(seed: int) -> Scenario:
         descriptor_s=1e-6, post_s=1e-5, maps=notifies and chance() < 0.3,
     )  # fmt: skip
 
+    # Of an inline node that a loop turns no other thread waits: both would only take turns at waking each other.
+    waits = [WAITS if threaded else rng.choice([WAITS[:-1], WAITS[2:]]) for threaded in threads]
+
     def rate(most: float, likely: float = 0.3) -> float:
         return chance() * most if not calm and chance() < likely else 0.0
 
@@ -108,7 +112,7 @@ def draw(seed: int) -> Scenario:
         seed=seed,
         n_prefill=n_prefill,
         n_decode=n_decode,
-        threads=(chance() < 0.7, chance() < 0.7),
+        threads=threads,
         traits=traits,
         announces=chance() < 0.6,
         path=rng.choice(["staged", "direct", "auto"]),
@@ -116,20 +120,20 @@ def draw(seed: int) -> Scenario:
         large_nbytes=rng.choice([64, 128 << 10]),
         ahead_s={name: rng.choice([0.0, 5.0, 1e6]) for name in names},
         switches=rng.choice([0.02, 0.1, 0.4]),
-        lines=rng.choice([0.0, 0.0, 0.002, 0.02]),
+        lines=rng.choice([0.0, 0.002, 0.02, 0.1]),
         deep=chance() < 0.3,
         delays=Delays(late=rate(0.1)),
         faults=Faults(slow=rate(0.3), refuse=rate(0.2), fail=rate(0.3), lose_tag=rate(0.2)),
         answers=Answers(none=rate(0.5), wrong=rate(0.2), broken=rate(0.2), late=rate(0.5)),
         bad_copies=rate(0.2, 0.2),
         no_threads=rate(0.3, 0.2),
-        rooms=tuple(_room(rng, n, calm) for n in range(rng.randint(1, 3))),
+        rooms=tuple(_room(rng, n, calm, waits) for n in range(rng.randint(1, 3))),
         disturbances=() if calm else tuple(_disturbance(rng, names) for _ in range(rng.choice([0, 0, 1, 1, 2]))),
-        turner=chance() < 0.3,
+        turner=chance() < 0.3 and all("async" not in of_side for of_side in waits),
     )
 
 
-def _room(rng: random.Random, n: int, calm: bool) -> Room:
+def _room(rng: random.Random, n: int, calm: bool, waits: list[tuple[str, ...]]) -> Room:
     def soon() -> float:
         return rng.choice([0.0, 0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.5)])
 
@@ -145,7 +149,7 @@ def _room(rng: random.Random, n: int, calm: bool) -> Room:
         ready_s=soon(),
         chunk_s=soon(),
         address=rng.choice(["one:1", "two:1"]),
-        waits=(rng.choice(WAITS), rng.choice(WAITS)),
+        waits=(rng.choice(waits[0]), rng.choice(waits[1])),
         abort=("", 0.0) if calm or rng.random() < 0.6 else (rng.choice("pd"), rng.choice([None, soon()])),
         watched=rng.random() < 0.3,
     )
