@@ -241,7 +241,7 @@ class Driver:
             with self.acting:
                 while True:
                     again = self._carry_out(self._feed(ready))
-                    self.sessions.check_lost()
+                    again |= self.sessions.check_lost()
                     if not again or self.closed:
                         break
                     ready = _EVERYTHING

@@ -98,20 +98,23 @@ class Sessions:
         if text := self._log_limit.due(peer, str(error), time.monotonic()):
             log.warning("peer %s: %s", peer, text)
 
-    def check_lost(self) -> None:
-        """Looks whether lost sessions are fenced by now."""
+    def check_lost(self) -> bool:
+        """Looks whether lost sessions are fenced by now; true if one is, of which there is more to say then."""
         if not self.lost:
-            return
+            return False
         node, now = self._node, time.monotonic()
         if now < self._dead_check_at:
-            return
+            return False
         self._dead_check_at = now + _DEAD_CHECK_S
+        let_go = False
         for session in list(self.lost):
             safe = node._is_fenced(session) or node.transport.proved_dead(label(session))
             if safe or node._holds_nothing(session):
                 with self._lock:
                     if session in self.lost:  # else an operator fenced it meanwhile
                         self._let_go(session, now if safe else None)
+                        let_go = True
+        return let_go
 
     def _let_go(self, session: Session, fenced_at: float | None) -> None:
         """Under the lock."""

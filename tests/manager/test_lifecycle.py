@@ -176,6 +176,15 @@ def test_an_operator_fences_a_peer_whose_death_cannot_be_seen(site, monkeypatch)
         assert d.core.idle
 
 
+def test_what_a_death_sets_free_is_told_in_the_turn_that_proves_it(site, monkeypatch):
+    """Not in the next, for which a thread may sleep (found by the simulator of whole nodes)."""
+    with lost_peer(site, monkeypatch) as (d, receiver):
+        monkeypatch.setattr(type(d.transport), "proved_dead", lambda *_: True)
+        d.sessions._dead_check_at = 0.0
+        d.turn()
+        assert receiver.released
+
+
 @pytest.mark.parametrize("is_dead", [False, True])
 def test_a_peer_may_be_fenced_while_the_driver_asks_whether_it_is_dead(site, monkeypatch, is_dead):
     """The driver asks without the lock, so the operator's word may come in between: the session ends once."""
