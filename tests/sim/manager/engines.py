@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tests.sim.manager.world import Host, World
 
 _TRIES = 20
+_LOOK_S = 5e-3
 _LONG_S = 60.0
 """No wait may take so long: what it waits for has a deadline."""
 
@@ -164,7 +165,7 @@ class Engines:
         side, at_s = room.abort
         if side == host.name[0]:
             self._start(host, f"aborter of {room.name}", partial(self._abort, host, handle, seen, at_s))
-        if room.watched:
+        for _ in range(2 if room.watched else 0):
             self._start(host, f"watcher of {room.name}", partial(self._watch, host, handle))
 
     def _abort(self, host: Host, handle: Handle, seen: Seen, at_s: float | None) -> None:
@@ -194,7 +195,7 @@ class Engines:
                 self._follows(handle, was, int(state))
                 self._follows(handle, int(state), status)
                 many, was = told, status
-                self._scheduler.block("an engine's time", 3e-3)
+                self._scheduler.block("an engine's time", _LOOK_S - self._scheduler.now % _LOOK_S)  # all at one time
 
     def _follows(self, handle: Handle, before: int, after: int) -> None:
         was, now = State(before & 0x7F), State(after & 0x7F)

@@ -34,7 +34,7 @@ class Room:
     abort: tuple[str, float | None] = ("", 0.0)
     """By which side's second thread, and when; None: just as the handle changes for the first time."""
     watched: bool = False
-    """A second thread of each side polls the room meanwhile."""
+    """Two more threads of each side poll the room meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def _room(rng: random.Random, n: int, calm: bool, waits: list[tuple[str, ...]]) 
 
 def _disturbance(rng: random.Random, names: list[str]) -> Disturbance:
     return Disturbance(
-        kind=rng.choice(["stop", "jump", "cut", "cut", "end", "close", "close"]),
+        kind=rng.choice(["stop", "jump", "cut", "cut", "end", "close", "close", "close"]),
         process=rng.choice(names),
         at_s=rng.choice([rng.uniform(0, 0.05), rng.uniform(0, 0.6)]),
         for_s=rng.choice([0.01, rng.uniform(0, 0.5), rng.uniform(0, 3.0)]),
