@@ -100,7 +100,7 @@ fuzz: $(STAMP)  ## Feed one target hostile input for long (ARGS="--target messag
 
 # Given arguments, they are the simulator's. Else what CI runs: seeds, of cores and of whole nodes, then small worlds in all
 # their states.
-sim: $(STAMP)  ## Simulate 2,000 seeds of faults and explore small worlds exhaustively (ARGS="--seed 7 --replay").
+sim: $(STAMP)  ## Simulate 2,000 seeds of faults, 1,000 of whole nodes, and explore small worlds (ARGS="--seed 7 --replay").
 	$(BIN)/pdstage sim $(ARGS)
 	$(if $(ARGS),,$(BIN)/python -m tests.sim.manager --seeds 1000)
 	$(if $(ARGS),,$(BIN)/python -m tests.sim.explore)

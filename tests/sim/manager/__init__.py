@@ -1,4 +1,4 @@
-"""A deterministic simulator of whole nodes: real `PrefillNode` and `DecodeNode`, their threads included, in one process.
+"""A deterministic simulator of whole nodes: real `PrefillNode` and `DecodeNode`, with their threads, in one process.
 
 It stands beside the simulator of the protocol cores, whose words it shares; that one sees every order of frames, this
 one what drivers, handles, look-ups and engines' threads do to each other. `run.run(seed) -> Report` is the face; it

@@ -55,14 +55,17 @@ class Checks:
     def hold_to_the_lock(self, host: Host, node: Node) -> None:
         """From here on whoever touches the node's core must have the lock."""
         scheduler, lock = self._world.scheduler, node.driver.lock
-        for name in _OF_THE_LOCK:
 
-            def alone(*given: object, verb: Callable = getattr(node.core.endpoint, name), **named: object) -> object:
+        def locked(verb: Callable) -> Callable:
+            def call(*given: object, **named: object) -> object:
                 if lock.owner is not scheduler.current and not scheduler.over:  # type: ignore[attr-defined]
                     scheduler.violate(f"{scheduler.current.name} calls {verb.__name__} of a core without its lock")
                 return verb(*given, **named)
 
-            setattr(node.core.endpoint, name, alone)
+            return call
+
+        for name in _OF_THE_LOCK:
+            setattr(node.core.endpoint, name, locked(getattr(node.core.endpoint, name)))
 
     # Each change of a handle.
 
@@ -157,7 +160,8 @@ class Checks:
     def _nobody_is_forgotten(self, host: Host, node: Node) -> None:
         for waiter in node.roster._waiters:
             if waiter.done():
-                raise Violation(f"{self._world.scheduler.stacks()}\nsomebody at {host.name} waits for what is there already, and nobody wakes him")
+                what = f"somebody at {host.name} waits for what is there already, and nobody wakes him"
+                raise Violation(f"{what}\n{self._world.scheduler.stacks()}")
 
     def _no_lookup_is_forgotten(self, host: Host, node: Node) -> None:
         if any(one.kind == "jump" for one in self._world.scenario.disturbances):

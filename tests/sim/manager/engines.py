@@ -1,7 +1,8 @@
-"""The threads of engines: for each room one at each rank, perhaps one that watches and one that aborts; and who closes."""
+"""The threads of engines: one of each room at each rank, perhaps some that watch and one that aborts; who closes."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -137,7 +138,7 @@ class Engines:
             sender = node.send(room.name)
             self._met(host, number, room, sender, pages)
             bounds = [room.tokens * n // room.n_chunks for n in range(room.n_chunks + 1)]
-            for start, stop in zip(bounds, bounds[1:], strict=False):
+            for start, stop in itertools.pairwise(bounds):
                 if start < stop:
                     sender.chunk(pages, (start, stop), ready=_Ready(self._world, room.ready_s))
                     self._pass(host, room.chunk_s)
@@ -145,20 +146,14 @@ class Engines:
             self._see_it_through(host, room, sender, room.waits[0])
 
     def _receive(self, host: Host, number: int, room: Room) -> None:
-        node, rank = host.node, host.rank
         with self._until_closed(host):
             self._pass(host, room.receive_s)
-            pages = rank.allocate(room.tokens)
-            receiver = self._announce(host, room)
-            if receiver is None:
-                return
+            pages = host.rank.allocate(room.tokens)
+            receiver = host.node.receive(room.name, room.address, deadline_s=DEADLINE_S)
             self._met(host, number, room, receiver, pages)
             self._pass(host, room.bind_s)
             receiver.bind(pages, room.tokens, after=_Ready(self._world, room.after_s))
             self._see_it_through(host, room, receiver, room.waits[1])
-
-    def _announce(self, host: Host, room: Room) -> Handle:
-        return host.node.receive(room.name, room.address, deadline_s=DEADLINE_S)
 
     def _met(self, host: Host, number: int, room: Room, handle: Handle, pages: object) -> None:
         seen = self._checks.seen[handle] = Seen(host, room, number, pages, Waiters(self._scheduler))

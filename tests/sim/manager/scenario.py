@@ -39,8 +39,8 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """What happens to a process at a time: it stops for a while, its clock jumps, its connections break, it ends, or its
-    engine closes it: `twice`, from two threads, while a third still begins rooms.
+    """What happens to a process at a time: it stops for a while, its clock jumps, its connections break, it ends, or
+    its engine closes it: `twice`, from two threads, while a third still begins rooms.
     """
 
     kind: str

@@ -12,7 +12,6 @@ from __future__ import annotations
 import _thread
 import heapq
 import itertools
-import os
 import random
 import sys
 import threading
@@ -284,7 +283,7 @@ class Scheduler:
             if self._lines_left <= 0:
                 self._lines_left = self._until_line()
                 self._check_over()
-                me = self._step(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
+                me = self._step(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
                 self._give_way(me)
         return self._at_line
 
