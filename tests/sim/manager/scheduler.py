@@ -25,6 +25,7 @@ PDSTAGE = Path(__file__).resolve().parents[3] / "pdstage"
 _MANAGER = frozenset(str(path) for path in [*(PDSTAGE / "manager").glob("*.py"), PDSTAGE / "protocol" / "room.py"])
 _CORES = _MANAGER | frozenset(str(path) for path in (PDSTAGE / "protocol").glob("*.py"))
 STEP_S = 5e-6
+_GLANCE = 0.3
 _STUCK_S = 120.0
 """Real seconds after which a run that neither ends nor fails has met something that the scheduler does not know."""
 
@@ -178,18 +179,19 @@ class Scheduler:
 
     # What threads do.
 
-    def pause(self, where: str) -> None:
-        """Another thread may go on here."""
+    def pause(self, where: str, chance: float | None = None) -> None:
+        """Another thread may go on here, with `chance` or that of this run."""
         self._check_over()
         me = self._step(where)
-        if me.process.runs and not self._is_due() and self._rng.random() >= self._switches:
+        chance = self._switches if chance is None else chance
+        if me.process.runs and not self._is_due() and self._rng.random() >= chance:
             return
         self._give_way(me)
 
     def glance(self, where: str) -> None:
-        """As `pause`, of what is read and written everywhere: also by checks, which do not give way."""
+        """As `pause`, likelier, where threads look at what others change. Checks look too, and do not give way."""
         if self._gives_way and self._current is not None and self._current.ident == threading.get_ident():
-            self.pause(where)
+            self.pause(where, _GLANCE)
 
     def block(self, what: str, timeout_s: float | None = None) -> bool:
         """Waits until `wake`, or `timeout_s` is over; whether it was woken."""
