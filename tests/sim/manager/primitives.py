@@ -202,7 +202,8 @@ class Thread:
 
     def join(self, timeout: float | None = None) -> None:
         scheduler, task = self._scheduler, self.task
-        assert task is not None, "joined before it was started"
+        if task is None:
+            raise RuntimeError("cannot join thread before it is started")
         assert task is not scheduler.current, "joins itself"
         scheduler.pause("join")
         until = None if timeout is None else scheduler.now + timeout

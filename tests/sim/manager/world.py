@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -160,6 +161,7 @@ class World:
             put(lookup, random=primitives.random_of(self.rng), BootstrapClient=self.bootstrap.client)
             put(node, secrets=primitives.secrets_of(self.rng), ControlSocket=self._socket, _LOOK_S=1e9)
             put(driver, _LARGE_NBYTES=scenario.large_nbytes, _NAP_S=5e-3, _PATIENCE_S=1e-2)  # fewer steps
+            put(driver, _with_threads=weakref.WeakSet())  # this process's end is none of theirs
             put(pdstage.stager, _LARGE_NBYTES=scenario.large_nbytes, _copy_all=self._copying(pdstage.stager._copy_all))
             put(state, strict=True)
             put(log, handlers=[listener], propagate=False, level=logging.ERROR)
