@@ -22,6 +22,18 @@ MUTANTS = [
         NODES,
     ),
     Mutant(
+        "a row comes back after its room is told as released",
+        "11 released",
+        "Node._on_changed",
+        "        if status >= 0x80:  # first: who sees `released` may free the row at once\n"
+        "            self.lent.give_back(handle)\n"
+        "        self.roster.changed(room, status)\n",
+        "        self.roster.changed(room, status)\n"
+        "        if status >= 0x80:\n"
+        "            self.lent.give_back(handle)\n",
+        NODES,
+    ),
+    Mutant(
         "two threads that poll share half an answer",
         "11 poll_many",
         "Roster.statuses",

@@ -12,6 +12,7 @@ import numpy as np
 
 from pdstage.manager.decode import Receiver
 from pdstage.manager.handle import Handle
+from pdstage.metadata import AuxRow
 from pdstage.protocol.state import State
 from tests.sim.manager.primitives import Waiters
 from tests.sim.manager.scheduler import Process, Violation
@@ -39,6 +40,7 @@ class Seen:
     number: int
     pages: np.ndarray
     changes: Waiters
+    row: AuxRow | None
     reused: bool = False
 
 
@@ -109,6 +111,8 @@ class Checks:
         whole = seen.host.rank.holds(seen.number, seen.room.tokens, seen.pages)
         self.must(whole, f"room {receiver.id!r} succeeds at {seen.host.name}, and its bytes are not all there")
         said = receiver.aux or None
+        if isinstance(said, AuxRow):
+            said = said["said"].tobytes().rstrip(b"\0") or None
         self.must(said == seen.room.aux, f"room {receiver.id!r} has aux {said!r}, not {seen.room.aux!r}")
 
     def must(self, holds: bool, what: str) -> None:
@@ -120,6 +124,9 @@ class Checks:
     def reuse(self, seen: Seen) -> None:
         """Its engine does something else with the pages."""
         seen.reused = True
+        if seen.row is not None and seen.host.metadata is not None:
+            seen.row["said"] = [REUSED] * 16
+            seen.host.metadata.free(seen.row)
         for tensors in (seen.host.rank.k, seen.host.rank.v):
             for tensor in tensors:
                 tensor[seen.pages] = REUSED
@@ -131,6 +138,8 @@ class Checks:
 
     def _are_left_alone(self) -> None:
         for handle, seen in self.seen.items():
+            if seen.reused and seen.row is not None and not (seen.row["said"] == REUSED).all():
+                raise Violation(f"the row of room {handle.id!r} at {seen.host.name} was written after released")
             if seen.reused and not all(
                 (tensor[seen.pages] == REUSED).all() for tensor in (*seen.host.rank.k, *seen.host.rank.v)
             ):

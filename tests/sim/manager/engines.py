@@ -17,7 +17,10 @@ from tests.sim.manager.scheduler import STEP_S, Task
 from tests.sim.manager.world import CONFIG, DEADLINE_S
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pdstage.manager.handle import Handle
+    from pdstage.metadata import AuxRow
     from tests.sim.manager.scenario import Disturbance, Room
     from tests.sim.manager.world import Host, World
 
@@ -136,13 +139,14 @@ class Engines:
             pages = rank.allocate(room.tokens)
             rank.write(number, room.tokens, pages)
             sender = node.send(room.name)
-            self._met(host, number, room, sender, pages)
+            row = self._row(host, room.aux)
+            self._met(host, number, room, sender, pages, row)
             bounds = [room.tokens * n // room.n_chunks for n in range(room.n_chunks + 1)]
             for start, stop in itertools.pairwise(bounds):
                 if start < stop:
                     sender.chunk(pages, (start, stop), ready=_Ready(self._world, room.ready_s))
                     self._pass(host, room.chunk_s)
-            sender.finish(room.aux, ready=_Ready(self._world, room.ready_s) if room.ready_s else None)
+            sender.finish(row or room.aux, ready=_Ready(self._world, room.ready_s) if room.ready_s else None)
             self._see_it_through(host, room, sender, room.waits[0])
 
     def _receive(self, host: Host, number: int, room: Room) -> None:
@@ -150,13 +154,21 @@ class Engines:
             self._pass(host, room.receive_s)
             pages = host.rank.allocate(room.tokens)
             receiver = host.node.receive(room.name, room.address, deadline_s=DEADLINE_S)
-            self._met(host, number, room, receiver, pages)
+            row = self._row(host, b"")
+            self._met(host, number, room, receiver, pages, row)
             self._pass(host, room.bind_s)
-            receiver.bind(pages, room.tokens, after=_Ready(self._world, room.after_s))
+            receiver.bind(pages, room.tokens, after=_Ready(self._world, room.after_s), aux=row)
             self._see_it_through(host, room, receiver, room.waits[1])
 
-    def _met(self, host: Host, number: int, room: Room, handle: Handle, pages: object) -> None:
-        seen = self._checks.seen[handle] = Seen(host, room, number, pages, Waiters(self._scheduler))
+    def _row(self, host: Host, said: bytes | None) -> AuxRow | None:
+        if host.metadata is None or said is None:
+            return None
+        row = host.metadata.allocate()
+        row["said"] = list(said.ljust(16, b"\0"))
+        return row
+
+    def _met(self, host: Host, number: int, room: Room, handle: Handle, pages: np.ndarray, row: AuxRow | None) -> None:
+        seen = self._checks.seen[handle] = Seen(host, room, number, pages, Waiters(self._scheduler), row)
         side, at_s = room.abort
         if side == host.name[0]:
             self._start(host, f"aborter of {room.name}", partial(self._abort, host, handle, seen, at_s))

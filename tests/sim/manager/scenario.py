@@ -22,6 +22,7 @@ class Room:
     tokens: int
     n_chunks: int
     aux: bytes | None
+    """Where nodes have rows, what a row's column holds."""
     send_s: float
     receive_s: float
     bind_s: float
@@ -60,6 +61,8 @@ class Scenario:
     traits: Traits
     announces: bool
     path: str
+    rows: str
+    """How aux rows travel; empty where nodes have none."""
     copy_thread: bool
     large_nbytes: int
     ahead_s: dict[str, float]
@@ -116,6 +119,7 @@ def draw(seed: int) -> Scenario:
         traits=traits,
         announces=chance() < 0.6,
         path=rng.choice(["staged", "direct", "auto"]),
+        rows=rng.choice(["", "", "tcp", "rdma"]),
         copy_thread=chance() < 0.5,
         large_nbytes=rng.choice([64, 128 << 10]),
         ahead_s={name: rng.choice([0.0, 5.0, 1e6]) for name in names},

@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 
 import pdstage.stager
-from pdstage import Config, DecodeNode, PrefillNode
+from pdstage import Column, Config, DecodeNode, MetadataBuffers, PrefillNode
 from pdstage.manager import aio, copy_thread, decode, driver, handle, lookup, node, observer, prefill, sessions, status
 from pdstage.protocol import state
 from tests.manager.engine import Rank
@@ -49,6 +49,7 @@ class Host:
     process: Process
     rank: Rank
     staging: np.ndarray
+    metadata: MetadataBuffers | None
     node: PrefillNode | DecodeNode | None = None
     closed: bool = False
     """Its engine has begun to close it."""
@@ -87,7 +88,8 @@ class World:
         scenario, number = self.scenario, int(name[1:])
         n = scenario.n_prefill if name[0] == "p" else scenario.n_decode
         rank = Rank(n, number, page=4, n_pages=16, layers=1)
-        return Host(Process(name, scenario.ahead_s[name]), rank, np.zeros(STAGING_NBYTES, np.uint8))
+        rows = MetadataBuffers([Column("said", "uint8", (16,), required=True)], 8) if scenario.rows else None
+        return Host(Process(name, scenario.ahead_s[name]), rank, np.zeros(STAGING_NBYTES, np.uint8), rows)
 
     def host(self, name: str) -> Host:
         return next(host for host in self.hosts if host.name == name)
@@ -100,7 +102,7 @@ class World:
             "transport": transport, "path": scenario.path, "staging": host.staging,
             "staging_nbytes": STAGING_NBYTES, "config": CONFIG, "switch_interval_s": None,
             "progress": "thread" if scenario.threads[0 if host.writes else 1] else "inline",
-            "copy_thread": scenario.copy_thread,
+            "copy_thread": scenario.copy_thread, "metadata": host.metadata, "aux": scenario.rows or "tcp",
         }  # fmt: skip
         if host.writes:
             return PrefillNode(host.rank.pool, host.rank.topology, bootstrap="one:1", **options)
