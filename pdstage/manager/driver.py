@@ -217,30 +217,33 @@ class Driver:
         False if another thread is in one: it is woken, and will do what there is to do.
         """
         self.check()
-        token = object()
+        token, moved = object(), False
         try:
             if not self.turning.take(token):
                 self._node.socket.wake()
                 return False
             if not self.closed:
                 busy = self._copies or self._heard
-                self._turn(self._sleep(wait_s) if wait_s > 0 and not busy else _EVERYTHING)
+                moved = self._turn(self._sleep(wait_s) if wait_s > 0 and not busy else _EVERYTHING)
         except Exception as error:
             self.fail(error)
             raise
         finally:
             if self.turning.holder is token:
                 self.turning.holder = None
-        if self.pumps:
+        if moved and self.pumps:
             self._node.socket.wake()  # for what was sent the socket may have taken in the word of an arrival
         return True
 
-    def _turn(self, ready: Ready) -> None:
-        node = self._node
+    def _turn(self, ready: Ready) -> bool:
+        """Whether anything came, or was done."""
+        node, moved = self._node, False
         try:
             with self.acting:
                 while True:
-                    again = self._carry_out(self._feed(ready))
+                    came, effects = self._feed(ready)
+                    moved = moved or came or bool(effects)
+                    again = self._carry_out(effects)
                     again |= self.sessions.check_lost()
                     if not again or self.closed:
                         break
@@ -253,9 +256,13 @@ class Driver:
         except BaseException as error:
             self.fail(error)
             raise
+        return moved
 
-    def _feed(self, ready: Ready) -> list[Effect]:
-        """Asks only those who said that they have something: each call gives the interpreter to a busy main thread."""
+    def _feed(self, ready: Ready) -> tuple[bool, list[Effect]]:
+        """Whether anything came, and what is to be done.
+
+        Asks only those who said that they have something: each call gives the interpreter to a busy main thread.
+        """
         node = self._node
         if ready.messages and not self._heard:
             for route, frames in node.socket.recv():
@@ -266,6 +273,7 @@ class Driver:
             events += node.transport.poll()
         staged = node.stager.poll()
         refusals = node.socket.take_refusals()
+        came = bool(self._heard or events or staged or refusals)
         with self.lock:
             now = time.monotonic()
             node._take_asked(now)
@@ -283,7 +291,7 @@ class Driver:
                 node.core.endpoint.keep_alive(now)
             else:
                 node.core.tick(now)
-            return self._take_effects()
+            return came, self._take_effects()
 
     def _read(self, now: float) -> None:
         """What peers have said, for as long as a turn may take."""

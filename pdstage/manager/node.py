@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
+_BUSY_S = 1e-3
 
 
 _kept_for_ever: list[object] = []
@@ -179,10 +180,10 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             left_s = 1.0 if deadline_at is None else deadline_at - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError(f"room {handle.id!r} did not get there in {timeout_s:g} s")
-            if self.driver.inline:
-                self.driver.turn(min(left_s, self.driver.longest_s()))
-            else:
+            if not self.driver.inline:
                 self.roster.wait(handle, done, min(left_s, _LOOK_S))
+            elif not self.driver.turn(min(left_s, self.driver.longest_s())):
+                self.roster.wait(handle, done, min(left_s, _BUSY_S))  # another thread turns, and may leave off
 
     async def wait_for_async(self, handle: Handle | None, done: Callable[[], bool], timeout_s: float | None) -> None:
         """`wait_for` in an event loop, which turns an inline node; None: what a change of any room makes true."""

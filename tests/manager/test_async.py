@@ -330,3 +330,16 @@ def test_a_wait_costs_its_own_room_only(site):
         loud.abort()
         drive([d], lambda: loud.released)
     assert set(asked) == {loud.key}
+
+
+def test_turns_that_come_to_nothing_wake_no_loop(site):
+    """Another thread that waits would be woken by its own turn, and turn again and again (found by the simulator)."""
+    d = site.decode(Rank())
+
+    async def main() -> None:
+        async with d:
+            d.socket.wait(0.0)
+            d.turn()
+            assert not d.socket.wait(0.0).woken
+
+    asyncio.run(main())

@@ -113,11 +113,16 @@ def test_no_end_is_lost_while_the_driver_adds_others() -> None:
     assert taken == n
 
 
+_KEPT_WAITING_S = 0.1
+
+
 class Interleaved:
-    """Runs `act` in another thread before the `at`-th line of every call that `wrap` makes, or not at all."""
+    """Runs `act` in another thread before the `at`-th line of every call that `wrap` makes, or not at all; until its
+    end, or for as long as it is kept waiting.
+    """
 
     def __init__(self, act: Callable[[], None], at: int) -> None:
-        self._act, self._left = act, at
+        self._other, self._left = threading.Thread(target=act), at
         self.acted = False
 
     def wrap(self, function):
@@ -136,9 +141,8 @@ class Interleaved:
             self._left -= 1
             if self._left == 0:
                 self.acted = True
-                other = threading.Thread(target=self._act)
-                other.start()
-                other.join()
+                self._other.start()
+                self._other.join(_KEPT_WAITING_S)
         return self._trace
 
 

@@ -351,3 +351,14 @@ def test_a_directory_client_that_breaks_keeps_no_node_from_its_close(site, monke
         with pytest.raises(ValueError, match="the client's own"):
             prefill_node(Rank(), site.address)
     assert not leaks(before, 3)
+
+
+def test_who_waits_while_another_thread_turns_does_not_ask_without_a_pause(site, monkeypatch):
+    """Two that wait at one inline node kept each other and the processor busy (found by the simulator)."""
+    d = site.decode(Rank())
+    receiver, refused = d.receive(1, site.address), mock.Mock(return_value=False)
+    monkeypatch.setattr(d.driver, "turn", refused)
+    with pytest.raises(TimeoutError):
+        receiver.wait(0.1)
+    monkeypatch.undo()
+    assert 1 <= refused.call_count <= 110

@@ -161,12 +161,4 @@ MUTANTS = [
         "            changed.set()\n",
         NODES,
     ),
-    Mutant(
-        "the last turn is left out",
-        "11 close",
-        "Driver.end",
-        "            with self.turning:\n                self._turn(_EVERYTHING)\n",
-        "            pass\n",
-        NODES,
-    ),
 ]

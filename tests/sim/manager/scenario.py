@@ -105,9 +105,6 @@ def draw(seed: int) -> Scenario:
         descriptor_s=1e-6, post_s=1e-5, maps=notifies and chance() < 0.3,
     )  # fmt: skip
 
-    # Of an inline node that a loop turns no other thread waits: both would only take turns at waking each other.
-    waits = [WAITS if threaded else rng.choice([WAITS[:-1], WAITS[2:]]) for threaded in threads]
-
     def rate(most: float, likely: float = 0.3) -> float:
         return chance() * most if not calm and chance() < likely else 0.0
 
@@ -131,13 +128,13 @@ def draw(seed: int) -> Scenario:
         answers=Answers(none=rate(0.5), wrong=rate(0.2), broken=rate(0.2), late=rate(0.5)),
         bad_copies=rate(0.2, 0.2),
         no_threads=rate(0.3, 0.2),
-        rooms=tuple(_room(rng, n, calm, waits) for n in range(rng.randint(1, 3))),
+        rooms=tuple(_room(rng, n, calm) for n in range(rng.randint(1, 3))),
         disturbances=() if calm else tuple(_disturbance(rng, names) for _ in range(rng.choice([0, 0, 1, 1, 2]))),
-        turner=chance() < 0.3 and all("async" not in of_side for of_side in waits),
+        turner=chance() < 0.3,
     )
 
 
-def _room(rng: random.Random, n: int, calm: bool, waits: list[tuple[str, ...]]) -> Room:
+def _room(rng: random.Random, n: int, calm: bool) -> Room:
     def soon() -> float:
         return rng.choice([0.0, 0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.5)])
 
@@ -153,7 +150,7 @@ def _room(rng: random.Random, n: int, calm: bool, waits: list[tuple[str, ...]]) 
         ready_s=soon(),
         chunk_s=soon(),
         address=rng.choice(["one:1", "two:1"]),
-        waits=(rng.choice(waits[0]), rng.choice(waits[1])),
+        waits=(rng.choice(WAITS), rng.choice(WAITS)),
         abort=("", 0.0) if calm or rng.random() < 0.6 else (rng.choice("pd"), rng.choice([None, soon()])),
         watched=rng.random() < 0.3,
     )
