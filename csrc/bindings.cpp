@@ -321,10 +321,13 @@ PYBIND11_MODULE(_native, module) {
                py::arg("max_nbytes"), "Returns (datagrams of these users, how many others were dropped).");
 
     py::class_<pdstage::ControlPort>(module, "ControlPort", "The socket of a node; see pdstage.control.port.")
-        .def(py::init<const std::string&, std::uintptr_t, int>(), py::arg("library"), py::arg("socket"),
-             py::arg("wake_fd"))
+        .def(py::init<const std::string&, std::uintptr_t, int, std::size_t>(), py::arg("library"), py::arg("socket"),
+             py::arg("wake_fd"), py::arg("sealing_nbytes"))
         .def("send", &pdstage::ControlPort::send, py::arg("route"), py::arg("frames"))
-        .def("recv", &pdstage::ControlPort::recv, py::arg("max_messages"), py::arg("max_frames"))
+        .def("recv", &pdstage::ControlPort::recv, py::arg("max_messages"), py::arg("max_frames"),
+             py::arg("enough_nbytes"))
+        .def("taken", &pdstage::ControlPort::taken, py::arg("connection"))
+        .def("forget", &pdstage::ControlPort::forget, py::arg("connection"))
         .def("wait", &pdstage::ControlPort::wait, py::arg("timeout_ms"), py::arg("fds"))
         .def("wake", &pdstage::ControlPort::wake)
         .def("look_again", &pdstage::ControlPort::look_again)

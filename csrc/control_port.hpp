@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -43,8 +44,8 @@ inline py::tuple recv_datagrams(int fd, const std::vector<std::int64_t>& uids, i
 // instruction.
 class ControlPort {
   public:
-    ControlPort(const std::string& library, std::uintptr_t socket, int wake_fd)
-        : socket_(library, reinterpret_cast<void*>(socket)), wake_fd_(wake_fd) {}
+    ControlPort(const std::string& library, std::uintptr_t socket, int wake_fd, std::size_t sealing_nbytes)
+        : socket_(library, reinterpret_cast<void*>(socket)), wake_fd_(wake_fd), sealing_nbytes_(sealing_nbytes) {}
 
     int send(const py::bytes& route, const py::sequence& frames) {
         check_open();
@@ -57,14 +58,17 @@ class ControlPort {
         return error;
     }
 
-    py::tuple recv(int max_messages, std::size_t max_frames) {
+    py::tuple recv(int max_messages, std::size_t max_frames, std::size_t enough_nbytes) {
         check_open();
         py::list messages;
         int n_malformed = 0;
-        for (int i = 0; i < max_messages; ++i) {
+        std::size_t taken_nbytes = 0;
+        for (int i = 0; i < max_messages && taken_nbytes < enough_nbytes; ++i) {
             py::object route;
             py::list frames;
             std::size_t n = 0;
+            std::size_t nbytes = 0;
+            int connection = -1;
             for (bool more = true; more; ++n) {
                 ZmqFrame frame(socket_.api());
                 const int error = socket_.recv(frame);
@@ -77,8 +81,14 @@ class ControlPort {
                     else
                         frames.append(std::move(bytes));
                 }
+                if (n == 0)
+                    connection = frame.connection();
+                else
+                    nbytes += on_the_wire(frame.size() + sealing_nbytes_);
                 more = frame.more();
             }
+            taken_[connection] += nbytes;
+            taken_nbytes += nbytes;
             if (n >= 2 && n <= max_frames + 1)
                 messages.append(py::make_tuple(route, frames));
             else
@@ -86,6 +96,13 @@ class ControlPort {
         }
         return py::make_tuple(messages, n_malformed);
     }
+
+    std::uint64_t taken(int connection) const {
+        const auto found = taken_.find(connection);
+        return found == taken_.end() ? 0 : found->second;
+    }
+
+    void forget(int connection) { taken_.erase(connection); }
 
     py::tuple wait(int timeout_ms, const std::vector<int>& fds) {
         using Clock = std::chrono::steady_clock;
@@ -149,6 +166,9 @@ class ControlPort {
         return {data, static_cast<std::size_t>(nbytes)};
     }
 
+    // ZMTP 3, RFC 23: flags and a length of one byte, or of eight.
+    static std::size_t on_the_wire(std::size_t nbytes) { return nbytes + (nbytes > 255 ? 9 : 2); }
+
     // As poll(2), but -1 for an interrupt only.
     static int poll(std::vector<pollfd>& watched, int timeout_ms) {
         const auto n = static_cast<nfds_t>(watched.size());
@@ -159,6 +179,8 @@ class ControlPort {
 
     ZmqSocket socket_;
     int wake_fd_;
+    std::size_t sealing_nbytes_;
+    std::unordered_map<int, std::uint64_t> taken_;
     int n_waiting_ = 0;
     bool wake_pending_ = false;
     bool closed_ = false;

@@ -1,7 +1,7 @@
 """Who may connect to a CURVE socket, and what became of the connections that failed.
 
-libzmq asks a ZAP handler (RFC 27) of its context about every client key, and tells of handshakes on a monitor socket.
-Both are served by the thread that waits on the control socket, in between: no thread of their own, no polling, and
+libzmq asks a ZAP handler (RFC 27) of its context about every client key, and tells of handshakes on a monitor socket
+(`inflow`). Both are served by the thread that waits on the control socket, in between: no thread of their own, and
 nothing that could outlive the socket. What libzmq has to tell waits in a bounded queue; while that is full because
 nobody waits on the socket, libzmq's thread waits too. With a ZAP domain enforced a missing handler lets nobody in.
 """
@@ -12,7 +12,6 @@ import ipaddress
 import logging
 import os
 import socket as sockets
-import struct
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,19 +30,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ZAP = "inproc://zeromq.zap.01"
-_MONITOR = "inproc://pdstage.monitor"
 _DOMAIN = b"pdstage"
-_EVENT = struct.Struct("=HI")
 _ACCEPTED, _GONE = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
 _GOOD = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _BROKEN_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _PROTOCOL, _AUTH = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _FAILED = (_BROKEN_OFF, _PROTOCOL, _AUTH)
-_EVENTS = _ACCEPTED | _GONE | _GOOD | _BROKEN_OFF | _PROTOCOL | _AUTH
 _OTHER_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 _POLLIN = int(zmq.POLLIN)
-_MAX_AT_ONCE = 4096
-_LOOK_S = 0.005
 _BROKEN_OFF_IS_FINAL = 3
 """A server that does not know the client's idea of its key says nothing: it hangs up, as one that ends just then."""
 
@@ -74,20 +68,15 @@ class Guard:
         self._targets = targets
         self._zap = context.socket(zmq.ROUTER)  # a REP is of no more use, if a Ctrl-C comes between request and answer
         self._zap.bind(_ZAP)
-        socket.monitor(_MONITOR, _EVENTS)
-        self._monitor = context.socket(zmq.PAIR)
-        self._monitor.connect(_MONITOR)
-        self._monitor.getsockopt(zmq.EVENTS)  # a pipe announces nothing before it was once found empty
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        self.sockets = (self._zap, self._monitor)
-        self.fds = (int(self._zap.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD)))
+        self.socket = self._zap
+        self.fd = int(self._zap.getsockopt(zmq.FD))
         self.port = 0
         """Where the socket listens, once it does: what libzmq tells of an accepted connection is our end's address."""
         self.refusals: list[Refusal] = []
-        self._look_at = 0.0
         self._log_limit = LogLimit()
         self._hosts: dict[int, str] = {}  # of accepted connections, by descriptor
         self._failing: str | None = None  # why the accepted connection that closes next was refused
@@ -97,26 +86,11 @@ class Guard:
         """The socket tries `target` no more."""
         self._broken_off.pop(target, None)
 
-    def serve_sometimes(self) -> None:
-        """For a caller that never waits: as `serve`, but most calls only look at the clock."""
-        now = time.monotonic()
-        if now >= self._look_at:
-            self._look_at = now + _LOOK_S
-            self.serve()
-
-    def serve(self) -> None:
-        """Answers what libzmq asks, and takes in what it tells, until both descriptors are silent again."""
+    def answer(self) -> None:
+        """Answers what libzmq asks, until the descriptor is silent again."""
         while int(self._zap.getsockopt(zmq.EVENTS)) & _POLLIN:
             who, empty, *request = self._zap.recv_multipart()
             self._zap.send_multipart([who, empty, *self._answer(request)])
-        events: list[tuple[int, int, str]] = []
-        while int(self._monitor.getsockopt(zmq.EVENTS)) & _POLLIN:
-            head, endpoint = self._monitor.recv_multipart()
-            events.append((*_EVENT.unpack(head), endpoint.decode()))
-            if len(events) == _MAX_AT_ONCE:
-                self._take_in(events)
-                events = []
-        self._take_in(events)
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """RFC 27: the request is version, id, domain, address, identity, mechanism and the client's key."""
@@ -127,7 +101,8 @@ class Guard:
         self._refuse(address.decode(errors="replace"), f"its key {key.hex()} is not let in here")
         return [version, number, b"400", b"", b"", b""]
 
-    def _take_in(self, events: list[tuple[int, int, str]]) -> None:
+    def take_in(self, events: list[tuple[int, int, str]]) -> None:
+        """What became of connections: kind of event, descriptor or reason, endpoint."""
         closed = {value for what, value, _ in events if what == _GONE}  # these descriptors may be another's by now
         for what, value, endpoint in events:
             target = self._target(endpoint)

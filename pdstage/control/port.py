@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
 import zmq
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 _LAST = int(zmq.DONTWAIT)
 _MORE = int(zmq.DONTWAIT) | int(zmq.SNDMORE)
 _POLLIN = int(zmq.POLLIN)
+_SRCFD = int(zmq.SRCFD)
+_SHORT = 255
+"""ZMTP 3 (RFC 23): before a frame go flags and its length, of one byte up to this size, else of eight."""
 _BACKEND = "zmq.backend.cython._zmq"
 
 
@@ -35,8 +39,17 @@ class Port(Protocol):
     def send(self, route: bytes, frames: Sequence[bytes]) -> int:
         """Queues one message without waiting; 0 or the errno."""
 
-    def recv(self, max_messages: int, max_frames: int) -> tuple[Messages, int]:
-        """What has arrived, as (route, frames), and how many messages of no or too many frames were dropped."""
+    def recv(self, max_messages: int, max_frames: int, enough_nbytes: int) -> tuple[Messages, int]:
+        """What has arrived, as (route, frames), and how many messages of no or too many frames were dropped.
+
+        None after the one with which it is `enough_nbytes`.
+        """
+
+    def taken(self, connection: int) -> int:
+        """Bytes of the wire that were taken out, of messages that came by this descriptor."""
+
+    def forget(self, connection: int) -> None:
+        """The descriptor is another connection's from now on: nothing was taken of it."""
 
     def wait(self, timeout_ms: int, fds: Sequence[int]) -> tuple[bool, bool, tuple[int, ...]]:
         """(a message is there, `wake` was called, which of `fds` are readable); a negative timeout has no end."""
@@ -51,28 +64,31 @@ class Port(Protocol):
         """Ends a wait of another thread; the caller then closes the socket and the descriptor."""
 
 
-def open_port(socket: zmq.Socket[bytes], wake_fd: int, using: threading.Lock) -> Port:
+def open_port(socket: zmq.Socket[bytes], wake_fd: int, using: threading.Lock, sealing_nbytes: int = 0) -> Port:
     """The native port of `socket`, or the Python one where the extension is off or cannot see pyzmq's libzmq.
 
     `wake_fd` is a non-blocking eventfd. `using` is held by whoever calls `socket` itself: the Python port takes it too,
-    the native one needs none beside pyzmq's connect and setsockopt, which keep the interpreter.
+    the native one needs none beside pyzmq's connect and setsockopt, which keep the interpreter. `sealing_nbytes` is
+    what encryption adds to a frame.
     """
     backend = sys.modules.get(_BACKEND)
     if native.ext is not None and backend is not None and backend.__file__:
         try:
-            port: Port = native.ext.ControlPort(backend.__file__, socket.underlying, wake_fd)
+            port: Port = native.ext.ControlPort(backend.__file__, socket.underlying, wake_fd, sealing_nbytes)
         except RuntimeError:  # a libzmq linked in privately, or of a version unknown here
             pass
         else:
             return port
-    return ControlPort(socket, wake_fd, using)
+    return ControlPort(socket, wake_fd, using, sealing_nbytes)
 
 
 class ControlPort:
     """The port through pyzmq."""
 
-    def __init__(self, socket: zmq.Socket[bytes], wake_fd: int, using: threading.Lock) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], wake_fd: int, using: threading.Lock, sealing_nbytes: int = 0) -> None:
         self._socket = socket
+        self._sealing_nbytes = sealing_nbytes
+        self._taken: Counter[int] = Counter()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._wake_fd = wake_fd
         self._using = using
@@ -97,19 +113,31 @@ class ControlPort:
         self.look_again()
         return 0
 
-    def recv(self, max_messages: int, max_frames: int) -> tuple[Messages, int]:
+    def recv(self, max_messages: int, max_frames: int, enough_nbytes: int) -> tuple[Messages, int]:
         messages: Messages = []
-        n_malformed = 0
+        n_malformed = n_taken = 0
         with self._using:
             for _ in range(max_messages):
-                if not self._has_message():  # asked, because raising zmq.Again costs 10 us
+                # Asked, because raising zmq.Again costs 10 us.
+                if n_taken >= enough_nbytes or not self._has_message():
                     break
-                route, *frames = self._socket.recv_multipart(flags=_LAST)
+                first = self._socket.recv(_LAST, copy=False)
+                route, frames = first.bytes, self._socket.recv_multipart(_LAST) if first.more else []
+                sealed = [len(frame) + self._sealing_nbytes for frame in frames]
+                nbytes = sum(sealed) + 2 * len(sealed) + 7 * sum(n > _SHORT for n in sealed)
+                self._taken[int(first.get(_SRCFD))] += nbytes
+                n_taken += nbytes
                 if 1 <= len(frames) <= max_frames:
                     messages.append((route, frames))
                 else:
                     n_malformed += 1
         return messages, n_malformed
+
+    def taken(self, connection: int) -> int:
+        return self._taken[connection]
+
+    def forget(self, connection: int) -> None:
+        self._taken.pop(connection, None)
 
     def wait(self, timeout_ms: int, fds: Sequence[int]) -> tuple[bool, bool, tuple[int, ...]]:
         until = time.monotonic() + timeout_ms / 1000

@@ -22,18 +22,19 @@ import secrets
 import threading
 import time
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import zmq
 
 from pdstage.control.address import Address
+from pdstage.control.counters import ControlCounters
 from pdstage.control.guard import Guard
+from pdstage.control.inflow import Inflow
 from pdstage.control.port import ControlPort, open_port
 from pdstage.errors import TransportError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pdstage.control.keys import Keys
     from pdstage.errors import PeerError
@@ -41,28 +42,16 @@ if TYPE_CHECKING:
 MAX_FRAME_NBYTES = 16 << 20
 MAX_FRAMES = 4096
 """Frames of one message: libzmq caps a frame's size but not their number."""
+MAX_MESSAGE_NBYTES = 16 << 20
+"""Of a message of several frames: more than that a sender splits."""
 _MAX_MESSAGES_A_RECV = 1024
+_SEALING_NBYTES = 33
+"""What CURVE adds to a frame (RFC 26): a command's name, a nonce, flags, and what authenticates them."""
 _HIGH_WATER = 4096
 _DESCRIPTORS = 24
 """As many as a context, its threads and a guarded socket take, and a few for connections."""
 _AGAIN = re.compile(rb"#[0-9a-f]{16}$")
 """What a node adds to its identity for each connection after one it gave up: nobody can guess it, and take it first."""
-
-
-@dataclass(slots=True)
-class ControlCounters:
-    """Totals of one socket, in messages (one turn's frames to one route)."""
-
-    sent: int = 0
-    received: int = 0
-    unroutable: int = 0
-    """Not sent: no connection of that route. Loss, as on any wire."""
-    full: int = 0
-    """Not sent: the peer has stopped reading and its queue is full."""
-    refused: int = 0
-    """Connections, here or at the peer, that came to nothing for want of the right keys."""
-    malformed: int = 0
-    """Received and dropped: no frame at all, or more than `MAX_FRAMES`."""
 
 
 class Ready(NamedTuple):
@@ -79,6 +68,18 @@ def route_of(identity: bytes) -> bytes:
     It differs from the identity by a prefix, as libzmq keeps names that begin with a zero byte to itself.
     """
     return b"=" + identity
+
+
+def messages_of(frames: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """The frames as messages that peers take: of at most `MAX_FRAMES`, and `MAX_MESSAGE_NBYTES` where of several."""
+    start = nbytes = 0
+    for i, frame in enumerate(frames):
+        nbytes += len(frame)
+        if i > start and (nbytes > MAX_MESSAGE_NBYTES or i - start == MAX_FRAMES):
+            yield frames[start:i]
+            start, nbytes = i, len(frame)
+    if frames:
+        yield frames[start:]
 
 
 def _options(identity: bytes, max_frame_nbytes: int) -> dict[int, int | bytes]:
@@ -172,21 +173,22 @@ class ControlSocket:
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         try:
-            for option, value in _options(identity, max_frame_nbytes).items():
+            sealing_nbytes = _SEALING_NBYTES if keys is not None else 0
+            for option, value in _options(identity, max_frame_nbytes + sealing_nbytes).items():
                 self._socket.setsockopt(option, value)
             self._guard = Guard(self._context, self._socket, keys, self._targets) if keys is not None else None
+            self._inflow = Inflow(self._context, self._socket, self._guard, self.counters)
             self.endpoint = self._bind(address, advertise) if address is not None else ""
         except BaseException:
             self._context.destroy(linger=0)
             raise
         # A context collected before its sockets waits for them for ever, and garbage is collected in no order: a
         # finalizer that holds them all is what makes a node that nobody closed harmless.
-        sockets = (self._socket, *(self._guard.sockets if self._guard is not None else ()))
-        self._finalizer = weakref.finalize(self, _end, self._context, sockets)
+        self._finalizer = weakref.finalize(self, _end, self._context, (self._socket, *self._inflow.sockets))
         self._finalizer.atexit = False  # then the process ends by itself, and a thread may be about to use them
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._using = threading.Lock()
-        self._port = open_port(self._socket, self._wake_fd, self._using)
+        self._port = open_port(self._socket, self._wake_fd, self._using, _SEALING_NBYTES if keys is not None else 0)
 
     def _bind(self, address: Address, advertise: str | None) -> str:
         self._socket.setsockopt(zmq.IPV6, address.is_ipv6)
@@ -301,7 +303,7 @@ class ControlSocket:
     def send(self, route: bytes, frames: Sequence[bytes]) -> bool:
         """Sends `frames` to `route` as one message, without waiting. False: it was lost, and counted.
 
-        Raises `UsageError` for a frame larger than peers accept, or for no frames or too many.
+        Raises `UsageError` for a frame larger than peers accept, or for no frames or more than one message may have.
         """
         largest = max(map(len, frames), default=0)
         if not 1 <= len(frames) <= MAX_FRAMES or largest > self._max_frame_nbytes:
@@ -321,10 +323,13 @@ class ControlSocket:
         return not failed
 
     def recv(self) -> list[tuple[bytes, list[bytes]]]:
-        """What has arrived, as (route, frames), oldest first; empty if nothing. At most 1024 messages a call."""
-        if self._guard is not None:
-            self._guard.serve_sometimes()
-        messages, n_malformed = self._port.recv(_MAX_MESSAGES_A_RECV, MAX_FRAMES)
+        """What has arrived, as (route, frames), oldest first; empty if nothing. At most 1024 messages a call, and no
+        more after 16 MiB.
+        """
+        now = time.monotonic()
+        self._inflow.serve_sometimes(self._port, now)
+        messages, n_malformed = self._port.recv(_MAX_MESSAGES_A_RECV, MAX_FRAMES, MAX_MESSAGE_NBYTES)
+        self._inflow.look(self._port, now, drained=not messages)
         self.counters.malformed += n_malformed
         self.counters.received += len(messages)
         if self._renewed_from:
@@ -338,20 +343,20 @@ class ControlSocket:
         any is left; a wake-up is reported once, however many calls of `wake` it stands for. A refusal counts as one.
         """
         timeout_ms = -1 if timeout_s is None else math.ceil(max(0.0, timeout_s) * 1000)
-        if self._guard is None:
-            return Ready(*self._port.wait(timeout_ms, extra_fds))
-        return self._guarded_wait(self._guard, timeout_ms, extra_fds)
-
-    def _guarded_wait(self, guard: Guard, timeout_ms: int, extra_fds: Sequence[int]) -> Ready:
-        """Waits, and answers for the socket meanwhile."""
-        until = time.monotonic() + timeout_ms / 1000
+        now = time.monotonic()
+        until = now + timeout_ms / 1000
+        inflow, guard = self._inflow, self._guard
         while True:
-            left_ms = max(0, math.ceil((until - time.monotonic()) * 1000)) if timeout_ms >= 0 else -1
-            messages, woken, fds = self._port.wait(0 if guard.refusals else left_ms, (*extra_fds, *guard.fds))
-            if any(fd in guard.fds for fd in fds):
-                guard.serve()
-                fds = tuple(fd for fd in fds if fd not in guard.fds)
-            woken = woken or bool(guard.refusals)
+            left_ms = max(0, math.ceil((until - now) * 1000)) if timeout_ms >= 0 else -1
+            pause_ms = 0 if guard is not None and guard.refusals else inflow.pause_ms(left_ms)
+            messages, woken, fds = self._port.wait(pause_ms, (*extra_fds, *inflow.fds))
+            now = time.monotonic()
+            if fds and not inflow.fds.isdisjoint(fds):
+                inflow.serve(self._port)
+                fds = tuple(fd for fd in fds if fd not in inflow.fds)
+            if not messages:
+                inflow.look(self._port, now, drained=True)
+            woken = woken or (guard is not None and bool(guard.refusals))
             if messages or woken or fds or left_ms == 0:
                 return Ready(messages, woken, fds)
 
@@ -389,8 +394,7 @@ class ControlSocket:
         """What an event loop watches instead of `wait`: after one of them turns readable, and after each send, call
         `wait(0)` until it has nothing to tell.
         """
-        guarded = self._guard.fds if self._guard is not None else ()
-        return (self.fileno(), self._wake_fd, *guarded)
+        return (self.fileno(), self._wake_fd, *self._inflow.fds)
 
     @property
     def closed(self) -> bool:

@@ -32,7 +32,7 @@ from collections import deque
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, assert_never
 
-from pdstage.control.zmq import MAX_FRAMES
+from pdstage.control.zmq import messages_of
 from pdstage.errors import PdstageError, UsageError
 from pdstage.manager.aio import Pumps, Wakeup
 from pdstage.manager.sessions import Sessions
@@ -380,8 +380,8 @@ class Driver:
         """Sends what was held back."""
         outgoing, self._outgoing = self._outgoing, {}
         for route, frames in outgoing.items():
-            for start in range(0, len(frames), MAX_FRAMES):
-                self._node.socket.send(route, frames[start : start + MAX_FRAMES])
+            for message in messages_of(frames):
+                self._node.socket.send(route, message)
 
     # Sleep.
 

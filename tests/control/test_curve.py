@@ -247,7 +247,7 @@ def test_nobody_gets_in_where_the_handler_is_gone(make) -> None:
     server, client = make(keys), make(keys)
     server._guard._zap.unbind("inproc://zeromq.zap.01")
     client.send(client.connect(server.endpoint), [MARKER])
-    told, monitor = 0, server._guard._monitor
+    told, monitor = 0, server._inflow._monitor
     while told not in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_SUCCEEDED):
         assert monitor.poll(DEADLINE_S * 1000), "it did not come to pass"
         told = int.from_bytes(monitor.recv_multipart()[0][:2], sys.byteorder)

@@ -163,7 +163,7 @@ def run_message(data: bytes) -> None:
         heard: list[list[bytes]] = []
         n_malformed = 0
         while not heard or heard[-1] != [_END]:
-            messages, bad = port.recv(64, _MAX_FRAMES)
+            messages, bad = port.recv(64, _MAX_FRAMES, 1 << 20)
             heard += [frames for _, frames in messages]
             n_malformed += bad
             if not messages:

@@ -167,7 +167,7 @@ def test_every_counter_is_exported():
 
     for metric in catalogue.METRICS:
         list(metric.read(Asked()))
-    from pdstage.control.zmq import ControlCounters  # noqa: PLC0415
+    from pdstage.control.counters import ControlCounters  # noqa: PLC0415
     from pdstage.metrics import Counters  # noqa: PLC0415
 
     fields = {*Counters.__dataclass_fields__, *ControlCounters.__dataclass_fields__}

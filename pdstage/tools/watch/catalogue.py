@@ -251,6 +251,12 @@ MESSAGES = (
         "reason",
         ("unroutable", "full", "malformed"),
     ),
+    _control(
+        "pdstage_control_connections_total",
+        "Connections of the control socket: ended because too much of what came by them had to be held.",
+        "what",
+        ("ended",),
+    ),
 )
 
 TRANSPORT = (

@@ -1,0 +1,191 @@
+"""The connections of a control socket, and how much of what they sent libzmq may hold.
+
+libzmq limits how large a frame is and how many whole messages wait, not how many frames a message has: of one that does
+not end it takes in all there is. Nor can it be told to hang up. But the kernel counts the bytes that came by each
+connection (TCP_INFO), the port counts those that were taken out of it, and a descriptor of libzmq's can be shut down
+from outside: then it gives back what it held of that connection.
+
+It is looked at by the thread that waits on the socket, some times a second and only where this process has grown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket as sockets
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import zmq
+
+from pdstage.errors import PeerError
+from pdstage.log_limit import LogLimit
+
+if TYPE_CHECKING:
+    from pdstage.control.counters import ControlCounters
+    from pdstage.control.guard import Guard
+    from pdstage.control.port import Port
+
+log = logging.getLogger(__name__)
+
+MAX_UNFINISHED_NBYTES = 24 << 20
+"""Of one connection while no whole message waits: no honest message has as much, what the kernel holds included."""
+MAX_HELD_NBYTES = 128 << 20
+"""Of all connections together, whole messages included: their senders are faster than this node."""
+LOOK_MS = 50
+_SERVE_S = 0.005
+_GROWN_NBYTES = 8 << 20
+_SMALL_NBYTES = 1 << 20
+"""A connection that holds less is left alone: many honest ones may add up."""
+
+_MONITOR = "inproc://pdstage.monitor"
+_EVENT = struct.Struct("=HI")
+_ACCEPTED, _CONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_CONNECTED)
+_GONE = int(zmq.EVENT_DISCONNECTED)
+_HANDSHAKE = int(
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_POLLIN = int(zmq.POLLIN)
+_MAX_AT_ONCE = 4096
+_BYTES_RECEIVED = struct.Struct("=128xQ")
+"""`tcpi_bytes_received` of linux/tcp.h's tcp_info, since Linux 4.1."""
+_PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
+_STATM = Path("/proc/self/statm")
+
+
+class _Open(NamedTuple):
+    """A connection. `port`: this end's if it was accepted, else the other's; by it a descriptor is known again."""
+
+    accepted: bool
+    port: int
+
+
+class Inflow:
+    """Those of one socket; made before it binds. `guard` is served beside it, by the same waits."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        socket: zmq.Socket[bytes],
+        guard: Guard | None,
+        counters: ControlCounters,
+    ) -> None:
+        self._guard = guard
+        self._counters = counters
+        socket.monitor(_MONITOR, _ACCEPTED | _CONNECTED | _GONE | (_HANDSHAKE if guard is not None else 0))
+        self._monitor = context.socket(zmq.PAIR)
+        self._monitor.connect(_MONITOR)
+        self._monitor.getsockopt(zmq.EVENTS)  # a pipe announces nothing before it was once found empty
+        own = int(self._monitor.getsockopt(zmq.FD))
+        self.fds = frozenset([own] if guard is None else [own, guard.fd])
+        self.sockets = (self._monitor,) if guard is None else (self._monitor, guard.socket)
+        self._open: dict[int, _Open] = {}
+        self._look_at = self._serve_at = 0.0
+        self._low_nbytes = _resident_nbytes()
+        self._log_limit = LogLimit()
+
+    def pause_ms(self, left_ms: int) -> int:
+        """How much of a wait passes before `look` is due again; a negative wait has no end."""
+        if not self._open or 0 <= left_ms < LOOK_MS:
+            return left_ms
+        return LOOK_MS
+
+    def serve_sometimes(self, port: Port, now: float) -> None:
+        """For a caller that never waits: as `serve`, but most calls only look at the clock."""
+        if now >= self._serve_at:
+            self._serve_at = now + _SERVE_S
+            self.serve(port)
+
+    def serve(self, port: Port) -> None:
+        """Answers what libzmq asks, and takes in what it tells, until the descriptors are silent again."""
+        if self._guard is not None:
+            self._guard.answer()
+        events: list[tuple[int, int, str]] = []
+        while int(self._monitor.getsockopt(zmq.EVENTS)) & _POLLIN:
+            head, endpoint = self._monitor.recv_multipart()
+            events.append((*_EVENT.unpack(head), endpoint.decode()))
+            if len(events) == _MAX_AT_ONCE:
+                self._take_in(events, port)
+                events = []
+        self._take_in(events, port)
+
+    def _take_in(self, events: list[tuple[int, int, str]], port: Port) -> None:
+        for what, value, endpoint in events:
+            if what in (_ACCEPTED, _CONNECTED):
+                self._open[value] = _Open(what == _ACCEPTED, int(endpoint.rpartition(":")[2]))
+                port.forget(value)
+            elif what == _GONE:
+                self._open.pop(value, None)
+        if self._guard is not None:
+            self._guard.take_in(events)
+
+    def look(self, port: Port, now: float, *, drained: bool) -> None:
+        """Ends connections of which too much is held, most first. `drained`: no whole message waits.
+
+        Most calls only look at the clock.
+        """
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_MS / 1000
+        resident_nbytes = _resident_nbytes()
+        self._low_nbytes = min(self._low_nbytes, resident_nbytes)
+        if resident_nbytes - self._low_nbytes < _GROWN_NBYTES:
+            return
+        held = self._held(port)
+        excess = sum(held.values()) - MAX_HELD_NBYTES
+        largest_first = sorted(held.items(), key=lambda one: -one[1])
+        for fd, nbytes in largest_first:
+            if nbytes < _SMALL_NBYTES:
+                break
+            if excess > 0 or (drained and nbytes > MAX_UNFINISHED_NBYTES):
+                self._cut(fd, nbytes, now)
+                excess -= nbytes
+        self._low_nbytes = resident_nbytes
+
+    def _held(self, port: Port) -> dict[int, int]:
+        """Of each connection, by descriptor: bytes that came and were not taken out."""
+        held = {}
+        for fd, known in list(self._open.items()):
+            connection = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM, fileno=fd)
+            try:
+                if _is(connection, known):
+                    told = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _BYTES_RECEIVED.size)
+                    held[fd] = _BYTES_RECEIVED.unpack(told)[0] - port.taken(fd)
+                else:  # libzmq says nothing of those that it closes itself
+                    del self._open[fd]
+            except (OSError, struct.error):
+                del self._open[fd]
+            finally:
+                connection.detach()
+        return held
+
+    def _cut(self, fd: int, nbytes: int, now: float) -> None:
+        with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(fd)) as connection:
+            if not _is(connection, self._open[fd]):
+                return
+            host = str(connection.getpeername()[0])
+            connection.shutdown(sockets.SHUT_RDWR)
+            del self._open[fd]
+            self._counters.ended += 1
+            error = PeerError(
+                f"ended a connection with {host}: {nbytes >> 20} MiB of it waited for the end of a message, or for "
+                "this node",
+                remedy="if it belongs to this cluster, let this node turn more often; else keep it off this port",
+            )
+            if self._log_limit.due(host, error.remedy, now):  # not its numbers: they are others each time
+                log.warning("%s", error)
+
+
+def _is(connection: sockets.socket, known: _Open) -> bool:
+    """Whether the descriptor still is that connection: libzmq may have closed it, and another been opened."""
+    address = connection.getsockname() if known.accepted else connection.getpeername()
+    return len(address) > 1 and address[1] == known.port
+
+
+def _resident_nbytes() -> int:
+    return int(_STATM.read_text().split()[1]) * _PAGE_NBYTES
