@@ -11,6 +11,7 @@ It is looked at by the thread that waits on the socket, some times a second and 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket as sockets
@@ -86,7 +87,7 @@ class Inflow:
         self.sockets = (self._monitor,) if guard is None else (self._monitor, guard.socket)
         self._open: dict[int, _Open] = {}
         self._look_at = self._serve_at = 0.0
-        self._low_nbytes = _resident_nbytes()
+        self._low_nbytes = 0
         self._log_limit = LogLimit()
 
     def pause_ms(self, left_ms: int) -> int:
@@ -116,8 +117,9 @@ class Inflow:
 
     def _take_in(self, events: list[tuple[int, int, str]], port: Port) -> None:
         for what, value, endpoint in events:
-            if what in (_ACCEPTED, _CONNECTED):
-                self._open[value] = _Open(what == _ACCEPTED, int(endpoint.rpartition(":")[2]))
+            number = endpoint.rpartition(":")[2]
+            if what in (_ACCEPTED, _CONNECTED) and number.isdigit():  # none where it is gone already
+                self._open[value] = _Open(what == _ACCEPTED, int(number))
                 port.forget(value)
             elif what == _GONE:
                 self._open.pop(value, None)
@@ -132,7 +134,10 @@ class Inflow:
         if now < self._look_at:
             return
         self._look_at = now + LOOK_MS / 1000
-        resident_nbytes = _resident_nbytes()
+        try:
+            resident_nbytes = _resident_nbytes()
+        except OSError:  # no descriptor is left: looked at all the same
+            resident_nbytes = self._low_nbytes + _GROWN_NBYTES
         self._low_nbytes = min(self._low_nbytes, resident_nbytes)
         if resident_nbytes - self._low_nbytes < _GROWN_NBYTES:
             return
@@ -151,17 +156,10 @@ class Inflow:
         """Of each connection, by descriptor: bytes that came and were not taken out."""
         held = {}
         for fd, known in list(self._open.items()):
-            connection = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM, fileno=fd)
             try:
-                if _is(connection, known):
-                    told = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _BYTES_RECEIVED.size)
-                    held[fd] = _BYTES_RECEIVED.unpack(told)[0] - port.taken(fd)
-                else:  # libzmq says nothing of those that it closes itself
-                    del self._open[fd]
-            except (OSError, struct.error):
+                held[fd] = _received_nbytes(fd, known) - port.taken(fd)
+            except (OSError, struct.error):  # libzmq says nothing of those that it closes itself
                 del self._open[fd]
-            finally:
-                connection.detach()
         return held
 
     def _cut(self, fd: int, nbytes: int, now: float) -> None:
@@ -179,6 +177,18 @@ class Inflow:
             )
             if self._log_limit.due(host, error.remedy, now):  # not its numbers: they are others each time
                 log.warning("%s", error)
+
+
+def _received_nbytes(fd: int, known: _Open) -> int:
+    """What came by a connection so far. Raises `OSError` where the descriptor is not that connection's any more."""
+    connection = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM, fileno=fd)
+    try:
+        if not _is(connection, known):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        told = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _BYTES_RECEIVED.size)
+        return int(_BYTES_RECEIVED.unpack(told)[0])
+    finally:
+        connection.detach()
 
 
 def _is(connection: sockets.socket, known: _Open) -> bool:

@@ -8,6 +8,10 @@ connected to this node, by `route_of` its identity. Each answers on the route a 
 the same endpoint is reached over the same route: sessions inside the frames tell the processes apart. So is a peer to
 which the connection is made anew (`renew`), under another name as libzmq and the peer see it: whoever takes a name that
 is in use cuts its owner off without a word, for as long as the owner uses it.
+
+Each has a libzmq context of its own. That costs 6 descriptors and 2 threads, and a further socket in it 1 descriptor.
+But a context has one handler of keys: a node that does not turn would let nobody in to any other; and a flood at one
+would slow the thread that all share. A process is one rank, and holds one node, seldom two.
 """
 
 from __future__ import annotations
@@ -48,8 +52,8 @@ _MAX_MESSAGES_A_RECV = 1024
 _SEALING_NBYTES = 33
 """What CURVE adds to a frame (RFC 26): a command's name, a nonce, flags, and what authenticates them."""
 _HIGH_WATER = 4096
-_DESCRIPTORS = 24
-"""As many as a context, its threads and a guarded socket take, and a few for connections."""
+_DESCRIPTORS = 32
+"""As many as a node takes: a context, its threads and a guarded socket, a transport, and a few for connections."""
 _AGAIN = re.compile(rb"#[0-9a-f]{16}$")
 """What a node adds to its identity for each connection after one it gave up: nobody can guess it, and take it first."""
 
@@ -103,8 +107,8 @@ def _options(identity: bytes, max_frame_nbytes: int) -> dict[int, int | bytes]:
     }
 
 
-def _check_descriptors() -> None:
-    """Raises `TransportError` where too few are left for a context and its sockets: libzmq aborts the process then."""
+def check_descriptors() -> None:
+    """Raises `TransportError` where too few are left for a node: libzmq aborts the process where it gets none."""
     held: list[int] = []
     try:
         for _ in range(_DESCRIPTORS):
@@ -112,7 +116,7 @@ def _check_descriptors() -> None:
     except OSError as error:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         raise TransportError(
-            f"no control socket can be opened: fewer than {_DESCRIPTORS} descriptors are left ({error.strerror})",
+            f"no node can be opened: fewer than {_DESCRIPTORS} descriptors are left ({error.strerror})",
             remedy=f"raise the limit of open files (`ulimit -n`, now {limit}), or find who holds them",
             limit=limit,
         ) from error
@@ -157,7 +161,7 @@ class ControlSocket:
         address = Address.parse(bind, "tcp", listening=True) if bind is not None else None
         if address is not None:
             address.check_exposure(insecure, keys)
-        _check_descriptors()
+        check_descriptors()
         self._identity = identity
         self._keys = keys
         self.counters = ControlCounters()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, TypeV
 import pdstage
 from pdstage import arguments
 from pdstage.control.keys import keys_of
-from pdstage.control.zmq import ControlSocket
+from pdstage.control.zmq import ControlSocket, check_descriptors
 from pdstage.errors import TransportError, UsageError
 from pdstage.kernels import Pool
 from pdstage.manager import status
@@ -93,6 +93,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         self.metadata = options.metadata
         self.lent = LentRows(options.metadata)
         writes = self.role == "prefill"
+        check_descriptors()
         self.transport = options.open_transport(pool, self.config, writes=writes)
         with contextlib.ExitStack() as opened:  # all of it is given back if the rest cannot be had
             opened.callback(self.transport.close)

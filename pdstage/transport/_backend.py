@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
+from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Annotated, Generic, NamedTuple, Protocol, TypeVar
 
@@ -30,7 +31,7 @@ from pdstage.transport.base import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pdstage.spans import Spans
     from pdstage.transport._peer import Target
@@ -101,6 +102,21 @@ class Post(NamedTuple):
     tag: bytes
     src: Place
     dst: Place
+
+
+@contextmanager
+def _as_typed(peer: str) -> Iterator[None]:
+    """What the system refuses meanwhile, descriptors above all, is `TransportError`, and costs one session."""
+    try:
+        yield
+    except PdstageError:  # one of them is an OSError too
+        raise
+    except OSError as error:
+        raise TransportError(
+            f"peer {peer!r} cannot be met: {error.strerror or error}",
+            remedy="see how many files this process may open (`ulimit -n`), and who holds them",
+            peer=peer,
+        ) from error
 
 
 class Backend(Transport, Generic[AnyLink, AnyDescription]):
@@ -193,7 +209,10 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         self._unregister(list(dict.fromkeys(regions)))
 
     def connect(self, peer: str, description: bytes) -> None:
-        given = self._read(peer, description)
+        with _as_typed(peer):
+            self._connect(peer, self._read(peer, description))
+
+    def _connect(self, peer: str, given: AnyDescription) -> None:
         if given.life == self.life:
             raise is_itself(peer)
         link = self.links.get(peer)
@@ -203,7 +222,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         target = self._process(peer, given)
         try:
             fresh = self._attach(peer, given, target)
-        except PdstageError:
+        except BaseException:
             target.close()
             raise
         self.met.add(peer, target)
@@ -211,7 +230,8 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         self.links[peer] = fresh
 
     def identify(self, peer: str, description: bytes) -> None:
-        self.met.add(peer, self._process(peer, self._read(peer, description)))
+        with _as_typed(peer):
+            self.met.add(peer, self._process(peer, self._read(peer, description)))
 
     def prepare(self, peer: str, regions: Sequence[Region]) -> None:
         link = self.link(peer)

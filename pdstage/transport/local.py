@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from pdstage import shared
-from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
+from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region
 from pdstage.shared import Backing  # noqa: TC001  (msgspec resolves it at run time)
 from pdstage.transport import _cuda_ipc
@@ -159,7 +159,7 @@ class LocalTransport(Backend[_Link, _Description]):
         fresh = _Link(peer, description, target)
         try:
             fresh.check_alive()
-        except PdstageError:
+        except BaseException:
             fresh.outbox.close()
             raise
         return fresh
@@ -172,7 +172,7 @@ class LocalTransport(Backend[_Link, _Description]):
         target = Process(told.identity, peer)
         try:
             target.check_holds(told.inbox)
-        except PdstageError:
+        except BaseException:
             target.close()
             raise
         return There(target)

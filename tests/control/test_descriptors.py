@@ -9,11 +9,15 @@ import contextlib
 import multiprocessing
 import os
 import resource
+import socket
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from pdstage import State, TransportError
+from pdstage.control.address import Address
 from pdstage.control.bootstrap import BootstrapClient, BootstrapServer
 from pdstage.control.keys import Keys
 from pdstage.manager import lookup
@@ -116,3 +120,74 @@ def test_a_lease_outlives_a_lack_of_descriptors(tmp_path) -> None:
     """A keyed prefill node lost the thread that renews, and its advert for ever."""
     Keys.make(tmp_path / "key")
     run(lease_at_the_limit, str(tmp_path / "key"))
+
+
+def _turned(nodes: list[Any], done: Callable[[], object]) -> None:
+    until = time.monotonic() + 0.5
+    while not done() and time.monotonic() < until:
+        for node in nodes:
+            node.turn(0.005)
+
+
+def _meets_a_peer(p: Any, d: Any, keys: Keys | None) -> None:
+    receiver = d.receive("early", p.bootstrap_address, deadline_s=0.4)
+    _turned([p, d], lambda: receiver.state is State.FAILED)
+
+
+def _is_connected_to(p: Any, d: Any, keys: Keys | None) -> None:
+    port = Address.parse(p.socket.endpoint, "tcp").port
+    for stranger in p.strangers:
+        stranger.connect_ex(("127.0.0.1", port))
+    _turned([p, d], lambda: False)
+
+
+def _renews(p: Any, d: Any, keys: Keys | None) -> None:
+    d.socket.renew(d.socket.connect(p.socket.endpoint))
+    _turned([p, d], lambda: False)
+
+
+def _connects_to_nobody(p: Any, d: Any, keys: Keys | None) -> None:
+    d.socket.connect("tcp://127.0.0.1:1")
+    _turned([p, d], lambda: False)
+
+
+def _makes_a_node(p: Any, d: Any, keys: Keys | None) -> None:
+    with pytest.raises(TransportError, match="descriptors are left"):
+        decode_node(Rank(), keys=keys)
+
+
+def _closes(p: Any, d: Any, keys: Keys | None) -> None:
+    d.close()
+    p.close()
+
+
+def go_on_after(doing: Callable[..., None], key: str) -> None:
+    """Whatever is done with so few left: it ends in a typed error at most, and a node that is open serves on."""
+    keys = Keys.load(key) if key else None
+    src, dst = Rank(), Rank()
+    for n_left in (0, 1, 2, 3, 4, 6, 10):
+        p, d = prefill_node(src, None, keys=keys), decode_node(dst, keys=keys)
+        p.strangers = [socket.socket() for _ in range(4)]
+        for stranger in p.strangers:
+            stranger.setblocking(False)
+        with only(n_left):
+            doing(p, d, keys)
+        for stranger in p.strangers:
+            stranger.close()
+        if not p.closed:
+            receiver = d.receive("late", p.bootstrap_address)
+            drive([p, d], lambda receiver=receiver: receiver.state is State.WAITING_FOR_INPUT)
+            receiver.abort()
+        d.close(0.1)
+        p.close(0.1)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize(
+    "doing", [_meets_a_peer, _is_connected_to, _renews, _connects_to_nobody, _makes_a_node, _closes]
+)
+def test_a_node_with_few_descriptors_left(doing: Callable[..., None], keyed: bool, tmp_path) -> None:
+    """Where the transport could not open a socket for its peer, the node ended."""
+    if keyed:
+        Keys.make(tmp_path / "key")
+    run(go_on_after, doing, str(tmp_path / "key") if keyed else "")

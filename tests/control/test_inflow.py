@@ -202,6 +202,8 @@ def test_no_connection_but_its_own_is_ended(make) -> None:
         for one in (near, theirs, others):
             node._inflow._open[one.fileno()] = known
             node._inflow._cut(one.fileno(), MIB, 0.0)
+        node._inflow._open[10**6] = known  # closed
+        node._inflow._cut(10**6, MIB, 0.0)
         assert node._inflow._held(node._port) == {}
         assert not node._inflow._open
         near.sendall(b"still open")
