@@ -311,7 +311,7 @@ def test_a_large_write_uses_the_devices_it_was_given(two_hosts, n_devices):
         ({"host": "10.77.0.1", "devices": ["a1"]}, {}, {"10.77.1.1"}),
         ({"host": "10.77.0.1"}, {"UCX_NET_DEVICES": "a1"}, {"10.77.1.1"}),
     ],
-    ids=str,
+    ids=["IPv4", "IPv6", "loopback", "of nobody", "without", "devices", "environment"],
 )
 def test_ucx_listens_on_the_control_planes_network_alone(two_hosts, options, said, others):
     """Unless somebody chose devices, or no interface holds that address."""
