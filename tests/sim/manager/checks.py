@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 ENDED = (State.SUCCESS, State.FAILED)
 REUSED = 0xA5
 """What an engine writes into memory that was given back to it."""
+_IN_USE = 0x3C
 _ASLEEP = ("its socket", "a queue", "its event loop", "an event", "a condition", "a directory", "an engine's time")
 _SLACK_S = 1e-3
 _OF_THE_LOCK = ("receive", "tick", "lose", "take_effects", "emit", "send", "send_loose")
@@ -54,7 +55,7 @@ class Checks:
 
     # Each use of a core.
 
-    def hold_to_the_lock(self, host: Host, node: Node) -> None:
+    def hold_to_the_lock(self, node: Node) -> None:
         """From here on whoever touches the node's core must have the lock."""
         scheduler, lock = self._world.scheduler, node.driver.lock
 
@@ -120,6 +121,23 @@ class Checks:
             self._world.scheduler.violate(what)
 
     # Memory that was given back.
+
+    def compute(self, seen: Seen) -> None:
+        """Prefill's data is there from now on, where nobody has its pages for something else by now."""
+        if not seen.reused and not seen.host.gave_back:
+            seen.host.rank.write(seen.number, seen.room.tokens, seen.pages)
+
+    def use(self, seen: Seen) -> None:
+        """Decode's engine still uses the pages that it binds."""
+        if not seen.host.gave_back:
+            for tensor in (*seen.host.rank.k, *seen.host.rank.v):
+                tensor[seen.pages] = _IN_USE
+
+    def stop_using(self, seen: Seen) -> None:
+        """It is done with them, and nobody has written them before."""
+        tensors = (*seen.host.rank.k, *seen.host.rank.v)
+        if not seen.reused and not seen.host.gave_back and not all((t[seen.pages] == _IN_USE).all() for t in tensors):
+            self._world.scheduler.fail(Violation(f"pages at {seen.host.name} were written before `after`"))
 
     def reuse(self, seen: Seen) -> None:
         """Its engine does something else with the pages."""

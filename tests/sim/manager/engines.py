@@ -31,14 +31,17 @@ _LONG_S = 60.0
 
 
 class _Ready:
-    """An engine's event."""
+    """An engine's event, and what the engine does in memory until it is done."""
 
-    def __init__(self, world: World, after_s: float) -> None:
-        self._done = after_s == 0
+    def __init__(self, world: World, after_s: float, work: Callable[[], None] = lambda: None) -> None:
+        self._done, self._work = False, work
         if after_s:
             world.scheduler.at(after_s, self._be)
+        else:
+            self._be()
 
     def _be(self) -> None:
+        self._work()
         self._done = True
 
     def query(self) -> bool:
@@ -91,7 +94,7 @@ class Engines:
             except (PdstageError, ValueError):  # what the directory's client was scripted to raise
                 self._scheduler.block("an engine's time", 0.05)
             else:
-                self._checks.hold_to_the_lock(host, host.node)
+                self._checks.hold_to_the_lock(host.node)
                 return
 
     def _serve(self, host: Host) -> None:
@@ -137,14 +140,14 @@ class Engines:
             if host.gave_back is not None:
                 return
             pages = rank.allocate(room.tokens)
-            rank.write(number, room.tokens, pages)
             sender = node.send(room.name)
             row = self._row(host, room.aux)
-            self._met(host, number, room, sender, pages, row)
+            seen = self._met(host, number, room, sender, pages, row)
+            computed = _Ready(self._world, room.ready_s, partial(self._checks.compute, seen))
             bounds = [room.tokens * n // room.n_chunks for n in range(room.n_chunks + 1)]
             for start, stop in itertools.pairwise(bounds):
                 if start < stop:
-                    sender.chunk(pages, (start, stop), ready=_Ready(self._world, room.ready_s))
+                    sender.chunk(pages, (start, stop), ready=computed)
                     self._pass(host, room.chunk_s)
             sender.finish(row or room.aux, ready=_Ready(self._world, room.ready_s) if room.ready_s else None)
             self._see_it_through(host, room, sender, room.waits[0])
@@ -155,9 +158,11 @@ class Engines:
             pages = host.rank.allocate(room.tokens)
             receiver = host.node.receive(room.name, room.address, deadline_s=DEADLINE_S)
             row = self._row(host, b"")
-            self._met(host, number, room, receiver, pages, row)
+            seen = self._met(host, number, room, receiver, pages, row)
             self._pass(host, room.bind_s)
-            receiver.bind(pages, room.tokens, after=_Ready(self._world, room.after_s), aux=row)
+            self._checks.use(seen)
+            free = _Ready(self._world, room.after_s, partial(self._checks.stop_using, seen))
+            receiver.bind(pages, room.tokens, after=free, aux=row)
             self._see_it_through(host, room, receiver, room.waits[1])
 
     def _row(self, host: Host, said: bytes | None) -> AuxRow | None:
@@ -167,13 +172,14 @@ class Engines:
         row["said"] = list(said.ljust(16, b"\0"))
         return row
 
-    def _met(self, host: Host, number: int, room: Room, handle: Handle, pages: np.ndarray, row: AuxRow | None) -> None:
+    def _met(self, host: Host, number: int, room: Room, handle: Handle, pages: np.ndarray, row: AuxRow | None) -> Seen:
         seen = self._checks.seen[handle] = Seen(host, room, number, pages, Waiters(self._scheduler), row)
         side, at_s = room.abort
         if side == host.name[0]:
             self._start(host, f"aborter of {room.name}", partial(self._abort, host, handle, seen, at_s))
         for _ in range(2 if room.watched else 0):
             self._start(host, f"watcher of {room.name}", partial(self._watch, host, handle))
+        return seen
 
     def _abort(self, host: Host, handle: Handle, seen: Seen, at_s: float | None) -> None:
         with self._until_closed(host):

@@ -103,7 +103,7 @@ class Scheduler:
         self._current = first = self.start(main, "main", process)
         first.baton.release()
         if not self._ended.acquire(timeout=_STUCK_S):
-            self._fail(Violation(f"a thread does not come back\n{self.stacks()}"))
+            self.fail(Violation(f"a thread does not come back\n{self.stacks()}"))
         self.over = True
         for task in self.tasks:
             if not task.done and task.baton.locked():
@@ -130,7 +130,7 @@ class Scheduler:
                 pass
             except BaseException as error:  # noqa: BLE001  (of any thread: the run has failed)
                 if not self.over:
-                    self._fail(error)
+                    self.fail(error)
             finally:
                 sys.settrace(None)
                 self._leave(task)
@@ -156,7 +156,8 @@ class Scheduler:
         self._current = following
         following.baton.release()
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Ends the run, from wherever."""
         if self.failure is None:
             self.failure = error
         self.over = True
@@ -164,8 +165,8 @@ class Scheduler:
             self._ended.release()
 
     def violate(self, what: str) -> None:
-        """Ends the run."""
-        self._fail(Violation(what))
+        """Ends the run, from one of its threads."""
+        self.fail(Violation(what))
         raise Over
 
     def _check_over(self) -> None:
@@ -254,7 +255,7 @@ class Scheduler:
                 for check in self.at_rest:
                     check()
             except Violation as violation:
-                self._fail(violation)
+                self.fail(violation)
                 raise Over from None
             if not self._events:
                 self.violate(f"nobody can go on, and nothing is to come\n{self.stacks()}")
