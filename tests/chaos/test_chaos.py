@@ -47,7 +47,7 @@ def test_an_engine_that_reuses_pages_too_early_is_seen():
 
 def test_what_the_ranks_wrote_down_is_judged(tmp_path):
     """A round without a journal is wrong, as one is whose journal is: here of a room that left Success."""
-    site = draw_site(SEED, 0, "local", namespaces=False)
+    site = draw_site(SEED, 0, "local", SECONDS, namespaces=False)
     nothing, bad = Round(SEED, 0, site, 0.0), Round(SEED, 1, site, 0.0)
     run(bad._journals, rooms=4)
     decode = written(bad._journals)["decode 0"]

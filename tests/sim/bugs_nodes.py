@@ -6,14 +6,6 @@ from tests.sim.mutants import NODES, Mutant
 
 MUTANTS = [
     Mutant(
-        "a handle reads its room twice",
-        "11 handles",
-        "Roster.changed",
-        "        if handle.released:\n",
-        "        if room.released:\n",
-        NODES,
-    ),
-    Mutant(
         "a failed handle has its error later",
         "11 handles",
         "Roster.changed",
