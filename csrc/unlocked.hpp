@@ -7,9 +7,9 @@
 
 namespace pdstage {
 
-// As pybind11's gil_scoped_release, but safe while the interpreter ends. A daemon thread that then comes back for the lock
-// is ended by Python before 3.14 (pthread_exit), which unwinds no destructor: the whole process would be aborted. Here it
-// waits for the process to end, as it does from Python 3.14 on.
+// As pybind11's gil_scoped_release, but safe while the interpreter ends. A daemon thread that then comes back for the
+// lock is ended by Python before 3.14 (pthread_exit), which unwinds no destructor: the whole process would be aborted.
+// Here it waits for the process to end, as it does from Python 3.14 on.
 class Unlocked {
   public:
     Unlocked() : state_(PyEval_SaveThread()) {}
