@@ -36,6 +36,8 @@ _GOOD = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _BROKEN_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _PROTOCOL, _AUTH = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _FAILED = (_BROKEN_OFF, _PROTOCOL, _AUTH)
+HANDSHAKE_EVENTS = _GOOD | _BROKEN_OFF | _PROTOCOL | _AUTH
+"""What a monitor is to tell of handshakes, for `Guard.take_in`; beside connections that come and go."""
 _OTHER_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 _POLLIN = int(zmq.POLLIN)
 _BROKEN_OFF_IS_FINAL = 3
@@ -66,14 +68,13 @@ class Guard:
     ) -> None:
         self._keys = keys
         self._targets = targets
-        self._zap = context.socket(zmq.ROUTER)  # a REP is of no more use, if a Ctrl-C comes between request and answer
-        self._zap.bind(_ZAP)
+        self.socket = context.socket(zmq.ROUTER)  # a REP is stuck if a Ctrl-C comes between request and answer
+        self.socket.bind(_ZAP)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        self.socket = self._zap
-        self.fd = int(self._zap.getsockopt(zmq.FD))
+        self.fd = int(self.socket.getsockopt(zmq.FD))
         self.port = 0
         """Where the socket listens, once it does: what libzmq tells of an accepted connection is our end's address."""
         self.refusals: list[Refusal] = []
@@ -88,9 +89,9 @@ class Guard:
 
     def answer(self) -> None:
         """Answers what libzmq asks, until the descriptor is silent again."""
-        while int(self._zap.getsockopt(zmq.EVENTS)) & _POLLIN:
-            who, empty, *request = self._zap.recv_multipart()
-            self._zap.send_multipart([who, empty, *self._answer(request)])
+        while int(self.socket.getsockopt(zmq.EVENTS)) & _POLLIN:
+            who, empty, *request = self.socket.recv_multipart()
+            self.socket.send_multipart([who, empty, *self._answer(request)])
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """RFC 27: the request is version, id, domain, address, identity, mechanism and the client's key."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 
+from pdstage.control.guard import HANDSHAKE_EVENTS
 from pdstage.errors import PeerError
 from pdstage.log_limit import LogLimit
 
@@ -45,12 +46,6 @@ _MONITOR = "inproc://pdstage.monitor"
 _EVENT = struct.Struct("=HI")
 _ACCEPTED, _CONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_CONNECTED)
 _GONE = int(zmq.EVENT_DISCONNECTED)
-_HANDSHAKE = int(
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 _POLLIN = int(zmq.POLLIN)
 _MAX_AT_ONCE = 4096
 _BYTES_RECEIVED = struct.Struct("=128xQ")
@@ -78,7 +73,7 @@ class Inflow:
     ) -> None:
         self._guard = guard
         self._counters = counters
-        socket.monitor(_MONITOR, _ACCEPTED | _CONNECTED | _GONE | (_HANDSHAKE if guard is not None else 0))
+        socket.monitor(_MONITOR, _ACCEPTED | _CONNECTED | _GONE | (HANDSHAKE_EVENTS if guard is not None else 0))
         self._monitor = context.socket(zmq.PAIR)
         self._monitor.connect(_MONITOR)
         self._monitor.getsockopt(zmq.EVENTS)  # a pipe announces nothing before it was once found empty

@@ -176,8 +176,8 @@ class ControlSocket:
         self._gave_up = False
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
+        sealing_nbytes = _SEALING_NBYTES if keys is not None else 0
         try:
-            sealing_nbytes = _SEALING_NBYTES if keys is not None else 0
             for option, value in _options(identity, max_frame_nbytes + sealing_nbytes).items():
                 self._socket.setsockopt(option, value)
             self._guard = Guard(self._context, self._socket, keys, self._targets) if keys is not None else None
@@ -192,7 +192,7 @@ class ControlSocket:
         self._finalizer.atexit = False  # then the process ends by itself, and a thread may be about to use them
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._using = threading.Lock()
-        self._port = open_port(self._socket, self._wake_fd, self._using, _SEALING_NBYTES if keys is not None else 0)
+        self._port = open_port(self._socket, self._wake_fd, self._using, sealing_nbytes)
 
     def _bind(self, address: Address, advertise: str | None) -> str:
         self._socket.setsockopt(zmq.IPV6, address.is_ipv6)

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import zmq
 
-from pdstage import native
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapClient, BootstrapServer, Conflict, Incomplete
 from pdstage.control.keys import Keys
@@ -38,12 +37,8 @@ def allow_list(path: Path, *keys: Keys) -> Path:
     return path
 
 
-@pytest.fixture(params=["c++", "pyzmq"])
-def make(request, monkeypatch) -> Iterator[Callable[..., ControlSocket]]:
-    if request.param == "pyzmq":
-        monkeypatch.setattr(native, "ext", None)
-    elif native.ext is None:
-        pytest.skip("the C++ extension is off")
+@pytest.fixture
+def make(either_port) -> Iterator[Callable[..., ControlSocket]]:
     with contextlib.ExitStack() as stack:
 
         def node(keys: Keys | None, **options: object) -> ControlSocket:
@@ -245,7 +240,7 @@ def test_nobody_gets_in_where_the_handler_is_gone(make) -> None:
     """The domain is enforced: libzmq's legacy way lets every key in that knows the server's."""
     keys = fresh()
     server, client = make(keys), make(keys)
-    server._guard._zap.unbind("inproc://zeromq.zap.01")
+    server._guard.socket.unbind("inproc://zeromq.zap.01")
     client.send(client.connect(server.endpoint), [MARKER])
     told, monitor = 0, server._inflow._monitor
     while told not in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_SUCCEEDED):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import pytest
 import zmq
 
-from pdstage import native
 from pdstage.control import inflow
 from pdstage.control.address import Address
 from pdstage.control.keys import Keys
@@ -28,12 +27,8 @@ MOST = 1 << 30
 """What a stranger tries to send. It is cut off long before."""
 
 
-@pytest.fixture(params=["c++", "pyzmq"])
-def make(request, monkeypatch) -> Iterator[Callable[..., ControlSocket]]:
-    if request.param == "pyzmq":
-        monkeypatch.setattr(native, "ext", None)
-    elif native.ext is None:
-        pytest.skip("the C++ extension is off")
+@pytest.fixture
+def make(either_port) -> Iterator[Callable[..., ControlSocket]]:
     with contextlib.ExitStack() as stack:
         yield lambda keys=None: stack.enter_context(ControlSocket(identity=secrets.token_bytes(8), keys=keys))
 

@@ -29,18 +29,14 @@ if TYPE_CHECKING:
 DEADLINE_S = 20.0
 
 
-@pytest.fixture(params=["c++", "pyzmq"])
-def make(request, monkeypatch) -> Iterator[Callable[..., ControlSocket]]:
+@pytest.fixture
+def make(either_port) -> Iterator[Callable[..., ControlSocket]]:
     """Makes sockets whose messages go through either port; both must do the same."""
-    if request.param == "pyzmq":
-        monkeypatch.setattr(native, "ext", None)
-    elif native.ext is None:
-        pytest.skip("the C++ extension is off")
     with contextlib.ExitStack() as stack:
 
         def node(identity: bytes | None = None, **options: object) -> ControlSocket:
             made = stack.enter_context(ControlSocket(identity=identity or b"n" + secrets.token_bytes(8), **options))
-            assert made.is_native == (request.param == "c++"), "the port in use is another than the one asked for"
+            assert made.is_native == (either_port == "c++"), "the port in use is another than the one asked for"
             return made
 
         yield node

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
 import time
+from collections.abc import Iterator
 from unittest import mock
 
 import numpy as np
@@ -152,12 +154,20 @@ def test_a_lookup_that_fails_as_nobody_foresaw_harms_its_own_room_only(site: Sit
     drive([p, d], lambda: receiver.state is State.WAITING_FOR_INPUT)
 
 
-def test_a_thread_that_cannot_be_started_fails_its_lookup_alone(monkeypatch) -> None:
-    answers: queue.SimpleQueue = queue.SimpleQueue()
+@contextlib.contextmanager
+def published() -> Iterator[tuple[Directory, BootstrapClient, Advert]]:
+    """A node's lookups, who asks a directory for it, and the one advert there, of instance "p"."""
     with BootstrapServer() as server, Directory() as directory:
         advert = Advert(instance="p", topology=Topology(), endpoint="tcp://127.0.0.1:1", incarnation=1, layout="")
-        BootstrapClient(server.address).publish(advert)
-        client, until = directory.client(server.address), time.monotonic() + 20.0
+        client = directory.client(server.address)
+        client.publish(advert)
+        yield directory, client, advert
+
+
+def test_a_thread_that_cannot_be_started_fails_its_lookup_alone(monkeypatch) -> None:
+    answers: queue.SimpleQueue = queue.SimpleQueue()
+    with published() as (directory, client, advert):
+        until = time.monotonic() + 20.0
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
             directory.lookup(client, None, "p", until, lambda *a: answers.put(a))
@@ -171,10 +181,8 @@ def test_a_thread_that_cannot_be_started_fails_its_lookup_alone(monkeypatch) -> 
 
 def test_who_does_not_take_his_answer_keeps_no_other_from_his(caplog) -> None:
     answers: queue.SimpleQueue = queue.SimpleQueue()
-    with BootstrapServer() as server, Directory() as directory:
-        advert = Advert(instance="p", topology=Topology(), endpoint="tcp://127.0.0.1:1", incarnation=1, layout="")
-        BootstrapClient(server.address).publish(advert)
-        client, until = directory.client(server.address), time.monotonic() + 20.0
+    with published() as (directory, client, advert):
+        until = time.monotonic() + 20.0
         directory.lookup(client, None, "p", until, mock.Mock(side_effect=OSError("nobody listens")))
         directory.lookup(client, None, "p", until, lambda *a: answers.put(a))
         assert answers.get(timeout=20.0) == ([advert], None)
