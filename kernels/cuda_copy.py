@@ -22,7 +22,6 @@ from .index_ring import IndexRing, Runtime
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     import numpy as np
     from numpy.typing import NDArray
@@ -55,8 +54,6 @@ class Machine(Runtime, Protocol):
     """Threads of a CTA, and the most groups of a plan."""
     capability: int
     bulk: Bulk
-
-    def current(self) -> AbstractContextManager[None]: ...
 
     def load(self, array: NDArray[np.uint8]) -> tuple[int, object]: ...
 

@@ -2,7 +2,8 @@
 
 The one module that calls CuPy's runtime.
 
-Addresses, streams and kernels are integers, as the driver has them: a launch costs one call and builds no object.
+Addresses, streams and kernels are integers, as the driver has them: a launch costs one call and builds no object. Every
+call is made inside `Current`.
 """
 
 from __future__ import annotations
@@ -11,23 +12,24 @@ import ctypes
 import sys
 import threading
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ..errors import UsageError
-from . import nvrtc
+from . import driver, nvrtc
 from .device import ordinal
 from .index_ring import IndexRing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
 
-# cudaErrorNotReady, and cudaErrorStreamCaptureUnsupported: a thread records a graph, and forbids the question.
-_NO_ANSWER = (600, 900)
+# cudaErrorNotReady. That a thread records a graph and forbids the question (900) would be another answer, and not "not
+# yet": it has broken that recording. Inside `Current` the question is not forbidden.
+_NOT_READY = 600
 
 
 class Bulk(NamedTuple):
@@ -50,39 +52,38 @@ class Kernel(NamedTuple):
     shared_nbytes: int
 
 
-@lru_cache(maxsize=1)
-def _libcuda() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+class Library(driver.Library, Protocol):
+    """The driver as it is asked for CUDA's devices; `driver.Cuda` is one."""
+
+    def in_use(self, device: int) -> bool: ...
 
 
-def _in_use(device: int) -> bool:
-    """Whether this process has a context on the device; CuPy has no words for it."""
-    flags, active = ctypes.c_uint(), ctypes.c_int()
-    failed = _libcuda().cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
-    return not failed and bool(active.value)
-
-
-class Current:
-    """A device made current, and the one before it again at the end.
+class Current(driver.Relaxed):
+    """A device made current with its context, and the one before it again at the end. Inside, the calling thread's
+    calls break nobody's recording of a graph.
 
     Unless nobody uses that one: in a new thread it is device 0, and to go back would make a context there, whose
     hundreds of MiB every rank of a node would take from the first one's device.
     """
 
-    __slots__ = ("_before", "_cuda", "_device", "_in_use")
+    __slots__ = ("_cuda", "_device", "_device_before")
 
-    def __init__(self, cuda: Any, device: int, in_use: Callable[[int], bool] | None = None) -> None:  # noqa: ANN401  (a module without types)
+    _library: Library
+
+    def __init__(self, cuda: Any, device: int, library: Library) -> None:  # noqa: ANN401  (a module without types)
+        super().__init__(library)
         self._cuda = cuda
         self._device = device
-        self._in_use = in_use or _in_use
 
     def __enter__(self) -> None:
-        self._before = self._cuda.getDevice()
-        self._cuda.setDevice(self._device)
+        self._device_before = self._cuda.getDevice()
+        self._cuda.setDevice(self._device)  # since CUDA 12 that makes the context, and makes it the thread's
+        super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        if self._before != self._device and self._in_use(self._before):
-            self._cuda.setDevice(self._before)
+        super().__exit__()
+        if self._device_before != self._device and self._library.in_use(self._device_before):
+            self._cuda.setDevice(self._device_before)
 
 
 class CupyRuntime:
@@ -92,11 +93,12 @@ class CupyRuntime:
     bulk = Bulk()
 
     def __init__(self, device: int) -> None:
-        from cupy.cuda import Event, Stream, driver, function, memory, pinned_memory, runtime  # noqa: PLC0415
+        from cupy.cuda import Event, Stream, function, memory, pinned_memory, runtime  # noqa: PLC0415
         from cupy.cuda import device as devices  # noqa: PLC0415
+        from cupy.cuda import driver as cupy_driver  # noqa: PLC0415
 
-        self._cuda = runtime
-        self._driver = driver
+        self._cuda, self._library = runtime, driver.cuda()
+        self._driver = cupy_driver
         self._function, self._memory, self._pinned, self._event, self._stream = (
             function, memory, pinned_memory, Event, Stream,
         )  # fmt: skip
@@ -111,8 +113,7 @@ class CupyRuntime:
         self._lock = threading.Lock()
 
     def current(self) -> Current:
-        """Makes the device current for the calling thread, and gives it its context if it has none yet."""
-        return Current(self._cuda, self.device)
+        return Current(self._cuda, self.device, self._library)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         with self.current():
@@ -150,9 +151,10 @@ class CupyRuntime:
         # Not CuPy's own `done`, to which a failed device looks like a busy one, for ever.
         with self.current():  # asking alone makes a new thread a context, on whatever device it has
             status = self._cuda.eventQuery(event.ptr)  # type: ignore[attr-defined]
-        if status not in _NO_ANSWER:
-            self._cuda.check_status(status)
-        return not status
+        if status == _NOT_READY:
+            return False
+        self._cuda.check_status(status)
+        return True
 
     def stream(self, stream: object) -> int:
         """As `Runtime.stream`. None is CuPy's current stream; where that is the default one, torch's current one."""

@@ -16,6 +16,7 @@ from ..errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     import numpy as np
     from numpy.typing import NDArray
@@ -25,7 +26,15 @@ SLOT_NBYTES = 64 << 10
 
 
 class Runtime(Protocol):
-    """The few calls of a device's runtime that the ring needs; streams and events are integers or its own objects."""
+    """The few calls of a device's runtime that this package needs; streams and events are integers or its own objects.
+    All may be made in any thread, and while another one records a graph.
+    """
+
+    def current(self) -> AbstractContextManager[None]:
+        """Inside, the device is the calling thread's with its context, and no call of this thread breaks another
+        thread's recording of a graph; then both are as before. For whatever may call the device: a node's turn, its
+        transport, an engine's events.
+        """
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         """Page-locked host memory."""

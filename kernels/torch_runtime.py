@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
+from . import driver
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -21,6 +22,31 @@ if TYPE_CHECKING:
 _LEGACY = 1
 
 
+class Current(driver.Relaxed):
+    """As `cupy_runtime.Current`. Torch binds no context for a device that is current by number already, as device 0 is
+    in a new thread; so the context is bound by the driver.
+    """
+
+    __slots__ = ("_context", "_context_before", "_device")
+
+    def __init__(self, device: AbstractContextManager[None], context: int, library: driver.Library) -> None:
+        super().__init__(library)
+        self._device, self._context = device, context
+
+    def __enter__(self) -> None:
+        self._device.__enter__()
+        self._context_before = self._library.context()
+        if self._context_before != self._context:
+            self._library.bind(self._context)
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__()
+        if self._context_before != self._context:
+            self._library.bind(self._context_before)
+        self._device.__exit__(None, None, None)
+
+
 class TorchRuntime:
     """Of "cuda:1", or of "cuda", the current one. Streams are `cudaStream_t` or `hipStream_t` as integers."""
 
@@ -30,18 +56,20 @@ class TorchRuntime:
         self._torch = torch
         index = torch.device(device).index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self._library: driver.Library = driver.Hip() if torch.version.hip else driver.cuda()
+        self._context = self._library.primary(self.device.index)
         self._held: list[torch.Tensor] = []
         self._own: list[torch.cuda.Stream] = []
         self._streams: dict[int, torch.cuda.Stream] = {0: torch.cuda.default_stream(self.device)}
 
-    def active(self) -> AbstractContextManager[None]:
-        """Inside, the device is the current one."""
-        return self._torch.cuda.device(self.device)
+    def current(self) -> Current:
+        return Current(self._torch.cuda.device(self.device), self._context, self._library)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         # The array's base is the tensor, which it keeps alive.
-        pinned: NDArray[np.uint8] = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True).numpy()
-        return pinned
+        with self.current():
+            held: NDArray[np.uint8] = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True).numpy()
+        return held
 
     def allocate(self, nbytes: int) -> int:
         tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, device=self.device)
@@ -52,7 +80,7 @@ class TorchRuntime:
         return self._torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def new_stream(self) -> int:
-        with self.active():
+        with self.current():
             made = self._torch.cuda.Stream(priority=-1000)  # type: ignore[no-untyped-call]  # clamped to the greatest
         self._own.append(made)
         return int(made.cuda_stream)
@@ -65,11 +93,13 @@ class TorchRuntime:
 
     def record(self, event: object, stream: int) -> None:
         assert isinstance(event, self._torch.cuda.Event)
-        event.record(self._stream(stream))
+        with driver.Relaxed(self._library):
+            event.record(self._stream(stream))
 
     def done(self, event: object) -> bool:
         assert isinstance(event, self._torch.cuda.Event)
-        return bool(event.query())  # type: ignore[no-untyped-call]
+        with driver.Relaxed(self._library):
+            return bool(event.query())  # type: ignore[no-untyped-call]
 
     def stream(self, stream: object) -> int:
         """The handle of a torch or cupy stream, an integer, or None for torch's current stream of the device.

@@ -142,7 +142,7 @@ class Gpu:
         self.name = name
         self.runtime = TorchRuntime(name)
         self._ring = IndexRing(self.runtime)
-        with self.runtime.active():
+        with self.runtime.current():
             self._target = triton.runtime.driver.active.get_current_target()
         self._kernels: dict[Variant | ConvertVariant, Any] = {}
         self.n_programs = torch.cuda.get_device_properties(self.runtime.device).multi_processor_count
@@ -156,7 +156,7 @@ class Gpu:
     def prepare(self, variant: Variant | ConvertVariant) -> None:
         if variant not in self._kernels:
             kernel = build(variant, self._target)
-            with self.runtime.active():
+            with self.runtime.current():
                 kernel.run  # noqa: B018  (loads the module, which would otherwise wait for the first launch)
             self._kernels[variant] = kernel
 
@@ -176,7 +176,7 @@ class Gpu:
 
     def launch(self, variant: Variant | ConvertVariant, programs: int, arguments: tuple[int, ...], stream: int) -> None:
         self.prepare(variant)
-        with self.runtime.active():
+        with self.runtime.current():
             self._kernels[variant][programs, 1, 1](*arguments, *variant, stream=stream)
 
 

@@ -14,6 +14,10 @@ done. Where it breaks off a turn, or an engine's call that changes rooms, it end
 is believed no more, and memory stays kept. In between, asleep above all, it harms nothing. No lock stays held: each is
 taken by `with`, which CPython does not interrupt, or is a `Turning`.
 
+Where the pool lies on a device, everything that may call it, the transport's library and engines' events among it, is
+inside `Driver.device`: a library that finds no context in the thread leaves its fastest ways out (UCX) or crashes in
+threads of its own (NIXL), and a question for an event breaks the graph that another thread records.
+
 The control socket announces what it gets, and so do transports with descriptors. Nobody announces engines' events,
 copies on a device, and what transports without descriptors got: while one of those is waited for, sleeps are naps.
 """
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+    from pdstage.kernels.index_ring import Runtime
     from pdstage.manager.role import Effect, Role
     from pdstage.transport import Done, Inbound, PostFailed
 
@@ -179,6 +184,10 @@ class Driver:
     def was_forked(self) -> bool:
         """Whether this is a child's copy of a node."""
         return self._n_forks != _n_forks
+
+    def device(self) -> AbstractContextManager[object]:
+        """Around whatever may call the pool's device, and all use of the transport: `Runtime.current`."""
+        return contextlib.nullcontext()
 
     def start(self) -> None:
         """Starts the thread, if there is to be one; the last step of the node's constructor."""
@@ -536,6 +545,25 @@ class Driver:
         if self._node.observed is not None:
             self._node.observed.broke(failed)
             self._node.observed.tell()  # no turn follows
+
+
+class DeviceDriver(Driver):
+    """The driver of a pool on a device, whose `runtime` it is."""
+
+    def __init__(self, node: Role[Any, Any], progress: str, switch_interval_s: float | None, runtime: Runtime) -> None:
+        super().__init__(node, progress, switch_interval_s)
+        self._runtime = runtime
+
+    def device(self) -> AbstractContextManager[object]:
+        return self._runtime.current()
+
+    def _turn(self, ready: Ready) -> bool:
+        with self.device():
+            return super()._turn(ready)
+
+    def _push(self) -> bool:
+        with self.device():
+            return super()._push()
 
 
 def _is_closed() -> UsageError:

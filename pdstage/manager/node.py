@@ -22,7 +22,7 @@ from pdstage.kernels import Pool
 from pdstage.manager import status
 from pdstage.manager.aio import until
 from pdstage.manager.copy_thread import CopyThread, has_core_to_spare
-from pdstage.manager.driver import Driver, changes_rooms
+from pdstage.manager.driver import DeviceDriver, Driver, changes_rooms
 from pdstage.manager.handle import Handle, LentRows, Roster
 from pdstage.manager.journal import Journal
 from pdstage.manager.lookup import Directory
@@ -79,7 +79,8 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         self.incarnation = secrets.randbits(63) | 1
         if options.journal is not None:
             self.journal = Journal(options.journal, self.role, topology.unique_rank, self.incarnation)
-        self.driver = Driver(self, options.progress, options.switch_interval_s)
+        runtime, drives = options.open_device(pool), (self, options.progress, options.switch_interval_s)
+        self.driver = Driver(*drives) if runtime is None else DeviceDriver(*drives, runtime)
         self.sessions = self.driver.sessions
         self.keys = keys_of(options.keys)
         self.pool, self.topology = pool, topology
@@ -94,8 +95,8 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         self.lent = LentRows(options.metadata)
         writes = self.role == "prefill"
         check_descriptors()
-        self.transport = options.open_transport(pool, self.config, writes=writes)
-        with contextlib.ExitStack() as opened:  # all of it is given back if the rest cannot be had
+        with self.driver.device(), contextlib.ExitStack() as opened:  # all is given back if the rest cannot be had
+            self.transport = options.open_transport(pool, self.config, writes=writes)
             opened.callback(self.transport.close)
             mappable = not writes and self.transport.traits.maps
             self.memory = Memory(options.staging_nbytes, options.staging, pool.device, mappable=mappable)
@@ -103,7 +104,6 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             self.parts = self.memory.parts(options.n_parts)
             self._copy_thread = CopyThread(self._wake)
             copies_aside = has_core_to_spare() if options.copy_thread is None else options.copy_thread
-            runtime = pool.runtime()
             self.ranges = ranges_of(runtime)
             clock = time.monotonic if self.observers else None
             self.stager = Stager(pool, self._copy_thread.submit if copies_aside else None, runtime, clock)
@@ -137,7 +137,8 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
 
     def _offers(self) -> list[Offer]:
         """What this node tells its peers of its transports, best first."""
-        return [Offer(name, description) for name, description in self.transport.offers().items()]
+        with self.driver.device():
+            return [Offer(name, description) for name, description in self.transport.offers().items()]
 
     def _on_changed(self, room: Room, status: int) -> None:
         handle = self.roster.of(room)
@@ -238,7 +239,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         memory that has a new owner.
         """
         endpoint = arguments.text("endpoint", endpoint)
-        with self.driver.use():
+        with self.driver.use(), self.driver.device():
             n_fenced = self.sessions.fence(endpoint)
         self.driver.kick()
         return n_fenced
@@ -329,7 +330,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         token = object()
         try:
             driver.turning.wait(token)
-            with driver.acting:  # what another thread does ends, and nothing begins
+            with driver.acting, driver.device():  # what another thread does ends, and nothing begins
                 self.transport.close()
                 self.socket.close()
         finally:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
+    from pdstage.kernels.index_ring import Runtime
     from pdstage.manager.observer import Observer
 
 PATHS = ("auto", "direct", "staged")
@@ -85,6 +86,18 @@ class NodeOptions:
             what = f"aux rows of {metadata.row_nbytes} bytes, the limit is {config.max_aux_nbytes}"
             raise UsageError(what, remedy="raise Config.max_aux_nbytes on both sides, or leave columns out")
         return config
+
+    def open_device(self, pool: Pool) -> Runtime | None:
+        """The runtime of the pool's device, before a transport looks at it; None for host memory.
+
+        Raises `UsageError` where no backend copies memory there; an open transport that was given is closed then.
+        """
+        try:
+            return pool.runtime()
+        except UsageError:
+            if isinstance(self.transport, Transport):
+                self.transport.close()
+            raise
 
     def open_transport(self, pool: Pool, config: Config, *, writes: bool) -> Transport:
         """The node's transport, open, once it is clear that it serves these options; `writes` at prefill.

@@ -217,9 +217,10 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         return self._bootstrap.address
 
     def _advert(self, instance: str) -> Advert:
+        names = tuple(offer.transport for offer in self._offers())
         return Advert(
             instance=instance, topology=self.topology, endpoint=self.socket.endpoint, incarnation=self.incarnation,
-            layout=self.pool.layout.digest(), transports=tuple(self.transport.offers()), version=VERSION,
+            layout=self.pool.layout.digest(), transports=names, version=VERSION,
         )  # fmt: skip
 
     def cost_of(self, traits: Traits) -> CostModel:

@@ -1,6 +1,7 @@
 """CUDA IPC: an allocation on a GPU of one process mapped into another, and copies in a stream of this one's.
 
-The one module here that calls CUDA: through CuPy's runtime, and for what CuPy has no words for through the driver.
+The one module here that calls CUDA: through CuPy's runtime, and for what CuPy has no words for through the driver
+(`pdstage.kernels.driver`).
 
 The rules are those of cudaIpcGetMemHandle, cudaIpcOpenMemHandle and cudaIpcCloseMemHandle in the CUDA runtime's
 reference, and of the driver's header (cuda.h 13): a handle is of a whole allocation and is taken of its base; it opens
@@ -12,7 +13,6 @@ its owner frees it. Memory of cuMemCreate and of cudaMallocAsync has no such han
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import logging
 import os
@@ -23,17 +23,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdstage.errors import TransportError, UsageError
+from pdstage.kernels import driver
 from pdstage.kernels.cupy_runtime import Current
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdstage.kernels.driver import Cuda as Library
+
 log = logging.getLogger(__name__)
 
-# CUpointer_attribute of cuda.h.
-_IS_MANAGED, _ORDINAL, _IPC_CAPABLE, _RANGE_START, _RANGE_NBYTES, _MEMPOOL = 8, 9, 10, 11, 12, 17
-# cudaErrorNotReady, and cudaErrorStreamCaptureUnsupported: a thread records a graph, and forbids the question.
-_NO_ANSWER = (600, 900)
+_NOT_READY = 600  # cudaErrorNotReady
 _REMEDY = (
     "give staging memory of cudaMalloc (torch without expandable_segments and without cudaMallocAsync), "
     "or let auto take another transport"
@@ -49,58 +49,31 @@ class Block(NamedTuple):
     nbytes: int
 
 
-class Driver:
-    """The calls of libcuda that CuPy does not have. Raises `OSError` where there is no driver."""
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL("libcuda.so.1")
-
-    def attribute(self, which: int, address: int) -> int:
-        """A CUpointer_attribute as an integer; 0 where the driver does not know the address or the attribute."""
-        found = ctypes.c_uint64()  # none is longer; what is shorter leaves the upper bytes 0
-        failed = self._library.cuPointerGetAttribute(ctypes.byref(found), which, ctypes.c_uint64(address))
-        return 0 if failed else found.value
-
-    def uuid(self, device: int) -> bytes:
-        """The 16 bytes that name a GPU, or a MIG instance, to all processes."""
-        handle, found = ctypes.c_int(), ctypes.create_string_buffer(16)
-        call = self._library
-        if call.cuDeviceGet(ctypes.byref(handle), device) or call.cuDeviceGetUuid_v2(found, handle):
-            raise TransportError(f"the driver does not name device {device}", remedy="see that nvidia-smi -L does")
-        return found.raw
-
-    def in_use(self, device: int) -> bool:
-        """Whether this process has a context on the device."""
-        flags, active = ctypes.c_uint(), ctypes.c_int()
-        failed = self._library.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
-        return not failed and bool(active.value)
-
-
 class Cuda:
     """CUDA as this transport uses it. Devices are this process's numbers; streams, events and addresses integers."""
 
-    def __init__(self, runtime: Any, driver: Driver) -> None:  # noqa: ANN401  (a module without types)
+    def __init__(self, runtime: Any, library: Library) -> None:  # noqa: ANN401  (a module without types)
         self._runtime = runtime
-        self._driver = driver
+        self._driver = library
         self._lock = threading.RLock()  # a mapping may be given up by the collector, while another is being opened
         self._open: dict[tuple[int, bytes], _Opened] = {}
         self.error: type[Exception] = runtime.CUDARuntimeError
 
     def on(self, device: int) -> Current:
-        return Current(self._runtime, device, self._driver.in_use)
+        return Current(self._runtime, device, self._driver)
 
     def export(self, base: int, nbytes: int) -> Block:
         """What opens memory of this process in another. Raises `UsageError`, saying why, where nothing does."""
         attribute = self._driver.attribute
-        why = self._why_not(base) if not attribute(_IPC_CAPABLE, base) else ""
-        start, whole = attribute(_RANGE_START, base), attribute(_RANGE_NBYTES, base)
+        why = self._why_not(base) if not attribute(driver.IPC_CAPABLE, base) else ""
+        start, whole = attribute(driver.RANGE_START, base), attribute(driver.RANGE_NBYTES, base)
         if not why and not start <= base < base + nbytes <= start + whole:
             why = f"lies in more than one allocation (this one is {start:#x}..{start + whole:#x})"
         if not why and under_mps():
             why = "is of a process under MPS, where what a killed process wrote may land after its end"
         if why:
             raise UsageError(f"device memory at {base:#x} {why}", remedy=_REMEDY, base=base)
-        device = attribute(_ORDINAL, base)
+        device = attribute(driver.ORDINAL, base)
         try:
             with self.on(device):
                 handle = bytes(self._runtime.ipcGetMemHandle(start))
@@ -109,9 +82,9 @@ class Cuda:
         return Block(handle, self._driver.uuid(device), start, whole)
 
     def _why_not(self, base: int) -> str:
-        if self._driver.attribute(_IS_MANAGED, base):
+        if self._driver.attribute(driver.IS_MANAGED, base):
             return "is managed memory (cudaMallocManaged)"
-        if self._driver.attribute(_MEMPOOL, base):
+        if self._driver.attribute(driver.MEMPOOL, base):
             return "is of a stream's pool (cudaMallocAsync)"
         return "is mapped virtual memory (cuMemCreate, as torch's expandable_segments), or no device memory"
 
@@ -151,7 +124,7 @@ class Cuda:
                 address = int(self._runtime.ipcOpenMemHandle(block.handle, flags))
         except self.error as error:
             raise TransportError(f"the driver does not map it: {error}", remedy="see the driver's words") from error
-        whole = self._driver.attribute(_RANGE_NBYTES, address)  # 0 where the driver does not say
+        whole = self._driver.attribute(driver.RANGE_NBYTES, address)  # 0 where the driver does not say
         if (address - block.base) % 256 or 0 < whole < block.nbytes:
             self._unmap(device, address)
             what = f"{whole} bytes at {address:#x} for a block of {block.nbytes} at {block.base:#x}"
@@ -197,9 +170,10 @@ class Cuda:
     def done(self, event: int) -> bool:
         """Whether all that was in the stream before the event's record has run; never waits."""
         status = self._runtime.eventQuery(event)
-        if status not in _NO_ANSWER:
-            self._runtime.check_status(status)
-        return not status
+        if status == _NOT_READY:
+            return False
+        self._runtime.check_status(status)
+        return True
 
 
 class _Opened:
@@ -226,7 +200,7 @@ def is_here() -> bool:
     if importlib.util.find_spec("cupy") is None:
         return False
     try:
-        ctypes.CDLL("libcuda.so.1")
+        driver.cuda()
     except OSError:
         return False
     return True
@@ -238,7 +212,7 @@ def here() -> Cuda:
     try:
         from cupy.cuda import runtime  # noqa: PLC0415  (half a second, and only for memory on a device)
 
-        cuda = Cuda(runtime, Driver())
+        cuda = Cuda(runtime, driver.cuda())
         runtime.getDeviceCount()
     except (ImportError, OSError, RuntimeError) as error:  # CuPy's own errors are RuntimeErrors
         raise UsageError(f"CUDA cannot be used here: {error}", remedy="install pdstage[cuda13] and a driver") from error

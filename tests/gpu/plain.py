@@ -28,7 +28,13 @@ class Plain:
         regions = [Region(region.base, region.nbytes, region.kind, number) for region in layout.regions]
         self.pool = Pool.of(Layout(tuple(regions), layout.components), device, keep=memory)
         self.select = [Select(view.key, 0, 1) for view in layout.views()]
-        self.plan = plan_of(self.pool, self.select, TOKEN_MAJOR, variant, checksum=checksum)
+        self._how = variant, checksum
+        self.plan = self.again()
+
+    def again(self):
+        """Another plan of the same."""
+        variant, checksum = self._how
+        return plan_of(self.pool, self.select, TOKEN_MAJOR, variant, checksum=checksum)
 
     def list(self, items, *, on_device):
         """An index over `items`, on the device or the host."""

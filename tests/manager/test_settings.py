@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import ClassVar
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -46,6 +49,7 @@ def opened(monkeypatch) -> list[HostOnly]:
 def rank_on_a_device() -> Rank:
     rank = Rank()
     rank.pool = Pool([Region(1 << 40, 4096, "cuda")], [VIEW], "cuda:0")
+    rank.pool.runtime = lambda: SimpleNamespace(current=contextlib.nullcontext)
     return rank
 
 
@@ -70,6 +74,14 @@ def test_an_open_transport_that_cannot_serve_is_closed(path):
         decode_node(rank_on_a_device(), transport=transport, path=path)
     with pytest.raises(UsageError, match="closed"):
         transport.describe()
+
+
+def test_a_device_that_no_backend_copies_closes_an_open_transport(monkeypatch):
+    rank, transport = rank_on_a_device(), HostOnly()
+    monkeypatch.setattr(rank.pool, "runtime", mock.Mock(side_effect=UsageError("no backend copies it")))
+    with pytest.raises(UsageError, match="no backend copies it"):
+        decode_node(rank, transport=transport)
+    assert transport.closed
 
 
 def test_checksums_of_what_is_never_staged(site):

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from pdstage.kernels import driver
 from pdstage.transport import _cuda_ipc
 from pdstage.transport.local import LocalTransport
 
@@ -78,7 +79,7 @@ class Runtime:
         self.enabled = set()
         self.n_copies_of = Counter()  # by the address of the memory that was read
         self._number = iter(range(1, 1 << 40))
-        self._thread = threading.local()
+        self.thread = threading.local()  # its device, and its stream capture mode
 
     # What tests use.
 
@@ -115,6 +116,10 @@ class Runtime:
             (m for m in self.memory.values() if m.address <= address and address + nbytes <= m.address + m.nbytes), None
         )
 
+    def _check_mode(self):
+        """Of calls that CUDA forbids a thread, and that break a recording, while another thread records a graph."""
+        rule(getattr(self.thread, "mode", 0) == driver.RELAXED, "a call that breaks another thread's recording")
+
     def n_open(self):
         return sum(memory.imported for memory in self.memory.values())
 
@@ -124,20 +129,21 @@ class Runtime:
         return len(self.visible)
 
     def getDevice(self):  # noqa: N802
-        return getattr(self._thread, "device", 0)
+        return getattr(self.thread, "device", 0)
 
     def setDevice(self, device):  # noqa: N802
         rule(type(device) is int, f"device {device!r}")
         if not 0 <= device < len(self.visible):
             raise CUDARuntimeError(101)
         self.contexts.add(device)  # since CUDA 12 that makes the context
-        self._thread.device = device
+        self.thread.device = device
 
     def deviceCanAccessPeer(self, device, peer):  # noqa: N802
         rule(device != peer, "a device is asked for access to itself: the answer is no")
         return 0 if self.apart else 1
 
     def deviceEnablePeerAccess(self, peer):  # noqa: N802
+        self._check_mode()
         if self.apart:
             raise CUDARuntimeError(217)
         if (self.getDevice(), peer) in self.enabled:
@@ -154,6 +160,7 @@ class Runtime:
         return (packed + bytes([memory.device])).ljust(64, b"\0")
 
     def ipcOpenMemHandle(self, handle, flags):  # noqa: N802
+        self._check_mode()
         rule(type(handle) is bytes and len(handle) == 64, "a handle is 64 bytes")
         rule(flags == self.cudaIpcMemLazyEnablePeerAccess, "the one flag there is must be given")
         pid, number, inode, nbytes = struct.unpack_from(_HANDLE, handle)
@@ -177,6 +184,7 @@ class Runtime:
         return memory.address
 
     def ipcCloseMemHandle(self, address):  # noqa: N802
+        self._check_mode()
         memory = self.memory.get(address)
         rule(memory is not None and memory.imported, "only what was opened is closed, by its base")
         rule(memory.opener == self.getDevice(), "closed in another context than it was opened in")
@@ -187,6 +195,7 @@ class Runtime:
         os.close(memory.fd)
 
     def streamCreateWithFlags(self, flags):  # noqa: N802
+        self._check_mode()
         rule(flags == self.streamNonBlocking, "a stream that waits for the default one")
         return self._new(self.streams, Stream(self.getDevice()))
 
@@ -201,9 +210,11 @@ class Runtime:
         return number
 
     def streamDestroy(self, stream):  # noqa: N802
+        self._check_mode()
         rule(not self.streams.pop(stream).work, "a stream is given back with work in it")
 
     def eventDestroy(self, event):  # noqa: N802
+        self._check_mode()
         del self.events[event]
 
     def memcpyAsync(self, dst, src, nbytes, kind, stream):  # noqa: N802
@@ -226,6 +237,7 @@ class Runtime:
 
     def eventQuery(self, event):  # noqa: N802
         """As it was before the question, which moves the stream on."""
+        self._check_mode()
         if self.broken:
             return self.broken
         _, stream, coming = self.events[event]
@@ -252,7 +264,7 @@ class Runtime:
 
 
 class Driver:
-    """What _cuda_ipc.Driver is, over the same memory."""
+    """What `pdstage.kernels.driver.Cuda` is, over the same memory."""
 
     def __init__(self, runtime):
         self._runtime = runtime
@@ -263,12 +275,12 @@ class Driver:
             return 0
         ordinals = self._runtime.visible
         return {
-            _cuda_ipc._IS_MANAGED: int(memory.how == MANAGED),
-            _cuda_ipc._MEMPOOL: int(memory.how == POOL),
-            _cuda_ipc._IPC_CAPABLE: int(memory.how == MALLOC),
-            _cuda_ipc._ORDINAL: ordinals.index(memory.device) if memory.device in ordinals else 0,
-            _cuda_ipc._RANGE_START: memory.address,
-            _cuda_ipc._RANGE_NBYTES: memory.nbytes,
+            driver.IS_MANAGED: int(memory.how == MANAGED),
+            driver.MEMPOOL: int(memory.how == POOL),
+            driver.IPC_CAPABLE: int(memory.how == MALLOC),
+            driver.ORDINAL: ordinals.index(memory.device) if memory.device in ordinals else 0,
+            driver.RANGE_START: memory.address,
+            driver.RANGE_NBYTES: memory.nbytes,
         }[which]
 
     def uuid(self, device):
@@ -276,6 +288,11 @@ class Driver:
 
     def in_use(self, device):
         return device in self._runtime.contexts
+
+    def capture_mode(self, mode):
+        thread = self._runtime.thread
+        before, thread.mode = getattr(thread, "mode", 0), mode
+        return before
 
 
 def cuda_of(runtime):

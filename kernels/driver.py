@@ -1,0 +1,215 @@
+"""A GPU driver's library by ctypes: the calls that CuPy and torch lack, or make otherwise than is right.
+
+Signatures and numbers are those of cuda.h (CUDA 13.1) and hip_runtime_api.h (ROCm 7).
+
+A thread's *stream capture mode* says what another thread's recording of a CUDA graph forbids it. By default
+(cudaStreamCaptureModeGlobal, which torch.cuda.graph takes too) every call that allocates, frees, waits or asks for an
+event is forbidden while any thread records, and made all the same it breaks that recording. In mode relaxed it is not:
+so all calls of this package are made inside `Relaxed`, as torch's allocator and NCCL's watchdog make theirs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+from ..errors import PdstageError, TransportError
+
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
+# CUpointer_attribute
+MEMORY_TYPE, IS_MANAGED, ORDINAL, IPC_CAPABLE, RANGE_START, RANGE_NBYTES, MEMPOOL = 2, 8, 9, 10, 11, 12, 17
+# CUdevice_attribute
+_RDMA_SUPPORTED, _RDMA_FLUSH_OPTIONS, _RDMA_ORDERING = 116, 117, 118
+_FLUSH_BY_HOST = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
+_OWNER = 100  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER, CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
+_ADDRESS, _SIZE = ctypes.c_uint64, ctypes.c_size_t
+
+
+class Library(Protocol):
+    """What is asked of either driver."""
+
+    def capture_mode(self, mode: int) -> int:
+        """Sets the calling thread's, and returns the one before; -1 where it cannot be set, as on a device that failed:
+        that is for the next call to say.
+        """
+
+    def context(self) -> int:
+        """The calling thread's, 0 for none."""
+
+    def bind(self, context: int) -> None:
+        """Makes it the calling thread's, 0 for none."""
+
+    def primary(self, device: int) -> int:
+        """The device's context, which CUDA's runtime and torch use; made if need be, and kept for this process."""
+
+    def allocate(self, nbytes: int) -> int:
+        """Memory of the current device, as cudaMalloc gives it: other processes may open it, and NICs write it."""
+
+    def free(self, address: int) -> None: ...
+
+    def upload(self, dst_ptr: int, src_ptr: int, nbytes: int, stream: int) -> None:
+        """A copy of page-locked host memory to the device, in the stream."""
+
+
+class _Thread(threading.local):
+    relaxed = False
+
+
+_thread = _Thread()
+
+
+class Relaxed:
+    """Inside, the calling thread's capture mode is relaxed; then as before. An inner one costs no call."""
+
+    __slots__ = ("_before", "_library")
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    # A Ctrl-C between any two steps leaves the thread relaxed at worst, which forbids it less.
+    def __enter__(self) -> None:
+        self._before = -1 if _thread.relaxed else self._library.capture_mode(RELAXED)
+        if self._before >= 0:
+            _thread.relaxed = True
+
+    def __exit__(self, *error: object) -> None:
+        if self._before >= 0:
+            _thread.relaxed = False
+            self._library.capture_mode(self._before)
+
+
+class Cuda:
+    """libcuda. Raises `OSError` where there is no driver."""
+
+    def __init__(self, path: str = "libcuda.so.1") -> None:
+        # What returns at once keeps the interpreter: to hand it over costs a busy process's node milliseconds.
+        self._quick, self._slow = ctypes.PyDLL(path), ctypes.CDLL(path)
+
+    def capture_mode(self, mode: int) -> int:
+        swapped = ctypes.c_int(mode)
+        return -1 if self._quick.cuThreadExchangeStreamCaptureMode(ctypes.byref(swapped)) else swapped.value
+
+    def context(self) -> int:
+        found = ctypes.c_void_p()
+        _check("cuCtxGetCurrent", self._quick.cuCtxGetCurrent(ctypes.byref(found)))
+        return found.value or 0
+
+    def bind(self, context: int) -> None:
+        _check("cuCtxSetCurrent", self._quick.cuCtxSetCurrent(ctypes.c_void_p(context)))
+
+    def primary(self, device: int) -> int:
+        found = ctypes.c_void_p()
+        _check("cuInit", self._slow.cuInit(0))
+        _check("cuDevicePrimaryCtxRetain", self._slow.cuDevicePrimaryCtxRetain(ctypes.byref(found), device))
+        return found.value or 0
+
+    def allocate(self, nbytes: int) -> int:
+        found = _ADDRESS()
+        _check("cuMemAlloc", self._slow.cuMemAlloc_v2(ctypes.byref(found), _SIZE(nbytes)))
+        return found.value
+
+    def free(self, address: int) -> None:
+        _check("cuMemFree", self._slow.cuMemFree_v2(_ADDRESS(address)))
+
+    def upload(self, dst_ptr: int, src_ptr: int, nbytes: int, stream: int) -> None:
+        what = (_ADDRESS(dst_ptr), ctypes.c_void_p(src_ptr), _SIZE(nbytes), ctypes.c_void_p(stream))
+        _check("cuMemcpyHtoDAsync", self._quick.cuMemcpyHtoDAsync_v2(*what))
+
+    def attribute(self, which: int, address: int) -> int:
+        """A CUpointer_attribute as an integer; 0 where the driver does not know the address or the attribute."""
+        found = ctypes.c_uint64()  # none is longer; what is shorter leaves the upper bytes 0
+        failed = self._quick.cuPointerGetAttribute(ctypes.byref(found), which, _ADDRESS(address))
+        return 0 if failed else found.value
+
+    def uuid(self, device: int) -> bytes:
+        """The 16 bytes that name a GPU, or a MIG instance, to all processes."""
+        handle, found = ctypes.c_int(), ctypes.create_string_buffer(16)
+        call = self._quick
+        if call.cuDeviceGet(ctypes.byref(handle), device) or call.cuDeviceGetUuid_v2(found, handle):
+            raise TransportError(f"the driver does not name device {device}", remedy="see that nvidia-smi -L does")
+        return found.raw
+
+    def in_use(self, device: int) -> bool:
+        """Whether this process has a context on the device."""
+        flags, active = ctypes.c_uint(), ctypes.c_int()
+        failed = self._quick.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+        return not failed and bool(active.value)
+
+    def flushes(self, device: int) -> bool:
+        """Whether what a NIC wrote to the device's memory may be unseen by its kernels until `flush`, as on Ampere."""
+        supported, options, ordering = (
+            self._device_attribute(which, device) for which in (_RDMA_SUPPORTED, _RDMA_FLUSH_OPTIONS, _RDMA_ORDERING)
+        )
+        return bool(supported) and ordering < _OWNER and bool(options & _FLUSH_BY_HOST)
+
+    def _device_attribute(self, which: int, device: int) -> int:
+        found = ctypes.c_int()
+        return 0 if self._quick.cuDeviceGetAttribute(ctypes.byref(found), which, device) else found.value
+
+    def flush(self) -> None:
+        """Waits until the current device sees all that NICs wrote to it before (cuFlushGPUDirectRDMAWrites)."""
+        _check("cuFlushGPUDirectRDMAWrites", self._slow.cuFlushGPUDirectRDMAWrites(0, _OWNER))
+
+
+class Hip:
+    """libamdhip64, by default the copy that torch has loaded. Its devices have no contexts to bind."""
+
+    def __init__(self, path: str = "") -> None:
+        """Raises `OSError` where there is none."""
+        if not path:
+            loaded = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
+            path = next((name for name in loaded if "libamdhip64.so" in name), "libamdhip64.so")
+        self._quick, self._slow = ctypes.PyDLL(path), ctypes.CDLL(path)
+
+    def capture_mode(self, mode: int) -> int:
+        swapped = ctypes.c_int(mode)
+        return -1 if self._quick.hipThreadExchangeStreamCaptureMode(ctypes.byref(swapped)) else swapped.value
+
+    def context(self) -> int:
+        return 0
+
+    def bind(self, context: int) -> None:
+        pass
+
+    def primary(self, device: int) -> int:
+        return 0
+
+    def allocate(self, nbytes: int) -> int:
+        found = ctypes.c_void_p()
+        _check("hipMalloc", self._slow.hipMalloc(ctypes.byref(found), _SIZE(nbytes)))
+        return found.value or 0
+
+    def free(self, address: int) -> None:
+        _check("hipFree", self._slow.hipFree(ctypes.c_void_p(address)))
+
+    def upload(self, dst_ptr: int, src_ptr: int, nbytes: int, stream: int) -> None:
+        what = (ctypes.c_void_p(dst_ptr), ctypes.c_void_p(src_ptr), _SIZE(nbytes), ctypes.c_void_p(stream))
+        _check("hipMemcpyHtoDAsync", self._quick.hipMemcpyHtoDAsync(*what))
+
+    def flushes(self, device: int) -> bool:
+        return False
+
+    def flush(self) -> None:
+        pass
+
+
+def _check(call: str, status: int) -> None:
+    if status:
+        raise DriverError(call, status)
+
+
+class DriverError(PdstageError, RuntimeError):
+    """A call of the driver's failed; `status` is its CUresult or hipError_t."""
+
+    def __init__(self, call: str, status: int) -> None:
+        super().__init__(f"{call} failed with {status}", remedy="see the driver's documentation", status=status)
+        self.status = status
+
+
+@cache
+def cuda() -> Cuda:
+    """The process's one. Raises `OSError` where there is no driver."""
+    return Cuda()

@@ -1,0 +1,160 @@
+"""A pool on a device: whatever a node does that may call it, its transport above all, finds it current in the thread.
+
+`Device` stands in for a GPU's runtime, which cannot be here; the pools are host memory, and every copy is over at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from pdstage import State
+from pdstage.transport.local import LocalTransport
+from tests.manager.engine import Rank, drive
+
+TOKENS = 30
+VERBS = (
+    "register", "unregister", "describe", "offers", "connect", "prepare", "identify", "post", "mapped", "notify",
+    "poll", "disconnect", "proved_dead", "forget", "close",
+)  # fmt: skip
+
+
+class Device:
+    """Knows which threads it is current in."""
+
+    def __init__(self) -> None:
+        self.thread = threading.local()
+        self.n_entered = 0
+
+    @contextlib.contextmanager
+    def current(self):
+        self.n_entered += 1
+        self.thread.depth = self.depth + 1
+        try:
+            yield
+        finally:
+            self.thread.depth -= 1
+
+    @property
+    def depth(self) -> int:
+        return getattr(self.thread, "depth", 0)
+
+    def new_stream(self) -> int:
+        return 0
+
+    def event(self) -> object:
+        return object()
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        return np.zeros(nbytes, np.uint8)
+
+    def record(self, event: object, stream: int) -> None:
+        assert self.depth
+
+    def done(self, event: object) -> bool:
+        assert self.depth
+        return True
+
+
+class Asked:
+    """What an engine gives as an event."""
+
+    def __init__(self, device: Device, error: Exception | None = None) -> None:
+        self.device, self.error, self.depths = device, error, []
+
+    def query(self) -> bool:
+        self.depths.append(self.device.depth)
+        if self.error is not None:
+            raise self.error
+        return True
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def used(device, monkeypatch) -> dict[str, set[bool]]:
+    """Of each verb of transport `local`, and of its making: whether the device was current."""
+    found: dict[str, set[bool]] = {}
+
+    def watched(name):
+        inner = getattr(LocalTransport, name)
+
+        def call(self, *args, **kwargs):
+            found.setdefault(name, set()).add(device.depth > 0)
+            return inner(self, *args, **kwargs)
+
+        return call
+
+    for name in ("__init__", *VERBS):
+        monkeypatch.setattr(LocalTransport, name, watched(name))
+    return found
+
+
+def rank_on(device, monkeypatch) -> Rank:
+    rank = Rank()
+    monkeypatch.setattr(rank.pool, "runtime", lambda: device)
+    return rank
+
+
+@pytest.mark.parametrize("progress", ["inline", "thread"])
+@pytest.mark.parametrize("path", ["staged", "direct"])
+def test_no_transport_is_made_or_used_before_the_device_is_current(site, device, used, monkeypatch, progress, path):
+    src, dst = (rank_on(device, monkeypatch) for _ in range(2))
+    p, d = (make(rank, path=path, progress=progress) for make, rank in ((site.prefill, src), (site.decode, dst)))
+    pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
+    src.write(1, TOKENS, pages)
+    receiver, sender = d.receive(1, site.address), p.send(1)
+    receiver.bind(into, TOKENS)
+    sender.chunk(pages, (0, TOKENS))
+    sender.finish()
+    drive([p, d], lambda: receiver.released and sender.released)
+    assert receiver.state is State.SUCCESS
+    assert dst.holds(1, TOKENS, into)
+    d.close()
+    drive([p], lambda: p.fence(next(iter(p.unfenced()))) if p.unfenced() else not p.core.sessions)
+    p.close()
+    assert device.depth == 0
+    wrong = {name for name, current in used.items() if current != {True}}
+    assert not wrong, f"{wrong} of the transport ran where no device was current"
+    writes = {"post"} if path == "direct" else {"mapped", "notify"}
+    assert {"__init__", "register", "offers", "connect", "identify", "prepare", "poll", "close", *writes} <= set(used)
+
+
+def test_the_device_is_left_even_when_a_turn_raises(site, device, monkeypatch):
+    p = site.prefill(rank_on(device, monkeypatch))
+    monkeypatch.setattr(p.transport, "poll", mock.Mock(side_effect=RuntimeError("cudaErrorIllegalAddress")))
+    entered = device.n_entered
+    with pytest.raises(RuntimeError, match="IllegalAddress"):
+        p.turn()
+    assert device.n_entered > entered
+    assert device.depth == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("cudaErrorCapturedEvent: 907"), OSError("cudaErrorLaunchFailure: 719")])
+def test_engines_events_are_asked_with_the_device_current_and_one_that_raises_fails_its_room(
+    site, device, monkeypatch, error
+):
+    src, dst = (rank_on(device, monkeypatch) for _ in range(2))
+    p, d = site.prefill(src, path="staged"), site.decode(dst, path="staged")
+    rooms, events = {}, {1: Asked(device, error), 2: Asked(device)}
+    for n, event in events.items():
+        pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
+        src.write(n, TOKENS, pages)
+        receiver, sender = d.receive(n, site.address), p.send(n)
+        receiver.bind(into, TOKENS, after=event)
+        sender.chunk(pages, (0, TOKENS), ready=event)
+        sender.finish()
+        rooms[n] = receiver, sender, into
+    drive([p, d], lambda: all(r.released and s.released for r, s, _ in rooms.values()))
+    assert rooms[1][0].state is rooms[1][1].state is State.FAILED
+    assert rooms[2][0].state is State.SUCCESS
+    assert dst.holds(2, TOKENS, rooms[2][2])
+    assert all(depth > 0 for event in events.values() for depth in event.depths)
+    assert all(event.depths for event in events.values())
