@@ -2,22 +2,24 @@
 
 Imports CuPy only when a plan is made.
 
-A plan compiles its kernels and uploads its tables when it is made. A call checks, uploads the lists that lie on the
-host, and makes one launch; it waits for nothing and allocates nothing.
+A plan compiles its kernels and uploads its tables when it is made. A call checks and makes one launch; it waits for
+nothing and allocates nothing. Lists that lie on the host travel in the kernel's parameters, or are uploaded where they
+do not fit.
 """
 
 from __future__ import annotations
 
 import threading
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 from ..errors import UsageError
-from .cuda_tables import PARAMS_NBYTES, UNIT, n_tiles, pack_groups, pack_params, pack_views, run_nbytes
+from .cuda_tables import LISTED_LARGE, PARAMS_NBYTES, UNIT, n_tiles, pack_groups, pack_params, pack_views, run_nbytes
 from .cupy_runtime import Arguments, held_runtime
 from .cupy_runtime import missing as runtime_missing
-from .device import DeviceTable
+from .device import DeviceTable, listed
 from .index_ring import IndexRing, Runtime
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ class Machine(Runtime, Protocol):
     threads: int
     """Threads of a CTA, and the most groups of a plan."""
     capability: int
+    listed: tuple[int, ...]
+    """How many items a kernel's parameters may hold, ascending."""
     bulk: Bulk
 
     def load(self, array: NDArray[np.uint8]) -> tuple[int, object]: ...
@@ -84,7 +88,7 @@ class Tables(NamedTuple):
     macros: dict[str, int]
     bulk: bool
     keep: object
-    kernels: dict[tuple[int, bool], Kernel]
+    kernels: dict[tuple[int, bool, int], Kernel]
 
     @classmethod
     def of(
@@ -125,6 +129,17 @@ class Tables(NamedTuple):
         return cls(pool, (groups, held_views, len(pool)), macros, bulk, (keep_groups, keep_views), {})
 
 
+class _Hosted(NamedTuple):
+    """The part of a list in host memory that a call reads: `skipped` items lie before it. `place` says whose it is."""
+
+    place: tuple[int, int]
+    items: NDArray[Any]
+    skipped: int
+
+
+_Sides: TypeAlias = "list[tuple[list[ComponentArgs], Mapping[str, Index], DeviceTable]]"
+
+
 class CudaPlan:
     """A plan on one device. The lock guards the one argument block, for the time of a launch."""
 
@@ -135,7 +150,7 @@ class CudaPlan:
         self._ring = ring
         self._bulk_from = bulk_from
         self.table = DeviceTable(recipe, merged=not recipe.checksum)
-        self._arguments = Arguments(PARAMS_NBYTES)
+        self._arguments = Arguments(PARAMS_NBYTES, LISTED_LARGE)
         self._lock = threading.Lock()
         self._peers: WeakKeyDictionary[CudaPlan, Tables] = WeakKeyDictionary()
         with machine.current():
@@ -144,8 +159,8 @@ class CudaPlan:
                 machine, groups, groups, (views, views), head_major=self.table.head_major, bulk_from=bulk_from
             )
             for way in (TO_STAGING, FROM_STAGING):
-                for summed in {False, recipe.checksum}:
-                    self._kernel(self._tables, way, summed)
+                for summed, room in product({False, recipe.checksum}, (0, *machine.listed)):
+                    self._kernel(self._tables, way, summed, room)
 
     @property
     def uses_bulk(self) -> bool:
@@ -206,10 +221,10 @@ class CudaPlan:
             self._peers[peer] = tables
         return tables
 
-    def _kernel(self, tables: Tables, way: int, summed: bool) -> Kernel:
-        kernel = tables.kernels.get((way, summed))
+    def _kernel(self, tables: Tables, way: int, summed: bool, room: int) -> Kernel:
+        kernel = tables.kernels.get((way, summed, room))
         if kernel is None:
-            macros = {**tables.macros, "PDSTAGE_WAY": way, "PDSTAGE_SUM": int(summed)}
+            macros = {**tables.macros, "PDSTAGE_WAY": way, "PDSTAGE_SUM": int(summed), "PDSTAGE_LISTED": room}
             machine = self._machine
             if tables.bulk and not summed:
                 ring = machine.bulk
@@ -219,7 +234,7 @@ class CudaPlan:
             else:
                 macros |= {"PDSTAGE_THREADS": machine.threads, "PDSTAGE_UNITS": UNITS[summed]}
                 kernel = machine.kernel(SOURCE, macros, machine.threads)
-            tables.kernels[way, summed] = kernel
+            tables.kernels[way, summed, room] = kernel
         return kernel
 
     def _run(
@@ -227,7 +242,7 @@ class CudaPlan:
         tables: Tables,
         way: int,
         staging: int,
-        sides: list[tuple[list[ComponentArgs], Mapping[str, Index], DeviceTable]],
+        sides: _Sides,
         launch: Launch,
     ) -> None:
         machine = self._machine
@@ -239,36 +254,64 @@ class CudaPlan:
         tiles = n_tiles(tables.pool, sides[0][0], tile_units)
         if not tiles:
             return
-        kernel = self._kernel(tables, way, summed)
         grid = min(tiles, launch.max_sms or most)
+        hosted, n_elsewhere = _hosted(sides)
+        room = 0 if n_elsewhere or way == TO_PEER else self._room(hosted)
+        kernel = self._kernel(tables, way, summed, room)
         with machine.current():
             stream = machine.stream(launch.stream)
-            slot, spans = self._on_device(sides, stream)
+            slot, starts = (None, []) if room or not hosted else self._uploaded(hosted, stream)
             try:
                 with self._lock:
+                    spans = _started(sides, hosted, self._written(hosted) if room else starts)
                     pack_params(self._arguments.buffer, staging, launch.sum_ptr, tables.addresses, spans)
                     machine.launch(kernel, grid, stream, self._arguments.params)
             finally:
                 if slot is not None:
                     self._ring.give(slot, stream)
 
-    def _on_device(
-        self, sides: list[tuple[list[ComponentArgs], Mapping[str, Index], DeviceTable]], stream: int
-    ) -> tuple[Slot | None, list[list[ComponentArgs]]]:
-        """The spans with lists that the device can read, and the slot that holds them until the kernel has run."""
-        lists, places = [], []
-        found = [list(spans) for spans, _, _ in sides]
-        for side, (spans, indexes, device_table) in enumerate(sides):
-            for number, (name, span) in enumerate(zip(device_table.table.names, spans, strict=True)):
-                if span.start < span.stop and indexes[name].device == "cpu":
-                    per_item = device_table.table.sizes[number].tokens_per_item
-                    first, end = span.start // per_item, (span.stop - 1) // per_item + 1
-                    skipped = first * span.bits // 8
-                    lists.append((span.ptr + skipped, end * span.bits // 8 - skipped))
-                    places.append((side, number, skipped))
-        if not lists:
-            return None, found
+    def _room(self, hosted: Sequence[_Hosted]) -> int:
+        """The least room in parameters that holds the lists, 0 where none does or there are none."""
+        n = sum(one.items.size for one in hosted)
+        return next((room for room in self._machine.listed if 0 < n <= room), 0)
+
+    def _written(self, hosted: Sequence[_Hosted]) -> list[int]:
+        """Puts lists into the parameters; where there the item 0 of each would be, in 32 bits."""
+        at, starts, places = 0, [], self._arguments.listed
+        for _, items, skipped in hosted:
+            places[at : at + items.size] = items
+            starts.append((at - skipped) & 0xFFFFFFFF)
+            at += items.size
+        return starts
+
+    def _uploaded(self, hosted: Sequence[_Hosted], stream: int) -> tuple[Slot, list[int]]:
+        """The slot that holds the lists until the kernel has run; where the item 0 of each would be."""
+        lists = [(items.__array_interface__["data"][0], items.nbytes) for _, items, _ in hosted]
         slot, addresses = self._ring.put(lists, stream)
-        for (side, number, skipped), address in zip(places, addresses, strict=True):
-            found[side][number] = found[side][number]._replace(ptr=address - skipped)
-        return slot, found
+        starts = [address - one.skipped * one.items.itemsize for one, address in zip(hosted, addresses, strict=True)]
+        return slot, starts
+
+
+def _hosted(sides: _Sides) -> tuple[list[_Hosted], int]:
+    """The lists of a call that lie in host memory, and how many lie elsewhere."""
+    hosted, n_elsewhere = [], 0
+    for side, (spans, indexes, device_table) in enumerate(sides):
+        table = device_table.table
+        for number, (name, span) in enumerate(zip(table.names, spans, strict=True)):
+            if span.start == span.stop:
+                continue
+            if indexes[name].device != "cpu":
+                n_elsewhere += 1
+                continue
+            per_item = table.sizes[number].tokens_per_item
+            first, end = span.start // per_item, (span.stop - 1) // per_item + 1
+            hosted.append(_Hosted((side, number), listed(indexes[name])[first:end], first))
+    return hosted, n_elsewhere
+
+
+def _started(sides: _Sides, hosted: Sequence[_Hosted], starts: Sequence[int]) -> list[list[ComponentArgs]]:
+    """The spans, those of `hosted` with the start that the kernel knows."""
+    found = [list(spans) for spans, _, _ in sides]
+    for ((side, number), _, _), start in zip(hosted, starts, strict=True):
+        found[side][number] = found[side][number]._replace(ptr=start)
+    return found

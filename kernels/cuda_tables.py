@@ -38,6 +38,9 @@ _GROUP = np.dtype(
 _HEAD = struct.Struct("<QQQQQ")
 _SPAN = struct.Struct("<Qqqqq")
 PARAMS_NBYTES = _HEAD.size + 2 * MAX_COMPONENTS * _SPAN.size
+# Items that parameters hold: 4 KiB of parameters every driver takes; 32,764 bytes that of CUDA 12.1 or later, on Volta
+# or later (NVIDIA, "CUDA 12.1 Supports Large Kernel Parameters"). `Params` is a multiple of 8 bytes long.
+LISTED, LISTED_LARGE = ((most - PARAMS_NBYTES) // 8 * 2 for most in (4096, 32764))
 MAX_UNITS = 2**31
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..errors import UsageError
 from . import driver, nvrtc
+from .cuda_tables import LISTED, LISTED_LARGE
 from .device import ordinal
 from .index_ring import IndexRing
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 # cudaErrorNotReady. That a thread records a graph and forbids the question (900) would be another answer, and not "not
 # yet": it has broken that recording. Inside `Current` the question is not forbidden.
 _NOT_READY = 600
+# From which on a kernel takes more than 4 KiB of parameters: CUDA 12.1, and Volta.
+_LARGE_CUDA, _LARGE_CAPABILITY = 12010, 70
 
 
 class Bulk(NamedTuple):
@@ -108,6 +111,8 @@ class CupyRuntime:
             self.n_sms: int = found.attributes["MultiProcessorCount"]
             self.capability = int(found.compute_capability)
         self.architecture = nvrtc.architecture_of(self.capability)
+        large = self.capability >= _LARGE_CAPABILITY and min(nvrtc.version(), runtime.driverGetVersion()) >= _LARGE_CUDA
+        self.listed: tuple[int, ...] = (LISTED, LISTED_LARGE) if large else (LISTED,)
         self._held: list[Any] = []
         self._kernels: dict[Any, Kernel] = {}
         self._lock = threading.Lock()
@@ -239,9 +244,13 @@ def missing() -> str:
 
 
 class Arguments:
-    """A kernel's one argument, a structure of `nbytes`, and the array of its address that launches take."""
+    """A kernel's one argument, a structure of `nbytes` with room for `n_listed` items behind it.
 
-    def __init__(self, nbytes: int) -> None:
-        self.buffer = (ctypes.c_uint8 * nbytes)()
+    `params` is the address of the array of its address that launches take.
+    """
+
+    def __init__(self, nbytes: int, n_listed: int = 0) -> None:
+        self.buffer = (ctypes.c_uint8 * (nbytes + 4 * n_listed))()
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
         self.params = ctypes.addressof(self._pointers)
+        self.listed = np.ctypeslib.as_array(self.buffer)[nbytes:].view(np.int32)

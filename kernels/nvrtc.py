@@ -68,6 +68,12 @@ def architecture_of(capability: int) -> str:
     return f"compute_{max(known)}"
 
 
+def version() -> int:
+    """NVRTC's, as the driver writes its own: 12010 for 12.1."""
+    major, minor = _nvrtc().getVersion()
+    return int(major) * 1000 + int(minor) * 10
+
+
 def cache_folder() -> Path:
     """Where images are kept: PDSTAGE_CACHE_DIR, else pdstage under XDG_CACHE_HOME, by default ~/.cache."""
     named = environment.CACHE_DIR.read()

@@ -26,7 +26,7 @@ struct Piece {
 __device__ __forceinline__ Piece piece_at(const Params& params, const Work& work, bool peer, u32 unit) {
     const Group& group = *work.group;
     const Side& side = peer ? group.peer : group.pool;
-    const Cells cells(group, side, peer ? params.peer : params.pool, peer ? work.view->peer : work.view->pool);
+    const Cells cells(group, side, params, peer ? params.peer : params.pool, peer ? work.view->peer : work.view->pool);
     // Blocks are cut at both ends of the call. Token-major staging has no blocks where a row is several runs.
     const u32 joined = side.joined_rows.by, row_units = group.units_per_run.by;
     const u32 runs = PDSTAGE_FLAT ? 1 : group.shards.by * group.segs.by;

@@ -7,7 +7,8 @@
 //
 // PDSTAGE_WAY: 0 pool to staging, 1 staging to pool, 2 pool to peer. PDSTAGE_HEAD_MAJOR: the staged order.
 // PDSTAGE_NARROW: some groups need accesses below 16 bytes; without it the machine code has none. PDSTAGE_FLAT: every
-// row is one run and there is one row level. PDSTAGE_SUM: adds the checksum. PDSTAGE_THREADS: of a CTA.
+// row is one run and there is one row level. PDSTAGE_SUM: adds the checksum. PDSTAGE_THREADS: of a CTA. PDSTAGE_LISTED:
+// items in the parameters, 0 where lists are in device memory.
 #include "checksum.cuh"
 #include "extents.cuh"
 
@@ -72,7 +73,7 @@ __device__ __forceinline__ u64 copy_units(const Params& params, const Work& work
     Bytes16 bytes[N];
     u32 live = 0;
     {
-        const Cells cells(group, group.pool, params.pool, work.view->pool);
+        const Cells cells(group, group.pool, params, params.pool, work.view->pool);
         u32 items[N];
         if (!FROM_STAGING) items_of(cells, items);
 #pragma unroll
@@ -87,8 +88,8 @@ __device__ __forceinline__ u64 copy_units(const Params& params, const Work& work
     }
     read_again();
     u64 sum = 0;
-    const Cells cells = TO_PEER ? Cells(group, group.peer, params.peer, work.view->peer)
-                                : Cells(group, group.pool, params.pool, work.view->pool);
+    const Cells cells = TO_PEER ? Cells(group, group.peer, params, params.peer, work.view->peer)
+                                : Cells(group, group.pool, params, params.pool, work.view->pool);
     u32 items[N];
     if (!TO_STAGING) items_of(cells, items);
 #pragma unroll

@@ -50,16 +50,22 @@ struct Span {
     i64 bits;
 };
 
+// With PDSTAGE_LISTED, every list of a call lies in its parameters, in that many places; a span's `items` is the place of
+// its item 0. The host has checked these lists.
 struct Params {
     u64 staging, sum;
     const Group* groups;
     const View* views;
     u64 n_groups;
     Span pool[MAX_COMPONENTS], peer[MAX_COMPONENTS];
+#if PDSTAGE_LISTED
+    u32 lists[PDSTAGE_LISTED];
+#endif
 };
 
 // As kernels/cuda_tables.py counts them.
-static_assert(sizeof(Group) == 264 && sizeof(View) == 24 && sizeof(Span) == 40 && sizeof(Params) == 1320);
+static_assert(sizeof(Group) == 264 && sizeof(View) == 24 && sizeof(Span) == 40);
+static_assert(sizeof(Params) == 1320 + 4 * PDSTAGE_LISTED);
 
 // Rows that a span touches.
 struct Rows {
@@ -111,12 +117,14 @@ using HeldSide = const Side&;
 // Where runs of one view lie in one pool, in one call.
 struct Cells {
     HeldSide side;
+    const Params& params;
     u64 items, base;
     u32 first_row;
     bool narrow;
 
-    __device__ __forceinline__ Cells(const Group& group, const Side& side, const Span* spans, u64 base)
-        : side(side), base(base) {
+    __device__ __forceinline__ Cells(const Group& group, const Side& side, const Params& params, const Span* spans,
+                                     u64 base)
+        : side(side), params(params), base(base) {
         const Span& span = spans[side.component];
         items = span.items;
         narrow = span.bits == 32;
@@ -126,9 +134,13 @@ struct Cells {
     // The item that holds the run; NO_ITEM if that is outside the pool: its list came from the device, unchecked.
     __device__ __forceinline__ u32 item(const Run& run) const {
         const u32 at = side.rows_per_item.quotient(first_row + run.row);
+#if PDSTAGE_LISTED
+        return params.lists[u32(items) + at];
+#else
         const i64 item =
             narrow ? table(reinterpret_cast<const i32*>(items) + at) : table(reinterpret_cast<const i64*>(items) + at);
         return u64(item) < side.n_items ? u32(item) : NO_ITEM;
+#endif
     }
 
     __device__ __forceinline__ u64 address(const Run& run, u32 item) const {

@@ -52,6 +52,7 @@ class CpuMachine:
     n_sms = 2
     threads = 16
     capability = 90
+    listed = (6, 20)
     bulk = Bulk(stages=3, stage_nbytes=512)
 
     def __init__(self, eager=True):

@@ -50,9 +50,10 @@ class CpuRig(Rig):
 
     skews = False
 
-    def __init__(self, *, on_device=False, max_sms=None, bulk_from=None):
+    def __init__(self, *, on_device=False, max_sms=None, bulk_from=None, listed=CpuMachine.listed):
         super().__init__("cuda")
         self.machine, self.on_device, self.max_sms, self.bulk_from = CpuMachine(), on_device, max_sms, bulk_from
+        self.machine.listed = listed
 
     def plan(self, layout, select, wire, checksum):
         pool = Pool.of(layout)
@@ -64,12 +65,13 @@ class CpuRig(Rig):
 
 RIGS = [
     CpuRig(),
+    CpuRig(listed=()),
     CpuRig(on_device=True, max_sms=1),
     CpuRig(bulk_from=16),
     CpuRig(on_device=True, max_sms=3, bulk_from=16),
 ]
 by_rig = pytest.mark.parametrize(
-    "rig", RIGS, ids=["host lists", "device lists", "bulk copies", "bulk copies of device lists"]
+    "rig", RIGS, ids=["host lists", "uploaded lists", "device lists", "bulk copies", "bulk copies of device lists"]
 )
 EXAMPLES = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -199,6 +201,34 @@ def test_a_scatter_refuses_an_item_named_twice(misuse):
     check_refused(CpuRig(), "scatter", *MISUSE[misuse])
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize(("n_items", "uploads"), [(6, 0), (7, 0), (20, 0), (21, 1)])
+def test_lists_that_fit_travel_in_the_parameters(n_items, uploads, dtype):
+    held = hold([Stored(Logical(width=32), n_items=30, rows_per_item=2)])
+    select, pool = [Select(Logical().view_keys()[0], 0, 1)], Pool.of(held.layout)
+    machine, uploaded = CpuMachine(), []
+    upload, machine.upload = machine.upload, lambda *call: (uploaded.append(call), upload(*call))
+    plan, reference = plan_of(pool, select, TOKEN_MAJOR, machine=machine), pool.plan(select, TOKEN_MAJOR, "reference")
+    index = {"kv": Index.of(np.random.default_rng(n_items).permutation(30)[: n_items + 2].astype(dtype))}
+    tokens = {"kv": (3, 3 + 2 * n_items - 1)}  # neither the first item nor the last is read
+    n = reference.nbytes(tokens)
+    (whole, at), (expected, expected_at) = staging(n), staging(n)
+    reference.gather(expected_at, n, index, tokens)
+    plan.gather(at, n, index, tokens, Launch())
+    assert_same([whole[at - whole.ctypes.data :][:n]], [expected[expected_at - expected.ctypes.data :][:n]])
+    assert len(uploaded) == uploads
+
+
+def test_a_list_that_fits_may_be_captured():
+    """The graph keeps the kernel's parameters, and the items with them."""
+    held = hold([Stored(Logical(width=32), n_items=6, rows_per_item=4)])
+    machine = CpuMachine()
+    machine.capture = True
+    plan = plan_of(Pool.of(held.layout), [Select(Logical().view_keys()[0], 0, 1)], TOKEN_MAJOR, machine=machine)
+    plan.gather(staging(384)[1], 384, {"kv": Index.of(np.array([1, 2, 3]))}, {"kv": (0, 12)}, Launch())
+    assert machine.grids
+
+
 REFUSED = {
     "staging misaligned": ({"skew": 8}, "not aligned"),
     "another device": ({"device": "cuda:1"}, "items of component 'kv' are on 'cuda:1'"),
@@ -212,7 +242,7 @@ def test_misuse_launches_nothing(way, misuse):
     case, words = REFUSED[misuse]
     held = hold([Stored(Logical(width=32), n_items=6, rows_per_item=4)])
     machine = CpuMachine()
-    machine.capture = case.get("capture", False)
+    machine.capture, machine.listed = case.get("capture", False), ()
     plan = plan_of(Pool.of(held.layout), [Select(Logical().view_keys()[0], 0, 1)], TOKEN_MAJOR, machine=machine)
     whole, at = staging(384, case.get("skew", 0))
     index = Index.of(np.array([1, 2, 3]))._replace(device=case.get("device", "cpu"))
