@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 from ..errors import UsageError
+from ..tables import ComponentArgs
 from .cuda_tables import LISTED_LARGE, PARAMS_NBYTES, UNIT, n_tiles, pack_groups, pack_params, pack_views, run_nbytes
 from .cupy_runtime import Arguments, held_runtime
 from .cupy_runtime import missing as runtime_missing
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..plan import Tokens
-    from ..tables import ComponentArgs, Index, Int64s
+    from ..tables import Index, Int64s
     from .backend import Compiled, Launch, Recipe
     from .cupy_runtime import Bulk, Kernel
     from .device import Group
@@ -313,5 +314,5 @@ def _started(sides: _Sides, hosted: Sequence[_Hosted], starts: Sequence[int]) ->
     """The spans, those of `hosted` with the start that the kernel knows."""
     found = [list(spans) for spans, _, _ in sides]
     for ((side, number), _, _), start in zip(hosted, starts, strict=True):
-        found[side][number] = found[side][number]._replace(ptr=start)
+        found[side][number] = ComponentArgs(start, *found[side][number][1:])
     return found

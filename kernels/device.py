@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .backend import Recipe
 
 WIDEST = 16
+_UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 MAX_COMPONENTS = 16
 
 
@@ -150,12 +151,12 @@ class DeviceTable:
         tokens, n_items = self.table.sizes[number]
         first = (part.start - part.first_token) // tokens
         items = listed(index)[first : (part.stop - part.first_token - 1) // tokens + 1]
-        if items.view(f"u{items.itemsize}").max() >= n_items:
+        if np.maximum.reduce(items.view(_UNSIGNED[items.itemsize])) >= n_items:  # negative ones are huge
             return False
         if not unique:
             return True
         ordered = np.sort(items)
-        return not (ordered[1:] == ordered[:-1]).any()
+        return not np.logical_or.reduce(ordered[1:] == ordered[:-1])
 
     def _check_counts(self, number: int, part: ComponentArgs) -> None:
         if part.first_token < 0:
@@ -202,9 +203,9 @@ def check_aligned(ptr: int, nbytes: int, what: str) -> None:
 def listed(index: Index) -> NDArray[Any]:
     """An index in host memory as an array; its own where it was made of one."""
     kept = index.keep
-    if not isinstance(kept, np.ndarray) or (kept.size, kept.itemsize * 8) != (index.n, index.bits):
+    if not isinstance(kept, np.ndarray) or kept.size != index.n or kept.itemsize * 8 != index.bits:
         return integers(index)
-    same = kept.flags.c_contiguous and kept.__array_interface__["data"][0] == index.ptr
+    same = kept.ctypes.data == index.ptr and kept.flags.c_contiguous
     return kept if same else integers(index)
 
 
