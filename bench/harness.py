@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from pdstage.tools.watch.progress import Advance
 
 TRACED = ("rooms", "keys", "watch", "transfer", "auto")
-NAMES = ("host-kernels", "convert", "plan", "wire", "rooms", "keys", "watch", "transfer", "auto", "vllm-step", "gpu")
+NAMES = (
+    "host-kernels", "convert", "plan", "wire", "launch", "rooms", "keys", "watch", "transfer", "auto", "vllm-step",
+    "gpu",
+)  # fmt: skip
 
 
 class _Progress:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from importlib.util import find_spec
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from ..errors import UsageError
@@ -20,7 +20,7 @@ from ..tables import ComponentArgs
 from .cuda_tables import LISTED_LARGE, PARAMS_NBYTES, UNIT, n_tiles, pack_groups, pack_params, pack_views, run_nbytes
 from .cupy_runtime import Arguments, held_runtime
 from .cupy_runtime import missing as runtime_missing
-from .device import DeviceTable, listed
+from .device import DeviceTable
 from .index_ring import IndexRing, Runtime
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..tables import Index, Int64s
     from .backend import Compiled, Launch, Recipe
     from .cupy_runtime import Bulk, Kernel
-    from .device import Group
+    from .device import Checked, Group
     from .index_ring import Slot
 
 TO_STAGING, FROM_STAGING, TO_PEER = range(3)
@@ -130,17 +130,6 @@ class Tables(NamedTuple):
         return cls(pool, (groups, held_views, len(pool)), macros, bulk, (keep_groups, keep_views), {})
 
 
-class _Hosted(NamedTuple):
-    """The part of a list in host memory that a call reads: `skipped` items lie before it. `place` says whose it is."""
-
-    place: tuple[int, int]
-    items: NDArray[Any]
-    skipped: int
-
-
-_Sides: TypeAlias = "list[tuple[list[ComponentArgs], Mapping[str, Index], DeviceTable]]"
-
-
 class CudaPlan:
     """A plan on one device. The lock guards the one argument block, for the time of a launch."""
 
@@ -171,16 +160,16 @@ class CudaPlan:
     def gather(
         self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
-        spans = self._spans(indexes, tokens, (self._recipe.device,), unique=False)
-        self.table.check_staging(dst_ptr, dst_nbytes, spans)
-        self._run(self._tables, TO_STAGING, dst_ptr, [(spans, indexes, self.table)], launch)
+        side = self._checked(indexes, tokens, (self._recipe.device,), unique=False)
+        self.table.check_staging(dst_ptr, dst_nbytes, [one.span for one in side])
+        self._run(self._tables, TO_STAGING, dst_ptr, (side,), launch)
 
     def scatter(
         self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
     ) -> None:
-        spans = self._spans(indexes, tokens, (self._recipe.device,), unique=True)
-        self.table.check_staging(src_ptr, src_nbytes, spans)
-        self._run(self._tables, FROM_STAGING, src_ptr, [(spans, indexes, self.table)], launch)
+        side = self._checked(indexes, tokens, (self._recipe.device,), unique=True)
+        self.table.check_staging(src_ptr, src_nbytes, [one.span for one in side])
+        self._run(self._tables, FROM_STAGING, src_ptr, (side,), launch)
 
     def copy_to(
         self,
@@ -192,14 +181,13 @@ class CudaPlan:
     ) -> None:
         assert isinstance(peer, CudaPlan)
         devices = (self._recipe.device, peer._recipe.device)
-        spans = self._spans(indexes, tokens, devices, unique=False)
-        peer_spans = peer._spans(peer_indexes, tokens, devices, unique=True)
-        sides = [(spans, indexes, self.table), (peer_spans, peer_indexes, peer.table)]
-        self._run(self._paired(peer), TO_PEER, 0, sides, launch)
+        mine = self._checked(indexes, tokens, devices, unique=False)
+        theirs = peer._checked(peer_indexes, tokens, devices, unique=True)
+        self._run(self._paired(peer), TO_PEER, 0, (mine, theirs), launch)
 
-    def _spans(
+    def _checked(
         self, indexes: Mapping[str, Index], tokens: Tokens, devices: tuple[str, ...], *, unique: bool
-    ) -> list[ComponentArgs]:
+    ) -> list[Checked]:
         for name in self.table.table.names:
             if name in indexes and indexes[name].device not in ("cpu", *devices):
                 raise UsageError(
@@ -207,7 +195,7 @@ class CudaPlan:
                     remedy=f"give them in host memory or on {' or '.join(devices)}",
                     component=name,
                 )
-        return self.table.spans(indexes, tokens, unique=unique)
+        return self.table.checked(indexes, tokens, unique=unique)
 
     def _paired(self, peer: CudaPlan) -> Tables:
         """Tables of both pools; cold for the first copy to a plan, so engines make one before they are in a hurry."""
@@ -239,12 +227,7 @@ class CudaPlan:
         return kernel
 
     def _run(
-        self,
-        tables: Tables,
-        way: int,
-        staging: int,
-        sides: _Sides,
-        launch: Launch,
+        self, tables: Tables, way: int, staging: int, sides: tuple[Sequence[Checked], ...], launch: Launch
     ) -> None:
         machine = self._machine
         summed = bool(launch.sum_ptr)
@@ -252,67 +235,65 @@ class CudaPlan:
             tile_units, most = machine.bulk.stage_nbytes // UNIT, machine.bulk.ctas_per_sm * machine.n_sms
         else:
             tile_units, most = machine.threads * UNITS[summed], CTAS_PER_SM * machine.n_sms
-        tiles = n_tiles(tables.pool, sides[0][0], tile_units)
+        tiles = n_tiles(tables.pool, [one.span for one in sides[0]], tile_units)
         if not tiles:
             return
         grid = min(tiles, launch.max_sms or most)
-        hosted, n_elsewhere = _hosted(sides)
-        room = 0 if n_elsewhere or way == TO_PEER else self._room(hosted)
+        room = 0 if way == TO_PEER else self._room(sides[0])
         kernel = self._kernel(tables, way, summed, room)
         with machine.current():
             stream = machine.stream(launch.stream)
-            slot, starts = (None, []) if room or not hosted else self._uploaded(hosted, stream)
+            slot, spans = (None, []) if room else self._uploaded(sides, stream)
             try:
                 with self._lock:
-                    spans = _started(sides, hosted, self._written(hosted) if room else starts)
+                    if room:
+                        spans = [self._listed(sides[0])]
                     pack_params(self._arguments.buffer, staging, launch.sum_ptr, tables.addresses, spans)
                     machine.launch(kernel, grid, stream, self._arguments.params)
             finally:
                 if slot is not None:
                     self._ring.give(slot, stream)
 
-    def _room(self, hosted: Sequence[_Hosted]) -> int:
-        """The least room in parameters that holds the lists, 0 where none does or there are none."""
-        n = sum(one.items.size for one in hosted)
-        return next((room for room in self._machine.listed if 0 < n <= room), 0)
+    def _room(self, side: Sequence[Checked]) -> int:
+        """The least room in parameters that holds all lists of a call; 0 where none does, or one is elsewhere."""
+        n = 0
+        for one in side:
+            if one.elsewhere:
+                return 0
+            n += one.items.size if one.items is not None else 0
+        for room in self._machine.listed:
+            if n <= room:
+                return room
+        return 0
 
-    def _written(self, hosted: Sequence[_Hosted]) -> list[int]:
-        """Puts lists into the parameters; where there the item 0 of each would be, in 32 bits."""
-        at, starts, places = 0, [], self._arguments.listed
-        for _, items, skipped in hosted:
-            places[at : at + items.size] = items
-            starts.append((at - skipped) & 0xFFFFFFFF)
-            at += items.size
-        return starts
+    def _listed(self, side: Sequence[Checked]) -> list[ComponentArgs]:
+        """Puts the lists into the parameters; the spans with the place there, in 32 bits, of each list's item 0."""
+        at, spans, places = 0, [], self._arguments.listed
+        for span, items, skipped, _ in side:
+            if items is None:
+                spans.append(span)
+                continue
+            end = at + items.size
+            places[at:end] = items
+            spans.append(ComponentArgs((at - skipped) & 0xFFFFFFFF, *span[1:]))
+            at = end
+        return spans
 
-    def _uploaded(self, hosted: Sequence[_Hosted], stream: int) -> tuple[Slot, list[int]]:
-        """The slot that holds the lists until the kernel has run; where the item 0 of each would be."""
-        lists = [(items.__array_interface__["data"][0], items.nbytes) for _, items, _ in hosted]
+    def _uploaded(
+        self, sides: Sequence[Sequence[Checked]], stream: int
+    ) -> tuple[Slot | None, list[list[ComponentArgs]]]:
+        """The spans with lists that the device can read, and the slot that holds those until the kernel has run."""
+        lists = [(one.items.ctypes.data, one.items.nbytes) for side in sides for one in side if one.items is not None]
+        if not lists:
+            return None, [[one.span for one in side] for side in sides]
         slot, addresses = self._ring.put(lists, stream)
-        starts = [address - one.skipped * one.items.itemsize for one, address in zip(hosted, addresses, strict=True)]
-        return slot, starts
-
-
-def _hosted(sides: _Sides) -> tuple[list[_Hosted], int]:
-    """The lists of a call that lie in host memory, and how many lie elsewhere."""
-    hosted, n_elsewhere = [], 0
-    for side, (spans, indexes, device_table) in enumerate(sides):
-        table = device_table.table
-        for number, (name, span) in enumerate(zip(table.names, spans, strict=True)):
-            if span.start == span.stop:
-                continue
-            if indexes[name].device != "cpu":
-                n_elsewhere += 1
-                continue
-            per_item = table.sizes[number].tokens_per_item
-            first, end = span.start // per_item, (span.stop - 1) // per_item + 1
-            hosted.append(_Hosted((side, number), listed(indexes[name])[first:end], first))
-    return hosted, n_elsewhere
-
-
-def _started(sides: _Sides, hosted: Sequence[_Hosted], starts: Sequence[int]) -> list[list[ComponentArgs]]:
-    """The spans, those of `hosted` with the start that the kernel knows."""
-    found = [list(spans) for spans, _, _ in sides]
-    for ((side, number), _, _), start in zip(hosted, starts, strict=True):
-        found[side][number] = ComponentArgs(start, *found[side][number][1:])
-    return found
+        starts = iter(addresses)
+        return slot, [
+            [
+                one.span
+                if one.items is None
+                else one.span._replace(ptr=next(starts) - one.skipped * one.items.itemsize)
+                for one in side
+            ]
+            for side in sides
+        ]

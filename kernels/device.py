@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import UsageError
 from ..plan import HEAD_MAJOR, VIEW_ALIGNMENT
-from ..tables import FAULT_FIRST_TOKEN, FAULT_RANGE, FAULT_TOO_FEW, FAULT_TOO_SMALL, Row, Table, integers
+from ..tables import FAULT_FIRST_TOKEN, FAULT_RANGE, FAULT_TOO_FEW, FAULT_TOO_SMALL, ComponentArgs, Row, Table, integers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..plan import Tokens
-    from ..tables import ComponentArgs, Index, Int64s
+    from ..tables import Index, Int64s
     from .backend import Recipe
 
 WIDEST = 16
@@ -61,6 +61,19 @@ class Group(NamedTuple):
     @property
     def row_nbytes(self) -> int:
         return self.shards * self.segs * self.width
+
+
+class Checked(NamedTuple):
+    """One component's part of a call, its tokens counted from item 0 of its list.
+
+    `items` are those that the call reads of a list in host memory, `skipped` lie before them. None where the call has
+    no tokens of the component, or `elsewhere`: the list lies on the device.
+    """
+
+    span: ComponentArgs
+    items: NDArray[Any] | None = None
+    skipped: int = 0
+    elsewhere: bool = False
 
 
 class DeviceTable:
@@ -129,34 +142,35 @@ class DeviceTable:
         )  # fmt: skip
 
     def spans(self, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool) -> list[ComponentArgs]:
-        """One span a component, in the order of `Group.component`, everything checked that the host can see.
+        """The spans of `checked`."""
+        return [one.span for one in self.checked(indexes, tokens, unique=unique)]
+
+    def checked(self, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool) -> list[Checked]:
+        """One for each component, in the order of `Group.component`, everything checked that the host can see.
 
         Lists in host memory are checked item by item (and for repeated items if `unique`); of those on the device only
         their number is. Raises `UsageError` naming component, position and value.
         """
-        parts = self.table.parts(indexes, tokens)
+        parts, checked = self.table.parts(indexes, tokens), []
         for number, (name, part) in enumerate(zip(self.table.names, parts, strict=True)):
             if part.start == part.stop:
+                checked.append(Checked(part))
                 continue
             self._check_counts(number, part)
-            if indexes[name].device != "cpu":
-                check_aligned(part.ptr, part.bits // 8, f"the list of component {name!r}")
-            elif not self._fits(number, part, indexes[name], unique):
+            index, (per_item, n_items) = indexes[name], self.table.sizes[number]
+            ptr, bits, n, origin, start, stop = part
+            span = ComponentArgs(ptr, bits, n, origin, start - origin, stop - origin)
+            if index.device != "cpu":
+                check_aligned(ptr, bits // 8, f"the list of component {name!r}")
+                checked.append(Checked(span, elsewhere=True))
+                continue
+            first = span.start // per_item
+            items = listed(index)[first : (span.stop - 1) // per_item + 1]
+            if not _fits(items, n_items, unique):
                 self.table.resolve(parts[: number + 1], unique=unique)  # has the words
+            checked.append(Checked(span, items, first))
         self._check_rows(parts)
-        return [one.from_item_0() for one in parts]
-
-    def _fits(self, number: int, part: ComponentArgs, index: Index, unique: bool) -> bool:
-        """Whether the items are inside the pool, and none repeated if `unique`: far sooner than which."""
-        tokens, n_items = self.table.sizes[number]
-        first = (part.start - part.first_token) // tokens
-        items = listed(index)[first : (part.stop - part.first_token - 1) // tokens + 1]
-        if np.maximum.reduce(items.view(_UNSIGNED[items.itemsize])) >= n_items:  # negative ones are huge
-            return False
-        if not unique:
-            return True
-        ordered = np.sort(items)
-        return not np.logical_or.reduce(ordered[1:] == ordered[:-1])
+        return checked
 
     def _check_counts(self, number: int, part: ComponentArgs) -> None:
         if part.first_token < 0:
@@ -192,6 +206,16 @@ def _grouped(shaped: Sequence[tuple[Group, Group]]) -> list[tuple[Group, Group]]
         groups.append((mine._replace(first_view=first, n_views=n), other._replace(first_view=first, n_views=n)))
         first += n
     return groups
+
+
+def _fits(items: NDArray[Any], n_items: int, unique: bool) -> bool:
+    """Whether the items are inside the pool, and none repeated if `unique`: far sooner than which."""
+    if np.maximum.reduce(items.view(_UNSIGNED[items.itemsize])) >= n_items:  # negative ones are huge
+        return False
+    if not unique:
+        return True
+    ordered = np.sort(items)
+    return not np.logical_or.reduce(ordered[1:] == ordered[:-1])
 
 
 def check_aligned(ptr: int, nbytes: int, what: str) -> None:

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from pdstage.control.keys import Keys
     from pdstage.tools.calibrate.peer import Peer
 
-BENCHES = ("plan", "wire", "host-kernels", "convert", "rooms", "keys", "watch", "transfer", "auto", "vllm-step", "gpu")
+BENCHES = (
+    "plan", "wire", "launch", "host-kernels", "convert", "rooms", "keys", "watch", "transfer", "auto", "vllm-step",
+    "gpu",
+)  # fmt: skip
 DEFAULT_BIND = "127.0.0.1:8998"
 
 
