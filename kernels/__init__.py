@@ -11,7 +11,7 @@ backend); `host_copy`; then for GPUs `device` (tables), `index_ring` (lists on t
 `cuda_tables`, `cupy_runtime` and `nvrtc`, and `triton_copy` with `triton_kernels`, `triton_device` and `torch_runtime`;
 `driver` is for both (contexts, stream capture).
 Change of precision, the one thing that is more than moving bytes, has modules of its own: `convert_reference` (what is
-right), `host_convert`, and `triton_convert` with `triton_convert_kernels`.
+right), `host_convert`, `cuda_convert`, and `triton_convert` with `triton_convert_kernels`.
 """
 
 from __future__ import annotations

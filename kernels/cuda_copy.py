@@ -133,24 +133,30 @@ class Tables(NamedTuple):
 class CudaPlan:
     """A plan on one device. The lock guards the one argument block, for the time of a launch."""
 
+    merges = True
+    """Whether cells that follow each other in memory may be one run, where nothing is summed."""
+
     def __init__(self, recipe: Recipe, machine: Machine, ring: IndexRing, bulk_from: int | None = None) -> None:
         """`bulk_from`: the shortest runs, in bytes, for bulk copies; None for `BULK_FROM_NBYTES`, 0 for never."""
         self._recipe = recipe
         self._machine = machine
         self._ring = ring
         self._bulk_from = bulk_from
-        self.table = DeviceTable(recipe, merged=not recipe.checksum)
+        self.table = DeviceTable(recipe, merged=self.merges and not recipe.checksum)
         self._arguments = Arguments(PARAMS_NBYTES, LISTED_LARGE)
         self._lock = threading.Lock()
         self._peers: WeakKeyDictionary[CudaPlan, Tables] = WeakKeyDictionary()
         with machine.current():
-            groups, views = self.table.group_list, self.table.views
-            self._tables = Tables.of(
-                machine, groups, groups, (views, views), head_major=self.table.head_major, bulk_from=bulk_from
-            )
+            self._tables = self._new_tables()
             for way in (TO_STAGING, FROM_STAGING):
                 for summed, room in product({False, recipe.checksum}, (0, *machine.listed)):
                     self._kernel(self._tables, way, summed, room)
+
+    def _new_tables(self) -> Tables:
+        groups, views = self.table.group_list, self.table.views
+        return Tables.of(
+            self._machine, groups, groups, (views, views), head_major=self.table.head_major, bulk_from=self._bulk_from
+        )
 
     @property
     def uses_bulk(self) -> bool:
@@ -226,15 +232,19 @@ class CudaPlan:
             tables.kernels[way, summed, room] = kernel
         return kernel
 
+    def _tiling(self, tables: Tables, way: int, summed: bool) -> tuple[int, int]:
+        """Units of a tile, and the CTAs that fill the device."""
+        machine = self._machine
+        if tables.bulk and not summed:
+            return machine.bulk.stage_nbytes // UNIT, machine.bulk.ctas_per_sm * machine.n_sms
+        return machine.threads * UNITS[summed], CTAS_PER_SM * machine.n_sms
+
     def _run(
         self, tables: Tables, way: int, staging: int, sides: tuple[Sequence[Checked], ...], launch: Launch
     ) -> None:
         machine = self._machine
         summed = bool(launch.sum_ptr)
-        if tables.bulk and not summed:
-            tile_units, most = machine.bulk.stage_nbytes // UNIT, machine.bulk.ctas_per_sm * machine.n_sms
-        else:
-            tile_units, most = machine.threads * UNITS[summed], CTAS_PER_SM * machine.n_sms
+        tile_units, most = self._tiling(tables, way, summed)
         tiles = n_tiles(tables.pool, [one.span for one in sides[0]], tile_units)
         if not tiles:
             return

@@ -50,8 +50,13 @@ def divisor(by: int) -> tuple[int, int, int]:
     return by, -(-(1 << 31 + shift) // by), shift
 
 
-def pack_groups(pool: Sequence[Group], peer: Sequence[Group], *, head_major: bool) -> NDArray[np.uint8]:
-    """`Group[n]`. Both sequences describe the same views; without a second pool give the first twice."""
+def pack_groups(
+    pool: Sequence[Group], peer: Sequence[Group], *, head_major: bool, widths: Sequence[int] = ()
+) -> NDArray[np.uint8]:
+    """`Group[n]`. Both sequences describe the same views; without a second pool give the first twice.
+
+    `widths`: the bytes of each group's staged cells, where these are others than its own.
+    """
     packed = np.zeros(len(pool), _GROUP)
     for at, (mine, other) in enumerate(zip(pool, peer, strict=True)):
         access = min(mine.access, other.access)
@@ -61,6 +66,8 @@ def pack_groups(pool: Sequence[Group], peer: Sequence[Group], *, head_major: boo
             divisor(mine.rows_per_item * mine.shards), mine.first_view, mine.n_views, mine.width, access,
             mine.tokens_per_row, mine.first_shard,
         )  # fmt: skip
+    if widths:
+        packed["width"] = widths
     return packed.view(np.uint8)
 
 

@@ -10,7 +10,16 @@ from ..convert import codings
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import HEAD_MAJOR, TOKEN_MAJOR, Staging
-from . import convert_reference, cuda_copy, host_convert, host_copy, reference, triton_convert, triton_copy
+from . import (
+    convert_reference,
+    cuda_convert,
+    cuda_copy,
+    host_convert,
+    host_copy,
+    reference,
+    triton_convert,
+    triton_copy,
+)
 from .backend import Launch, Recipe
 from .device import check_aligned
 
@@ -33,6 +42,7 @@ _BACKENDS: dict[str, Backend] = {
 # What makes plans of recipes with codings, for the backends that convert.
 _CONVERTING: dict[str, Converting] = {
     "host": host_convert,
+    "cuda": cuda_convert,
     "triton": triton_convert,
     "reference": convert_reference,
 }

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from pools import Logical, Stored, hold
+from hypothesis import strategies as st
+from pools import Logical, Stored, hold, indexes, ranges, storages
 
 from pdstage.convert import Encoding, fp8_tensor, fp8_token_head, mxfp8, pair, reformat
 from pdstage.layout import Key, Layout
@@ -83,3 +84,28 @@ def mixed(format):
     select = [Select(key, 1, 2) for key in kv.view_keys()] + [Select(key, 0, 2) for key in state.view_keys()]
     index = {"kv": Index.of(np.array([3, 0, 5], np.int32), 4), "state": Index.of(np.array([4, 1], np.int32))}
     return held, own, staged, select, index, {"kv": (6, 15), "state": (0, 2)}
+
+
+@st.composite
+def converted(draw):
+    """A bf16 pool stored in any way, its peer's formats, and a part of it on its way."""
+    roles, layers = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    apart = draw(st.booleans())
+    make = draw(st.sampled_from([fp8_token_head, mxfp8, lambda **part: mxfp8("ceil", **part)]))
+    data = make(part="data") if apart else draw(st.sampled_from(INLINE))
+    n = draw(st.sampled_from([32, 64, 96] if "mx" in data else [1, 2, 7, 16, 33, 64]))
+    of = Logical("kv", layers, roles, draw(st.integers(1, 3)), 1, 2 * n, draw(st.sampled_from([1, 1, 2])))
+    stored = draw(storages(of))
+    held = hold([stored], draw(st.integers(0, 99)))
+    own = reformat(held.layout, dict.fromkeys(of.view_keys(), "bf16"))
+    staged = {}
+    for key in of.view_keys():
+        if draw(st.booleans()) or not staged:
+            staged[key] = data
+            if apart:
+                staged[key._replace(role=f"{key.role}_scale")] = make(part="scale", of=key.role)
+    first = draw(st.integers(0, of.shards - 1))
+    shards = (first, draw(st.integers(1, of.shards - first)))
+    tokens = draw(ranges(stored))
+    index = draw(indexes(stored, tokens, repeat=False))
+    return held, own, staged, shards, index, tokens, draw(st.sampled_from([0, 1, 3, 16])), draw(st.integers(1, 2))

@@ -11,37 +11,11 @@
 // items in the parameters, 0 where lists are in device memory.
 #include "checksum.cuh"
 #include "extents.cuh"
+#include "units.cuh"
 
 namespace pdstage {
 
 constexpr u32 UNITS = PDSTAGE_UNITS, TILE = THREADS * UNITS;
-
-// `nbytes` bytes, 1 to 16, in accesses of T. Bytes beyond them are zeros.
-template <typename T>
-__device__ __forceinline__ Bytes16 load_unit(u64 address, u32 nbytes) {
-    u64 words[2] = {0, 0};
-#pragma unroll
-    for (u32 at = 0; at < UNIT; at += sizeof(T))
-        if (at < nbytes) words[at / 8] |= u64(load<T>(address + at)) << (at % 8 * 8);
-    return {words[0], words[1]};
-}
-
-template <>
-__device__ __forceinline__ Bytes16 load_unit<Bytes16>(u64 address, u32) {
-    return load16(address);
-}
-
-template <typename T>
-__device__ __forceinline__ void store_unit(u64 address, Bytes16 bytes, u32 nbytes) {
-#pragma unroll
-    for (u32 at = 0; at < UNIT; at += sizeof(T))
-        if (at < nbytes) store<T>(address + at, T((at < 8 ? bytes.low : bytes.high) >> (at % 8 * 8)));
-}
-
-template <>
-__device__ __forceinline__ void store_unit<Bytes16>(u64 address, Bytes16 bytes, u32) {
-    store16(address, bytes);
-}
 
 __device__ __forceinline__ Run place(const Group& group, const Rows& rows, u32 run) {
     if (PDSTAGE_FLAT) return {run, 0, 0};
@@ -140,14 +114,6 @@ __device__ __forceinline__ u64 copy_tile(const Params& params, const Work& work,
 #else
     return copy_units<Bytes16, UNITS>(params, work, first);
 #endif
-}
-
-__device__ __forceinline__ void add_all(u64 address, u64 (&sums)[THREADS]) {
-    for (u32 half = THREADS / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
-    }
-    if (threadIdx.x == 0 && sums[0]) add(address, sums[0]);
 }
 
 }  // namespace pdstage

@@ -17,12 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
+from pdstage.convert import codings
 from pdstage.kernels import nvrtc
 from pdstage.kernels.backend import Recipe
+from pdstage.kernels.cuda_convert import ConvertPlan
 from pdstage.kernels.cuda_copy import CudaPlan
 from pdstage.kernels.cupy_runtime import Bulk, Kernel
 from pdstage.kernels.index_ring import IndexRing
-from pdstage.plan import Staging
+from pdstage.plan import TOKEN_MAJOR, Staging
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or shutil.which("c++")
@@ -114,3 +116,18 @@ def plan_of(pool, select, wire, checksum=False, machine=None, bulk_from=None):
     return CudaPlan(
         Recipe(pool.layout, select, wire, "cuda:0", checksum), machine, IndexRing(machine, 1, 64), bulk_from
     )
+
+
+def convert_plan_of(pool, staged, select, checksum=False, machine=None):
+    """A plan of the cuda backend that converts, over host memory."""
+    machine = machine or WarpMachine()
+    select = Staging(staged, select).select
+    recipe = Recipe(pool.layout, select, TOKEN_MAJOR, "cuda:0", checksum, 1, staged)
+    recipe = recipe._replace(codings=tuple(codings(pool.layout, staged, select)))
+    return ConvertPlan(recipe, machine, IndexRing(machine, 1, 64))
+
+
+class WarpMachine(CpuMachine):
+    """CTAs of one whole warp, whose lanes exchange values."""
+
+    threads = 32

@@ -81,12 +81,36 @@ inline void __syncthreads() {
     threadIdx.x = me;
 }
 
+// Of all lanes of a warp, and here also of all warps of a CTA at once.
+inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned apart) {
+    static unsigned exchanged[1024];
+    const unsigned me = threadIdx.x;
+    exchanged[me] = value;
+    __syncthreads();
+    const unsigned other = exchanged[me ^ apart];
+    __syncthreads();
+    return other;
+}
+
+inline float __uint_as_float(unsigned bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+inline unsigned __float_as_uint(float value) {
+    unsigned bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+
 inline unsigned __umulhi(unsigned a, unsigned b) {
     return (unsigned long long)a * b >> 32;
 }
 
 namespace pdstage {
 
+using std::max;
 using std::min;
 using u8 = unsigned char;
 using u16 = unsigned short;

@@ -13,10 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from coded import ALL_BF16, INLINE, blocks_of_all, edge_cells, mixed, offered_by, pools_of
+from coded import ALL_BF16, INLINE, blocks_of_all, converted, edge_cells, mixed, offered_by, pools_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from pools import Logical, hold, indexes, ranges, storages
 from rigs import MISUSE, Rig, check_refused
 
 from pdstage import native
@@ -173,31 +172,6 @@ def test_host_code_gives_the_references_bits(format, companion):
 
 
 # Any layout: converting is transferring plainly and encoding, or decoding, on the other side.
-
-
-@st.composite
-def converted(draw):
-    """A bf16 pool stored in any way, its peer's formats, and a part of it on its way."""
-    roles, layers = draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    apart = draw(st.booleans())
-    make = draw(st.sampled_from([fp8_token_head, mxfp8, lambda **part: mxfp8("ceil", **part)]))
-    data = make(part="data") if apart else draw(st.sampled_from(INLINE))
-    n = draw(st.sampled_from([32, 64, 96] if "mx" in data else [1, 2, 7, 16, 33, 64]))
-    of = Logical("kv", layers, roles, draw(st.integers(1, 3)), 1, 2 * n, draw(st.sampled_from([1, 1, 2])))
-    stored = draw(storages(of))
-    held = hold([stored], draw(st.integers(0, 99)))
-    own = reformat(held.layout, dict.fromkeys(of.view_keys(), "bf16"))
-    staged = {}
-    for key in of.view_keys():
-        if draw(st.booleans()) or not staged:
-            staged[key] = data
-            if apart:
-                staged[key._replace(role=f"{key.role}_scale")] = make(part="scale", of=key.role)
-    first = draw(st.integers(0, of.shards - 1))
-    shards = (first, draw(st.integers(1, of.shards - first)))
-    tokens = draw(ranges(stored))
-    index = draw(indexes(stored, tokens, repeat=False))
-    return held, own, staged, shards, index, tokens, draw(st.sampled_from([0, 1, 3, 16])), draw(st.integers(1, 2))
 
 
 @native_only

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pdstage.kernels import cuda_copy, nvrtc
+from pdstage.kernels import cuda_convert, cuda_copy, nvrtc
 from pdstage.kernels.cupy_runtime import Bulk
 from tests.rows import rows
 
@@ -114,3 +114,51 @@ def test_bulk_kernels_move_payload_past_the_registers(inspect, architecture, way
     assert stack == 0
     assert registers <= 32
     assert {access for access in accesses if access not in TABLES | INDEX_LISTS} == {"UBLKCP.S.G", "UBLKCP.G.S"}
+
+
+KINDS = {"tensor divide": 1, "tensor bf16": 2, "token head": 3, "mx floor": 4, "mx ceil": 5}
+OF_ITSELF = {"ST.E", "ST.E.U8"}  # scales of a head, of a block
+DECODED_SCALES = {"LDG.E.U8.CONSTANT"}
+
+
+def converting(way, kinds, narrow=0):
+    more = {
+        "PDSTAGE_KINDS": sum(1 << kind for kind in kinds),
+        "PDSTAGE_CTAS": 2 if len(kinds) == 1 else 1,
+        "PDSTAGE_THREADS": 512,
+        "PDSTAGE_UNITS": cuda_convert.UNITS[WAYS[way]],
+    }
+    return cuda_convert.SOURCE, macros(way, "token-major", narrow) | more
+
+
+@pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_100"}))
+@pytest.mark.parametrize(("way", "kind"), list(product(["gather", "scatter"], KINDS)))
+def test_converting_kernels_access_values_in_16_bytes_only(inspect, architecture, way, kind):
+    registers, stack, accesses = inspect(*converting(way, [KINDS[kind]]), architecture)
+    assert stack == 0
+    assert registers <= 64
+    units = cuda_convert.UNITS[WAYS[way]]
+    payload = [access for access in accesses if access not in TABLES | INDEX_LISTS | OF_ITSELF | DECODED_SCALES]
+    pool = 4 * units if kind == "token head" and way == "gather" else 2 * units  # long heads are read once more
+    loads, stores = (pool, units) if way == "gather" else (units, pool)
+    assert sorted(payload) == [PAYLOAD_LOAD] * loads + [PAYLOAD_STORE] * stores
+
+
+@pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_100"}))
+@pytest.mark.parametrize("kinds", [[3], [4], [0, 1], [0, 3], [0, 5], [0, 1, 2, 3, 4, 5]], ids=str)
+@pytest.mark.parametrize(("way", "narrow"), list(product(["gather", "scatter"], [0, 1])))
+def test_converting_kernels_of_several_kinds_and_widths_fit_their_registers(inspect, architecture, way, kinds, narrow):
+    registers, stack, _ = inspect(*converting(way, kinds, narrow), architecture)
+    assert stack == 0
+    assert registers <= (64 if len(kinds) == 1 else 128)
+
+
+@pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_100"}))
+@pytest.mark.parametrize("narrow", [0, 1])
+def test_sums_of_staged_cells_fit_their_registers(inspect, architecture, narrow):
+    more = {"PDSTAGE_CTAS": 2, "PDSTAGE_THREADS": 512, "PDSTAGE_UNITS": cuda_convert.SUM_UNITS}
+    defines = macros("gather", "token-major", narrow) | more
+    registers, stack, accesses = inspect(cuda_convert.SUM_SOURCE, defines, architecture)
+    assert stack == 0
+    assert registers <= 64
+    assert accesses.count(PAYLOAD_LOAD) == cuda_convert.SUM_UNITS

@@ -1,0 +1,313 @@
+// Gather that encodes bf16 as fp8, and scatter that decodes: one launch over all views of a chunk, as copy.cu, whose
+// tables, tiles and persistent grid these are.
+//
+// A *unit* here is 16 values of one cell: two 16-byte accesses of the pool, one of staging. A thread issues the loads
+// of UNITS units before its first store. Values that share a scale are of neighbouring lanes, which agree on it by
+// shuffles: a block of 32 is two lanes, a token's head as many lanes as it has units, up to a power of two (kernels/
+// cuda_convert.py numbers units such that none of these is cut by a warp's end). What is copied among it moves as in
+// copy.cu, a unit of 16 bytes.
+//
+// PDSTAGE_WAY: 0 pool to staging, 1 staging to pool. PDSTAGE_KINDS: a bit for each kind that groups have, numbered as
+// in e4m3.cuh. PDSTAGE_NARROW: some groups need accesses below 16 bytes. PDSTAGE_THREADS: of a CTA. PDSTAGE_UNITS.
+// PDSTAGE_CTAS: of a multiprocessor; one where the registers must do for several kinds.
+#include "e4m3.cuh"
+#include "extents.cuh"
+#include "units.cuh"
+
+namespace pdstage {
+
+constexpr u32 UNITS = PDSTAGE_UNITS, TILE = THREADS * UNITS;
+constexpr u32 VALUES = 16, LANES_OF_WARP = 32;
+static_assert(THREADS % LANES_OF_WARP == 0);
+// Units whose loads are issued at once: fewer where the registers must do for every width.
+constexpr u32 TOGETHER = PDSTAGE_NARROW ? 1 : UNITS;
+
+// How a group's cells are staged; kernels/cuda_convert.py packs it behind the groups. `units` are those of a cell that
+// hold values. Where scales are views of their own, those of the group's first view are view number `scales_first` of
+// group `scales_group`. A view's one scale is in its table of addresses, where copies have the peer's.
+struct Coding {
+    u32 kind, holds, n_values, units;
+    u32 access, scales_group, scales_first, unused;
+};
+
+// Accesses of the pool and of staging, in bytes; of what is copied both are the second.
+constexpr u32 WIDE = 0, WORDS_STAGED = 1, VALUES_AND_BYTES = 2;
+
+// 16 bf16 values, two a word.
+struct Values {
+    u32 words[8];
+};
+
+template <typename T>
+__device__ __forceinline__ Values load_values(u64 address, u32 n) {
+    const Bytes16 low = load_unit<T>(address, 2 * n);
+    Bytes16 high = {0, 0};
+    if (n > 8) high = load_unit<T>(address + UNIT, 2 * n - UNIT);
+    return {{u32(low.low), u32(low.low >> 32), u32(low.high), u32(low.high >> 32), u32(high.low), u32(high.low >> 32),
+             u32(high.high), u32(high.high >> 32)}};
+}
+
+template <typename T>
+__device__ __forceinline__ void store_values(u64 address, const Values& values, u32 n) {
+    const auto half = [&](u32 at) {
+        const u32* words = values.words + at;
+        return Bytes16{words[0] | u64(words[1]) << 32, words[2] | u64(words[3]) << 32};
+    };
+    store_unit<T>(address, half(0), 2 * n);
+    if (n > 8) store_unit<T>(address + UNIT, half(4), 2 * n - UNIT);
+}
+
+// The bits of the greatest magnitude.
+__device__ __forceinline__ u32 greatest(const Values& values) {
+    u32 most = 0;
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) most = max(most, max(values.words[i] << 16 & MAGNITUDE, values.words[i] & 0x7FFF0000));
+    return most;
+}
+
+__device__ __forceinline__ u32 greatest_of_lanes(u32 most, u32 lanes) {
+    for (u32 apart = 1; apart < lanes; apart *= 2) most = max(most, __shfl_xor_sync(~0u, most, apart));
+    return most;
+}
+
+// What all values of a unit are divided or multiplied by.
+template <u32 KIND>
+__device__ __forceinline__ Bytes16 encoded(const Values& values, float factor) {
+    u32 codes[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) {
+        float low = float_of(values.words[i] << 16), high = float_of(values.words[i] & 0xFFFF0000);
+        if (KIND == TENSOR_DIVIDE) {
+            low = low / factor;
+            high = high / factor;
+        } else {
+            low = low * factor;
+            high = high * factor;
+        }
+        if (KIND == TENSOR_BF16) {
+            const u32 rounded = to_bf16(low, high);
+            low = float_of(rounded << 16);
+            high = float_of(rounded & 0xFFFF0000);
+        }
+        codes[i / 2] |= to_e4m3(low, high) << (i % 2 * 16);
+    }
+    return {codes[0] | u64(codes[1]) << 32, codes[2] | u64(codes[3]) << 32};
+}
+
+__device__ __forceinline__ Values decoded(Bytes16 codes, float scale) {
+    Values values;
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) {
+        float low, high;
+        from_e4m3(u32((i < 4 ? codes.low : codes.high) >> (i % 4 * 16)), low, high);
+        values.words[i] = to_bf16(low * scale, high * scale);
+    }
+    return values;
+}
+
+// A thread's k-th unit of a tile: `n` values from `offset` on, of a run.
+struct Unit {
+    u32 run, offset, n;
+
+    __device__ __forceinline__ Unit(const Group& group, const Coding& coding, const Work& work, u32 unit) {
+        run = group.units_per_run.quotient(min(unit, work.n_units - 1));
+        offset = (unit - run * group.units_per_run.by) * VALUES;
+        n = unit < work.n_units && offset < coding.n_values ? min(VALUES, coding.n_values - offset) : 0;
+    }
+};
+
+// N units of a view from `first` on, THREADS apart; T is an access of the pool, S one of staging.
+template <u32 KIND, typename T, typename S, u32 N>
+__device__ __forceinline__ void encode_units(const Params& params, const Coding& coding, const Work& work, u32 first) {
+    const Group& group = *work.group;
+    const Cells cells(group, group.pool, params, params.pool, work.view->pool);
+    Values values[N];
+    u32 live = 0, items[N];
+#pragma unroll
+    for (u32 k = 0; k < N; k++)
+        items[k] = cells.item(token_major(group, Unit(group, coding, work, first + k * THREADS).run));
+#pragma unroll
+    for (u32 k = 0; k < N; k++) {
+        const Unit unit(group, coding, work, first + k * THREADS);
+        values[k] = {};
+        if (!unit.n || items[k] == NO_ITEM) continue;
+        values[k] = load_values<T>(cells.address(token_major(group, unit.run), items[k]) + 2 * unit.offset, unit.n);
+        live |= 1 << k;
+    }
+    const float scale = float_of(u32(work.view->peer));
+#pragma unroll
+    for (u32 k = 0; k < N; k++) {
+        const Unit unit(group, coding, work, first + k * THREADS);
+        float factor = KIND == TENSOR_BF16 ? 1.0F / scale : scale;
+        u32 word = 0;
+        if (KIND == TOKEN_HEAD) {
+            u32 most = greatest(values[k]);
+            const bool there = first + k * THREADS < work.n_units && items[k] != NO_ITEM;
+            if (coding.units > LANES_OF_WARP && there) {  // then a lane reads more of the head than its unit
+                const u64 cell = cells.address(token_major(group, unit.run), items[k]);
+                for (u32 at = unit.offset % (LANES_OF_WARP * VALUES); at < coding.n_values;
+                     at += LANES_OF_WARP * VALUES)
+                    most = max(most, greatest(load_values<T>(cell + 2 * at, min(VALUES, coding.n_values - at))));
+            }
+            most = greatest_of_lanes(most, min(group.units_per_run.by, LANES_OF_WARP));
+            const float own = head_scale(most);
+            factor = 1.0F / own;
+            word = bits_of(own);
+        } else if (KIND >= MX_FLOOR) {
+            word = mx_scale<KIND>(greatest_of_lanes(greatest(values[k]), MX_BLOCK / VALUES));
+            factor = power_of(word == E8M0_NAN ? E8M0_NAN : 254 - word);
+        }
+        if (!(live >> k & 1)) continue;
+        const u64 cell = work.staged + u64(unit.run) * group.width;
+        if (coding.holds != SCALES) store_unit<S>(cell + unit.offset, encoded<KIND>(values[k], factor), unit.n);
+        const u64 scales = coding.holds == SCALES ? cell : cell + coding.n_values;
+        if (KIND < TOKEN_HEAD || coding.holds == DATA) continue;
+        if (KIND != TOKEN_HEAD) {
+            if (unit.offset % MX_BLOCK == 0) store<u8>(scales + unit.offset / MX_BLOCK, u8(word));
+        } else if (unit.offset == 0) {
+            if (sizeof(S) >= 4)
+                store<u32>(scales, word);
+            else
+                store_unit<u8>(scales, {word, 0}, 4);
+        }
+    }
+}
+
+// The way back. `scales` is where those of the view's first cell are staged, `apart` bytes from those of the next.
+template <u32 KIND, typename T, typename S, u32 N>
+__device__ __forceinline__ void decode_units(const Params& params, const Coding& coding, const Work& work, u64 scales,
+                                             u32 apart, u32 first) {
+    const Group& group = *work.group;
+    Bytes16 codes[N];
+    float factors[N];
+    u32 live = 0;
+#pragma unroll
+    for (u32 k = 0; k < N; k++) {
+        const Unit unit(group, coding, work, first + k * THREADS);
+        if (!unit.n) continue;
+        live |= 1 << k;
+        codes[k] = load_unit<S>(work.staged + u64(unit.run) * group.width + unit.offset, unit.n);
+        const u64 beside = scales + u64(unit.run) * apart;
+        if (KIND == TOKEN_HEAD)
+            factors[k] = float_of(sizeof(S) >= 4 ? load<u32>(beside) : u32(load_unit<u8>(beside, 4).low));
+        else if (KIND >= MX_FLOOR)
+            factors[k] = power_of(load<u8>(beside + unit.offset / MX_BLOCK));
+        else
+            factors[k] = float_of(u32(work.view->peer));
+    }
+    const Cells cells(group, group.pool, params, params.pool, work.view->pool);
+#pragma unroll
+    for (u32 k = 0; k < N; k++) {
+        const Unit unit(group, coding, work, first + k * THREADS);
+        if (!(live >> k & 1)) continue;
+        const Run run = token_major(group, unit.run);
+        const u32 item = cells.item(run);
+        if (item == NO_ITEM) continue;
+        store_values<T>(cells.address(run, item) + 2 * unit.offset, decoded(codes[k], factors[k]), unit.n);
+    }
+}
+
+// Units whose bytes are the same on both sides.
+template <typename T, u32 N>
+__device__ __forceinline__ void copy_units(const Params& params, const Work& work, u32 first) {
+    const Group& group = *work.group;
+    const Cells cells(group, group.pool, params, params.pool, work.view->pool);
+    Bytes16 bytes[N];
+    u64 to[N];
+    u32 nbytes[N];
+#pragma unroll
+    for (u32 k = 0; k < N; k++) {
+        const u32 unit = first + k * THREADS, at = group.units_per_run.quotient(min(unit, work.n_units - 1));
+        const u32 offset = (unit - at * group.units_per_run.by) * UNIT;
+        const Run run = token_major(group, at);
+        const u32 item = unit < work.n_units ? cells.item(run) : NO_ITEM;
+        nbytes[k] = 0;
+        if (item == NO_ITEM) continue;
+        nbytes[k] = min(UNIT, group.width - offset);
+        const u64 own = cells.address(run, item) + offset, staged = work.staged + u64(at) * group.width + offset;
+        bytes[k] = load_unit<T>(TO_STAGING ? own : staged, nbytes[k]);
+        to[k] = TO_STAGING ? staged : own;
+    }
+#pragma unroll
+    for (u32 k = 0; k < N; k++)
+        if (nbytes[k]) store_unit<T>(to[k], bytes[k], nbytes[k]);
+}
+
+template <u32 KIND, typename T, typename S, u32 N>
+__device__ __forceinline__ void convert_units(const Params& params, const Extents& extents, const Coding& coding,
+                                              const Work& work, u32 first) {
+    if (KIND == COPY) {
+        copy_units<S, N>(params, work, first);
+    } else if (TO_STAGING) {
+        encode_units<KIND, T, S, N>(params, coding, work, first);
+    } else {
+        u64 scales = work.staged + coding.n_values;
+        u32 apart = work.group->width;
+        if (coding.holds == DATA) {
+            const Group& theirs = params.groups[coding.scales_group];
+            const u32 number = u32(work.view - params.views) - work.group->first_view + coding.scales_first;
+            apart = theirs.width;
+            scales = params.staging + (coding.scales_group ? extents.nbytes[coding.scales_group - 1] : 0) +
+                     number * padded(theirs, work.rows.n);
+        }
+        decode_units<KIND, T, S, N>(params, coding, work, scales, apart, first);
+    }
+}
+
+template <u32 KIND>
+__device__ __forceinline__ void convert_tile(const Params& params, const Extents& extents, const Coding& coding,
+                                             const Work& work, u32 first) {
+    constexpr u32 N = KIND == COPY && TOGETHER > 2 ? 2 : TOGETHER;
+#pragma unroll 1
+    for (u32 k = 0; k < UNITS; k += N, first += N * THREADS) {
+#if PDSTAGE_NARROW
+        if (coding.access == WORDS_STAGED)
+            convert_units<KIND, Bytes16, u32, 1>(params, extents, coding, work, first);
+        else if (coding.access == VALUES_AND_BYTES)
+            convert_units<KIND, u16, u8, 1>(params, extents, coding, work, first);
+        else if (coding.access != WIDE)
+            convert_units<KIND, u8, u8, 1>(params, extents, coding, work, first);
+        else
+#endif
+            convert_units<KIND, Bytes16, Bytes16, N>(params, extents, coding, work, first);
+    }
+}
+
+// For groups of the kinds that ALIKE has bits of.
+template <u32 KIND, u32 ALIKE = 1 << KIND>
+__device__ __forceinline__ void convert_if(const Params& params, const Extents& extents, const Coding& coding,
+                                           const Work& work, u32 first) {
+    if constexpr ((PDSTAGE_KINDS & ALIKE) != 0)
+        if ((PDSTAGE_KINDS & ~ALIKE) == 0 || ALIKE >> coding.kind & 1)
+            convert_tile<KIND>(params, extents, coding, work, first);
+}
+
+}  // namespace pdstage
+
+extern "C" __global__ void __launch_bounds__(PDSTAGE_THREADS, PDSTAGE_CTAS)
+    pdstage_copy(const __grid_constant__ pdstage::Params params) {
+    using namespace pdstage;
+    __shared__ Extents extents;
+    lay_out(params, extents, TILE);
+    const u32 n_tiles = extents.tiles[params.n_groups - 1];
+    const Coding* codings = reinterpret_cast<const Coding*>(params.groups + params.n_groups);
+    u32 index = 0;
+    for (u32 tile = blockIdx.x; tile < n_tiles; tile += gridDim.x) {
+        while (tile >= extents.tiles[index]) index++;
+        const Work work = work_of(params, extents, TILE, index, tile);
+        const Coding& coding = codings[index];
+        if (FROM_STAGING && coding.kind != COPY && coding.holds == SCALES) continue;  // read with their data
+        const u32 first = work.first + threadIdx.x;
+        convert_if<COPY>(params, extents, coding, work, first);
+        convert_if<TOKEN_HEAD>(params, extents, coding, work, first);
+        if constexpr (TO_STAGING) {
+            convert_if<TENSOR_DIVIDE>(params, extents, coding, work, first);
+            convert_if<TENSOR_BF16>(params, extents, coding, work, first);
+            convert_if<MX_FLOOR>(params, extents, coding, work, first);
+            convert_if<MX_CEIL>(params, extents, coding, work, first);
+        } else {
+            convert_if<TENSOR_DIVIDE, 1 << TENSOR_DIVIDE | 1 << TENSOR_BF16>(params, extents, coding, work, first);
+            convert_if<MX_FLOOR, 1 << MX_FLOOR | 1 << MX_CEIL>(params, extents, coding, work, first);
+        }
+    }
+}

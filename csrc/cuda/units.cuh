@@ -1,0 +1,35 @@
+// A unit, up to 16 bytes, in accesses of one width: where neither address nor length allows 16 bytes at once.
+#pragma once
+
+#include "copy.cuh"
+
+namespace pdstage {
+
+// `nbytes` bytes, 1 to 16, in accesses of T. Bytes beyond them are zeros.
+template <typename T>
+__device__ __forceinline__ Bytes16 load_unit(u64 address, u32 nbytes) {
+    u64 words[2] = {0, 0};
+#pragma unroll
+    for (u32 at = 0; at < UNIT; at += sizeof(T))
+        if (at < nbytes) words[at / 8] |= u64(load<T>(address + at)) << (at % 8 * 8);
+    return {words[0], words[1]};
+}
+
+template <>
+__device__ __forceinline__ Bytes16 load_unit<Bytes16>(u64 address, u32) {
+    return load16(address);
+}
+
+template <typename T>
+__device__ __forceinline__ void store_unit(u64 address, Bytes16 bytes, u32 nbytes) {
+#pragma unroll
+    for (u32 at = 0; at < UNIT; at += sizeof(T))
+        if (at < nbytes) store<T>(address + at, T((at < 8 ? bytes.low : bytes.high) >> (at % 8 * 8)));
+}
+
+template <>
+__device__ __forceinline__ void store_unit<Bytes16>(u64 address, Bytes16 bytes, u32) {
+    store16(address, bytes);
+}
+
+}  // namespace pdstage

@@ -1,0 +1,238 @@
+"""CUDA kernels that convert: the host half of csrc/cuda/convert.cu, and of sum.cu for what it stages.
+
+Imports CuPy only when a plan is made.
+
+Plans are launched as those of `cuda_copy`: one launch a call, and one more where a checksum is asked for, which is of
+the staged cells.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ..convert import DATA, SCALE, TOKEN_HEAD, feeding
+from ..errors import UsageError
+from ..plan import Staging
+from ..tables import FAULT_TOO_SMALL
+from . import cuda_copy
+from .cuda_copy import CTAS_PER_SM, FROM_STAGING, TO_STAGING, CudaPlan, Tables
+from .cuda_tables import UNIT, pack_groups, pack_views
+from .cupy_runtime import held_runtime
+from .device import WIDEST, check_aligned
+from .host_convert import COPY, HOLDS, KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from ..convert import Coding
+    from ..plan import Tokens
+    from ..tables import Index
+    from .backend import Compiled, Launch, Recipe
+    from .cuda_copy import Machine
+    from .cupy_runtime import Kernel
+    from .device import Group
+    from .index_ring import IndexRing
+
+SUMS = True
+missing = cuda_copy.missing
+SOURCE, SUM_SOURCE = "convert.cu", "sum.cu"
+# Units of a thread in flight: 64 bytes of the pool encoded, as many of staging decoded or summed.
+UNITS = {TO_STAGING: 2, FROM_STAGING: 4}
+SUM_UNITS = 4
+_VALUES = 16  # of a unit
+_WARP = 32
+_WIDE, _WORDS_STAGED, _VALUES_AND_BYTES, _BYTES = range(4)
+_CODING = np.dtype(
+    [
+        (name, "<u4")
+        for name in ("kind", "holds", "n_values", "units", "access", "scales_group", "scales_first", "unused")
+    ]
+)
+
+
+def compile_plan(recipe: Recipe) -> ConvertPlan:
+    """The selection's tables on the device, and the kernels that read them."""
+    return ConvertPlan(recipe, *held_runtime(recipe.device))
+
+
+class _Coded(NamedTuple):
+    """Views that differ in address and scale alone. `width` is that of a staged cell; what is copied has no values."""
+
+    group: Group
+    coding: Coding
+
+    @property
+    def width(self) -> int:
+        return self.coding.width
+
+    @property
+    def n_values(self) -> int:
+        return 0 if self.coding.encoding is None else self.group.width // 2
+
+    @property
+    def units(self) -> int:
+        return -(-self.n_values // _VALUES) if self.n_values else -(-self.width // UNIT)
+
+    @property
+    def numbered(self) -> int:
+        """Units of a cell with those that only keep a token's head together in lanes of one warp."""
+        encoding = self.coding.encoding
+        if encoding is None or encoding.kind != TOKEN_HEAD:
+            return self.units
+        return 1 << (self.units - 1).bit_length() if self.units <= _WARP else -(-self.units // _WARP) * _WARP
+
+    @property
+    def access(self) -> int:
+        """How units are loaded and stored: the numbers of csrc/cuda/convert.cu."""
+        pool, encoding = self.group.access, self.coding.encoding
+        if encoding is None:
+            return _WIDE if pool == WIDEST else _WORDS_STAGED if pool >= 4 else _BYTES
+        staged = WIDEST if encoding.part == SCALE else math.gcd(WIDEST, self.width, self.n_values)
+        if pool == WIDEST and staged >= 4:
+            return _WIDE if staged == WIDEST else _WORDS_STAGED
+        return _VALUES_AND_BYTES if pool >= 2 else _BYTES
+
+
+class ConvertPlan(CudaPlan):
+    """A selection some of whose views are bf16 in the pool and fp8 in staging."""
+
+    merges = False
+
+    def __init__(self, recipe: Recipe, machine: Machine, ring: IndexRing) -> None:
+        assert recipe.staged is not None
+        self._codings = recipe.codings
+        self._staging = Staging(recipe.staged, recipe.select)
+        super().__init__(recipe._replace(layout=feeding(recipe.layout, recipe.staged)), machine, ring, bulk_from=0)
+
+    def gather(
+        self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
+        self._convert(TO_STAGING, dst_ptr, dst_nbytes, indexes, tokens, launch)
+
+    def scatter(
+        self, src_ptr: int, src_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
+        self._convert(FROM_STAGING, src_ptr, src_nbytes, indexes, tokens, launch)
+
+    def copy_to(
+        self,
+        peer: Compiled,
+        indexes: Mapping[str, Index],
+        peer_indexes: Mapping[str, Index],
+        tokens: Tokens,
+        launch: Launch,
+    ) -> None:
+        raise AssertionError("plans that convert are refused before")
+
+    def _convert(  # noqa: PLR0917  (a call's own arguments)
+        self, way: int, ptr: int, nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
+    ) -> None:
+        side = self._checked(indexes, tokens, (self._recipe.device,), unique=way == FROM_STAGING)
+        needed = self._staging.nbytes(tokens)
+        if needed > nbytes:
+            self.table.table.refuse(FAULT_TOO_SMALL, 0, needed, nbytes)
+        check_aligned(ptr, WIDEST, "staging")
+        self._run(self._tables, way, ptr, (side,), launch._replace(sum_ptr=0))
+        if launch.sum_ptr:
+            self._run(self._sums, way, ptr, (side,), launch)
+
+    def _new_tables(self) -> Tables:
+        coded = list(self._coded())
+        kinds = 0
+        for one in coded:
+            kinds |= 1 << _kind(one.coding)
+        self._sums = self._summed(coded)
+        ctas = CTAS_PER_SM if kinds.bit_count() == 1 else 1  # then each may have twice the registers
+        narrow = any(one.access != _WIDE for one in coded)
+        macros = {"PDSTAGE_KINDS": kinds, "PDSTAGE_NARROW": int(narrow), "PDSTAGE_CTAS": ctas}
+        return self._loaded([one.numbered for one in coded], coded, macros, _pack_codings(coded))
+
+    def _summed(self, coded: Sequence[_Coded]) -> Tables:
+        """Tables for sums: of staged cells as they are."""
+        coded = [one._replace(group=one.group._replace(access=math.gcd(WIDEST, one.width))) for one in coded]
+        narrow = any(one.group.access < WIDEST for one in coded)
+        macros = {"PDSTAGE_NARROW": int(narrow), "PDSTAGE_CTAS": CTAS_PER_SM}
+        return self._loaded([-(-one.width // UNIT) for one in coded], coded, macros)
+
+    def _loaded(
+        self, units: Sequence[int], coded: Sequence[_Coded], macros: dict[str, int], *behind: NDArray[np.uint8]
+    ) -> Tables:
+        """Groups of cells of `units` units each, with `behind` them what else the kernel reads of a group."""
+        machine = self._machine
+        if len(coded) > machine.threads:
+            raise UsageError(
+                f"a selection of {len(coded)} differently shaped or converted groups of views",
+                remedy=f"make plans of at most {machine.threads}",
+            )
+        groups = [one.group._replace(width=n * UNIT) for one, n in zip(coded, units, strict=True)]
+        packed = pack_groups(groups, groups, head_major=False, widths=[one.width for one in coded])
+        at, keep_groups = machine.load(np.concatenate([packed, *behind]))
+        bits = [coding.encoding.scale_bits if coding.encoding is not None else 0 for coding in self._codings]
+        scales = np.array([bits, [0] * len(bits)], np.int64).T
+        views, keep_views = machine.load(pack_views(self.table.views, scales))
+        macros = {"PDSTAGE_FLAT": 0, "PDSTAGE_HEAD_MAJOR": 0, **macros}
+        return Tables(groups, (at, views, len(coded)), macros, False, (keep_groups, keep_views), {})
+
+    def _coded(self) -> Iterator[_Coded]:
+        for group in self.table.group_list:
+            every = range(group.first_view, group.first_view + group.n_views)
+            for _, alike in groupby(every, self._how):
+                views = list(alike)
+                yield _Coded(group._replace(first_view=views[0], n_views=len(views)), self._codings[views[0]])
+
+    def _how(self, place: int) -> tuple[object, ...]:
+        """What views of one group share besides their shape; scales apart keep their distance from the data."""
+        coding = self._codings[place]
+        if coding.encoding is None:
+            return ()
+        encoding = coding.encoding
+        return encoding.kind, encoding.rule, encoding.part, coding.scales - place if coding.scales >= 0 else 0
+
+    def _kernel(self, tables: Tables, way: int, summed: bool, room: int) -> Kernel:
+        machine = self._machine
+        if summed:
+            way, tables, room = TO_STAGING, self._sums, 0  # one for both ways, which reads no list
+        kernel = tables.kernels.get((way, summed, room))
+        if kernel is None:
+            macros = {**tables.macros, "PDSTAGE_WAY": way, "PDSTAGE_LISTED": room, "PDSTAGE_THREADS": machine.threads}
+            macros["PDSTAGE_UNITS"] = SUM_UNITS if summed else UNITS[way]
+            kernel = machine.kernel(SUM_SOURCE if summed else SOURCE, macros, machine.threads)
+            tables.kernels[way, summed, room] = kernel
+        return kernel
+
+    def _tiling(self, tables: Tables, way: int, summed: bool) -> tuple[int, int]:
+        units = SUM_UNITS if summed else UNITS[way]
+        return self._machine.threads * units, tables.macros["PDSTAGE_CTAS"] * self._machine.n_sms
+
+
+def _kind(coding: Coding) -> int:
+    return COPY if coding.encoding is None else KINDS[coding.encoding.kind, coding.encoding.rule]
+
+
+def _pack_codings(coded: Sequence[_Coded]) -> NDArray[np.uint8]:
+    """`Coding[n]` of csrc/cuda/convert.cu."""
+    packed = np.zeros(len(coded), _CODING)
+    for at, one in enumerate(coded):
+        encoding = one.coding.encoding
+        scales = _scales_of(one, coded) if encoding is not None and encoding.part == DATA else (0, 0)
+        holds = HOLDS[encoding.part] if encoding is not None else 0
+        packed[at] = (_kind(one.coding), holds, one.n_values, one.units, one.access, *scales, 0)
+    return packed.view(np.uint8)
+
+
+def _scales_of(one: _Coded, coded: Sequence[_Coded]) -> tuple[int, int]:
+    """The group that has the scales of a group's views, and which of its views is the first's."""
+    place = one.coding.scales
+    for number, other in enumerate(coded):
+        first = place - other.group.first_view
+        if 0 <= first < other.group.n_views:
+            # They are made of the same views of the pool, so that they are as alike as their data.
+            assert first + one.group.n_views <= other.group.n_views
+            return number, first
+    return 0, 0
