@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdstage.kernels.driver import Cuda as Library
+    from pdstage.spans import Spans
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Cuda:
         self._driver = library
         self._lock = threading.RLock()  # a mapping may be given up by the collector, while another is being opened
         self._open: dict[tuple[int, bytes], _Opened] = {}
+        self._batches = library.has_batches
         self.error: type[Exception] = runtime.CUDARuntimeError
 
     def on(self, device: int) -> Current:
@@ -163,6 +165,19 @@ class Cuda:
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Puts a copy in the stream; where the memory lies the driver knows by itself (unified addressing)."""
         self._runtime.memcpyAsync(dst, src, nbytes, self._runtime.memcpyDefault, stream)
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether many copies may be put in a stream by one call: the driver has it, and did not refuse it yet."""
+        return self._batches
+
+    def copy_batch(self, spans: Spans, stream: int) -> bool:
+        """Puts many copies in the stream by one call; False where the driver refuses. Then some may have begun."""
+        status = self._driver.copy_batch(spans, stream)
+        self._batches = status == 0
+        if status:
+            log.info("the driver refuses batches of copies (CUresult %d): they go one by one", status)
+        return self._batches
 
     def record(self, event: int, stream: int) -> None:
         self._runtime.eventRecord(event, stream)

@@ -234,23 +234,29 @@ class Copies(Generic[Word]):
         reap()
 
     def start(self, word: Word, spans: Spans, held: object) -> None:
-        """Raises `TransportError`, and then nothing moves; a fault after the first span is told with the ending."""
-        cuda, failed, n_begun = self._cuda, None, 0
+        """Copies that do not depend on each other: by one call where the driver has it, else by one for each span.
+
+        Raises `TransportError`, and then nothing moves; a fault after the first span is told with the ending.
+        """
+        cuda, failed, begun = self._cuda, None, False
         try:
             with cuda.on(self._device):
                 event = self._spare.pop() if self._spare else cuda.new_event(self._device)
-                columns = zip(spans.dst.tolist(), spans.src.tolist(), spans.nbytes.tolist(), strict=True)
-                try:
-                    for dst, src, nbytes in columns:
-                        cuda.copy(dst, src, nbytes, self._stream)
-                        n_begun += 1
-                except cuda.error as error:
-                    failed = _failed(error)
-                    if not n_begun:
-                        raise
+                # What a refused batch has begun is copied again, after it.
+                begun = len(spans.nbytes) > 1 and cuda.has_batches
+                if not begun or not cuda.copy_batch(spans, self._stream):
+                    columns = zip(spans.dst.tolist(), spans.src.tolist(), spans.nbytes.tolist(), strict=True)
+                    try:
+                        for dst, src, nbytes in columns:
+                            cuda.copy(dst, src, nbytes, self._stream)
+                            begun = True
+                    except cuda.error as error:
+                        failed = _failed(error)
+                        if not begun:
+                            raise
                 cuda.record(event, self._stream)
         except cuda.error as error:
-            if not n_begun:
+            if not begun:
                 raise _failed(error) from error
             failed, event = _failed(error), 0
         self.running.append(_Running(word, event, held, failed))

@@ -77,6 +77,9 @@ class Runtime:
         self.given_up = set()
         self.streams, self.events = {}, {}
         self.enabled = set()
+        self.batches = True  # whether its driver has cuMemcpyBatchAsync
+        self.refused = 0  # the status that the driver gives to a batch of which it began the first copy
+        self.n_batches = 0
         self.n_copies_of = Counter()  # by the address of the memory that was read
         self._number = iter(range(1, 1 << 40))
         self.thread = threading.local()  # its device, and its stream capture mode
@@ -282,6 +285,25 @@ class Driver:
             driver.RANGE_START: memory.address,
             driver.RANGE_NBYTES: memory.nbytes,
         }[which]
+
+    @property
+    def has_batches(self):
+        return self._runtime.batches
+
+    def copy_batch(self, spans, stream):
+        """In no order, and with a NULL stream not at all."""
+        runtime = self._runtime
+        runtime.n_batches += 1
+        if runtime.broken:
+            return runtime.broken
+        rule(runtime.streams[stream].device == runtime.getDevice(), "a batch in another device's stream")
+        columns = [column.tolist() for column in (spans.dst, spans.src, spans.nbytes)]
+        for dst, src, nbytes in [*zip(*columns, strict=True)][:: 1 if runtime.refused else -1]:
+            rule(nbytes > 0, "a copy of no bytes")
+            runtime.memcpyAsync(dst, src, nbytes, runtime.memcpyDefault, stream)
+            if runtime.refused:
+                break
+        return runtime.refused
 
     def uuid(self, device):
         return b"double-of-GPU" + bytes([0, 0, self._runtime.visible[device]])

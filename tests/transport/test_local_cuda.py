@@ -422,6 +422,7 @@ def test_a_fault_in_the_middle_of_a_post_is_told_when_what_had_begun_is_over(end
         begin(*args)
 
     monkeypatch.setattr(runtime, "memcpyAsync", memcpy)
+    a.transport._load_cuda()._batches = False
     a.fill(0, b"\1" * 12)
     ticket = a.post("b", [(0, b.base, 4), (4, b.base + 4, 4), (8, b.base + 8, 4)], b"tag")
     log = Log(a, b)
@@ -432,6 +433,54 @@ def test_a_fault_in_the_middle_of_a_post_is_told_when_what_had_begun_is_over(end
     assert log.tags(b) == []
     with pytest.raises(TransportError, match="cudaError 1"):
         a.post("b", [(0, b.base, 4)], b"tag")
+
+
+def thirds(b):
+    return [(at, b.base + at, 4) for at in (0, 4, 8)]
+
+
+def test_many_copies_are_one_call_of_the_driver(ends, runtime):
+    a, b = ends
+    a.fill(0, bytes(range(12)))
+    tickets = [a.post("b", thirds(b), b"tag"), a.post("b", [(0, b.base + 12, 1)], b"")]
+    log = Log(a, b)
+    log.until(lambda: log.done(a) == tickets and log.tags(b) == [b"tag"])
+    assert b.read(0, 13) == bytes([*range(12), 0])
+    assert runtime.n_batches == 1, "and one copy goes by itself"
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_copies_go_one_by_one_without_batches(runtime, stock, refuses, monkeypatch, caplog):
+    stock.renew()
+    runtime.batches, runtime.refused = refuses, 801 if refuses else 0
+    use(runtime, monkeypatch)
+    a = Endpoint(DEVICE)
+    a.connect("b", stock.describe())
+    a.prepare("b", [stock.region()])
+    a.fill(0, bytes(range(12)))
+    with caplog.at_level(logging.INFO):
+        tickets = [a.post("b", thirds(stock), b"") for _ in range(2)]
+    log = Log(a)
+    log.until(lambda: log.done(a) == tickets)
+    assert stock.read(0, 12) == bytes(range(12))
+    assert runtime.n_batches == int(refuses), "it is asked once"
+    assert ("one by one" in caplog.text) == refuses
+    a.close()
+
+
+def test_a_batch_on_a_device_that_fails_settles_nothing(ends, runtime):
+    """Some of it may have begun, so that it is no post that never began."""
+    a, b = ends
+    check = runtime._check
+    runtime.held, runtime.refused = True, 700
+    runtime._check = lambda: (check(), setattr(runtime, "broken", 700))  # with its first copy
+    ticket = a.post("b", thirds(b), b"tag")
+    (failed,) = a.poll()
+    assert (failed.ticket, failed.settled) == (ticket, False)
+    assert "cudaError 700" in str(failed.error)
+    runtime._check, runtime.broken, runtime.held = check, 0, False
+    for stream in runtime.streams.values():
+        stream.work.clear()
 
 
 def test_host_memory_keeps_its_traits_beside_a_gpu(runtime):
