@@ -57,9 +57,6 @@ class Machine(CupyRuntime):
     def event(self) -> object:
         return SimpleNamespace(ptr=_BASE)
 
-    def load(self, array: NDArray[np.uint8]) -> tuple[int, object]:
-        return _BASE, array
-
     def kernel(self, name: str, macros: Mapping[str, int], threads: int, shared_nbytes: int = 0) -> Kernel:
         return Kernel(_BASE, threads, shared_nbytes)
 

@@ -172,12 +172,12 @@ class ConvertPlan(CudaPlan):
             )
         groups = [one.group._replace(width=n * UNIT) for one, n in zip(coded, units, strict=True)]
         packed = pack_groups(groups, groups, head_major=False, widths=[one.width for one in coded])
-        at, keep_groups = machine.load(np.concatenate([packed, *behind]))
         bits = [coding.encoding.scale_bits if coding.encoding is not None else 0 for coding in self._codings]
         scales = np.array([bits, [0] * len(bits)], np.int64).T
-        views, keep_views = machine.load(pack_views(self.table.views, scales))
+        of_groups = np.concatenate([packed, *behind])
+        table = machine.tables.put(np.concatenate([of_groups, pack_views(self.table.views, scales)]))
         macros = {"PDSTAGE_FLAT": 0, "PDSTAGE_HEAD_MAJOR": 0, **macros}
-        return Tables(groups, (at, views, len(coded)), macros, False, (keep_groups, keep_views), {})
+        return Tables(groups, (table.ptr, table.ptr + of_groups.nbytes, len(coded)), macros, False, table, {})
 
     def _coded(self) -> Iterator[_Coded]:
         for group in self.table.group_list:

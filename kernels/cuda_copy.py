@@ -15,6 +15,8 @@ from itertools import product
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from ..errors import UsageError
 from ..tables import ComponentArgs
 from .cuda_tables import LISTED_LARGE, PARAMS_NBYTES, UNIT, n_tiles, pack_groups, pack_params, pack_views, run_nbytes
@@ -26,11 +28,9 @@ from .index_ring import IndexRing, Runtime
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from ..plan import Tokens
     from ..tables import Index, Int64s
+    from .arena import Arena, Table
     from .backend import Compiled, Launch, Recipe
     from .cupy_runtime import Bulk, Kernel
     from .device import Checked, Group
@@ -60,11 +60,13 @@ class Machine(Runtime, Protocol):
     """How many items a kernel's parameters may hold, ascending."""
     bulk: Bulk
 
-    def load(self, array: NDArray[np.uint8]) -> tuple[int, object]: ...
+    @property
+    def tables(self) -> Arena:
+        """Where plans' tables lie."""
 
     def kernel(self, name: str, macros: Mapping[str, int], threads: int, shared_nbytes: int = 0) -> Kernel: ...
 
-    def launch(self, kernel: Kernel, grid: int, stream: int, params: int) -> None: ...
+    def launch(self, kernel: Kernel, grid: int, stream: int, params: int, table: Table) -> None: ...
 
 
 def missing() -> str:
@@ -88,7 +90,7 @@ class Tables(NamedTuple):
     addresses: tuple[int, int, int]
     macros: dict[str, int]
     bulk: bool
-    keep: object
+    table: Table
     kernels: dict[tuple[int, bool, int], Kernel]
 
     @classmethod
@@ -125,9 +127,9 @@ class Tables(NamedTuple):
             and 0 < wanted <= runs
             and len(pool) <= BULK_THREADS
         )
-        groups, keep_groups = machine.load(pack_groups(pool, peer, head_major=head_major))
-        held_views, keep_views = machine.load(pack_views(*views))
-        return cls(pool, (groups, held_views, len(pool)), macros, bulk, (keep_groups, keep_views), {})
+        groups = pack_groups(pool, peer, head_major=head_major)
+        table = machine.tables.put(np.concatenate([groups, pack_views(*views)]))
+        return cls(pool, (table.ptr, table.ptr + groups.nbytes, len(pool)), macros, bulk, table, {})
 
 
 class CudaPlan:
@@ -259,7 +261,7 @@ class CudaPlan:
                     if room:
                         spans = [self._listed(sides[0])]
                     pack_params(self._arguments.buffer, staging, launch.sum_ptr, tables.addresses, spans)
-                    machine.launch(kernel, grid, stream, self._arguments.params)
+                    machine.launch(kernel, grid, stream, self._arguments.params, tables.table)
             finally:
                 if slot is not None:
                     self._ring.give(slot, stream)

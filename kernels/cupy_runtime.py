@@ -18,6 +18,7 @@ import numpy as np
 
 from ..errors import UsageError
 from . import driver, nvrtc
+from .arena import Arena
 from .cuda_tables import LISTED, LISTED_LARGE
 from .device import ordinal
 from .index_ring import IndexRing
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
+
+    from .arena import Table
 
 
 # cudaErrorNotReady. That a thread records a graph and forbids the question (900) would be another answer, and not "not
@@ -116,6 +119,8 @@ class CupyRuntime:
         self._held: list[Any] = []
         self._kernels: dict[Any, Kernel] = {}
         self._lock = threading.Lock()
+        self._own: set[int] = set()
+        self.tables = Arena(self)
 
     def current(self) -> Current:
         return Current(self._cuda, self.device, self._library)
@@ -131,14 +136,6 @@ class CupyRuntime:
             held = self._memory.Memory(nbytes)
         self._held.append(held)
         return int(held.ptr)
-
-    def load(self, array: NDArray[np.uint8]) -> tuple[int, object]:
-        """A table's address on the device, copied there before the call returns, and what keeps it there. Cold."""
-        held = self._memory.Memory(max(array.nbytes, 1))
-        self._cuda.memcpy(held.ptr, array.ctypes.data, array.nbytes, self._cuda.memcpyHostToDevice)
-        # The copy may still be on its way to the device when memcpy returns; kernels run in streams that do not wait.
-        self._cuda.streamSynchronize(0)
-        return int(held.ptr), held
 
     def event(self) -> object:
         with self.current():  # an event can be recorded in streams of its own device only
@@ -192,7 +189,17 @@ class CupyRuntime:
         with self.current():
             stream = self._stream(non_blocking=True, priority=-1000)  # the runtime clamps it to the greatest there is
         self._held.append(stream)
+        self._own.add(int(stream.ptr))
         return int(stream.ptr)
+
+    def reserve(self) -> None:
+        self.tables.reserve()
+
+    def owns(self, stream: int) -> bool:
+        return stream in self._own
+
+    def wait(self, event: object, stream: int) -> None:
+        self._cuda.streamWaitEvent(stream, event.ptr)  # type: ignore[attr-defined]
 
     def kernel(self, name: str, macros: Mapping[str, int], threads: int, shared_nbytes: int = 0) -> Kernel:
         """The kernel of csrc/cuda/`name`, compiled and loaded once. Cold."""
@@ -211,11 +218,15 @@ class CupyRuntime:
                 self._kernels[key] = Kernel(int(found.ptr), threads, shared_nbytes)
             return self._kernels[key]
 
-    def launch(self, kernel: Kernel, grid: int, stream: int, params: int) -> None:
-        """`params` is the address of an array with the address of the kernel's one argument; it is read at once."""
+    def launch(self, kernel: Kernel, grid: int, stream: int, params: int, table: Table) -> None:
+        """`params` is the address of an array with the address of the kernel's one argument; it is read at once.
+        `table` is what of the plan's the kernel reads.
+        """
+        table.before(stream)
         self._driver.launchKernel(
             kernel.function, grid, 1, 1, kernel.threads, 1, 1, kernel.shared_nbytes, stream, params, 0
         )
+        table.after(stream)
 
 
 @lru_cache(maxsize=64)

@@ -42,6 +42,9 @@ class Runtime(Protocol):
     def allocate(self, nbytes: int) -> int:
         """Device memory, held as long as the runtime; its address."""
 
+    def reserve(self) -> None:
+        """Plans are to come, and nobody waits yet: allocates what their tables may need."""
+
     def event(self) -> object: ...
 
     def new_stream(self) -> int:
@@ -50,7 +53,13 @@ class Runtime(Protocol):
     def upload(self, dst_ptr: int, src: NDArray[np.uint8], stream: int) -> None:
         """Copies `src`, pinned, to the device, in the stream."""
 
+    def owns(self, stream: int) -> bool:
+        """Whether it is of `new_stream`."""
+
     def record(self, event: object, stream: int) -> None: ...
+
+    def wait(self, event: object, stream: int) -> None:
+        """What comes in the stream comes after all before the event's last record; the host waits for nothing."""
 
     def done(self, event: object) -> bool:
         """Whether everything before the event's last record has run; never waits."""

@@ -193,8 +193,9 @@ class Plan:
     there the kernel leaves out what lies outside the pool.
 
     On a device, copies are done once `stream` (a cupy or torch stream, a `cudaStream_t` as integer, None for the
-    current one) gets there; `max_sms` bounds the multiprocessors they use. Host backends ignore both. `sum_ptr`, for a
-    plan made with `checksum`, is the address of a uint64 to which the checksum of the cells that move is added.
+    current one) gets there; `max_sms` bounds the multiprocessors they use. A graph that recorded a call may be launched
+    after the plan is gone. Host backends ignore both. `sum_ptr`, for a plan made with `checksum`, is the address of a
+    uint64 to which the checksum of the cells that move is added.
     """
 
     def __init__(self, pool: Pool, staging: Staging, backend: str, recipe: Recipe, compiled: Compiled) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from . import driver
+from .arena import Arena
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -58,9 +59,9 @@ class TorchRuntime:
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._library: driver.Library = driver.Hip() if torch.version.hip else driver.cuda()
         self._context = self._library.primary(self.device.index)
-        self._held: list[torch.Tensor] = []
-        self._own: list[torch.cuda.Stream] = []
+        self._own: dict[int, torch.cuda.Stream] = {}
         self._streams: dict[int, torch.cuda.Stream] = {0: torch.cuda.default_stream(self.device)}
+        self.tables = Arena(self)
 
     def current(self) -> Current:
         return Current(self._torch.cuda.device(self.device), self._context, self._library)
@@ -72,9 +73,9 @@ class TorchRuntime:
         return held
 
     def allocate(self, nbytes: int) -> int:
-        tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, device=self.device)
-        self._held.append(tensor)
-        return tensor.data_ptr()
+        # Not from torch's pool: kernels may be under way still that use what it gives for what it was before.
+        with self.current():
+            return self._library.allocate(nbytes)
 
     def event(self) -> torch.cuda.Event:
         return self._torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -82,14 +83,22 @@ class TorchRuntime:
     def new_stream(self) -> int:
         with self.current():
             made = self._torch.cuda.Stream(priority=-1000)  # type: ignore[no-untyped-call]  # clamped to the greatest
-        self._own.append(made)
+        self._own[int(made.cuda_stream)] = made
         return int(made.cuda_stream)
 
+    def reserve(self) -> None:
+        self.tables.reserve()
+
+    def owns(self, stream: int) -> bool:
+        return stream in self._own
+
+    def wait(self, event: object, stream: int) -> None:
+        assert isinstance(event, self._torch.cuda.Event)
+        self._stream(stream).wait_event(event)
+
     def upload(self, dst_ptr: int, src: NDArray[np.uint8], stream: int) -> None:
-        tensor = next(t for t in self._held if 0 <= dst_ptr - t.data_ptr() < t.numel())
-        offset = dst_ptr - tensor.data_ptr()
-        with self._current(stream):
-            tensor[offset : offset + src.size].copy_(self._torch.from_numpy(src), non_blocking=True)
+        with self.current():
+            self._library.upload(dst_ptr, src.__array_interface__["data"][0], src.nbytes, stream)
 
     def record(self, event: object, stream: int) -> None:
         assert isinstance(event, self._torch.cuda.Event)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..plan import Tokens
     from ..tables import ComponentArgs, Index, Row
     from .backend import Compiled, Launch, Recipe
-    from .triton_device import Device
+    from .triton_device import Device, Held
 
 SUMS = False
 missing = triton_copy.missing
@@ -55,8 +55,7 @@ class _Run(NamedTuple):
     row: Row
     coding: Coding
     variants: tuple[ConvertVariant, ConvertVariant]
-    views: int
-    keep: object
+    views: Held
 
 
 class ConvertPlan:
@@ -83,7 +82,7 @@ class ConvertPlan:
             variants = self._variants([r for _, (r, _) in held], coding)
             for variant in variants:
                 self._device.prepare(variant)
-            runs.append(_Run(first, len(held), row, coding, variants, *self._device.put(table)))
+            runs.append(_Run(first, len(held), row, coding, variants, self._device.put(table)))
         return runs
 
     def _variants(self, rows: list[Row], coding: Coding) -> tuple[ConvertVariant, ConvertVariant]:
@@ -131,7 +130,8 @@ class ConvertPlan:
         most = launch.max_sms or self._device.n_programs
         names = self._table.table.names
         hosted = [i for i, span in enumerate(spans) if span.start < span.stop and indexes[names[i]].device == "cpu"]
-        with self._device.lists([integers(indexes[names[i]]) for i in hosted], stream) as placed:
+        tables, lists = [run.views for run in self._runs], [integers(indexes[names[i]]) for i in hosted]
+        with self._device.call(tables, lists, stream) as placed:
             at = {i: spans[i].ptr for i in range(len(spans))} | dict(zip(hosted, placed, strict=True))
             for run in self._runs:
                 row, span, coding = run.row, spans[run.row.component], run.coding
@@ -145,7 +145,7 @@ class ConvertPlan:
                 n_tiles = run.n * -(-n_cells // variant.CELLS)
                 scales = coding.scales if coding.scales >= 0 else run.first
                 arguments = (
-                    run.views, run.n, ptr + offsets[run.first], _step(offsets, run.first), ptr + offsets[scales],
+                    run.views.ptr, run.n, ptr + offsets[run.first], _step(offsets, run.first), ptr + offsets[scales],
                     _step(offsets, scales), at[row.component], span.bits, span.start, span.stop,
                     self._table.table.sizes[row.component].n_items, row.item_stride, row.rows_per_item, row.outer_rows,
                     row.outer_stride, row.inner_stride, row.shards, row.shard_stride, row.segs, row.seg_stride,

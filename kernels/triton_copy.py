@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .backend import Compiled, Launch, Recipe
     from .device import Group
     from .index_ring import Runtime
-    from .triton_device import Device
+    from .triton_device import Device, Held
 
 GATHER, SCATTER, COPY = range(3)  # as triton_kernels.py has them
 # Units that a thread loads before it stores the first, by way and checksum: as many as 64 registers hold without
@@ -93,14 +93,13 @@ class _Class(NamedTuple):
 
 
 class _Section(NamedTuple):
-    """The runs of one component, as a table at the address `groups`; for copies also that of the peer's views."""
+    """The runs of one component, as a table, `groups`; for copies also one of the peer's views."""
 
     component: int
     runs: tuple[_Run, ...]
-    groups: int
-    peer_views: int
+    groups: Held
+    peer_views: Held
     classes: tuple[_Class, ...]
-    keep: object
 
     def nbytes(self, span: ComponentArgs) -> int:
         """Staged bytes of all its views."""
@@ -108,15 +107,15 @@ class _Section(NamedTuple):
 
 
 class TritonPlan:
-    """A selection's tables on the device and its kernels. Must outlive the graphs that it was captured in."""
+    """A selection's tables on the device and its kernels."""
 
     def __init__(self, recipe: Recipe, device: Device) -> None:
         self._recipe = recipe
         self._device = device
         self._table = DeviceTable(recipe, merged=not recipe.checksum)
-        self._views, self._keep = device.put(self._table.views)
+        self._views = device.put(self._table.views)
         alone = [_Run(group, group) for group in self._table.group_list]
-        self._sections = {way: list(self._compile(way, alone, 0, None)) for way in (GATHER, SCATTER)}
+        self._sections = {way: list(self._compile(way, alone, self._views)) for way in (GATHER, SCATTER)}
         self._peers: WeakKeyDictionary[TritonPlan, list[_Section]] = WeakKeyDictionary()
 
     def gather(
@@ -153,7 +152,7 @@ class TritonPlan:
         if sections is None:
             pairs = zip(*self._table.paired(peer._table, merged=not self._recipe.checksum), strict=True)
             views = self._device.put(peer._table.views)
-            sections = self._peers[peer] = list(self._compile(COPY, [_Run(*pair) for pair in pairs], *views))
+            sections = self._peers[peer] = list(self._compile(COPY, [_Run(*pair) for pair in pairs], views))
         return sections
 
     def _spans(
@@ -183,19 +182,20 @@ class TritonPlan:
         stream = self._device.stream(launch.stream)
         most = launch.max_sms or self._device.n_programs
         lists = [found for side in sides for found in side.lists()]
-        with self._device.lists([items for _, items, _ in lists], stream) as placed:
+        tables = [self._views, *(held for section, *_ in work for held in (section.groups, section.peer_views))]
+        with self._device.call(tables, [items for _, items, _ in lists], stream) as placed:
             at = {span: address - skipped for (span, _, skipped), address in zip(lists, placed, strict=True)}
             for section, variant, base, n_tiles in work:
                 own, peer = (side.spans[section.component] for side in (sides[0], sides[-1]))
                 arguments = (
-                    section.groups, len(section.runs), base, self._views, at.get(id(own), own.ptr), own.bits, own.start,
-                    own.stop, own.first_token, section.peer_views, at.get(id(peer), peer.ptr), peer.bits, peer.start,
-                    launch.sum_ptr,
+                    section.groups.ptr, len(section.runs), base, self._views.ptr, at.get(id(own), own.ptr), own.bits,
+                    own.start, own.stop, own.first_token, section.peer_views.ptr, at.get(id(peer), peer.ptr), peer.bits,
+                    peer.start, launch.sum_ptr,
                 )  # fmt: skip
                 chosen = variant if launch.sum_ptr or not variant.CHECKSUM else variant._replace(CHECKSUM=False)
                 self._device.launch(chosen, min(n_tiles, most), arguments, stream)
 
-    def _compile(self, way: int, runs: Sequence[_Run], peer_views: int, keep: object) -> Iterator[_Section]:
+    def _compile(self, way: int, runs: Sequence[_Run], peer_views: Held) -> Iterator[_Section]:
         """The sections of a way of copying, tables uploaded and kernels ready."""
         for number, of_component in groupby(runs, lambda run: run.own.component):
             held = tuple(of_component)
@@ -207,8 +207,8 @@ class TritonPlan:
                     self._device.prepare(classes[-1].variant)
             variants = {access: one.variant for one in classes for access in {run.access for run in one.runs}}
             lines = [_columns(run, variants[run.access]) for run in held]
-            groups, keep_groups = self._device.put(np.array(lines, np.int64))
-            yield _Section(number, held, groups, peer_views, tuple(classes), (keep_groups, keep))
+            groups = self._device.put(np.array(lines, np.int64))
+            yield _Section(number, held, groups, peer_views, tuple(classes))
 
     def _variant(self, way: int, runs: Sequence[_Run]) -> Variant:
         sums, access = self._recipe.checksum, min(run.access for run in runs)

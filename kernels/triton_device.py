@@ -6,25 +6,25 @@ Imports torch and triton only where one of the two is made.
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from .arena import Table
 from .device import ordinal
 from .index_ring import IndexRing
 from .torch_runtime import TorchRuntime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    import torch
     from numpy.typing import NDArray
 
     from ..tables import Int64s
-    from .index_ring import Runtime
+    from .index_ring import Runtime, Slot
 
 # No block has more threads, and with as many ptxas keeps to 64 registers by itself.
 THREADS = 1024
@@ -86,6 +86,13 @@ def build(variant: Variant | ConvertVariant, target: Any) -> Any:  # noqa: ANN40
     return triton.compile(source, target=target, options=options)
 
 
+class Held(Protocol):
+    """A table on a device, at the address `ptr`."""
+
+    @property
+    def ptr(self) -> int: ...
+
+
 class Device(Protocol):
     """`n_programs` of `threads` threads fill it; `name` is what the device of a list there is called."""
 
@@ -97,8 +104,8 @@ class Device(Protocol):
     def runtime(self) -> Runtime | None:
         """Its streams and events, where copies are not done when a launch returns."""
 
-    def put(self, table: Int64s) -> tuple[int, object]:
-        """A copy of `table` there: its address, and what owns it, until no kernel reads it any more."""
+    def put(self, table: Int64s) -> Held:
+        """A copy of `table` there, as long as what is returned lives."""
 
     def prepare(self, variant: Variant | ConvertVariant) -> None:
         """Makes a kernel ready, so that no launch waits for a compiler."""
@@ -106,27 +113,14 @@ class Device(Protocol):
     def stream(self, stream: object) -> int:
         """The handle of a caller's stream."""
 
-    def lists(self, lists: Sequence[NDArray[Any]], stream: int) -> AbstractContextManager[list[int]]:
-        """Addresses of copies there, for kernels launched inside the context."""
+    def call(
+        self, tables: Iterable[Held], lists: Sequence[NDArray[Any]], stream: int
+    ) -> AbstractContextManager[list[int]]:
+        """Around a call's launches, which read `tables`. Addresses of copies of `lists` there, good inside."""
 
     def launch(
         self, variant: Variant | ConvertVariant, programs: int, arguments: tuple[int, ...], stream: int
     ) -> None: ...
-
-
-class _Held:
-    """A table in torch's memory, which would be somebody else's as soon as the tensor is gone: not before the device
-    is through with what reads it, in whatever streams that is. (CUDA's own cudaFree waits likewise.)
-    """
-
-    def __init__(self, tensor: torch.Tensor, drain: Callable[[torch.device], None]) -> None:
-        self._tensor = tensor
-        self._drain = drain
-
-    def __del__(self) -> None:
-        # A device that failed says so to everyone else; nothing reads the table there any more.
-        with suppress(RuntimeError):
-            self._drain(self._tensor.device)
 
 
 class Gpu:
@@ -147,11 +141,8 @@ class Gpu:
         self._kernels: dict[Variant | ConvertVariant, Any] = {}
         self.n_programs = torch.cuda.get_device_properties(self.runtime.device).multi_processor_count
 
-    def put(self, table: Int64s) -> tuple[int, object]:
-        import torch  # noqa: PLC0415
-
-        held = torch.from_numpy(table).to(self.runtime.device)
-        return held.data_ptr(), _Held(held, torch.cuda.synchronize)
+    def put(self, table: Int64s) -> Table:
+        return self.runtime.tables.put(np.ascontiguousarray(table).reshape(-1).view(np.uint8))
 
     def prepare(self, variant: Variant | ConvertVariant) -> None:
         if variant not in self._kernels:
@@ -164,20 +155,37 @@ class Gpu:
         return self.runtime.stream(stream)
 
     @contextmanager
-    def lists(self, lists: Sequence[NDArray[Any]], stream: int) -> Iterator[list[int]]:
+    def call(self, tables: Iterable[Held], lists: Sequence[NDArray[Any]], stream: int) -> Iterator[list[int]]:
+        held = [table for table in dict.fromkeys(tables) if isinstance(table, Table)]
+        with self.runtime.current():
+            for table in held:
+                table.before(stream)
+            slot, placed = self._upload(lists, stream)
+            try:
+                yield placed
+            finally:  # a launch may be under way even where a later one could not be made
+                for table in held:
+                    table.after(stream)
+                if slot is not None:
+                    self._ring.give(slot, stream)
+
+    def _upload(self, lists: Sequence[NDArray[Any]], stream: int) -> tuple[Slot | None, list[int]]:
         if not lists:
-            yield []
-            return
-        slot, placed = self._ring.put([(one.__array_interface__["data"][0], one.nbytes) for one in lists], stream)
-        try:
-            yield placed
-        finally:
-            self._ring.give(slot, stream)
+            return None, []
+        return self._ring.put([(one.__array_interface__["data"][0], one.nbytes) for one in lists], stream)
 
     def launch(self, variant: Variant | ConvertVariant, programs: int, arguments: tuple[int, ...], stream: int) -> None:
         self.prepare(variant)
         with self.runtime.current():
             self._kernels[variant][programs, 1, 1](*arguments, *variant, stream=stream)
+
+
+class HostTable:
+    """A table in host memory."""
+
+    def __init__(self, array: Int64s) -> None:
+        self._array = array
+        self.ptr: int = array.__array_interface__["data"][0]
 
 
 class Interpreter:
@@ -188,9 +196,8 @@ class Interpreter:
     n_programs = 3
     threads = 128
 
-    def put(self, table: Int64s) -> tuple[int, object]:
-        held = np.ascontiguousarray(table)
-        return held.__array_interface__["data"][0], held
+    def put(self, table: Int64s) -> HostTable:
+        return HostTable(np.ascontiguousarray(table))
 
     def prepare(self, variant: Variant | ConvertVariant) -> None:
         pass
@@ -199,7 +206,7 @@ class Interpreter:
         return 0
 
     @contextmanager
-    def lists(self, lists: Sequence[NDArray[Any]], stream: int) -> Iterator[list[int]]:
+    def call(self, tables: Iterable[Held], lists: Sequence[NDArray[Any]], stream: int) -> Iterator[list[int]]:
         copies = [items.copy() for items in lists]
         yield [copy.__array_interface__["data"][0] for copy in copies]
 

@@ -44,6 +44,7 @@ ALIGNMENT = 256
 _MAX_PLANS = 1024
 _STAGED = 4  # of a plan's key
 _LARGE_NBYTES = 512 << 10
+_AT_ONCE = 32
 
 
 class Memory:
@@ -237,6 +238,11 @@ class Stager:
         """Whether copies are under way on a device: their end is announced to nobody, so `poll` must be asked."""
         return self._stream is not None and self._stream.launched
 
+    def reserve(self) -> None:
+        """A session begins, whose plans will be made as its chunks come: what those need is allocated here."""
+        if self._stream is not None:
+            self._stream.reserve()
+
     def forget(self, *staged: Layout) -> None:
         """Drops the plans of other layouts than the pool's, whose session is over: nobody asks for them again."""
         gone = {id(layout) for layout in staged}
@@ -321,11 +327,12 @@ def _copy_all(plans: _Plans, what: _What, copy: _Copy, stream: int | None, sum_p
 
 
 class _Running(NamedTuple):
-    """A copy in the stream: `event` is behind it, and `total`, in page-locked memory, takes its checksum."""
+    """A copy in the stream: `event` is behind it; `total`, page-locked memory at `sum_ptr`, takes its checksum."""
 
     ticket: int
     event: object
     total: NDArray[np.uint64]
+    sum_ptr: int
     began_at: float = 0.0
 
 
@@ -337,7 +344,7 @@ class _Stream:
         self._clock = clock
         self._stream = runtime.new_stream()
         self._running: deque[_Running] = deque()
-        self._spare: list[_Running] = []
+        self._spare = self._more()
 
     @property
     def launched(self) -> bool:
@@ -345,18 +352,26 @@ class _Stream:
 
     def start(self, ticket: int, copy: Callable[[int, int], None], checksum: bool) -> None:
         """Launches `copy(stream, sum_ptr)`; raises its `UsageError`, and then nothing is in the stream."""
-        spare = self._spare.pop() if self._spare else self._new()
+        if not self._spare:
+            self._spare = self._more()
+        spare = self._spare.pop()
         spare.total[0], began_at = 0, self._clock()
         try:
-            copy(self._stream, spare.total.ctypes.data if checksum else 0)
+            copy(self._stream, spare.sum_ptr if checksum else 0)
         except UsageError:
             self._spare.append(spare)
             raise
         self._runtime.record(spare.event, self._stream)
         self._running.append(spare._replace(ticket=ticket, began_at=began_at))
 
-    def _new(self) -> _Running:
-        return _Running(0, self._runtime.event(), self._runtime.pinned(8).view(np.uint64))
+    def reserve(self) -> None:
+        self._runtime.reserve()
+
+    def _more(self) -> list[_Running]:
+        """For more copies at once than ever before."""
+        words = self._runtime.pinned(8 * _AT_ONCE).view(np.uint64)
+        totals = [words[n : n + 1] for n in range(_AT_ONCE)]
+        return [_Running(0, self._runtime.event(), total, total.ctypes.data) for total in totals]
 
     def ended(self) -> list[Copied]:
         ended = []

@@ -29,11 +29,16 @@ class Device:
         self.over: set[int] = set()
         self.recorded: list[int] = []
         self.events = itertools.count(1)
+        self.n_pinned = self.n_reserved = 0
+
+    def reserve(self):
+        self.n_reserved += 1
 
     def new_stream(self):
         return 77
 
     def pinned(self, nbytes):
+        self.n_pinned += 1
         return np.full(nbytes, 0xAA, np.uint8)
 
     def event(self):
@@ -75,6 +80,22 @@ def test_a_devices_copies_end_with_their_events_in_order(pool):
     stager.scatter(7, OWNED, RECTS, order=TOKEN_MAJOR, items=items(0, 1, 2), src=dst)
     assert len(set(device.recorded)) == 2, "events serve again"
     assert stager.poll() == [], "an event that serves again is not over because it once was"
+
+
+def test_what_copies_need_is_there_before_them(pool):
+    """Page-locked memory and events: to allocate any on a chunk's way may wait for the device."""
+    device = Device()
+    stager = Stager(pool, runtime=device)
+    stager.reserve()
+    assert device.n_reserved == 1
+    before, events = device.n_pinned, next(device.events)
+    staging = np.zeros(256, np.uint8)
+    dst = Region(staging.ctypes.data, staging.nbytes)
+    for ticket in range(20):
+        stager.gather(ticket, OWNED, RECTS, order=TOKEN_MAJOR, items=items(0, 1, 2), dst=dst, checksum=True)
+    device.over = set(device.recorded)
+    assert len({copied.ticket for copied in stager.poll()}) == 20
+    assert (device.n_pinned, next(device.events)) == (before, events + 1)
 
 
 def test_a_copy_that_cannot_be_launched_is_an_error_of_its_ticket(pool):

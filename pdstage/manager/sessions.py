@@ -72,6 +72,7 @@ class Sessions:
             with self._lock:
                 node.core.lose(session, error, time.monotonic())
             return
+        node.stager.reserve()
         over = node.transport.traits_of(label(session)).name
         log.info(
             "session with %s at %s: transport %s, path %s",

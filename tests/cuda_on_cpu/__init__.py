@@ -19,6 +19,7 @@ import numpy as np
 
 from pdstage.convert import codings
 from pdstage.kernels import nvrtc
+from pdstage.kernels.arena import Arena
 from pdstage.kernels.backend import Recipe
 from pdstage.kernels.cuda_convert import ConvertPlan
 from pdstage.kernels.cuda_copy import CudaPlan
@@ -63,6 +64,8 @@ class CpuMachine:
         self.grids = []
         self.capture = False
         self._functions = []
+        self.waits = []
+        self._tables = None
 
     def current(self):
         return contextlib.nullcontext()
@@ -74,12 +77,23 @@ class CpuMachine:
         self.held.append(np.full(nbytes + 16, 0xEE, np.uint8))
         return self.held[-1].ctypes.data + -self.held[-1].ctypes.data % 16
 
-    def load(self, array):
-        held = np.copy(array)
-        return held.ctypes.data, held
+    @property
+    def tables(self):
+        """Made when first asked for: some tests count what is allocated."""
+        self._tables = self._tables or Arena(self)
+        return self._tables
 
     def event(self):
         return {"pending": False}
+
+    def new_stream(self):
+        return 0x57
+
+    def owns(self, stream):
+        return stream == 0x57
+
+    def wait(self, event, stream):
+        self.waits.append(stream)
 
     def upload(self, dst_ptr, src, stream):
         ctypes.memmove(dst_ptr, src.__array_interface__["data"][0], src.nbytes)
@@ -100,13 +114,15 @@ class CpuMachine:
         self._functions.append(_built(name, tuple(sorted(macros.items()))))
         return Kernel(len(self._functions) - 1, threads, shared_nbytes)
 
-    def launch(self, kernel, grid, stream, params):
+    def launch(self, kernel, grid, stream, params, table):
+        table.before(stream)
         self.grids.append(grid)
         argument = ctypes.c_void_p.from_address(params)
         fault = self._functions[kernel.function](argument, grid, kernel.threads)
         assert fault == 0, (
             f"the kernel ended with fault {fault}: 1 misaligned, 2 a missed barrier, 4 a wait without end"
         )
+        table.after(stream)
 
 
 def plan_of(pool, select, wire, checksum=False, machine=None, bulk_from=None):

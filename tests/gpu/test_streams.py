@@ -287,6 +287,42 @@ def test_a_plan_may_go_while_its_copies_wait(plain):
     assert all(bool((other == 0xFF).all()) for other in others)
 
 
+def test_a_plan_is_made_run_and_dropped_while_the_device_is_busy(plain):
+    """The default stream sleeps, which a copy to the device or a free in it would wait for."""
+    side, out = torch.cuda.Stream(), plain.staging(len(ITEMS))
+    index, expected = plain.list(ITEMS, on_device=True), plain.expected(ITEMS)
+    plain.pool.runtime(plain.plan.backend).reserve()
+    torch.cuda.synchronize()
+    free, busy = torch.cuda.mem_get_info()[0], block(torch.cuda.default_stream())
+    for _ in range(8):
+        other = plain.again()
+        other.gather(out.data_ptr(), out.numel(), index, plain.tokens(len(ITEMS)), stream=side)
+        del other
+    side.synchronize()
+    assert not busy.query(), "the default stream was waited for"
+    torch.cuda.synchronize()
+    assert torch.cuda.mem_get_info()[0] == free
+    assert torch.equal(out, expected)
+
+
+def test_a_plan_that_is_new_may_be_captured_at_once(plain):
+    """Its tables may still be on their way."""
+    index = plain.list(ITEMS, on_device=True)
+    out, tokens, graph = plain.staging(len(ITEMS)), plain.tokens(len(ITEMS)), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        new = plain.again()
+        new.gather(out.data_ptr(), out.numel(), index, tokens, stream=torch.cuda.current_stream())
+        del new
+    others = [plain.again() for _ in range(64)]
+    for other in others:
+        other.gather(out.data_ptr(), out.numel(), index, tokens)
+    out.fill_(0xA5)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, plain.expected(ITEMS))
+
+
 def test_no_tokens_launch_nothing(plain):
     """Nothing is written, though the list and the staging address are nothing."""
     before = plain.memory.clone()

@@ -62,7 +62,7 @@ def cuda():
 def runtime_on(cuda, device):
     """A runtime whose objects say on which device they were made."""
     made = CupyRuntime.__new__(CupyRuntime)
-    made._cuda, made._library, made.device, made._held = cuda, cuda, device, []
+    made._cuda, made._library, made.device, made._held, made._own = cuda, cuda, device, [], set()
     made._event = lambda **_: SimpleNamespace(on=cuda.device, ptr=7)
     made._memory = SimpleNamespace(Memory=lambda nbytes: SimpleNamespace(ptr=1000 + cuda.device))
     made._stream = lambda **_: SimpleNamespace(ptr=2000 + cuda.device)
@@ -121,6 +121,7 @@ def test_events_streams_and_memory_are_made_on_the_runtimes_device(cuda):
     runtime = runtime_on(cuda, 1)
     assert (runtime.event().on, runtime.new_stream(), runtime.allocate(8)) == (1, 2001, 1001)
     assert cuda.device == 0
+    assert [runtime.owns(stream) for stream in (2001, 0, 7)] == [True, False, False]
 
 
 def test_events_are_recorded_and_asked_on_the_runtimes_device(cuda):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -9,11 +10,13 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
+from cuda_on_cpu import CpuMachine
 
 from pdstage.kernels import backends, checksum, host_convert, triton_copy
 from pdstage.kernels.triton_copy import COPY, DEPTH, GATHER, SCATTER
-from pdstage.kernels.triton_device import THREADS, ConvertVariant, Variant, _Held, build, interpreted
+from pdstage.kernels.triton_device import THREADS, ConvertVariant, Gpu, Variant, build, interpreted
 from tests.rows import rows
 
 triton = pytest.importorskip("triton")
@@ -166,14 +169,18 @@ def test_arguments_are_in_the_kernels_order():
     assert tuple(way.value for way in ways) == (GATHER, SCATTER, COPY)
 
 
-def test_a_table_is_kept_until_the_device_is_through_with_it():
-    done = []
-    tensor = type("Tensor", (), {"device": "cuda:1", "__del__": lambda _: done.append("freed")})()
-    held = _Held(tensor, done.append)
-    del tensor
-    assert done == []
-    del held
-    assert done == ["cuda:1", "freed"]
+def test_a_calls_tables_are_in_use_until_its_stream_is_past_it():
+    """Even if one of its launches could not be made: others were."""
+    gpu = Gpu.__new__(Gpu)
+    gpu.runtime = CpuMachine(eager=False)
+    table = gpu.put(np.arange(8).reshape(4, 2))
+    assert np.frombuffer((ctypes.c_int64 * 8).from_address(table.ptr), np.int64).tolist() == list(range(8))
+    with pytest.raises(ValueError, match="a launch"), gpu.call([table, table], [], 0x99) as placed:
+        assert placed == []
+        raise ValueError("a launch")
+    assert gpu.runtime.waits == [0x99], "for the upload, on the device"
+    (event,) = table._place.events.values()
+    assert event["pending"]
 
 
 def test_checksums_are_of_one_definition():

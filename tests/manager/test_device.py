@@ -28,7 +28,7 @@ class Device:
 
     def __init__(self) -> None:
         self.thread = threading.local()
-        self.n_entered = 0
+        self.n_entered = self.n_reserved = 0
 
     @contextlib.contextmanager
     def current(self):
@@ -45,6 +45,10 @@ class Device:
 
     def new_stream(self) -> int:
         return 0
+
+    def reserve(self) -> None:
+        assert self.depth
+        self.n_reserved += 1
 
     def event(self) -> object:
         return object()
@@ -117,6 +121,7 @@ def test_no_transport_is_made_or_used_before_the_device_is_current(site, device,
     drive([p, d], lambda: receiver.released and sender.released)
     assert receiver.state is State.SUCCESS
     assert dst.holds(1, TOKENS, into)
+    assert device.n_reserved == 2, "as each side's session began, and not as chunks came"
     d.close()
     drive([p], lambda: p.fence(next(iter(p.unfenced()))) if p.unfenced() else not p.core.sessions)
     p.close()

@@ -21,6 +21,9 @@ class Device:
 
     current = contextlib.nullcontext
 
+    def reserve(self):
+        pass
+
     def new_stream(self):
         return 0
 

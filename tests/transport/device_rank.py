@@ -32,6 +32,9 @@ class Streams:
     def current(self):
         return cuda_double.CUDA.on(0)
 
+    def reserve(self):
+        """Host plans need nothing on a device."""
+
     def new_stream(self):
         return next(self._numbers)
 

@@ -1,0 +1,192 @@
+"""Device memory for plans' tables, so that to make a plan or to drop one allocates, frees and waits for nothing.
+
+An arena is slabs of device memory, each beside as much page-locked host memory. A table is written to its place in the
+host half and uploaded from there, in a stream of the arena's own; until that is known to be done, launches wait for it
+on the device. The place of a table that was dropped is used again once all that was launched with it has run.
+
+It has one slab from the start. `reserve`, for moments when nobody is in a hurry, sees to it that half a slab is free; a
+plan's making allocates another slab only where that was not enough, and one of its own for a larger table.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from .index_ring import Runtime
+
+SLAB_NBYTES = 1 << 20
+_LEAST_NBYTES = 1 << 10
+
+
+class _Slab:
+    def __init__(self, runtime: Runtime, nbytes: int) -> None:
+        self.ptr, self.host = runtime.allocate(nbytes), runtime.pinned(nbytes)
+        self.nbytes, self.used = nbytes, 0
+
+
+class _Place:
+    """A piece of a slab, and what its present table was launched in. `uploaded` is None once the upload is done."""
+
+    def __init__(self, slab: _Slab, nbytes: int) -> None:
+        self.ptr = slab.ptr + slab.used
+        self.host = slab.host[slab.used : slab.used + nbytes]
+        self.nbytes = nbytes
+        slab.used += nbytes
+        self.clear()
+
+    def clear(self) -> None:
+        self.uploaded: object = None
+        self.own: set[int] = set()
+        self.events: dict[int, object] = {}
+        self.captured = False
+
+
+class Table:
+    """A table on the device, at `ptr`. Launches that read it are put between `before` and `after`, which are given
+    their stream. Dropped, it makes no call: the collector may drop it anywhere.
+    """
+
+    __slots__ = ("_arena", "_place", "ptr")
+
+    def __init__(self, arena: Arena, place: _Place) -> None:
+        self._arena, self._place, self.ptr = arena, place, place.ptr
+
+    def before(self, stream: int) -> None:
+        if self._place.uploaded is not None:
+            self._arena._follow(self._place, stream)
+
+    def after(self, stream: int) -> None:
+        if stream not in self._place.own:
+            self._arena._launched(self._place, stream)
+
+    def __del__(self) -> None:
+        self._arena._dropped.append(self._place)
+
+
+class _Gone:
+    """Places that were dropped, and events behind all that was launched with them."""
+
+    def __init__(self, places: list[_Place], events: list[object]) -> None:
+        self.places, self.events = places, events
+
+
+class Arena:
+    """The tables of one device. Safe to use from several threads."""
+
+    def __init__(self, runtime: Runtime, slab_nbytes: int = SLAB_NBYTES) -> None:
+        self._runtime, self._slab_nbytes = runtime, slab_nbytes
+        self._stream = runtime.new_stream()
+        self._slabs = [_Slab(runtime, slab_nbytes)]  # those with room left
+        self._free: dict[int, list[_Place]] = {}
+        self._dropped: deque[_Place] = deque()
+        self._gone: list[_Gone] = []
+        self._spare: list[object] = [runtime.event() for _ in range(8)]
+        self._lock = threading.Lock()
+
+    def put(self, table: NDArray[np.uint8]) -> Table:
+        """A copy of `table`, bytes, on the device."""
+        runtime = self._runtime
+        with runtime.current(), self._lock:
+            place = self._take(max(_LEAST_NBYTES, 1 << (table.nbytes - 1).bit_length()))
+            place.host[: table.nbytes] = table
+            event = self._event()
+            runtime.upload(place.ptr, place.host[: table.nbytes], self._stream)
+            runtime.record(event, self._stream)
+            place.uploaded = event
+        return Table(self, place)
+
+    def reserve(self) -> None:
+        """As `Runtime.reserve`."""
+        with self._runtime.current():
+            with self._lock:
+                self._sweep()
+                left = sum(slab.nbytes - slab.used for slab in self._slabs)
+            if left < self._slab_nbytes // 2:
+                slab = _Slab(self._runtime, self._slab_nbytes)  # not under the lock, for which a launch may wait
+                with self._lock:
+                    self._slabs.append(slab)
+
+    def _take(self, nbytes: int) -> _Place:
+        self._sweep()
+        free = self._free.get(nbytes)
+        if free:
+            return free.pop()
+        slab = next((slab for slab in self._slabs if slab.nbytes - slab.used >= nbytes), None)
+        if slab is None:
+            slab = _Slab(self._runtime, max(self._slab_nbytes, nbytes))
+            self._slabs.append(slab)
+        place = _Place(slab, nbytes)
+        self._slabs = [slab for slab in self._slabs if slab.nbytes - slab.used >= _LEAST_NBYTES]
+        return place
+
+    def _sweep(self) -> None:
+        """Looks which places are free by now."""
+        if self._dropped:
+            self._gone.append(self._collect())
+        waiting, self._gone = self._gone, []
+        for gone in waiting:
+            while gone.events and self._runtime.done(gone.events[-1]):
+                self._spare.append(gone.events.pop())
+            if gone.events:
+                self._gone.append(gone)
+                continue
+            for place in gone.places:
+                if place.uploaded is not None:
+                    self._spare.append(place.uploaded)
+                place.clear()
+                self._free.setdefault(place.nbytes, []).append(place)
+
+    def _collect(self) -> _Gone:
+        """What was dropped since, but for what graphs were recorded with: they may be launched at any time."""
+        places: list[_Place] = []
+        events: list[object] = []
+        streams = {self._stream}
+        while self._dropped:
+            place = self._dropped.popleft()
+            if not place.captured:
+                places.append(place)
+                events += place.events.values()
+                streams |= place.own
+        for stream in streams:  # these live as long as the runtime does
+            events.append(self._event())
+            self._runtime.record(events[-1], stream)
+        return _Gone(places, events)
+
+    def _event(self) -> object:
+        return self._spare.pop() if self._spare else self._runtime.event()
+
+    def _follow(self, place: _Place, stream: int) -> None:
+        """What comes in the stream comes after the upload."""
+        runtime = self._runtime
+        with self._lock:
+            event = place.uploaded
+            if event is None:
+                return
+            if stream != self._stream and runtime.capturing(stream):
+                while not runtime.done(event):  # a graph cannot wait for it; an upload takes microseconds
+                    pass
+            if runtime.done(event):
+                place.uploaded = None
+                self._spare.append(event)
+            else:
+                runtime.wait(event, stream)
+
+    def _launched(self, place: _Place, stream: int) -> None:
+        """Notes the stream; behind what was launched in somebody else's, which may be gone one day, goes an event."""
+        runtime = self._runtime
+        if runtime.owns(stream):
+            place.own.add(stream)
+        elif runtime.capturing(stream):
+            place.captured = True
+        else:
+            with self._lock:
+                event = place.events.get(stream)
+                if event is None:
+                    event = place.events[stream] = self._event()
+            runtime.record(event, stream)
