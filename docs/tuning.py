@@ -68,6 +68,9 @@ def knobs() -> list[Knob]:
              "that count is wrong, as under a container's quota",
              "two ranks to one over shared memory on two cores: 2.25 GB/s with it, 2.65 without "
              "([copy_thread.py](../pdstage/manager/copy_thread.py))"),
+        Knob("`max_sms`", "8",
+             "a GPU's copies are slower than what carries them (raise it), or decode steps get longer beside them "
+             "(lower it); None takes the whole GPU"),
         Knob("`progress`", '`"inline"`', "the engine may stop polling, or its steps are long",
              f"rooms a second: {rooms.value('rooms a second, local, inline'):,.0f} inline, "
              f"{rooms.value('rooms a second, local, thread'):,.0f} thread; one room beside busy main threads, p99: "

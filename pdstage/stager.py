@@ -157,8 +157,8 @@ class Stager:
 
     `submit`, if given, runs a function on another thread: copies of `_LARGE_NBYTES` or more in host memory go there, so
     that the caller can write one chunk while the next is gathered. A plan may be used from several threads at once.
-    `runtime` is the device's, for pools on one: all copies go to one stream of its own. `clock` times copies, for who
-    wants to know.
+    `runtime` is the device's, for pools on one: all copies go to one stream of its own, each on at most `max_sms`
+    multiprocessors. `clock` times copies, for who wants to know.
     """
 
     def __init__(
@@ -167,8 +167,11 @@ class Stager:
         submit: Callable[[Callable[[], None]], None] | None = None,
         runtime: Runtime | None = None,
         clock: Callable[[], float] | None = None,
+        *,
+        max_sms: int | None = None,
     ) -> None:
         self.pool = pool
+        self._max_sms = max_sms
         self._submit = submit
         self._clock = clock or _no_clock
         self._stream = _Stream(runtime, self._clock) if runtime is not None else None
@@ -198,7 +201,9 @@ class Stager:
         tokens = tokens_of(rects) if tokens is None else tokens
 
         def copy(plan: Plan, at: int, indexes: Mapping[str, Index], stream: int | None, sum_ptr: int) -> None:
-            plan.gather(dst.base + at, dst.nbytes - at, indexes, tokens, stream=stream, sum_ptr=sum_ptr)
+            plan.gather(
+                dst.base + at, dst.nbytes - at, indexes, tokens, stream=stream, max_sms=self._max_sms, sum_ptr=sum_ptr
+            )
 
         self._start(ticket, _What(owned, rects, tokens, order, items, checksum, cut, staged), dst.nbytes, copy)
 
@@ -220,7 +225,9 @@ class Stager:
         tokens = tokens_of(rects) if tokens is None else tokens
 
         def copy(plan: Plan, at: int, indexes: Mapping[str, Index], stream: int | None, sum_ptr: int) -> None:
-            plan.scatter(src.base + at, src.nbytes - at, indexes, tokens, stream=stream, sum_ptr=sum_ptr)
+            plan.scatter(
+                src.base + at, src.nbytes - at, indexes, tokens, stream=stream, max_sms=self._max_sms, sum_ptr=sum_ptr
+            )
 
         self._start(ticket, _What(owned, rects, tokens, order, items, checksum, cut, staged), src.nbytes, copy)
 

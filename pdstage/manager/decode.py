@@ -15,7 +15,7 @@ from pdstage.manager.driver import changes_rooms
 from pdstage.manager.handle import Handle, ask_event, check_event
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, indexes
 from pdstage.manager.node import Node
-from pdstage.manager.options import DEFAULT_SWITCH_S, NodeOptions
+from pdstage.manager.options import DEFAULT_MAX_SMS, DEFAULT_SWITCH_S, NodeOptions
 from pdstage.manager.sessions import label, place
 from pdstage.manager.status import Status, by_state, lanes
 from pdstage.metadata import AuxRow
@@ -146,6 +146,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         progress: str = "inline",
         switch_interval_s: float | None = DEFAULT_SWITCH_S,
         copy_thread: bool | None = None,
+        max_sms: int | None = DEFAULT_MAX_SMS,
         insecure: bool = False,
         keys: Keys | str | os.PathLike[str] | None = None,
         aux: str = "tcp",
@@ -156,7 +157,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         options = NodeOptions(
             transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_lanes, staging=staging, bind=bind,
             config=config, progress=progress, switch_interval_s=switch_interval_s, copy_thread=copy_thread,
-            insecure=insecure, keys=keys, aux=aux, metadata=metadata, observers=observers,
+            max_sms=max_sms, insecure=insecure, keys=keys, aux=aux, metadata=metadata, observers=observers,
             journal=journal,
         )  # fmt: skip
         super().__init__(pool, topology, options)

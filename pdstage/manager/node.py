@@ -106,7 +106,8 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             copies_aside = has_core_to_spare() if options.copy_thread is None else options.copy_thread
             self.ranges = ranges_of(runtime)
             clock = time.monotonic if self.observers else None
-            self.stager = Stager(pool, self._copy_thread.submit if copies_aside else None, runtime, clock)
+            submit = self._copy_thread.submit if copies_aside else None
+            self.stager = Stager(pool, submit, runtime, clock, max_sms=options.max_sms)
             self.directory = Directory(self.keys)
             self.transport.register([self.memory.region, *(pool.layout.regions if options.path != "staged" else ())])
             self.rows = self._own_rows(options.aux)

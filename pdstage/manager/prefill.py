@@ -19,7 +19,7 @@ from pdstage.manager.driver import changes_rooms
 from pdstage.manager.handle import Handle, ask_event, check_event
 from pdstage.manager.items import GivenItems, GivenTokens, check, rects_of
 from pdstage.manager.node import Node
-from pdstage.manager.options import DEFAULT_SWITCH_S, NodeOptions, check_path
+from pdstage.manager.options import DEFAULT_MAX_SMS, DEFAULT_SWITCH_S, NodeOptions, check_path
 from pdstage.manager.sessions import label, place
 from pdstage.manager.status import Status, by_state
 from pdstage.metadata import AuxRow
@@ -134,6 +134,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     so for the directory. `config` holds deadlines and limits. `progress` is "inline" (polls do the work) or "thread";
     then `switch_interval_s` is the most that Python's switch interval may be in this process, None leaves it as it is.
     `copy_thread` makes large host copies in a thread of their own; None does so where there are cores for it.
+    `max_sms` is how many multiprocessors of a GPU one copy may take from the engine's kernels; None: all of them.
     `calibration` is a file that `pdstage calibrate` wrote, by which "auto" chooses; None: the one that
     PDSTAGE_CALIBRATION names, else the transport's defaults. `aux` is how rows of `metadata` travel: "tcp", by control
     message; "rdma", by the data transport, from memory to memory, where both sides say so; "nvlink", the same, of rows
@@ -162,6 +163,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         progress: str = "inline",
         switch_interval_s: float | None = DEFAULT_SWITCH_S,
         copy_thread: bool | None = None,
+        max_sms: int | None = DEFAULT_MAX_SMS,
         calibration: str | os.PathLike[str] | None = None,
         insecure: bool = False,
         keys: Keys | str | os.PathLike[str] | None = None,
@@ -180,7 +182,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         options = NodeOptions(
             transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_buffers, staging=staging,
             bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s, copy_thread=copy_thread,
-            insecure=insecure, keys=keys, aux=aux, metadata=metadata, observers=observers,
+            max_sms=max_sms, insecure=insecure, keys=keys, aux=aux, metadata=metadata, observers=observers,
             journal=journal,
         )  # fmt: skip
         super().__init__(pool, topology, options)

@@ -12,7 +12,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from pdstage import State
+from pdstage import State, UsageError
+from pdstage.kernels import Plan
+from pdstage.manager.options import DEFAULT_MAX_SMS
 from pdstage.transport.local import LocalTransport
 from tests.manager.engine import Rank, drive
 
@@ -163,3 +165,24 @@ def test_engines_events_are_asked_with_the_device_current_and_one_that_raises_fa
     assert dst.holds(2, TOKENS, rooms[2][2])
     assert all(depth > 0 for event in events.values() for depth in event.depths)
     assert all(event.depths for event in events.values())
+
+
+@pytest.mark.parametrize("given", [{}, {"max_sms": np.int64(3)}, {"max_sms": None}])
+def test_how_many_multiprocessors_a_node_takes_reaches_every_launch(site, device, monkeypatch, given):
+    src, dst = (rank_on(device, monkeypatch) for _ in range(2))
+    made, seen = Plan._launch, set()
+    monkeypatch.setattr(Plan, "_launch", lambda *args: seen.add(args[2]) or made(*args))
+    p, d = (make(rank, path="staged", **given) for make, rank in ((site.prefill, src), (site.decode, dst)))
+    receiver, sender = d.receive(1, site.address), p.send(1)
+    receiver.bind(dst.allocate(TOKENS), TOKENS)
+    sender.chunk(src.allocate(TOKENS), (0, TOKENS))
+    sender.finish()
+    drive([p, d], lambda: receiver.released and sender.released)
+    assert seen == {given.get("max_sms", DEFAULT_MAX_SMS)}
+
+
+@pytest.mark.parametrize("given", [0, -1, 2.5, "8"])
+def test_what_is_no_number_of_multiprocessors_is_refused_at_the_start(site, given):
+    for make in (site.prefill, site.decode):
+        with pytest.raises(UsageError, match="max_sms is"):
+            make(Rank(), max_sms=given)
