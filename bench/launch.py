@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pdstage.kernels.arena import Arena
 from pdstage.kernels.backend import Launch, Recipe
 from pdstage.kernels.cuda_copy import CudaPlan
 from pdstage.kernels.cuda_tables import LISTED, LISTED_LARGE
@@ -47,6 +48,8 @@ class Machine(CupyRuntime):
         self._driver: Any = SimpleNamespace(launchKernel=nothing)
         self._library: Any = SimpleNamespace(capture_mode=nothing, upload=nothing)
         self.device, self.n_sms, self.capability, self.listed = 0, 132, 90, listed
+        self._held, self._own, self._stream = [], set(), lambda **_: SimpleNamespace(ptr=_STREAM)
+        self.tables = Arena(self)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         return np.zeros(nbytes, np.uint8)
