@@ -97,16 +97,16 @@ def _add_trace(command: argparse.ArgumentParser) -> None:
 
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:
-    from pdstage.tools.demo.options import AUX, LAYOUTS, MODELS, PATHS, TRANSPORTS, Options  # noqa: PLC0415
+    from pdstage.tools.demo import options as known  # noqa: PLC0415
 
-    plain = Options()
-    demo.add_argument("--model", choices=MODELS, default=plain.model, help="default %(default)s")
-    demo.add_argument("--transport", choices=TRANSPORTS, help="default: nixl where it starts, else local")
-    demo.add_argument("--path", choices=PATHS, default=plain.path, help="default %(default)s")
+    plain = known.Options()
+    demo.add_argument("--model", choices=known.MODELS, default=plain.model, help="default %(default)s")
+    demo.add_argument("--transport", choices=known.TRANSPORTS, help="default: nixl where it starts, else local")
+    demo.add_argument("--path", choices=known.PATHS, default=plain.path, help="default %(default)s")
     demo.add_argument(
-        "--aux", choices=AUX, default=plain.aux, help="how first tokens travel: by message or by the transport"
+        "--aux", choices=known.AUX, default=plain.aux, help="how first tokens travel: by message or by the transport"
     )
-    demo.add_argument("--decode-aux", choices=AUX, help="decode's word on that, if not the same")
+    demo.add_argument("--decode-aux", choices=known.AUX, help="decode's word on that, if not the same")
     for name, value, text in (
         ("--prefill-tp", plain.prefill_tp, "prefill ranks"),
         ("--decode-tp", plain.decode_tp, "decode ranks"),
@@ -121,9 +121,18 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     demo.add_argument(
         "--kv-heads", type=int, metavar="N", help="of the model, if not its own; ranks beyond hold replicas"
     )
+    demo.add_argument(
+        "--device",
+        default=plain.device,
+        metavar="DEVICE",
+        help="all ranks share it: cpu or cuda:N; default %(default)s",
+    )
+    demo.add_argument(
+        "--kv-dtype", choices=known.KV_DTYPES, help="of the pools; default: bfloat16 on a GPU, float64 on the CPU"
+    )
     for side, layout in (("prefill", plain.prefill_layout), ("decode", plain.decode_layout)):
         text = f"memory order of a page's tokens and heads at {side}; default %(default)s"
-        demo.add_argument(f"--{side}-layout", choices=LAYOUTS, default=layout, help=text)
+        demo.add_argument(f"--{side}-layout", choices=known.LAYOUTS, default=layout, help=text)
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
     _add_metrics_port(demo)
     _add_trace(demo)

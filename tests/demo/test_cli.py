@@ -47,6 +47,9 @@ def failed(capsys, *argv: str) -> tuple[int, str]:
         (("demo", "--prefill-tp", "16", "--prefill-pp", "4"), "make 64 ranks"),
         (("demo", "--json", "/no/such/folder/x.json"), "/no/such/folder"),
         (("demo", "--trace", "/no/such/folder/x.json"), "/no/such/folder"),
+        (("demo", "--device", "gpu"), "--device is 'gpu'"),
+        (("demo", "--kv-dtype", "fp8"), "--kv-dtype"),
+        (("demo", "--device", "cuda", "--model", "gemma3"), "gemma3 with --device cuda"),
         (("demo", "--nonsense"), "--nonsense"),
         (("bench", "everything"), "'everything'"),
         (("bench", "plan", "--trace", "x.json"), "moves no rooms"),
@@ -73,6 +76,14 @@ def test_a_missing_extra_is_named(capsys, monkeypatch):
     code, said = failed(capsys, "demo")
     assert code == 2
     assert "pip install 'pdstage[demo]'" in said
+
+
+def test_a_gpu_that_is_not_here_is_named(capsys):
+    torch = pytest.importorskip("torch")
+    n_devices = torch.cuda.device_count()
+    code, said = failed(capsys, "demo", "--device", f"cuda:{n_devices}")
+    assert code == 2
+    assert f"--device cuda:{n_devices}: torch finds {n_devices} CUDA devices here; leave it out" in said
 
 
 def test_version_is_the_packages(capsys):

@@ -32,6 +32,11 @@ from pdstage.tools.demo.options import LONGEST_PROMPT, MAX_REQUESTS, MODELS, SHO
         ({"model": "mamba2", "kv_heads": 4}, "--kv-heads with mamba2, which has no KV heads; leave it out"),
         ({"model": "deepseek-v3", "kv_heads": 0}, "--kv-heads is 0"),
         ({"json": Path("/no/such/folder/out.json")}, "its folder does not exist"),
+        ({"device": "gpu"}, "--device is 'gpu'; give cpu, cuda or cuda:N"),
+        ({"device": "cuda:"}, "--device is 'cuda:'"),
+        ({"kv_dtype": "fp8"}, "--kv-dtype is 'fp8'; choose one of float64, bfloat16"),
+        ({"device": "cuda", "model": "mamba2"}, "mamba2 with --device cuda and --kv-dtype bfloat16"),
+        ({"kv_dtype": "bfloat16", "model": "gpt-oss"}, "choose --model llama, or --device cpu and float64"),
     ],
 )
 def test_a_wrong_option_is_named(given, said):
@@ -39,6 +44,21 @@ def test_a_wrong_option_is_named(given, said):
         Options(**given)
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "kept_as"),
+    [
+        ("cpu", None, "float64"),
+        ("cuda", None, "bfloat16"),
+        ("cuda:1", "float64", "float64"),
+        ("cpu", "bfloat16", "bfloat16"),
+    ],
+)
+def test_pools_are_bfloat16_on_a_gpu_unless_said_otherwise(device, wanted, kept_as):
+    options = Options(device=device, kv_dtype=wanted)
+    assert options.kept_as == kept_as
+    assert options.described.endswith("KV cache in bfloat16" if kept_as == "bfloat16" else "float64")
 
 
 def test_prompts_differ_in_length_and_follow_the_seed():

@@ -22,6 +22,24 @@ def make(order, page_size=4, n_pages=8, heads=2, seed=0):
     return PagedPool(shape, seed)
 
 
+@pytest.mark.parametrize("order", [NHD, HND])
+def test_what_is_stored_is_rounded_to_the_pools_dtype(order):
+    shape = PagedShape(
+        order=order, n_pages=4, page_size=4, layers=(0,), heads=2, total_heads=2, widths={"k": 3}, dtype=torch.bfloat16
+    )
+    pool, values = PagedPool(shape, 0), torch.randn(6, 2, 3, dtype=torch.float64)
+    table = pool.allocate(0, 6)
+    pool.store(0, table, 0, values)
+    (loaded,) = pool.load(0, table, 0, 6)
+    assert loaded.dtype == torch.float64
+    assert torch.equal(loaded, values.bfloat16().double())
+    assert not torch.equal(loaded, values)
+    put_back = pool.spoil(table, 1)
+    assert not torch.equal(pool.load(0, table, 0, 6)[0], loaded)
+    put_back()
+    assert torch.equal(pool.load(0, table, 0, 6)[0], loaded)
+
+
 def tensors_of(pool):
     return [held for tensors in pool.tensors.values() for held in tensors]
 

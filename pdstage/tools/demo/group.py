@@ -42,12 +42,18 @@ class Group:
     def sum(self, partial: torch.Tensor) -> None:
         """Adds up `partial` of this stage's ranks in place."""
         if self._tp > 1:
-            distributed.all_reduce(partial, group=self._stage)
+            held = partial.cpu()  # gloo's memory; ranks that share a GPU have no NCCL
+            distributed.all_reduce(held, group=self._stage)
+            if held is not partial:
+                partial.copy_(held)
 
     def hand_on(self, hidden: torch.Tensor, stage: int) -> None:
         """Puts `stage`'s `hidden` in place of every other stage's."""
         if self._pp > 1:
-            distributed.broadcast(hidden, src=stage * self._tp)
+            held = hidden.cpu()
+            distributed.broadcast(held, src=stage * self._tp)
+            if held is not hidden:
+                hidden.copy_(held)
 
     def gather(self, part: Any) -> list[Any]:  # noqa: ANN401  (whatever can be pickled)
         """Every rank's `part` in the order of ranks, at rank 0; nothing elsewhere."""

@@ -99,7 +99,11 @@ class Sums(Protocol):
 
 
 class ShardedLlama:
-    """One rank's model. `group`: the ranks it computes with, of all stages."""
+    """One rank's model, where its weights are. `group`: the ranks it computes with, of all stages.
+
+    What transformers computes in float32, whatever the model's dtype, is computed on the CPU: there alone is it the
+    same to the last bit as in the process that judges.
+    """
 
     def __init__(self, shape: ModelShape, weights: Weights, place: Topology, group: Sums) -> None:
         self.shape = shape
@@ -107,7 +111,8 @@ class ShardedLlama:
         self._place = place
         self._weights = weights
         self._group = group
-        queries = torch.arange(self.share.q_start, self.share.q_stop)
+        self._device = weights["model.embed_tokens.weight"].device
+        queries = torch.arange(self.share.q_start, self.share.q_stop, device=self._device)
         self._kv_of_query = queries // shape.queries_per_kv_head - self.share.kv_start
         exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         self._inv_freq = 1.0 / shape.rope_theta**exponent
@@ -124,12 +129,13 @@ class ShardedLlama:
             )
         positions = torch.cat([torch.arange(s.start, s.start + s.n) for s in segments])
         rotation = self._rotation(positions)
-        hidden = embedding(torch.tensor(tokens), self._weights["model.embed_tokens.weight"])
+        given = torch.tensor(tokens, device=self._device)
+        hidden = embedding(given, self._weights["model.embed_tokens.weight"])
         for stage in range(self._place.pp_size):
             if stage == self._place.pp_rank:
                 hidden = self._through_stage(hidden, rotation, segments, kv)
             self._group.hand_on(hidden, stage)
-        last = torch.tensor([s.n for s in segments]).cumsum(0) - 1
+        last = torch.tensor([s.n for s in segments], device=self._device).cumsum(0) - 1
         return self._norm(hidden[last], "model.norm.weight") @ self._weights["lm_head.weight"].T
 
     def _through_stage(
@@ -175,7 +181,7 @@ class ShardedLlama:
         if not q.shape[1]:
             return q
         n, length = q.shape[0], k.shape[0]
-        seen = torch.ones(n, length, dtype=torch.bool).tril(length - n)
+        seen = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
         k, v = k[:, self._kv_of_query].transpose(0, 1), v[:, self._kv_of_query].transpose(0, 1)
         return scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=seen).transpose(0, 1)
 
@@ -189,15 +195,14 @@ class ShardedLlama:
         return partial
 
     def _norm(self, hidden: torch.Tensor, name: str) -> torch.Tensor:
-        # transformers normalises in float32 whatever the model's dtype; the comparison needs the same.
-        single = hidden.float()
+        single = hidden.cpu().float()
         normed = single * torch.rsqrt(single.square().mean(-1, keepdim=True) + self.shape.norm_eps)
-        return self._weights[name] * normed.to(hidden.dtype)
+        return self._weights[name] * normed.to(hidden)
 
     def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = positions[:, None].float() * self._inv_freq
         angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return angles.cos().double(), angles.sin().double()
+        return angles.cos().double().to(self._device), angles.sin().double().to(self._device)
 
 
 def _rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -58,7 +58,8 @@ class PagedShape:
     """`order` "nhd": `[slots, heads, width]`, as SGLang does; "hnd": `[pages, heads, page_size, width]`, as FlashInfer.
 
     `layers` are the numbers of the layers held, `widths` the last axis by role, in the order in which `store` takes
-    them; `total_heads` those of the whole model, of which this rank holds `heads`. Replicated: 1 of 1.
+    them; `total_heads` those of the whole model, of which this rank holds `heads`. Replicated: 1 of 1. What is stored
+    becomes `dtype`, and what is loaded float64 again.
     """
 
     order: str
@@ -68,6 +69,8 @@ class PagedShape:
     heads: int
     total_heads: int
     widths: Mapping[str, int]
+    dtype: torch.dtype = torch.float64
+    device: str = "cpu"
 
 
 class PagedPool:
@@ -80,7 +83,7 @@ class PagedPool:
         else:
             size = (shape.n_pages, shape.heads, shape.page_size)
         self.tensors = {
-            role: [torch.full((*size, width), torch.nan, dtype=torch.float64) for _ in shape.layers]
+            role: [torch.full((*size, width), torch.nan, dtype=shape.dtype, device=shape.device) for _ in shape.layers]
             for role, width in shape.widths.items()
         }
         self._free = _Shuffled(shape.n_pages, seed)
@@ -100,17 +103,17 @@ class PagedPool:
         for held, new in zip(self._of(layer), parts, strict=True):
             page, row = self._places(table, start, start + new.shape[0])
             if self.shape.order == NHD:
-                held[page * self.shape.page_size + row] = new
+                held[page * self.shape.page_size + row] = new.to(held.dtype)
             else:
-                held[page, :, row] = new
+                held[page, :, row] = new.to(held.dtype)
 
     def load(self, layer: int, table: Table, start: int, stop: int) -> tuple[torch.Tensor, ...]:
         """Tokens `[start, stop)` of every role, each `[n, heads, width]`."""
         page, row = self._places(table, start, stop)
         if self.shape.order == NHD:
             slots = page * self.shape.page_size + row
-            return tuple(held[slots] for held in self._of(layer))
-        return tuple(held[page, :, row] for held in self._of(layer))
+            return tuple(held[slots].double() for held in self._of(layer))
+        return tuple(held[page, :, row].double() for held in self._of(layer))
 
     def spoil(self, table: Table, seed: int) -> Callable[[], None]:
         """Replaces the page in the middle of a room, every tensor of it, by noise: the negative control.
@@ -132,7 +135,8 @@ class PagedPool:
     def _places(self, table: Table, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         at = np.arange(start, stop) - table.first_token
         page = table.items[at // self.shape.page_size].astype(np.int64)
-        return torch.from_numpy(page), torch.from_numpy(at % self.shape.page_size)
+        row = at % self.shape.page_size
+        return torch.from_numpy(page).to(self.shape.device), torch.from_numpy(row).to(self.shape.device)
 
 
 class SlotPool:
@@ -199,7 +203,7 @@ def _spoil(parts: Iterable[torch.Tensor], seed: int) -> Callable[[], None]:
     kept = [(part, part.clone()) for part in parts]
     for part, was in kept:
         drawn = torch.randn(part.shape, generator=noise, dtype=part.dtype)
-        part.copy_(drawn * was.nan_to_num().std())
+        part.copy_(drawn * float(was.nan_to_num().double().std()))
 
     def put_back() -> None:
         for part, was in kept:

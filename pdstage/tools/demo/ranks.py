@@ -82,6 +82,7 @@ class Job:
             deadline_s=self.options.deadline_s,
             metrics_port=self.options.metrics_port,
             observers=observers,
+            device=self.options.device,
         )
 
 
@@ -261,8 +262,11 @@ def _llama(job: Job, lengths: list[int], group: Group, seed: int) -> LlamaEngine
         heads=share.kv_stop - share.kv_start,
         total_heads=shape.kv_heads,
         widths={"k": shape.head_dim, "v": shape.head_dim},
+        dtype=getattr(torch, job.options.kept_as),
+        device=job.options.device,
     )
-    model = ShardedLlama(shape, torch.load(job.weights, weights_only=True), job.place, group)
+    weights = torch.load(job.weights, weights_only=True, map_location=job.options.device)
+    model = ShardedLlama(shape, weights, job.place, group)
     return LlamaEngine(model, PagedPool(paged, seed), group)
 
 

@@ -38,14 +38,34 @@ if TYPE_CHECKING:
 logging.set_verbosity_error()  # a default generation configuration, printed for every rank
 
 
-class Model:
-    """One of transformers' models, run on one sequence."""
+class _KeptAs(DynamicCache):  # type: ignore[misc]
+    """A cache that keeps of keys and values what a pool of another dtype would."""
 
-    def __init__(self, network: Any, cache_argument: str = "past_key_values") -> None:  # noqa: ANN401  (untyped here)
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:  # noqa: ANN401
+        super().__init__(config=config)
+        self._dtype = dtype
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        kept = [states.to(self._dtype).to(states.dtype) for states in (key_states, value_states)]
+        return super().update(*kept, *args, **kwargs)
+
+
+class Model:
+    """One of transformers' models, run on one sequence. `kept_as`: the dtype of its cache, if not its own."""
+
+    def __init__(
+        self,
+        network: Any,  # noqa: ANN401  (untyped here)
+        cache_argument: str = "past_key_values",
+        kept_as: torch.dtype | None = None,
+    ) -> None:
         self.network = network
         self._cache_argument = cache_argument
+        self._kept_as = kept_as
 
     def new_cache(self) -> Any:  # noqa: ANN401
+        if self._kept_as is not None:
+            return _KeptAs(self.network.config, self._kept_as)
         return DynamicCache(config=self.network.config)
 
     @torch.no_grad()
@@ -63,7 +83,7 @@ def build_model(options: Options) -> Model:
     Raises `UsageError` where this transformers does not have it.
     """
     if options.model == "llama":
-        return Model(build_llama(options.shape, options.seed))
+        return Model(build_llama(options.shape, options.seed), kept_as=getattr(torch, options.kept_as))
     family = FAMILIES[options.model]
     torch.manual_seed(options.seed)
     try:

@@ -85,6 +85,7 @@ class Report:
     aux_rows: int
     aux_fallbacks: int
     moves: tuple[Move, ...] = ()
+    device: str = "cpu"
 
     @property
     def good(self) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
+from pdstage.errors import UsageError
 from pdstage.tools.demo.crew import Crew
 from pdstage.tools.demo.families import FAMILIES
 from pdstage.tools.demo.llama import slice_weights
@@ -61,6 +62,7 @@ def run(options: Options) -> Report:
     # The table needs some 90 columns; a pipe claims 80.
     console, prompts = Console(width=max(100, Console().width)), options.prompts()
     check(options.trace)
+    check_device(options.device)
     outcome = Outcome([RoomReport(len(prompt)) for prompt in prompts])
     with (
         tempfile.TemporaryDirectory(prefix="pdstage-demo-") as folder,
@@ -77,6 +79,17 @@ def run(options: Options) -> Report:
     if options.json is not None:
         report.write(options.json)
     return report
+
+
+def check_device(device: str) -> None:
+    """Raises `UsageError` for a GPU that is not here."""
+    n_devices = torch.cuda.device_count()
+    if device != "cpu" and (torch.device(device).index or 0) >= n_devices:
+        raise UsageError(
+            f"--device {device}: torch finds {n_devices} CUDA devices here",
+            remedy="leave it out: the demo runs on the CPU too",
+            field="device",
+        )
 
 
 def _preload(options: Options) -> tuple[str, ...]:
@@ -194,6 +207,7 @@ def _report(options: Options, outcome: Outcome) -> Report:
         transport="+".join(sorted(outcome.transports)),
         path=path_of(set().union(*(room.paths for room in rooms))),
         model=options.described,
+        device=options.device,
         prefill_tp=options.prefill_tp,
         decode_tp=options.decode_tp,
         prefill_pp=options.prefill_pp,

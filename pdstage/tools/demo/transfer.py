@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pdstage import Receiver, Sender, Topology
+    from pdstage.manager.handle import CudaEvent
     from pdstage.manager.observer import Observer
     from pdstage.tensors import Naming, Part
     from pdstage.tools.demo import pools as demo_pools
@@ -63,6 +64,7 @@ class Place:
     deadline_s: float
     metrics_port: int | None = None
     observers: tuple[Observer, ...] = ()
+    device: str = "cpu"
 
 
 def serve_directory(_: None, pipe: Connection) -> None:
@@ -72,13 +74,13 @@ def serve_directory(_: None, pipe: Connection) -> None:
         pipe.recv()
 
 
-def pool_of(pools: Mapping[str, demo_pools.Pool], place: Topology) -> Pool:
+def pool_of(pools: Mapping[str, demo_pools.Pool], place: Topology, device: str = "cpu") -> Pool:
     """Describes a rank's tensors to pdstage, every pool as a component, by the memory order it is in."""
     tp = (place.tp_size, place.tp_rank)
     parts: list[Part] = []
     for component, pool in pools.items():
         parts += [_paged(component, pool, tp)] if isinstance(pool, PagedPool) else _states(component, pool, tp)
-    return Pool.of(build(*parts), keep=pools)
+    return Pool.of(build(*parts), device, keep=pools)
 
 
 def _paged(component: str, pool: PagedPool, tp: tuple[int, int]) -> Part:
@@ -106,6 +108,16 @@ def _states(component: str, pool: SlotPool, tp: tuple[int, int]) -> list[Part]:
     ]
 
 
+def _stored(device: str) -> CudaEvent | None:
+    """An event behind all that this rank has asked its GPU to compute and store; None on the CPU, which has done it."""
+    if device == "cpu":
+        return None
+    import torch  # noqa: PLC0415  (the ranks have it; who reads how a node is used needs none)
+
+    event: CudaEvent = torch.cuda.current_stream(device).record_event()
+    return event
+
+
 def digest(row: AuxRow) -> int:
     """Of all its columns' bytes."""
     return zlib.crc32(b"".join(row[name].tobytes() for name in sorted(row.names)))
@@ -116,11 +128,11 @@ class SendingSide:
 
     def __init__(self, pools: Mapping[str, demo_pools.Pool], place: Place) -> None:
         self._pages = {name: pool.shape.page_size for name, pool in pools.items() if isinstance(pool, PagedPool)}
-        self._deadline_s = place.deadline_s
+        self._deadline_s, self._device = place.deadline_s, place.device
         self._rows = MetadataBuffers(COLUMNS, n_rows=1)
         self._watching = Watching(place.metrics_port)
         self._node = PrefillNode(
-            pool_of(pools, place.topology),
+            pool_of(pools, place.topology, place.device),
             place.topology,
             transport=place.transport,
             bootstrap=place.bootstrap,
@@ -144,7 +156,8 @@ class SendingSide:
 
     def _give(self, sender: Sender, room: demo_pools.Room, spans: Spans) -> None:
         ours = {component: span for component, span in spans.items() if component in room}
-        sender.chunk({name: self._items(name, room[name], *span) for name, span in ours.items()}, tokens=ours)
+        items = {name: self._items(name, room[name], *span) for name, span in ours.items()}
+        sender.chunk(items, tokens=ours, ready=_stored(self._device))
 
     def _items(self, component: str, table: Table, start: int, stop: int) -> Items:
         """The pages that tokens `[start, stop)` lie in, or the slot."""
@@ -209,7 +222,7 @@ class ReceivingSide:
         self._rows = MetadataBuffers(COLUMNS, n_rows=n_rooms)
         self._watching = Watching(place.metrics_port)
         self._node = DecodeNode(
-            pool_of(pools, place.topology),
+            pool_of(pools, place.topology, place.device),
             place.topology,
             transport=place.transport,
             path=place.path,
