@@ -136,7 +136,7 @@ bench: $(STAMP)  ## Run every benchmark that needs no GPU, or one (ARGS="wire --
 # These take the machine as it is: nothing is installed, so that a borrowed GPU needs no package registry.
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-gpu:  ## Run the GPU tests and the GPU benchmark in under 9 minutes, with the Python there is (PYTHON=python3.12).
+gpu:  ## Run the GPU tests and the GPU benchmark in 9 minutes, with the Python there is (PYTHON=python3.12, ARGS=--rehearse).
 	$(GPU_PYTHON) -m pdstage.bench.prove $(ARGS)
 
 sanitize:  ## Run the kernel tests on the GPU under compute-sanitizer, or say why not.

@@ -14,7 +14,7 @@ import torch
 from pdstage.tables import Index
 
 from . import variants
-from .harness import interleaved
+from .harness import interleaved, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,21 +23,29 @@ if TYPE_CHECKING:
 
     Work = Callable[[], object]
 
+_TRIED_NBYTES = 1 << 20
 _FLUSH_NBYTES = 256 << 20  # several times any L2
 _HEAD_START_CYCLES = 500_000  # about 0.3 ms: the host has enqueued everything before the clock starts
 _WARM_UPS = 2
 
 
 class Spread(NamedTuple):
-    """Median, 99th percentile and least of many seconds."""
+    """Median, 99th percentile, least, and first and third quartile of many seconds."""
 
     median: float
     p99: float
     least: float
+    quartiles: tuple[float, float]
 
     @classmethod
     def of(cls, times: list[float]) -> Spread:
-        return cls(statistics.median(times), float(np.quantile(times, 0.99)), min(times))
+        first, third, last = (float(np.quantile(times, share)) for share in (0.25, 0.75, 0.99))
+        return cls(statistics.median(times), last, min(times), (first, third))
+
+    def rates(self, nbytes: int) -> tuple[float, float]:
+        """The quartiles of GB/s, where each of these moved `nbytes`."""
+        first, third = self.quartiles
+        return nbytes / third / 1e9, nbytes / first / 1e9
 
 
 class Bed:
@@ -64,6 +72,10 @@ class Bed:
             return 1
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
+    def sized(self, nbytes: int) -> int:
+        """So many bytes; on the CPU, where only the code is tried, few."""
+        return min(nbytes, _TRIED_NBYTES) if self.kind == "cpu" else nbytes
+
     def memory(self, nbytes: int, *, poison: int | None = None) -> torch.Tensor:
         """Random bytes, or all of one: zeros would hide what was never written, and copy faster than data does."""
         if poison is not None:
@@ -86,13 +98,20 @@ class Bed:
             torch.cuda.synchronize()
 
     def seconds(self, works: Mapping[str, Work], repeats: int) -> dict[str, float]:
-        """Median seconds that the device spends on each of `works`, taken in turn, from cold caches.
+        """Medians of `spreads`."""
+        return {name: spread.median for name, spread in self.spreads(works, repeats).items()}
+
+    def spreads(self, works: Mapping[str, Work], repeats: int) -> dict[str, Spread]:
+        """The seconds that the device spends on each of `works`, taken in turn, from cold caches.
 
         Before each, the L2 is filled with other bytes, and a sleeping kernel lets the host run ahead: what remains
         between the two events is the device's work alone.
         """
         if self.kind == "cpu":
-            return dict(zip(works, interleaved(list(works.values()), repeats=repeats), strict=True))
+            for work in works.values():
+                work()
+            rounds = [[seconds(work) for work in works.values()] for _ in range(repeats)]
+            return {name: Spread.of(list(times)) for name, times in zip(works, zip(*rounds, strict=True), strict=True)}
         for work in works.values():
             for _ in range(_WARM_UPS):
                 work()
@@ -102,7 +121,7 @@ class Bed:
             for name, work in works.items():
                 taken[name].append(self.timed(work))
             self.wait()
-        return {name: Spread.of([seconds() for seconds in times]).median for name, times in taken.items()}
+        return {name: Spread.of([took() for took in times]) for name, times in taken.items()}
 
     def timed(self, work: Work) -> Callable[[], float]:
         """Enqueues `work` between two events; the answer, once the device is done, is its seconds."""

@@ -1,7 +1,6 @@
 """The GPU benchmark: gather and scatter at the roofline, with few multiprocessors, beside the model and beside others.
 
-Needs torch and a CUDA device, and no compiled extension, msgspec or zmq. Each section runs in a process of its own: a
-kernel that faults takes its process's whole CUDA context along, and must not take the other sections' numbers.
+Needs torch and a CUDA device, and no compiled extension. Rooms between two processes also need msgspec and zmq.
 
     python -m pdstage.cli bench gpu --json FILE         from a checkout, with nothing installed
 """
@@ -9,149 +8,74 @@ kernel that faults takes its process's whole CUDA context along, and must not ta
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import importlib.util
 import json
-import os
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pdstage
+from pdstage import native
 from pdstage.errors import UsageError
 
-from . import variants
+from . import children
 from .harness import Measured, Row
+from .record import ROW_FIELDS, Record
+from .runner import Runner, Section
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from .bed import Bed
 
-# In the order in which they would be missed most, should the time run out.
 SECTIONS = {
+    "compile": "gpu_compile:rows",
     "runs": "gpu_kernels:runs",
-    "models": "gpu_kernels:models",
-    "sms": "gpu_kernels:sms",
     "launch": "gpu_kernels:launch",
+    "rooms": "gpu_rooms:rows",
+    "sms": "gpu_kernels:sms",
     "sglang": "peers.sglang:rows",
-    "gemm": "gpu_beside:gemm",
-    "decode": "gpu_beside:decode",
+    "models": "gpu_kernels:models",
+    "demo": "gpu_demo:rows",
     "fused": "gpu_kernels:fused",
     "ipc": "gpu_ipc:rows",
+    "decode": "gpu_beside:decode",
+    "gemm": "gpu_beside:gemm",
 }
-BUDGET_S = 330.0
-_SECTION_S = 150.0
-_LEAST_S = 5.0
-_TAIL = 600
-_TIMED_OUT = "not done"
+# In the order in which they would be missed most, should the time run out, and what each takes at most.
+ORDER = tuple(
+    Section(name, most_s)
+    for name, most_s in (
+        ("compile", 75.0), ("runs", 100.0), ("launch", 30.0), ("rooms", 60.0), ("sms", 70.0), ("sglang", 70.0),
+        ("models", 90.0), ("fused", 40.0), ("ipc", 40.0), ("decode", 40.0), ("gemm", 40.0),
+    )
+)  # fmt: skip
+BUDGET_S = 420.0
 
 
 def run(quick: bool) -> Measured:
-    """All sections; raises `UsageError` where there is no CUDA device."""
-    if not has_device():
+    """All of `ORDER`; raises `UsageError` where there is no CUDA device."""
+    if not device_name():
         raise UsageError("there is no CUDA device here", remedy="run it on a machine with one", field="device")
-    runner = Runner(quick, BUDGET_S)
-    for section in SECTIONS:
-        runner.run(section)
-    if not runner.whole.rows and not runner.whole.failed:
-        runner.whole.failed.append(f"nothing could be measured: {'; '.join(runner.whole.left_out)}")
-    return runner.whole
+    record = Record([], machine={})
+    Runner(record, sys.stderr, stop_at=time.monotonic() + BUDGET_S, device="cuda:0", quick=quick).run(ORDER)
+    found = record.report
+    if not record.rows and not found["failed"]:
+        found["failed"].append(f"nothing could be measured: {'; '.join(record.left_out())}")
+    return Measured(record.rows, found["machine"], record.left_out(), found["failed"])
 
 
-def has_device() -> bool:
-    """Whether torch sees a CUDA device; asked in a process of its own, so that this one holds no context."""
+def device_name() -> str:
+    """The first CUDA device's name; "" without one. Asked in a process of its own, so that this one has no context."""
     if not importlib.util.find_spec("torch"):
-        return False
-    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    return subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
-
-
-class Runner:
-    """Runs sections in children until `budget_s` is used up, and gathers in `whole` what they measured."""
-
-    def __init__(self, quick: bool, budget_s: float, device: str = "cuda:0") -> None:
-        self.whole = Measured([], {}, [], [])
-        self._quick, self._device = quick, device
-        self._stop_at = time.monotonic() + budget_s
-
-    def run(self, section: str) -> None:
-        """One section. If its child dies, a kernel at a time, so that only the culprit's numbers are lost."""
-        problem = self._child(section, ())
-        if problem and self._device != "cpu" and _TIMED_OUT not in problem:
-            alone = [self._child(section, (variant,)) for variant in variants.ON_GPU]
-            problem = "; ".join(filter(None, alone)) or f"{problem} (but not with each kernel by itself)"
-        if problem:
-            self.whole.failed.append(problem)
-
-    def _child(self, section: str, only: tuple[str, ...]) -> str:
-        """Adds what the section measures to `whole`; in words what went wrong, empty if nothing."""
-        named = " with ".join((section, *only))
-        left_s = min(_SECTION_S, self._stop_at - time.monotonic())
-        if left_s < _LEAST_S:
-            return f"{named}: {_TIMED_OUT}: no time was left"
-        print(f"{named} ...", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "rows.jsonl"
-            problem = self._call([*self._command(section, out), *_variants(only)], left_s)
-            self._add(out)
-        return f"{named}: {problem}" if problem else ""
-
-    def _call(self, command: list[str], left_s: float) -> str:
-        code, printed = call(command, left_s)
-        if code is None:
-            return f"{_TIMED_OUT} after {left_s:.0f} s"
-        return f"exit code {code}: {printed.strip()[-_TAIL:]}" if code else ""
-
-    def _add(self, out: Path) -> None:
-        """What the child wrote before its end, whatever that was; of a row measured twice the later."""
-        lines = out.read_text().splitlines(keepends=True) if out.exists() else []
-        for line in lines:
-            if not line.endswith("\n"):
-                break
-            told = json.loads(line)
-            if "row" in told:
-                row = Row(**told["row"])
-                self.whole.rows[:] = [*(held for held in self.whole.rows if held.name != row.name), row]
-            self.whole.machine.update(told.get("machine", {}))
-            self.whole.left_out.extend(said for said in told.get("left_out", ()) if said not in self.whole.left_out)
-
-    def _command(self, section: str, out: Path) -> list[str]:
-        command = [sys.executable, "-m", "pdstage.bench.gpu", section, str(out), "--device", self._device]
-        return [*command, "--quick"] if self._quick else command
-
-
-def call(command: Sequence[str], most_s: float, cwd: Path | None = None, **env: str) -> tuple[int | None, str]:
-    """Runs a command and every process it starts; its exit code, None if it was ended after `most_s`, and output."""
-    with tempfile.TemporaryFile("w+") as out:
-        child = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, cwd=cwd, env={**environment(), **env}, start_new_session=True
-        )
-        code = None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            try:
-                code = child.wait(most_s)
-            finally:
-                if child.returncode is None:
-                    os.killpg(child.pid, signal.SIGKILL)
-                    child.wait()
-        out.seek(0)
-        return code, out.read()
-
-
-def _variants(only: tuple[str, ...]) -> list[str]:
-    return [part for variant in only for part in ("--variant", variant)]
-
-
-def environment() -> dict[str, str]:
-    """This process's, with the package found where it is now: a checkout need not be installed."""
-    root = str(Path(pdstage.__file__).resolve().parent.parent)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))}
+        return ""
+    code = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
+    asked = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, env=children.environment()
+    )
+    return asked.stdout.strip() if asked.returncode == 0 else ""
 
 
 def measure(section: str, quick: bool, device: str, only: tuple[str, ...]) -> Iterator[dict[str, Any]]:
@@ -159,12 +83,11 @@ def measure(section: str, quick: bool, device: str, only: tuple[str, ...]) -> It
     from .bed import Bed  # noqa: PLC0415
 
     bed = Bed(device, only)
-    yield {"machine": {} if bed.kind == "cpu" else {"gpu": gpu()}}
+    yield {"machine": {"host_code": native.active()} | ({} if bed.kind == "cpu" else {"gpu": gpu()})}
     module, _, function = SECTIONS[section].partition(":")
     work: Callable[[Bed, bool], Iterable[Row]] = getattr(importlib.import_module(f"pdstage.bench.{module}"), function)
-    fields = Row.__dataclass_fields__
     for row in work(bed, quick) if bed.variants else ():
-        yield {"row": {name: getattr(row, name) for name in fields}}
+        yield {"row": {name: getattr(row, name) for name in ROW_FIELDS}}
     yield {"left_out": bed.left_out}
 
 

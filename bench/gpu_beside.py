@@ -38,6 +38,9 @@ class Step(NamedTuple):
 
 def gemm(bed: Bed, quick: bool) -> Iterator[Row]:
     """A bf16 GEMM alone, and while gathers go on at about what a 400 Gb NIC takes, with as few SMs as that needs."""
+    if bed.kind == "cpu":
+        bed.left_out.append("gemm: needs a GPU")
+        return
     case = runs_case(bed, _RUN_NBYTES, CURVE_NBYTES)
     a, b = (torch.randn(_GEMM, _GEMM, dtype=torch.bfloat16, device=bed.device) for _ in range(2))
     out = torch.empty_like(a)
@@ -96,6 +99,9 @@ def _race(multiply: Work, gather: Work, side: torch.cuda.Stream, n_gathers: int)
 
 def decode(bed: Bed, quick: bool) -> Iterator[Row]:
     """The p99 of a decode-like step, one CUDA graph of many small kernels, alone and while scatters go on beside it."""
+    if bed.kind == "cpu":
+        bed.left_out.append("decode: needs a GPU")
+        return
     case = runs_case(bed, _RUN_NBYTES, CURVE_NBYTES)
     step = _step_graph(bed)
     side = side_stream()

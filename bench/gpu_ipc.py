@@ -36,6 +36,7 @@ _START_S = 60.0
 
 def rows(bed: Bed, quick: bool, nbytes: int = CURVE_NBYTES) -> Iterator[Row]:
     """By target, run length and variant: GB/s of one pass beside those of two."""
+    nbytes = bed.sized(nbytes)
     for package in ("msgspec", "cupy") if bed.kind == "cuda" else ("msgspec",):
         if importlib.util.find_spec(package) is None:
             bed.left_out.append(f"ipc: {package} is not installed")

@@ -40,6 +40,8 @@ OF_COPY = 0.9  # from runs of 256 B on
 SM_TARGETS = {50: 2, 400: 16}
 LAUNCH_TARGET_US = 15
 REPEATS, QUICK_REPEATS = 15, 5
+TRIED_TOKENS = 128
+"""Of a chunk on the CPU, where only the code is tried, and multiples of it."""
 
 
 class Case:
@@ -142,7 +144,9 @@ def model_case(bed: Bed, pair: shapes.Pair, tokens: int, side: str, *, part: sha
 
 
 def runs(bed: Bed, quick: bool, nbytes: int = RUNS_NBYTES) -> Iterator[Row]:
-    """Both directions by run length."""
+    """Both directions by run length; first what two copies differ in, which is how far a ratio can be trusted."""
+    nbytes = bed.sized(nbytes)
+    yield _noise(runs_case(bed, 4096, nbytes), QUICK_REPEATS if quick else 2 * REPEATS)
     for run_nbytes in (64, 256, 4096) if quick else RUNS:
         case = runs_case(bed, run_nbytes, nbytes)
         case.check_agreement()
@@ -156,10 +160,25 @@ def runs(bed: Bed, quick: bool, nbytes: int = RUNS_NBYTES) -> Iterator[Row]:
         )
 
 
+def _noise(case: Case, repeats: int) -> Row:
+    times = case.bed.spreads({"one": case.copy(), "other": case.copy()}, repeats)
+    return Row(
+        name="a copy beside a copy",
+        value=case.nbytes / times["one"].median / 1e9,
+        baseline=case.nbytes / times["other"].median / 1e9,
+        unit="GB/s",
+        detail=f"{case.nbytes / 2**20:.1f} MiB, both dense to dense, in turn",
+        point={"table": "noise"},
+        quartiles=times["one"].rates(case.nbytes),
+        baseline_quartiles=times["other"].rates(case.nbytes),
+    )
+
+
 def models(
     bed: Bed, quick: bool, pairs: tuple[shapes.Pair, ...] = shapes.PAIRS, chunks: tuple[int, ...] = CHUNKS
 ) -> Iterator[Row]:
     """Both directions of real models' chunks."""
+    chunks = chunks if bed.kind != "cpu" else tuple(min(n, TRIED_TOKENS * (i + 1)) for i, n in enumerate(chunks))
     for pair in pairs[:1] + pairs[5:6] if quick else pairs:
         for way in ("gather", "scatter"):
             case = model_case(bed, pair, chunks[-1], way)
@@ -189,16 +208,18 @@ def _beside_copy(
     target: float | None = None,
     detail: str = "",
 ) -> list[Row]:
-    times = case.bed.seconds({"copy": case.copy(), **works}, repeats)
+    times = case.bed.spreads({"copy": case.copy(), **works}, repeats)
     return [
         Row(
             name=name,
-            value=case.nbytes / times[name] / 1e9,
-            baseline=case.nbytes / times["copy"] / 1e9,
+            value=case.nbytes / times[name].median / 1e9,
+            baseline=case.nbytes / times["copy"].median / 1e9,
             unit="GB/s",
             target=target,
             detail=f"{case.nbytes / 2**20:.1f} MiB; baseline: a copy of as many bytes{detail}",
             point=point,
+            quartiles=times[name].rates(case.nbytes),
+            baseline_quartiles=times["copy"].rates(case.nbytes),
         )
         for name, point in zip(works, points, strict=True)
     ]
@@ -206,6 +227,7 @@ def _beside_copy(
 
 def sms(bed: Bed, quick: bool, nbytes: int = CURVE_NBYTES) -> Iterator[Row]:
     """Bandwidth by `max_sms`, and how many it takes for a 400 Gb NIC and for NVLink."""
+    nbytes = bed.sized(nbytes)
     for run_nbytes in (256,) if quick else (256, 1024, 16384):
         case = runs_case(bed, run_nbytes, nbytes)
         run = curves.size_name(run_nbytes)
@@ -263,10 +285,17 @@ def launch(bed: Bed, quick: bool, tokens: int = 256) -> list[Row]:
             better="lower",
             detail=f"p99 {times[v, place].p99 * 1e6:.1f} us; baseline: launching one torch copy",
             point={"table": "launch", "variant": v, "items": place},
+            quartiles=_microseconds(times[v, place]),
+            baseline_quartiles=_microseconds(times["copy", ""]),
         )
         for v, place in works
         if place
     ]
+
+
+def _microseconds(spread: Spread) -> tuple[float, float]:
+    first, third = spread.quartiles
+    return first * 1e6, third * 1e6
 
 
 def _launch_times(bed: Bed, work: Work, n: int) -> list[float]:
@@ -284,6 +313,7 @@ def _launch_times(bed: Bed, work: Work, n: int) -> list[float]:
 
 def fused(bed: Bed, quick: bool, nbytes: int = RUNS_NBYTES) -> Iterator[Row]:
     """What a checksum costs, and one pass from pool to pool beside a gather and a scatter."""
+    nbytes = bed.sized(nbytes)
     for run_nbytes in (256,) if quick else (256, 1024, 16384):
         case = runs_case(bed, run_nbytes, nbytes)
         other = runs_case(bed, run_nbytes, nbytes)

@@ -55,7 +55,8 @@ class Row:
 
     `ratio` is value / baseline, in `unit` both. `target`, if there is one, is of the ratio or of the value as `on`
     says, and `better` says which side of it is good. `point` says for a program what was measured, as the name does
-    for a reader: the coordinates of a plot or a table.
+    for a reader: the coordinates of a plot or a table. `quartiles` and `baseline_quartiles`, where there are some, are
+    the first and third of what `value` and `baseline` are the medians of, the lower number first.
     """
 
     name: str
@@ -67,6 +68,8 @@ class Row:
     better: Literal["higher", "lower"] = "higher"
     detail: str = ""
     point: dict[str, Any] = field(default_factory=dict)
+    quartiles: tuple[float, float] | None = None
+    baseline_quartiles: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         _progress.row(self)

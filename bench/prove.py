@@ -1,147 +1,228 @@
-"""One command that proves the kernels on the GPU at hand: every GPU test, then the whole GPU benchmark.
+"""One command that proves the kernels on the GPU at hand: its tests and the whole GPU benchmark, in under ten minutes.
 
-Runs unattended: neither a failed nor a hanging test keeps the benchmark from running, and the exit code is 0 only if
-both were good. Works from a checkout with nothing installed but torch, pytest and the backends' own packages.
+Runs unattended: nothing that fails or hangs keeps the rest from running. What comes first is what would be missed most;
+what there is no time for is named. One JSON and one log, in $OUT where that is set: the JSON is whole at any moment, so
+that a run which is killed leaves what it had measured. Works from a checkout with nothing installed but torch and the
+backends' own packages; `pdstage.bench.kit` prepares a folder with what else it needs.
 
-    python -m pdstage.bench.prove             tests and benchmark, in under 9 minutes
-    python -m pdstage.bench.prove --sanitize  each kernel test again under compute-sanitizer
+    python3 -m pdstage.bench.prove                              tests and benchmark
+    python3 -m pdstage.bench.prove --require cuda,triton,ipc    what is left out or skipped of these is a failure
+    python3 -m pdstage.bench.prove --rehearse                   the same on the CPU, tiny: everything but the numbers
+    python3 -m pdstage.bench.prove --sanitize                   each kernel test again under compute-sanitizer
+
+The exit code is 0 if everything was good, 1 if not, 2 without a device.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
 import shutil
+import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import pdstage
 from pdstage import environment
 from pdstage.errors import UsageError
 
-from . import curves, gpu, harness
+from . import children, curves, gpu, harness, kit
+from .children import ROOT, Command
+from .record import Record
+from .runner import Runner, Section
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from typing import IO
 
-ROOT = Path(pdstage.__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results"
+SCRATCH = ROOT / "build/gpu"
+"""For the log where $OUT is not set, and for rehearsals."""
 TESTS = "tests/gpu"
-TESTS_S = 165.0  # with the benchmark's budget under 9 minutes
+BUDGET_S = 540.0
+_SMOKE = "tests/gpu/test_space.py"
+_ALONE = "tests/gpu/test_streams.py"  # it sees what any process allocates on the device
+# Words that the name of a test, a row or a section has which this requirement is about.
+REQUIREMENTS = {
+    "cuda": ("cuda plain", "cuda bulk", "cuda-plain", "cuda-bulk"),
+    "triton": ("triton",),
+    "ipc": ("test_local_", "test_processes", "ipc:", "rooms:", "rooms, local"),
+    "nixl": ("test_nixl", "rooms, nixl"),
+    "sglang": ("sglang",),
+    "demo": ("demo:",),
+}
 _SANITIZED_S = 280.0
 _PROBE_S = 120.0
-_ALONE = {"test_streams.py"}  # it sees what any process allocates on the device
-# A tool, the tests it runs and the variants: barriers and shared memory are the bulk kernel's alone.
-TOOLS = (
-    ("memcheck", ""),
-    ("racecheck", "bulk"),
-    ("synccheck", "bulk"),
-)
+# A tool and the variants it runs on: barriers and shared memory are the bulk kernel's alone.
+TOOLS = (("memcheck", ""), ("racecheck", "bulk"), ("synccheck", "bulk"))
 # Few cases, and each tensor in memory of its own: inside a cached block nothing is out of bounds.
 _SANITIZED = {environment.GPU_TESTS.name: "few", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-_GOOD_EXITS = (0, 5)  # pytest: all good, and nothing chosen
 
 
-def tests(budget_s: float = TESTS_S) -> list[str]:
-    """Runs each file of GPU tests in a process of its own, since a faulting kernel spoils its process's context.
-
-    Side by side, but for those that watch the device's memory. In words what failed; empty if all is well.
-    """
-    stop_at = time.monotonic() + budget_s
-
-    def one(path: Path) -> str:
-        left_s = stop_at - time.monotonic()
-        problem = _pytest([], path, [], left_s) if left_s > 1 else "no time was left"
-        return f"{TESTS}/{path.name}: {problem}" if problem else ""
-
-    files = sorted((ROOT / TESTS).glob("test_*.py"))
-    with ThreadPoolExecutor(len(files)) as pool:
-        said = [*pool.map(one, [path for path in files if path.name not in _ALONE])]
-    said += [one(path) for path in files if path.name in _ALONE]
-    return [line for line in said if line]
+def sections() -> list[Section]:
+    """In the order of their worth. The tests have time of their own."""
+    rest = sorted(str(path.relative_to(ROOT)) for path in (ROOT / TESTS).glob("test_*.py"))
+    rest.remove(_ALONE)
+    benches = {section.name: section for section in gpu.ORDER}
+    first = ("runs", "launch", "rooms", "sms", "sglang", "models")
+    return [
+        benches.pop("compile"),
+        Section("smoke", 45.0, (_SMOKE,), few=True),
+        *(benches.pop(name) for name in first),
+        Section("tests", 150.0, tuple(rest), keeps_s=90.0),
+        Section("streams", 60.0, (_ALONE,), keeps_s=60.0),
+        Section("demo", 60.0, keeps_s=30.0),
+        *benches.values(),
+    ]
 
 
-def sanitize(budget_s: float = _SANITIZED_S) -> list[str]:
+def prove(
+    device: str, name: str, *, quick: bool, require: Sequence[str], budget_s: float, chosen: Sequence[Section]
+) -> dict[str, Any]:
+    """Runs `chosen` and returns the report, which is on disk as well. `name` is that of the files."""
+    begun = time.monotonic()
+    out, kept = _out(), RESULTS if device != "cpu" else SCRATCH
+    record = Record(
+        [folder / f"{name}.json" for folder in {kept, out}], name="gpu", quick=quick, device=device,
+        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), machine=harness.machine(), commit=harness.commit(),
+        kit=kit.told(), budget_s=budget_s, require=list(require),
+    )  # fmt: skip
+    with (out / f"{name}.log").open("w") as log, _ended_by_signals():
+        runner = Runner(record, log, stop_at=begun + budget_s, device=device, quick=quick)
+        runner.run(chosen)
+    record.report["failed"] += [f"required: {said}" for said in missed(require, record)]
+    record.report |= {"finished": True, "seconds": round(time.monotonic() - begun, 1)}
+    record.write()
+    print(f"written: {', '.join(map(str, [*record.paths, out / f'{name}.log']))}")
+    return record.report
+
+
+def missed(require: Sequence[str], record: Record) -> list[str]:
+    """What was skipped, left out or dropped of what is required."""
+    words = [word for name in require for word in REQUIREMENTS[name]]
+    return [said for said in record.skips() if any(word in said.lower() for word in words)]
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Inside, SIGTERM ends this process as an exception does, and with it what it has started."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _out() -> Path:
+    """$OUT, or a folder of this checkout that git ignores."""
+    folder = Path(os.environ.get("OUT") or SCRATCH)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def sanitize(log: IO[str], budget_s: float = _SANITIZED_S) -> list[str]:
     """The kernel tests under compute-sanitizer; skipped, saying why, where the tool or the driver does not allow it."""
     tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if tool is None:
         print("sanitize: skipped: compute-sanitizer is not on the PATH nor in /usr/local/cuda/bin")
         return []
-    problem = _refused(tool)
+    problem = _refused(tool, log)
     if problem:
         print(f"sanitize: skipped: compute-sanitizer cannot watch this device: {problem}")
         return []
     stop_at, failed = time.monotonic() + budget_s, []
     for check, chosen in TOOLS:
-        command = [tool, "--tool", check, "--target-processes", "all", "--error-exitcode", "97"]
         left_s = stop_at - time.monotonic()
-        selected = ["-k", chosen] if chosen else []
-        path = ROOT / TESTS / "test_space.py"
-        problem = _pytest(command, path, selected, left_s, **_SANITIZED) if left_s > 1 else "no time was left"
+        problem = _sanitized(tool, check, chosen, left_s, log) if left_s > 1 else "no time was left"
         print(f"sanitize: {check}: {problem or 'good'}")
         if problem:
             failed.append(f"{check}: {problem}")
     return failed
 
 
-def _refused(tool: str) -> str:
+def _sanitized(tool: str, check: str, chosen: str, left_s: float, log: IO[str]) -> str:
+    """What went wrong, empty if nothing."""
+    watched = [tool, "--tool", check, "--target-processes", "all", "--error-exitcode", "97"]
+    tests = [sys.executable, "-m", "pytest", _SMOKE, "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+    (ended,) = children.call(
+        [Command(check, [*watched, *tests, *(["-k", chosen] if chosen else [])], _SANITIZED)], left_s, log
+    )
+    if ended.code is None:
+        return f"not done after {left_s:.0f} s"
+    return "" if ended.code in (0, 5) else f"exit code {ended.code}"
+
+
+def _refused(tool: str, log: IO[str]) -> str:
     """Why the tool does not run a plain CUDA program here; empty if it does."""
     program = "import torch; print(int(torch.arange(4, device='cuda').sum()))"
-    code, printed = gpu.call([tool, "--error-exitcode", "97", sys.executable, "-c", program], _PROBE_S)
-    if code == 0 and "6" in printed.split():
+    command = Command("probe", [tool, "--error-exitcode", "97", sys.executable, "-c", program])
+    (ended,) = children.call([command], _PROBE_S, log)
+    if ended.code == 0 and "6" in ended.printed.split():
         return ""
-    return printed.strip()[-300:] or f"exit code {code}"
-
-
-def _pytest(before: list[str], path: Path, more: list[str], left_s: float, **env: str) -> str:
-    """Runs pytest on `path` and shows what it printed, in $OUT as well; what went wrong, empty if nothing."""
-    command = [*before, sys.executable, "-m", "pytest", str(path), "-q", "-p", "no:cacheprovider"]
-    code, printed = gpu.call([*command, "-m", "gpu or multigpu", *more], left_s, ROOT, **env)
-    problem = f"not done after {left_s:.0f} s" if code is None else f"exit code {code}"
-    print(f"== {' '.join([*before, path.name, *more])}\n{printed}", flush=True)
-    out = _out()
-    if out:
-        (out / f"{path.stem}{'-' + before[2] if before else ''}.txt").write_text(printed)
-    return "" if code in _GOOD_EXITS else problem
-
-
-def _out() -> Path | None:
-    """The folder in $OUT, made if need be."""
-    named = os.environ.get("OUT")
-    if named:
-        Path(named).mkdir(parents=True, exist_ok=True)
-    return Path(named) if named else None
-
-
-def bench(quick: bool) -> list[str]:
-    """Runs the benchmark and writes bench/results/<gpu>.json, to $OUT as well; what failed."""
-    report = harness.run_named("gpu", quick)
-    name = curves.slug(report["machine"].get("gpu", {}).get("name", "")) or "gpu"
-    text = json.dumps(report, indent=1) + "\n"
-    path = RESULTS / f"{name}{'-quick' if quick else ''}.json"
-    path.write_text(text)
-    print(f"written: {path}")
-    out = _out()
-    if out:
-        (out / path.name).write_text(text)
-    return [f"bench: {line}" for line in report["failed"]]
+    return ended.printed.strip()[-300:] or f"exit code {ended.code}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if everything was good, 1 if not, 2 without a device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sanitize", action="store_true", help="the kernel tests under compute-sanitizer instead")
     parser.add_argument("--quick", action="store_true", help="a look, not a measurement")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, tiny; the numbers mean nothing")
+    parser.add_argument("--require", default="", metavar="LIST", help=f"of {', '.join(REQUIREMENTS)}")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, metavar="S", help="default %(default).0f")
+    parser.add_argument("--only", default="", metavar="LIST", help="these sections")
     given = parser.parse_args(argv)
-    if not gpu.has_device():
+    kit.install()
+    try:
+        require = _named(given.require, REQUIREMENTS, "require")
+        known = {section.name: section for section in sections()}
+        chosen = [known[name] for name in _named(given.only, known, "only") or known]
+    except UsageError as error:
+        parser.error(str(error))
+    device = "rehearsal" if given.rehearse else gpu.device_name()
+    if not device:
         said = UsageError("no CUDA device that torch can use", remedy="run it on a machine with a GPU", field="device")
         print(f"{'sanitize: skipped' if given.sanitize else 'gpu'}: {said}", file=sys.stderr)
         return 0 if given.sanitize else 2
-    failed = sanitize() if given.sanitize else [*tests(), *bench(given.quick)]
+    if given.sanitize:
+        with (_out() / "sanitize.log").open("w") as log:
+            return _verdict(sanitize(log))
+    report = prove(
+        "cpu" if given.rehearse else "cuda:0",
+        f"{curves.slug(device)}{'-quick' if given.quick else ''}",
+        quick=given.quick or given.rehearse,
+        require=require,
+        budget_s=given.budget_s,
+        chosen=chosen,
+    )
+    show(report)
+    return _verdict(report["failed"])
+
+
+def _named(text: str, known: dict[str, Any], field: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--{field} names {name!r}", remedy=f"choose of {', '.join(known)}", field=field)
+    return names
+
+
+def show(report: dict[str, Any]) -> None:
+    print(harness.table(report))
+    tests = report["tests"]
+    print(f"tests: {', '.join(f'{tests[what]} {what}' for what in ('passed', 'failed', 'skipped', 'not_run'))}")
+    for told in tests["skips"]:
+        print(f"skipped: {told['n']} of {told['file']}: {told['why']}")
+    for line in report["left_out"]:
+        print(f"left out: {line}")
+
+
+def _verdict(failed: Sequence[str]) -> int:
     for line in failed:
         print(f"FAILED {line}")
     print("all good" if not failed else f"{len(failed)} failed")

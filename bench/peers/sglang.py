@@ -219,6 +219,9 @@ def rows(bed: Bed, quick: bool) -> Iterator[Row]:
     if path is None:
         bed.left_out.append(f"SGLang: not installed, and {environment.SGLANG.name} names no {FILE.name}")
         return
+    if bed.kind == "cpu":
+        bed.left_out.append("SGLang: its kernels need a GPU")
+        return
     peer = Peer(path)
     found: list[Row] = []
     for pair in PAIRS[:1] if quick else PAIRS:

@@ -6,11 +6,14 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from pdstage.bench import curves, gpu, gpu_ipc, gpu_kernels, harness, shapes, variants
+from pdstage.bench import children, curves, gpu, gpu_compile, gpu_ipc, gpu_kernels, gpu_rooms, shapes
+from pdstage.bench.record import Record
+from pdstage.bench.runner import Runner, Section
 from pdstage.errors import UsageError
 from pdstage.plan import Staging
 
@@ -135,8 +138,13 @@ def finite(rows):
 
 def test_sections_give_rows(bed):
     rows = finite(gpu_kernels.runs(bed, True, TINY))
+    noise, *rows = rows
+    assert noise.point["table"] == "noise"
     assert {row.point["run_nbytes"] for row in rows} == {64, 256, 4096}
     assert all((row.target == 0.9) == (row.point["run_nbytes"] >= 256) for row in rows)
+    for row in (noise, *rows):
+        assert row.quartiles[0] <= row.value <= row.quartiles[1]
+        assert row.baseline_quartiles[0] <= row.baseline <= row.baseline_quartiles[1]
     rows = finite(gpu_kernels.models(bed, False, (shapes.PAIRS[5],), (128, 256)))
     assert {(row.point["way"], row.point["tokens"]) for row in rows} == {
         (way, n) for way in ("gather", "scatter") for n in (128, 256)
@@ -168,40 +176,53 @@ def test_a_wrong_kernel_is_not_timed(bed, monkeypatch):
         case.check_agreement()
 
 
-def test_a_section_that_dies_is_named_and_its_rows_are_kept(monkeypatch, tmp_path):
-    runner = gpu.Runner(True, 60, "cpu")
-    row = harness.Row(name="kept", value=1.0, baseline=1.0, unit="x", point={"table": "t"})
-    body = json.dumps({"row": {name: getattr(row, name) for name in harness.Row.__dataclass_fields__}})
-    code = "import sys; open(sys.argv[1], 'w').write(sys.argv[2]); sys.exit('illegal address')"
-    monkeypatch.setattr(
-        runner, "_command", lambda section, out: [sys.executable, "-c", code, str(out), body + '\n{"ro']
-    )
-    runner.run("runs")
-    assert [held.name for held in runner.whole.rows] == ["kept"]
-    assert len(runner.whole.failed) == 1
-    assert runner.whole.failed[0].startswith("runs: exit code 1: illegal address")
-
-
-def test_a_kernel_at_a_time_finds_the_culprit(monkeypatch):
-    runner = gpu.Runner(True, 60)
-    asked = []
-
-    def child(section, only):
-        asked.append(only)
-        return "" if only and only != (variants.CUDA_BULK,) else f"{section} with {only}: illegal address"
-
-    monkeypatch.setattr(runner, "_child", child)
-    runner.run("runs")
-    assert asked == [(), *((v,) for v in variants.ON_GPU)]
-    assert runner.whole.failed == [f"runs with {(variants.CUDA_BULK,)}: illegal address"]
-
-
-def test_a_section_runs_in_a_child():
+def test_a_section_runs_in_a_child(tmp_path):
     """With nothing installed but numpy and torch, and no extension: as on a bare machine."""
-    runner = gpu.Runner(True, 80, "cpu")
-    runner.run("launch")
-    assert not runner.whole.failed
-    assert [row.point["variant"] for row in runner.whole.rows] == ["host"] * len(runner.whole.rows)
+    record = Record([], machine={})
+    with (tmp_path / "log").open("w") as log:
+        running = Runner(record, log, stop_at=time.monotonic() + 80, device="cpu", quick=True)
+        running.run([Section("launch", 80.0)])
+    assert not record.report["failed"]
+    assert [row.point["variant"] for row in record.rows] == ["host"] * len(record.rows)
+
+
+def test_rooms_between_two_processes(bed):
+    """In small, on the CPU: the bytes are compared in there."""
+    pytest.importorskip("msgspec")
+    pytest.importorskip("zmq")
+    rows = finite(gpu_rooms.rows(bed, True))
+    left_out = {said.partition(":")[0].removeprefix("rooms, ") for said in bed.left_out}
+    assert {row.point["transport"] for row in rows} | left_out == set(gpu_rooms.TRANSPORTS)
+    assert {row.point["what"] for row in rows} == {"a room", "8 rooms at once", "one page"}
+
+
+def test_a_room_of_other_bytes_is_no_measurement(bed, monkeypatch):
+    pytest.importorskip("msgspec")
+    monkeypatch.setattr(gpu_rooms, "TRANSPORTS", ("local",))
+    monkeypatch.setattr(gpu_rooms, "_run", lambda *_: (1.0, False))
+    with pytest.raises(RuntimeError, match="a room arrived with other bytes than were sent"):
+        list(gpu_rooms.rows(bed, True))
+
+
+def test_every_kind_of_plan_is_compiled_and_one_that_fails_is_named(bed, monkeypatch):
+    jobs = gpu_compile.jobs(["cuda plain", "triton"])
+    assert len(set(jobs)) == len(jobs)
+    assert {(job.order, job.checksum) for job in jobs if job.variant == "triton"} == {
+        (order, checksum) for order in ("token", "head") for checksum in (False, True)
+    }
+    assert {job.pair for job in jobs if job.way} == set(range(len(shapes.PAIRS)))
+    some = [job for job in gpu_compile.jobs(["host"]) if job.run_nbytes in {1, 12, 256}]
+    assert gpu_compile.compile_all("cpu", some)[1] == []
+
+    def broken(*args, **options):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(gpu_compile, "plan_of", broken)
+    took, failed = gpu_compile.compile_all("cpu", some[:2])
+    assert took >= 0
+    assert len(failed) == 2
+    assert "RuntimeError: no kernel image" in failed[0]
+    assert "run_nbytes=1" in failed[0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -227,7 +248,7 @@ def test_bench_and_gpu_tests_need_nothing_but_numpy_torch_and_pytest():
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env={**gpu.environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env={**children.environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         check=False,

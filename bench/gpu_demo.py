@@ -1,0 +1,86 @@
+"""`pdstage demo` on the GPU: a model's KV cache moves between ranks that share it, and every token is compared."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .harness import Row
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .bed import Bed
+
+_NEEDS = ("msgspec", "zmq", "transformers", "rich")
+TRANSPORTS = ("local", "nixl")
+_TAIL = 500
+
+
+def rows(bed: Bed, quick: bool) -> Iterator[Row]:
+    """By transport: the tokens that decode said beside those that were to be, and the time of a move by each path."""
+    for package in _NEEDS:
+        if importlib.util.find_spec(package) is None:
+            bed.left_out.append(f"demo: {package} is not installed")
+            return
+    from pdstage.transport import available  # noqa: PLC0415  (msgspec, which may not be here)
+
+    missing, failed = dict(available()), []
+    if bed.kind == "cuda" and importlib.util.find_spec("cupy") is None:
+        missing["local"] = "cupy is not installed"
+    for transport in TRANSPORTS:
+        if missing[transport]:
+            bed.left_out.append(f"demo: {transport}: {missing[transport]}")
+            continue
+        told, said = _run(bed, transport)
+        if told is None:
+            failed.append(f"demo, {transport}: {said[-_TAIL:]}")
+            continue
+        yield from _rows(transport, told)
+        if not (told["tokens_identical"] and told["rows_identical"] and told["negative_control_caught"]):
+            failed.append(f"demo, {transport}: tokens or rows differ, or a spoilt page went unseen")
+    if failed:
+        raise RuntimeError("; ".join(failed))
+
+
+def _run(bed: Bed, transport: str) -> tuple[dict[str, Any] | None, str]:
+    """The demo's report, None if it wrote none, and what it printed."""
+    ranks = (
+        ("--prefill-tp", "2", "--decode-tp", "1") if bed.kind != "cpu" else ("--prefill-tp", "1", "--decode-tp", "1")
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "demo.json"
+        command = [sys.executable, "-m", "pdstage.cli", "demo", "--transport", transport, "--device", bed.device]
+        command += [*ranks, "--kv-dtype", "bfloat16", "--requests", "2", "--json", str(path)]
+        done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        print(done.stdout, flush=True)
+        return json.loads(path.read_text()) if path.exists() else None, done.stdout.strip()
+
+
+def _rows(transport: str, told: dict[str, Any]) -> Iterator[Row]:
+    yield Row(
+        name=f"demo, {transport}: new tokens the same as one process's",
+        value=told["new_tokens"] if told["tokens_identical"] else 0,
+        baseline=told["new_tokens"],
+        unit="tokens",
+        target=1.0,
+        detail=f"{told['model']}, TP {told['prefill_tp']} to {told['decode_tp']}, path {told['path']}",
+        point={"table": "demo", "transport": transport, "caught": told["negative_control_caught"]},
+    )
+    moves = {path: sorted(m["seconds"] for m in told["moves"] if m["path"] == path) for path in ("staged", "direct")}
+    if all(moves.values()):
+        middle = {path: took[len(took) // 2] * 1e3 for path, took in moves.items()}
+        yield Row(
+            name=f"demo, {transport}: its caches once more, staged beside direct",
+            value=middle["staged"],
+            baseline=middle["direct"],
+            unit="ms",
+            better="lower",
+            detail=f"{told['moves'][0]['bytes_moved']} bytes; baseline: direct",
+            point={"table": "demo moves", "transport": transport},
+        )
