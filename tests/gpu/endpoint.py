@@ -1,4 +1,4 @@
-"""An endpoint of transport `local` over a GPU's memory, for the contract suite, and in a process of its own."""
+"""An endpoint of a transport over a GPU's memory, for the contract suite, and in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pdstage.transport import open_transport
 
 
 class GpuEndpoint(Endpoint):
-    """Of "local+gpu" or "local+gpu:1". Its memory is torch's, in blocks that hold other tensors too."""
+    """Of "local+gpu" or "nixl+gpu:1". Its memory is torch's, in blocks that hold other tensors too."""
 
     def __init__(self, name: str) -> None:
         transport, _, place = name.partition("+")
         self.device = torch.device(place.replace("gpu", "cuda"))
         self.kind = self.device.type
-        self.own(open_transport(transport), self.allocate())
+        memory = self.allocate()  # and with it the thread's context, without which UCX leaves the GPU alone
+        self.own(open_transport(transport), memory)
 
     def allocate(self):
         torch.empty(1 << 20, dtype=torch.uint8, device=self.device)

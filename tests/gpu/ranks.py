@@ -1,12 +1,16 @@
-"""Nodes whose pools lie on a GPU, and rooms between them: what test_local_ipc.py runs in each of its processes."""
+"""Nodes whose pools lie on a GPU, and rooms between them, in two processes and in one."""
 
 from __future__ import annotations
+
+import multiprocessing
 
 import numpy as np
 import torch
 
-from pdstage import Pool
-from tests.manager.engine import Rank, decode_node, drive, truth
+from pdstage import Pool, State
+from pdstage.control.bootstrap import BootstrapServer
+from pdstage.tools.judge import judge
+from tests.manager.engine import Rank, decode_node, drive, prefill_node, truth
 
 TOKENS, N_ROOMS = 50, 6
 
@@ -38,17 +42,45 @@ class GpuRank(Rank):
         return np.stack([self._row(tensor, pages[t // self.page], t % self.page) for t in range(tokens)])
 
 
-def send(node, rank):
+def write(rank):
+    """The pages of all rooms, which hold what they must."""
+    pages = [rank.allocate(TOKENS) for _ in range(N_ROOMS)]
+    for room, held in enumerate(pages):
+        rank.write(room, TOKENS, held)
+    return pages
+
+
+def send(node, pages):
     """Sends all rooms, each in two chunks."""
     senders = []
-    for room in range(N_ROOMS):
-        pages = rank.allocate(TOKENS)
-        rank.write(room, TOKENS, pages)
+    for room, held in enumerate(pages):
         senders.append(node.send(room))
-        senders[-1].chunk(pages, (0, 20))
-        senders[-1].chunk(pages, (20, TOKENS))
+        senders[-1].chunk(held, (0, 20))
+        senders[-1].chunk(held, (20, TOKENS))
         senders[-1].finish()
     return senders
+
+
+def between_processes(target, transport, folder):
+    """All rooms from `cuda:0` here to a process with its pool on `target`; our node's counts, and the judge's word."""
+    spawn = multiprocessing.get_context("spawn")
+    rank, (ours, theirs) = GpuRank("cuda:0"), spawn.Pipe()
+    with BootstrapServer("127.0.0.1:0") as server:
+        args = (theirs, server.address, target, transport, folder)
+        process = spawn.Process(target=serve_decode, args=args, daemon=True)
+        with prefill_node(rank, server.address, transport=transport, path="staged", journal=folder) as node:
+            process.start()
+            try:
+                senders = send(node, write(rank))
+                drive([node], lambda: all(sender.released for sender in senders) and ours.poll(), 60)
+                assert ours.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
+                stats = node.stats()
+                ours.send("end")
+                process.join(60)
+            finally:
+                process.kill()
+                process.join()
+    return stats, judge([folder])
 
 
 def serve_decode(pipe, address, device, transport, journal):

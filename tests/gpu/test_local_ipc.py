@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -16,15 +14,10 @@ from gpu.endpoint import GpuEndpoint  # noqa: E402
 from gpu.plain import Plain, block  # noqa: E402
 from transport.endpoint import NBYTES, Log, Remote  # noqa: E402
 
-from pdstage import State  # noqa: E402
-from pdstage.control.bootstrap import BootstrapServer  # noqa: E402
 from pdstage.errors import PeerError, TransportError  # noqa: E402
-from pdstage.tools.judge import judge  # noqa: E402
-from tests.manager.engine import drive, prefill_node  # noqa: E402
 
 ITEMS = [3, 60, 8, 8, 0]
 TARGETS = [pytest.param("gpu:0", id="same-gpu"), pytest.param("gpu:1", id="peer-gpu", marks=pytest.mark.multigpu)]
-spawn = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture(params=TARGETS)
@@ -125,22 +118,7 @@ def test_memory_of_expandable_segments_is_refused_in_words():
 @pytest.mark.parametrize("transport", ["local", "auto"])
 def test_rooms_between_two_processes(target, transport, tmp_path):
     """Prefill here, decode in another process, on one GPU and on two; `auto` goes by `local` between them."""
-    rank, (ours, theirs) = ranks.GpuRank("cuda:0"), spawn.Pipe()
-    with BootstrapServer("127.0.0.1:0") as server:
-        args = (theirs, server.address, target.replace("gpu", "cuda"), transport, tmp_path)
-        process = spawn.Process(target=ranks.serve_decode, args=args, daemon=True)
-        with prefill_node(rank, server.address, transport=transport, path="staged", journal=tmp_path) as node:
-            process.start()
-            try:
-                senders = ranks.send(node, rank)
-                drive([node], lambda: all(sender.released for sender in senders) and ours.poll(), 60)
-                assert ours.recv() == [(int(State.SUCCESS), True)] * ranks.N_ROOMS
-                assert node.stats()["sessions_over_local"] == 1
-                ours.send("end")
-                process.join(60)
-            finally:
-                process.kill()
-                process.join()
-    verdict = judge([tmp_path])
+    stats, verdict = ranks.between_processes(target.replace("gpu", "cuda"), transport, tmp_path)
+    assert stats["sessions_over_local"] == 1
     assert not verdict.wrong, "\n".join(verdict.wrong)
     assert verdict.counts["writes seen at both ends"] >= 2 * ranks.N_ROOMS
