@@ -18,7 +18,7 @@ from pdstage.tools.demo.report import Move, Report, RoomReport, show
 KEYS = [
     "transport", "path", "model", "prefill_tp", "decode_tp", "prefill_pp", "decode_pp", "requests", "new_tokens",
     "tokens_identical", "negative_control_caught", "bytes_moved", "descriptors", "seconds",
-    "rows_identical", "aux_rows", "aux_fallbacks", "moves",
+    "rows_identical", "aux_rows", "aux_fallbacks", "moves", "device",
 ]  # fmt: skip
 
 
