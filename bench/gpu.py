@@ -40,6 +40,7 @@ SECTIONS = {
     "models": "gpu_kernels:models",
     "demo": "gpu_demo:rows",
     "fused": "gpu_kernels:fused",
+    "convert": "gpu_convert:rows",
     "ipc": "gpu_ipc:rows",
     "decode": "gpu_beside:decode",
     "gemm": "gpu_beside:gemm",
@@ -49,7 +50,8 @@ ORDER = tuple(
     Section(name, most_s)
     for name, most_s in (
         ("compile", 75.0), ("runs", 100.0), ("launch", 30.0), ("rooms", 60.0), ("sms", 70.0), ("sglang", 70.0),
-        ("models", 90.0), ("fused", 40.0), ("ipc", 40.0), ("decode", 40.0), ("gemm", 40.0),
+        ("models", 90.0), ("fused", 40.0), ("convert", 40.0),
+        ("ipc", 40.0), ("decode", 40.0), ("gemm", 40.0),
     )
 )  # fmt: skip
 BUDGET_S = 420.0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pdstage.bench import children, curves, gpu, gpu_compile, gpu_ipc, gpu_kernels, gpu_rooms, shapes
+from pdstage.bench import children, curves, gpu, gpu_compile, gpu_convert, gpu_ipc, gpu_kernels, gpu_rooms, shapes
 from pdstage.bench.record import Record
 from pdstage.bench.runner import Runner, Section
 from pdstage.errors import UsageError
@@ -202,6 +202,13 @@ def test_a_room_of_other_bytes_is_no_measurement(bed, monkeypatch):
     monkeypatch.setattr(gpu_rooms, "_run", lambda *_: (1.0, False))
     with pytest.raises(RuntimeError, match="a room arrived with other bytes than were sent"):
         list(gpu_rooms.rows(bed, True))
+
+
+def test_conversions_are_measured_beside_plain_copies(bed):
+    rows = finite(gpu_convert.rows(bed, True))
+    assert {(row.point["format"], row.point["way"]) for row in rows} == {
+        (format, way) for format in gpu_convert.FORMATS for way in ("gather", "scatter")
+    }
 
 
 def test_every_kind_of_plan_is_compiled_and_one_that_fails_is_named(bed, monkeypatch):

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def read(tmp_path, name="nvidia-x1", folder="out"):
 def test_what_would_be_missed_most_comes_first(machine, tmp_path):
     assert prove.main([]) == 0
     first = ["compile", "smoke", "runs", "launch", "rooms", "sms", "sglang", "models", "tests", "streams", "demo"]
-    assert machine["ran"] == [*first, "fused", "ipc", "decode", "gemm"]
+    assert machine["ran"] == [*first, "fused", "convert", "ipc", "decode", "gemm"]
     for folder in ("results", "out"):
         report = read(tmp_path, folder=folder)
         assert report["finished"] is True
@@ -443,6 +444,22 @@ def test_a_kit_brings_only_what_is_lacking(tmp_path, monkeypatch):
         assert kit.variables() == {}
     finally:
         kit.used.cache_clear()
+
+
+def test_a_kits_extension_is_put_where_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(kit, "FOLDER", tmp_path / "kit")
+    monkeypatch.setattr(kit, "ROOT", tmp_path)
+    name = f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    (tmp_path / "pdstage").mkdir()
+    kit.install()
+    assert not list((tmp_path / "pdstage").iterdir())
+    (tmp_path / "kit/extension").mkdir(parents=True)
+    (tmp_path / "kit/extension" / name).write_text("of the kit")
+    kit.install()
+    assert (tmp_path / "pdstage" / name).read_text() == "of the kit"
+    (tmp_path / "pdstage" / name).write_text("built here")
+    kit.install()
+    assert (tmp_path / "pdstage" / name).read_text() == "built here"
 
 
 def test_a_kit_is_not_made_over_something_else(tmp_path):
