@@ -92,22 +92,21 @@ class Current(driver.Relaxed):
             self._cuda.setDevice(self._device_before)
 
 
-class CupyRuntime:
+class CupyRuntime(driver.DeviceMemory):
     """A device by its number. Safe to use from several threads; what it allocates it holds."""
 
     threads = 512
     bulk = Bulk()
+    _library: Library
 
     def __init__(self, device: int) -> None:
-        from cupy.cuda import Event, Stream, function, memory, pinned_memory, runtime  # noqa: PLC0415
+        from cupy.cuda import Event, Stream, function, pinned_memory, runtime  # noqa: PLC0415
         from cupy.cuda import device as devices  # noqa: PLC0415
         from cupy.cuda import driver as cupy_driver  # noqa: PLC0415
 
         self._cuda, self._library = runtime, driver.cuda()
         self._driver = cupy_driver
-        self._function, self._memory, self._pinned, self._event, self._stream = (
-            function, memory, pinned_memory, Event, Stream,
-        )  # fmt: skip
+        self._function, self._pinned, self._event, self._stream = function, pinned_memory, Event, Stream
         self.device = device
         with self.current():
             found = devices.Device(device)
@@ -120,6 +119,7 @@ class CupyRuntime:
         self._kernels: dict[Any, Kernel] = {}
         self._lock = threading.Lock()
         self._own: set[int] = set()
+        self.flushes = self._library.flushes(device)
         self.tables = Arena(self)
 
     def current(self) -> Current:
@@ -129,13 +129,6 @@ class CupyRuntime:
         with self.current():
             held = self._pinned.PinnedMemoryPointer(self._pinned.PinnedMemory(nbytes), 0)
         return np.frombuffer(held, np.uint8, nbytes)
-
-    def allocate(self, nbytes: int) -> int:
-        # Not from CuPy's pool: its memory is ordered by the stream that was current when it was asked for.
-        with self.current():
-            held = self._memory.Memory(nbytes)
-        self._held.append(held)
-        return int(held.ptr)
 
     def event(self) -> object:
         with self.current():  # an event can be recorded in streams of its own device only

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from abc import ABC, abstractmethod
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ..errors import PdstageError, TransportError
+from ..errors import PdstageError, TransportError, UsageError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from ..spans import Spans
 
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
@@ -30,6 +33,7 @@ MEMORY_TYPE, IS_MANAGED, ORDINAL, IPC_CAPABLE, RANGE_START, RANGE_NBYTES, MEMPOO
 _RDMA_SUPPORTED, _RDMA_FLUSH_OPTIONS, _RDMA_ORDERING = 116, 117, 118
 _FLUSH_BY_HOST = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
 _OWNER = 100  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER, CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
+_PORTABLE_AND_MAPPED = 3  # CU_MEMHOSTREGISTER_PORTABLE | _DEVICEMAP, and HIP's
 _ADDRESS, _SIZE = ctypes.c_uint64, ctypes.c_size_t
 
 
@@ -53,10 +57,59 @@ class Library(Protocol):
     def allocate(self, nbytes: int) -> int:
         """Memory of the current device, as cudaMalloc gives it: other processes may open it, and NICs write it."""
 
-    def free(self, address: int) -> None: ...
-
     def upload(self, dst_ptr: int, src_ptr: int, nbytes: int, stream: int) -> None:
         """A copy of page-locked host memory to the device, in the stream."""
+
+    def seen_at(self, ptr: int) -> int:
+        """Where kernels find a byte of page-locked host memory; 0 for other memory."""
+
+    def page_lock(self, ptr: int, nbytes: int) -> None: ...
+
+    def page_unlock(self, ptr: int) -> None: ...
+
+    def flushes(self, device: int) -> bool:
+        """Whether what a NIC wrote to the device's memory may be unseen by its kernels until `flush`, as on Ampere."""
+
+    def flush(self) -> None:
+        """Waits until the current device sees all that NICs wrote to it before."""
+
+
+class DeviceMemory(ABC):
+    """What runtimes have of the driver, for `device`, a number."""
+
+    _library: Library
+
+    @abstractmethod
+    def current(self) -> AbstractContextManager[None]:
+        """As `index_ring.Runtime.current`."""
+
+    def allocate(self, nbytes: int) -> int:
+        # Not from CuPy's or torch's pool. What those give may be in use still for what it was before, in the stream
+        # that was current then; and with torch's expandable segments no other process may open it.
+        with self.current():
+            return self._library.allocate(nbytes)
+
+    def page_lock(self, ptr: int, nbytes: int) -> bool:
+        """As `index_ring.Runtime.page_lock`."""
+        last = ptr + nbytes - 1
+        with self.current():
+            if locks := not self._library.seen_at(ptr):
+                self._library.page_lock(ptr, nbytes)
+            if (self._library.seen_at(ptr), self._library.seen_at(last)) == (ptr, last):
+                return locks
+            if locks:
+                self._library.page_unlock(ptr)
+        raise UsageError(
+            f"{nbytes} bytes at {ptr:#x} are not all page-locked", remedy="page-lock all of it, or nothing"
+        )
+
+    def page_unlock(self, ptr: int) -> None:
+        with self.current():
+            self._library.page_unlock(ptr)
+
+    def flush(self) -> None:
+        with self.current():
+            self._library.flush()
 
 
 class _Attributes(ctypes.Structure):
@@ -135,9 +188,6 @@ class Cuda:
         _check("cuMemAlloc", self._slow.cuMemAlloc_v2(ctypes.byref(found), _SIZE(nbytes)))
         return found.value
 
-    def free(self, address: int) -> None:
-        _check("cuMemFree", self._slow.cuMemFree_v2(_ADDRESS(address)))
-
     def upload(self, dst_ptr: int, src_ptr: int, nbytes: int, stream: int) -> None:
         what = (_ADDRESS(dst_ptr), ctypes.c_void_p(src_ptr), _SIZE(nbytes), ctypes.c_void_p(stream))
         _check("cuMemcpyHtoDAsync", self._quick.cuMemcpyHtoDAsync_v2(*what))
@@ -157,6 +207,18 @@ class Cuda:
                 ctypes.byref(attributes), ctypes.byref(first), _SIZE(1), *self._fault, ctypes.c_void_p(stream),
             )
         )  # fmt: skip
+
+    def seen_at(self, ptr: int) -> int:
+        found = _ADDRESS()
+        failed = self._quick.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(ptr), 0)
+        return 0 if failed else found.value
+
+    def page_lock(self, ptr: int, nbytes: int) -> None:
+        what = (ctypes.c_void_p(ptr), _SIZE(nbytes), _PORTABLE_AND_MAPPED)
+        _check("cuMemHostRegister", self._slow.cuMemHostRegister_v2(*what))
+
+    def page_unlock(self, ptr: int) -> None:
+        _check("cuMemHostUnregister", self._slow.cuMemHostUnregister(ctypes.c_void_p(ptr)))
 
     def attribute(self, which: int, address: int) -> int:
         """A CUpointer_attribute as an integer; 0 where the driver does not know the address or the attribute."""
@@ -179,7 +241,6 @@ class Cuda:
         return not failed and bool(active.value)
 
     def flushes(self, device: int) -> bool:
-        """Whether what a NIC wrote to the device's memory may be unseen by its kernels until `flush`, as on Ampere."""
         supported, options, ordering = (
             self._device_attribute(which, device) for which in (_RDMA_SUPPORTED, _RDMA_FLUSH_OPTIONS, _RDMA_ORDERING)
         )
@@ -190,7 +251,6 @@ class Cuda:
         return 0 if self._quick.cuDeviceGetAttribute(ctypes.byref(found), which, device) else found.value
 
     def flush(self) -> None:
-        """Waits until the current device sees all that NICs wrote to it before (cuFlushGPUDirectRDMAWrites)."""
         _check("cuFlushGPUDirectRDMAWrites", self._slow.cuFlushGPUDirectRDMAWrites(0, _OWNER))
 
 
@@ -222,12 +282,21 @@ class Hip:
         _check("hipMalloc", self._slow.hipMalloc(ctypes.byref(found), _SIZE(nbytes)))
         return found.value or 0
 
-    def free(self, address: int) -> None:
-        _check("hipFree", self._slow.hipFree(ctypes.c_void_p(address)))
-
     def upload(self, dst_ptr: int, src_ptr: int, nbytes: int, stream: int) -> None:
         what = (ctypes.c_void_p(dst_ptr), ctypes.c_void_p(src_ptr), _SIZE(nbytes), ctypes.c_void_p(stream))
         _check("hipMemcpyHtoDAsync", self._quick.hipMemcpyHtoDAsync(*what))
+
+    def seen_at(self, ptr: int) -> int:
+        found = ctypes.c_void_p()
+        failed = self._quick.hipHostGetDevicePointer(ctypes.byref(found), ctypes.c_void_p(ptr), 0)
+        return 0 if failed else found.value or 0
+
+    def page_lock(self, ptr: int, nbytes: int) -> None:
+        what = (ctypes.c_void_p(ptr), _SIZE(nbytes), _PORTABLE_AND_MAPPED)
+        _check("hipHostRegister", self._slow.hipHostRegister(*what))
+
+    def page_unlock(self, ptr: int) -> None:
+        _check("hipHostUnregister", self._slow.hipHostUnregister(ctypes.c_void_p(ptr)))
 
     def flushes(self, device: int) -> bool:
         return False

@@ -39,8 +39,21 @@ class Runtime(Protocol):
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         """Page-locked host memory."""
 
+    flushes: bool
+    """Whether kernels see what a NIC wrote to the device's memory only after `flush`."""
+
+    def flush(self) -> None: ...
+
+    def page_lock(self, ptr: int, nbytes: int) -> bool:
+        """Lets kernels read and write host memory, where it is, until `page_unlock(ptr)`; false where they may already.
+
+        Raises `UsageError` where they could not.
+        """
+
+    def page_unlock(self, ptr: int) -> None: ...
+
     def allocate(self, nbytes: int) -> int:
-        """Device memory, held as long as the runtime; its address."""
+        """Device memory, held as long as the runtime; its address. NICs write it, and other processes may open it."""
 
     def reserve(self) -> None:
         """Plans are to come, and nobody waits yet: allocates what their tables may need."""

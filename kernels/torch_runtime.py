@@ -48,7 +48,7 @@ class Current(driver.Relaxed):
         self._device.__exit__(None, None, None)
 
 
-class TorchRuntime:
+class TorchRuntime(driver.DeviceMemory):
     """Of "cuda:1", or of "cuda", the current one. Streams are `cudaStream_t` or `hipStream_t` as integers."""
 
     def __init__(self, device: str) -> None:
@@ -61,6 +61,7 @@ class TorchRuntime:
         self._context = self._library.primary(self.device.index)
         self._own: dict[int, torch.cuda.Stream] = {}
         self._streams: dict[int, torch.cuda.Stream] = {0: torch.cuda.default_stream(self.device)}
+        self.flushes = self._library.flushes(self.device.index)
         self.tables = Arena(self)
 
     def current(self) -> Current:
@@ -71,11 +72,6 @@ class TorchRuntime:
         with self.current():
             held: NDArray[np.uint8] = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True).numpy()
         return held
-
-    def allocate(self, nbytes: int) -> int:
-        # Not from torch's pool: kernels may be under way still that use what it gives for what it was before.
-        with self.current():
-            return self._library.allocate(nbytes)
 
     def event(self) -> torch.cuda.Event:
         return self._torch.cuda.Event()  # type: ignore[no-untyped-call]

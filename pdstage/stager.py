@@ -13,7 +13,8 @@ import logging
 import mmap
 import os
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     _Plans: TypeAlias = tuple[tuple[int, Plan], ...]
     _Copy: TypeAlias = Callable[[Plan, int, Mapping[str, Index], int | None, int], None]
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 256
@@ -47,25 +50,82 @@ _LARGE_NBYTES = 512 << 10
 _AT_ONCE = 32
 
 
-class Memory:
-    """Staging memory of this process: page-aligned, or a caller's tensor or array of bytes; on `device`, as the pool.
+_released: WeakKeyDictionary[Runtime, dict[int, list[int]]] = WeakKeyDictionary()
+"""Staging memory on a device that nobody uses any more, by its bytes. Another process may have it open still, so it
+cannot be freed (cudaIpcCloseMemHandle): the next node has it.
+"""
 
-    `mappable`: host memory is allocated such that peers on this host can map it, where the system has such memory.
-    Raises `UsageError` for a tensor that is elsewhere.
+
+def place_of(staging: object, device: str, staging_on: str) -> str:
+    """Where the staging memory of a pool on `device` lies: as the tensor `staging`, or else as `staging_on` says.
+
+    "pool" is the pool's device, "host" page-locked memory of this host.
+    """
+    if staging is None:
+        return "cpu" if staging_on == "host" else device
+    return _address_of(staging)[2]
+
+
+class Memory:
+    """Staging memory of this process: page-aligned, or a caller's tensor or array of bytes.
+
+    It is on `device`, as the pool, or in host memory, which is page-locked then so that the pool's kernels reach it;
+    `runtime` is that device's. `mappable`: host memory is allocated such that peers on this host can map it, where the
+    system has such memory. Raises `UsageError` for a tensor that is elsewhere.
     """
 
-    def __init__(self, nbytes: int, tensor: object = None, device: str = "cpu", *, mappable: bool = False) -> None:
-        kind, _, number = device.partition(":")
-        if tensor is None:
-            tensor = _allocate(nbytes, kind, device, mappable)
-        base, nbytes, where = _address_of(tensor)
-        if where.partition(":")[0] != kind or (number or "0") != (where.partition(":")[2] or "0"):
-            raise UsageError(f"staging memory on {where} for a pool on {device}", remedy="give a tensor on its device")
-        self._held: object = tensor
+    def __init__(
+        self,
+        nbytes: int,
+        tensor: object = None,
+        device: str = "cpu",
+        *,
+        mappable: bool = False,
+        runtime: Runtime | None = None,
+        staging_on: str = "pool",
+    ) -> None:
+        where = place_of(tensor, device, staging_on)
+        if not (_same(where, device) or (where == "cpu" and runtime is not None)):
+            raise UsageError(
+                f"staging memory on {where} for a pool on {device}", remedy="give a tensor on its device, or on the CPU"
+            )
+        self._runtime, self._kept, self._locked = runtime, 0, False
+        self._held = tensor
+        base, nbytes = self._allocate(nbytes, where, mappable) if tensor is None else _address_of(tensor)[:2]
+        kind, _, number = where.partition(":")
         self.region = Region(base, nbytes, kind, int(number or 0))
+        if runtime is not None and not _same(where, device):
+            self._locked = _granted(nbytes, "page-locked", lambda: runtime.page_lock(base, nbytes))
+
+    def _allocate(self, nbytes: int, where: str, mappable: bool) -> tuple[int, int]:
+        """Address and bytes."""
+        if nbytes < 1:
+            raise UsageError(f"staging_nbytes is {nbytes}", remedy="give a positive number of bytes")
+        if where != "cpu":
+            runtime = self._runtime
+            if runtime is None:
+                raise UsageError(f"staging memory on {where} without its runtime", remedy="give the pool's runtime")
+            spare = _released.setdefault(runtime, {}).get(nbytes)
+            base = spare.pop() if spare else _granted(nbytes, f"on {where}", lambda: runtime.allocate(nbytes))
+            self._kept = base
+            return base, nbytes
+        here = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+        if nbytes > here:  # what is touched beyond it ends the process
+            what = f"staging_nbytes is {nbytes}, and this machine has {here} bytes of memory"
+            raise UsageError(what, remedy="give less")
+        array = _granted(nbytes, "on cpu", lambda: _host_memory(nbytes, mappable))
+        self._held = array
+        return array.ctypes.data, array.nbytes
 
     def release(self) -> None:
-        """Nobody uses it any more; what was allocated here goes back to the system."""
+        """Nobody uses it any more; what was allocated here goes back to the system, or to the next node."""
+        runtime, region = self._runtime, self.region
+        if runtime is not None and self._locked:
+            runtime.page_unlock(region.base)
+            self._locked = False
+        if runtime is not None and self._kept:
+            _released[runtime].setdefault(region.nbytes, []).append(self._kept)
+            self._kept = 0
         self._held = None
 
     def parts(self, n: int) -> list[Region]:
@@ -80,16 +140,18 @@ class Memory:
         return [Region(base + part * nbytes, nbytes, self.region.kind, self.region.device) for part in range(n)]
 
 
-def _allocate(nbytes: int, kind: str, device: str, mappable: bool) -> object:
-    if nbytes < 1:
-        raise UsageError(f"staging_nbytes is {nbytes}", remedy="give a positive number of bytes")
-    here = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-    if kind == "cpu" and nbytes > here:  # what is touched beyond it ends the process
-        raise UsageError(f"staging_nbytes is {nbytes}, and this machine has {here} bytes of memory", remedy="give less")
+def _same(one: str, other: str) -> bool:
+    """Whether two devices are the same; "cuda" is "cuda:0"."""
+    (kind, _, number), (other_kind, _, other_number) = one.partition(":"), other.partition(":")
+    return (kind, number or "0") == (other_kind, other_number or "0")
+
+
+def _granted(nbytes: int, where: str, ask: Callable[[], T]) -> T:
+    """What `ask` gives; raises `UsageError` where the system has not so much."""
     try:
-        return _host_memory(nbytes, mappable) if kind == "cpu" else _device_memory(nbytes, device)
+        return ask()
     except (OSError, MemoryError, RuntimeError) as error:
-        what = f"{nbytes} bytes of staging memory on {device} cannot be had ({error})"
+        what = f"{nbytes} bytes of staging memory {where} cannot be had ({error})"
         raise UsageError(what, remedy="lower staging_nbytes, or free memory there") from error
 
 
@@ -105,12 +167,6 @@ def _host_memory(nbytes: int, mappable: bool) -> NDArray[np.uint8]:
     memory = np.frombuffer(held, np.uint8)
     memory[:: mmap.PAGESIZE] = 0
     return memory
-
-
-def _device_memory(nbytes: int, device: str) -> object:
-    import torch  # noqa: PLC0415
-
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _address_of(tensor: object) -> tuple[int, int, str]:

@@ -126,9 +126,77 @@ def test_memory_must_be_where_the_pool_is():
         Memory(0, np.zeros(2048, np.uint8)).parts(9)
 
 
+class Allocator:
+    """What `Memory` asks of a device's runtime."""
+
+    def __init__(self):
+        self.calls, self.locked = [], {}
+
+    def allocate(self, nbytes):
+        self.calls.append(("allocate", nbytes))
+        return len(self.calls) << 32
+
+    def page_lock(self, ptr, nbytes):
+        if ptr in self.locked:
+            return False
+        self.locked[ptr] = nbytes
+        return True
+
+    def page_unlock(self, ptr):
+        del self.locked[ptr]
+
+
+def test_a_gpus_staging_memory_is_its_drivers_and_is_not_freed_but_kept_for_the_next():
+    """A peer may have it open still (CUDA IPC), and torch's pool may be of a kind that none can open."""
+    runtime = Allocator()
+    first = Memory(1 << 20, None, "cuda:1", runtime=runtime)
+    assert first.region == Region(1 << 32, 1 << 20, "cuda", 1)
+    second = Memory(1 << 20, None, "cuda:1", runtime=runtime)
+    assert second.region.base != first.region.base
+    first.release()
+    first.release()
+    assert Memory(1 << 20, None, "cuda:1", runtime=runtime).region == first.region
+    assert Memory(2 << 20, None, "cuda:1", runtime=runtime).region.base not in (first.region.base, second.region.base)
+    assert [name for name, _ in runtime.calls] == ["allocate"] * 3
+    assert not runtime.locked
+
+
+@pytest.mark.parametrize("mappable", [True, False])
+def test_host_staging_of_a_gpus_pool_is_page_locked_and_told_as_host_memory(mappable):
+    runtime = Allocator()
+    memory = Memory(1 << 20, None, "cuda:1", mappable=mappable, runtime=runtime, staging_on="host")
+    base = memory.region.base
+    assert (memory.region.kind, memory.region.device) == ("cpu", 0)
+    assert runtime.locked == {base: memory.region.nbytes}
+    assert {part.kind for part in memory.parts(2)} == {"cpu"}
+    memory.release()
+    assert not runtime.locked, "before it goes back to the system"
+    assert not runtime.calls
+
+
+def test_a_callers_host_memory_is_page_locked_unless_it_is_already():
+    runtime, given = Allocator(), np.zeros(8192, np.uint8)
+    memory = Memory(0, given, "cuda:0", runtime=runtime)
+    assert runtime.locked == {given.ctypes.data: 8192}
+    again = Memory(0, given, "cuda:0", runtime=runtime)
+    again.release()
+    assert runtime.locked, "it was not locked by this one"
+    memory.release()
+    assert not runtime.locked
+
+
+def test_a_pool_in_host_memory_locks_nothing():
+    Memory(4096, None, "cpu", runtime=None, staging_on="host").release()
+
+
 def test_memory_that_cannot_be_had_is_refused_in_words(monkeypatch):
     with pytest.raises(UsageError, match="this machine has"):
         Memory(1 << 60)
+    runtime = Allocator()
+    runtime.allocate = runtime.page_lock = mock.Mock(side_effect=RuntimeError("cuMemAlloc failed with 2"))
+    for where in ("pool", "host"):
+        with pytest.raises(UsageError, match="staging memory (on cuda:0|page-locked) cannot be had .*failed with 2"):
+            Memory(4096, None, "cuda:0", runtime=runtime, staging_on=where)
     monkeypatch.setattr("pdstage.stager._host_memory", mock.Mock(side_effect=OSError(12, "Cannot allocate memory")))
     with pytest.raises(UsageError, match="Cannot allocate memory"):
         Memory(4096)

@@ -140,6 +140,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         path: str = "auto",
         staging_nbytes: int = 256 << 20,
         staging: object = None,
+        staging_on: str = "pool",
         n_lanes: int = 2,
         bind: str = "tcp://127.0.0.1:0",
         config: Config | None = None,
@@ -155,10 +156,10 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         journal: str | os.PathLike[str] | None = None,
     ) -> None:
         options = NodeOptions(
-            transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_lanes, staging=staging, bind=bind,
-            config=config, progress=progress, switch_interval_s=switch_interval_s, copy_thread=copy_thread,
-            max_sms=max_sms, insecure=insecure, keys=keys, aux=aux, metadata=metadata, observers=observers,
-            journal=journal,
+            transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_lanes, staging=staging,
+            staging_on=staging_on, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
+            copy_thread=copy_thread, max_sms=max_sms, insecure=insecure, keys=keys, aux=aux, metadata=metadata,
+            observers=observers, journal=journal,
         )  # fmt: skip
         super().__init__(pool, topology, options)
         self.path = path

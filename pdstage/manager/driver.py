@@ -553,6 +553,7 @@ class DeviceDriver(Driver):
     def __init__(self, node: Role[Any, Any], progress: str, switch_interval_s: float | None, runtime: Runtime) -> None:
         super().__init__(node, progress, switch_interval_s)
         self._runtime = runtime
+        self._flushes = node.role == "decode" and runtime.flushes
 
     def device(self) -> AbstractContextManager[object]:
         return self._runtime.current()
@@ -564,6 +565,12 @@ class DeviceDriver(Driver):
     def _push(self) -> bool:
         with self.device():
             return super()._push()
+
+    def _carry_out(self, effects: Sequence[Effect]) -> bool:
+        """Before anybody reads what a NIC wrote, a scatter's kernel or an engine told of success: once for all."""
+        if self._flushes and any(isinstance(effect, Scatter | Changed) for effect in effects):
+            self._runtime.flush()
+        return super()._carry_out(effects)
 
 
 def _is_closed() -> UsageError:

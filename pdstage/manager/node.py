@@ -11,7 +11,7 @@ import threading
 import time
 from abc import abstractmethod
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar, cast
 
 import pdstage
 from pdstage import arguments
@@ -65,8 +65,6 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
     With `async with` the event loop goes on while the node closes, and turns it, if it is inline, until then.
     """
 
-    role: ClassVar[str]
-    """ "prefill" or "decode"."""
     path: str
     """ "auto", "direct" or "staged"."""
 
@@ -99,7 +97,10 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             self.transport = options.open_transport(pool, self.config, writes=writes)
             opened.callback(self.transport.close)
             mappable = not writes and self.transport.traits.maps
-            self.memory = Memory(options.staging_nbytes, options.staging, pool.device, mappable=mappable)
+            self.memory = Memory(
+                options.staging_nbytes, options.staging, pool.device,
+                mappable=mappable, runtime=runtime, staging_on=options.staging_on,
+            )  # fmt: skip
             opened.callback(self.memory.release)
             self.parts = self.memory.parts(options.n_parts)
             self._copy_thread = CopyThread(self._wake)

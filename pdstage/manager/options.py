@@ -14,6 +14,7 @@ from pdstage.control.address import Address
 from pdstage.errors import UsageError
 from pdstage.metadata import WAYS, MetadataBuffers
 from pdstage.protocol.config import Config
+from pdstage.stager import place_of
 from pdstage.transport import Transport, open_from_config, supporting
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pdstage.manager.observer import Observer
 
 PATHS = ("auto", "direct", "staged")
+STAGING_ON = ("pool", "host")
 
 
 DEFAULT_SWITCH_S = 1e-4
@@ -42,6 +44,7 @@ class NodeOptions:
     path: str
     staging_nbytes: int
     staging: object
+    staging_on: str
     n_parts: int
     """Send buffers at prefill, lanes at decode."""
     bind: str
@@ -74,6 +77,7 @@ class NodeOptions:
         metadata = self.metadata
         if metadata is not None:
             arguments.instance("metadata", metadata, MetadataBuffers)
+        arguments.choice("staging_on", self.staging_on, STAGING_ON)
         arguments.text("bind", self.bind)
         arguments.choice("progress", self.progress, ("inline", "thread"))
         if self.switch_interval_s is not None:
@@ -124,11 +128,32 @@ class NodeOptions:
                 given.close()
             raise
         try:
-            _check_memory(pool, opened)
+            self._check_memory(pool, opened)
         except UsageError:
             opened.close()
             raise
         return opened
+
+    def _check_memory(self, pool: Pool, transport: Transport) -> None:
+        """Raises `UsageError` where staging memory and pool are of a kind that the transport does not move."""
+        where, traits = place_of(self.staging, pool.device, self.staging_on), transport.traits
+        on_device, staged = pool.device.partition(":")[0], where.partition(":")[0]
+        if staged == "cpu" != on_device and self.path != "staged":
+            raise UsageError(
+                f"path {self.path!r} of a pool on {pool.device} with staging memory on {where}",
+                remedy='choose path="staged", or have staging memory where the pool is',
+                path=self.path,
+            )
+        if staged in traits.kinds:
+            return
+        able, mine = ", ".join(supporting([staged])), "this pool and its" if staged == on_device else "this pool's"
+        raise UsageError(
+            f"transport {traits.name!r} moves {' and '.join(sorted(traits.kinds))} memory only, "
+            f"and {mine} staging memory {'are' if staged == on_device else 'is'} on {where}",
+            remedy=f"choose a transport that moves it: {able}" if able else "install one that moves it: none is here",
+            transport=traits.name,
+            device=where,
+        )
 
 
 def check_observers(observers: object) -> None:
@@ -158,18 +183,3 @@ def check_path(path: str, config: Config, *, writes: bool) -> None:
             remedy='choose path="staged" or "auto", or do without checksums',
             path=path,
         )
-
-
-def _check_memory(pool: Pool, transport: Transport) -> None:
-    """A pool lies on one device, and its staging memory with it: one kind is moved on every path."""
-    kind, traits = pool.device.partition(":")[0], transport.traits
-    if kind in traits.kinds:
-        return
-    able = ", ".join(supporting([kind]))
-    raise UsageError(
-        f"transport {traits.name!r} moves {' and '.join(sorted(traits.kinds))} memory only, "
-        f"and this pool and its staging memory are on {pool.device}",
-        remedy=f"choose a transport that moves it: {able}" if able else "install one that moves it: none is here",
-        transport=traits.name,
-        device=pool.device,
-    )

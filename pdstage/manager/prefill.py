@@ -129,7 +129,9 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     one on the host of `bind`, at `bootstrap_address`. Where the engine keeps the directory itself, `publish` is false,
     and `advert` is what to put there.
     `staging_nbytes` are split into `n_buffers` send buffers; `staging` is a tensor or numpy array to use for them
-    instead of memory of the node's own. `path` is "auto" (by cost), "staged" or "direct". `bind` is the control
+    instead of memory of the node's own. `staging_on` is "pool", where the pool lies, or "host", page-locked memory of
+    this host, for a pool on a GPU whose memory no NIC reaches (no GPUDirect); then, and with a tensor in host memory,
+    `path` must be "staged". `path` is "auto" (by cost), "staged" or "direct". `bind` is the control
     socket's address; beyond loopback it takes `keys`, a key file's path or `Keys`, or else `insecure` must be true, and
     so for the directory. `config` holds deadlines and limits. `progress` is "inline" (polls do the work) or "thread";
     then `switch_interval_s` is the most that Python's switch interval may be in this process, None leaves it as it is.
@@ -157,6 +159,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         path: str = "auto",
         staging_nbytes: int = 256 << 20,
         staging: object = None,
+        staging_on: str = "pool",
         n_buffers: int = 4,
         bind: str = "tcp://127.0.0.1:0",
         config: Config | None = None,
@@ -181,9 +184,9 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         self._costs = costs(calibration)
         options = NodeOptions(
             transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_buffers, staging=staging,
-            bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s, copy_thread=copy_thread,
-            max_sms=max_sms, insecure=insecure, keys=keys, aux=aux, metadata=metadata, observers=observers,
-            journal=journal,
+            staging_on=staging_on, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
+            copy_thread=copy_thread, max_sms=max_sms, insecure=insecure, keys=keys, aux=aux, metadata=metadata,
+            observers=observers, journal=journal,
         )  # fmt: skip
         super().__init__(pool, topology, options)
         self._positional = {component.name for component in pool.layout.components if component.positional}

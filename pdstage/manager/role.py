@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeAlias, TypeVar
 
 from pdstage.protocol.decode import DecodeCore, DecodeEffect
 from pdstage.protocol.decode_chunks import Scatter
@@ -36,6 +36,8 @@ class Role(ABC, Generic[AnyCore, Own]):
     `observed` is None where nobody observes: then nothing is timed. `journal` is None where none is written.
     """
 
+    role: ClassVar[str]
+    """ "prefill" or "decode"."""
     config: Config
     core: AnyCore
     socket: ControlSocket

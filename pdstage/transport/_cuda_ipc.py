@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 _NOT_READY = 600  # cudaErrorNotReady
 _REMEDY = (
-    "give staging memory of cudaMalloc (torch without expandable_segments and without cudaMallocAsync), "
-    "or let auto take another transport"
+    "leave staging memory to the node, or give memory of cudaMalloc (torch without expandable_segments and without "
+    "cudaMallocAsync), or let auto take another transport"
 )
 
 

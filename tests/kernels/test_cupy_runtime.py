@@ -30,6 +30,10 @@ class Cuda:
     def in_use(self, device):
         return device in self.used
 
+    def allocate(self, nbytes):
+        assert self.mode == driver.RELAXED
+        return 1000 + self.device
+
     def capture_mode(self, mode):
         before, self.mode = self.mode, mode
         return before
@@ -64,7 +68,6 @@ def runtime_on(cuda, device):
     made = CupyRuntime.__new__(CupyRuntime)
     made._cuda, made._library, made.device, made._held, made._own = cuda, cuda, device, [], set()
     made._event = lambda **_: SimpleNamespace(on=cuda.device, ptr=7)
-    made._memory = SimpleNamespace(Memory=lambda nbytes: SimpleNamespace(ptr=1000 + cuda.device))
     made._stream = lambda **_: SimpleNamespace(ptr=2000 + cuda.device)
     return made
 

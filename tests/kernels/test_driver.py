@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+from pdstage.errors import UsageError
 from pdstage.kernels import driver, torch_runtime
 from pdstage.kernels.driver import DriverError
 
@@ -34,8 +35,17 @@ int cuCtxSetCurrent(void *context) { bound = context; return fails; }
 int cuDevicePrimaryCtxRetain(void **found, int of) { device = of; *found = (void *)0x7f0000000010; return fails; }
 int cuMemAlloc_v2(uint64_t *found, size_t n) { given[0] = n; *found = 0x7f1234567800; return fails; }
 int hipMalloc(void **found, size_t n) { given[0] = n; *found = (void *)0x7f1234567800; return fails; }
-int cuMemFree_v2(uint64_t at) { given[0] = at; return fails; }
-int hipFree(void *at) { given[0] = (uint64_t)at; return fails; }
+uint64_t locked, n_locked;
+static int seen(uint64_t *found, uint64_t at) { *found = at; return at - locked < n_locked ? 0 : 1; }
+static int lock(void *at, size_t n, unsigned flags) {
+    if (flags != 3) return 1;
+    locked = (uint64_t)at, n_locked = n; return fails; }
+int cuMemHostGetDevicePointer_v2(uint64_t *found, void *at, unsigned f) { return f ? 1 : seen(found, (uint64_t)at); }
+int hipHostGetDevicePointer(void **found, void *at, unsigned f) { return seen((uint64_t *)found, (uint64_t)at); }
+int cuMemHostRegister_v2(void *at, size_t n, unsigned flags) { return lock(at, n, flags); }
+int hipHostRegister(void *at, size_t n, unsigned flags) { return lock(at, n, flags); }
+int cuMemHostUnregister(void *at) { if (locked != (uint64_t)at) return 1; n_locked = 0; return 0; }
+int hipHostUnregister(void *at) { return cuMemHostUnregister(at); }
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t n, void *stream) { return upload(to, from, n, stream); }
 int hipMemcpyHtoDAsync(void *to, const void *from, size_t n, void *s) { return upload((uint64_t)to, from, n, s); }
 int cuFlushGPUDirectRDMAWrites(int target, int scope) { flushed = target ? -1 : scope; return fails; }
@@ -93,10 +103,27 @@ def test_a_mode_that_cannot_be_exchanged_is_left(library, path):
 def test_addresses_and_sizes_keep_their_64_bits(library, path):
     assert library.allocate(5 << 32) == ADDRESS
     assert given(path, 1) == [5 << 32]
-    library.free(ADDRESS)
-    assert given(path, 1) == [ADDRESS]
     library.upload(ADDRESS, ADDRESS + 8, 3 << 32, ADDRESS + 16)
     assert given(path, 4) == [ADDRESS, ADDRESS + 8, 3 << 32, ADDRESS + 16]
+
+
+class Device(driver.DeviceMemory):
+    def __init__(self, library):
+        self._library = library
+
+    def current(self):
+        return driver.Relaxed(self._library)
+
+
+def test_host_memory_is_page_locked_once_and_all_of_it(library):
+    device, nbytes = Device(library), 5 << 32
+    assert device.page_lock(ADDRESS, nbytes) is True
+    assert device.page_lock(ADDRESS + 4096, nbytes - 4096) is False, "as of torch's pinned tensors: not ours to undo"
+    with pytest.raises(UsageError, match="not all page-locked"):
+        device.page_lock(ADDRESS, nbytes + 1)
+    assert library.seen_at(ADDRESS) == ADDRESS, "not ours to undo"
+    device.page_unlock(ADDRESS)
+    assert library.seen_at(ADDRESS) == 0
 
 
 def test_a_call_that_fails_says_which_and_how(library, path):

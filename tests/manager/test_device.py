@@ -14,7 +14,10 @@ import pytest
 
 from pdstage import State, UsageError
 from pdstage.kernels import Plan
+from pdstage.manager.driver import Driver
 from pdstage.manager.options import DEFAULT_MAX_SMS
+from pdstage.protocol.decode_chunks import Scatter
+from pdstage.protocol.session import Send
 from pdstage.transport.local import LocalTransport
 from tests.manager.engine import Rank, drive
 
@@ -28,7 +31,9 @@ VERBS = (
 class Device:
     """Knows which threads it is current in."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, flushes: bool = False) -> None:
+        self.flushes = flushes
+        self.log: list[str] = []
         self.thread = threading.local()
         self.n_entered = self.n_reserved = 0
 
@@ -45,6 +50,10 @@ class Device:
     def depth(self) -> int:
         return getattr(self.thread, "depth", 0)
 
+    def flush(self) -> None:
+        assert self.depth
+        self.log.append("flush")
+
     def new_stream(self) -> int:
         return 0
 
@@ -60,6 +69,7 @@ class Device:
 
     def record(self, event: object, stream: int) -> None:
         assert self.depth
+        self.log.append("copy")
 
     def done(self, event: object) -> bool:
         assert self.depth
@@ -186,3 +196,45 @@ def test_what_is_no_number_of_multiprocessors_is_refused_at_the_start(site, give
     for make in (site.prefill, site.decode):
         with pytest.raises(UsageError, match="max_sms is"):
             make(Rank(), max_sms=given)
+
+
+@pytest.mark.parametrize("path", ["staged", "direct"])
+@pytest.mark.parametrize("flushes", [True, False])
+def test_what_a_nic_wrote_is_flushed_before_it_is_read_once_for_a_turns_chunks(site, monkeypatch, path, flushes):
+    """Where the device does not order a NIC's writes before its kernels' reads: Ampere."""
+    devices = [Device(flushes=flushes) for _ in range(2)]
+    src, dst = (rank_on(one, monkeypatch) for one in devices)
+    p, d = site.prefill(src, path=path), site.decode(dst, path=path)
+    receiver, sender = d.receive(1, site.address), p.send(1)
+    receiver.bind(dst.allocate(TOKENS), TOKENS)
+    pages = src.allocate(TOKENS)
+    for at in range(0, TOKENS, 10):
+        sender.chunk(pages, (at, at + 10))
+    sender.finish()
+    told = d.roster.changed
+    monkeypatch.setattr(d.roster, "changed", lambda *args: devices[1].log.append(str(args[1] & 0x7F)) or told(*args))
+    drive([p, d], lambda: receiver.released and sender.released)
+    assert receiver.state is State.SUCCESS
+    assert "flush" not in devices[0].log, "prefill reads nothing that a NIC wrote"
+    log = devices[1].log
+    if not flushes:
+        assert "flush" not in log
+        return
+    for n, what in enumerate(log):
+        if what in ("copy", str(int(State.SUCCESS))):
+            assert "flush" in log[:n]
+    assert log.count("copy") == (3 if path == "staged" else 0)
+
+
+def test_several_scatters_of_a_turn_are_one_flush(site, monkeypatch):
+    device = Device(flushes=True)
+    d = site.decode(rank_on(device, monkeypatch))
+    carried = []
+    monkeypatch.setattr(Driver, "_carry_out", lambda _, effects: carried.append(effects) or False)
+    effects = [Scatter(ticket, mock.Mock()) for ticket in range(3)]
+    with device.current():
+        d.driver._carry_out(effects)
+        d.driver._carry_out([Send(b"", b"")])
+    monkeypatch.undo()
+    assert len(carried) == 2
+    assert device.log == ["flush"]

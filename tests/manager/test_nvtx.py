@@ -20,6 +20,7 @@ class Device:
         self.open = []
 
     current = contextlib.nullcontext
+    flushes = False
 
     def reserve(self):
         pass

@@ -49,7 +49,7 @@ def opened(monkeypatch) -> list[HostOnly]:
 def rank_on_a_device() -> Rank:
     rank = Rank()
     rank.pool = Pool([Region(1 << 40, 4096, "cuda")], [VIEW], "cuda:0")
-    rank.pool.runtime = lambda: SimpleNamespace(current=contextlib.nullcontext)
+    rank.pool.runtime = lambda: SimpleNamespace(current=contextlib.nullcontext, flushes=False)
     return rank
 
 
@@ -74,6 +74,20 @@ def test_an_open_transport_that_cannot_serve_is_closed(path):
         decode_node(rank_on_a_device(), transport=transport, path=path)
     with pytest.raises(UsageError, match="closed"):
         transport.describe()
+
+
+@pytest.mark.parametrize("path", ["auto", "direct"])
+def test_host_staging_of_a_gpus_pool_goes_with_the_staged_path_alone(opened, path):
+    """Where a NIC reaches its pages, it reaches staging memory beside them too."""
+    for staging in ({"staging_on": "host"}, {"staging": np.zeros(1 << 16, np.uint8)}):
+        with pytest.raises(UsageError, match=f"path '{path}' of a pool on cuda:0 with staging memory on cpu"):
+            decode_node(rank_on_a_device(), transport="local", path=path, **staging)
+    assert all(transport.closed for transport in opened)
+
+
+def test_a_place_of_staging_memory_that_is_none():
+    with pytest.raises(UsageError, match="staging_on is 'gpu'"):
+        decode_node(Rank(), staging_on="gpu")
 
 
 def test_a_device_that_no_backend_copies_closes_an_open_transport(monkeypatch):

@@ -22,15 +22,28 @@ TOKENS, N_ROOMS = 50, 6
 class Streams:
     """`index_ring.Runtime` as far as a stager needs it. `held`: no kernel runs."""
 
+    flushes = False
+
     def __init__(self):
         self.held = False
         self.n_run = 0
+        self.locked = {}
         self._work = deque()
         self._over = set()
         self._numbers = itertools.count(1)
 
     def current(self):
         return cuda_double.CUDA.on(0)
+
+    def allocate(self, nbytes):
+        return cuda_double.RUNTIME.allocate(nbytes).address
+
+    def page_lock(self, ptr, nbytes):
+        self.locked[ptr] = nbytes
+        return True
+
+    def page_unlock(self, ptr):
+        del self.locked[ptr]
 
     def reserve(self):
         """Host plans need nothing on a device."""
@@ -115,13 +128,15 @@ def staging():
     return SimpleNamespace(data_ptr=lambda: memory.address, nbytes=memory.nbytes, device=DEVICE, held=memory)
 
 
-def serve_decode(pipe, address, journal=None):
-    """Receives rooms and says for each how it ended, whether it holds what it must, and what its transport copied."""
+def serve_decode(pipe, address, journal=None, **where):
+    """Receives rooms and says for each how it ended, whether it holds what it must, and what its transport copied.
+
+    `where` says where its staging memory lies; the double's device memory if nothing is said.
+    """
     use_double()
     rank = DeviceRank(page=8, hnd=True)
-    with decode_node(
-        rank, transport=cuda_double.LocalDouble(), path="staged", staging=staging(), journal=journal
-    ) as node:
+    where = where or {"staging": staging()}
+    with decode_node(rank, transport=cuda_double.LocalDouble(), path="staged", journal=journal, **where) as node:
         pages = [rank.allocate(TOKENS) for _ in range(N_ROOMS)]
         receivers = [node.receive(room, address) for room in range(N_ROOMS)]
         for receiver, into in zip(receivers, pages, strict=True):

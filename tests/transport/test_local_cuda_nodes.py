@@ -75,6 +75,41 @@ def test_rooms_between_two_processes(address, transport, tmp_path):
 
 
 @pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("where", [{"staging_on": "host", "staging_nbytes": 1 << 16}, {"staging_nbytes": 1 << 16}])
+def test_rooms_with_staging_memory_of_the_nodes_own(address, where):
+    """On the device, as its driver allocates it; or in page-locked host memory, of which no byte passes CUDA IPC."""
+    rank = DeviceRank(n_pages=128)
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=serve_decode, args=(theirs, address), kwargs=where, daemon=True)
+    on_host, before = "staging_on" in where, sum(cuda_double.RUNTIME.n_copies_of.values())
+    with prefill_node(rank, address, transport=cuda_double.LocalDouble(), path="staged", **where) as node:
+        process.start()
+        try:
+            assert node.memory.region.kind == ("cpu" if on_host else "cuda")
+            assert bool(STREAMS.locked) is on_host
+            senders = []
+            for room in range(N_ROOMS):
+                pages = rank.allocate(TOKENS)
+                rank.write(room, TOKENS, pages)
+                sender = node.send(room)
+                sender.chunk(pages, (0, TOKENS))
+                sender.finish()
+                senders.append(sender)
+            drive([node], lambda: all(sender.released for sender in senders) and ours.poll(), 60)
+            assert ours.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
+            (session,) = node.core.sessions.values()
+            assert {lane.kind for lane in session.lanes} == {"cpu" if on_host else "cuda"}
+            assert cuda_double.RUNTIME.n_open() == (0 if on_host else 1)
+            assert sum(cuda_double.RUNTIME.n_copies_of.values()) == before
+            ours.send("end")
+            process.join(60)
+        finally:
+            process.kill()
+            process.join()
+    assert not STREAMS.locked
+
+
+@pytest.mark.usefixtures("backend")
 def test_a_killed_decode_gives_the_source_back_once_the_gather_into_it_is_over(address):
     """I8: a gather reads its pages until its event, whatever became of the peer."""
     rank = DeviceRank(n_pages=128)

@@ -1,0 +1,75 @@
+"""Staging memory of the node's own: on the device as other processes may open it, and page-locked on the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from gpu.plain import Plain  # noqa: E402  (needs torch)
+
+from pdstage.errors import UsageError  # noqa: E402
+from pdstage.kernels import driver  # noqa: E402
+from pdstage.stager import Memory  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+ITEMS = [9, 3, 60, 1, 33]
+
+
+@pytest.fixture
+def plain(variant):
+    return Plain(variant)
+
+
+@pytest.fixture
+def runtime(plain):
+    return plain.pool.runtime(plain.plan.backend)
+
+
+@pytest.fixture(params=["pool", "host", "host, mappable"])
+def memory(request, runtime):
+    staging_on, _, mappable = request.param.partition(", ")
+    held = Memory(1 << 20, None, "cuda:0", mappable=bool(mappable), runtime=runtime, staging_on=staging_on)
+    yield held
+    torch.cuda.synchronize()
+    held.release()
+
+
+def test_kernels_write_and_read_it(plain, memory):
+    plan, tokens, index = plain.plan, plain.tokens(len(ITEMS)), plain.list(ITEMS, on_device=False)
+    at = memory.region.base, memory.region.nbytes
+    expected, stream = plain.expected(ITEMS).clone(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    plan.gather(*at, index, tokens, stream=stream)
+    stream.synchronize()
+    plain.memory.zero_()
+    torch.cuda.synchronize()
+    plan.scatter(*at, index, tokens, stream=stream)
+    stream.synchronize()
+    assert torch.equal(plain.expected(ITEMS), expected)
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="CUDA's own attributes")
+def test_on_the_device_other_processes_may_open_it_whatever_torchs_allocator_is(runtime):
+    memory = Memory(1 << 20, None, "cuda:0", runtime=runtime)
+    assert driver.cuda().attribute(driver.IPC_CAPABLE, memory.region.base)
+    memory.release()
+    assert Memory(1 << 20, None, "cuda:0", runtime=runtime).region == memory.region
+
+
+def test_a_tensor_that_torch_has_page_locked_stays_so(runtime):
+    pinned, plain = torch.zeros(4096, dtype=torch.uint8, pin_memory=True), np.zeros(8192, np.uint8)
+    Memory(0, pinned, "cuda:0", runtime=runtime).release()
+    assert pinned.is_pinned()
+    assert not runtime.page_lock(pinned.data_ptr(), 4096)
+    held = Memory(0, plain, "cuda:0", runtime=runtime)
+    assert not runtime.page_lock(plain.ctypes.data, 4096)
+    with pytest.raises(UsageError, match="not all page-locked"):
+        runtime.page_lock(plain.ctypes.data + 4096, 1 << 20)
+    held.release()
+
+
+def test_a_flush_may_always_be_asked_for(runtime):
+    runtime.flush()
