@@ -64,7 +64,7 @@ class Library(driver.Library, Protocol):
     def in_use(self, device: int) -> bool: ...
 
 
-class Current(driver.Relaxed):
+class Current:
     """A device made current with its context, and the one before it again at the end. Inside, the calling thread's
     calls break nobody's recording of a graph.
 
@@ -72,22 +72,20 @@ class Current(driver.Relaxed):
     hundreds of MiB every rank of a node would take from the first one's device.
     """
 
-    __slots__ = ("_cuda", "_device", "_device_before")
-
-    _library: Library
+    __slots__ = ("_cuda", "_device", "_device_before", "_library", "_mode_before")
 
     def __init__(self, cuda: Any, device: int, library: Library) -> None:  # noqa: ANN401  (a module without types)
-        super().__init__(library)
-        self._cuda = cuda
-        self._device = device
+        self._cuda, self._device, self._library = cuda, device, library
 
     def __enter__(self) -> None:
         self._device_before = self._cuda.getDevice()
-        self._cuda.setDevice(self._device)  # since CUDA 12 that makes the context, and makes it the thread's
-        super().__enter__()
+        if self._device_before != self._device or not driver.thread.relaxed:
+            # Since CUDA 12 that makes the context, and makes it the thread's. An outer one has done so already.
+            self._cuda.setDevice(self._device)
+        self._mode_before = driver.relax(self._library)
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__()
+        driver.restore(self._library, self._mode_before)
         if self._device_before != self._device and self._library.in_use(self._device_before):
             self._cuda.setDevice(self._device_before)
 

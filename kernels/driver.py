@@ -129,27 +129,38 @@ class _Thread(threading.local):
     relaxed = False
 
 
-_thread = _Thread()
+thread = _Thread()
+"""`relaxed`: the calling thread is inside `Relaxed` or a runtime's `current`."""
+
+
+def relax(library: Library) -> int:
+    """Relaxes the calling thread's capture mode; what `restore` takes. Inside another one it costs no call."""
+    before = -1 if thread.relaxed else library.capture_mode(RELAXED)
+    if before >= 0:
+        thread.relaxed = True
+    return before
+
+
+def restore(library: Library, before: int) -> None:
+    """A Ctrl-C between any two steps of the two leaves the thread relaxed at worst, which forbids it less."""
+    if before >= 0:
+        thread.relaxed = False
+        library.capture_mode(before)
 
 
 class Relaxed:
-    """Inside, the calling thread's capture mode is relaxed; then as before. An inner one costs no call."""
+    """Inside, the calling thread's capture mode is relaxed; then as before."""
 
     __slots__ = ("_before", "_library")
 
     def __init__(self, library: Library) -> None:
         self._library = library
 
-    # A Ctrl-C between any two steps leaves the thread relaxed at worst, which forbids it less.
     def __enter__(self) -> None:
-        self._before = -1 if _thread.relaxed else self._library.capture_mode(RELAXED)
-        if self._before >= 0:
-            _thread.relaxed = True
+        self._before = relax(self._library)
 
     def __exit__(self, *error: object) -> None:
-        if self._before >= 0:
-            _thread.relaxed = False
-            self._library.capture_mode(self._before)
+        restore(self._library, self._before)
 
 
 class Cuda:

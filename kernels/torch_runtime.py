@@ -23,26 +23,25 @@ if TYPE_CHECKING:
 _LEGACY = 1
 
 
-class Current(driver.Relaxed):
+class Current:
     """As `cupy_runtime.Current`. Torch binds no context for a device that is current by number already, as device 0 is
     in a new thread; so the context is bound by the driver.
     """
 
-    __slots__ = ("_context", "_context_before", "_device")
+    __slots__ = ("_context", "_context_before", "_device", "_library", "_mode_before")
 
     def __init__(self, device: AbstractContextManager[None], context: int, library: driver.Library) -> None:
-        super().__init__(library)
-        self._device, self._context = device, context
+        self._device, self._context, self._library = device, context, library
 
     def __enter__(self) -> None:
         self._device.__enter__()
         self._context_before = self._library.context()
         if self._context_before != self._context:
             self._library.bind(self._context)
-        super().__enter__()
+        self._mode_before = driver.relax(self._library)
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__()
+        driver.restore(self._library, self._mode_before)
         if self._context_before != self._context:
             self._library.bind(self._context_before)
         self._device.__exit__(None, None, None)

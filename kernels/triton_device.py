@@ -175,9 +175,9 @@ class Gpu:
         return self._ring.put([(one.__array_interface__["data"][0], one.nbytes) for one in lists], stream)
 
     def launch(self, variant: Variant | ConvertVariant, programs: int, arguments: tuple[int, ...], stream: int) -> None:
+        """Inside `call`."""
         self.prepare(variant)
-        with self.runtime.current():
-            self._kernels[variant][programs, 1, 1](*arguments, *variant, stream=stream)
+        self._kernels[variant][programs, 1, 1](*arguments, *variant, stream=stream)
 
 
 class HostTable:

@@ -24,7 +24,7 @@ class Cuda:
         self.device = device
         self.mode = 0
         self.used = {device, *in_use} if in_use else set()
-        self.status = 0
+        self.status = self.n_set = 0
         self.calls = []
 
     def in_use(self, device):
@@ -43,6 +43,7 @@ class Cuda:
 
     def setDevice(self, device):  # noqa: N802
         self.device = device
+        self.n_set += 1
         self.used.add(device)  # as CUDA does from 12 on
 
     def eventQuery(self, event):  # noqa: N802
@@ -83,10 +84,20 @@ def test_the_device_and_the_mode_before_are_there_again_even_if_it_raises(cuda):
 def test_an_inner_one_leaves_the_mode_to_the_outer(cuda):
     """As a launch in a node's turn: it makes no call for what is so already."""
     with Current(cuda, 1, cuda):
+        n_set = cuda.n_set
+        with Current(cuda, 1, cuda):
+            assert (cuda.device, cuda.mode) == (1, driver.RELAXED)
+        assert cuda.n_set == n_set
         with Current(cuda, 0, cuda):
             assert (cuda.device, cuda.mode) == (0, driver.RELAXED)
         assert (cuda.device, cuda.mode) == (1, driver.RELAXED)
     assert cuda.mode == 0
+
+
+def test_a_device_that_is_current_by_number_alone_is_set_all_the_same(cuda):
+    """As device 0 is in a new thread, which has no context: UCX and NIXL look for one."""
+    with Current(cuda, 0, cuda):
+        assert cuda.n_set == 1
 
 
 def test_threads_have_modes_of_their_own(cuda):
