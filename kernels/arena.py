@@ -10,6 +10,7 @@ plan's making allocates another slab only where that was not enough, and one of 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 SLAB_NBYTES = 1 << 20
 _LEAST_NBYTES = 1 << 10
+_MAX_STREAMS = 64
 
 
 class _Slab:
@@ -102,12 +104,14 @@ class Arena:
         return Table(self, place)
 
     def reserve(self) -> None:
-        """As `Runtime.reserve`."""
+        """As `Runtime.reserve`. Where there is no memory for it, a plan that needs some will say so."""
         with self._runtime.current():
             with self._lock:
                 self._sweep()
                 left = sum(slab.nbytes - slab.used for slab in self._slabs)
-            if left < self._slab_nbytes // 2:
+            if left >= self._slab_nbytes // 2:
+                return
+            with contextlib.suppress(RuntimeError, MemoryError):  # as CuPy, torch and the driver say it
                 slab = _Slab(self._runtime, self._slab_nbytes)  # not under the lock, for which a launch may wait
                 with self._lock:
                     self._slabs.append(slab)
@@ -188,5 +192,13 @@ class Arena:
             with self._lock:
                 event = place.events.get(stream)
                 if event is None:
+                    self._forget_done(place)
                     event = place.events[stream] = self._event()
             runtime.record(event, stream)
+
+    def _forget_done(self, place: _Place) -> None:
+        """Streams are few and used again, but a process may make them without end."""
+        if len(place.events) >= _MAX_STREAMS:
+            for stream, event in list(place.events.items()):
+                if self._runtime.done(event):
+                    self._spare.append(place.events.pop(stream))

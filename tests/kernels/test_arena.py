@@ -9,6 +9,7 @@ import contextlib
 import gc
 import itertools
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -226,6 +227,28 @@ def test_room_is_made_before_plans_are_and_else_when_they_need_it(device, arena)
     device.run()
     places = sorted((one.ptr, one.ptr + 1024) for one in held[:-1])
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(places))
+
+
+def test_room_that_cannot_be_made_is_for_the_plan_to_miss(device, arena, monkeypatch):
+    """Nobody's session ends for it."""
+    held = [arena.put(table(n)) for n in range(SLAB >> 10)]
+    monkeypatch.setattr(device, "allocate", mock.Mock(side_effect=RuntimeError("cuMemAlloc failed with 2")))
+    arena.reserve()
+    with pytest.raises(RuntimeError, match="failed with 2"):
+        arena.put(table(1))
+    device.run()
+    held.pop()
+    arena.reserve()
+    device.run()
+    assert arena.put(table(2)).ptr, "what is free again serves"
+
+
+def test_streams_without_end_leave_few_events(device, arena):
+    held = arena.put(table(1))
+    for stream in range(0x3000, 0x3400):
+        device.launch(held, stream)
+        device.run()
+    assert len(held._place.events) <= 64
 
 
 def test_plans_that_are_gone_leave_room_enough(device, arena):
