@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -204,6 +205,7 @@ class Plan:
         self._recipe = recipe
         self._decodable = all(coding.decodable for coding in recipe.codings)
         self._compiled = compiled
+        self._peers: weakref.WeakSet[Plan] = weakref.WeakSet()
         self.backend = backend
 
     def nbytes(self, tokens: Tokens) -> int:
@@ -257,7 +259,7 @@ class Plan:
         mapped by CUDA IPC, say), selecting as many shards of the same views; page size and strides are its own.
         Raises `UsageError` where the two do not fit.
         """
-        self._check_peer(peer)
+        self.check_peer(peer)
         launch = self._launch(stream, max_sms, sum_ptr)
         self._compiled.copy_to(peer._compiled, indexes, peer_indexes, tokens, launch)
 
@@ -269,7 +271,10 @@ class Plan:
             raise UsageError(f"max_sms is {max_sms}", remedy="give at least 1, or None", max_sms=max_sms)
         return Launch(stream, max_sms, sum_ptr)
 
-    def _check_peer(self, peer: Plan) -> None:
+    def check_peer(self, peer: Plan) -> None:
+        """Raises `UsageError` where `copy_to` this peer is not possible."""
+        if peer in self._peers:
+            return
         ours, theirs = (f"{plan.backend} ({type(plan._compiled).__name__})" for plan in (self, peer))
         if ours != theirs:
             raise UsageError(f"a plan of {ours} cannot copy to one of {theirs}", remedy="make both with one backend")
@@ -278,3 +283,4 @@ class Plan:
         for mine, other in zip_longest(self._recipe.cells(), peer._recipe.cells()):
             if mine != other:
                 raise UsageError(f"copying {mine} to {other}", remedy="select the same views and shards on both sides")
+        self._peers.add(peer)

@@ -22,7 +22,7 @@ from pdstage import shared
 from pdstage.arguments import shown
 from pdstage.errors import PdstageError, UsageError
 from pdstage.kernels import Pool
-from pdstage.layout import Region
+from pdstage.layout import Layout, Region
 from pdstage.plan import layers_of, selects, tokens_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from pdstage.kernels import Index, Plan
     from pdstage.kernels.index_ring import Runtime
-    from pdstage.layout import Layout
     from pdstage.plan import Rect, Select, Share, Tokens
     from pdstage.token_slices import Cut
 
@@ -208,6 +207,35 @@ class _What(NamedTuple):
     staged: Layout | None
 
 
+class Passes:
+    """From pages of one pool straight to those of another that is mapped here: plans for both, by their cuts' classes.
+
+    `pools` are the two, `cuts` how their pages are cut for each other, `selects` what moves. Raises `UsageError` where
+    what one stores cannot become what the other does in one pass.
+    """
+
+    def __init__(
+        self,
+        pools: tuple[Pool, Pool],
+        cuts: tuple[Cut, Cut],
+        selects: tuple[Sequence[Select], Sequence[Select]],
+    ) -> None:
+        self.cuts = cuts
+        chosen: dict[tuple[int, int], tuple[list[Select], list[Select]]] = {}
+        for pair in zip(*map(sorted, selects), strict=True):
+            numbers = cuts[0].class_of(pair[0].key), cuts[1].class_of(pair[1].key)
+            for side, one in zip(chosen.setdefault(numbers, ([], [])), pair, strict=True):
+                side.append(one)
+        self.plans: list[tuple[int, int, Plan, Plan]] = []
+        for (i, j), parts in chosen.items():
+            ours, theirs = (
+                Pool.of(Layout(pool.layout.regions, cut.layouts[number].components), pool.device, pool).plan(part)
+                for pool, cut, number, part in zip(pools, cuts, (i, j), parts, strict=True)
+            )
+            ours.check_peer(theirs)
+            self.plans.append((i, j, ours, theirs))
+
+
 class Stager:
     """Gathers out of and scatters into one pool, through plans made once per session and layer range.
 
@@ -287,6 +315,24 @@ class Stager:
 
         self._start(ticket, _What(owned, rects, tokens, order, items, checksum, cut, staged), src.nbytes, copy)
 
+    def copy_to(
+        self,
+        ticket: int,
+        passes: Passes,
+        tokens: Tokens,
+        items: Mapping[str, Index],
+        peer_items: Mapping[str, Index],
+        *,
+        nbytes: int,
+    ) -> Copied | None:
+        """Copies about `nbytes` from the pool's pages to a peer's. None: it has begun, and `poll` gives `ticket`."""
+
+        def run(stream: int | None, sum_ptr: int) -> None:
+            del sum_ptr
+            _copy_passes(passes, tokens, items, peer_items, stream)
+
+        return self._begin(ticket, run, nbytes, checksum=False)
+
     def poll(self) -> list[Copied]:
         """What ended since the last call. Never waits."""
         if self._stream is not None:
@@ -317,26 +363,37 @@ class Stager:
         except Exception as error:  # noqa: BLE001  (nothing was begun: it is this copy's alone)
             self._done.append(Copied(ticket, _failed(error)))
             return
+
+        def run(stream: int | None, sum_ptr: int) -> None:
+            _copy_all(plans, what, copy, stream, sum_ptr)
+
+        copied = self._begin(ticket, run, nbytes, checksum=what.checksum)
+        if copied is not None:
+            self._done.append(copied)
+
+    def _begin(
+        self, ticket: int, copy: Callable[[int | None, int], None], nbytes: int, *, checksum: bool
+    ) -> Copied | None:
+        """Calls `copy(stream, sum_ptr)`, here or on the other thread; None where its end is `poll`'s to tell."""
         if self._stream is not None:
             try:
-                self._stream.start(ticket, lambda stream, at: _copy_all(plans, what, copy, stream, at), what.checksum)
+                self._stream.start(ticket, copy, checksum)
             except UsageError as error:
-                self._done.append(Copied(ticket, error))
-            return
+                return Copied(ticket, error)
+            return None
 
-        def run() -> None:
+        def run() -> Copied:
             total, began_at = np.zeros(1, np.uint64), self._clock()
             try:
-                _copy_all(plans, what, copy, None, total.ctypes.data if what.checksum else 0)
+                copy(None, total.ctypes.data if checksum else 0)
             except Exception as error:  # noqa: BLE001  (it is over, and this copy's alone)
-                self._done.append(Copied(ticket, _failed(error)))
-            else:
-                self._done.append(Copied(ticket, None, int(total[0]), began_at, self._clock()))
+                return Copied(ticket, _failed(error))
+            return Copied(ticket, None, int(total[0]), began_at, self._clock())
 
-        if self._submit is not None and nbytes >= _LARGE_NBYTES:
-            self._submit(run)
-        else:
-            run()
+        if self._submit is None or nbytes < _LARGE_NBYTES:
+            return run()
+        self._submit(lambda: self._done.append(run()))
+        return None
 
     def _plan(self, what: _What) -> _Plans:
         # A layout by its identity, which no other has while a plan holds it: hashing one is slow.
@@ -387,6 +444,14 @@ def _copy_all(plans: _Plans, what: _What, copy: _Copy, stream: int | None, sum_p
     for number, plan in plans:
         copy(plan, at, indexes.of(number), stream, sum_ptr)
         at += plan.nbytes(what.tokens)
+
+
+def _copy_passes(
+    passes: Passes, tokens: Tokens, items: Mapping[str, Index], peer_items: Mapping[str, Index], stream: int | None
+) -> None:
+    ours, theirs = (cut.indexes(one, tokens) for cut, one in zip(passes.cuts, (items, peer_items), strict=True))
+    for i, j, plan, peer in passes.plans:
+        plan.copy_to(peer, ours.of(i), theirs.of(j), tokens, stream=stream)
 
 
 class _Running(NamedTuple):

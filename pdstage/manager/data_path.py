@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, assert_never
+import logging
+from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 import numpy as np
 
 from pdstage.errors import PdstageError, UsageError
-from pdstage.layout import Region
+from pdstage.kernels import Pool
+from pdstage.layout import Layout, Region
 from pdstage.manager.items import indexes
 from pdstage.manager.sessions import label
 from pdstage.plan import layers_of, selects
 from pdstage.protocol.destinations import clip
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 from pdstage.spans import Index, split
+from pdstage.stager import Passes
 from pdstage.token_slices import DirectPlans
 from pdstage.transport import Mapped, PostFailed, Spans
 
@@ -27,10 +30,14 @@ if TYPE_CHECKING:
     from pdstage.plan import Rect
     from pdstage.protocol.destinations import Chunk, Destination
     from pdstage.protocol.session import Session
-    from pdstage.stager import Stager
+    from pdstage.stager import Copied, Stager
     from pdstage.transport import Done, Traits, Transport
 
+log = logging.getLogger(__name__)
+
 _MAX_PLANS = 128  # of a session: ranges of layers, times what its rooms ask for
+_LONG_RUN_NBYTES = 64 << 10
+"""Runs of so many bytes on average are for a device's copy engines, which need none of its multiprocessors; a guess."""
 
 
 class DataPath:
@@ -59,6 +66,8 @@ class DataPath:
         self._posts = Posts(transport)
         self._placed: dict[int, Mapped] = {}
         """Destinations' memory that gathers under way write, by ticket: it stays mapped until they are over."""
+        self._copies: dict[int, _Copy] = {}
+        """Writes under way of the stager's own, from pages to pages, by ticket."""
 
     # Which way.
 
@@ -122,13 +131,15 @@ class DataPath:
 
     def write(self, effect: Write | WriteDirect | WriteRow, counters: Counters) -> PdstageError | None:
         """Begins a write, and counts its descriptors; an error means that it never began."""
+        peer = self._sessions.plan(effect.chunk.destination.session)
         try:
+            if isinstance(effect, WriteDirect) and (passes := self._passes(peer, effect.chunk)) is not None:
+                return self._copy(effect, peer, passes)
             spans = self._spans(effect)
         except UsageError as error:
             return error
         if self._observed is not None:
             self._observed.began(effect.ticket)
-        peer = self._sessions.plan(effect.chunk.destination.session)
         failed = self._posts.begin(effect.ticket, peer.label, spans, effect.tag)
         counters.descriptors += len(spans.nbytes) if spans is not None else 0
         return failed
@@ -142,17 +153,80 @@ class DataPath:
                 src = self._buffers[buffer].base
                 return Spans(np.array([src]), np.array([address]), np.array([chunk.nbytes]))
             case WriteDirect(_, chunk):
-                destination = chunk.destination
-                theirs = {
-                    given.component: Index.of(np.frombuffer(given.data, np.int32), given.first_token)
-                    for given in destination.open.items
-                }
-                plan = self._direct(destination, chunk.rects)
-                return Spans(*plan.spans(chunk.tokens, indexes(chunk.source.items), theirs))
+                plan = self._direct(chunk.destination, chunk.rects)
+                return Spans(*plan.spans(chunk.tokens, indexes(chunk.source.items), _items_of(chunk.destination)))
             case WriteRow(_, _, spans):
                 return Spans(*np.ascontiguousarray(np.array(spans, np.int64).T))
             case _:
                 assert_never(effect)
+
+    # A write by kernels, or by the host's own copies, where the destination's pages are mapped here.
+
+    def _passes(self, peer: PeerPlan, chunk: Chunk) -> Passes | None:
+        """What copies the chunk from pages to pages; None where a post does, for want of such memory or as well."""
+        destination, session = chunk.destination, chunk.destination.session
+        pool = self._mapped(peer, session)
+        if pool is None:
+            return None
+        if self._kind != "cpu":
+            n_runs = self._direct(destination, chunk.rects).n_descriptors(chunk.tokens)
+            if chunk.nbytes >= _LONG_RUN_NBYTES * n_runs:
+                return None
+        key = (destination.shares, *layers_of(chunk.rects))
+        if key not in peer.passes:
+            if len(peer.passes) >= _MAX_PLANS:
+                peer.passes.clear()
+            ours, theirs = (
+                selects(layout, destination.shares, chunk.rects) for layout in (self._layout, session.layout)
+            )
+            try:
+                peer.passes[key] = Passes((self._stager.pool, pool), (peer.pair.src, peer.pair.dst), (ours, theirs))
+            except UsageError as error:
+                log.info("chunks to %s go as posts: %s", peer.label, error)
+                peer.passes[key] = None
+        return peer.passes[key]
+
+    def _mapped(self, peer: PeerPlan, session: Session) -> Pool | None:
+        """The peer's pool at its addresses here, if all of it is mapped, and written by what copies this node's."""
+        regions = session.layout.regions if session.exposes_pool else ()
+        if peer.mapped is not None:  # asked again: who unregistered its memory, in this same process say, may free it
+            still = self._transport.mapped(peer.label, regions[0].base, regions[0].nbytes)
+            return peer.mapped if still is not None else None
+        moved, held = [], []
+        for region in regions:
+            mapped = self._transport.mapped(peer.label, region.base, region.nbytes)
+            if mapped is None or mapped.kind != self._kind:
+                return None
+            moved.append(Region(mapped.address, region.nbytes, region.kind, self._layout.regions[0].device))
+            held.append(mapped)
+        if moved:
+            layout = Layout(tuple(moved), session.layout.components)
+            peer.mapped = Pool.of(layout, self._stager.pool.device, held)
+        return peer.mapped
+
+    def _copy(self, effect: WriteDirect, peer: PeerPlan, passes: Passes) -> PdstageError | None:
+        if self._observed is not None:
+            self._observed.began(effect.ticket)
+        chunk = effect.chunk
+        self._copies[effect.ticket] = _Copy(peer.label, effect.tag, peer.mapped)
+        copied = self._stager.copy_to(
+            effect.ticket, passes, chunk.tokens, indexes(chunk.source.items), _items_of(chunk.destination),
+            nbytes=chunk.nbytes,
+        )  # fmt: skip
+        return self.copied(copied) if copied is not None else None
+
+    def is_copy(self, ticket: int) -> bool:
+        """Whether the stager's copy of this ticket is a write of its own; then `copied` is to be called at its end."""
+        return ticket in self._copies
+
+    def copied(self, copied: Copied) -> PdstageError | None:
+        """Such a copy ended: only its tag is left to be sent. With an error its write is over."""
+        one = self._copies.pop(copied.ticket)
+        return copied.error or self._posts.begin(copied.ticket, one.peer, None, one.tag)
+
+    def copies_to(self, session: Session) -> bool:
+        """Whether such a copy to the session's peer is under way. No disconnect ends it. From any thread."""
+        return any(copy.peer == label(session) for copy in list(self._copies.values()))
 
     def ended(self, event: Done | PostFailed) -> Iterator[tuple[int, PdstageError | None, bool]]:
         """The write that ended with this event, if one did, its error, and whether none of it can land any more."""
@@ -161,15 +235,30 @@ class DataPath:
     @property
     def writing(self) -> bool:
         """Whether a write is under way."""
-        return bool(self._posts)
+        return bool(self._posts or self._copies)
 
     def writes_to(self, session: Session) -> bool:
         """Whether a write to the session's peer is under way."""
-        return self._posts.to(label(session))
+        return self._posts.to(label(session)) or self.copies_to(session)
 
-    def forget_gathers(self) -> None:
-        """None is under way, and nobody asks any more what one did."""
+    def forget_copies(self) -> None:
+        """No gather and no copy is under way, and nobody asks any more what one did."""
         self._placed.clear()
+        self._copies.clear()
+
+
+def _items_of(destination: Destination) -> dict[str, Index]:
+    """The destination's pages, as it named them."""
+    given = destination.open.items
+    return {one.component: Index.of(np.frombuffer(one.data, np.int32), one.first_token) for one in given}
+
+
+class _Copy(NamedTuple):
+    """`held` keeps the destination's memory mapped until the copy is over."""
+
+    peer: str
+    tag: bytes
+    held: object
 
 
 class _Write:

@@ -396,6 +396,10 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
     def _holds_nothing(self, session: Session) -> bool:
         return not self.core.holds(session)
 
+    def _copies_to(self, session: Session) -> bool:
+        del session
+        return False
+
     # What it waits for.
 
     def _in_flight(self) -> bool:

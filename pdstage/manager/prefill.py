@@ -381,6 +381,11 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
                 self.core.completed(ticket, now, error, settled=settled)
 
     def _on_staged(self, copied: Copied, now: float) -> None:
+        if self.data_path.is_copy(copied.ticket):
+            error = self.data_path.copied(copied)
+            if error is not None:
+                self.core.completed(copied.ticket, now, error)
+            return
         self.data_path.gathered(copied.ticket)
         self.core.gathered(copied.ticket, now, copied.error, copied.checksum)
 
@@ -427,6 +432,9 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     def _holds_nothing(self, session: Session) -> bool:
         return not self.data_path.writes_to(session)
 
+    def _copies_to(self, session: Session) -> bool:
+        return self.data_path.copies_to(session)
+
     # What it waits for.
 
     def _in_flight(self) -> bool:
@@ -442,7 +450,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         """As of every node; then ends the bootstrap directory that it embeds, if it does."""
         safe = super().close(timeout_s)
         if not self.driver.was_forked:
-            self.data_path.forget_gathers()
+            self.data_path.forget_copies()
             if self._bootstrap is not None:
                 self._bootstrap.close()
         return safe

@@ -120,3 +120,7 @@ class Role(ABC, Generic[AnyCore, Own]):
     @abstractmethod
     def _holds_nothing(self, session: Session) -> bool:
         """Whether a lost session keeps no memory of this node from use."""
+
+    @abstractmethod
+    def _copies_to(self, session: Session) -> bool:
+        """Whether copies of this node's own are under way to the session's peer: nothing but their end ends them."""

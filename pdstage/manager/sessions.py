@@ -18,9 +18,11 @@ from pdstage.token_slices import Pair
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from pdstage.kernels import Pool
     from pdstage.layout import Layout
     from pdstage.manager.role import Role
     from pdstage.protocol.session import Session
+    from pdstage.stager import Passes
     from pdstage.token_slices import DirectPlans
     from pdstage.topology import Topology
 
@@ -34,12 +36,15 @@ class PeerPlan:
     direct path, which are made once for each range of layers.
     """
 
-    __slots__ = ("direct", "label", "pair")
+    __slots__ = ("direct", "label", "mapped", "pair", "passes")
 
     def __init__(self, session: Session, layouts: tuple[Layout, Layout]) -> None:
         self.label = label(session)
         self.pair = Pair(*session.staged.made_of(*layouts), session.common, session.staged.order)
         self.direct: dict[tuple[object, ...], DirectPlans] = {}
+        self.mapped: Pool | None = None
+        """The peer's pages, where all of them are mapped here."""
+        self.passes: dict[tuple[object, ...], Passes | None] = {}
 
 
 class Sessions:
@@ -52,6 +57,8 @@ class Sessions:
         self._log_limit = LogLimit()
         self.lost: list[Session] = []
         """Those that are not fenced yet."""
+        self._ended: set[Session] = set()
+        """Lost ones whose processes an operator says have ended, while copies to them go on here."""
         self.over: Counter[str] = Counter()
         """How many began, by transport."""
 
@@ -109,7 +116,9 @@ class Sessions:
         self._dead_check_at = now + _DEAD_CHECK_S
         let_go = False
         for session in list(self.lost):
-            safe = node._is_fenced(session) or node.transport.proved_dead(label(session))
+            if node._copies_to(session):
+                continue
+            safe = session in self._ended or node._is_fenced(session) or node.transport.proved_dead(label(session))
             if safe or node._holds_nothing(session):
                 with self._lock:
                     if session in self.lost:  # else an operator fenced it meanwhile
@@ -120,6 +129,7 @@ class Sessions:
     def _let_go(self, session: Session, fenced_at: float | None) -> None:
         """Under the lock."""
         self.lost.remove(session)
+        self._ended.discard(session)
         if fenced_at is not None:
             self._node.core.fenced(session, fenced_at)
         self._node.transport.forget(label(session))
@@ -142,7 +152,10 @@ class Sessions:
         node = self._node
         gone = [session for session in self.lost if node.socket.endpoint_of(session.route) == endpoint]
         for session in gone:
-            self._let_go(session, time.monotonic())
+            if node._copies_to(session):  # these read this node's pages until they are over
+                self._ended.add(session)
+            else:
+                self._let_go(session, time.monotonic())
         return len(gone)
 
 

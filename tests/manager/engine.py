@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import time
 import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pdstage import Config, DecodeNode, Pool, PrefillNode, Topology
+from pdstage import Config, DecodeNode, Pool, PrefillNode, Topology, shared
 from pdstage.layout import ALL_TOKENS, Layout, TokenShard
 from pdstage.manager.node import Node
 from pdstage.tensors import build, paged_hnd, paged_nhd
@@ -27,6 +29,12 @@ def truth(room: int, layer: int, role: str, tokens: int, heads: range) -> np.nda
     return np.random.default_rng(seed).integers(0, 256, (tokens, HEADS, DIM), np.uint8)[:, heads.start : heads.stop]
 
 
+def mappable_zeros(shape: tuple[int, ...], dtype: type[np.uint8]) -> np.ndarray:
+    """In memory that peers on this host map."""
+    nbytes = math.prod(shape)
+    return shared.allocate(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)[:nbytes].view(dtype).reshape(shape)
+
+
 class Rank:
     """One rank's pool of K and V: `[pages, page, heads, dim]` or, `hnd`, `[pages, heads, page, dim]`."""
 
@@ -40,11 +48,13 @@ class Rank:
         hnd: bool = False,
         layers: int = LAYERS,
         owned: TokenShard = ALL_TOKENS,
+        mappable: bool = False,
     ):
         self.heads = range(*shard_range(HEADS, tp, rank))
         self.page, self.hnd, self.n_pages, self.layers = page, hnd, n_pages, layers
         inner = (len(self.heads), page) if hnd else (page, len(self.heads))
-        self.k, self.v = ([np.zeros((n_pages, *inner, DIM), np.uint8) for _ in range(layers)] for _ in "kv")
+        make = mappable_zeros if mappable else np.zeros
+        self.k, self.v = ([make((n_pages, *inner, DIM), np.uint8) for _ in range(layers)] for _ in "kv")
         self.topology = Topology(tp_size=tp, tp_rank=rank, cp_size=owned.size, cp_rank=owned.rank)
         self.owned = owned
         self.pool = Pool.of(self.layout_of(), keep=(self.k, self.v))

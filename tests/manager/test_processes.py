@@ -8,7 +8,7 @@ import pytest
 
 from pdstage import State
 from tests.manager.engine import Rank, drive
-from tests.manager.workers import TOKENS, serve_prefill
+from tests.manager.workers import TOKENS, serve_prefill, serve_prefill_forbidden_to_write
 from tests.rows import usable
 
 TRANSPORTS = usable("local", "nixl")
@@ -70,3 +70,32 @@ def test_two_prefill_processes_to_one_decode(site, transport, path):
         for pipe in remote.pipes:
             assert pipe.recv() == [State.SUCCESS] * rooms
             pipe.send("end")
+
+
+def test_pages_that_are_mapped_are_written_in_one_pass(site):
+    """By nothing else here: the prefill process may not write another one's memory."""
+    rooms = 4
+    dst = Rank(page=8, hnd=True, n_pages=128, mappable=True)
+    d = site.decode(dst, transport="local", path="direct")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=serve_prefill_forbidden_to_write, args=(theirs, site.address, rooms, rooms))
+    process.start()
+    try:
+        receivers, into = [], []
+        for room in range(rooms):
+            into.append(dst.allocate(TOKENS))
+            receivers.append(d.receive(room, site.address))
+            receivers[-1].bind(into[-1], TOKENS)
+        drive([d], lambda: all(receiver.released for receiver in receivers), 60)
+        for room, (receiver, pages) in enumerate(zip(receivers, into, strict=True)):
+            assert receiver.wait(0) is State.SUCCESS
+            assert dst.holds(room, TOKENS, pages)
+        drive([d], ours.poll, 60)
+        assert ours.recv() == "ready"
+        drive([d], ours.poll, 60)
+        assert ours.recv() == [State.SUCCESS] * rooms
+        ours.send("end")
+        process.join(60)
+    finally:
+        process.kill()
+        process.join()

@@ -90,6 +90,9 @@ class LaunchedPlan:
     def scatter(self, *args):
         self._launch(self._plan.scatter, args)
 
+    def copy_to(self, peer, *args):
+        self._launch(lambda *rest: self._plan.copy_to(peer._plan, *rest), args)
+
     def _launch(self, copy, args):
         *what, launch = args
         assert isinstance(launch.stream, int)
@@ -128,7 +131,7 @@ def staging():
     return SimpleNamespace(data_ptr=lambda: memory.address, nbytes=memory.nbytes, device=DEVICE, held=memory)
 
 
-def serve_decode(pipe, address, journal=None, **where):
+def serve_decode(pipe, address, journal=None, path="staged", **where):
     """Receives rooms and says for each how it ended, whether it holds what it must, and what its transport copied.
 
     `where` says where its staging memory lies; the double's device memory if nothing is said.
@@ -136,7 +139,7 @@ def serve_decode(pipe, address, journal=None, **where):
     use_double()
     rank = DeviceRank(page=8, hnd=True)
     where = where or {"staging": staging()}
-    with decode_node(rank, transport=cuda_double.LocalDouble(), path="staged", journal=journal, **where) as node:
+    with decode_node(rank, transport=cuda_double.LocalDouble(), path=path, journal=journal, **where) as node:
         pages = [rank.allocate(TOKENS) for _ in range(N_ROOMS)]
         receivers = [node.receive(room, address) for room in range(N_ROOMS)]
         for receiver, into in zip(receivers, pages, strict=True):

@@ -39,13 +39,14 @@ def address():
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("transport", [cuda_double.LocalDouble, TwoPasses])
-def test_rooms_between_two_processes(address, transport, tmp_path):
-    """A tag that left before its gather or its copy were over would be seen: the scatter moves what is there then."""
+@pytest.mark.parametrize("path", ["staged", "direct"])
+def test_rooms_between_two_processes(address, path, transport, tmp_path):
+    """A tag that left before its kernel or its copy were over would be seen: the pages are looked at then."""
     rank = DeviceRank(n_pages=128)
     send_buffers, ran = staging(), STREAMS.n_run
     ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=serve_decode, args=(theirs, address, tmp_path), daemon=True)
-    options = {"transport": transport(), "path": "staged", "staging": send_buffers, "journal": tmp_path}
+    process = spawn.Process(target=serve_decode, args=(theirs, address, tmp_path, path), daemon=True)
+    options = {"transport": transport(), "path": path, "staging": send_buffers, "journal": tmp_path}
     with prefill_node(rank, address, **options) as node:
         process.start()
         try:
@@ -61,9 +62,13 @@ def test_rooms_between_two_processes(address, transport, tmp_path):
             drive([node], lambda: all(sender.released for sender in senders) and ours.poll(), 60)
             assert ours.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
             assert node.stats()["sessions_over_local-double"] == 1
-            assert STREAMS.n_run - ran >= N_ROOMS
-            n_copies = cuda_double.RUNTIME.n_copies_of[send_buffers.data_ptr()]
-            assert n_copies == 0 if transport is cuda_double.LocalDouble else n_copies >= N_ROOMS
+            one_pass = transport is cuda_double.LocalDouble
+            assert STREAMS.n_run - ran >= N_ROOMS if path == "staged" or one_pass else STREAMS.n_run == ran
+            read = send_buffers.data_ptr() if path == "staged" else rank.pool.keep.address
+            n_copies = cuda_double.RUNTIME.n_copies_of[read]
+            assert n_copies == 0 if one_pass else n_copies >= N_ROOMS
+            stats = node.stats()
+            assert (stats["chunks_direct"] > 0, stats["chunks_staged"] > 0) == (path == "direct", path == "staged")
             ours.send("end")
             process.join(60)
         finally:
@@ -134,6 +139,45 @@ def test_a_killed_decode_gives_the_source_back_once_the_gather_into_it_is_over(a
             STREAMS.held = False
             drive([node], lambda: sender.released, 60)
             assert not node.data_path._placed
+        finally:
+            STREAMS.held = False
+            process.kill()
+            process.join()
+    del ours
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("fenced", [False, True])
+def test_a_killed_decode_gives_the_source_back_once_the_copy_to_its_pages_is_over(address, fenced):
+    """I8: neither the peer's death nor an operator's word of it ends a kernel that reads this node's pages."""
+    rank = DeviceRank(n_pages=128)
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=serve_decode, args=(theirs, address, None, "direct"), daemon=True)
+    with prefill_node(rank, address, transport=cuda_double.LocalDouble(), path="direct", staging=staging()) as node:
+        process.start()
+        try:
+            pages = rank.allocate(TOKENS)
+            rank.write(0, TOKENS, pages)
+            sender = node.send(0)
+            STREAMS.held = True
+            sender.chunk(pages, (0, TOKENS))
+            drive([node], lambda: node.data_path._copies, 60)
+            process.kill()
+            process.join()
+            drive([node], lambda: sender.state is State.FAILED, 60)
+            if fenced:
+                assert [node.fence(endpoint) for endpoint in node.unfenced()] == [1]
+            for _ in range(50):
+                node.sessions._dead_check_at = 0.0
+                node.turn()
+            assert not sender.released
+            assert node.unfenced()
+            assert cuda_double.RUNTIME.n_open() == 1, "the kernel writes there"
+            STREAMS.held = False
+            drive([node], lambda: sender.released, 60)
+            node.sessions._dead_check_at = 0.0
+            drive([node], lambda: not node.unfenced(), 60)
+            assert not node.data_path._copies
         finally:
             STREAMS.held = False
             process.kill()

@@ -164,7 +164,9 @@ class World:
             put(node, secrets=primitives.secrets_of(self.rng), ControlSocket=self._socket, _LOOK_S=1e9)
             put(driver, _LARGE_NBYTES=scenario.large_nbytes, _NAP_S=5e-3, _PATIENCE_S=1e-2)  # fewer steps
             put(driver, _with_threads=weakref.WeakSet())  # this process's end is none of theirs
-            put(pdstage.stager, _LARGE_NBYTES=scenario.large_nbytes, _copy_all=self._copying(pdstage.stager._copy_all))
+            put(pdstage.stager, _LARGE_NBYTES=scenario.large_nbytes)
+            for name in ("_copy_all", "_copy_passes"):
+                put(pdstage.stager, **{name: self._copying(getattr(pdstage.stager, name))})
             put(state, strict=True)
             put(log, handlers=[listener], propagate=False, level=logging.ERROR)
             prefill._by_traits.cache_clear()  # whose lines would be passed in the first run alone
