@@ -22,6 +22,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,9 +101,14 @@ def prove(
 
 
 def missed(require: Sequence[str], record: Record) -> list[str]:
-    """What was skipped, left out or dropped of what is required."""
-    words = [word for name in require for word in REQUIREMENTS[name]]
-    return [said for said in record.skips() if any(word in said.lower() for word in words)]
+    """What was skipped, left out or dropped of what is required; tests of one file for one reason together."""
+    n_of = Counter(
+        f"{name}: {skip._replace(what=skip.what.partition('::')[0])}"
+        for name in require
+        for skip in record.skips()
+        if any(word in str(skip).lower() for word in REQUIREMENTS[name])
+    )
+    return [f"{said} ({n} times)" if n > 1 else said for said, n in n_of.items()]
 
 
 @contextlib.contextmanager

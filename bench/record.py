@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .harness import Row
 
@@ -21,6 +21,16 @@ MAX_SHOWN = 40
 DROPPED = "dropped"
 """The state of a section for which there was no time."""
 _MULTI_GPU = "CUDA devices, this machine has 1"
+
+
+class Skip(NamedTuple):
+    """A test, a part of the benchmark or a section that did not run, and why."""
+
+    what: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}"
 
 
 class Record:
@@ -38,7 +48,7 @@ class Record:
             "rows": [],
         }
         self._rows: dict[str, Row] = {}
-        self._skipped: list[str] = []
+        self._skipped: list[Skip] = []
 
     def write(self) -> None:
         self.report["rows"] = [row.to_dict() for row in self.rows]
@@ -58,9 +68,12 @@ class Record:
         dropped = [f"{one['name']}: {one['why']}" for one in self.report["sections"] if one["state"] == DROPPED]
         return [*self.report["left_out"], *dropped]
 
-    def skips(self) -> list[str]:
-        """What was left out and each test that was skipped, "what: why", but for what one GPU is too few for."""
-        return [*self.left_out(), *self._skipped]
+    def skips(self) -> list[Skip]:
+        """What was left out and each test that was skipped, but for what one GPU is too few for."""
+        return [
+            *(Skip(what, why) for what, _, why in (said.partition(": ") for said in self.left_out())),
+            *self._skipped,
+        ]
 
     def take(self, lines: Iterable[dict[str, Any]]) -> None:
         """Of a row measured twice the later counts."""
@@ -84,7 +97,7 @@ class Record:
             tests["failures"].append({"test": told["test"], "why": told["why"]})
         if told["outcome"] == "skipped":
             if _MULTI_GPU not in told["why"]:
-                self._skipped.append(f"{told['test']}: {told['why']}")
+                self._skipped.append(Skip(told["test"], told["why"]))
             self._count_skip(told["test"].partition("::")[0], told["why"])
 
     def _count_skip(self, file: str, why: str) -> None:

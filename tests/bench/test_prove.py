@@ -103,19 +103,29 @@ def test_tests_are_counted_and_skips_have_reasons(machine, tmp_path):
     assert told["failures"] == [{"test": "tests/gpu/test_a.py::four", "why": "E assert 1 == 2"}]
 
 
-SKIPPED = {"outcome": "skipped", "why": "triton: torch finds no GPU"}
+SPACE_TRITON = {
+    "test": "tests/gpu/test_space.py::test_it[triton-3]", "outcome": "skipped", "why": "torch finds no GPU"
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("require", "lines", "missed"),
     [
-        ("triton", {"tests": [{"test": "tests/gpu/test_space.py::test_it[triton-3]", **SKIPPED}]}, "test_it[triton-3]"),
-        ("cuda", {"tests": [{"test": "tests/gpu/test_space.py::test_it[triton-3]", **SKIPPED}]}, ""),
-        ("cuda", {"tests": [{"test": "tests/gpu/test_space.py::test_it[cuda-bulk-3]", **SKIPPED}]}, "cuda-bulk"),
+        (
+            "triton",
+            {"tests": [SPACE_TRITON, SPACE_TRITON]},
+            "triton: tests/gpu/test_space.py: torch finds no GPU (2 times)",
+        ),
+        ("cuda", {"tests": [SPACE_TRITON]}, ""),
+        (
+            "cuda",
+            {"tests": [{**SPACE_TRITON, "test": "tests/gpu/test_space.py::test_it[cuda-bulk-3]"}]},
+            "cuda: tests/gpu",
+        ),
         ("cuda", {"runs": [{"left_out": ["cuda plain: install CuPy"]}]}, "cuda plain"),
         ("ipc", {"ipc": [{"left_out": ["ipc: msgspec is not installed"]}]}, "ipc: msgspec"),
         ("ipc", {"rooms": [{"left_out": ["rooms: zmq is not installed"]}]}, "rooms: zmq"),
-        ("ipc", {"tests": [{"test": "tests/gpu/test_local_ipc.py", **SKIPPED}]}, "test_local_ipc.py"),
+        ("ipc", {"tests": [{**SPACE_TRITON, "test": "tests/gpu/test_local_ipc.py"}]}, "test_local_ipc.py"),
         ("ipc", {"rooms": [{"left_out": ["rooms, nixl: not here"]}]}, ""),
         ("nixl,demo", {"rooms": [{"left_out": ["rooms, nixl: not here"]}]}, "rooms, nixl"),
         ("", {"rooms": [{"left_out": ["cuda plain: not here", "triton: not here", "ipc: not here"]}]}, ""),
