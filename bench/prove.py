@@ -74,7 +74,7 @@ def sections() -> list[Section]:
         *(benches.pop(name) for name in first),
         Section("tests", 150.0, tuple(rest), keeps_s=110.0),
         Section("streams", 60.0, (_ALONE,), keeps_s=60.0),
-        Section("demo", 90.0, keeps_s=40.0),
+        Section("demo", 90.0, keeps_s=40.0, by_kernel=False),
         *benches.values(),
     ]
 

@@ -36,7 +36,7 @@ class Section(NamedTuple):
     """One part of a run. It gets `most_s` at most; `keeps_s` of the time are its own, whatever comes before it.
 
     With `tests`, files of tests that run side by side; else the section of the benchmark that has its name. `few`:
-    those tests that draw their cases draw few.
+    those tests that draw their cases draw few. `by_kernel`: it measures kernels, which may be run each by itself.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Section(NamedTuple):
     tests: tuple[str, ...] = ()
     keeps_s: float = 0.0
     few: bool = False
+    by_kernel: bool = True
 
 
 class Runner:
@@ -84,7 +85,7 @@ class Runner:
         if section.tests:
             return self._tests(section, stop_at)
         problem, in_time = self._bench(section, (), stop_at)
-        if not problem or not in_time or self._device == "cpu":
+        if not problem or not in_time or self._device == "cpu" or not section.by_kernel:
             return [problem] if problem else []
         alone = [self._bench(section, (variant,), stop_at)[0] for variant in variants.ON_GPU]
         return [*filter(None, alone)] or [f"{problem} (but not with each kernel by itself)"]

@@ -281,9 +281,10 @@ def test_a_section_that_dies_is_run_a_kernel_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(Runner, "_bench", bench)
     record = Record([], machine={})
     with (tmp_path / "x.log").open("w") as log:
-        Runner(record, log, stop_at=time.monotonic() + 60, device="cuda:0", quick=True).run([Section("runs", 30.0)])
-    assert asked == [(), *((v,) for v in runner.variants.ON_GPU)]
-    assert record.report["failed"] == ["runs: with ('cuda bulk',): illegal address"]
+        running = Runner(record, log, stop_at=time.monotonic() + 60, device="cuda:0", quick=True)
+        running.run([Section("runs", 30.0), Section("rooms", 30.0, by_kernel=False)])
+    assert asked == [(), *((v,) for v in runner.variants.ON_GPU), ()]
+    assert record.report["failed"] == ["runs: with ('cuda bulk',): illegal address", "rooms: with (): illegal address"]
 
 
 def test_rows_of_a_process_that_died_are_kept(tmp_path):
