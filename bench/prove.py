@@ -54,6 +54,7 @@ REQUIREMENTS = {
     "sglang": ("sglang",),
     "demo": ("demo:",),
 }
+_SLOWER = 20
 _SANITIZED_S = 280.0
 _PROBE_S = 120.0
 # A tool and the variants it runs on: barriers and shared memory are the bulk kernel's alone.
@@ -189,6 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         require = _named(given.require, REQUIREMENTS, "require")
         known = {section.name: section for section in sections()}
         chosen = [known[name] for name in _named(given.only, known, "only") or known]
+        if given.rehearse:  # a machine that is slow, or busy with other things, is no fault of what is rehearsed
+            chosen = [section._replace(most_s=_SLOWER * section.most_s) for section in chosen]
     except UsageError as error:
         parser.error(str(error))
     device = "rehearsal" if given.rehearse else gpu.device_name()
