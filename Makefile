@@ -174,5 +174,5 @@ clean:  ## Remove what builds and tools left behind; keep .venv.
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find pdstage kernels bench tests csrc -name __pycache__ -prune -exec rm -rf {} +
 
-distclean: clean  ## Remove .venv and the built extension too.
-	rm -rf $(VENV) pdstage/_native*.so
+distclean: clean  ## Remove .venv, the built extension and .gpu-kit too.
+	rm -rf $(VENV) pdstage/_native*.so .gpu-kit

@@ -76,6 +76,14 @@ def test_the_table_fits_a_terminal_and_tells_every_room():
     assert "computes the whole model" not in text
 
 
+def test_a_gpu_and_the_dtype_of_its_pools_are_said():
+    options = Options(device="cuda:1")
+    text = shown(replace(report_of(options), device=options.device, model=options.described), rooms_of(), options)
+    assert "all shuffled, on cuda:1" in text
+    assert "float64, KV cache in bfloat16" in text
+    assert "cuda" not in shown(report_of(Options()), rooms_of())
+
+
 def test_what_stands_for_an_engine_is_said():
     options = Options(model="deepseek-v32", decode_pp=2)
     text = shown(report_of(options), rooms_of(), options)

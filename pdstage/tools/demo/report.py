@@ -194,7 +194,8 @@ def _pools(options: Options) -> list[str]:
     kept = "pages of {0.page} tokens in {1}" if options.components != ("mamba",) else "slots in {1}"
     lines = [
         f"pools: {kept.format(prefill, prefill.layout.upper())} at prefill, "
-        f"{kept.format(decode, decode.layout.upper())} at decode; all shuffled",
+        f"{kept.format(decode, decode.layout.upper())} at decode; all shuffled"
+        + (f", on {options.device}" if options.device != "cpu" else ""),
     ]
     if options.model != "llama":
         lines.append("ranks: each prefill rank computes the whole model; it stores and moves only its share")
