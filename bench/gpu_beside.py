@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from pdstage.stager import DEFAULT_MAX_SMS
+
 from . import curves
 from .bed import Spread, event, head_start, side_stream
 from .gpu_kernels import CURVE_NBYTES, runs_case
@@ -26,7 +28,6 @@ _GEMM = 8192
 _N_GEMMS = 8
 _RUN_NBYTES = 1024
 _STEP_LAYERS, _STEP_BATCH, _STEP_WIDTH = 61, 64, 4096
-_SCATTER_SMS = 4
 
 
 class Step(NamedTuple):
@@ -107,7 +108,7 @@ def decode(bed: Bed, quick: bool) -> Iterator[Row]:
     side = side_stream()
     for variant in bed.variants:
         with torch.cuda.stream(side):
-            scatter = case.works(variant, max_sms=_SCATTER_SMS)["scatter"]
+            scatter = case.works(variant, max_sms=DEFAULT_MAX_SMS)["scatter"]
         n = 100 if quick else 400
         _steps(step, scatter, side, 10)
         alone = Spread.of(_steps(step, None, side, n))
@@ -119,8 +120,8 @@ def decode(bed: Bed, quick: bool) -> Iterator[Row]:
             unit="us",
             better="lower",
             detail=f"{_STEP_LAYERS} layers of small kernels in a graph; medians {beside.median * 1e6:.0f} and "
-            f"{alone.median * 1e6:.0f} us; scatters with {_SCATTER_SMS} SMs; baseline: alone",
-            point={"table": "decode", "variant": variant, "max_sms": _SCATTER_SMS},
+            f"{alone.median * 1e6:.0f} us; scatters with {DEFAULT_MAX_SMS} SMs; baseline: alone",
+            point={"table": "decode", "variant": variant, "max_sms": DEFAULT_MAX_SMS},
         )
 
 

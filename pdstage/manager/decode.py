@@ -15,7 +15,7 @@ from pdstage.manager.driver import changes_rooms
 from pdstage.manager.handle import Handle, ask_event, check_event
 from pdstage.manager.items import Checked, GivenItems, GivenTokens, check, indexes
 from pdstage.manager.node import Node
-from pdstage.manager.options import DEFAULT_MAX_SMS, DEFAULT_SWITCH_S, NodeOptions
+from pdstage.manager.options import DEFAULT_SWITCH_S, NodeOptions
 from pdstage.manager.sessions import label, place
 from pdstage.manager.status import Status, by_state, lanes
 from pdstage.metadata import AuxRow
@@ -26,6 +26,7 @@ from pdstage.protocol.decode_rooms import DecodeRoom
 from pdstage.protocol.room import RoomId, room_key
 from pdstage.protocol.state import State
 from pdstage.protocol.wire import OLDEST
+from pdstage.stager import DEFAULT_MAX_SMS
 from pdstage.transport import Done, Inbound, PostFailed, Transport
 
 if TYPE_CHECKING:

@@ -30,8 +30,6 @@ STAGING_ON = ("pool", "host")
 
 
 DEFAULT_SWITCH_S = 1e-4
-DEFAULT_MAX_SMS = 8
-"""Enough for a 400 Gb NIC (50 GB/s) with the slowest of the kernels, and 6 % of an H200: modelled, not measured."""
 _MAX_PARTS = 1 << 17
 """As many lanes as a Hello may name."""
 

@@ -19,7 +19,7 @@ from pdstage.manager.driver import changes_rooms
 from pdstage.manager.handle import Handle, ask_event, check_event
 from pdstage.manager.items import GivenItems, GivenTokens, check, rects_of
 from pdstage.manager.node import Node
-from pdstage.manager.options import DEFAULT_MAX_SMS, DEFAULT_SWITCH_S, NodeOptions, check_path
+from pdstage.manager.options import DEFAULT_SWITCH_S, NodeOptions, check_path
 from pdstage.manager.sessions import label, place
 from pdstage.manager.status import Status, by_state
 from pdstage.metadata import AuxRow
@@ -28,6 +28,7 @@ from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import ChunkEffect, Gather, Write, WriteDirect, WriteRow
 from pdstage.protocol.room import RoomId, room_key
 from pdstage.protocol.wire import VERSION
+from pdstage.stager import DEFAULT_MAX_SMS
 from pdstage.states import canonical
 from pdstage.transport import Done, Inbound, PostFailed, Traits, Transport
 

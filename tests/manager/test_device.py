@@ -15,9 +15,9 @@ import pytest
 from pdstage import State, UsageError
 from pdstage.kernels import Plan
 from pdstage.manager.driver import Driver
-from pdstage.manager.options import DEFAULT_MAX_SMS
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.session import Send
+from pdstage.stager import DEFAULT_MAX_SMS
 from pdstage.transport.local import LocalTransport
 from tests.manager.engine import Rank, drive
 
