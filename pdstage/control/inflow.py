@@ -5,7 +5,11 @@ not end it takes in all there is. Nor can it be told to hang up. But the kernel 
 connection (TCP_INFO), the port counts those that were taken out of it, and a descriptor of libzmq's can be shut down
 from outside: then it gives back what it held of that connection.
 
-It is looked at by the thread that waits on the socket, some times a second and only where this process has grown.
+It is looked at by the thread that waits on the socket, some times a second and only where this process has grown. A
+look takes the counts one after the other, and a busy machine may stop the thread anywhere in between: whole messages of
+honest peers may have come since it was found that none waits, or more than this node could take out meanwhile. So a
+connection is ended when two looks in a row find too much, and the second follows as soon as the node has taken out what
+it takes at a time.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ MAX_UNFINISHED_NBYTES = 24 << 20
 MAX_HELD_NBYTES = 128 << 20
 """Of all connections together, whole messages included: their senders are faster than this node."""
 LOOK_MS = 50
+_LOOK_AGAIN_MS = 1
 _SERVE_S = 0.005
 _GROWN_NBYTES = 8 << 20
 _SMALL_NBYTES = 1 << 20
@@ -83,13 +88,18 @@ class Inflow:
         self._open: dict[int, _Open] = {}
         self._look_at = self._serve_at = 0.0
         self._low_nbytes = 0
+        self._unfinished: set[int] = set()
+        """Connections that had too much of an unfinished message when last looked at."""
+        self._excess_nbytes = 0
+        """Of all together, when last looked at."""
         self._log_limit = LogLimit()
 
     def pause_ms(self, left_ms: int) -> int:
         """How much of a wait passes before `look` is due again; a negative wait has no end."""
-        if not self._open or 0 <= left_ms < LOOK_MS:
+        pause_ms = _LOOK_AGAIN_MS if self._unfinished or self._excess_nbytes else LOOK_MS
+        if not self._open or 0 <= left_ms < pause_ms:
             return left_ms
-        return LOOK_MS
+        return pause_ms
 
     def serve_sometimes(self, port: Port, now: float) -> None:
         """For a caller that never waits: as `serve`, but most calls only look at the clock."""
@@ -135,17 +145,26 @@ class Inflow:
             resident_nbytes = self._low_nbytes + _GROWN_NBYTES
         self._low_nbytes = min(self._low_nbytes, resident_nbytes)
         if resident_nbytes - self._low_nbytes < _GROWN_NBYTES:
+            self._unfinished, self._excess_nbytes = set(), 0
             return
         held = self._held(port)
-        excess = sum(held.values()) - MAX_HELD_NBYTES
-        largest_first = sorted(held.items(), key=lambda one: -one[1])
-        for fd, nbytes in largest_first:
+        excess_nbytes = max(0, sum(held.values()) - MAX_HELD_NBYTES)
+        large = {fd for fd, nbytes in held.items() if nbytes > MAX_UNFINISHED_NBYTES}
+        again, excess = large & self._unfinished, min(excess_nbytes, self._excess_nbytes)
+        unfinished = large if drained else again
+        for fd, nbytes in sorted(held.items(), key=lambda one: -one[1]):
             if nbytes < _SMALL_NBYTES:
                 break
-            if excess > 0 or (drained and nbytes > MAX_UNFINISHED_NBYTES):
+            if excess > 0 or (drained and fd in again):
                 self._cut(fd, nbytes, now)
                 excess -= nbytes
-        self._low_nbytes = resident_nbytes
+                excess_nbytes -= nbytes
+                unfinished.discard(fd)
+        self._unfinished, self._excess_nbytes = unfinished, max(0, excess_nbytes)
+        if self._unfinished or self._excess_nbytes:
+            self._look_at = now + _LOOK_AGAIN_MS / 1000
+        else:
+            self._low_nbytes = resident_nbytes
 
     def _held(self, port: Port) -> dict[int, int]:
         """Of each connection, by descriptor: bytes that came and were not taken out."""

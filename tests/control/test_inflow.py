@@ -168,6 +168,40 @@ def test_honest_messages_of_the_largest_kind_arrive(make, keys) -> None:
     assert not node.counters.ended
 
 
+def arrived(node: ControlSocket) -> int:
+    """What connections brought and the node did not take out."""
+    node._inflow.serve(node._port)
+    return sum(node._inflow._held(node._port).values())
+
+
+def test_what_came_while_the_node_did_not_turn_is_no_flood(make, keys) -> None:
+    """More than a node may hold, and yet it takes it out in a moment."""
+    node, peers = make(keys), [make(keys) for _ in range(3)]
+    for peer in peers:
+        route = peer.connect(node.endpoint)
+        peer.send(route, [b"hello"])
+    until(lambda: node.counters.received == 3, node, *peers)
+    for peer in peers:
+        for _ in range(3):
+            assert peer.send(peer.connect(node.endpoint), [bytes(MAX_FRAME_NBYTES)])
+    until(lambda: arrived(node) >= 9 * MAX_FRAME_NBYTES > inflow.MAX_HELD_NBYTES, *peers)
+    until(lambda: node.counters.received == 12, node, *peers)
+    assert not node.counters.ended
+
+
+def test_messages_that_came_whole_while_a_look_was_interrupted_are_no_unfinished_one(make) -> None:
+    node, peer = make(), make()
+    route = peer.connect(node.endpoint)
+    peer.send(route, [b"hello"])
+    until(lambda: node.counters.received == 1, node, peer)
+    for _ in range(2):
+        assert peer.send(route, [bytes(MAX_FRAME_NBYTES)])
+    until(lambda: arrived(node) >= 2 * MAX_FRAME_NBYTES > inflow.MAX_UNFINISHED_NBYTES, peer)
+    node._inflow.look(node._port, time.monotonic(), drained=True)  # which was so a moment before
+    until(lambda: node.counters.received == 3, node, peer)
+    assert not node.counters.ended
+
+
 def test_a_call_takes_a_bounded_number_of_bytes(make) -> None:
     node, peer = make(), make()
     route = peer.connect(node.endpoint)
