@@ -331,10 +331,7 @@ class Stager:
 
         def run(stream: int | None, sum_ptr: int) -> None:
             del sum_ptr
-            sides = zip(passes.cuts, (items, peer_items), strict=True)
-            ours, theirs = (cut.indexes(of_side, tokens) for cut, of_side in sides)
-            for i, j, plan, peer in passes.plans:
-                plan.copy_to(peer, ours.of(i), theirs.of(j), tokens, stream=stream, max_sms=self._max_sms)
+            _copy_passes(passes, tokens, (items, peer_items), stream, self._max_sms)
 
         return self._begin(ticket, run, nbytes, checksum=False)
 
@@ -449,6 +446,19 @@ def _copy_all(plans: _Plans, what: _What, copy: _Copy, stream: int | None, sum_p
     for number, plan in plans:
         copy(plan, at, indexes.of(number), stream, sum_ptr)
         at += plan.nbytes(what.tokens)
+
+
+def _copy_passes(
+    passes: Passes,
+    tokens: Tokens,
+    items: tuple[Mapping[str, Index], Mapping[str, Index]],
+    stream: int | None,
+    max_sms: int | None,
+) -> None:
+    """`items` are the pool's and the peer's."""
+    ours, theirs = (cut.indexes(of_side, tokens) for cut, of_side in zip(passes.cuts, items, strict=True))
+    for i, j, plan, peer in passes.plans:
+        plan.copy_to(peer, ours.of(i), theirs.of(j), tokens, stream=stream, max_sms=max_sms)
 
 
 class _Running(NamedTuple):
