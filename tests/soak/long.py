@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from collections import Counter, deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
@@ -11,12 +15,14 @@ import numpy as np
 
 from pdstage import DecodeNode, PrefillNode, Receiver, Sender
 from pdstage.protocol.state import State
-from tests.manager.engine import Rank, drive
+from tests.manager.engine import Rank
 from tests.soak.real import CONFIG, RealPeers
 
 AT_ONCE = 16
 """Rooms under way at a peer."""
 N_ALIVE = 3
+N_CLOSING = 16
+"""Peers that leave at once, each in a thread that waits for its close."""
 TOKENS = 4
 ABORTED_BY_DECODE, ABORTED_BY_PREFILL = 37, 41
 WAYS = ("at rest", "idle", "with rooms under way")
@@ -42,6 +48,13 @@ class Peer:
     def __init__(self, node: PrefillNode | DecodeNode, rank: Rank, instance: str, way: str, n_rooms: int) -> None:
         self.node, self.rank, self.instance, self.way, self.left = node, rank, instance, way, n_rooms
         self.rooms: deque[Room] = deque()
+        self.over_by = math.inf
+        self.closed: Future[bool] = Future()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has begun all its rooms, and leaves as soon as it may."""
+        return not self.left and (not self.rooms or self.way == WAYS[2])
 
 
 class Long(RealPeers):
@@ -52,27 +65,46 @@ class Long(RealPeers):
         self.ended: Counter[str] = Counter()
         self.lives: Counter[str] = Counter()
         self._serials = count(1)
+        self._closing = stack.enter_context(ThreadPoolExecutor(N_CLOSING))
+        all_there = threading.Barrier(N_CLOSING + 1)  # else threads are counted that come later
+        for _ in range(N_CLOSING):
+            self._closing.submit(all_there.wait)
+        all_there.wait()
 
     def serve_rooms(self, n_rooms: int, a_peer: int) -> None:
-        """`n_rooms` rooms, `a_peer` in each peer's life; at the end every peer has gone."""
+        """`n_rooms` rooms, `a_peer` in each peer's life; at the end every peer has gone.
+
+        Nobody waits for one that leaves: the others go on meanwhile.
+        """
         n_to_come = -(-n_rooms // a_peer)
         alive: list[Peer] = []
-        while n_to_come or alive:
-            while n_to_come and len(alive) < N_ALIVE:
+        gone: list[Peer] = []
+        while n_to_come or alive or gone:
+            while n_to_come and sum(not peer.is_done for peer in alive) < N_ALIVE:
                 n_to_come -= 1
                 alive.append(self._born(a_peer))
             for peer in list(alive):
                 while peer.left and len(peer.rooms) < AT_ONCE:
                     peer.left -= 1
                     peer.rooms.append(self._begin(peer))
-                if not peer.left and (not peer.rooms or peer.way == WAYS[2]):
+                if peer.is_done and not (peer.way == "idle" and peer.node.core.sessions):
+                    peer.closed = self._closing.submit(peer.node.close)
+                    # A room that the hub opens after the peer has gone ends as its handshake does.
+                    peer.over_by = time.monotonic() + 2 * CONFIG.hello_s
                     alive.remove(peer)
-                    self._leave(peer)
+                    gone.append(peer)
                     continue
                 peer.node.turn()
-                while peer.rooms and peer.rooms[0].is_over:
-                    self._end(peer.rooms.popleft())
+                self._end_rooms(peer)
+            if all(peer.is_done for peer in alive):
+                time.sleep(1e-3)  # leave the processor to the nodes' own threads
             self.node.completions()
+            for peer in list(gone):
+                self._end_rooms(peer)
+                if not peer.rooms and peer.closed.done():
+                    assert peer.closed.result(), "it could not give its memory back"
+                    gone.remove(peer)
+                assert time.monotonic() < peer.over_by, f"a peer does not go, or its rooms do not end: {peer.rooms}"
 
     def _born(self, n_rooms: int) -> Peer:
         number = self.lives.total()
@@ -104,6 +136,10 @@ class Long(RealPeers):
             sender.finish(aux=b"aux")
         return Room(sender, receiver, (src_rank, dst_rank), pages, value)
 
+    def _end_rooms(self, peer: Peer) -> None:
+        while peer.rooms and peer.rooms[0].is_over:
+            self._end(peer.rooms.popleft())
+
     def _end(self, room: Room) -> None:
         self.ended[room.receiver.state.name] += 1
         if room.receiver.state is State.SUCCESS:
@@ -111,15 +147,6 @@ class Long(RealPeers):
             assert _holds(room.ranks[1], room.pages[1], room.value), "Success, and not every byte is there"
         for rank, pages in zip(room.ranks, room.pages, strict=True):
             rank.free(pages)
-
-    def _leave(self, peer: Peer) -> None:
-        if peer.way == "idle":
-            drive([self.node, peer.node], lambda: not peer.node.core.sessions)
-        assert peer.node.close(), "it could not give its memory back"
-        # One that the hub opens after the peer has gone ends as its handshake does.
-        drive([self.node], lambda: all(room.is_over for room in peer.rooms), 2 * CONFIG.hello_s)
-        for room in peer.rooms:
-            self._end(room)
 
 
 def _views(rank: Rank) -> list[np.ndarray]:
