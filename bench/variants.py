@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 CUDA_PLAIN, CUDA_BULK, TRITON, HOST = "cuda plain", "cuda bulk", "triton", "host"
 ON_GPU = (CUDA_PLAIN, CUDA_BULK, TRITON)
 _BULK_FROM = {CUDA_PLAIN: 0, CUDA_BULK: 16}  # never, and wherever its accesses can
-_BULK_CAPABILITY = (9, 0)  # cp.async.bulk
 
 
 def missing(variant: str) -> str:
@@ -30,8 +29,9 @@ def missing(variant: str) -> str:
 
     if not torch.cuda.is_available():
         return "no CUDA device here"
-    if variant == CUDA_BULK and torch.cuda.get_device_capability() < _BULK_CAPABILITY:
-        return "bulk copies need compute capability 9.0"
+    major, minor = torch.cuda.get_device_capability()
+    if variant == CUDA_BULK and not cuda_copy.bulk_from_nbytes(10 * major + minor):
+        return f"no bulk copies on compute capability {major}.{minor}"
     return ""
 
 
@@ -42,7 +42,8 @@ def backend_of(variant: str) -> str:
 def plan_of(pool: Pool, select: Iterable[Select], order: str, variant: str, *, checksum: bool = False) -> Plan:
     """`pool.plan`, made to use `variant` and no other kernel wherever that one can go."""
     held = cuda_copy.BULK_FROM_NBYTES
-    cuda_copy.BULK_FROM_NBYTES = _BULK_FROM.get(variant, held)
+    if variant in _BULK_FROM:
+        cuda_copy.BULK_FROM_NBYTES = {known: n and _BULK_FROM[variant] for known, n in held.items()}
     try:
         return pool.plan(select, order, backend_of(variant), checksum=checksum)
     finally:

@@ -2,8 +2,8 @@
 
 Imports CuPy only when a plan is made.
 
-Plans are launched as those of `cuda_copy`: one launch a call, and one more where a checksum is asked for, which is of
-the staged cells.
+Plans are launched as those of `cuda_copy`: one launch a call, or two where some views need narrower accesses than
+others, and as many again where a checksum is asked for, which is of the staged cells.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..errors import UsageError
 from ..plan import Staging
 from ..tables import FAULT_TOO_SMALL
 from . import cuda_copy
-from .cuda_copy import CTAS_PER_SM, FROM_STAGING, TO_STAGING, CudaPlan, Tables
-from .cuda_tables import UNIT, pack_groups, pack_views
+from .cuda_copy import CTAS_PER_SM, FROM_STAGING, LANES, TO_STAGING, Call, CudaPlan, Fitted, Part, Tables
+from .cuda_tables import UNIT, access_of, pack_groups, pack_views
 from .cupy_runtime import held_runtime
 from .device import WIDEST, check_aligned
 from .host_convert import COPY, HOLDS, KINDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from ..plan import Tokens
     from ..tables import Index
     from .backend import Compiled, Launch, Recipe
-    from .cuda_copy import Machine
-    from .cupy_runtime import Kernel
+    from .cuda_copy import Machine, Sizes
     from .device import Group
     from .index_ring import IndexRing
 
@@ -46,7 +45,6 @@ SOURCE, SUM_SOURCE = "convert.cu", "sum.cu"
 UNITS = {TO_STAGING: 2, FROM_STAGING: 4}
 SUM_UNITS = 4
 _VALUES = 16  # of a unit
-_WARP = 32
 _WIDE, _WORDS_STAGED, _VALUES_AND_BYTES, _BYTES = range(4)
 _CODING = np.dtype(
     [
@@ -67,6 +65,15 @@ class _Coded(NamedTuple):
     group: Group
     coding: Coding
 
+    def accessed(self, nbytes: int) -> _Coded:
+        """The same where a launch takes no more at a time."""
+        return self._replace(group=self.group._replace(access=nbytes))
+
+    @property
+    def kind(self) -> int:
+        encoding = self.coding.encoding
+        return COPY if encoding is None else KINDS[encoding.kind, encoding.rule]
+
     @property
     def width(self) -> int:
         return self.coding.width
@@ -85,12 +92,12 @@ class _Coded(NamedTuple):
         encoding = self.coding.encoding
         if encoding is None or encoding.kind != TOKEN_HEAD:
             return self.units
-        return 1 << (self.units - 1).bit_length() if self.units <= _WARP else -(-self.units // _WARP) * _WARP
+        return 1 << (self.units - 1).bit_length() if self.units <= LANES else -(-self.units // LANES) * LANES
 
     @property
     def access(self) -> int:
         """How units are loaded and stored: the numbers of csrc/cuda/convert.cu."""
-        pool, encoding = self.group.access, self.coding.encoding
+        pool, encoding = access_of(self.group, self.group), self.coding.encoding
         if encoding is None:
             return _WIDE if pool == WIDEST else _WORDS_STAGED if pool >= 4 else _BYTES
         staged = WIDEST if encoding.part == SCALE else math.gcd(WIDEST, self.width, self.n_values)
@@ -144,26 +151,26 @@ class ConvertPlan(CudaPlan):
 
     def _new_tables(self) -> Tables:
         coded = list(self._coded())
-        kinds = 0
-        for one in coded:
-            kinds |= 1 << _kind(one.coding)
-        self._sums = self._summed(coded)
-        ctas = CTAS_PER_SM if kinds.bit_count() == 1 else 1  # then each may have twice the registers
-        narrow = any(one.access != _WIDE for one in coded)
-        macros = {"PDSTAGE_KINDS": kinds, "PDSTAGE_NARROW": int(narrow), "PDSTAGE_CTAS": ctas}
-        return self._loaded([one.numbered for one in coded], coded, macros, _pack_codings(coded))
-
-    def _summed(self, coded: Sequence[_Coded]) -> Tables:
-        """Tables for sums: of staged cells as they are."""
-        coded = [one._replace(group=one.group._replace(access=math.gcd(WIDEST, one.width))) for one in coded]
-        narrow = any(one.group.access < WIDEST for one in coded)
-        macros = {"PDSTAGE_NARROW": int(narrow), "PDSTAGE_CTAS": CTAS_PER_SM}
-        return self._loaded([-(-one.width // UNIT) for one in coded], coded, macros)
+        self._sums = self._loaded(
+            [one.accessed(math.gcd(WIDEST, one.width)) for one in coded], [-(-one.width // UNIT) for one in coded],
+            sum_macros,
+        )  # fmt: skip
+        return self._loaded(
+            [one.accessed(WIDEST if one.access == _WIDE else min(one.group.access, WIDEST // 2)) for one in coded],
+            [one.numbered for one in coded], convert_macros, _pack_codings(coded),
+        )  # fmt: skip
 
     def _loaded(
-        self, units: Sequence[int], coded: Sequence[_Coded], macros: dict[str, int], *behind: NDArray[np.uint8]
+        self,
+        coded: Sequence[_Coded],
+        units: Sequence[int],
+        macros_of: Callable[[Machine, Sequence[int]], dict[str, int]],
+        *behind: NDArray[np.uint8],
     ) -> Tables:
-        """Groups of cells of `units` units each, with `behind` them what else the kernel reads of a group."""
+        """Groups of cells of `units` units each, with `behind` them what else the kernel reads of a group.
+
+        Those of 16-byte access have a launch, and all others; each is compiled for the kinds it has.
+        """
         machine = self._machine
         if len(coded) > machine.threads:
             raise UsageError(
@@ -176,8 +183,14 @@ class ConvertPlan(CudaPlan):
         scales = np.array([bits, [0] * len(bits)], np.int64).T
         of_groups = np.concatenate([packed, *behind])
         table = machine.tables.put(np.concatenate([of_groups, pack_views(self.table.views, scales)]))
-        macros = {"PDSTAGE_FLAT": 0, "PDSTAGE_HEAD_MAJOR": 0, **macros}
-        return Tables(groups, (table.ptr, table.ptr + of_groups.nbytes, len(coded)), macros, False, table, {})
+        parts = []
+        for narrow in (0, 1):
+            mine = [number for number, group in enumerate(groups) if (access_of(group, group) < WIDEST) == bool(narrow)]
+            if mine:
+                macros = {"PDSTAGE_FLAT": 0, "PDSTAGE_HEAD_MAJOR": 0, "PDSTAGE_NARROW": narrow}
+                macros |= macros_of(machine, [coded[number].kind for number in mine])
+                parts.append(Part([groups[number] for number in mine], macros, False, {}))
+        return Tables((table.ptr, table.ptr + of_groups.nbytes, len(coded)), parts, table)
 
     def _coded(self) -> Iterator[_Coded]:
         for group in self.table.group_list:
@@ -194,25 +207,28 @@ class ConvertPlan(CudaPlan):
         encoding = coding.encoding
         return encoding.kind, encoding.rule, encoding.part, coding.scales - place if coding.scales >= 0 else 0
 
-    def _kernel(self, tables: Tables, way: int, summed: bool, room: int) -> Kernel:
-        machine = self._machine
-        if summed:
-            way, tables, room = TO_STAGING, self._sums, 0  # one for both ways, which reads no list
-        kernel = tables.kernels.get((way, summed, room))
-        if kernel is None:
-            macros = {**tables.macros, "PDSTAGE_WAY": way, "PDSTAGE_LISTED": room, "PDSTAGE_THREADS": machine.threads}
-            macros["PDSTAGE_UNITS"] = SUM_UNITS if summed else UNITS[way]
-            kernel = machine.kernel(SUM_SOURCE if summed else SOURCE, macros, machine.threads)
-            tables.kernels[way, summed, room] = kernel
-        return kernel
+    def _ahead(self) -> Iterator[tuple[Tables, Call]]:
+        for tables, call in super()._ahead():
+            yield self._sums if call.summed else tables, call
 
-    def _tiling(self, tables: Tables, way: int, summed: bool) -> tuple[int, int]:
-        units = SUM_UNITS if summed else UNITS[way]
-        return self._machine.threads * units, tables.macros["PDSTAGE_CTAS"] * self._machine.n_sms
+    def _fitted(self, tables: Tables, part: Part, call: Call) -> Fitted:
+        # One sum for both ways, which reads no list.
+        way, room = (TO_STAGING, 0) if call.summed else (call.way, call.room)
+        n_units = SUM_UNITS if call.summed else UNITS[way]
+        macros = {**part.macros, "PDSTAGE_WAY": way, "PDSTAGE_LISTED": room, "PDSTAGE_UNITS": n_units}
+        return self._resized(SUM_SOURCE if call.summed else SOURCE, macros, tables, few=call.few)
 
 
-def _kind(coding: Coding) -> int:
-    return COPY if coding.encoding is None else KINDS[coding.encoding.kind, coding.encoding.rule]
+def convert_macros(machine: Sizes | type[Sizes], kinds: Sequence[int]) -> dict[str, int]:
+    """For groups of these kinds: where there are several, half the threads may have twice the registers."""
+    bits = sum(1 << kind for kind in set(kinds))
+    return {
+        "PDSTAGE_KINDS": bits, "PDSTAGE_THREADS": machine.threads * (CTAS_PER_SM if bits.bit_count() == 1 else 1),
+    }  # fmt: skip
+
+
+def sum_macros(machine: Sizes | type[Sizes], _kinds: Sequence[int] = ()) -> dict[str, int]:
+    return {"PDSTAGE_THREADS": machine.threads * CTAS_PER_SM}
 
 
 def _pack_codings(coded: Sequence[_Coded]) -> NDArray[np.uint8]:
@@ -222,7 +238,7 @@ def _pack_codings(coded: Sequence[_Coded]) -> NDArray[np.uint8]:
         encoding = one.coding.encoding
         scales = _scales_of(one, coded) if encoding is not None and encoding.part == DATA else (0, 0)
         holds = HOLDS[encoding.part] if encoding is not None else 0
-        packed[at] = (_kind(one.coding), holds, one.n_values, one.units, one.access, *scales, 0)
+        packed[at] = (one.kind, holds, one.n_values, one.units, one.access, *scales, 0)
     return packed.view(np.uint8)
 
 

@@ -2,9 +2,14 @@
 
 Imports CuPy only when a plan is made.
 
-A plan compiles its kernels and uploads its tables when it is made. A call checks and makes one launch; it waits for
-nothing and allocates nothing. Lists that lie on the host travel in the kernel's parameters, or are uploaded where they
-do not fit.
+A plan compiles its kernels and uploads its tables when it is made. A call checks and makes one launch, or two where
+some views need narrower accesses than others; it waits for nothing and allocates nothing. Lists that lie on the host
+travel in the kernel's parameters, or are uploaded where they do not fit.
+
+A grid is a number of CTAs and `max_sms` one of multiprocessors. They are the same in a call that is held to few: each
+of its CTAs fills a multiprocessor, with 1,024 threads of more than 32 registers, or with the rings of a bulk copy, so
+that no two share one. Other calls of the plain kernel take CTAs of half that size, two a multiprocessor, which find
+room sooner beside a model's kernels.
 """
 
 from __future__ import annotations
@@ -19,14 +24,25 @@ import numpy as np
 
 from ..errors import UsageError
 from ..tables import ComponentArgs
-from .cuda_tables import LISTED_LARGE, PARAMS_NBYTES, UNIT, n_tiles, pack_groups, pack_params, pack_views, run_nbytes
+from .cuda_tables import (
+    EXTENT_NBYTES,
+    LISTED_LARGE,
+    PARAMS_NBYTES,
+    UNIT,
+    access_of,
+    n_tiles,
+    pack_groups,
+    pack_params,
+    pack_views,
+    run_nbytes,
+)
 from .cupy_runtime import Arguments, held_runtime
 from .cupy_runtime import missing as runtime_missing
 from .device import DeviceTable
 from .index_ring import IndexRing, Runtime
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ..plan import Tokens
     from ..tables import Index, Int64s
@@ -38,15 +54,17 @@ if TYPE_CHECKING:
 
 TO_STAGING, FROM_STAGING, TO_PEER = range(3)
 SOURCE = "copy.cu"
-# Units of 16 bytes that a thread has in flight, with a checksum and without: 24 and 32 KiB a CTA. A fourth beside a
-# checksum does not fit 64 registers.
-UNITS = {True: 3, False: 4}
+LANES = 32
 CTAS_PER_SM = 2
 BULK_SOURCE = "bulk.cu"
-BULK_THREADS = 32
-# Runs of at least so many bytes go by bulk copies, where the device has them. To be measured on each architecture.
-BULK_FROM_NBYTES = 2048
-BULK_CAPABILITY = 90
+BULK_THREADS = 128
+BULK_FROM_NBYTES = {90: 2048, 100: 2048, 120: 0}
+"""The shortest runs that go by bulk copies, by compute capability: a device takes the last entry that is not above its
+own; 0 is never. 120 and later have 99 KiB of shared memory for a CTA, and the rings take 192.
+
+A belief until the row "bulk copies are ahead from" in bench/results of such a device says otherwise: then that is what
+stands here.
+"""
 
 
 class Machine(Runtime, Protocol):
@@ -54,7 +72,7 @@ class Machine(Runtime, Protocol):
 
     n_sms: int
     threads: int
-    """Threads of a CTA, and the most groups of a plan."""
+    """Threads of a CTA where a multiprocessor has CTAS_PER_SM, and the most groups of a plan."""
     capability: int
     listed: tuple[int, ...]
     """How many items a kernel's parameters may hold, ascending."""
@@ -83,15 +101,69 @@ def runtime_of(device: str) -> Runtime:
     return held_runtime(device)[0]
 
 
-class Tables(NamedTuple):
-    """Groups and views on the device, for kernels of these macros. `peer` is the same as `pool` without a peer."""
+class Sizes(Protocol):
+    """What the kernels are compiled for."""
 
-    pool: Sequence[Group]
-    addresses: tuple[int, int, int]
+    threads: int
+    bulk: Bulk
+
+
+def units(way: int, *, summed: bool) -> int:
+    """Units of 16 bytes that a thread has in flight; beside a checksum or a second pool one less fits 64 registers."""
+    return 4 - summed - (way == TO_PEER)
+
+
+def plain_macros(machine: Sizes | type[Sizes], way: int, *, summed: bool) -> dict[str, int]:
+    return {"PDSTAGE_THREADS": CTAS_PER_SM * machine.threads, "PDSTAGE_UNITS": units(way, summed=summed)}
+
+
+def bulk_macros(machine: Sizes | type[Sizes]) -> dict[str, int]:
+    ring = machine.bulk
+    return {
+        "PDSTAGE_THREADS": BULK_THREADS, "PDSTAGE_STAGES": ring.stages, "PDSTAGE_STAGE_NBYTES": ring.stage_nbytes,
+    }  # fmt: skip
+
+
+def bulk_from_nbytes(capability: int) -> int:
+    """The shortest runs for bulk copies on a device; 0 where it has none."""
+    return BULK_FROM_NBYTES.get(max((known for known in BULK_FROM_NBYTES if known <= capability), default=0), 0)
+
+
+class Call(NamedTuple):
+    """What kernels differ in beside their groups."""
+
+    way: int
+    summed: bool
+    few: bool
+    """Whether the call is held to few multiprocessors."""
+    room: int
+    """The items that the parameters hold; 0 where lists lie in device memory."""
+
+
+class Fitted(NamedTuple):
+    """A kernel as a call launches it: units of a tile, warps of a CTA, and the CTAs that fill the device."""
+
+    kernel: Kernel
+    tile_units: int
+    warps: int
+    ctas: int
+
+
+class Part(NamedTuple):
+    """The groups that one launch copies, and its kernels."""
+
+    groups: Sequence[Group]
     macros: dict[str, int]
     bulk: bool
+    fitted: dict[Call, Fitted]
+
+
+class Tables(NamedTuple):
+    """Groups and views on the device, and who copies them. Every launch reads all groups: what is whose in staging."""
+
+    addresses: tuple[int, int, int]
+    parts: list[Part]
     table: Table
-    kernels: dict[tuple[int, bool, int], Kernel]
 
     @classmethod
     def of(
@@ -109,27 +181,35 @@ class Tables(NamedTuple):
                 f"a selection of {len(pool)} differently shaped groups of views",
                 remedy=f"make plans of at most {machine.threads}",
             )
-        both = (*pool, *peer)
-        flat = all(g.shards == g.segs == 1 and g.outer_rows == g.rows_per_item for g in both)
-        macros = {
-            "PDSTAGE_HEAD_MAJOR": int(head_major and not flat),
-            "PDSTAGE_NARROW": int(any(g.access < 16 for g in both)),
-            "PDSTAGE_FLAT": int(flat),
-        }
-        runs = min((run_nbytes(g, head_major=head_major) for g in both), default=0)
-        wanted = BULK_FROM_NBYTES if bulk_from is None else bulk_from
-        # Between pools of other page sizes head-major runs do not meet.
-        meets = pool is peer or not macros["PDSTAGE_HEAD_MAJOR"]
-        bulk = (
-            machine.capability >= BULK_CAPABILITY
-            and not macros["PDSTAGE_NARROW"]
-            and meets
-            and 0 < wanted <= runs
-            and len(pool) <= BULK_THREADS
-        )
+        wanted = bulk_from_nbytes(machine.capability)
+        if len(pool) > BULK_THREADS:
+            wanted = 0
+        elif wanted and bulk_from is not None:
+            wanted = bulk_from
+        pairs = list(zip(pool, peer, strict=True))
+        wide = [pair for pair in pairs if access_of(*pair) == UNIT]
+        narrow = [pair for pair in pairs if access_of(*pair) < UNIT]
+        parts = [_part(wide, 0, wanted, head_major=head_major)] if wide else []
+        parts += [_part(narrow, 1, 0, head_major=head_major)] if narrow else []
         groups = pack_groups(pool, peer, head_major=head_major)
         table = machine.tables.put(np.concatenate([groups, pack_views(*views)]))
-        return cls(pool, (table.ptr, table.ptr + groups.nbytes, len(pool)), macros, bulk, table, {})
+        return cls((table.ptr, table.ptr + groups.nbytes, len(pool)), parts, table)
+
+    @property
+    def n_groups(self) -> int:
+        return self.addresses[2]
+
+
+def _part(pairs: Sequence[tuple[Group, Group]], narrow: int, bulk_from: int, *, head_major: bool) -> Part:
+    both = [group for pair in pairs for group in pair]
+    flat = all(g.shards == g.segs == 1 and g.outer_rows == g.rows_per_item for g in both)
+    macros = {
+        "PDSTAGE_HEAD_MAJOR": int(head_major and not flat), "PDSTAGE_NARROW": narrow, "PDSTAGE_FLAT": int(flat),
+    }  # fmt: skip
+    # Between pools of other page sizes head-major runs do not meet.
+    meets = not macros["PDSTAGE_HEAD_MAJOR"] or all(mine is other for mine, other in pairs)
+    runs = min(run_nbytes(g, head_major=head_major) for g in both)
+    return Part([mine for mine, _ in pairs], macros, meets and 0 < bulk_from <= runs, {})
 
 
 class CudaPlan:
@@ -139,7 +219,7 @@ class CudaPlan:
     """Whether cells that follow each other in memory may be one run, where nothing is summed."""
 
     def __init__(self, recipe: Recipe, machine: Machine, ring: IndexRing, bulk_from: int | None = None) -> None:
-        """`bulk_from`: the shortest runs, in bytes, for bulk copies; None for `BULK_FROM_NBYTES`, 0 for never."""
+        """`bulk_from`: the shortest runs for bulk copies, in bytes; None as in `BULK_FROM_NBYTES`, 0 for never."""
         self._recipe = recipe
         self._machine = machine
         self._ring = ring
@@ -150,9 +230,9 @@ class CudaPlan:
         self._peers: WeakKeyDictionary[CudaPlan, Tables] = WeakKeyDictionary()
         with machine.current():
             self._tables = self._new_tables()
-            for way in (TO_STAGING, FROM_STAGING):
-                for summed, room in product({False, recipe.checksum}, (0, *machine.listed)):
-                    self._kernel(self._tables, way, summed, room)
+            for tables, call in self._ahead():
+                for part in tables.parts:
+                    part.fitted[call] = self._fitted(tables, part, call)
 
     def _new_tables(self) -> Tables:
         groups, views = self.table.group_list, self.table.views
@@ -160,10 +240,16 @@ class CudaPlan:
             self._machine, groups, groups, (views, views), head_major=self.table.head_major, bulk_from=self._bulk_from
         )
 
+    def _ahead(self) -> Iterator[tuple[Tables, Call]]:
+        """What kernels are compiled for when the plan is made; those of a peer are with its first copy."""
+        sums, rooms = {False, self._recipe.checksum}, (0, *self._machine.listed)
+        for call in product((TO_STAGING, FROM_STAGING), sums, (False, True), rooms):
+            yield self._tables, Call(*call)
+
     @property
     def uses_bulk(self) -> bool:
-        """Whether calls without a checksum go by bulk copies."""
-        return self._tables.bulk
+        """Whether calls without a checksum go by bulk copies, wherever accesses are wide."""
+        return any(part.bulk for part in self._tables.parts)
 
     def gather(
         self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch
@@ -218,41 +304,52 @@ class CudaPlan:
             self._peers[peer] = tables
         return tables
 
-    def _kernel(self, tables: Tables, way: int, summed: bool, room: int) -> Kernel:
-        kernel = tables.kernels.get((way, summed, room))
-        if kernel is None:
-            macros = {**tables.macros, "PDSTAGE_WAY": way, "PDSTAGE_SUM": int(summed), "PDSTAGE_LISTED": room}
-            machine = self._machine
-            if tables.bulk and not summed:
-                ring = machine.bulk
-                macros |= {"PDSTAGE_THREADS": BULK_THREADS}
-                macros |= {"PDSTAGE_STAGES": ring.stages, "PDSTAGE_STAGE_NBYTES": ring.stage_nbytes}
-                kernel = machine.kernel(BULK_SOURCE, macros, BULK_THREADS, ring.nbytes)
-            else:
-                macros |= {"PDSTAGE_THREADS": machine.threads, "PDSTAGE_UNITS": UNITS[summed]}
-                kernel = machine.kernel(SOURCE, macros, machine.threads)
-            tables.kernels[way, summed, room] = kernel
-        return kernel
-
-    def _tiling(self, tables: Tables, way: int, summed: bool) -> tuple[int, int]:
-        """Units of a tile, and the CTAs that fill the device."""
+    def _fitted(self, tables: Tables, part: Part, call: Call) -> Fitted:
+        """Cold for the first call of its kind, but for those of `_ahead`."""
         machine = self._machine
-        if tables.bulk and not summed:
-            return machine.bulk.stage_nbytes // UNIT, machine.bulk.ctas_per_sm * machine.n_sms
-        return machine.threads * UNITS[summed], CTAS_PER_SM * machine.n_sms
+        macros = {
+            **part.macros, "PDSTAGE_WAY": call.way, "PDSTAGE_SUM": int(call.summed), "PDSTAGE_LISTED": call.room,
+        }  # fmt: skip
+        if part.bulk and not call.summed:
+            shared = BULK_THREADS // LANES * machine.bulk.nbytes + BULK_THREADS * EXTENT_NBYTES
+            kernel = machine.kernel(BULK_SOURCE, macros | bulk_macros(machine), BULK_THREADS, shared)
+            return Fitted(kernel, machine.bulk.stage_nbytes // UNIT, BULK_THREADS // LANES, machine.n_sms)
+        macros |= plain_macros(machine, call.way, summed=call.summed)
+        return self._resized(SOURCE, macros, tables, few=call.few)
+
+    def _resized(self, source: str, macros: dict[str, int], tables: Tables, *, few: bool) -> Fitted:
+        """A kernel whose CTAs may have up to PDSTAGE_THREADS threads, and have them in a call held to few."""
+        machine = self._machine
+        most, threads = macros["PDSTAGE_THREADS"], machine.threads
+        # Shared memory for any plan: an image is loaded once.
+        kernel = machine.kernel(source, macros, threads, threads * EXTENT_NBYTES)._replace(
+            threads=most if few else threads, shared_nbytes=tables.n_groups * EXTENT_NBYTES
+        )
+        return Fitted(kernel, LANES * macros["PDSTAGE_UNITS"], kernel.threads // LANES, most // threads * machine.n_sms)
+
+    def _launches(
+        self, tables: Tables, call: Call, spans: Sequence[ComponentArgs], max_sms: int | None
+    ) -> list[tuple[Kernel, int]]:
+        """Kernels and their grids; none for views of which there is nothing to copy."""
+        launches = []
+        for part in tables.parts:
+            fitted = part.fitted.get(call)
+            if fitted is None:
+                fitted = part.fitted[call] = self._fitted(tables, part, call)
+            tiles = n_tiles(part.groups, spans, fitted.tile_units)
+            if tiles:
+                launches.append((fitted.kernel, min(-(-tiles // fitted.warps), max_sms or fitted.ctas)))
+        return launches
 
     def _run(
         self, tables: Tables, way: int, staging: int, sides: tuple[Sequence[Checked], ...], launch: Launch
     ) -> None:
         machine = self._machine
-        summed = bool(launch.sum_ptr)
-        tile_units, most = self._tiling(tables, way, summed)
-        tiles = n_tiles(tables.pool, [one.span for one in sides[0]], tile_units)
-        if not tiles:
-            return
-        grid = min(tiles, launch.max_sms or most)
         room = 0 if way == TO_PEER else self._room(sides[0])
-        kernel = self._kernel(tables, way, summed, room)
+        call = Call(way, bool(launch.sum_ptr), bool(launch.max_sms), room)
+        launches = self._launches(tables, call, [one.span for one in sides[0]], launch.max_sms)
+        if not launches:
+            return
         with machine.current():
             stream = machine.stream(launch.stream)
             slot, spans = (None, []) if room else self._uploaded(sides, stream)
@@ -261,7 +358,8 @@ class CudaPlan:
                     if room:
                         spans = [self._listed(sides[0])]
                     pack_params(self._arguments.buffer, staging, launch.sum_ptr, tables.addresses, spans)
-                    machine.launch(kernel, grid, stream, self._arguments.params, tables.table)
+                    for kernel, grid in launches:
+                        machine.launch(kernel, grid, stream, self._arguments.params, tables.table)
             finally:
                 if slot is not None:
                     self._ring.give(slot, stream)

@@ -41,7 +41,10 @@ PARAMS_NBYTES = _HEAD.size + 2 * MAX_COMPONENTS * _SPAN.size
 # Items that parameters hold: 4 KiB of parameters every driver takes; 32,764 bytes that of CUDA 12.1 or later, on Volta
 # or later (NVIDIA, "CUDA 12.1 Supports Large Kernel Parameters"). `Params` is a multiple of 8 bytes long.
 LISTED, LISTED_LARGE = ((most - PARAMS_NBYTES) // 8 * 2 for most in (4096, 32764))
+EXTENT_NBYTES = 88
+"""Shared memory that a CTA takes for each group."""
 MAX_UNITS = 2**31
+MAX_STEPS = 2**32
 
 
 def divisor(by: int) -> tuple[int, int, int]:
@@ -59,9 +62,10 @@ def pack_groups(
     """
     packed = np.zeros(len(pool), _GROUP)
     for at, (mine, other) in enumerate(zip(pool, peer, strict=True)):
-        access = min(mine.access, other.access)
+        access = access_of(mine, other)
+        step = UNIT if access == UNIT else 1
         packed[at] = (
-            _side(mine, head_major=head_major), _side(other, head_major=head_major),
+            _side(mine, step, head_major=head_major), _side(other, step, head_major=head_major),
             divisor(-(-mine.width // UNIT)), divisor(mine.segs), divisor(mine.shards),
             divisor(mine.rows_per_item * mine.shards), mine.first_view, mine.n_views, mine.width, access,
             mine.tokens_per_row, mine.first_shard,
@@ -71,14 +75,32 @@ def pack_groups(
     return packed.view(np.uint8)
 
 
-def _side(group: Group, *, head_major: bool) -> tuple[object, ...]:
+def _side(group: Group, step: int, *, head_major: bool) -> tuple[object, ...]:
     joined = joined_rows(group) if head_major or group.shards * group.segs == 1 else 1
     units_per_block = joined * group.shards * group.segs * -(-group.width // UNIT)
     return (
-        group.item_stride, group.outer_stride, group.inner_stride, group.shard_stride, group.seg_stride,
+        *(stride // step for stride in _strides(group)),
         divisor(group.rows_per_item), divisor(group.outer_rows), divisor(joined),
         divisor(units_per_block), group.component, group.n_items,
     )  # fmt: skip
+
+
+def _strides(group: Group) -> tuple[int, ...]:
+    return group.item_stride, group.outer_stride, group.inner_stride, group.shard_stride, group.seg_stride
+
+
+def access_of(mine: Group, other: Group) -> int:
+    """Bytes of one access to views of both pools: 16 only where kernels can count within an item in 32 bits."""
+    access = min(mine.access, other.access)
+    return access if access < UNIT or (_counts(mine) and _counts(other)) else UNIT // 2
+
+
+def _counts(group: Group) -> bool:
+    """Whether an item's stride, and all that is within an item, are below 64 GiB."""
+    last = (-(-group.rows_per_item // group.outer_rows), group.outer_rows, group.shards, group.segs)
+    used = [stride * (n - 1) for stride, n in zip(_strides(group)[1:], last, strict=True)]
+    steps = (sum(used) + group.width) // UNIT
+    return min(used) >= 0 and steps < MAX_STEPS and 0 <= group.item_stride // UNIT < MAX_STEPS
 
 
 def joined_rows(group: Group) -> int:
@@ -124,7 +146,7 @@ def pack_params(
 
 
 def n_tiles(groups: Sequence[Group], spans: Sequence[ComponentArgs], tile_units: int) -> int:
-    """Tiles of a call, each the work of one CTA at a time; 0 where there is nothing to copy.
+    """Tiles of a call, each the work of one warp at a time; 0 where there is nothing to copy.
 
     Raises `UsageError` for a view of 2^31 units or more: the kernel numbers them in 32 bits.
     """

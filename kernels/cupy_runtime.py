@@ -39,11 +39,10 @@ _LARGE_CUDA, _LARGE_CAPABILITY = 12010, 70
 
 
 class Bulk(NamedTuple):
-    """A CTA's ring in shared memory: 64 KiB, of which three quarters are being read into."""
+    """A warp's ring in shared memory: 48 KiB, of which two thirds are being read into."""
 
-    stages: int = 8
+    stages: int = 6
     stage_nbytes: int = 8192
-    ctas_per_sm: int = 3
 
     @property
     def nbytes(self) -> int:

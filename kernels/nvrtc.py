@@ -31,8 +31,16 @@ class CompileError(PdstageError):
     """A kernel did not compile; `log` among its fields is the compiler's own."""
 
 
-def compile_kernel(name: str, macros: Mapping[str, int], architecture: str, sources: Path = SOURCES) -> bytes:
+def compile_kernel(
+    name: str,
+    macros: Mapping[str, int],
+    architecture: str,
+    sources: Path = SOURCES,
+    options: tuple[str, ...] = (),
+) -> bytes:
     """The image of csrc/cuda/`name` for `architecture`: machine code for "sm_90", PTX for "compute_90".
+
+    `options` are NVRTC's own, beside those of every kernel.
 
     Raises `CompileError` with the compiler's log, and `UsageError` where the sources or NVRTC are not installed.
     """
@@ -42,6 +50,7 @@ def compile_kernel(name: str, macros: Mapping[str, int], architecture: str, sour
     options = (
         f"--gpu-architecture={architecture}",
         "--std=c++17",
+        *options,
         *(f"-D{macro}={value}" for macro, value in sorted(macros.items())),
     )
     path = cache_folder() / f"{_key(texts, name, options)}.bin"

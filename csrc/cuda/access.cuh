@@ -52,6 +52,12 @@ __device__ __forceinline__ void read_again() {
     asm volatile("" ::: "memory");
 }
 
+// Shared memory whose size is the launch's.
+__device__ __forceinline__ unsigned char* dynamic_shared() {
+    extern __shared__ __align__(128) unsigned char held[];
+    return held;
+}
+
 __device__ __forceinline__ void add(u64 address, u64 value) {
     atomicAdd(reinterpret_cast<u64*>(address), value);
 }

@@ -8,14 +8,7 @@
 
 #include "access.cuh"
 
-// NVRTC knows the attribute since CUDA 12.4. An older one's kernels are right too, and take more registers.
-#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ < 1204
-#define __maxnreg__(n)
-#endif
-
 namespace pdstage {
-
-constexpr u32 LANES = 32;
 
 // Shared memory as the copy engine addresses it.
 using SharedAddress = u32;
@@ -24,13 +17,13 @@ __device__ __forceinline__ SharedAddress shared_address(const void* at) {
     return u32(__cvta_generic_to_shared(at));
 }
 
-__device__ __forceinline__ SharedAddress dynamic_shared() {
-    extern __shared__ __align__(128) unsigned char ring[];
-    return shared_address(ring);
-}
-
 __device__ __forceinline__ void warp_sync() {
     __syncwarp();
+}
+
+// Whether it is so in any lane.
+__device__ __forceinline__ bool warp_any(bool so) {
+    return __any_sync(~0u, so);
 }
 
 // For one arrival a phase; called by one thread, seen by all after the fence and a warp_sync().

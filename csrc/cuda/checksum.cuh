@@ -21,10 +21,9 @@ __device__ __forceinline__ u64 terms(u64 seed, i64 token, u32 shard, u32 seg, u3
     return nbytes > 8 ? first + mix(bytes.high ^ (place + WORD)) : first;
 }
 
-// Adds the sums of a CTA's THREADS threads to the word at `address`.
-template <u32 THREADS>
-__device__ __forceinline__ void add_all(u64 address, u64 (&sums)[THREADS]) {
-    for (u32 half = THREADS / 2; half > 0; half /= 2) {
+// Adds the sums of a CTA's threads, one each and a power of two, to the word at `address`.
+__device__ __forceinline__ void add_all(u64 address, u64* sums) {
+    for (u32 half = blockDim.x / 2; half > 0; half /= 2) {
         __syncthreads();
         if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
     }

@@ -1,5 +1,5 @@
 // Gather that encodes bf16 as fp8, and scatter that decodes: one launch over all views of a chunk, as copy.cu, whose
-// tables, tiles and persistent grid these are.
+// tables, tiles by the warp and persistent grid these are.
 //
 // A *unit* here is 16 values of one cell: two 16-byte accesses of the pool, one of staging. A thread issues the loads
 // of UNITS units before its first store. Values that share a scale are of neighbouring lanes, which agree on it by
@@ -8,17 +8,16 @@
 // copy.cu, a unit of 16 bytes.
 //
 // PDSTAGE_WAY: 0 pool to staging, 1 staging to pool. PDSTAGE_KINDS: a bit for each kind that groups have, numbered as
-// in e4m3.cuh. PDSTAGE_NARROW: some groups need accesses below 16 bytes. PDSTAGE_THREADS: of a CTA. PDSTAGE_UNITS.
-// PDSTAGE_CTAS: of a multiprocessor; one where the registers must do for several kinds.
+// in e4m3.cuh. PDSTAGE_NARROW: converts the groups that need accesses below 16 bytes in the pool or in staging; without
+// it all others. PDSTAGE_THREADS: of a CTA, at most; half where the registers must do for several kinds. PDSTAGE_UNITS.
+// PDSTAGE_LISTED as in copy.cu.
 #include "e4m3.cuh"
 #include "extents.cuh"
 #include "units.cuh"
 
 namespace pdstage {
 
-constexpr u32 UNITS = PDSTAGE_UNITS, TILE = THREADS * UNITS;
-constexpr u32 VALUES = 16, LANES_OF_WARP = 32;
-static_assert(THREADS % LANES_OF_WARP == 0);
+constexpr u32 UNITS = PDSTAGE_UNITS, TILE = LANES * UNITS, VALUES = 16;
 // Units whose loads are issued at once: fewer where the registers must do for every width.
 constexpr u32 TOGETHER = PDSTAGE_NARROW ? 1 : UNITS;
 
@@ -30,8 +29,8 @@ struct Coding {
     u32 access, scales_group, scales_first, unused;
 };
 
-// Accesses of the pool and of staging, in bytes; of what is copied both are the second.
-constexpr u32 WIDE = 0, WORDS_STAGED = 1, VALUES_AND_BYTES = 2;
+// How narrow groups are accessed in the pool and in staging; what is copied, in both as in staging.
+constexpr u32 WORDS_STAGED = 1, VALUES_AND_BYTES = 2;
 
 // 16 bf16 values, two a word.
 struct Values {
@@ -110,46 +109,46 @@ struct Unit {
     u32 run, offset, n;
 
     __device__ __forceinline__ Unit(const Group& group, const Coding& coding, const Work& work, u32 unit) {
-        run = group.units_per_run.quotient(min(unit, work.n_units - 1));
+        run = group.units_per_run.quotient(min(unit, work.extent->n_units - 1));
         offset = (unit - run * group.units_per_run.by) * VALUES;
-        n = unit < work.n_units && offset < coding.n_values ? min(VALUES, coding.n_values - offset) : 0;
+        n = unit < work.extent->n_units && offset < coding.n_values ? min(VALUES, coding.n_values - offset) : 0;
     }
 };
 
-// N units of a view from `first` on, THREADS apart; T is an access of the pool, S one of staging.
+// N units of a view from `first` on, LANES apart; T is an access of the pool, S one of staging.
 template <u32 KIND, typename T, typename S, u32 N>
 __device__ __forceinline__ void encode_units(const Params& params, const Coding& coding, const Work& work, u32 first) {
     const Group& group = *work.group;
-    const Cells cells(group, group.pool, params, params.pool, work.view->pool);
+    const Cells cells(params, group.pool, params.pool, work.view->pool, work.extent->first_row);
     Values values[N];
     u32 live = 0, items[N];
 #pragma unroll
     for (u32 k = 0; k < N; k++)
-        items[k] = cells.item(token_major(group, Unit(group, coding, work, first + k * THREADS).run));
+        items[k] = cells.item(cells.place(token_major(group, Unit(group, coding, work, first + k * LANES).run)).entry);
 #pragma unroll
     for (u32 k = 0; k < N; k++) {
-        const Unit unit(group, coding, work, first + k * THREADS);
+        const Unit unit(group, coding, work, first + k * LANES);
         values[k] = {};
         if (!unit.n || items[k] == NO_ITEM) continue;
-        values[k] = load_values<T>(cells.address(token_major(group, unit.run), items[k]) + 2 * unit.offset, unit.n);
+        const Place place = cells.place(token_major(group, unit.run));
+        values[k] = load_values<T>(cells.address(items[k], place.offset) + 2 * unit.offset, unit.n);
         live |= 1 << k;
     }
     const float scale = float_of(u32(work.view->peer));
 #pragma unroll
     for (u32 k = 0; k < N; k++) {
-        const Unit unit(group, coding, work, first + k * THREADS);
+        const Unit unit(group, coding, work, first + k * LANES);
         float factor = KIND == TENSOR_BF16 ? 1.0F / scale : scale;
         u32 word = 0;
         if (KIND == TOKEN_HEAD) {
             u32 most = greatest(values[k]);
-            const bool there = first + k * THREADS < work.n_units && items[k] != NO_ITEM;
-            if (coding.units > LANES_OF_WARP && there) {  // then a lane reads more of the head than its unit
-                const u64 cell = cells.address(token_major(group, unit.run), items[k]);
-                for (u32 at = unit.offset % (LANES_OF_WARP * VALUES); at < coding.n_values;
-                     at += LANES_OF_WARP * VALUES)
+            const bool there = first + k * LANES < work.extent->n_units && items[k] != NO_ITEM;
+            if (coding.units > LANES && there) {  // then a lane reads more of the head than its unit
+                const u64 cell = cells.address(items[k], cells.place(token_major(group, unit.run)).offset);
+                for (u32 at = unit.offset % (LANES * VALUES); at < coding.n_values; at += LANES * VALUES)
                     most = max(most, greatest(load_values<T>(cell + 2 * at, min(VALUES, coding.n_values - at))));
             }
-            most = greatest_of_lanes(most, min(group.units_per_run.by, LANES_OF_WARP));
+            most = greatest_of_lanes(most, min(group.units_per_run.by, LANES));
             const float own = head_scale(most);
             factor = 1.0F / own;
             word = bits_of(own);
@@ -183,7 +182,7 @@ __device__ __forceinline__ void decode_units(const Params& params, const Coding&
     u32 live = 0;
 #pragma unroll
     for (u32 k = 0; k < N; k++) {
-        const Unit unit(group, coding, work, first + k * THREADS);
+        const Unit unit(group, coding, work, first + k * LANES);
         if (!unit.n) continue;
         live |= 1 << k;
         codes[k] = load_unit<S>(work.staged + u64(unit.run) * group.width + unit.offset, unit.n);
@@ -195,15 +194,15 @@ __device__ __forceinline__ void decode_units(const Params& params, const Coding&
         else
             factors[k] = float_of(u32(work.view->peer));
     }
-    const Cells cells(group, group.pool, params, params.pool, work.view->pool);
+    const Cells cells(params, group.pool, params.pool, work.view->pool, work.extent->first_row);
 #pragma unroll
     for (u32 k = 0; k < N; k++) {
-        const Unit unit(group, coding, work, first + k * THREADS);
+        const Unit unit(group, coding, work, first + k * LANES);
         if (!(live >> k & 1)) continue;
-        const Run run = token_major(group, unit.run);
-        const u32 item = cells.item(run);
+        const Place place = cells.place(token_major(group, unit.run));
+        const u32 item = cells.item(place.entry);
         if (item == NO_ITEM) continue;
-        store_values<T>(cells.address(run, item) + 2 * unit.offset, decoded(codes[k], factors[k]), unit.n);
+        store_values<T>(cells.address(item, place.offset) + 2 * unit.offset, decoded(codes[k], factors[k]), unit.n);
     }
 }
 
@@ -211,20 +210,21 @@ __device__ __forceinline__ void decode_units(const Params& params, const Coding&
 template <typename T, u32 N>
 __device__ __forceinline__ void copy_units(const Params& params, const Work& work, u32 first) {
     const Group& group = *work.group;
-    const Cells cells(group, group.pool, params, params.pool, work.view->pool);
+    const Cells cells(params, group.pool, params.pool, work.view->pool, work.extent->first_row);
     Bytes16 bytes[N];
     u64 to[N];
     u32 nbytes[N];
 #pragma unroll
     for (u32 k = 0; k < N; k++) {
-        const u32 unit = first + k * THREADS, at = group.units_per_run.quotient(min(unit, work.n_units - 1));
+        const u32 unit = first + k * LANES, at = group.units_per_run.quotient(min(unit, work.extent->n_units - 1));
         const u32 offset = (unit - at * group.units_per_run.by) * UNIT;
-        const Run run = token_major(group, at);
-        const u32 item = unit < work.n_units ? cells.item(run) : NO_ITEM;
+        const Place place = cells.place(token_major(group, at));
+        const u32 item = unit < work.extent->n_units ? cells.item(place.entry) : NO_ITEM;
         nbytes[k] = 0;
         if (item == NO_ITEM) continue;
         nbytes[k] = min(UNIT, group.width - offset);
-        const u64 own = cells.address(run, item) + offset, staged = work.staged + u64(at) * group.width + offset;
+        const u64 own = cells.address(item, place.offset) + offset;
+        const u64 staged = work.staged + u64(at) * group.width + offset;
         bytes[k] = load_unit<T>(TO_STAGING ? own : staged, nbytes[k]);
         to[k] = TO_STAGING ? staged : own;
     }
@@ -234,7 +234,7 @@ __device__ __forceinline__ void copy_units(const Params& params, const Work& wor
 }
 
 template <u32 KIND, typename T, typename S, u32 N>
-__device__ __forceinline__ void convert_units(const Params& params, const Extents& extents, const Coding& coding,
+__device__ __forceinline__ void convert_units(const Params& params, const Extent* extents, const Coding& coding,
                                               const Work& work, u32 first) {
     if (KIND == COPY) {
         copy_units<S, N>(params, work, first);
@@ -244,38 +244,37 @@ __device__ __forceinline__ void convert_units(const Params& params, const Extent
         u64 scales = work.staged + coding.n_values;
         u32 apart = work.group->width;
         if (coding.holds == DATA) {
-            const Group& theirs = params.groups[coding.scales_group];
             const u32 number = u32(work.view - params.views) - work.group->first_view + coding.scales_first;
-            apart = theirs.width;
-            scales = params.staging + (coding.scales_group ? extents.nbytes[coding.scales_group - 1] : 0) +
-                     number * padded(theirs, work.rows.n);
+            apart = params.groups[coding.scales_group].width;
+            scales = params.staging + (coding.scales_group ? extents[coding.scales_group - 1].nbytes : 0) +
+                     number * extents[coding.scales_group].view_nbytes;
         }
         decode_units<KIND, T, S, N>(params, coding, work, scales, apart, first);
     }
 }
 
 template <u32 KIND>
-__device__ __forceinline__ void convert_tile(const Params& params, const Extents& extents, const Coding& coding,
+__device__ __forceinline__ void convert_tile(const Params& params, const Extent* extents, const Coding& coding,
                                              const Work& work, u32 first) {
     constexpr u32 N = KIND == COPY && TOGETHER > 2 ? 2 : TOGETHER;
 #pragma unroll 1
-    for (u32 k = 0; k < UNITS; k += N, first += N * THREADS) {
+    for (u32 k = 0; k < UNITS; k += N, first += N * LANES) {
 #if PDSTAGE_NARROW
         if (coding.access == WORDS_STAGED)
             convert_units<KIND, Bytes16, u32, 1>(params, extents, coding, work, first);
         else if (coding.access == VALUES_AND_BYTES)
             convert_units<KIND, u16, u8, 1>(params, extents, coding, work, first);
-        else if (coding.access != WIDE)
-            convert_units<KIND, u8, u8, 1>(params, extents, coding, work, first);
         else
+            convert_units<KIND, u8, u8, 1>(params, extents, coding, work, first);
+#else
+        convert_units<KIND, Bytes16, Bytes16, N>(params, extents, coding, work, first);
 #endif
-            convert_units<KIND, Bytes16, Bytes16, N>(params, extents, coding, work, first);
     }
 }
 
 // For groups of the kinds that ALIKE has bits of.
 template <u32 KIND, u32 ALIKE = 1 << KIND>
-__device__ __forceinline__ void convert_if(const Params& params, const Extents& extents, const Coding& coding,
+__device__ __forceinline__ void convert_if(const Params& params, const Extent* extents, const Coding& coding,
                                            const Work& work, u32 first) {
     if constexpr ((PDSTAGE_KINDS & ALIKE) != 0)
         if ((PDSTAGE_KINDS & ~ALIKE) == 0 || ALIKE >> coding.kind & 1)
@@ -284,20 +283,20 @@ __device__ __forceinline__ void convert_if(const Params& params, const Extents& 
 
 }  // namespace pdstage
 
-extern "C" __global__ void __launch_bounds__(PDSTAGE_THREADS, PDSTAGE_CTAS)
+extern "C" __global__ void __launch_bounds__(PDSTAGE_THREADS, 1)
     pdstage_copy(const __grid_constant__ pdstage::Params params) {
     using namespace pdstage;
-    __shared__ Extents extents;
+    Extent* const extents = reinterpret_cast<Extent*>(dynamic_shared());
     lay_out(params, extents, TILE);
-    const u32 n_tiles = extents.tiles[params.n_groups - 1];
+    const u32 n_tiles = extents[params.n_groups - 1].tiles, warps = blockDim.x / LANES, lane = threadIdx.x % LANES;
     const Coding* codings = reinterpret_cast<const Coding*>(params.groups + params.n_groups);
     u32 index = 0;
-    for (u32 tile = blockIdx.x; tile < n_tiles; tile += gridDim.x) {
-        while (tile >= extents.tiles[index]) index++;
+    for (u32 tile = blockIdx.x * warps + threadIdx.x / LANES; tile < n_tiles; tile += gridDim.x * warps) {
+        while (tile >= extents[index].tiles) index++;
         const Work work = work_of(params, extents, TILE, index, tile);
         const Coding& coding = codings[index];
         if (FROM_STAGING && coding.kind != COPY && coding.holds == SCALES) continue;  // read with their data
-        const u32 first = work.first + threadIdx.x;
+        const u32 first = work.first + lane;
         convert_if<COPY>(params, extents, coding, work, first);
         convert_if<TOKEN_HEAD>(params, extents, coding, work, first);
         if constexpr (TO_STAGING) {

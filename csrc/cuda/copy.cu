@@ -2,97 +2,115 @@
 // time.
 //
 // Why: a copy of scattered runs is bound by memory only if enough bytes are in flight. A thread issues the loads of
-// UNITS units before its first store, 32 KiB a CTA, and warps never wait for each other between tiles, so that one CTA
-// on a multiprocessor is enough for 25 GB/s and more. The grid is persistent: the host bounds the multiprocessors used.
+// UNITS units before its first store, 2 KiB a warp, and warps never wait for each other: each takes tiles of its own,
+// so that a CTA may be as large as the call allows. The grid is persistent: the host bounds the multiprocessors used.
 //
 // PDSTAGE_WAY: 0 pool to staging, 1 staging to pool, 2 pool to peer. PDSTAGE_HEAD_MAJOR: the staged order.
-// PDSTAGE_NARROW: some groups need accesses below 16 bytes; without it the machine code has none. PDSTAGE_FLAT: every
-// row is one run and there is one row level. PDSTAGE_SUM: adds the checksum. PDSTAGE_THREADS: of a CTA. PDSTAGE_LISTED:
-// items in the parameters, 0 where lists are in device memory.
+// PDSTAGE_NARROW: copies the groups that need accesses below 16 bytes; without it all others, and the machine code has
+// no such access. PDSTAGE_FLAT: every row is one run and there is one row level. PDSTAGE_SUM: adds the checksum.
+// PDSTAGE_THREADS: of a CTA, at most. PDSTAGE_LISTED: items in the parameters, 0 where lists are in device memory.
 #include "checksum.cuh"
 #include "extents.cuh"
 #include "units.cuh"
 
 namespace pdstage {
 
-constexpr u32 UNITS = PDSTAGE_UNITS, TILE = THREADS * UNITS;
+constexpr u32 UNITS = PDSTAGE_UNITS, TILE = LANES * UNITS;
 
-__device__ __forceinline__ Run place(const Group& group, const Rows& rows, u32 run) {
+__device__ __forceinline__ Run run_at(const Group& group, const Extent& extent, u32 run) {
     if (PDSTAGE_FLAT) return {run, 0, 0};
-    return PDSTAGE_HEAD_MAJOR ? head_major(group, rows, run) : token_major(group, run);
+    return PDSTAGE_HEAD_MAJOR ? head_major(group, extent, run) : token_major(group, run);
 }
 
-// N units of a view from `first` on, THREADS apart; returns their part of the checksum. T is one access. Each half
-// takes what it needs of the tables again, so that both together fit the registers beside the payload.
+// Which rows hold N units of a view from `first` on, LANES apart, and how far into the rows they are.
+template <u32 N>
+__device__ __forceinline__ void find_rows(const Work& work, u32 first, u32 (&rows)[N], Offset (&pool)[N],
+                                          [[maybe_unused]] Offset (&peer)[N]) {
+    const Group& group = *work.group;
+#pragma unroll
+    for (u32 k = 0; k < N; k++) {
+        const u32 unit = min(first + k * LANES, work.extent->n_units - 1), run = group.units_per_run.quotient(unit);
+        const Offset into = (unit - run * group.units_per_run.by) * (UNIT / STEP);
+        const Run at = run_at(group, *work.extent, run);
+        rows[k] = at.row;
+        pool[k] = into + in_row(group.pool, at);
+        if (TO_PEER) peer[k] = into + in_row(group.peer, at);
+    }
+}
+
+// Their addresses in one pool; 0 where the item is outside it. No branch is between the loads of the items.
+template <u32 N>
+__device__ __forceinline__ void find_units(const Cells& cells, const u32 (&rows)[N], Offset (&offsets)[N],
+                                           u64 (&addresses)[N]) {
+    u32 items[N];
+#pragma unroll
+    for (u32 k = 0; k < N; k++) {
+        const u32 row = cells.first_row + rows[k], entry = cells.side.rows_per_item.quotient(row);
+        offsets[k] += in_item(cells.side, row - entry * cells.side.rows_per_item.by);
+        items[k] = cells.item(entry);
+    }
+#pragma unroll
+    for (u32 k = 0; k < N; k++) {
+        const u64 address = cells.address(items[k], offsets[k]);
+        addresses[k] = items[k] == NO_ITEM ? 0 : address;
+    }
+}
+
+// N units of a view from `first` on; returns their part of the checksum. T is one access.
 template <typename T, u32 N>
 __device__ __forceinline__ u64 copy_units(const Params& params, const Work& work, u32 first) {
     const Group& group = *work.group;
-    const Divisor per_run = group.units_per_run;
-    const u32 width = group.width;
-    const auto run_of = [&](u32 unit) { return per_run.quotient(unit); };
-    const auto offset_of = [&](u32 unit, u32 run) { return (unit - run * per_run.by) * UNIT; };
-    const auto length = [&](u32 offset) { return sizeof(T) == UNIT ? UNIT : min(UNIT, width - offset); };
-    const auto dense = [&](u32 unit) {
-        if (sizeof(T) == UNIT) return work.staged + u64(unit) * UNIT;
-        const u32 run = run_of(unit);
-        return work.staged + u64(run) * width + offset_of(unit, run);
+    const Extent& extent = *work.extent;
+    const auto run_of = [&](u32 unit) { return group.units_per_run.quotient(unit); };
+    const auto offset_of = [&](u32 unit) { return (unit - run_of(unit) * group.units_per_run.by) * UNIT; };
+    const auto length = [&](u32 unit) { return sizeof(T) == UNIT ? UNIT : min(UNIT, group.width - offset_of(unit)); };
+    const auto dense = [&](u32 k) {
+        if (sizeof(T) == UNIT) return work.staged + u64(first) * UNIT + k * LANES * UNIT;
+        const u32 unit = first + k * LANES;
+        return work.staged + u64(run_of(unit)) * group.width + offset_of(unit);
     };
-    const auto items_of = [&](const Cells& cells, u32(&items)[N]) {
-#pragma unroll
-        for (u32 k = 0; k < N; k++) {
-            const u32 unit = min(first + k * THREADS, work.n_units - 1);  // no branch between these loads
-            items[k] = cells.item(place(group, work.rows, run_of(unit)));
-        }
-    };
+    // Step by step for all units, so that one step's part of the tables is all that takes registers.
+    u32 rows[N];
+    Offset in_pool[N], in_peer[N];
+    u64 pool[N], peer[N];
+    find_rows(work, first, rows, in_pool, in_peer);
+    find_units(Cells(params, group.pool, params.pool, work.view->pool, extent.first_row), rows, in_pool, pool);
+    if (TO_PEER)
+        find_units(Cells(params, group.peer, params.peer, work.view->peer, extent.peer_first_row), rows, in_peer, peer);
     Bytes16 bytes[N];
     u32 live = 0;
-    {
-        const Cells cells(group, group.pool, params, params.pool, work.view->pool);
-        u32 items[N];
-        if (!FROM_STAGING) items_of(cells, items);
-#pragma unroll
-        for (u32 k = 0; k < N; k++) {
-            const u32 unit = first + k * THREADS, run = run_of(unit), offset = offset_of(unit, run);
-            if (unit >= work.n_units || (!FROM_STAGING && items[k] == NO_ITEM)) continue;
-            const u64 from =
-                FROM_STAGING ? dense(unit) : cells.address(place(group, work.rows, run), items[k]) + offset;
-            bytes[k] = load_unit<T>(from, length(offset));
-            live |= 1 << k;
-        }
-    }
-    read_again();
-    u64 sum = 0;
-    const Cells cells = TO_PEER ? Cells(group, group.peer, params, params.peer, work.view->peer)
-                                : Cells(group, group.pool, params, params.pool, work.view->pool);
-    u32 items[N];
-    if (!TO_STAGING) items_of(cells, items);
 #pragma unroll
     for (u32 k = 0; k < N; k++) {
-        if (!(live >> k & 1) || (!TO_STAGING && items[k] == NO_ITEM)) continue;
-        const u32 unit = first + k * THREADS, run = run_of(unit), offset = offset_of(unit, run);
-        const u64 to = TO_STAGING ? dense(unit) : cells.address(place(group, work.rows, run), items[k]) + offset;
-        store_unit<T>(to, bytes[k], length(offset));
+        if (first + k * LANES >= extent.n_units || !pool[k] || (TO_PEER && !peer[k])) continue;
+        bytes[k] = load_unit<T>(FROM_STAGING ? dense(k) : pool[k], length(first + k * LANES));
+        live |= 1 << k;
+    }
+    u64 sum = 0;
+#pragma unroll
+    for (u32 k = 0; k < N; k++) {
+        if (!(live >> k & 1)) continue;
+        const u32 unit = first + k * LANES;
+        store_unit<T>(TO_STAGING ? dense(k) : TO_PEER ? peer[k] : pool[k], bytes[k], length(unit));
         if (PDSTAGE_SUM) {
-            if (PDSTAGE_NARROW) read_again();
-            const Run at = place(group, work.rows, run);
-            const i64 row = i64(work.rows.first) + at.row;
+            read_again();
+            const Run at = run_at(group, extent, run_of(unit));
+            const i64 row = i64(extent.first_row) + at.row;
             const i64 token = params.pool[group.pool.component].first_token + row * group.tokens_per_row;
-            sum +=
-                terms(work.view->seed, token, group.first_shard + at.shard, at.seg, offset, bytes[k], length(offset));
+            sum += terms(work.view->seed, token, group.first_shard + at.shard, at.seg, offset_of(unit), bytes[k],
+                         length(unit));
         }
     }
     return sum;
 }
 
-// Where widths are mixed, units go N at a time: a narrow unit alone is several loads in flight, and the registers must
-// do for every width.
-template <typename T, u32 N>
-__device__ __forceinline__ u64 copy_mixed(const Params& params, const Work& work, u32 first) {
+// Narrow units go one at a time: each is several loads in flight, and the registers must do for every width.
+template <typename T>
+__device__ __forceinline__ u64 copy_narrow(const Params& params, const Work& work, u32 first) {
     u64 sum = 0;
 #pragma unroll 1
-    for (u32 k = 0; k < UNITS; k += N) {
+    for (u32 k = 0; k < UNITS; k++) {
         read_again();
-        sum += copy_units<T, N>(params, work, first + k * THREADS);
+        sum += copy_units<T, 1>(params, work, first + k * LANES);
     }
     return sum;
 }
@@ -101,15 +119,13 @@ __device__ __forceinline__ u64 copy_tile(const Params& params, const Work& work,
 #if PDSTAGE_NARROW
     switch (work.group->access) {
         case 1:
-            return copy_mixed<u8, 1>(params, work, first);
+            return copy_narrow<u8>(params, work, first);
         case 2:
-            return copy_mixed<u16, 1>(params, work, first);
+            return copy_narrow<u16>(params, work, first);
         case 4:
-            return copy_mixed<u32, 1>(params, work, first);
-        case 8:
-            return copy_mixed<u64, 1>(params, work, first);
+            return copy_narrow<u32>(params, work, first);
         default:
-            return copy_mixed < Bytes16, PDSTAGE_SUM || PDSTAGE_HEAD_MAJOR || TO_PEER ? 1 : 2 > (params, work, first);
+            return copy_narrow<u64>(params, work, first);
     }
 #else
     return copy_units<Bytes16, UNITS>(params, work, first);
@@ -118,21 +134,22 @@ __device__ __forceinline__ u64 copy_tile(const Params& params, const Work& work,
 
 }  // namespace pdstage
 
-extern "C" __global__ void __launch_bounds__(PDSTAGE_THREADS, 2)
+extern "C" __global__ void __launch_bounds__(PDSTAGE_THREADS, 1)
     pdstage_copy(const __grid_constant__ pdstage::Params params) {
     using namespace pdstage;
-    __shared__ Extents extents;
+    Extent* const extents = reinterpret_cast<Extent*>(dynamic_shared());
     lay_out(params, extents, TILE);
-    const u32 n_tiles = extents.tiles[params.n_groups - 1];
+    const u32 n_tiles = extents[params.n_groups - 1].tiles;
 #if PDSTAGE_SUM
-    __shared__ u64 sums[THREADS];  // not in registers, which are short
+    __shared__ u64 sums[PDSTAGE_THREADS];  // not in registers, which are short
     sums[threadIdx.x] = 0;
 #endif
+    const u32 warps = blockDim.x / LANES, lane = threadIdx.x % LANES;
     u32 index = 0;
-    for (u32 tile = blockIdx.x; tile < n_tiles; tile += gridDim.x) {
-        while (tile >= extents.tiles[index]) index++;
+    for (u32 tile = blockIdx.x * warps + threadIdx.x / LANES; tile < n_tiles; tile += gridDim.x * warps) {
+        while (tile >= extents[index].tiles) index++;
         const Work work = work_of(params, extents, TILE, index, tile);
-        [[maybe_unused]] const u64 sum = copy_tile(params, work, work.first + threadIdx.x);
+        [[maybe_unused]] const u64 sum = copy_tile(params, work, work.first + lane);
 #if PDSTAGE_SUM
         sums[threadIdx.x] += sum;
 #endif

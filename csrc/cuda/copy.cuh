@@ -22,7 +22,8 @@ struct Divisor {
     __device__ __forceinline__ u32 quotient(u32 n) const { return __umulhi(n + n, multiplier) >> shift; }
 };
 
-// How one pool stores a group's views: a row's place comes from its item, the others are strides in bytes.
+// How one pool stores a group's views: a row's place comes from its item, the others are strides, counted in 16 bytes
+// where the group's access is 16 and else in bytes.
 // A block is `joined_rows` rows that follow each other in memory; they divide an item, 1 where runs stand alone.
 struct Side {
     i64 item_stride, outer_stride, inner_stride, shard_stride, seg_stride;
@@ -50,8 +51,8 @@ struct Span {
     i64 bits;
 };
 
-// With PDSTAGE_LISTED, every list of a call lies in its parameters, in that many places; a span's `items` is the place of
-// its item 0. The host has checked these lists.
+// With PDSTAGE_LISTED, every list of a call lies in its parameters, in that many places; a span's `items` is the place
+// of its item 0. The host has checked these lists.
 struct Params {
     u64 staging, sum;
     const Group* groups;
@@ -67,16 +68,19 @@ struct Params {
 static_assert(sizeof(Group) == 264 && sizeof(View) == 24 && sizeof(Span) == 40);
 static_assert(sizeof(Params) == 1320 + 4 * PDSTAGE_LISTED);
 
-// Rows that a span touches.
-struct Rows {
-    u32 first, n;
+// A group's part of one call: rows [first_row, first_row + n_rows) of each view, `first_row` in the pool's numbering.
+// Worked out once a CTA, so that no tile divides by a number that the host has not prepared. `nbytes` and `tiles` are
+// those up to the group's end; `rows_in` are the rows that the first, any other and the last item hold; where a row is
+// one run the first block's and what follows in as many as items hold, in token-major order those of the first block
+// only.
+struct Extent {
+    u64 nbytes, view_nbytes;
+    u32 tiles, n_units;
+    u32 first_row, n_rows, peer_first_row;
+    Divisor tiles_per_view, rows_in[3];
 };
 
-__device__ __forceinline__ Rows rows_of(const Span& span, u32 tokens_per_row) {
-    if (span.start == span.stop) return {0, 0};
-    const i64 first = span.start / tokens_per_row;
-    return {u32(first), u32((span.stop + tokens_per_row - 1) / tokens_per_row - first)};
-}
+static_assert(sizeof(Extent) == 88);  // as kernels/cuda_tables.py counts
 
 // One run: a row counted from the first touched, a shard and a segment of it.
 struct Run {
@@ -90,67 +94,77 @@ __device__ __forceinline__ Run token_major(const Group& group, u32 run) {
 }
 
 // [item][shard][row][seg], where the first and the last item may hold fewer rows than the others.
-__device__ __forceinline__ Run head_major(const Group& group, const Rows& rows, u32 run) {
-    const u32 cell = group.segs.quotient(run);
-    const u32 seg = run - cell * group.segs.by;
-    const u32 per_item = group.pool.rows_per_item.by;
-    const u32 skipped = rows.first - group.pool.rows_per_item.quotient(rows.first) * per_item;
-    const u32 in_first = min(rows.n, per_item - skipped);
-    if (cell < in_first * group.shards.by) return {cell % in_first, cell / in_first, seg};
-    const u32 later = cell - in_first * group.shards.by;
-    const u32 item = group.runs_per_item.quotient(later);
-    const u32 within = later - item * group.runs_per_item.by;
-    const u32 before = in_first + item * per_item;
-    const u32 here = min(rows.n - before, per_item);
-    const u32 shard = here == per_item ? group.pool.rows_per_item.quotient(within) : within / here;
-    return {before + within - shard * here, shard, seg};
+__device__ __forceinline__ Run head_major(const Group& group, const Extent& extent, u32 run) {
+    const u32 cell = group.segs.quotient(run), first = extent.rows_in[0].by * group.shards.by;
+    const bool in_first = cell < first;
+    const u32 per_item = extent.rows_in[1].by, item = group.runs_per_item.quotient(cell - first);
+    const u32 before = in_first ? 0 : extent.rows_in[0].by + item * per_item;
+    const u32 within = in_first ? cell : cell - first - item * group.runs_per_item.by;
+    const Divisor& rows = extent.rows_in[in_first ? 0 : before + per_item > extent.n_rows ? 2 : 1];
+    const u32 shard = rows.quotient(within);
+    return {before + within - shard * rows.by, shard, run - cell * group.segs.by};
 }
 
-// A flat group's strides of one pool fit the registers beside the payload; others are read again, from L1, for every
-// unit.
-#if PDSTAGE_FLAT && PDSTAGE_WAY != 2 && !PDSTAGE_NARROW && PDSTAGE_THREADS > 32
-using HeldSide = Side;
+// Within an item groups of 16-byte access count in 32 bits of 16 bytes each, others in bytes: strides and offsets. The
+// host has a group whose items reach further take narrower accesses.
+#if PDSTAGE_NARROW
+using Offset = u64;
+constexpr u32 STEP = 1;
 #else
-using HeldSide = const Side&;
+using Offset = u32;
+constexpr u32 STEP = UNIT;
 #endif
+
+// How far a run begins from its row, and a row from its item.
+__device__ __forceinline__ Offset in_row(const Side& side, const Run& run) {
+    return PDSTAGE_FLAT ? 0 : run.shard * Offset(side.shard_stride) + run.seg * Offset(side.seg_stride);
+}
+
+__device__ __forceinline__ Offset in_item(const Side& side, u32 row) {
+    if (PDSTAGE_FLAT) return row * Offset(side.inner_stride);
+    const u32 outer = side.outer_rows.quotient(row);
+    return outer * Offset(side.outer_stride) + (row - outer * side.outer_rows.by) * Offset(side.inner_stride);
+}
+
+// Where a run begins: the entry of its item in the list, and how far into the item.
+struct Place {
+    u32 entry;
+    Offset offset;
+};
 
 // Where runs of one view lie in one pool, in one call.
 struct Cells {
-    HeldSide side;
     const Params& params;
+    const Side& side;
     u64 items, base;
     u32 first_row;
     bool narrow;
 
-    __device__ __forceinline__ Cells(const Group& group, const Side& side, const Params& params, const Span* spans,
-                                     u64 base)
-        : side(side), params(params), base(base) {
+    __device__ __forceinline__ Cells(const Params& params, const Side& side, const Span* spans, u64 base, u32 first_row)
+        : params(params), side(side), base(base), first_row(first_row) {
         const Span& span = spans[side.component];
         items = span.items;
         narrow = span.bits == 32;
-        first_row = u32(span.start / group.tokens_per_row);
     }
 
-    // The item that holds the run; NO_ITEM if that is outside the pool: its list came from the device, unchecked.
-    __device__ __forceinline__ u32 item(const Run& run) const {
-        const u32 at = side.rows_per_item.quotient(first_row + run.row);
+    __device__ __forceinline__ Place place(const Run& run) const {
+        const u32 row = first_row + run.row, entry = side.rows_per_item.quotient(row);
+        return {entry, in_row(side, run) + in_item(side, row - entry * side.rows_per_item.by)};
+    }
+
+    // The item of an entry; NO_ITEM if that is outside the pool: its list came from the device, unchecked.
+    __device__ __forceinline__ u32 item(u32 entry) const {
 #if PDSTAGE_LISTED
-        return params.lists[u32(items) + at];
+        return params.lists[u32(items) + entry];
 #else
-        const i64 item =
-            narrow ? table(reinterpret_cast<const i32*>(items) + at) : table(reinterpret_cast<const i64*>(items) + at);
+        const i64 item = narrow ? table(reinterpret_cast<const i32*>(items) + entry)
+                                : table(reinterpret_cast<const i64*>(items) + entry);
         return u64(item) < side.n_items ? u32(item) : NO_ITEM;
 #endif
     }
 
-    __device__ __forceinline__ u64 address(const Run& run, u32 item) const {
-        const u32 row = first_row + run.row;
-        const u32 within = row - side.rows_per_item.quotient(row) * side.rows_per_item.by;
-        const u64 address = base + item * side.item_stride;
-        if (PDSTAGE_FLAT) return address + within * side.inner_stride;
-        const u32 outer = side.outer_rows.quotient(within);
-        return address + outer * side.outer_stride + (within - outer * side.outer_rows.by) * side.inner_stride +
-               run.shard * side.shard_stride + run.seg * side.seg_stride;
+    __device__ __forceinline__ u64 address(u32 item, Offset offset) const {
+        return base + (u64(item) * Offset(side.item_stride) + offset) * STEP;
     }
 };
 

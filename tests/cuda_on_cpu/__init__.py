@@ -53,15 +53,15 @@ class CpuMachine:
     """What `CupyRuntime` is for a GPU. Events of uploads are done when `finish` is called, or at once if `eager`."""
 
     n_sms = 2
-    threads = 16
+    threads = 32
     capability = 90
     listed = (6, 20)
-    bulk = Bulk(stages=3, stage_nbytes=512)
+    bulk = Bulk(stages=4, stage_nbytes=512)
 
     def __init__(self, eager=True):
         self.eager = eager
         self.held = []
-        self.grids = []
+        self.launches = []
         self.capture = False
         self._functions = []
         self.waits = []
@@ -111,14 +111,14 @@ class CpuMachine:
         return self.capture
 
     def kernel(self, name, macros, threads, shared_nbytes=0):
-        self._functions.append(_built(name, tuple(sorted(macros.items()))))
+        self._functions.append((name, tuple(sorted(macros.items()))))  # built by the first launch: few of them have one
         return Kernel(len(self._functions) - 1, threads, shared_nbytes)
 
     def launch(self, kernel, grid, stream, params, table):
         table.before(stream)
-        self.grids.append(grid)
+        self.launches.append((grid, kernel.threads))
         argument = ctypes.c_void_p.from_address(params)
-        fault = self._functions[kernel.function](argument, grid, kernel.threads)
+        fault = _built(*self._functions[kernel.function])(argument, grid, kernel.threads)
         assert fault == 0, (
             f"the kernel ended with fault {fault}: 1 misaligned, 2 a missed barrier, 4 a wait without end"
         )
@@ -136,14 +136,8 @@ def plan_of(pool, select, wire, checksum=False, machine=None, bulk_from=None):
 
 def convert_plan_of(pool, staged, select, checksum=False, machine=None):
     """A plan of the cuda backend that converts, over host memory."""
-    machine = machine or WarpMachine()
+    machine = machine or CpuMachine()
     select = Staging(staged, select).select
     recipe = Recipe(pool.layout, select, TOKEN_MAJOR, "cuda:0", checksum, 1, staged)
     recipe = recipe._replace(codings=tuple(codings(pool.layout, staged, select)))
     return ConvertPlan(recipe, machine, IndexRing(machine, 1, 64))
-
-
-class WarpMachine(CpuMachine):
-    """CTAs of one whole warp, whose lanes exchange values."""
-
-    threads = 32

@@ -1,8 +1,8 @@
 // A double of csrc/cuda/access.cuh for machines without a GPU: the same names, as plain C++.
 //
-// A CTA's threads are fibers that switch at barriers and run one after the other in between. Whatever depends on
-// timing, on caches or on warps in step is not seen here; misaligned accesses are, and so is a barrier that some
-// threads miss.
+// A CTA's threads are fibers that switch at barriers and run one after the other in between; a warp runs as far as it
+// can before the next one begins. Whatever depends on timing, on caches or on warps in step is not seen here;
+// misaligned accesses are, and so is a barrier that some threads miss.
 #pragma once
 
 #include <ucontext.h>
@@ -25,7 +25,7 @@
 struct Dim {
     unsigned x;
 };
-inline Dim threadIdx, blockIdx, gridDim;
+inline Dim threadIdx, blockIdx, blockDim, gridDim;
 
 namespace cpu {
 
@@ -33,6 +33,7 @@ struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack{new char[64 << 10]};
     bool done = false;
+    bool at_cta_barrier = false;
 };
 inline std::vector<Fiber> fibers;
 inline ucontext_t scheduler;
@@ -45,6 +46,29 @@ inline void enter() {
     swapcontext(&fibers[threadIdx.x].context, &scheduler);
 }
 
+// Stops this thread at a barrier of its warp, or of its CTA.
+inline void stop(bool at_cta_barrier) {
+    const unsigned me = threadIdx.x;
+    fibers[me].at_cta_barrier = at_cta_barrier;
+    swapcontext(&fibers[me].context, &scheduler);
+    threadIdx.x = me;
+}
+
+// Runs a warp until its threads end or are all at a barrier of the CTA; whether they ended.
+inline bool run_warp(unsigned first, unsigned end) {
+    for (;;) {
+        unsigned ended = 0, waiting = 0;
+        for (unsigned i = first; i < end; i++) {
+            threadIdx.x = i;
+            swapcontext(&scheduler, &fibers[i].context);
+            ended += fibers[i].done;
+            waiting += !fibers[i].done && fibers[i].at_cta_barrier;
+        }
+        uneven |= (ended && ended != end - first) || (waiting && waiting != end - first);
+        if (ended || waiting) return ended;
+    }
+}
+
 // Runs `one` as every thread of one CTA, from barrier to barrier.
 inline void run_cta(unsigned n_threads, void (*one)()) {
     body = one;
@@ -54,16 +78,10 @@ inline void run_cta(unsigned n_threads, void (*one)()) {
         fiber.context.uc_stack = {fiber.stack.get(), 0, 64 << 10};
         makecontext(&fiber.context, enter, 0);
     }
-    for (unsigned running = n_threads; running;) {
-        unsigned ended = 0;
-        for (unsigned i = 0; i < n_threads; i++) {
-            if (fibers[i].done) continue;
-            threadIdx.x = i;
-            swapcontext(&scheduler, &fibers[i].context);
-            ended += fibers[i].done;
-        }
-        uneven |= ended && ended != running;
-        running -= ended;
+    for (unsigned ended = 0; !ended && !uneven;) {
+        for (unsigned first = 0; first < n_threads; first += 32)
+            ended += 32 * run_warp(first, std::min(first + 32, n_threads));
+        uneven |= ended && ended < n_threads;
     }
 }
 
@@ -76,19 +94,17 @@ T* at(unsigned long long address) {
 }  // namespace cpu
 
 inline void __syncthreads() {
-    const unsigned me = threadIdx.x;
-    swapcontext(&cpu::fibers[me].context, &cpu::scheduler);
-    threadIdx.x = me;
+    cpu::stop(true);
 }
 
-// Of all lanes of a warp, and here also of all warps of a CTA at once.
+// Of all lanes of a warp.
 inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned apart) {
     static unsigned exchanged[1024];
     const unsigned me = threadIdx.x;
     exchanged[me] = value;
-    __syncthreads();
+    cpu::stop(false);
     const unsigned other = exchanged[me ^ apart];
-    __syncthreads();
+    cpu::stop(false);
     return other;
 }
 
@@ -148,6 +164,12 @@ T table(const T* at) {
 }
 
 inline void read_again() {}
+
+inline unsigned char* dynamic_shared() {
+    alignas(128) static unsigned char held[256 << 10];
+    return held;
+}
+
 inline void add(u64 address, u64 value) {
     store(address, load<u64>(address) + value);
 }

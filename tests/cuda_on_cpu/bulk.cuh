@@ -48,21 +48,28 @@ inline void wait(size_t pending) {
 
 namespace pdstage {
 
-constexpr u32 LANES = 32;
 using SharedAddress = u64;
 
 inline SharedAddress shared_address(const void* at) {
     return reinterpret_cast<u64>(at);
 }
 
-inline SharedAddress dynamic_shared() {
-    alignas(128) static unsigned char ring[PDSTAGE_STAGES * PDSTAGE_STAGE_NBYTES];
-    return shared_address(ring);
+inline void warp_sync() {
+    cpu::stop(false);
 }
 
-inline void warp_sync() {
-    __syncthreads();
+inline bool warp_any(bool so) {
+    static std::map<unsigned, bool> votes;
+    bool& vote = votes[threadIdx.x / 32];
+    vote |= so;
+    warp_sync();
+    const bool any = vote;
+    warp_sync();
+    vote = false;
+    warp_sync();
+    return any;
 }
+
 inline void barrier_init(SharedAddress barrier) {
     cpu::barriers[barrier] = {};
 }

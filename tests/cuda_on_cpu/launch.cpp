@@ -10,6 +10,7 @@ const pdstage::Params* argument;
 extern "C" int pdstage_launch(const void* params, unsigned grid, unsigned threads) {
     argument = static_cast<const pdstage::Params*>(params);
     gridDim.x = grid;
+    blockDim.x = threads;
     cpu::misaligned = cpu::uneven = cpu::deadlock = false;
     for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) cpu::run_cta(threads, [] { pdstage_copy(*argument); });
     return cpu::misaligned + 2 * cpu::uneven + 4 * cpu::deadlock;

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shutil
 import subprocess
 from itertools import product
-from pathlib import Path
 
 import pytest
 
+from pdstage.bench.instructions import SHAPES, WAYS, tool
 from pdstage.kernels import cuda_convert, cuda_copy, nvrtc
-from pdstage.kernels.cupy_runtime import Bulk
+from pdstage.kernels.cuda_tables import LISTED, LISTED_LARGE
+from pdstage.kernels.cupy_runtime import CupyRuntime
 from tests.rows import rows
 
 TABLES = {"LDG.E", "LDG.E.64", "LD.E", "LD.E.64"}  # Params, Group, View
@@ -24,17 +24,6 @@ INDEX_LISTS = {"LDG.E.CONSTANT", "LDG.E.64.CONSTANT"}  # table()
 PAYLOAD_LOAD, PAYLOAD_STORE = "LDG.E.NA.128.CONSTANT", "STG.E.NA.128"
 ACCESS = re.compile(r"\b((?:LDG?|STG?|LDL|STL|ATOM\w*|UBLKCP)(?:\.\w+)*)\s")
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
-WAYS = {"gather": 0, "scatter": 1, "copy": 2}
-SHAPES = {"flat": (1, 0), "token-major": (0, 0), "head-major": (0, 1)}
-
-
-def tool(name):
-    """A disassembler of the CUDA toolkit: from the PATH, or the one that Triton brings."""
-    found = importlib.util.find_spec("triton")
-    beside = Path(found.origin).parent / "backends/nvidia/bin" / name if found and found.origin else None
-    return shutil.which(name) or (str(beside) if beside and beside.exists() else None)
-
-
 pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("cupy") is None or nvrtc.missing() != "", reason="needs CuPy and NVRTC"
@@ -47,7 +36,7 @@ def said(*command):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def macros(way, shape, narrow=0, summed=0):
+def macros(way, shape, narrow=0, summed=0, listed=0):
     flat, head_major = SHAPES[shape]
     return {
         "PDSTAGE_WAY": WAYS[way],
@@ -55,18 +44,17 @@ def macros(way, shape, narrow=0, summed=0):
         "PDSTAGE_HEAD_MAJOR": head_major,
         "PDSTAGE_NARROW": narrow,
         "PDSTAGE_SUM": summed,
+        "PDSTAGE_LISTED": listed,
     }
 
 
-def plain(way, shape, narrow, summed):
-    more = {"PDSTAGE_THREADS": 512, "PDSTAGE_UNITS": cuda_copy.UNITS[bool(summed)]}
-    return cuda_copy.SOURCE, macros(way, shape, narrow, summed) | more
+def plain(way, shape, narrow, summed, listed=0):
+    more = cuda_copy.plain_macros(CupyRuntime, WAYS[way], summed=bool(summed))
+    return cuda_copy.SOURCE, macros(way, shape, narrow, summed, listed) | more
 
 
-def bulk(way, shape):
-    ring = Bulk()
-    more = {"PDSTAGE_STAGES": ring.stages, "PDSTAGE_STAGE_NBYTES": ring.stage_nbytes}
-    return cuda_copy.BULK_SOURCE, macros(way, shape) | more | {"PDSTAGE_THREADS": cuda_copy.BULK_THREADS}
+def bulk(way, shape, listed=0):
+    return cuda_copy.BULK_SOURCE, macros(way, shape, listed=listed) | cuda_copy.bulk_macros(CupyRuntime)
 
 
 @pytest.fixture(scope="module")
@@ -93,18 +81,18 @@ def test_16_byte_kernels_access_payload_in_16_bytes_only(inspect, architecture, 
     registers, stack, accesses = inspect(*plain(way, shape, 0, summed), architecture)
     assert stack == 0
     assert registers <= 64
-    units = cuda_copy.UNITS[bool(summed)]
+    units = cuda_copy.units(WAYS[way], summed=bool(summed))
     payload = [access for access in accesses if access not in TABLES | INDEX_LISTS]
     assert payload == [PAYLOAD_LOAD] * units + [PAYLOAD_STORE] * units, "every load is issued before the first store"
 
 
 @pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_100"}))
 @pytest.mark.parametrize(("way", "shape", "summed"), list(product(WAYS, SHAPES, (0, 1))))
-def test_mixed_kernels_fit_their_registers(inspect, architecture, way, shape, summed):
+def test_narrow_kernels_fit_their_registers(inspect, architecture, way, shape, summed):
     registers, stack, accesses = inspect(*plain(way, shape, 1, summed), architecture)
     assert stack == 0
     assert registers <= 64
-    assert {PAYLOAD_LOAD, PAYLOAD_STORE} <= set(accesses)
+    assert not {PAYLOAD_LOAD, PAYLOAD_STORE} & set(accesses), "groups of 16-byte access have a launch of their own"
 
 
 @pytest.mark.parametrize("architecture", rows(ARCHITECTURES[1:], full={"sm_100"}))
@@ -112,8 +100,24 @@ def test_mixed_kernels_fit_their_registers(inspect, architecture, way, shape, su
 def test_bulk_kernels_move_payload_past_the_registers(inspect, architecture, way, shape):
     registers, stack, accesses = inspect(*bulk(way, shape), architecture)
     assert stack == 0
-    assert registers <= 32
+    assert registers <= 64, "a CTA is alone on its multiprocessor, for its rings"
     assert {access for access in accesses if access not in TABLES | INDEX_LISTS} == {"UBLKCP.S.G", "UBLKCP.G.S"}
+
+
+@pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_100"}))
+@pytest.mark.parametrize(("way", "shape"), list(product(["gather", "scatter"], SHAPES)))
+@pytest.mark.parametrize("room", [LISTED, LISTED_LARGE])
+def test_kernels_with_lists_in_their_parameters_read_no_list_and_fit_their_registers(
+    inspect, architecture, way, shape, room
+):
+    kernels = [plain(way, shape, narrow, summed, room) for narrow, summed in product((0, 1), (0, 1))]
+    kernels += [bulk(way, shape, room)] if architecture != "sm_80" else []
+    for kernel in kernels:
+        registers, stack, accesses = inspect(*kernel, architecture)
+        assert stack == 0
+        assert registers <= 64
+        if not kernel[1]["PDSTAGE_NARROW"]:
+            assert not INDEX_LISTS & set(accesses)
 
 
 KINDS = {"tensor divide": 1, "tensor bf16": 2, "token head": 3, "mx floor": 4, "mx ceil": 5}
@@ -121,14 +125,9 @@ OF_ITSELF = {"ST.E", "ST.E.U8"}  # scales of a head, of a block
 DECODED_SCALES = {"LDG.E.U8.CONSTANT"}
 
 
-def converting(way, kinds, narrow=0):
-    more = {
-        "PDSTAGE_KINDS": sum(1 << kind for kind in kinds),
-        "PDSTAGE_CTAS": 2 if len(kinds) == 1 else 1,
-        "PDSTAGE_THREADS": 512,
-        "PDSTAGE_UNITS": cuda_convert.UNITS[WAYS[way]],
-    }
-    return cuda_convert.SOURCE, macros(way, "token-major", narrow) | more
+def converting(way, kinds, narrow=0, listed=0):
+    more = cuda_convert.convert_macros(CupyRuntime, kinds) | {"PDSTAGE_UNITS": cuda_convert.UNITS[WAYS[way]]}
+    return cuda_convert.SOURCE, macros(way, "token-major", narrow, listed=listed) | more
 
 
 @pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_100"}))
@@ -148,17 +147,18 @@ def test_converting_kernels_access_values_in_16_bytes_only(inspect, architecture
 @pytest.mark.parametrize("kinds", [[3], [4], [0, 1], [0, 3], [0, 5], [0, 1, 4]], ids=str)
 @pytest.mark.parametrize(("way", "narrow"), list(product(["gather", "scatter"], [0, 1])))
 def test_converting_kernels_of_several_kinds_and_widths_fit_their_registers(inspect, architecture, way, kinds, narrow):
-    registers, stack, _ = inspect(*converting(way, kinds, narrow), architecture)
-    assert stack == 0
-    assert registers <= (64 if len(kinds) == 1 else 128)
+    for listed in (0, LISTED_LARGE):
+        registers, stack, _ = inspect(*converting(way, kinds, narrow, listed), architecture)
+        assert stack == 0
+        assert registers <= (64 if len(kinds) == 1 else 128)
 
 
 @pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_100"}))
 @pytest.mark.parametrize("narrow", [0, 1])
 def test_sums_of_staged_cells_fit_their_registers(inspect, architecture, narrow):
-    more = {"PDSTAGE_CTAS": 2, "PDSTAGE_THREADS": 512, "PDSTAGE_UNITS": cuda_convert.SUM_UNITS}
+    more = cuda_convert.sum_macros(CupyRuntime) | {"PDSTAGE_UNITS": cuda_convert.SUM_UNITS}
     defines = macros("gather", "token-major", narrow) | more
     registers, stack, accesses = inspect(cuda_convert.SUM_SOURCE, defines, architecture)
     assert stack == 0
     assert registers <= 64
-    assert accesses.count(PAYLOAD_LOAD) == cuda_convert.SUM_UNITS
+    assert accesses.count(PAYLOAD_LOAD) == (0 if narrow else cuda_convert.SUM_UNITS)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from coded import ALL_BF16, INLINE, converted, edge_cells, mixed, offered_by, pools_of
-from cuda_on_cpu import COMPILER, WarpMachine, convert_plan_of
+from cuda_on_cpu import COMPILER, CpuMachine, convert_plan_of
 from hypothesis import HealthCheck, given, settings
 from pools import HND, Logical, Stored, hold
 
@@ -91,9 +91,9 @@ def test_heads_of_more_than_a_warp_of_units_are_the_references(format, n):
 
 @pytest.mark.parametrize("format", INLINE)
 def test_what_is_copied_goes_with_what_is_converted(format):
-    machine = WarpMachine()
+    machine = CpuMachine()
     check(*mixed(format), machine=machine)
-    assert len(machine.grids) == 4, "one launch a call, and one a checksum"
+    assert len(machine.launches) == 8, "of each call and each checksum one launch for wide accesses, one for narrow"
 
 
 @pytest.mark.parametrize("format,apart", [(INLINE[2], False), (APART[1][0], True)])
@@ -141,7 +141,7 @@ REFUSED = {"too small": ({"short": 1}, "too small"), "misaligned": ({"skew": 8},
 @pytest.mark.parametrize("misuse", REFUSED)
 def test_misuse_launches_nothing(way, misuse):
     case, words = REFUSED[misuse]
-    machine = WarpMachine()
+    machine = CpuMachine()
     _, own, staged, select, indexes, tokens = mixed(INLINE[0])
     plan = convert_plan_of(Pool.of(own), staged, select, machine=machine)
     n = plan._staging.nbytes(tokens)
@@ -149,4 +149,4 @@ def test_misuse_launches_nothing(way, misuse):
     at = -out.ctypes.data % 16 + case.get("skew", 0)
     with pytest.raises(UsageError, match=words):
         getattr(plan, way)(out.ctypes.data + at, n - case.get("short", 0), indexes, tokens, Launch())
-    assert machine.grids == []
+    assert machine.launches == []

@@ -11,8 +11,10 @@ from pools import HND, NHD, Logical, Stored, Transfer, hold, indexes, ranges, tr
 from rigs import MISUSE, Rig, check, check_refused
 
 from pdstage.errors import UsageError
-from pdstage.kernels import Index, Plan, Pool
+from pdstage.kernels import Index, Plan, Pool, cuda_copy
 from pdstage.kernels.backend import Launch, Recipe
+from pdstage.kernels.cuda_tables import access_of
+from pdstage.kernels.device import Group
 from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select, Staging
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -126,6 +128,16 @@ def test_transfers_of_long_runs_are_the_references(rig, transfer):
     check(rig, transfer)
 
 
+@pytest.mark.parametrize("wire", [TOKEN_MAJOR, HEAD_MAJOR])
+@pytest.mark.parametrize("pads", [{"shard": 16}, {"row": 16}], ids=["rows", "two rows"])
+def test_bulk_copies_begin_inside_rows_that_follow_each_other_and_are_no_item(wire, pads):
+    of = Logical(width=32)
+    held = [hold([Stored(of, n_items=4, rows_per_item=8, block=2, pads=pads)], seed) for seed in range(2)]
+    index = [{"kv": Index.of(np.array(items))} for items in ([2, 0, 3], [1, 2, 0])]
+    select = [Select(of.view_keys()[0], 0, 1)]
+    check(CpuRig(bulk_from=16), Transfer(*held, select, select, *index, {"kv": (3, 22)}, wire, False))
+
+
 @pytest.mark.parametrize("order", [NHD, HND])
 def test_a_plan_of_long_runs_takes_bulk_copies_where_they_are(order):
     of, built = Logical(shards=2, width=1024), {}
@@ -163,6 +175,26 @@ def test_items_of_a_device_list_that_are_outside_the_pool_are_left_out(wire, out
     assert_same(held.memory, before)
 
 
+@pytest.mark.parametrize("bulk_from", [0, 16])
+def test_what_is_left_out_of_one_stage_is_of_no_other(bulk_from):
+    """Eight stages of each warp's ring, some with items outside the pool, in turn with whole ones."""
+    held = hold([Stored(Logical(width=64), n_items=64, rows_per_item=4)])
+    select, pool, before = [Select(Logical().view_keys()[0], 0, 1)], Pool.of(held.layout), held.bytes()
+    rng = np.random.default_rng(3)
+    good = rng.permutation(64)
+    outside = rng.random(64) < 0.1
+    lists = {"kv": Index.of(np.where(outside, 64, good))._replace(device="cuda:0")}
+    tokens, n = {"kv": (0, 256)}, 64 * 256
+    plan = plan_of(pool, select, TOKEN_MAJOR, bulk_from=bulk_from)
+    (whole, at), (expected, expected_at) = staging(n), staging(n)
+    pool.plan(select, TOKEN_MAJOR, "reference").gather(expected_at, n, {"kv": Index.of(good)}, tokens)
+    plan.gather(at, n, lists, tokens, Launch(None, 1))
+    found, right = (w[a - w.ctypes.data :][:n] for w, a in ((whole, at), (expected, expected_at)))
+    np.testing.assert_array_equal(found, np.where(np.repeat(outside, 256), 0xA5, right))
+    plan.scatter(at, n, lists, tokens, Launch(None, 1))
+    assert_same(held.memory, before)
+
+
 def test_many_tiles_meet_few_ctas_and_several_groups():
     held = hold([Stored(Logical(roles=2, layers=2, width=w), n_items=200, rows_per_item=8) for w in (64,)])
     select = [Select(key, 0, 1) for key in Logical(roles=2, layers=2).view_keys()]
@@ -176,7 +208,75 @@ def test_many_tiles_meet_few_ctas_and_several_groups():
     np.testing.assert_array_equal(
         whole[at - whole.ctypes.data :][:n], expected[expected_at - expected.ctypes.data :][:n]
     )
-    assert machine.grids == [3]
+    assert machine.launches == [(3, 2 * machine.threads)]
+
+
+def mixed():
+    """A pool with views of 64-byte rows and of 24-byte rows, and all of it selected."""
+    of = [Logical("kv", width=64), Logical("index", width=24)]
+    held = hold([Stored(one, n_items=20, rows_per_item=8) for one in of])
+    return held, [Select(key, 0, 1) for one in of for key in one.view_keys()]
+
+
+@pytest.mark.parametrize(("room", "uploads"), [(0, 1), (40, 0)])
+def test_narrow_views_have_a_launch_of_their_own_and_leave_the_others_wide(room, uploads):
+    """Both launches find the lists of all components, in parameters or uploaded once."""
+    held, select = mixed()
+    machine, pool, uploaded = CpuMachine(), Pool.of(held.layout), []
+    machine.listed = (room,) if room else ()
+    upload, machine.upload = machine.upload, lambda *call: (uploaded.append(call), upload(*call))
+    plan, reference = plan_of(pool, select, TOKEN_MAJOR, machine=machine), pool.plan(select, TOKEN_MAJOR, "reference")
+    order = np.random.default_rng(1).permutation(20)
+    index, tokens = {"kv": Index.of(order), "index": Index.of(order)}, {"kv": (3, 151), "index": (0, 160)}
+    n, before = reference.nbytes(tokens), held.bytes()
+    (whole, at), (expected, expected_at) = staging(n), staging(n)
+    reference.gather(expected_at, n, index, tokens)
+    uploaded.clear()  # the plan's tables
+    plan.gather(at, n, index, tokens, Launch())
+    np.testing.assert_array_equal(
+        whole[at - whole.ctypes.data :][:n], expected[expected_at - expected.ctypes.data :][:n]
+    )
+    assert len(machine.launches) == 2
+    assert len(uploaded) == uploads
+    plan.scatter(at, n, index, tokens, Launch())
+    assert_same(held.memory, before)
+    plan.gather(at, n, index, {"kv": (3, 151)}, Launch())
+    assert len(machine.launches) == 5, "nothing to copy, nothing to launch"
+
+
+@pytest.mark.parametrize(("bulk_from", "threads"), [(0, 2 * CpuMachine.threads), (16, cuda_copy.BULK_THREADS)])
+def test_a_call_held_to_few_multiprocessors_takes_as_many_ctas_that_fill_one_each(bulk_from, threads):
+    held = hold([Stored(Logical(width=256), n_items=200, rows_per_item=8)])
+    select, machine = [Select(Logical().view_keys()[0], 0, 1)], CpuMachine()
+    plan = plan_of(Pool.of(held.layout), select, TOKEN_MAJOR, machine=machine, bulk_from=bulk_from)
+    _whole, at = staging(1600 * 256)
+    index = {"kv": Index.of(np.arange(200))}
+    plan.gather(at, 1600 * 256, index, {"kv": (0, 1600)}, Launch(None, 3))
+    assert machine.launches == [(3, threads)]
+    plan.gather(at, 1600 * 256, index, {"kv": (0, 1600)}, Launch())
+    assert machine.launches[1] == ((machine.n_sms, threads) if bulk_from else (2 * machine.n_sms, machine.threads))
+
+
+def test_items_that_reach_further_than_32_bits_count_take_narrower_accesses():
+    """64 GiB of one item: nothing that has been seen, and not to be wrong in silence."""
+    group = device_group(shards=2, shard_stride=2**36 - 512)
+    assert access_of(group, group) == 16
+    for change in ({"shard_stride": 2**36}, {"item_stride": 2**36}, {"shard_stride": -16}):
+        far = group._replace(**change)
+        assert access_of(far, group) == access_of(group, far) == 8
+    assert access_of(group._replace(shards=1, shard_stride=2**36), group) == 16, "a stride that nothing takes"
+
+
+def device_group(**fields):
+    zero = dict.fromkeys(Group._fields, 0)
+    ones = dict.fromkeys(("n_views", "outer_rows", "rows_per_item", "shards", "segs", "tokens_per_row"), 1)
+    return Group(**zero | ones | {"width": 256, "access": 16, "item_stride": 256, "n_items": 4} | fields)
+
+
+@pytest.mark.parametrize(("capability", "nbytes"), [(80, 0), (89, 0), (90, 2048), (100, 4096), (120, 0)])
+def test_a_device_takes_the_last_known_run_length_for_bulk_copies(monkeypatch, capability, nbytes):
+    monkeypatch.setattr(cuda_copy, "BULK_FROM_NBYTES", {90: 2048, 100: 4096, 120: 0})
+    assert cuda_copy.bulk_from_nbytes(capability) == nbytes
 
 
 def test_a_call_without_tokens_launches_nothing_and_needs_no_index():
@@ -185,7 +285,7 @@ def test_a_call_without_tokens_launches_nothing_and_needs_no_index():
     plan = plan_of(Pool.of(held.layout), [Select(Logical().view_keys()[0], 0, 1)], TOKEN_MAJOR, machine=machine)
     plan.gather(0, 0, {}, {"kv": (4, 4)}, Launch())
     plan.scatter(0, 0, {}, {}, Launch())
-    assert machine.grids == []
+    assert machine.launches == []
 
 
 @pytest.mark.parametrize("way", ["gather", "scatter"])
@@ -193,7 +293,7 @@ def test_a_call_without_tokens_launches_nothing_and_needs_no_index():
 def test_misuse_is_refused_by_name(way, misuse):
     rig = CpuRig()
     check_refused(rig, way, *MISUSE[misuse])
-    assert rig.machine.grids == []
+    assert rig.machine.launches == []
 
 
 @pytest.mark.parametrize("misuse", [name for name in MISUSE if "repeated" in name])
@@ -227,7 +327,7 @@ def test_a_list_that_fits_may_be_captured():
     machine.capture = True
     plan = plan_of(Pool.of(held.layout), [Select(Logical().view_keys()[0], 0, 1)], TOKEN_MAJOR, machine=machine)
     plan.gather(staging(384)[1], 384, {"kv": Index.of(np.array([1, 2, 3]))}, {"kv": (0, 12)}, Launch())
-    assert machine.grids
+    assert machine.launches
 
 
 REFUSED = {
@@ -249,5 +349,5 @@ def test_misuse_launches_nothing(way, misuse):
     index = Index.of(np.array([1, 2, 3]))._replace(device=case.get("device", "cpu"))
     with pytest.raises(UsageError, match=words):
         getattr(plan, way)(at, 384, {"kv": index}, {"kv": (0, 12)}, Launch())
-    assert machine.grids == []
+    assert machine.launches == []
     assert (whole == 0xA5).all()

@@ -1,0 +1,390 @@
+"""What the CUDA copies cost before any of them runs: instructions and modelled cycles a tile, read from machine code.
+
+    python -m pdstage.bench.instructions            each variant beside its budget, and what it would reach
+    python -m pdstage.bench.instructions --write    the budgets, where counts fell
+
+Needs NVRTC and the toolkit's disassembler, and no GPU. A *tile* is 2 KiB of payload moved by a warp. Counted is the
+longest way once around the loop that moves payload: a subroutine with its body, a loop inside once for what it must
+move of a tile and else once, and without the blocks under a line that says `// seldom`.
+
+Cycles are those of one warp alone on its scheduler, in order: what the machine code itself says an instruction stalls
+and which ones it waits for is a fact; how long memory takes is assumed (`LATENCIES`). Speed by multiprocessors follows
+from issue slots and from these cycles, whichever is more. It is a model, optimistic where warps get in each other's
+way, and no measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from itertools import pairwise, product
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdstage.kernels import cuda_copy, nvrtc
+from pdstage.kernels.cupy_runtime import CupyRuntime
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+BUDGETS = Path(__file__).parent / "budgets" / "instructions.json"
+TILE_NBYTES, LANES, SCHEDULERS = 2048, 32, 4
+CLOCK_HZ, SM_BYTES_A_CYCLE = 1.98e9, 64
+# Runs that the bulk copies are modelled with: the shortest they are used for.
+RUN_NBYTES = 2048
+MEMORY = 1584
+"""Cycles until payload comes from memory: 0.8 us. Assumed, as are these, by the beginning of an instruction's name."""
+LATENCIES = {
+    "LDG.E.NA": MEMORY, "LDG.E.U": MEMORY, "LDG.E.CONSTANT": 270, "LDG.E.64.CONSTANT": 270, "LD": 40, "LDS": 30,
+    "LDC": 40, "ULDC": 20, "S2": 30, "SHFL": 25, "I2F": 20, "F2I": 20, "MUFU": 20, "R2UR": 12, "SYNCS": 30,
+}  # fmt: skip
+OTHER_LATENCY = 15
+WAYS = {"gather": cuda_copy.TO_STAGING, "scatter": cuda_copy.FROM_STAGING, "copy": cuda_copy.TO_PEER}
+SHAPES = {"flat": (1, 0), "token-major": (0, 0), "head-major": (0, 1)}
+_STORES = {"U8": 1, "U16": 2, "64": 8, "128": 16}
+_LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([\w.]+)\s*(.*?)\s*;\s+/\* (0x[0-9a-f]+) \*/")
+_HIGH = re.compile(r"\s+/\* (0x[0-9a-f]+) \*/")
+_FROM = re.compile(r'"([^"]+)", line (\d+)')
+_N_BARRIERS = 6
+_BEHIND = 2
+"""Stages of a bulk copy's ring that are being written from: BEHIND in bulk.cu."""
+_ISSUE_LOOP = 20
+"""Instructions of the loop in which a warp's lanes issue their bulk copies one after the other, at most."""
+
+
+class Variant(NamedTuple):
+    """A kernel as plans compile it."""
+
+    name: str
+    source: str
+    macros: dict[str, int]
+
+    @property
+    def bulk(self) -> bool:
+        return self.source == cuda_copy.BULK_SOURCE
+
+    @property
+    def turn_nbytes(self) -> int:
+        """Payload that a warp moves in one turn of its loop."""
+        return self.macros["PDSTAGE_STAGE_NBYTES"] if self.bulk else LANES * 16 * self.macros["PDSTAGE_UNITS"]
+
+    @property
+    def pieces(self) -> int:
+        return max(1, self.turn_nbytes // RUN_NBYTES)
+
+
+def variants() -> Iterator[Variant]:
+    for (way, number), (shape, (flat, head_major)) in product(WAYS.items(), SHAPES.items()):
+        base = {"PDSTAGE_WAY": number, "PDSTAGE_FLAT": flat, "PDSTAGE_HEAD_MAJOR": head_major, "PDSTAGE_LISTED": 0}
+        for narrow, summed in product((0, 1), (0, 1)):
+            name = " ".join([way, shape, *["narrow"] * narrow, *["sum"] * summed])
+            macros = base | {"PDSTAGE_NARROW": narrow, "PDSTAGE_SUM": summed}
+            yield Variant(
+                name, cuda_copy.SOURCE, macros | cuda_copy.plain_macros(CupyRuntime, number, summed=bool(summed))
+            )
+        macros = base | {"PDSTAGE_NARROW": 0, "PDSTAGE_SUM": 0}
+        yield Variant(f"{way} {shape} bulk", cuda_copy.BULK_SOURCE, macros | cuda_copy.bulk_macros(CupyRuntime))
+
+
+class Instruction(NamedTuple):
+    address: int
+    guarded: bool
+    name: str
+    targets: tuple[int, ...]
+    stall: int
+    sets: tuple[int, int]
+    """The barriers that it opens when it has written its result, and when it has read its operands."""
+    waits: int
+    seldom: bool
+
+    @property
+    def latency(self) -> int:
+        fits = [key for key in LATENCIES if self.name.startswith(key)]
+        return LATENCIES[max(fits, key=len)] if fits else OTHER_LATENCY
+
+
+class Block(NamedTuple):
+    code: list[Instruction]
+    next: tuple[int, ...]
+    """Where it may go on, by address."""
+
+
+class Code:
+    """The machine code of one kernel: blocks by address, and loops as the addresses of their blocks, by the first."""
+
+    def __init__(self, code: list[Instruction], variant: Variant) -> None:
+        self._code = code
+        self._variant = variant
+        self.blocks = _blocks(code)
+        self.loops = _loops(self.blocks)
+
+    @classmethod
+    def of(cls, variant: Variant, architecture: str, sources: Path = nvrtc.SOURCES) -> Code:
+        options = ("--generate-line-info",)
+        image = nvrtc.compile_kernel(variant.source, variant.macros, architecture, sources, options)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(image)
+            file.flush()
+            command = [str(tool("nvdisasm")), "-c", "-hex", "-gi", file.name]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return cls(list(_parsed(text, sources)), variant)
+
+    def turn(self) -> list[Instruction]:
+        """The longest way once around the loop that moves payload, as instructions in order."""
+        return self._around(max(self.loops, key=lambda at: len(self.loops[at])))
+
+    def _around(self, header: int) -> list[Instruction]:
+        body = self.loops[header]
+        inside = {at: held for at, held in self.loops.items() if held < body}
+        inner = {at: held for at, held in inside.items() if not any(held < other for other in inside.values())}
+        home = {block: at for at, held in inner.items() for block in held}
+
+        @cache
+        def way(at: int) -> list[Instruction] | None:
+            """The longest way from a block, or from the inner loop that begins there, to the end of a turn."""
+            own = self._repeated(self._around(at)) if at in inner else self._straight(at)
+            leaves = {to for one in inner.get(at, {at}) for to in self.blocks[one].next} - inner.get(at, set())
+            ways = [way(home.get(to, to)) for to in leaves & body - {header}]
+            rest = max((one for one in ways if one is not None), key=len, default=None)
+            ends = header in leaves or not leaves <= body
+            return None if own is None or (rest is None and not ends) else own + (rest or [])
+
+        return way(header) or []
+
+    def _straight(self, at: int) -> list[Instruction] | None:
+        """A block with the subroutines that it calls; None for one that runs seldom.
+
+        Such a one is more than half of it: the compiler moves single instructions to where it has time for them.
+        """
+        code = self.blocks[at].code
+        if 2 * sum(one.seldom for one in code) > len(code):
+            return None
+        called = [one.targets[0] for one in code if one.name.startswith("CALL")]
+        return code + [one for to in called for one in self._subroutine(to)]
+
+    def _subroutine(self, at: int) -> list[Instruction]:
+        code = [one for one in self._code if one.address >= at]
+        return code[: 1 + next(i for i, one in enumerate(code) if one.name.startswith("RET"))]
+
+    def _repeated(self, code: list[Instruction]) -> list[Instruction]:
+        if sum(one.name == "BRA.U.ANY" for one in code) == 1 and len(code) < _ISSUE_LOOP:
+            return code * self._variant.pieces  # lane by lane
+        nbytes = stored_nbytes(code)
+        return code * (self._variant.turn_nbytes // nbytes if nbytes else 1)
+
+
+def stored_nbytes(code: Iterable[Instruction]) -> int:
+    """Payload that a warp stores by the way of its registers."""
+    stores = [one.name for one in code if one.name.startswith("STG")]
+    return LANES * sum(_STORES.get(name.rpartition(".")[2], 4) for name in stores)
+
+
+def _parsed(text: str, sources: Path) -> Iterator[Instruction]:
+    """What nvdisasm prints with -c -hex -gi of a kernel of these sources."""
+    labels: dict[str, int] = {}
+    found: list[tuple[re.Match[str], int, bool]] = []
+    waiting: list[str] = []
+    tagged: dict[str, frozenset[int]] = {}
+    seldom, listing_lines = False, False
+    half: re.Match[str] | None = None
+    for line in text.splitlines():
+        if line.lstrip().startswith("//## File"):
+            for path, number in _FROM.findall(line):
+                source = Path(path).name
+                if source not in tagged:
+                    tagged[source] = _seldom(sources / source)
+                seldom = (listing_lines and seldom) or int(number) in tagged[source]
+                listing_lines = True
+            continue
+        listing_lines = False
+        if label := re.match(r"([.$\w]+):", line):
+            waiting.append(label[1])
+        elif half is not None and (high := _HIGH.match(line)):
+            found.append((half, int(high[1], 16), seldom))
+            half = None
+        elif one := _LINE.match(line):
+            half = one
+            labels.update(dict.fromkeys(waiting, int(one[1], 16)))
+            waiting.clear()
+    for one, high_bits, rarely in found:
+        address, guard, name, operands = int(one[1], 16), one[2], one[3], one[4]
+        targets = re.findall(r"[.$][.$\w]+", operands) if name.startswith(("BR", "CALL")) else []
+        yield Instruction(
+            address, bool(guard), name, tuple(labels[label] for label in targets if label in labels),
+            high_bits >> 41 & 15, (high_bits >> 46 & 7, high_bits >> 49 & 7), high_bits >> 52 & 63, rarely,
+        )  # fmt: skip
+
+
+def _seldom(path: Path) -> frozenset[int]:
+    """The numbers of a source's lines in blocks whose first line says so."""
+    found: set[int] = set()
+    end = ""
+    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
+        if line.endswith("// seldom"):
+            end = line[: len(line) - len(line.lstrip())] + "}"
+        if end and line.startswith(end):
+            end = ""
+        elif end:
+            found.add(number)
+    return frozenset(found)
+
+
+def _blocks(code: list[Instruction]) -> dict[int, Block]:
+    """The kernel's own blocks; subroutines have none."""
+    addresses = [one.address for one in code]
+    after = dict(pairwise(addresses))
+    branches = [one for one in code if one.name.startswith("BR") and one.targets]
+    ends = {one.address for one in branches} | {one.address for one in code if one.name.startswith(("EXIT", "RET"))}
+    starts = {addresses[0], *(to for one in branches for to in one.targets), *(after[at] for at in ends if at in after)}
+    cuts = [at for at, address in enumerate(addresses) if address in starts]
+    blocks: dict[int, Block] = {}
+    for first, last in zip(cuts, [*cuts[1:], len(code)], strict=True):
+        held = code[first:last]
+        end = held[-1]
+        goes_on = end.guarded or end.name == "BRA.U.ANY" or not end.name.startswith(("BR", "EXIT", "RET"))
+        following = [after[end.address]] if goes_on and end.address in after else []
+        blocks[held[0].address] = Block(held, (*(end.targets if end.name.startswith("BR") else ()), *following))
+    return blocks
+
+
+def _loops(blocks: Mapping[int, Block]) -> dict[int, set[int]]:
+    """Natural loops: a branch back to a block that every way to the branch passes, and what lies between."""
+    first = min(blocks)
+    dominators = {at: set(blocks) for at in blocks}
+    dominators[first] = {first}
+    before: dict[int, list[int]] = {at: [] for at in blocks}
+    reached, todo = {first}, [first]
+    while todo:
+        at = todo.pop()
+        for to in blocks[at].next:
+            before[to].append(at)
+            if to not in reached:
+                reached.add(to)
+                todo.append(to)
+    changed = True
+    while changed:
+        changed = False
+        for at in reached - {first}:
+            held = {at} | set.intersection(*(dominators[one] for one in before[at]))
+            changed |= held != dominators[at]
+            dominators[at] = held
+    loops: dict[int, set[int]] = {}
+    for at in reached:
+        for header in (to for to in blocks[at].next if to in dominators[at]):
+            held, todo = loops.setdefault(header, {header}), [at]
+            while todo:
+                one = todo.pop()
+                if one not in held:
+                    held.add(one)
+                    todo.extend(before[one])
+    return loops
+
+
+def cycles(code: list[Instruction]) -> int:
+    """Of one turn of a warp that has its scheduler to itself, once the turns follow each other."""
+    now, ready, ends = 0, [0] * _N_BARRIERS, [0]
+    for _ in range(3):
+        for one in code:
+            now = max([now, *(at for barrier, at in enumerate(ready) if one.waits >> barrier & 1)])
+            for barrier, latency in zip(one.sets, (one.latency, min(one.latency, OTHER_LATENCY)), strict=True):
+                if barrier < _N_BARRIERS:
+                    ready[barrier] = max(ready[barrier], now + latency)
+            now += max(one.stall, 1)
+        ends.append(now)
+    return ends[-1] - ends[-2]
+
+
+class Cost(NamedTuple):
+    """Of a tile."""
+
+    instructions: int
+    cycles: int
+
+    @classmethod
+    def of(cls, variant: Variant, architecture: str) -> Cost:
+        turn = Code.of(variant, architecture).turn()
+        return cls(*(-(-n * TILE_NBYTES // variant.turn_nbytes) for n in (len(turn), cycles(turn))))
+
+
+def modelled_gbps(variant: Variant, cost: Cost) -> float:
+    """GB/s of payload by one multiprocessor of a call that is held to few: by the CTA that it runs there."""
+    warps = variant.macros["PDSTAGE_THREADS"] // LANES
+    by_scheduler = -(-warps // SCHEDULERS)
+    tile = max(cost.cycles / by_scheduler, cost.instructions)  # from one to the next
+    if variant.bulk:  # a warp waits for nothing, as long as what it holds is enough
+        held = (variant.macros["PDSTAGE_STAGES"] - _BEHIND) * variant.turn_nbytes
+        tile = max(tile, MEMORY * TILE_NBYTES / held / by_scheduler)
+    return min(min(warps, SCHEDULERS) * TILE_NBYTES / tile, SM_BYTES_A_CYCLE) * CLOCK_HZ / 1e9
+
+
+def tool(name: str) -> str | None:
+    """A disassembler of the CUDA toolkit: from the PATH, or the one that Triton brings."""
+    found = importlib.util.find_spec("triton")
+    beside = Path(found.origin).parent / "backends/nvidia/bin" / name if found and found.origin else None
+    return shutil.which(name) or (str(beside) if beside and beside.exists() else None)
+
+
+def costs(architecture: str = "sm_90") -> dict[str, Cost]:
+    return {one.name: Cost.of(one, architecture) for one in variants()}
+
+
+def compiler() -> str:
+    """The release of NVRTC, on which machine code depends."""
+    release = nvrtc.version()
+    return f"{release // 1000}.{release % 1000 // 10}"
+
+
+def budgets() -> tuple[str, dict[str, Cost]]:
+    """The release that the budgets are for, and each variant's."""
+    held = json.loads(BUDGETS.read_text())
+    return held["nvrtc"], {name: Cost(*cost) for name, cost in held["sm_90"].items()}
+
+
+def over(found: Mapping[str, Cost], allowed: Mapping[str, Cost]) -> list[str]:
+    """What costs more than its budget, or has none, in words."""
+    return [
+        f"{name}: {cost.instructions} instructions and {cost.cycles} cycles a tile, "
+        f"allowed are {allowed[name].instructions} and {allowed[name].cycles}"
+        if name in allowed
+        else f"{name} has no budget"
+        for name, cost in found.items()
+        if name not in allowed or any(is_ > may for is_, may in zip(cost, allowed[name], strict=True))
+    ]
+
+
+def write(found: Mapping[str, Cost]) -> None:
+    """Budgets as low as what was found; one that is new begins there, and none rises."""
+    release, allowed = budgets() if BUDGETS.exists() else ("", {})
+    if release == compiler():
+        found = {name: Cost(*map(min, cost, allowed.get(name, cost))) for name, cost in found.items()}
+    lines = ",\n".join(f'    "{name}": [{cost.instructions}, {cost.cycles}]' for name, cost in found.items())
+    BUDGETS.write_text(f'{{\n  "nvrtc": "{compiler()}",\n  "sm_90": {{\n{lines}\n  }}\n}}\n')
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Instructions and modelled cycles of the CUDA copies, by tile of 2 KiB."
+    )
+    parser.add_argument("--write", action="store_true", help="lower the budgets to what is found")
+    given = parser.parse_args(arguments)
+    found = costs()
+    _, allowed = budgets() if BUDGETS.exists() else ("", {})
+    print(f"{'variant':32} {'instr.':>7} {'budget':>7} {'cycles':>7} {'budget':>7} {'GB/s an SM, modelled':>22}")
+    for one in variants():
+        cost, budget = found[one.name], allowed.get(one.name, Cost(0, 0))
+        gbps = f"{modelled_gbps(one, cost):22.1f}"
+        print(f"{one.name:32} {cost[0]:7} {budget[0]:7} {cost[1]:7} {budget[1]:7} {gbps}")
+    if given.write:
+        write(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
