@@ -29,6 +29,13 @@ def least_reaching(curve: Mapping[int, float], wanted: float) -> int | None:
     return None
 
 
+def ahead_from(curve: Mapping[int, float], other: Mapping[int, float]) -> int | None:
+    """The smallest x from which on `curve` is nowhere below `other`, of those that both have; None if nowhere."""
+    common = sorted(curve.keys() & other.keys())
+    behind = [x for x in common if curve[x] < other[x]]
+    return next((x for x in common if not behind or x > behind[-1]), None)
+
+
 def geometric_mean(ratios: Iterable[float]) -> float:
     """The mean for ratios: half as fast on one shape and twice as fast on another is 1. NaN for none."""
     logs = [math.log(ratio) for ratio in ratios]

@@ -18,7 +18,7 @@ from pdstage.plan import TOKEN_MAJOR, Select, Staging
 from . import curves, shapes
 from .bed import Spread
 from .harness import Row
-from .variants import plan_of
+from .variants import CUDA_BULK, CUDA_PLAIN, plan_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -144,20 +144,44 @@ def model_case(bed: Bed, pair: shapes.Pair, tokens: int, side: str, *, part: sha
 
 
 def runs(bed: Bed, quick: bool, nbytes: int = RUNS_NBYTES) -> Iterator[Row]:
-    """Both directions by run length; first what two copies differ in, which is how far a ratio can be trusted."""
+    """Both directions by run length, and from which one on bulk copies are the faster of the two CUDA kernels.
+
+    First what two copies differ in, which is how far a ratio can be trusted.
+    """
     nbytes = bed.sized(nbytes)
     yield _noise(runs_case(bed, 4096, nbytes), QUICK_REPEATS if quick else 2 * REPEATS)
+    rates: dict[tuple[str, str], dict[int, float]] = {}
     for run_nbytes in (64, 256, 4096) if quick else RUNS:
         case = runs_case(bed, run_nbytes, nbytes)
         case.check_agreement()
         works = {(way, v): work for v in bed.variants for way, work in case.works(v).items()}
-        yield from _beside_copy(
+        measured = _beside_copy(
             case,
             {f"{way}, {v}, {curves.size_name(run_nbytes)} runs": work for (way, v), work in works.items()},
             [{"table": "runs", "way": way, "variant": v, "run_nbytes": run_nbytes} for way, v in works],
             repeats=QUICK_REPEATS if quick else REPEATS,
             target=OF_COPY if run_nbytes >= 256 else None,
         )
+        yield from measured
+        for key, row in zip(works, measured, strict=True):
+            rates.setdefault(key, {})[run_nbytes] = row.value
+    for way in ("gather", "scatter"):
+        bulk, plain = rates.get((way, CUDA_BULK)), rates.get((way, CUDA_PLAIN))
+        if bulk and plain:
+            yield bulk_ahead(way, bulk, plain)
+
+
+def bulk_ahead(way: str, bulk: dict[int, float], plain: dict[int, float]) -> Row:
+    """What `cuda_copy.BULK_FROM_NBYTES` ought to say of this device; twice the longest run for never."""
+    least = curves.ahead_from(bulk, plain)
+    return Row(
+        name=f"bulk copies are ahead from, {way}",
+        value=2 * max(bulk) if least is None else least,
+        baseline=max(bulk),
+        unit="B",
+        detail="nowhere" if least is None else "baseline: the longest run measured",
+        point={"table": "bulk from", "way": way, "reached": least is not None},
+    )
 
 
 def _noise(case: Case, repeats: int) -> Row:

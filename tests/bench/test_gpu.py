@@ -46,6 +46,21 @@ def test_a_curve_is_read_between_its_points(curve, wanted, least):
     assert curves.least_reaching(curve, wanted) == least
 
 
+@pytest.mark.parametrize(
+    ("bulk", "ahead"),
+    [
+        ({256: 1.0, 1024: 2.0, 4096: 5.0}, 4096),
+        ({256: 9.0, 1024: 2.0, 4096: 4.0}, 4096),
+        ({256: 3.0, 1024: 3.0}, 256),
+        ({256: 3.0, 1024: 2.9}, None),
+    ],
+)
+def test_bulk_copies_are_ahead_from_where_they_never_fall_behind_again(bulk, ahead):
+    plain = {64: 3.0, 256: 3.0, 1024: 3.0, 4096: 4.0}
+    assert curves.ahead_from(bulk, plain) == ahead
+    assert gpu_kernels.bulk_ahead("gather", bulk, plain).value == (ahead or 2 * max(bulk))
+
+
 def test_the_geometric_mean_is_of_ratios():
     assert curves.geometric_mean([0.5, 2.0]) == pytest.approx(1)
     assert curves.geometric_mean([2.0, 8.0]) == pytest.approx(4)
