@@ -5,6 +5,7 @@ The CPU is a bed too, so that everything but the numbers can be tried there.
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +18,7 @@ from . import variants
 from .harness import interleaved, seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from numpy.typing import NDArray
 
@@ -65,6 +66,23 @@ class Bed:
             else:
                 self.variants.append(variant)
         self._flush = None if self.kind == "cpu" else torch.zeros(_FLUSH_NBYTES // 4, device=device)
+
+    def lacks(self, section: str, packages: Iterable[str]) -> bool:
+        """Whether a section needs a package that is not installed; then `left_out` names it."""
+        for package in packages:
+            if importlib.util.find_spec(package) is None:
+                self.left_out.append(f"{section}: {package} is not installed")
+                return True
+        return False
+
+    def transports_missing(self) -> dict[str, str]:
+        """Every transport, and why it cannot move this device's memory; empty where it can. Needs msgspec."""
+        from pdstage.transport import available  # noqa: PLC0415
+
+        missing = dict(available())
+        if self.kind == "cuda" and importlib.util.find_spec("cupy") is None:
+            missing["local"] = "cupy is not installed"
+        return missing
 
     @property
     def n_sms(self) -> int:

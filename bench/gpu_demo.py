@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -24,15 +23,9 @@ _TAIL = 500
 
 def rows(bed: Bed, quick: bool) -> Iterator[Row]:
     """By transport: the tokens that decode said beside those that were to be, and the time of a move by each path."""
-    for package in _NEEDS:
-        if importlib.util.find_spec(package) is None:
-            bed.left_out.append(f"demo: {package} is not installed")
-            return
-    from pdstage.transport import available  # noqa: PLC0415  (msgspec, which may not be here)
-
-    missing, failed = dict(available()), []
-    if bed.kind == "cuda" and importlib.util.find_spec("cupy") is None:
-        missing["local"] = "cupy is not installed"
+    if bed.lacks("demo", _NEEDS):
+        return
+    missing, failed = bed.transports_missing(), []
     for transport in TRANSPORTS:
         if missing[transport]:
             bed.left_out.append(f"demo: {transport}: {missing[transport]}")

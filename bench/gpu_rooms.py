@@ -6,7 +6,6 @@ are compared. On the CPU the same goes on in small.
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +23,9 @@ ROOM_NBYTES = 64 << 20
 
 def rows(bed: Bed, quick: bool) -> Iterator[Row]:
     """By transport: GB/s of one room, and of several at once, beside a copy; and how long one page takes."""
-    for package in ("msgspec", "zmq"):
-        if importlib.util.find_spec(package) is None:
-            bed.left_out.append(f"rooms: {package} is not installed")
-            return
-    from pdstage.transport import available  # noqa: PLC0415  (msgspec, which may not be here)
-
-    missing, failed = dict(available()), []
-    if bed.kind == "cuda" and importlib.util.find_spec("cupy") is None:
-        missing["local"] = "cupy is not installed"
+    if bed.lacks("rooms", ("msgspec", "zmq")):
+        return
+    missing, failed = bed.transports_missing(), []
     for transport in TRANSPORTS:
         if missing[transport]:
             bed.left_out.append(f"rooms, {transport}: {missing[transport]}")
