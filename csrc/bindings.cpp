@@ -259,6 +259,8 @@ std::pair<std::int64_t, int> write_peer(int pid, const Int64s& src, const Int64s
     return {result.written, result.error};
 }
 
+std::uintptr_t address_of(const py::array& array) { return reinterpret_cast<std::uintptr_t>(array.data()); }
+
 void copy_spans(const Int64s& src, const Int64s& dst, const Int64s& nbytes) {
     if (src.size() != dst.size() || src.size() != nbytes.size())
         throw std::invalid_argument("src, dst and nbytes must be of one length");
@@ -304,6 +306,8 @@ PYBIND11_MODULE(_native, module) {
                "Writes spans of this process into process `pid`; returns (bytes written, errno).");
     module.def("copy_spans", &copy_spans, py::arg("src"), py::arg("dst"), py::arg("nbytes"),
                "Copies spans of this process to other addresses of it.");
+
+    module.def("address_of", &address_of, py::arg("array"), "Where a numpy array's first byte lies.");
 
     // Calls that never block, and so keep the interpreter.
     module.def("is_readable", &pdstage::is_readable, py::arg("fd"), "Whether a descriptor is readable now.");

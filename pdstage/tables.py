@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
+from pdstage import native
 from pdstage.errors import UsageError
 from pdstage.plan import Staging
 
@@ -56,8 +57,13 @@ class Index(NamedTuple):
                 f"items are a {items.ndim}-dimensional array of {items.dtype}",
                 remedy="give one contiguous list of int32 or int64",
             )
-        address = items.__array_interface__["data"][0]  # a fifth of the time that ctypes.data takes
-        return cls(address, items.itemsize * 8, items.size, first_token, items)
+        return cls(_address_of(items), items.itemsize * 8, items.size, first_token, items)
+
+
+def _address_of(items: NDArray[Any]) -> int:
+    if native.ext is not None:
+        return int(native.ext.address_of(items))
+    return int(items.__array_interface__["data"][0])  # a fifth of the time that ctypes.data takes
 
 
 class ComponentArgs(NamedTuple):

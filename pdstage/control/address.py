@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage import arguments
@@ -38,8 +39,13 @@ class Address(NamedTuple):
 
         Raises `UsageError` that quotes `text`.
         """
+        return cls._read(arguments.text("an address", text), scheme, listening)
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def _read(cls, text: str, scheme: str, listening: bool) -> Address:
+        """`parse`, kept: an engine names the same few addresses with every room."""
         remedy = f"write it as {scheme}://host:port, an IPv6 host in brackets"
-        text = arguments.text("an address", text)
         if len(text) > _MAX_CHARACTERS:
             raise UsageError(f"address {text[:64]!r}... of {len(text)} characters", remedy=remedy)
         found, separator, rest = text.partition("://")

@@ -223,7 +223,7 @@ class ControlSocket:
         """
         address = Address.parse(endpoint, "tcp")
         target = f"tcp://{address}"
-        key = address.key_of_peer(self._keys)
+        key, fresh = address.key_of_peer(self._keys), False
         with self._using:
             if target in self._routes and self._targets[target] != key:  # another process listens there now
                 self._disconnect(target)
@@ -231,7 +231,9 @@ class ControlSocket:
             if route is None:
                 route = self._connect(target, address, key)
                 self._routes[target], self._targets_at[route], self._targets[target] = route, target, key
-        self._port.look_again()
+                fresh = True
+        if fresh:
+            self._port.look_again()
         return route
 
     def renew(self, route: bytes) -> None:

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from pdstage.manager.observer import Observer
     from pdstage.metadata import MetadataBuffers
     from pdstage.protocol.config import Config
-    from pdstage.protocol.room import Room
     from pdstage.protocol.session import Session
     from pdstage.stager import Copied
     from pdstage.topology import Topology
@@ -353,11 +352,11 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
                 row=bound.row.number if bound.row is not None else None,
             )
 
-    def _on_changed(self, room: Room, status: int) -> None:
-        receiver = self.roster.of(room)
-        if isinstance(room, DecodeRoom) and isinstance(receiver, Receiver) and status & 0x7F == State.SUCCESS:
-            self._take_aux(receiver, room)  # before anybody sees the Success
-        super()._on_changed(room, status)
+    def _on_changed(self, handle: Handle, status: int) -> None:
+        room = handle.room
+        if status & 0x7F == State.SUCCESS and isinstance(room, DecodeRoom) and isinstance(handle, Receiver):
+            self._take_aux(handle, room)  # before anybody sees the Success
+        super()._on_changed(handle, status)
 
     def _take_aux(self, receiver: Receiver, room: DecodeRoom) -> None:
         """What came by message is put into the row; what was written in place is there."""

@@ -330,15 +330,17 @@ class Driver:
 
     def _carry_out(self, effects: Sequence[Effect]) -> bool:
         """True if something was done here that the core should hear of at once."""
-        large, again = bool(self._copies), False
+        large, again, others = bool(self._copies), False, []
         for effect in effects:
             if isinstance(effect, Send):
                 self._outgoing.setdefault(effect.route, []).append(effect.frame)
-            elif not large and isinstance(effect, _DATA):
+                continue
+            others.append(effect)
+            if not large and isinstance(effect, _DATA):
                 large = self._node._nbytes(effect) >= _LARGE_NBYTES
         if large:
             self._flush()
-        for effect in effects:
+        for effect in others:
             again |= self._carry(effect)
         if self._copies:
             self._do(self._copies.popleft())
@@ -348,13 +350,16 @@ class Driver:
     def _carry(self, effect: Effect) -> bool:
         node = self._node
         match effect:
-            case Send():
-                return False
             case Changed(room):
                 with self.lock:
-                    if self.failure is None:  # else it has failed, whatever its status: a call may have been broken off
-                        node._on_changed(room, room.status)
+                    handle = node.roster.of(room)
+                    if handle is not None and self.failure is None:  # else it has failed, whatever its room's status
+                        node._on_changed(handle, room.status)
                 return False
+            case Gather() | Scatter() if node._nbytes(effect) >= _LARGE_NBYTES:
+                self._copies.append(effect)
+            case Gather() | Scatter() | Write() | WriteDirect() | WriteRow():
+                self._do(effect)
             case PeerWarning(route, error):
                 self.sessions.warn(route, error)
                 return False
@@ -370,10 +375,8 @@ class Driver:
                 while self._copies:  # what they need of the session goes with it
                     self._do(self._copies.popleft())
                 self.sessions.detach(session)
-            case Gather() | Scatter() if node._nbytes(effect) >= _LARGE_NBYTES:
-                self._copies.append(effect)
-            case Gather() | Scatter() | Write() | WriteDirect() | WriteRow():
-                self._do(effect)
+            case Send():  # was put with what goes to its route
+                return False
             case _:
                 assert_never(effect)
         return True

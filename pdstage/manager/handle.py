@@ -187,17 +187,14 @@ class Roster:
         """All of them, as they are now; any thread may ask."""
         return list(self._handles.copy().values())  # copied in one step, whoever changes it meanwhile
 
-    def changed(self, room: Room, status: int) -> None:
-        """Brings the room's handle to `status`, the room's as it was read once; `ring` then wakes who waits for it.
+    def changed(self, handle: Handle, status: int) -> None:
+        """Brings `handle` to `status`, its room's as it was read once; `ring` then wakes who waits for it.
 
         A room may change in another thread meanwhile; that is told by another call.
         """
-        handle = self._handles.get(room)
-        if handle is None:
-            return
         had_ended = handle.status & 0x7F in _ENDED
         if status & 0x7F == State.FAILED:
-            handle.error = room.error
+            handle.error = handle.room.error
         handle.status = status
         if handle._has_ended() and not had_ended:
             self._ended.append(handle)
@@ -206,7 +203,7 @@ class Roster:
         if handle.waiters:
             self._due.append(handle.waiters)
         if handle.released:
-            del self._handles[room]
+            self._handles.pop(handle.room, None)
         self._n_changes += 1
 
     def fail(self, error: PdstageError) -> None:

@@ -35,7 +35,7 @@ GivenItems: TypeAlias = "Mapping[str, Items | npt.ArrayLike] | npt.ArrayLike"
 GivenTokens: TypeAlias = "Mapping[str, tuple[int, int]] | tuple[int, int] | int | None"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Checked:
     """Items as the kernels and the wire take them, with the tokens they serve."""
 
@@ -63,12 +63,14 @@ def check(layout: Layout, items: GivenItems, tokens: GivenTokens, *, unique: boo
     held = {component.name for component in layout.components}
     checked, nothing = {}, set()
     for alias, given in _by_name(layout, items).items():
-        name, one = canonical(alias), given if isinstance(given, Items) else Items(given)
-        pages = _as_integers(name, one.pages)
+        name, first = canonical(alias), 0
+        if isinstance(given, Items):
+            first = integer(f"first_token of {name!r}", given.first_token)
+            given = given.pages  # noqa: PLW2901
+        pages = _as_integers(name, given)
         if name not in held and not len(pages):
             nothing.add(name)
             continue
-        first = integer(f"first_token of {name!r}", one.first_token)
         checked[name] = _check_one(layout.component(name), pages, first, spans.get(name), unique=unique)
     for name in spans:
         if name not in checked and name not in nothing:

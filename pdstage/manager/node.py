@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from pdstage.errors import PdstageError
     from pdstage.manager.options import NodeOptions
     from pdstage.manager.status import OpenRoom
-    from pdstage.protocol.room import Room
 
 log = logging.getLogger(__name__)
 
@@ -142,13 +141,10 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         with self.driver.device():
             return [Offer(name, description) for name, description in self.transport.offers().items()]
 
-    def _on_changed(self, room: Room, status: int) -> None:
-        handle = self.roster.of(room)
-        if handle is None:
-            return
+    def _on_changed(self, handle: Handle, status: int) -> None:
         if status >= 0x80:  # first: who sees `released` may free the row at once
             self.lent.give_back(handle)
-        self.roster.changed(room, status)
+        self.roster.changed(handle, status)
         if self.observed is not None:
             self.observed.changed(handle)
 

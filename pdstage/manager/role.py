@@ -14,13 +14,12 @@ if TYPE_CHECKING:
     from pdstage.control.zmq import ControlSocket
     from pdstage.errors import PdstageError
     from pdstage.layout import Layout
-    from pdstage.manager.handle import Roster
+    from pdstage.manager.handle import Handle, Roster
     from pdstage.manager.journal import Journal
     from pdstage.manager.lookup import Directory
     from pdstage.manager.nvtx import Ranges
     from pdstage.manager.observer import Observation
     from pdstage.protocol.config import Config
-    from pdstage.protocol.room import Room
     from pdstage.protocol.session import Session
     from pdstage.stager import Copied, Stager
     from pdstage.transport import Done, Inbound, PostFailed, Transport
@@ -70,8 +69,8 @@ class Role(ABC, Generic[AnyCore, Own]):
         """A connection came to nothing for want of keys; `route` is empty where the other side tried it."""
 
     @abstractmethod
-    def _on_changed(self, room: Room, status: int) -> None:
-        """Brings the room's handle to `status`, the room's as it was read once: an engine's call may end the room
+    def _on_changed(self, handle: Handle, status: int) -> None:
+        """Brings `handle` to `status`, its room's as it was read once: an engine's call may end the room
         meanwhile, and tells that by another effect.
         """
 

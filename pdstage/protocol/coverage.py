@@ -116,7 +116,7 @@ class _Need:
 class Coverage:
     """What one writer owes one room, and what of it has arrived: of the tokens in `common` with it."""
 
-    __slots__ = ("_needs", "_uncounted")
+    __slots__ = ("_complete", "_needs", "_uncounted")
 
     def __init__(
         self,
@@ -135,6 +135,7 @@ class Coverage:
             if ask.component in layers
         }
         self._uncounted = {component for component in self._needs if component in exact}
+        self._complete = False
 
     def problem(self, rects: Iterable[Rect]) -> str:
         """Why `rects` were not asked of this writer, in words; empty if they were."""
@@ -161,7 +162,10 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        return not self._uncounted and all(need.gap() is None for need in self._needs.values())
+        """Once true, always: no more is needed later, and nothing is missing again."""
+        if not self._complete:
+            self._complete = not self._uncounted and all(need.gap() is None for need in self._needs.values())
+        return self._complete
 
     def stops(self) -> Iterator[tuple[str, int]]:
         """Where what is needed of each component ends."""

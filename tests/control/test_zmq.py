@@ -490,12 +490,16 @@ def test_sends_and_connects_of_another_thread_hide_no_arrival(make) -> None:
 def test_a_call_that_takes_an_arrival_in_tells_the_waiter(monkeypatch, call: str) -> None:
     """The moment that no schedule hits at will: the waiter is in the kernel, and the word of the message is gone."""
     monkeypatch.setattr(native, "ext", None)
-    with ControlSocket(identity=b"node") as node, ControlSocket(identity=b"peer") as peer:
+    with (
+        ControlSocket(identity=b"node") as node,
+        ControlSocket(identity=b"peer") as peer,
+        ControlSocket(identity=b"other") as other,
+    ):
         route = node.connect(peer.endpoint)
         peer.send(peer.connect(node.endpoint), [b"x"])
         assert node.wait(DEADLINE_S).messages
         monkeypatch.setattr(node._port, "_n_waiting", 1)
-        getattr(node, call)(*{"send": (route, [b"y"]), "connect": (peer.endpoint,), "disconnect": (b"nobody",)}[call])
+        getattr(node, call)(*{"send": (route, [b"y"]), "connect": (other.endpoint,), "disconnect": (b"nobody",)}[call])
         assert node.wait(0).woken
 
 

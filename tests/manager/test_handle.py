@@ -42,20 +42,20 @@ def test_an_ended_room_is_not_yet_released() -> None:
     succeed(rooms[1])
     rooms[1].release()
     rooms[2].on(RoomEvent.FAILED, Aborted("the test says so"))
-    for room in rooms:
-        roster.changed(room, room.status)
+    for handle, room in zip(handles, rooms, strict=True):
+        roster.changed(handle, room.status)
     states, released = roster.statuses(handles)
     assert list(states) == [State.SUCCESS, State.SUCCESS, State.FAILED, State.BOOTSTRAPPING]
     assert list(released) == [0, 1, 0, 0]
 
 
 def test_each_change_is_in_the_next_answer() -> None:
-    roster, (room,), handles = make(1)
+    roster, (room,), (handle,) = make(1)
     answers = []
     for step in (lambda: succeed(room), room.release, lambda: None):
         step()
-        roster.changed(room, room.status)
-        states, released = roster.statuses(handles)
+        roster.changed(handle, room.status)
+        states, released = roster.statuses([handle])
         answers.append((int(states[0]), int(released[0])))
     assert answers == [(State.SUCCESS, 0), (State.SUCCESS, 1), (State.SUCCESS, 1)]
 
@@ -70,7 +70,7 @@ def test_a_room_that_ended_before_it_had_a_handle() -> None:
     room.release()
     roster.add(room, handle)
     assert (handle.state, handle.error) == (State.BOOTSTRAPPING, None)
-    roster.changed(room, room.status)
+    roster.changed(handle, room.status)
     assert (handle.state, handle.released, handle.error) == (State.FAILED, True, room.error)
     assert roster.take_ended() == [handle]
     assert not len(roster)
@@ -79,15 +79,15 @@ def test_a_room_that_ended_before_it_had_a_handle() -> None:
 def test_the_minimum_over_ranks_is_the_state_of_all() -> None:
     """All ranks must free in the same step: released only where it is released on each."""
     ranks = [make(3) for _ in range(2)]
-    for rank, (roster, rooms, _) in enumerate(ranks):
+    for rank, (roster, rooms, handles) in enumerate(ranks):
         succeed(rooms[0])
         rooms[0].release()
         succeed(rooms[1])
         if rank == 0:
             rooms[1].release()
             rooms[2].on(RoomEvent.FAILED, Aborted("one rank only"))
-        for room in rooms:
-            roster.changed(room, room.status)
+        for handle, room in zip(handles, rooms, strict=True):
+            roster.changed(handle, room.status)
     answers = [roster.statuses(handles) for roster, _, handles in ranks]
     assert list(np.minimum(*(states for states, _ in answers))) == [State.SUCCESS, State.SUCCESS, State.FAILED]
     assert list(np.minimum(*(released for _, released in answers))) == [1, 0, 0]
@@ -98,11 +98,11 @@ def test_no_end_is_lost_while_the_driver_adds_others() -> None:
     that waited for ever).
     """
     n = MAX_ENDED - 1
-    roster, rooms, _ = make(n)
+    roster, _, handles = make(n)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        driver = threading.Thread(target=lambda: [roster.changed(room, State.FAILED | 0x80) for room in rooms])
+        driver = threading.Thread(target=lambda: [roster.changed(handle, State.FAILED | 0x80) for handle in handles])
         driver.start()
         taken = 0
         while driver.is_alive():
@@ -153,7 +153,7 @@ def test_two_threads_that_poll_are_each_told_of_their_own_rooms() -> None:
         at += 1
         roster, rooms, handles = make(3)
         succeed(rooms[2])
-        roster.changed(rooms[2], rooms[2].status)
+        roster.changed(handles[2], rooms[2].status)
         raced = Interleaved(lambda: roster.statuses(handles[1:]), at)  # noqa: B023
         states, _ = raced.wrap(roster.statuses)(handles[:1])
         assert list(states) == [State.BOOTSTRAPPING]

@@ -9,8 +9,8 @@ MUTANTS = [
         "a failed handle has its error later",
         "11 handles",
         "Roster.changed",
-        "        if status & 0x7F == State.FAILED:\n            handle.error = room.error\n        handle.status = status\n",
-        "        handle.status = status\n        if status & 0x7F == State.FAILED:\n            handle.error = room.error\n",
+        "        if status & 0x7F == State.FAILED:\n            handle.error = handle.room.error\n        handle.status = status\n",
+        "        handle.status = status\n        if status & 0x7F == State.FAILED:\n            handle.error = handle.room.error\n",
         NODES,
     ),
     Mutant(
@@ -19,8 +19,8 @@ MUTANTS = [
         "Node._on_changed",
         "        if status >= 0x80:  # first: who sees `released` may free the row at once\n"
         "            self.lent.give_back(handle)\n"
-        "        self.roster.changed(room, status)\n",
-        "        self.roster.changed(room, status)\n"
+        "        self.roster.changed(handle, status)\n",
+        "        self.roster.changed(handle, status)\n"
         "        if status >= 0x80:\n"
         "            self.lent.give_back(handle)\n",
         NODES,
@@ -69,8 +69,8 @@ MUTANTS = [
         "a change is not told to the roster",
         "11 handles",
         "Driver._carry",
-        "                node._on_changed(room, room.status)\n",
-        "                if not room.released:\n                    node._on_changed(room, room.status)\n",
+        "                node._on_changed(handle, room.status)\n",
+        "                if not room.released:\n                    node._on_changed(handle, room.status)\n",
         NODES,
     ),
     Mutant(

@@ -205,8 +205,8 @@ MUTANTS = [
         "Success before the number of slots was told",
         "8 I5, I9",
         "complete",
-        "        return not self._uncounted and all(",
-        "        return all(",
+        "            self._complete = not self._uncounted and all(",
+        "            self._complete = all(",
         "tests/protocol/test_slots.py",
     ),
     Mutant(

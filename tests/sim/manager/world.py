@@ -168,7 +168,9 @@ class World:
             for name in ("_copy_all", "_copy_passes"):
                 put(pdstage.stager, **{name: self._copying(getattr(pdstage.stager, name))})
             put(state, strict=True)
-            put(log, handlers=[listener], propagate=False, level=logging.ERROR)
+            put(log, handlers=[listener], propagate=False)
+            stack.callback(log.setLevel, log.level)  # not put: loggers remember what levels let through
+            log.setLevel(logging.ERROR)
             prefill._by_traits.cache_clear()  # whose lines would be passed in the first run alone
             gc.disable()
             try:
