@@ -259,7 +259,9 @@ std::pair<std::int64_t, int> write_peer(int pid, const Int64s& src, const Int64s
     return {result.written, result.error};
 }
 
-std::uintptr_t address_of(const py::array& array) { return reinterpret_cast<std::uintptr_t>(array.data()); }
+std::uintptr_t address_of(const py::array& array) {
+    return reinterpret_cast<std::uintptr_t>(array.data());
+}
 
 void copy_spans(const Int64s& src, const Int64s& dst, const Int64s& nbytes) {
     if (src.size() != dst.size() || src.size() != nbytes.size())
