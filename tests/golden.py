@@ -52,13 +52,16 @@ FRAMES: dict[str, m.AnyMessage] = {
     "Hello, rows": m.Hello(
         _TOPOLOGY, _LAYOUT, "nixl", b"", (m.LaneSpan(4096, 8192),), 10.0, (),
         (Placed("output_ids", "int32", (16,), True, 0, 64), Placed("top", "bfloat16", (2, 4), False, 64, 16)),
-        m.RowSpan(0x9000, 128, 16, "cuda", 3), (m.Offer("local", b"pid"),),
+        m.RowSpan(0x9000, 128, 16, "cuda", 3), (m.Offer("local", b"pid"),), (m.Fact("weights", "01ab"),),
     ),
     "Welcome, columns": m.Welcome(
         _TOPOLOGY, _LAYOUT, "nixl", b"", 10.0, (), (Placed("output_ids", "int32", (16,), True, 0, 64),)
     ),
     "Welcome": m.Welcome(
         _TOPOLOGY, _LAYOUT, "nixl", b"\xffagent", 10.0, (m.CHECKSUM_FEATURE,), (), (m.Offer("local", b"pid"),)
+    ),
+    "Welcome, model": m.Welcome(
+        _TOPOLOGY, _LAYOUT, "nixl", b"", 10.0, (), (), (), (m.Fact("dtype", "bfloat16"), m.Fact("revision", "4f0c"))
     ),
     "HelloRefused": m.HelloRefused("format bf16 at prefill, fp8_e4m3 at decode"),
     "Ask": m.Ask(7, b"i13"),

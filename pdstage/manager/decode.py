@@ -154,12 +154,13 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         metadata: MetadataBuffers | None = None,
         observers: Sequence[Observer] = (),
         journal: str | os.PathLike[str] | None = None,
+        model: Mapping[str, str] | None = None,
     ) -> None:
         options = NodeOptions(
             transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_lanes, staging=staging,
             staging_on=staging_on, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
             copy_thread=copy_thread, max_sms=max_sms, insecure=insecure, keys=keys, aux=aux, metadata=metadata,
-            observers=observers, journal=journal,
+            observers=observers, journal=journal, model=model,
         )  # fmt: skip
         super().__init__(pool, topology, options)
         self.path = path
@@ -169,6 +170,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
             self.incarnation, layout=pool.layout, topology=topology, transport=offer.transport,
             description=offer.description, lanes=lanes, config=self.config, direct=path != "staged",
             others=tuple(others), notifies=self.transport.traits.notifies, rows=self.rows,
+            model=options.facts(),
         )  # fmt: skip
         self._binding: list[Receiver] = []
         # Filled by the directory's thread and emptied by the driver's: one append and one popleft are each whole.

@@ -6,6 +6,7 @@ A transport's traits say what it can do.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,12 @@ from pdstage.control.address import Address
 from pdstage.errors import UsageError
 from pdstage.metadata import WAYS, MetadataBuffers
 from pdstage.protocol.config import Config
+from pdstage.protocol.messages import MAX_FACTS, MAX_WORD, Fact
 from pdstage.stager import place_of
 from pdstage.transport import Transport, open_from_config, supporting
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
@@ -57,6 +59,7 @@ class NodeOptions:
     metadata: MetadataBuffers | None
     observers: Sequence[Observer]
     journal: str | os.PathLike[str] | None
+    model: Mapping[str, str] | None
 
     def __post_init__(self) -> None:
         """Numpy's integers become Python's, which do not overflow."""
@@ -87,12 +90,30 @@ class NodeOptions:
         check_observers(self.observers)
         if self.journal is not None:
             check_folder("journal", self.journal)
+        self.facts()
         if self.aux != "tcp" and metadata is None:
             raise UsageError(f"aux {self.aux!r} without aux rows", remedy="give the node its `metadata`")
         if metadata is not None and metadata.row_nbytes > config.max_aux_nbytes:  # any row may have to go by message
             what = f"aux rows of {metadata.row_nbytes} bytes, the limit is {config.max_aux_nbytes}"
             raise UsageError(what, remedy="raise Config.max_aux_nbytes on both sides, or leave columns out")
         return config
+
+    def facts(self) -> tuple[Fact, ...]:
+        """What `model` says, as a greeting carries it. Raises `UsageError` for what none can."""
+        if self.model is None:
+            return ()
+        if not isinstance(self.model, Mapping):
+            raise UsageError(f"model is {arguments.shown(self.model)}", remedy="give a mapping of names to texts")
+        facts = []
+        for name, value in dict(self.model).items():
+            fact = Fact(arguments.text("a name in `model`", name), arguments.text(f"model's {name}", value))
+            if max(map(len, fact)) > MAX_WORD:
+                what = f"model's {arguments.shown(name)} of {len(fact.value)} characters"
+                raise UsageError(what, remedy=f"give at most {MAX_WORD}, such as a digest")
+            facts.append(fact)
+        if len(facts) > MAX_FACTS:
+            raise UsageError(f"a model of {len(facts)} facts", remedy=f"give at most {MAX_FACTS}")
+        return tuple(sorted(facts))
 
     def open_device(self, pool: Pool) -> Runtime | None:
         """The runtime of the pool's device, before a transport looks at it; None for host memory.

@@ -143,7 +143,10 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     message; "rdma", by the data transport, from memory to memory, where both sides say so; "nvlink", the same, of rows
     on the device. What cannot go so goes by message. `observers` are told when rooms begin and end and how long each
     stage of a chunk took, as `pdstage.manager.observer` says. `journal` is a folder: what happens to rooms, chunks and
-    leases is written there, for `pdstage judge`. Raises `UsageError` or `TransportError`.
+    leases is written there, for `pdstage judge`. `model` is what the engine says of its model, as names and texts, such
+    as `name`, `revision`, `weights`, `dtype`, `quantization` or `rope`: a peer that says another thing under the same
+    name is refused, since KV of other weights may have the same shape (vllm issue 55776). Raises `UsageError` or
+    `TransportError`.
     """
 
     role: ClassVar[str] = "prefill"
@@ -175,6 +178,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         metadata: MetadataBuffers | None = None,
         observers: Sequence[Observer] = (),
         journal: str | os.PathLike[str] | None = None,
+        model: Mapping[str, str] | None = None,
     ) -> None:
         if arguments.integer("n_buffers", n_buffers) < 2:
             raise UsageError(f"{n_buffers} send buffers", remedy="give at least 2, so that no destination holds all")
@@ -187,7 +191,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
             transport=transport, path=path, staging_nbytes=staging_nbytes, n_parts=n_buffers, staging=staging,
             staging_on=staging_on, bind=bind, config=config, progress=progress, switch_interval_s=switch_interval_s,
             copy_thread=copy_thread, max_sms=max_sms, insecure=insecure, keys=keys, aux=aux, metadata=metadata,
-            observers=observers, journal=journal,
+            observers=observers, journal=journal, model=model,
         )  # fmt: skip
         super().__init__(pool, topology, options)
         self._positional = {component.name for component in pool.layout.components if component.positional}
@@ -203,7 +207,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
             self.incarnation, layout=pool.layout, topology=topology, transport=offer.transport,
             description=offer.description, n_buffers=n_buffers, buffer_nbytes=buffer_nbytes, config=self.config,
             choose=self.data_path.prefers_direct, direct=path != "staged", others=tuple(others),
-            notifies=self.transport.traits.notifies, rows=self.rows,
+            notifies=self.transport.traits.notifies, rows=self.rows, model=options.facts(),
         )  # fmt: skip
         self._bootstrap: BootstrapServer | None = None
         self.bootstrap_address = bootstrap or ""

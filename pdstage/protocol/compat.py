@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     Held: TypeAlias = dict[str, dict[str, set[int]]]
 
+WEIGHTS = "weights"
+_NAMES = ("name", "revision")
 _MAX_VIEWS = 1 << 14
 _MAX_NAME = 256
 _MAX_TOKENS_PER_ITEM = 1 << 20
@@ -37,6 +39,26 @@ _MAX_NUMBER = 1 << 62
 _MAX_SHARES = 64
 _FEW = 256
 _ITEM = np.dtype("<i4")
+
+
+# Models, at Hello and Welcome.
+
+
+def other_model(src: m.Model, dst: m.Model) -> str:
+    """Where prefill's engine and decode's contradict each other about their model, in words; empty if nowhere.
+
+    What one of them does not say is not compared. Equal `weights` are the same model, whatever its name and revision:
+    a folder's name is one host's own.
+    """
+    at_prefill, at_decode = dict(src), dict(dst)
+    both = [name for name in at_prefill if name in at_decode]
+    if WEIGHTS in both and at_prefill[WEIGHTS] == at_decode[WEIGHTS]:
+        both = [name for name in both if name not in _NAMES]
+    unlike = next((name for name in both if at_prefill[name] != at_decode[name]), None)
+    if unlike is None:
+        return ""
+    both_say = f"the model's {unlike} is {at_prefill[unlike]!r} at prefill and {at_decode[unlike]!r} at decode"
+    return f"{both_say}; if they may go together all the same, leave it out of `model` on one side"
 
 
 # Layouts, at Hello and Welcome.

@@ -53,11 +53,12 @@ class DecodeCore:
         notifies: bool = True,
         others: tuple[m.Offer, ...] = (),
         rows: OwnRows = NO_ROWS,
+        model: tuple[m.Fact, ...] = (),
     ) -> None:
         offered = features(config, tags=not notifies, direct=direct)
         hello = m.Hello(
             topology, layout, transport, description, lanes, config.max_silence_s, offered, rows.columns,
-            rows.span if rows.wanted else None, others,
+            rows.span if rows.wanted else None, others, model,
         )  # fmt: skip
         self.layout = layout
         self.topology = topology

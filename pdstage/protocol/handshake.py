@@ -22,7 +22,7 @@ from pdstage.ownership import Common
 from pdstage.plan import Stagings
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
-from pdstage.protocol.compat import incompatible, layout_problem
+from pdstage.protocol.compat import incompatible, layout_problem, other_model
 from pdstage.protocol.session import Attach, HangUp, PeerWarning, Renew, Session
 
 if TYPE_CHECKING:
@@ -435,6 +435,8 @@ def _misfit(welcome: m.Welcome, hello: m.Hello) -> str:
 
     if (m.TAGS_FEATURE in welcome.features) != (m.TAGS_FEATURE in hello.features):
         return f"transport {hello.transport!r} carries tags at one side only: run one version of it on both"
+    if problem := other_model(welcome.model, hello.model):
+        return problem
     if lacks := columns.lacking(welcome.columns, hello.columns):
         return lacks
     problem = judged(staged_pair(welcome, hello))

@@ -23,6 +23,8 @@ MAX_TAG_NBYTES = 56 + MAX_RECTS * 26
 """The largest tag: its header and `MAX_RECTS` rectangles, as `wire` packs them."""
 MAX_ROOM_NBYTES = 256
 MAX_REASON = 4096
+MAX_WORD = 256
+MAX_FACTS = 64
 FEATURES = DIRECT_FEATURE, CHECKSUM_FEATURE, CONVERT_FEATURE, TAGS_FEATURE = "direct", "checksum", "convert", "tags"
 """What Hello and Welcome offer: decode's pages may be written in place; staged chunks may carry a checksum; formats are
 converted; tags travel as messages, since the transport carries none.
@@ -38,7 +40,7 @@ IN_USE, IDLE, SPARE = 0, 1, 2
 # longer than any honest peer's.
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Device: TypeAlias = Annotated[int, Meta(ge=0, le=0xFFFF)]
-Word: TypeAlias = Annotated[str, Meta(max_length=256)]
+Word: TypeAlias = Annotated[str, Meta(max_length=MAX_WORD)]
 Reason: TypeAlias = Annotated[str, Meta(max_length=MAX_REASON)]
 RoomKey: TypeAlias = Annotated[bytes, Meta(max_length=MAX_ROOM_NBYTES)]
 Described: TypeAlias = Annotated[bytes, Meta(max_length=4 << 20)]
@@ -64,6 +66,13 @@ class SessionId(NamedTuple):
 
     decode: int
     writer: int
+
+
+class Fact(NamedTuple):
+    """One thing that an engine says of its model, such as its `revision`, as text."""
+
+    name: Word
+    value: Word
 
 
 class LaneSpan(NamedTuple):
@@ -111,6 +120,7 @@ class Items(NamedTuple):
 
 
 Offers: TypeAlias = Annotated[tuple[Offer, ...], Meta(max_length=16)]
+Model: TypeAlias = Annotated[tuple[Fact, ...], Meta(max_length=MAX_FACTS)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -122,7 +132,7 @@ class Hello(Message, frozen=True, tag=1):
 
     `transport` is the one its sender prefers, `others` the rest: the writer chooses of those that both have.
     `columns`: of the aux rows that decode takes. `rows`: where they lie, if they may be written there; an Open then
-    names one.
+    names one. `model`: what its engine says of the model.
     """
 
     topology: Topology
@@ -135,10 +145,11 @@ class Hello(Message, frozen=True, tag=1):
     columns: AuxColumns = ()
     rows: RowSpan | None = None
     others: Offers = ()
+    model: Model = ()
 
 
 class Welcome(Message, frozen=True, tag=2):
-    """P>D, answer to Hello. `columns`: of the aux rows that prefill gives."""
+    """P>D, answer to Hello. `columns`: of the aux rows that prefill gives. `model`: as Hello's."""
 
     topology: Topology
     layout: Layout
@@ -148,6 +159,7 @@ class Welcome(Message, frozen=True, tag=2):
     features: Features
     columns: AuxColumns = ()
     others: Offers = ()
+    model: Model = ()
 
 
 def offers(told: Hello | Welcome) -> dict[str, bytes]:

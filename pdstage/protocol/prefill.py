@@ -62,10 +62,11 @@ class PrefillCore:
         notifies: bool = True,
         others: tuple[m.Offer, ...] = (),
         rows: OwnRows = NO_ROWS,
+        model: tuple[m.Fact, ...] = (),
     ) -> None:
         offered = features(config, tags=not notifies)
         welcome = m.Welcome(
-            topology, layout, transport, description, config.max_silence_s, offered, rows.columns, others
+            topology, layout, transport, description, config.max_silence_s, offered, rows.columns, others, model
         )  # fmt: skip
         self.layout = layout
         self.topology = topology

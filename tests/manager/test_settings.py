@@ -19,7 +19,7 @@ from pdstage.layout import Key, Region, RowLevel, View
 from pdstage.topology import REPLICATED
 from pdstage.transport import available, supporting
 from pdstage.transport.local import LocalTransport
-from tests.manager.engine import QUICK, Rank, decode_node, prefill_node
+from tests.manager.engine import QUICK, Rank, decode_node, drive, prefill_node
 
 VIEW = View(
     key=Key("kv", "latent", 0), region=0, offset=0, n_items=16, item_stride=32, tokens_per_item=16,
@@ -139,3 +139,33 @@ def test_a_path_that_is_set_is_checked_as_one_that_is_given(site):
     assert p.path == "auto"
     p.path = "staged"
     assert p.status().info[2] == "staged"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("llama", "model is 'llama'"),
+        ({"revision": 1}, "model's revision is 1"),
+        ({7: "llama"}, "a name in `model` is 7"),
+        ({"name": "x" * 257}, "model's 'name' of 257 characters"),
+        ({str(n): "x" for n in range(65)}, "a model of 65 facts"),
+    ],
+    ids=["text", "number", "name", "long", "many"],
+)
+@pytest.mark.parametrize("make", [prefill_node, decode_node])
+def test_what_cannot_be_said_of_a_model(site, make, given, words) -> None:
+    place = (Rank(), site.address) if make is prefill_node else (Rank(),)
+    with pytest.raises(UsageError) as caught:
+        make(*place, model=given)
+    assert words in str(caught.value)
+
+
+def test_two_nodes_of_another_model(site) -> None:
+    """Both hear of it in the same words, and no room begins."""
+    src, dst = Rank(), Rank()
+    site.prefill(src, model={"revision": "4f0c"})
+    decode = site.decode(dst, model={"revision": "9a1d", "name": "llama"})
+    receiver = decode.receive(1, site.address)
+    receiver.bind(dst.allocate(12), 12)
+    drive(site.nodes, lambda: receiver.released)
+    assert "the model's revision is '4f0c' at prefill and '9a1d' at decode" in str(receiver.error)

@@ -81,8 +81,12 @@ MISFITS = {
 class Ranks(World):
     """Ranks of these layouts, each a stage of a pipeline where there are several. Nothing is ever moved."""
 
-    def __init__(self, src: list[Layout], dst: list[Layout], src_pp: int = 1, dst_pp: int = 1) -> None:
+    def __init__(
+        self, src: list[Layout], dst: list[Layout], src_pp: int = 1, dst_pp: int = 1,
+        models: tuple[dict[str, str], dict[str, str]] = ({}, {}),
+    ) -> None:  # fmt: skip
         self.src, self.dst, self.src_pp, self.dst_pp = src, dst, src_pp, dst_pp
+        self.models = [tuple(m.Fact(*fact) for fact in sorted(model.items())) for model in models]
         super().__init__(prefill=len(src), decode=len(dst))
 
     def make_prefill(self, rank: int, life: int = 0) -> Prefill:
@@ -90,7 +94,7 @@ class Ranks(World):
         core = PrefillCore(
             1000 + rank + 100 * life, layout=self.src[rank], topology=place,
             transport="test", description=b"", n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes,
-            config=self.config, choose=self._choose,
+            config=self.config, choose=self._choose, model=self.models[0],
         )  # fmt: skip
         return Prefill(b"P%d" % rank, core, Memory(0), [], Memory(0))
 
@@ -99,6 +103,7 @@ class Ranks(World):
         core = DecodeCore(
             2000 + rank + 100 * life, layout=self.dst[rank], topology=place,
             transport="test", description=b"", lanes=(m.LaneSpan(1 << 40, 4096),), config=self.config,
+            model=self.models[1],
         )  # fmt: skip
         return Decode(b"D%d" % rank, core, Memory(0), Memory(0), Memory(0))
 
@@ -130,6 +135,50 @@ def test_decode_finds_the_same_misfit_in_a_welcome(what: str) -> None:
     world.run()
     assert "a prefill rank does not fit" in str(handle.error)
     assert words in str(handle.error)
+
+
+LLAMA = {"name": "llama", "revision": "4f0c", "dtype": "bfloat16"}
+OTHER_MODELS = {
+    "another revision": (LLAMA, LLAMA | {"revision": "9a1d"}, "revision is '4f0c' at prefill and '9a1d' at decode"),
+    "other weights of one name": (
+        LLAMA | {"weights": "01"}, LLAMA | {"weights": "02"}, "weights is '01' at prefill and '02' at decode",
+    ),
+    "one folder's weights, read as another type": (
+        LLAMA | {"weights": "01"}, LLAMA | {"weights": "01", "dtype": "float16"},
+        "dtype is 'bfloat16' at prefill and 'float16' at decode",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["at hello", "at welcome"])
+@pytest.mark.parametrize("what", OTHER_MODELS)
+def test_another_model_of_the_same_shape_is_refused(what: str, older: bool) -> None:
+    """Its KV would fit, and mean nothing (vllm issue 55776)."""
+    src, dst, words = OTHER_MODELS[what]
+    world = Ranks([SAME], [SAME], models=(src, dst))
+    if older:  # a prefill that checks less
+        world.prefill[0].core.handshake._hello_problem = lambda _: ""  # type: ignore[method-assign]
+    handle = world.announce(1)
+    world.run()
+    assert handle.state is State.FAILED
+    assert f"the model's {words}" in str(handle.error)
+    assert_flat(world)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        ({}, LLAMA),
+        (LLAMA, {"quantization": "fp8"}),
+        (LLAMA | {"weights": "01"}, LLAMA | {"weights": "01", "name": "/models/llama", "revision": "main"}),
+    ],
+    ids=["one says nothing", "nothing that both say", "the same weights in a folder of another name"],
+)
+def test_what_only_one_side_says_of_its_model_is_not_compared(src: dict[str, str], dst: dict[str, str]) -> None:
+    world = Ranks([SAME], [SAME], models=(src, dst))
+    handle = world.announce(1)
+    world.run()
+    assert handle.state is State.WAITING_FOR_INPUT
 
 
 def test_layouts_of_one_state_fit_however_they_store_it() -> None:

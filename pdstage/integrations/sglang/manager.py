@@ -27,9 +27,11 @@ from sglang.srt.runtime_context import (
 )
 from sglang.srt.utils.network import NetworkAddress
 
+from pdstage import environment
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import PLAIN
 from pdstage.errors import UsageError
+from pdstage.integrations.model import facts, overridden
 from pdstage.integrations.options import check_exposure, node_options, trusts_layout
 from pdstage.integrations.sglang.memory import pool_of
 from pdstage.integrations.sglang.pools import Pools, check_known
@@ -106,6 +108,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         options = node_options(kind, {}, where="", deadlines=deadlines)  # SGLang has no option for a backend's own
         if cards := getattr(self.kv_args, "ib_device", None):
             options["transport"] = over_devices(options.get("transport", "auto"), cards, self.kv_args.gpu_id)
+        options["model"] = overridden(_model_facts(self.server_args), options.get("model"), where=environment.NODE.name)
         if self.is_prefill:
             options |= {"bootstrap": self._bootstrap_address(), "instance": INSTANCE}
             options |= {"observers": [self] if self.pp_rank else []}
@@ -279,3 +282,16 @@ def over_devices(transport: str | Mapping[str, object], ib_device: str, gpu: int
         return transport
     devices = get_ib_devices_for_gpu(ib_device, gpu)
     return {"name": transport, "devices": [name.strip() for name in devices.split(",")]} if devices else transport
+
+
+def _model_facts(args: ServerArgs) -> dict[str, str]:
+    """Of the model that this engine serves."""
+    config = process_model_config()
+    return facts(
+        name=config.model_path,
+        revision=config.revision or getattr(config.hf_config, "_commit_hash", None),
+        dtype=config.dtype,
+        quantization=config.quantization,
+        rope=getattr(config.hf_text_config, "rope_parameters", None),
+        dummy=args.load_format == "dummy",
+    )

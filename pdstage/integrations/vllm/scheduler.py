@@ -17,6 +17,7 @@ from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapServer
 from pdstage.integrations.vllm.groups import groups_of, recomputed_tokens
 from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata, Receive, Remote, Send
+from pdstage.integrations.vllm.model import adapter_of
 from pdstage.manager import PrefillNode
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ class SchedulerSide:
             "remote_port": int(port),
             "remote_room": room,
             "remote_num_tokens": n_tokens,
+            "remote_adapter": adapter_of(request.lora_request),
             "tp_size": self._parallel.tensor_parallel_size,
             "pp_size": self._parallel.pipeline_parallel_size,
             "transfer_mode": "pdstage",
@@ -139,7 +141,7 @@ class SchedulerSide:
         """How many tokens beyond the `n_local` that are cached here come from prefill, and whether they come later."""
         params = request.kv_transfer_params
         remote = _remote(params) if params and params.get("do_remote_prefill") else None
-        if params is None or remote is None or remote.room in self._asked:
+        if params is None or remote is None or remote.room in self._asked or not _same_adapter(request, params):
             return 0, False
         there, most = params.get("remote_num_tokens"), max(0, request.num_prompt_tokens - self._left)
         n_tokens = most if there is None else min(there, most)
@@ -194,6 +196,19 @@ class SchedulerSide:
     def has_news(self) -> bool:
         """Whether the workers must be told something, so that an idle engine makes a step."""
         return bool(self._news)
+
+
+def _same_adapter(request: Request, params: Mapping[str, Any]) -> bool:
+    """Whether prefill made the request's KV with the adapter (LoRA) that decode goes on with; false, and a word in the
+    log, where it says that it did not.
+    """
+    here = adapter_of(request.lora_request)
+    there = params.get("remote_adapter", here)
+    if there != here:
+        log.warning(
+            "request %s has adapter %r here and %r at prefill: it is computed here", request.request_id, here, there
+        )
+    return bool(there == here)
 
 
 def _remote(params: Mapping[str, Any]) -> Remote | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.utils.network_utils import get_ip
 
 from pdstage.control.address import Address
+from pdstage.integrations.model import overridden
 from pdstage.integrations.options import node_options, trusts_layout
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class Settings:
         place = vllm_config.parallel_config.data_parallel_index
         return Settings(get_ip() if host == "auto" else host, port and port + place, trust_layout, options)
 
-    def node(self, kind: type[PrefillNode | DecodeNode]) -> dict[str, Any]:
-        """A node's arguments. Raises `UsageError` for what no node takes."""
+    def node(self, kind: type[PrefillNode | DecodeNode], model: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """A node's arguments; `model` is what vLLM says of it. Raises `UsageError` for what no node takes."""
         told = node_options(kind, self.options, where=_WHERE, deadlines=_DEADLINES)
+        told["model"] = overridden(model or {}, told.get("model"), where=_WHERE)
         return {"bind": f"tcp://{Address(self.host, 0)}", "progress": "thread", **told}

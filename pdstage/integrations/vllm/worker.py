@@ -21,6 +21,7 @@ from pdstage.errors import PdstageError, UsageError
 from pdstage.integrations.task_thread import TaskThread
 from pdstage.integrations.vllm.caches import Caches
 from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata
+from pdstage.integrations.vllm.model import model_facts
 from pdstage.integrations.vllm.stats import PdStageStats
 from pdstage.integrations.vllm.writers import probes_of
 from pdstage.probe import prove_layout
@@ -77,11 +78,12 @@ class WorkerSide:
         proof = prove_layout(self._caches.layout, probes, trust_layout=self._settings.trust_layout)
         log.info("KV cache layout of rank %d: %s", self.topology.tp_rank, proof)
         pool = Pool.of(self._caches.layout, keep=tuple(kv_caches.values()))
+        said = model_facts(self._config)
         if self._transfer.is_kv_producer:
-            told, name = self._settings.node(PrefillNode), self._transfer.engine_id
+            told, name = self._settings.node(PrefillNode, said), self._transfer.engine_id
             self.prefill = PrefillNode(pool, self.topology, publish=False, instance=name, **told)
         if self._transfer.is_kv_consumer:
-            self.decode = DecodeNode(pool, self.topology, **self._settings.node(DecodeNode))
+            self.decode = DecodeNode(pool, self.topology, **self._settings.node(DecodeNode, said))
 
     def handshake(self) -> PdStageHandshake | None:
         """What this rank advertises, if it prefills."""

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, supports_hma
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput  # noqa: F401  (vLLM's lazy modules, loaded before a request is made)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
@@ -69,15 +70,18 @@ class Blocks:
         return self.ids
 
 
-def request(params: dict[str, Any] | None, *, n: int = N_TOKENS, name: str = "req-1") -> Request:
-    made = Request(name, list(range(n)), SamplingParams(max_tokens=1), None)
+def request(
+    params: dict[str, Any] | None, *, n: int = N_TOKENS, name: str = "req-1", lora: str | None = None
+) -> Request:
+    adapter = LoRARequest(lora, 1, f"/no/{lora}") if lora is not None else None
+    made = Request(name, list(range(n)), SamplingParams(max_tokens=1), None, lora_request=adapter)
     made.kv_transfer_params = params
     return made
 
 
-def answered(src: Side, *, name: str = "req-1", n: int = N_TOKENS) -> dict[str, Any]:
+def answered(src: Side, *, name: str = "req-1", n: int = N_TOKENS, lora: str | None = None) -> dict[str, Any]:
     """What a prefill engine answers for a request that it has finished, through JSON as a proxy passes it on."""
-    done = request({"do_remote_decode": True, "do_remote_prefill": False}, n=n, name=name)
+    done = request({"do_remote_decode": True, "do_remote_prefill": False}, n=n, name=name, lora=lora)
     src.scheduler.on_new_request(done)
     done.num_computed_tokens, done.status = done.num_prompt_tokens, RequestStatus.FINISHED_LENGTH_CAPPED
     kept, params = src.scheduler.request_finished_all_groups(done, tuple([3, 5, 2] for _ in src.groups))
@@ -145,6 +149,35 @@ def test_an_answer_that_names_no_room_is_computed_here(src: Side, dst: Side, mis
     assert dst.scheduler.get_num_new_matched_tokens(wanted, 0) == (0, False)
     dst.scheduler.update_state_after_alloc(wanted, Blocks([7, 8, 9]), 0)
     assert not dst.scheduler.build_connector_meta(None)
+
+
+@pytest.mark.parametrize(("there", "here"), [(None, "sql"), ("sql", None), ("sql", "chat"), ("sql", "sql")])
+def test_kv_of_another_adapter_is_computed_here(src: Side, dst: Side, there: str | None, here: str | None) -> None:
+    """Prefill and decode may know different LoRA adapters by the name that a client gave, or one of them none."""
+    params = answered(src, lora=there)
+    wanted = request(params, lora=here)
+    matched = dst.scheduler.get_num_new_matched_tokens(wanted, 0)
+    if there == here:
+        assert matched == (N_TOKENS, True)
+        return
+    assert matched == (0, False)
+    dst.scheduler.update_state_after_alloc(wanted, Blocks([7, 8, 9]), 0)
+    told = dst.scheduler.build_connector_meta(None)
+    assert [remote.room for remote in told.abandoned] == [params["remote_room"]], "prefill need not hold it"
+
+
+def test_another_model_of_the_same_shape_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its KV would fit, and every answer be wrong; unless the operator says that the two go together."""
+    other = Side(tmp_path, "kv_consumer", full, extra={"model": {"weights": "0123", "name": "llama"}})
+    same = Side(tmp_path, "kv_consumer", full, extra={"model": {"name": None}})
+    said = {"model": {"weights": "4567", "name": "llama"}, "config": {"open_wait_s": 2.0}}
+    source = Side(tmp_path, "kv_producer", full, extra=said)
+    sent = source.held(BLOCKS, N_TOKENS)
+    assert transfer(source, same, "a", sent, same.held(BLOCKS, N_TOKENS)) == set()
+    assert transfer(source, other, "b", sent, other.held(BLOCKS, N_TOKENS)) == {"b"}
+    assert "the model's weights is '4567' at prefill and '0123' at decode" in caplog.text
+    for side in (source, same, other):
+        side.close()
 
 
 @pytest.mark.parametrize("how", ["aborted before it was scheduled", "all of it was cached"])

@@ -1,0 +1,116 @@
+"""What an engine says of its model when two nodes greet: KV of other weights may have the same shape.
+
+Weights are named by a digest of samples of their files, so that two copies of them are one model wherever they lie, and
+a fine-tuned copy is another one. Reading them whole would take longer than a server's start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdstage.arguments import shown
+from pdstage.errors import UsageError
+from pdstage.protocol.compat import WEIGHTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+"""The first kind that a folder has is what engines load; others beside it are copies."""
+_N_SAMPLES = 512
+_SAMPLE_NBYTES = 4096
+_MAX_SHOWN = 200
+
+
+def facts(
+    *, name: str, revision: str | None, dtype: object, quantization: str | None, rope: object, dummy: bool = False
+) -> dict[str, str]:
+    """What an engine knows of its model, by name; what it does not know is left out. `dummy`: weights are made up.
+
+    `rope` is the model's rotary embedding as its configuration has it: scaling may be overridden at one side alone.
+    """
+    told: dict[str, str | None] = {
+        "name": _brief(name),
+        "revision": revision,
+        "dtype": str(dtype).removeprefix("torch."),
+        "quantization": quantization or "none",
+        "rope": _brief(json.dumps(rope, sort_keys=True, default=str)) if rope else None,
+    }
+    folder = None if dummy else _folder_of(name, revision)
+    if folder is not None:
+        told[WEIGHTS] = digest(folder)
+    return {known: value for known, value in told.items() if value}
+
+
+def overridden(told: Mapping[str, str], by_operator: object, *, where: str) -> dict[str, str]:
+    """`told` with what the operator says in its place; null leaves a name out. Raises `UsageError` for no mapping."""
+    if by_operator is None:
+        return dict(told)
+    if not isinstance(by_operator, Mapping):
+        raise UsageError(
+            f"model of {where} is {shown(by_operator)}", remedy='give a mapping, such as {"revision": null}'
+        )
+    return {name: value for name, value in {**told, **by_operator}.items() if value is not None}
+
+
+def digest(folder: str | os.PathLike[str]) -> str | None:
+    """Of the weights in `folder`: of their files' names, sizes and 512 samples; None where there are none to read."""
+    try:
+        stamp = Path(folder).stat().st_mtime_ns
+    except OSError:
+        return None
+    return _digest(os.fspath(folder), stamp)
+
+
+@lru_cache(maxsize=1024)
+def _digest(folder: str, stamp: int) -> str | None:
+    """`stamp` is when the folder was changed last: an adapter may be loaded anew under its name."""
+    del stamp
+    try:
+        files = _weights_in(Path(folder))
+        hashed = hashlib.blake2b(digest_size=16)
+        for path in files:
+            nbytes = path.stat().st_size
+            hashed.update(f"{path.name}\0{nbytes}\0".encode())
+            with path.open("rb") as file:
+                for at in _places(nbytes, max(2, _N_SAMPLES // len(files))):
+                    file.seek(at)
+                    hashed.update(file.read(_SAMPLE_NBYTES))
+    except OSError:
+        return None
+    return hashed.hexdigest() if files else None
+
+
+def _weights_in(folder: Path) -> list[Path]:
+    held = sorted(path for path in folder.iterdir() if path.is_file())
+    kinds = ([path for path in held if path.suffix == suffix] for suffix in _SUFFIXES)
+    return next(filter(None, kinds), [])
+
+
+def _places(nbytes: int, n: int) -> Iterable[int]:
+    """Where `n` samples begin, of the file's first bytes, which say what is in it, and evenly through the rest."""
+    last = max(0, nbytes - _SAMPLE_NBYTES)
+    return sorted({last * i // (n - 1) for i in range(n)})
+
+
+def _folder_of(name: str, revision: str | None) -> str | None:
+    """Where the weights of a model lie on this host, if they do: a folder itself, or a model of the hub's cache."""
+    if Path(name).is_dir():
+        return name
+    try:
+        from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415  (both engines bring it)
+
+        found: Any = try_to_load_from_cache(name, "config.json", revision=revision)
+    except Exception:  # noqa: BLE001  (a name that the hub does not take, or no such package)
+        return None
+    return str(Path(found).parent) if isinstance(found, str) else None
+
+
+def _brief(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,87 @@
+"""What the adapters say of an engine's model."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdstage.errors import UsageError
+from pdstage.integrations.model import digest, facts, overridden
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIB = 1 << 20
+SAID = {"name": "llama", "dtype": "bfloat16"}
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    for number in range(2):
+        (folder / f"model-{number}.safetensors").write_bytes(random.Random(number).randbytes(MIB + 5))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_weights_are_the_same_wherever_they_lie(weights: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(weights, tmp_path / "another name")
+    (copy / "README.md").write_text("not of the weights")
+    assert digest(copy) == digest(weights) is not None
+
+
+@pytest.mark.parametrize("at", [0, MIB // 2, MIB + 4], ids=["head", "middle", "end"])
+def test_other_weights_of_the_same_shape_are_others(weights: Path, tmp_path: Path, at: int) -> None:
+    """A fine-tune changes nearly every byte; here 16 KiB, more than lies between two samples."""
+    tuned = shutil.copytree(weights, tmp_path / "tuned")
+    held = bytearray((tuned / "model-1.safetensors").read_bytes())
+    start = max(0, at - 16384)
+    held[start : start + 16384] = bytes(len(held[start : start + 16384]))
+    (tuned / "model-1.safetensors").write_bytes(held)
+    assert digest(tuned) != digest(weights)
+
+
+def test_a_shorter_copy_is_another(weights: Path) -> None:
+    was = digest(weights)
+    path = weights / "model-0.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    os.utime(weights, ns=(1, 1))
+    assert digest(weights) != was
+
+
+def test_a_folder_without_weights_says_nothing(tmp_path: Path) -> None:
+    assert digest(tmp_path) is None
+    assert digest(tmp_path / "nowhere") is None
+    (tmp_path / "model.safetensors").touch()
+    os.utime(tmp_path, ns=(1, 1))
+    assert digest(tmp_path) is not None, "an empty file has a name"
+
+
+def test_what_an_engine_does_not_know_is_left_out(weights: Path) -> None:
+    told = facts(name=str(weights), revision=None, dtype="torch.bfloat16", quantization=None, rope={"b": 1, "a": [2]})
+    assert told == {
+        "name": str(weights), "dtype": "bfloat16", "quantization": "none", "rope": '{"a": [2], "b": 1}',
+        "weights": digest(weights),
+    }  # fmt: skip
+    made_up = facts(name=str(weights), revision="1", dtype="x", quantization="fp8", rope=None, dummy=True)
+    assert made_up == {"name": str(weights), "revision": "1", "dtype": "x", "quantization": "fp8"}
+
+
+def test_a_long_text_is_told_by_its_digest() -> None:
+    one, other = (
+        facts(name="no such model", revision=None, dtype="x", quantization=None, rope={"factors": [n] * 100})["rope"]
+        for n in (1, 2)
+    )
+    assert len(one) == len(other) == 32 and one != other
+
+
+def test_the_operator_has_the_last_word() -> None:
+    assert overridden(SAID, None, where="here") == SAID
+    assert overridden(SAID, {"name": None, "revision": "1"}, where="here") == {"dtype": "bfloat16", "revision": "1"}
+    with pytest.raises(UsageError, match="model of here is 'llama'"):
+        overridden(SAID, "llama", where="here")
