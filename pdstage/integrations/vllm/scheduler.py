@@ -49,7 +49,11 @@ class SchedulerSide:
         self._has_state = any(group.is_state for group in self._groups)
         self._news = PdStageMetadata()
         self._local: dict[str, int] = {}  # tokens that decode had when it asked how many there are here
-        self._loading: set[str] = set()
+        self._loading: dict[str, str] = {}
+        """Requests that load, and their rooms."""
+        self._loaded: set[str] = set()
+        """Rooms whose load ended in the last step: vLLM caches their blocks in the next one."""
+        self._shares_blocks = bool(vllm_config.cache_config.enable_prefix_caching)
         self._asked: OrderedDict[str, None] = OrderedDict()  # rooms: the samples of one prompt all name the same
         self._server: BootstrapServer | None = None
         self._life, self._n_rooms = secrets.token_hex(4), 0
@@ -137,12 +141,18 @@ class SchedulerSide:
 
     # Decode.
 
-    def matched(self, request: Request, n_local: int) -> tuple[int, bool]:
-        """How many tokens beyond the `n_local` that are cached here come from prefill, and whether they come later."""
+    def matched(self, request: Request, n_local: int) -> tuple[int | None, bool]:
+        """How many tokens beyond the `n_local` that are cached here come from prefill, and whether they come later.
+
+        None while another sample of the same prompt loads them: then this one finds that one's blocks in the cache.
+        """
         params = request.kv_transfer_params
         remote = _remote(params) if params and params.get("do_remote_prefill") else None
-        if params is None or remote is None or remote.room in self._asked or not _same_adapter(request, params):
+        if params is None or remote is None or not _same_adapter(request, params):
             return 0, False
+        if remote.room in self._asked:
+            loads = remote.room in self._loaded or remote.room in self._loading.values()
+            return (None if loads and self._shares_blocks else 0), False
         there, most = params.get("remote_num_tokens"), max(0, request.num_prompt_tokens - self._left)
         n_tokens = most if there is None else min(there, most)
         if self._has_state and there is not None and n_tokens != there:
@@ -166,7 +176,7 @@ class SchedulerSide:
             held = {one.component: one.held(ids[one.index], n_tokens, n_local) for one in self._groups}
             self._news.receives[request.request_id] = Receive(remote, held)
             self._ask(remote)
-            self._loading.add(request.request_id)
+            self._loading[request.request_id] = remote.room
         params["do_remote_prefill"] = False  # once only: a request that is preempted later is computed here
 
     def _abandon(self, params: dict[str, Any]) -> None:
@@ -183,12 +193,15 @@ class SchedulerSide:
 
     def ended(self, output: KVConnectorOutput) -> None:
         """What the workers said of this step."""
-        self._loading.difference_update(output.finished_recving or ())
+        for name in output.finished_recving or ():
+            if (room := self._loading.pop(name, None)) is not None:
+                self._loaded.add(room)
 
     # Both.
 
     def news(self) -> PdStageMetadata:
         """This step's, once."""
+        self._loaded.clear()
         told, self._news = self._news, PdStageMetadata()
         return told
 

@@ -188,9 +188,11 @@ def handed_over(
     between: Callable[[], Awaitable[None]] | None = None,
     again: bool = False,
     n_tokens: int = load.N_TOKENS,
+    **more: Any,
 ) -> load.Ask:
     """Asks as a proxy does: prefill first, then decode with what prefill answered; `between` is awaited in the middle.
     With `again`, a prefill that does not answer is left out: decode computes the prompt, as proxies that retry do.
+    `more` is asked of decode.
     """
 
     async def ask(session: aiohttp.ClientSession, prompt: load.Prompt) -> load.Answer:
@@ -200,7 +202,7 @@ def handed_over(
             return await load.post(session, decode.url, prompt, told) if again else first
         if between is not None:
             await between()
-        return await decoded(session, decode.url, prompt, first, n_tokens=n_tokens)
+        return await decoded(session, decode.url, prompt, first, n_tokens=n_tokens, **more)
 
     return ask
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e import compare, load
 from tests.e2e.servers import wait_until
-from tests.e2e.vllm.engines import BATCHED, Engine, handed_over, pair, swapped
+from tests.e2e.vllm.engines import BATCHED, RECEIVED, Engine, handed_over, pair, swapped
 
 PAIR = pair((1, 128), (1, 128))
 N_COUPLES = 8
@@ -83,3 +83,21 @@ def test_prefixes_that_decode_has_cached(fleet):
     whole = sum(len(prompt) // 128 * 128 for prompt in asked)
     assert hits >= (len(asked) - 1) * 256 + whole - 128 * len(asked), f"{hits} of {total} prompt tokens were cached"
     assert hits + moved <= total, f"{hits} cached and {moved} moved are more than {total}"
+
+
+def test_samples_of_one_prompt_share_its_blocks(fleet):
+    """Prefill is asked for one, decode for three: the first loads the prompt, the others find it in decode's cache."""
+    prefill, decode, _ = fleet.fresh(*PAIR.engines)
+    asked = load.prompts(8, seed=107, shortest=300)
+    right = fleet.right(PAIR.reference, asked)
+    before = decode.metrics()
+    # Of one candidate: vLLM refuses greedy samples, and the CPU has no seeds.
+    answers = load.ask_all(handed_over(prefill, decode, n=3, temperature=1.0, top_k=1), asked, 2)
+    compare.check(answers, right)
+    for answer in answers:
+        assert [tuple(one["token_ids"]) for one in answer.body["choices"]] == [right[answer.prompt]] * 3
+    after = decode.metrics()
+    hits = after["vllm:prefix_cache_hits_total"] - before["vllm:prefix_cache_hits_total"]
+    whole = sum(len(prompt) // 128 * 128 for prompt in asked)
+    assert hits >= 2 * whole, f"{hits} tokens were found in the cache, of {whole} in each sample's whole blocks"
+    assert after[RECEIVED] - before[RECEIVED] == len(asked)

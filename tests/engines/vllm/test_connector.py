@@ -195,12 +195,27 @@ def test_a_room_that_decode_does_not_want_frees_prefill_at_once(src: Side, dst: 
     assert src.workers[0].get_kv_connector_stats().data["not_sent"] == []
 
 
-def test_samples_of_one_prompt_load_it_once(src: Side, dst: Side) -> None:
-    """vLLM gives each its own copy of one answer, and a proxy may send it again: a room is received once."""
+@pytest.mark.parametrize("caching", [True, False])
+def test_samples_of_one_prompt_load_it_once(src: Side, dst: Side, caching: bool) -> None:
+    """vLLM gives each its own copy of one answer, and a proxy may send it again: a room is received once. The others
+    wait for it, and find its blocks in the prefix cache; without one they compute the prompt.
+    """
+    dst.scheduler.scheduler_side._shares_blocks = caching
     params = answered(src)
     first, second = (request(dict(params), name=name) for name in ("s0", "s1"))
     assert dst.scheduler.get_num_new_matched_tokens(first, 0) == (N_TOKENS, True)
     dst.scheduler.update_state_after_alloc(first, Blocks([7, 8, 9]), N_TOKENS)
+    if caching:
+        assert dst.scheduler.get_num_new_matched_tokens(second, 0) == (None, False), "while the first one loads"
+        (step,) = [dst.scheduler.build_connector_meta(None)]
+        assert set(step.receives) == {"s0"}
+        dst.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"s0"}))
+        assert dst.scheduler.get_num_new_matched_tokens(second, 0) == (None, False), "vLLM has not cached it yet"
+        assert not dst.scheduler.build_connector_meta(None)
+        assert dst.scheduler.get_num_new_matched_tokens(second, 32) == (0, False)
+        dst.scheduler.update_state_after_alloc(second, Blocks([4, 5, 6]), 0)
+        assert not dst.scheduler.build_connector_meta(None).abandoned
+        return
     assert dst.scheduler.get_num_new_matched_tokens(second, 0) == (0, False)
     dst.scheduler.update_state_after_alloc(second, Blocks([4, 5, 6]), 0)
     told = dst.scheduler.build_connector_meta(None)
