@@ -104,14 +104,16 @@ class Server:
         """Ends all of its processes at once, as a dying host does."""
         self._end(signal.SIGKILL)
 
-    def stop(self, deadline_s: float = 30.0) -> None:
-        """Asks it to end, and kills what is left after the deadline."""
+    def stop(self, deadline_s: float = 30.0) -> bool:
+        """Asks it to end, and kills what is left after the deadline. Whether it had ended by then."""
         process = self.process
         if process is not None and process.poll() is None:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(deadline_s)
+        ended = process is None or process.poll() is not None
         self._end(signal.SIGKILL)
+        return ended
 
     def restart(self) -> Server:
         """Kills it and starts it at the same port."""

@@ -69,6 +69,8 @@ class Engine:
     policy: str = "fail"
     config: tuple[tuple[str, float], ...] = PATIENT
     """Fields of pdstage's Config."""
+    shutdown_s: int = 0
+    """How long it may go on with what it has, once it is asked to end."""
 
     @property
     def name(self) -> str:
@@ -79,6 +81,8 @@ class Engine:
             parts.append(self.policy)
         if self.config != PATIENT:
             parts += [f"{name}{value:.0f}" for name, value in self.config] or ["hasty"]
+        if self.shutdown_s:
+            parts.append(f"drains{self.shutdown_s}")
         return "-".join(parts)
 
     def command(self, folder: Path, port: int) -> list[str]:
@@ -90,6 +94,7 @@ class Engine:
         made += ["--kv-cache-memory-bytes", str(CACHE_NBYTES)]
         made += ["--gpu-memory-utilization", "0.1"]  # must be free at start, though so much is not taken
         made += ["--enable-chunked-prefill", "--max-num-batched-tokens", str(BATCHED), "--seed", "0"]
+        made += ["--shutdown-timeout", str(self.shutdown_s)]
         if self.role:
             made += ["--kv-transfer-config", json.dumps(self._transfer_config())]
         return made

@@ -21,6 +21,7 @@ SOON = (("hello_s", 20.0), ("max_silence_s", 240.0))
 """How long decode greets a prefill rank that is gone: it is all that its requests wait for."""
 LONG = 300
 """Tokens of an answer that is still under way when something is killed."""
+DRAIN_S = 30
 
 
 class Proxy:
@@ -210,4 +211,34 @@ def test_decode_dies(fleet):
     faults.check_free([prefill], USAGE)
     prefill, decode, _ = fleet.fresh(*HASTY.engines)
     compare.check(load.ask_all(handed_over(prefill, decode), asked, 8), right)
+    faults.check_free([prefill, decode], USAGE)
+
+
+@pytest.mark.full
+def test_a_rolling_restart_of_prefill_loses_no_request(fleet):
+    """Asked to end while 16 clients ask: what it has is computed and handed over, what comes later is decode's to
+    compute, and it ends within its bound. Then it starts again, and everything is handed over as before.
+    """
+    row = pair((1, 128), (1, 128), config=()).with_policy("recompute")
+    row = replace(row, prefill=replace(row.prefill, shutdown_s=DRAIN_S))
+    asked = load.prompts(120, seed=261)
+    prefill, decode, _ = fleet.fresh(*row.engines)
+    right = fleet.right(row.reference, asked)
+    received = decode.metrics()[RECEIVED]
+    ended: list[bool] = []
+
+    async def end() -> None:
+        await faults.until(lambda: decode.metrics()[RECEIVED] - received >= 40)
+        ended.append(await asyncio.to_thread(prefill.stop, 2 * DRAIN_S))
+
+    answers = load.ask_all(handed_over(prefill, decode, again=True), asked, 16, while_=end())
+    fleet.note(f"prefill asked to end under load: {compare.summary(answers, right)}")
+    compare.check(answers, right)
+    assert ended == [True], f"it did not end in {2 * DRAIN_S} s\n{prefill.tail()}"
+    assert not decode.says("was not received"), decode.tail()
+    prefill.start().wait()
+    received = decode.metrics()[RECEIVED]
+    decode.post("/reset_prefix_cache")
+    compare.check(load.ask_all(handed_over(prefill, decode), asked[:40], 8), right)
+    assert wait_until(lambda: decode.metrics()[RECEIVED] - received >= 40, 10)
     faults.check_free([prefill, decode], USAGE)
