@@ -23,19 +23,30 @@ SECONDS = {
 COUNTS = {
     "not_sent": "Finished prefills whose KV no decode engine took, by request and rank",
     "not_received": "Requests whose KV did not come from prefill, by request and rank",
+    "num_kv_expired_reqs": "Of those not sent, finished prefills that no decode engine asked for in time",
+    "bytes_transferred": "Bytes of KV written to decode engines",
+    "num_descriptors": "Descriptors of the writes that moved them",
 }
+"""Numbers to add up; the last three are named as vLLM's NixlConnector names its own (`vllm:nixl_*`)."""
+NOW = {
+    "requests_sending": "Finished prefills whose blocks are held until a decode engine has them",
+    "requests_receiving": "Requests that wait for their KV from prefill",
+    "held_blocks": "Blocks that finished prefills hold, of all cache groups",
+    "oldest_held_s": "Seconds since the oldest of those finished",
+}
+"""Gauges: the most that any rank has at this step."""
 
 
 @dataclass
 class PdStageStats(KVConnectorStats):  # type: ignore[misc]
-    """`data` is a list of numbers by name, of what ended in one interval."""
+    """`data` is a list of numbers by name, of what ended in one interval, and of what lasts at its end."""
 
     def __post_init__(self) -> None:
         if not self.data:
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, list[float]] = {name: [] for name in (*SECONDS, *COUNTS)}
+        self.data: dict[str, list[float]] = {name: [] for name in (*SECONDS, *COUNTS, *NOW)}
 
     def add(self, name: str, value: float) -> None:
         """One more of that name."""
@@ -58,11 +69,14 @@ class PdStageStats(KVConnectorStats):  # type: ignore[misc]
             if values:
                 shown[f"{what} p50 ms"] = round(1e3 * values[len(values) // 2], 2)
                 shown[f"{what} max ms"] = round(1e3 * values[-1], 2)
-        return shown | {f"rooms {name.replace('_', ' ')}": len(self.data[name]) for name in COUNTS}
+        shown |= {f"rooms {name.replace('_', ' ')}": int(sum(self.data[name])) for name in ("not_sent", "not_received")}
+        return shown | {
+            name.replace("_", " "): int(sum(self.data[name])) for name in ("bytes_transferred", "num_descriptors")
+        }
 
 
 class PdStagePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """`vllm:pdstage_*`: a histogram for each of `SECONDS`, a counter for each of `COUNTS`."""
+    """`vllm:pdstage_*`: histograms of `SECONDS`, counters of `COUNTS`, gauges of `NOW`."""
 
     def __init__(
         self,
@@ -88,10 +102,25 @@ class PdStagePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for name, text in COUNTS.items()
         }
+        self._now = {
+            name: create_metric_per_engine(
+                self._gauge_cls(
+                    name=f"vllm:pdstage_{name.removesuffix('_s')}{'_seconds' if name.endswith('_s') else ''}",
+                    documentation=text,
+                    labelnames=labelnames,
+                    multiprocess_mode="mostrecent",
+                ),
+                per_engine_labelvalues,
+            )
+            for name, text in NOW.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, metrics in self._seconds.items():
             for value in transfer_stats_data.get(name, ()):
                 metrics[engine_idx].observe(value)
         for name, counters in self._counts.items():
-            counters[engine_idx].inc(len(transfer_stats_data.get(name, ())))
+            counters[engine_idx].inc(sum(transfer_stats_data.get(name, ())))
+        for name, gauges in self._now.items():
+            if values := transfer_stats_data.get(name):
+                gauges[engine_idx].set(max(values))

@@ -17,12 +17,12 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from pdstage import DecodeNode, Items, Pool, PrefillNode, State, Topology
-from pdstage.errors import PdstageError, UsageError
+from pdstage.errors import DeadlineExceeded, PdstageError, UsageError
 from pdstage.integrations.task_thread import TaskThread
 from pdstage.integrations.vllm.caches import Caches
 from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata
 from pdstage.integrations.vllm.model import model_facts
-from pdstage.integrations.vllm.stats import PdStageStats
+from pdstage.integrations.vllm.stats import NOW, PdStageStats
 from pdstage.integrations.vllm.writers import probes_of
 from pdstage.probe import prove_layout
 
@@ -60,6 +60,12 @@ class WorkerSide:
         # Filled by the task thread and emptied by the worker's: each single call of theirs is whole.
         self._sending: dict[str, Sender] = {}
         self._receiving: dict[str, Receiver] = {}
+        self._held: dict[str, tuple[int, float]] = {}
+        """Of each request that is being sent: how many blocks it holds, and since when."""
+        self._written: tuple[int, int] = (0, 0)
+        """Bytes and descriptors that were told of."""
+        self._lasting: tuple[int, ...] = ()
+        """What was said last of what lasts."""
         self._not_begun: deque[tuple[str, str]] = deque()
         self._tasks = TaskThread("pdstage-vllm-worker")
         self._stats = PdStageStats()
@@ -130,6 +136,7 @@ class WorkerSide:
     def _send(self, request_id: str, send: Send, computed: CudaEvent | None) -> None:
         assert self.prefill is not None, "a request to send at an engine that does not prefill"
         sender = None
+        self._held[request_id] = sum(len(one.blocks) for one in send.held.values()), time.monotonic()
         try:
             sender = self.prefill.send(send.room)
             items, tokens, states = self._named(send.held)
@@ -139,6 +146,7 @@ class WorkerSide:
         except PdstageError as error:
             log.warning("request %s is not sent: %s", request_id, error)
             if sender is None:
+                self._held.pop(request_id)
                 self._not_begun.append(("sent", request_id))
                 return
             sender.abort(str(error))
@@ -205,6 +213,7 @@ class WorkerSide:
             self._stats.add(f"not_{what}", 1)
             _end(results, what, request_id, failed=True)
         for request_id, sender in _take_released(self._sending):
+            self._held.pop(request_id, None)
             self._note(sender, request_id, "sent")
             _end(results, "sent", request_id, failed=sender.state is not State.SUCCESS)
         for request_id, receiver in _take_released(self._receiving):
@@ -218,13 +227,34 @@ class WorkerSide:
         else:
             log.warning("request %s was not %s: %s", request_id, what, handle.error)
             self._stats.add(f"not_{what}", 1)
+            if what == "sent" and isinstance(handle.error, DeadlineExceeded):
+                self._stats.add("num_kv_expired_reqs", 1)
 
     def stats(self) -> PdStageStats | None:
-        """What happened since the last call; None if nothing did."""
-        if self._stats.is_empty():
+        """What happened since the last call, and what lasts; None if nothing did, and nothing does."""
+        held, self._written = self._held_now(), self._add_written()
+        lasting = (len(held), len(self._receiving), sum(n for n, _ in held))
+        if self._stats.is_empty() and not any(lasting) and lasting == self._lasting:
             return None
+        self._lasting = lasting
+        oldest_s = max((time.monotonic() - since for _, since in held), default=0.0)
         told, self._stats = self._stats, PdStageStats()
+        for name, value in zip(NOW, (*lasting, oldest_s), strict=True):
+            told.add(name, value)
         return told
+
+    def _held_now(self) -> list[tuple[int, float]]:
+        return list(self._held.copy().values())  # copied in one step, whatever the task thread adds meanwhile
+
+    def _add_written(self) -> tuple[int, int]:
+        if self.prefill is None:
+            return self._written
+        totals = self.prefill.stats()
+        now = totals["bytes_written"], totals["descriptors"]
+        for name, value, before in zip(("bytes_transferred", "num_descriptors"), now, self._written, strict=True):
+            if value > before:
+                self._stats.add(name, value - before)
+        return now
 
     def close(self) -> None:
         """Fails the rooms still open and gives the memory back."""

@@ -348,9 +348,37 @@ def test_stats_add_up_and_reach_prometheus(src: Side, dst: Side) -> None:
     shown = PdStageStats(data=json.loads(json.dumps(both.to_dict()))).reduce()
     assert shown["rooms sent"] == shown["rooms received"] == 1
     assert shown["rooms not sent"] == shown["rooms not received"] == 0
+    assert shown["bytes transferred"] == src.workers[0].worker_side.prefill.stats()["bytes_written"] > 0
     registry = CollectorRegistry()
     kinds = {kind: lambda kind=kind, **given: kind(**given, registry=registry) for kind in (Gauge, Counter, Histogram)}
     metrics = PdStagePromMetrics(src.configs[0], kinds, ["engine"], {0: ["0"]})
-    metrics.observe(both.to_dict() | {"not_received": [1, 1]}, 0)
+    metrics.observe(both.to_dict() | {"not_received": [1, 1], "held_blocks": [3, 4]}, 0)
     read = lambda name: registry.get_sample_value(f"vllm:pdstage_{name}", {"engine": "0"})  # noqa: E731
     assert (read("sent_seconds_count"), read("received_seconds_count"), read("not_received_total")) == (1, 1, 2)
+    assert read("bytes_transferred_total") == shown["bytes transferred"]
+    assert (read("requests_sending"), read("held_blocks")) == (0, 4), "the most that any rank has"
+    metrics.observe({"not_received": [1]}, 0)
+    assert read("held_blocks") == 4, "a gauge stays until it is said anew"
+
+
+def test_what_lasts_is_seen_while_it_lasts(tmp_path: Path) -> None:
+    """A finished prefill that nobody asks for: its blocks and their age, until they are free."""
+    src = Side(tmp_path, "kv_producer", full, extra={"config": {"open_wait_s": 1.0}})
+    held = src.held([[1, 2, 3]], N_TOKENS)
+    src.step(PdStageMetadata(sends={"r": Send("room", held)}))
+    seen: list[dict[str, list[float]]] = []
+    end = time.monotonic() + PATIENCE_S
+    while not any("r" in result.finished_sending for result in src.step()):
+        told = src.workers[0].get_kv_connector_stats()
+        seen += [told.data] if told is not None else []
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    lasting = [data for data in seen if data["requests_sending"] == [1]]
+    assert {tuple(data["held_blocks"]) for data in lasting} == {(3,)}
+    ages = [data["oldest_held_s"][0] for data in lasting]
+    assert ages == sorted(ages) and ages[-1] > ages[0] >= 0
+    last = src.workers[0].get_kv_connector_stats().data
+    assert (last["num_kv_expired_reqs"], last["not_sent"]) == ([1], [1])
+    assert [last[name] for name in ("requests_sending", "held_blocks", "oldest_held_s")] == [[0], [0], [0.0]]
+    assert src.workers[0].get_kv_connector_stats() is None
+    src.close()
