@@ -47,6 +47,11 @@ except ImportError as error:
         extra="vllm",
     ) from error
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
 from pdstage.integrations.vllm.connector import PdStageConnector
 
 __all__ = ["PdStageConnector"]
+
+if PdStageConnector.__name__ not in KVConnectorFactory._registry:  # by that name MultiConnector finds its parts' stats
+    KVConnectorFactory.register_connector(PdStageConnector.__name__, __name__, PdStageConnector.__name__)

@@ -71,6 +71,8 @@ class Engine:
     """Fields of pdstage's Config."""
     shutdown_s: int = 0
     """How long it may go on with what it has, once it is asked to end."""
+    offloads: bool = False
+    """Whether vLLM's MultiConnector has pdstage's beside its own ExampleConnector, which keeps prompts' KV in files."""
 
     @property
     def name(self) -> str:
@@ -83,6 +85,8 @@ class Engine:
             parts += [f"{name}{value:.0f}" for name, value in self.config] or ["hasty"]
         if self.shutdown_s:
             parts.append(f"drains{self.shutdown_s}")
+        if self.offloads:
+            parts.append("offloads")
         return "-".join(parts)
 
     def command(self, folder: Path, port: int) -> list[str]:
@@ -96,17 +100,22 @@ class Engine:
         made += ["--enable-chunked-prefill", "--max-num-batched-tokens", str(BATCHED), "--seed", "0"]
         made += ["--shutdown-timeout", str(self.shutdown_s)]
         if self.role:
-            made += ["--kv-transfer-config", json.dumps(self._transfer_config())]
+            made += ["--kv-transfer-config", json.dumps(self._transfer_config(folder))]
         return made
 
-    def _transfer_config(self) -> dict[str, Any]:
-        return {
-            "kv_role": self.role,
-            "kv_load_failure_policy": self.policy,
+    def _transfer_config(self, folder: Path) -> dict[str, Any]:
+        role = {"kv_role": self.role, "kv_load_failure_policy": self.policy}
+        ours = {
             "kv_connector": "PdStageConnector",
             "kv_connector_module_path": "pdstage.integrations.vllm",
             "kv_connector_extra_config": {"transport": self.transport, "config": dict(self.config)},
         }
+        if not self.offloads:
+            return role | ours
+        path = {"shared_storage_path": str(folder.with_name(f"{self.name}-offloaded"))}
+        files = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": path}
+        both = {"connectors": [files, role | ours]}
+        return role | {"kv_connector": "MultiConnector", "kv_connector_extra_config": both}
 
     def server(self, folder: Path, logs: Path) -> Server:
         return Server(self.name, lambda port: self.command(folder, port), logs / f"{self.name}.log", ENV)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.e2e import compare, load
@@ -11,6 +13,7 @@ from tests.e2e.vllm.engines import BATCHED, RECEIVED, Engine, handed_over, pair,
 PAIR = pair((1, 128), (1, 128))
 N_COUPLES = 8
 COMPUTED = "vllm:iteration_tokens_total_sum"
+EXTERNAL = "vllm:external_prefix_cache_hits_total"
 
 
 def test_one_prompt_token_changes_the_answer(fleet):
@@ -78,7 +81,7 @@ def test_prefixes_that_decode_has_cached(fleet):
         compare.check(answers, right)
     after = decode.metrics()
     hits = after["vllm:prefix_cache_hits_total"] - before["vllm:prefix_cache_hits_total"]
-    moved = after["vllm:external_prefix_cache_hits_total"] - before["vllm:external_prefix_cache_hits_total"]
+    moved = after[EXTERNAL] - before[EXTERNAL]
     total = 2 * sum(map(len, asked))
     whole = sum(len(prompt) // 128 * 128 for prompt in asked)
     assert hits >= (len(asked) - 1) * 256 + whole - 128 * len(asked), f"{hits} of {total} prompt tokens were cached"
@@ -101,3 +104,24 @@ def test_samples_of_one_prompt_share_its_blocks(fleet):
     whole = sum(len(prompt) // 128 * 128 for prompt in asked)
     assert hits >= 2 * whole, f"{hits} tokens were found in the cache, of {whole} in each sample's whole blocks"
     assert after[RECEIVED] - before[RECEIVED] == len(asked)
+
+
+@pytest.mark.full
+def test_beside_a_connector_that_offloads(fleet):
+    """Prefill's MultiConnector has another one, which keeps the KV of prompts: what that loads is handed over too. It
+    keeps one step's part of a prompt, so prompts are of one step, and come one by one.
+    """
+    prefill, decode, _ = fleet.fresh(replace(PAIR.prefill, offloads=True), PAIR.decode, PAIR.reference)
+    asked = load.prompts(8, seed=108, shortest=140, longest=BATCHED)
+    right = fleet.right(PAIR.reference, asked)
+    compare.check(load.ask_all(handed_over(prefill, decode), asked, 1), right)
+    for server in (prefill, decode):
+        server.post("/reset_prefix_cache")
+    before = prefill.metrics(), decode.metrics()
+    compare.check(load.ask_all(handed_over(prefill, decode), asked, 1), right)
+    loaded, received = (
+        server.metrics()[name] - was[name]
+        for server, was, name in zip((prefill, decode), before, (EXTERNAL, RECEIVED), strict=True)
+    )
+    assert received == len(asked)
+    assert loaded >= sum((len(prompt) - 1) // 128 * 128 for prompt in asked), f"prefill loaded {loaded} tokens"
