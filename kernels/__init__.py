@@ -9,7 +9,8 @@ Backends give equal bytes; `reference` is the definition of correct, and `backen
 To read: `reference`, `checksum` (what is right); `pool`, `buffers` (what callers hold); `backend` (what they ask of a
 backend); `host_copy`; then for GPUs `device` (tables), `arena` (where those lie), `index_ring` (lists on their way
 there), `cuda_copy` with `cuda_tables`, `cupy_runtime` and `nvrtc`, and `triton_copy` with `triton_kernels`,
-`triton_device` and `torch_runtime`; `driver` is for both (contexts, stream capture).
+`triton_device` and `torch_runtime`; for both are `driver` (contexts, stream capture) and `device_memory` with
+`virtual_memory`.
 Change of precision, the one thing that is more than moving bytes, has modules of its own: `convert_reference` (what is
 right), `host_convert`, `cuda_convert`, and `triton_convert` with `triton_convert_kernels`.
 """

@@ -21,6 +21,7 @@ from . import driver, nvrtc
 from .arena import Arena
 from .cuda_tables import LISTED, LISTED_LARGE
 from .device import ordinal
+from .device_memory import DeviceMemory
 from .index_ring import IndexRing
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Current:
             self._cuda.setDevice(self._device_before)
 
 
-class CupyRuntime(driver.DeviceMemory):
+class CupyRuntime(DeviceMemory):
     """A device by its number. Safe to use from several threads; what it allocates it holds."""
 
     threads = 512

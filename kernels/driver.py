@@ -12,23 +12,21 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from abc import ABC, abstractmethod
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ..errors import PdstageError, TransportError, UsageError
+from ..errors import PdstageError, TransportError
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from ..spans import Spans
 
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
 # CUpointer_attribute
 MEMORY_TYPE, IS_MANAGED, ORDINAL, IPC_CAPABLE, RANGE_START, RANGE_NBYTES, MEMPOOL = 2, 8, 9, 10, 11, 12, 17
+HANDLE_TYPES, MAPPING_NBYTES, MAPPING_START = 14, 18, 19  # those of memory of cuMemCreate
 # CUdevice_attribute
 _RDMA_SUPPORTED, _RDMA_FLUSH_OPTIONS, _RDMA_ORDERING = 116, 117, 118
 _FLUSH_BY_HOST = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
@@ -72,44 +70,6 @@ class Library(Protocol):
 
     def flush(self) -> None:
         """Waits until the current device sees all that NICs wrote to it before."""
-
-
-class DeviceMemory(ABC):
-    """What runtimes have of the driver, for `device`, a number."""
-
-    _library: Library
-
-    @abstractmethod
-    def current(self) -> AbstractContextManager[None]:
-        """As `index_ring.Runtime.current`."""
-
-    def allocate(self, nbytes: int) -> int:
-        # Not from CuPy's or torch's pool. What those give may be in use still for what it was before, in the stream
-        # that was current then; and with torch's expandable segments no other process may open it.
-        with self.current():
-            return self._library.allocate(nbytes)
-
-    def page_lock(self, ptr: int, nbytes: int) -> bool:
-        """As `index_ring.Runtime.page_lock`."""
-        last = ptr + nbytes - 1
-        with self.current():
-            if locks := not self._library.seen_at(ptr):
-                self._library.page_lock(ptr, nbytes)
-            if (self._library.seen_at(ptr), self._library.seen_at(last)) == (ptr, last):
-                return locks
-            if locks:
-                self._library.page_unlock(ptr)
-        raise UsageError(
-            f"{nbytes} bytes at {ptr:#x} are not all page-locked", remedy="page-lock all of it, or nothing"
-        )
-
-    def page_unlock(self, ptr: int) -> None:
-        with self.current():
-            self._library.page_unlock(ptr)
-
-    def flush(self) -> None:
-        with self.current():
-            self._library.flush()
 
 
 class _Attributes(ctypes.Structure):
@@ -182,26 +142,30 @@ class Cuda:
 
     def context(self) -> int:
         found = ctypes.c_void_p()
-        _check("cuCtxGetCurrent", self._quick.cuCtxGetCurrent(ctypes.byref(found)))
+        check("cuCtxGetCurrent", self._quick.cuCtxGetCurrent(ctypes.byref(found)))
         return found.value or 0
 
     def bind(self, context: int) -> None:
-        _check("cuCtxSetCurrent", self._quick.cuCtxSetCurrent(ctypes.c_void_p(context)))
+        check("cuCtxSetCurrent", self._quick.cuCtxSetCurrent(ctypes.c_void_p(context)))
 
     def primary(self, device: int) -> int:
         found = ctypes.c_void_p()
-        _check("cuInit", self._slow.cuInit(0))
-        _check("cuDevicePrimaryCtxRetain", self._slow.cuDevicePrimaryCtxRetain(ctypes.byref(found), device))
+        check("cuInit", self._slow.cuInit(0))
+        check("cuDevicePrimaryCtxRetain", self._slow.cuDevicePrimaryCtxRetain(ctypes.byref(found), device))
         return found.value or 0
+
+    def call(self, name: str, *arguments: object) -> None:
+        """A function of cuda.h by the name it has in the library. Raises `DriverError`."""
+        check(name, getattr(self._slow, name)(*arguments))
 
     def allocate(self, nbytes: int) -> int:
         found = _ADDRESS()
-        _check("cuMemAlloc", self._slow.cuMemAlloc_v2(ctypes.byref(found), _SIZE(nbytes)))
+        check("cuMemAlloc", self._slow.cuMemAlloc_v2(ctypes.byref(found), _SIZE(nbytes)))
         return found.value
 
     def upload(self, dst_ptr: int, src_ptr: int, nbytes: int, stream: int) -> None:
         what = (_ADDRESS(dst_ptr), ctypes.c_void_p(src_ptr), _SIZE(nbytes), ctypes.c_void_p(stream))
-        _check("cuMemcpyHtoDAsync", self._quick.cuMemcpyHtoDAsync_v2(*what))
+        check("cuMemcpyHtoDAsync", self._quick.cuMemcpyHtoDAsync_v2(*what))
 
     @property
     def has_batches(self) -> bool:
@@ -226,10 +190,10 @@ class Cuda:
 
     def page_lock(self, ptr: int, nbytes: int) -> None:
         what = (ctypes.c_void_p(ptr), _SIZE(nbytes), _PORTABLE_AND_MAPPED)
-        _check("cuMemHostRegister", self._slow.cuMemHostRegister_v2(*what))
+        check("cuMemHostRegister", self._slow.cuMemHostRegister_v2(*what))
 
     def page_unlock(self, ptr: int) -> None:
-        _check("cuMemHostUnregister", self._slow.cuMemHostUnregister(ctypes.c_void_p(ptr)))
+        check("cuMemHostUnregister", self._slow.cuMemHostUnregister(ctypes.c_void_p(ptr)))
 
     def attribute(self, which: int, address: int) -> int:
         """A CUpointer_attribute as an integer; 0 where the driver does not know the address or the attribute."""
@@ -253,16 +217,17 @@ class Cuda:
 
     def flushes(self, device: int) -> bool:
         supported, options, ordering = (
-            self._device_attribute(which, device) for which in (_RDMA_SUPPORTED, _RDMA_FLUSH_OPTIONS, _RDMA_ORDERING)
+            self.device_attribute(which, device) for which in (_RDMA_SUPPORTED, _RDMA_FLUSH_OPTIONS, _RDMA_ORDERING)
         )
         return bool(supported) and ordering < _OWNER and bool(options & _FLUSH_BY_HOST)
 
-    def _device_attribute(self, which: int, device: int) -> int:
+    def device_attribute(self, which: int, device: int) -> int:
+        """A CUdevice_attribute; 0 where the driver does not know it."""
         found = ctypes.c_int()
         return 0 if self._quick.cuDeviceGetAttribute(ctypes.byref(found), which, device) else found.value
 
     def flush(self) -> None:
-        _check("cuFlushGPUDirectRDMAWrites", self._slow.cuFlushGPUDirectRDMAWrites(0, _OWNER))
+        check("cuFlushGPUDirectRDMAWrites", self._slow.cuFlushGPUDirectRDMAWrites(0, _OWNER))
 
 
 class Hip:
@@ -290,12 +255,12 @@ class Hip:
 
     def allocate(self, nbytes: int) -> int:
         found = ctypes.c_void_p()
-        _check("hipMalloc", self._slow.hipMalloc(ctypes.byref(found), _SIZE(nbytes)))
+        check("hipMalloc", self._slow.hipMalloc(ctypes.byref(found), _SIZE(nbytes)))
         return found.value or 0
 
     def upload(self, dst_ptr: int, src_ptr: int, nbytes: int, stream: int) -> None:
         what = (ctypes.c_void_p(dst_ptr), ctypes.c_void_p(src_ptr), _SIZE(nbytes), ctypes.c_void_p(stream))
-        _check("hipMemcpyHtoDAsync", self._quick.hipMemcpyHtoDAsync(*what))
+        check("hipMemcpyHtoDAsync", self._quick.hipMemcpyHtoDAsync(*what))
 
     def seen_at(self, ptr: int) -> int:
         found = ctypes.c_void_p()
@@ -304,10 +269,10 @@ class Hip:
 
     def page_lock(self, ptr: int, nbytes: int) -> None:
         what = (ctypes.c_void_p(ptr), _SIZE(nbytes), _PORTABLE_AND_MAPPED)
-        _check("hipHostRegister", self._slow.hipHostRegister(*what))
+        check("hipHostRegister", self._slow.hipHostRegister(*what))
 
     def page_unlock(self, ptr: int) -> None:
-        _check("hipHostUnregister", self._slow.hipHostUnregister(ctypes.c_void_p(ptr)))
+        check("hipHostUnregister", self._slow.hipHostUnregister(ctypes.c_void_p(ptr)))
 
     def flushes(self, device: int) -> bool:
         return False
@@ -316,7 +281,8 @@ class Hip:
         pass
 
 
-def _check(call: str, status: int) -> None:
+def check(call: str, status: int) -> None:
+    """Raises `DriverError` for a call that did not succeed."""
     if status:
         raise DriverError(call, status)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..errors import UsageError
 from . import driver
 from .arena import Arena
+from .device_memory import DeviceMemory
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -47,7 +48,7 @@ class Current:
         self._device.__exit__(None, None, None)
 
 
-class TorchRuntime(driver.DeviceMemory):
+class TorchRuntime(DeviceMemory):
     """Of "cuda:1", or of "cuda", the current one. Streams are `cudaStream_t` or `hipStream_t` as integers."""
 
     def __init__(self, device: str) -> None:

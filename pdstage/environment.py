@@ -121,6 +121,12 @@ SGLANG_STAGING = Variable(
     "Whether SGLang's staging functions are replaced by those on pdstage's kernels.",
     "SGLang's loader of plugins, in each of its processes",
 )  # fmt: skip
+DEVICE_MEMORY = Variable(
+    "PDSTAGE_DEVICE_MEMORY", _one_of("cudaMalloc", "cuMemCreate"), "`cudaMalloc` or `cuMemCreate`", "`cudaMalloc`",
+    "What a node's own memory on an NVIDIA GPU is of, its staging memory above all. NVLink between hosts (IMEX) wants "
+    "memory with fabric handles: `cuMemCreate`.",
+    "a node with a pool on a GPU, as it is made",
+)  # fmt: skip
 NVTX = Variable(
     "PDSTAGE_NVTX", _one_of("0", "1"), "`1` or `0`", "none",
     "NVTX ranges around what a node asks of its device, for Nsight Systems.",
@@ -152,8 +158,8 @@ METRICS_PORT = Variable(
 )  # fmt: skip
 
 VARIABLES: tuple[Variable[object], ...] = (
-    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, SGLANG, SGLANG_STAGING, NODE, METRICS_PORT, NVTX, TEST_TRANSPORTS,
-    GPU_TESTS,
+    NATIVE, CALIBRATION, CACHE_DIR, COMMIT, SGLANG, SGLANG_STAGING, NODE, METRICS_PORT, DEVICE_MEMORY, NVTX,
+    TEST_TRANSPORTS, GPU_TESTS,
 )  # fmt: skip
 
 _warned_of: set[str] = set()

@@ -10,7 +10,7 @@ from pdstage import arguments
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import Advert, BootstrapServer
 from pdstage.cost import CostModel
-from pdstage.errors import UsageError
+from pdstage.errors import PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.manager import demand
 from pdstage.manager.calibration import costs
@@ -420,8 +420,16 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     def _identify_peer(self, session: Session, description: bytes) -> None:
         lanes = [Region(lane.base, lane.nbytes, lane.kind, lane.device) for lane in session.lanes]
         self.transport.connect(label(session), description)
-        pool = session.layout.regions if session.exposes_pool else ()
-        self.transport.prepare(label(session), [*lanes, *pool, *_rows_of(session)])
+        rows, pool = _rows_of(session), session.layout.regions if session.exposes_pool else ()
+        try:
+            self.transport.prepare(label(session), [*lanes, *pool, *rows])
+        except PeerError as error:
+            if not pool or self.path == "direct":
+                raise
+            self.transport.prepare(label(session), [*lanes, *rows])
+            session.in_place = False
+            why = f"its pages cannot be written in place, so that all of its chunks are staged: {error.what}"
+            self.sessions.warn(session.route, PeerError(why, remedy=error.remedy))
 
     def _peer_name(self, session: Session) -> str:
         return f"decode rank {place(session.topology)}"
@@ -429,6 +437,8 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     def _path_to(self, session: Session) -> str:
         if self.path != "staged" and not session.exposes_pool:
             return f"staged (here it is {self.path}, but decode's pages may not be written in place)"
+        if not session.in_place:
+            return "staged (its pages cannot be written in place)"
         return self.path
 
     def _is_fenced(self, session: Session) -> bool:

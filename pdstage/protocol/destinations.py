@@ -102,7 +102,7 @@ class Destination:
 
     def may_direct(self, rects: Iterable[Rect]) -> bool:
         """Whether this node may, and the destination told where each of `rects` lies and lets it be written there."""
-        return bool(self._exposed) and all(rect.component in self._exposed for rect in rects)
+        return self.session.in_place and bool(self._exposed) and all(rect.component in self._exposed for rect in rects)
 
     @property
     def epoch(self) -> int:

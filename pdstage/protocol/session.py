@@ -91,6 +91,8 @@ class Session:
     """Its place is needed: it had better end."""
     exposes_pool: bool = False
     """The peer's pages may be written in place; else only its staging memory."""
+    in_place: bool = True
+    """At prefill, the driver's note: whether its transport reaches the pages that are exposed."""
     checksums: bool = False
     """Both sides offered them: staged chunks carry one."""
     tells_tags: bool = False

@@ -8,7 +8,8 @@ reference, and of the driver's header (cuda.h 13): a handle is of a whole alloca
 in other processes only, where the driver may be asked for the same handle once (older ones refuse it the second time,
 later ones count); a device that the opening process cannot see may hold the memory; what was opened is closed before
 its owner frees it. Memory of cuMemCreate and of cudaMallocAsync has no such handle
-(CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE). UCX (src/uct/cuda/cuda_ipc) finds base and capability the same way.
+(CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE); the first kind is for `_segments`. UCX (src/uct/cuda/cuda_ipc) finds
+base and capability the same way.
 """
 
 from __future__ import annotations
@@ -23,21 +24,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdstage.errors import TransportError, UsageError
-from pdstage.kernels import driver
+from pdstage.kernels import driver, virtual_memory
 from pdstage.kernels.cupy_runtime import Current
+from pdstage.transport import _segments
+from pdstage.transport._segments import Segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdstage.kernels.driver import Cuda as Library
+    from pdstage.kernels.virtual_memory import Calls
     from pdstage.spans import Spans
 
 log = logging.getLogger(__name__)
 
 _NOT_READY = 600  # cudaErrorNotReady
 _REMEDY = (
-    "leave staging memory to the node, or give memory of cudaMalloc (torch without expandable_segments and without "
-    "cudaMallocAsync), or let auto take another transport"
+    "leave staging memory to the node, or give memory of cudaMalloc (torch without cudaMallocAsync), or let auto take "
+    "another transport"
 )
 
 
@@ -53,9 +57,10 @@ class Block(NamedTuple):
 class Cuda:
     """CUDA as this transport uses it. Devices are this process's numbers; streams, events and addresses integers."""
 
-    def __init__(self, runtime: Any, library: Library) -> None:  # noqa: ANN401  (a module without types)
+    def __init__(self, runtime: Any, library: Library, calls: Calls) -> None:  # noqa: ANN401  (a module without types)
         self._runtime = runtime
         self._driver = library
+        self._calls = calls
         self._lock = threading.RLock()  # a mapping may be given up by the collector, while another is being opened
         self._open: dict[tuple[int, bytes], _Opened] = {}
         self._batches = library.has_batches
@@ -64,31 +69,35 @@ class Cuda:
     def on(self, device: int) -> Current:
         return Current(self._runtime, device, self._driver)
 
-    def export(self, base: int, nbytes: int) -> Block:
-        """What opens memory of this process in another. Raises `UsageError`, saying why, where nothing does."""
+    def export(self, base: int, nbytes: int) -> Block | Segments:
+        """What opens memory of this process in another; of `Segments` the descriptors are the caller's to close.
+
+        Raises `UsageError`, saying why, where nothing does.
+        """
         attribute = self._driver.attribute
-        why = self._why_not(base) if not attribute(driver.IPC_CAPABLE, base) else ""
-        start, whole = attribute(driver.RANGE_START, base), attribute(driver.RANGE_NBYTES, base)
-        if not why and not start <= base < base + nbytes <= start + whole:
-            why = f"lies in more than one allocation (this one is {start:#x}..{start + whole:#x})"
-        if not why and under_mps():
+        start, whole, why = attribute(driver.RANGE_START, base), attribute(driver.RANGE_NBYTES, base), ""
+        capable = bool(attribute(driver.IPC_CAPABLE, base))
+        if under_mps():
             why = "is of a process under MPS, where what a killed process wrote may land after its end"
+        elif attribute(driver.IS_MANAGED, base):
+            why = "is managed memory (cudaMallocManaged)"
+        elif attribute(driver.MEMPOOL, base):
+            why = "is of a stream's pool (cudaMallocAsync)"
+        elif capable and not start <= base < base + nbytes <= start + whole:
+            why = f"lies in more than one allocation (this one is {start:#x}..{start + whole:#x})"
         if why:
             raise UsageError(f"device memory at {base:#x} {why}", remedy=_REMEDY, base=base)
         device = attribute(driver.ORDINAL, base)
-        try:
-            with self.on(device):
+        uuid = self._driver.uuid(device)
+        with self.on(device):
+            if not capable:
+                return _segments.export(attribute, self._calls, uuid, base, nbytes)
+            try:
                 handle = bytes(self._runtime.ipcGetMemHandle(start))
-        except self.error as error:
-            raise UsageError(f"device memory at {base:#x} cannot be exported: {error}", remedy=_REMEDY) from error
-        return Block(handle, self._driver.uuid(device), start, whole)
-
-    def _why_not(self, base: int) -> str:
-        if self._driver.attribute(driver.IS_MANAGED, base):
-            return "is managed memory (cudaMallocManaged)"
-        if self._driver.attribute(driver.MEMPOOL, base):
-            return "is of a stream's pool (cudaMallocAsync)"
-        return "is mapped virtual memory (cuMemCreate, as torch's expandable_segments), or no device memory"
+            except self.error as error:
+                what = f"device memory at {base:#x} cannot be exported: {error}"
+                raise UsageError(what, remedy=_REMEDY) from error
+        return Block(handle, uuid, start, whole)
 
     def ordinal(self, uuid: bytes) -> int | None:
         """This process's number of a GPU; None if it does not see it, as with CUDA_VISIBLE_DEVICES of one."""
@@ -98,7 +107,7 @@ class Cuda:
     def can_access(self, device: int, peer: int) -> bool:
         return device == peer or bool(self._runtime.deviceCanAccessPeer(device, peer))
 
-    def allow(self, device: int, peer: int) -> None:
+    def allow(self, device: int, peer: int, base: int, nbytes: int) -> None:
         """Lets kernels on `device` write memory that this same process has on `peer`."""
         with self.on(device):
             try:
@@ -106,46 +115,65 @@ class Cuda:
             except self.error as error:
                 if getattr(error, "status", 0) != 704:  # cudaErrorPeerAccessAlreadyEnabled
                     raise
+            if not self._driver.attribute(driver.IPC_CAPABLE, base):  # what is mapped is let in range by range
+                for start, whole in _segments.ranges(self._driver.attribute, base, nbytes):
+                    self._calls.allow(start, whole, device)
 
-    def open(self, block: Block, device: int) -> Mapping:
-        """Maps another process's block for kernels and copies of `device`; one that is open already is shared.
+    def open(self, exported: Block | Segments, device: int, fetch: Callable[[int], int]) -> Mapping:
+        """Maps another process's memory for kernels and copies of `device`; what is open already is shared. `fetch`
+        gives that process's descriptor as one of this process.
 
         Raises `TransportError` where the driver refuses.
         """
+        key = device, exported.name if isinstance(exported, Segments) else exported.handle
         with self._lock:
-            opened = self._open.get((device, block.handle))
+            opened = self._open.get(key)
             if opened is None:
-                opened = self._open[device, block.handle] = _Opened(self._map(block, device))
+                opened = self._open[key] = (
+                    self._map_segments(exported, device, fetch)
+                    if isinstance(exported, Segments)
+                    else self._map(exported, device)
+                )
             opened.n_users += 1
-        return Mapping(opened.address, partial(self._give_back, device, block.handle))
+        return Mapping(opened.address, partial(self._give_back, device, key))
 
-    def _map(self, block: Block, device: int) -> int:
+    def _map_segments(self, segments: Segments, device: int, fetch: Callable[[int], int]) -> _Opened:
+        try:
+            with self.on(device):
+                address = _segments.map_here(self._calls, segments, device, fetch)
+        except driver.DriverError as error:
+            remedy = "see the driver's documentation; fabric handles need one IMEX channel for both processes"
+            raise TransportError(f"the driver does not map it: {error}", remedy=remedy) from error
+        return _Opened(address, lambda: virtual_memory.unmap_all(self._calls, address, segments.sizes))
+
+    def _map(self, block: Block, device: int) -> _Opened:
         try:
             with self.on(device):
                 flags = self._runtime.cudaIpcMemLazyEnablePeerAccess
                 address = int(self._runtime.ipcOpenMemHandle(block.handle, flags))
         except self.error as error:
             raise TransportError(f"the driver does not map it: {error}", remedy="see the driver's words") from error
+        opened = _Opened(address, lambda: self._runtime.ipcCloseMemHandle(address))
         whole = self._driver.attribute(driver.RANGE_NBYTES, address)  # 0 where the driver does not say
         if (address - block.base) % 256 or 0 < whole < block.nbytes:
-            self._unmap(device, address)
+            self._unmap(device, opened)
             what = f"{whole} bytes at {address:#x} for a block of {block.nbytes} at {block.base:#x}"
             raise TransportError(f"the driver maps {what}", remedy="the peer describes another allocation")
-        return address
+        return opened
 
-    def _give_back(self, device: int, handle: bytes) -> None:
+    def _give_back(self, device: int, key: tuple[int, bytes]) -> None:
         with self._lock:
-            opened = self._open[device, handle]
+            opened = self._open[key]
             opened.n_users -= 1
             if not opened.n_users:
-                del self._open[device, handle]
-                self._unmap(device, opened.address)
+                del self._open[key]
+                self._unmap(device, opened)
 
-    def _unmap(self, device: int, address: int) -> None:
+    def _unmap(self, device: int, opened: _Opened) -> None:
         try:
             with self.on(device):
-                self._runtime.ipcCloseMemHandle(address)
-        except self.error as error:  # of a device that failed: the process's end closes it
+                opened.close()
+        except (self.error, driver.DriverError) as error:  # of a device that failed: the process's end closes it
             log.warning("mapped device memory is not closed: %s", error)
 
     def new_stream(self, device: int) -> int:
@@ -192,15 +220,15 @@ class Cuda:
 
 
 class _Opened:
-    """A block that is open in this process: the driver is asked for one once, whoever uses it."""
+    """What is open in this process: the driver is asked for it once, whoever uses it."""
 
-    def __init__(self, address: int) -> None:
-        self.address = address
+    def __init__(self, address: int, close: Callable[[], None]) -> None:
+        self.address, self.close = address, close
         self.n_users = 0
 
 
 class Mapping:
-    """Another process's block in this one; given back with the value's last reference."""
+    """Another process's memory in this one; given back with the value's last reference."""
 
     def __init__(self, address: int, give_back: Callable[[], None]) -> None:
         self.address = address
@@ -227,7 +255,8 @@ def here() -> Cuda:
     try:
         from cupy.cuda import runtime  # noqa: PLC0415  (half a second, and only for memory on a device)
 
-        cuda = Cuda(runtime, driver.cuda())
+        library = driver.cuda()
+        cuda = Cuda(runtime, library, virtual_memory.VirtualMemory(library))
         runtime.getDeviceCount()
     except (ImportError, OSError, RuntimeError) as error:  # CuPy's own errors are RuntimeErrors
         raise UsageError(f"CUDA cannot be used here: {error}", remedy="install pdstage[cuda13] and a driver") from error

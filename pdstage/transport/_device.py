@@ -15,8 +15,10 @@ import msgspec
 from msgspec import Meta
 
 from pdstage.errors import PeerError, TransportError, UsageError
+from pdstage.kernels.driver import DriverError
 from pdstage.layout import Region
 from pdstage.transport._cuda_ipc import Block  # noqa: TC001  (msgspec resolves it at run time)
+from pdstage.transport._segments import Segments, close_descriptors
 from pdstage.transport.base import Mapped
 
 if TYPE_CHECKING:
@@ -36,17 +38,23 @@ ON_DEVICE: dict[str, Any] = {
 """What is other of a peer whose device memory is written. The figures are guesses: no GPU was there to measure them."""
 _OTHER_WAY = "use another transport between the two (auto does), or what is said above"
 
+_NEWER = "it is of cuMemCreate, which this release of pdstage does not map; use the same release on both sides"
+
 Word = TypeVar("Word")
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):
-    """One region as its owner tells of it: `block` opens the allocation that it lies in, or `why_not` says why none."""
+    """One region as its owner tells of it: `block` opens the allocation that it lies in, `segments` those that it lies
+    in, or `why_not` says why nothing does.
+    """
 
     base: int
     nbytes: Annotated[int, Meta(gt=0)]
     device: int
     block: Block | None = None
     why_not: str = ""
+    segments: Segments | None = None
+    """Peers that do not know of it show `why_not`."""
 
     def region(self) -> Region:
         return Region(self.base, self.nbytes, KIND, self.device)
@@ -94,6 +102,8 @@ class Devices(Generic[Word]):
     def __init__(self, load: Callable[[], Cuda]) -> None:
         self._load = load
         self._told: dict[Region, Told] = {}
+        self._exported: list[Segments] = []
+        """Also of what is not registered any more: a description may be about that names its descriptors."""
         self._copies: dict[int, Copies[Word]] = {}
         self._said: set[str] = set()
 
@@ -102,13 +112,19 @@ class Devices(Generic[Word]):
         for region in regions:
             if region in self._told or region.kind != KIND:
                 continue
-            block, why_not = None, ""
+            block = segments = None
+            why_not = ""
             try:
-                block = self._load().export(region.base, region.nbytes)
+                exported = self._load().export(region.base, region.nbytes)
+                if isinstance(exported, Segments):
+                    segments, why_not = exported, _NEWER
+                    self._exported.append(segments)
+                else:
+                    block = exported
             except (UsageError, TransportError) as error:
                 why_not = str(error)
                 log.info("peers cannot map %s: %s", region, error)
-            self._told[region] = Told(region.base, region.nbytes, region.device, block, why_not)
+            self._told[region] = Told(region.base, region.nbytes, region.device, block, why_not, segments)
 
     def unregister(self, regions: Iterable[Region]) -> None:
         for region in regions:
@@ -117,8 +133,12 @@ class Devices(Generic[Word]):
     def told(self) -> list[Told]:
         return list(self._told.values())
 
-    def views(self, peer: str, told: Sequence[Told], regions: Sequence[Region], *, same_process: bool) -> Views:
-        """Maps what of `regions` lies on a device. Raises `PeerError`, saying why, where one cannot be written."""
+    def views(
+        self, peer: str, told: Sequence[Told], regions: Sequence[Region], fetch: Callable[[int], int] | None
+    ) -> Views:
+        """Maps what of `regions` lies on a device. `fetch` gives a descriptor of the peer's process as one of this one;
+        None: it is this one. Raises `PeerError`, saying why, where one cannot be written.
+        """
         wanted = [region for region in regions if region.kind == KIND]
         if not wanted and not self._told:
             return Views()
@@ -130,31 +150,33 @@ class Devices(Generic[Word]):
         holders = [next(one for one in told if _inside(region, one)) for region in wanted]
         cuda = self._load()
         try:
-            views = [self._view(peer, one, cuda, device, same_process=same_process) for one in dict.fromkeys(holders)]
+            distinct = {(one.base, one.nbytes): one for one in holders}.values()
+            views = [self._view(peer, one, cuda, device, fetch) for one in distinct]
             self.copies(device)
-        except cuda.error as error:
+        except (cuda.error, DriverError) as error:
             raise self._refused(peer, str(error)) from error
         return Views(views)
 
-    def _view(self, peer: str, told: Told, cuda: Cuda, device: int, *, same_process: bool) -> _View:
-        block = told.block
-        if same_process:
+    def _view(self, peer: str, told: Told, cuda: Cuda, device: int, fetch: Callable[[int], int] | None) -> _View:
+        if fetch is None:
             if told.device != device:
                 self._check_access(peer, cuda, device, told.device)
-                cuda.allow(device, told.device)
+                cuda.allow(device, told.device, told.base, told.nbytes)
             return _View(told.base, told.nbytes, 0, None)
-        if block is None:
+        exported = told.segments or told.block
+        if exported is None:
             raise self._refused(peer, told.why_not or "it exports no device memory")
-        if not block.base <= told.base <= told.base + told.nbytes <= block.base + block.nbytes:
+        inside = exported.base <= told.base <= told.base + told.nbytes <= exported.base + exported.nbytes
+        if not inside or (isinstance(exported, Segments) and not exported.is_whole):
             raise PeerError(f"peer {peer!r} tells of memory outside its allocation", remedy="trust that peer no more")
-        seen = cuda.ordinal(block.uuid)
+        seen = cuda.ordinal(exported.uuid)
         if seen is not None:  # else the driver alone can say, when it is asked to map it
             self._check_access(peer, cuda, device, seen)
         try:
-            mapping = cuda.open(block, device)
+            mapping = cuda.open(exported, device, fetch)
         except TransportError as error:
             raise self._refused(peer, str(error)) from error
-        return _View(told.base, told.nbytes, mapping.address - block.base, mapping)
+        return _View(told.base, told.nbytes, mapping.address - exported.base, mapping)
 
     def _check_access(self, peer: str, cuda: Cuda, device: int, other: int) -> None:
         if not cuda.can_access(device, other):
@@ -189,8 +211,11 @@ class Devices(Generic[Word]):
     def close(self) -> None:
         for copies in self._copies.values():
             copies.close()
+        for segments in self._exported:
+            close_descriptors(segments.descriptors)
         self._copies.clear()
         self._told.clear()
+        self._exported.clear()
 
     def __enter__(self) -> Self:
         return self

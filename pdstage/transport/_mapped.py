@@ -84,6 +84,7 @@ class There:
         self._process = process
         self._views: list[tuple[int, NDArray[np.uint8]]] = []
         self.gone, self.close, self.why_not_written = process.gone, process.close, process.why_not_written
+        self.descriptor = process.descriptor
 
     def unmap(self) -> None:
         """Gives up what is mapped here, but for what `mapped` has given away."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _MAX_SPANS = 1024  # UIO_MAXIOV of the kernel
 _PR_SET_PTRACER = 0x59616D61
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+_PIDFD_GETFD = 438  # of Linux 5.6; the same on all its processors
 _NAMESPACES = ("pid", "user", "net")  # in which a pid, a uid and an abstract socket name mean the same thing
 
 
@@ -143,6 +144,20 @@ class Process:
         code = ctypes.get_errno()
         return self._reason(code) if code in (errno.EPERM, errno.ENOSYS) else None
 
+    def descriptor(self, number: int) -> int:
+        """That process's open file `number`, as a descriptor of this process, to be closed (pidfd_getfd(2)).
+
+        Raises `TransportError`.
+        """
+        descriptor = _libc().syscall(*map(ctypes.c_long, (_PIDFD_GETFD, self._pidfd, number, 0)))
+        if descriptor >= 0:
+            return int(descriptor)
+        code = ctypes.get_errno()
+        if self.gone():
+            raise self._gone()
+        what = f"taking over descriptor {number} of process {self.pid} of peer {self._peer!r}"
+        raise self._failed(what, code, "pidfd_getfd", "see that both sides describe themselves anew")
+
     def _gone(self) -> TransportError:
         return TransportError(
             f"process {self.pid} of peer {self._peer!r} has ended",
@@ -151,8 +166,11 @@ class Process:
         )
 
     def _reason(self, code: int) -> TransportError:
-        name = errno.errorcode.get(code, str(code))
-        what = f"writing to process {self.pid} of peer {self._peer!r}: {os.strerror(code)} ({name})"
+        what = f"writing to process {self.pid} of peer {self._peer!r}"
+        remedy = "the peer freed memory before its sessions were quiet; fail its rooms"
+        return self._failed(what, code, "process_vm_writev", remedy)
+
+    def _failed(self, what: str, code: int, call: str, remedy: str) -> TransportError:
         if code == errno.EPERM:
             scope = _PTRACE_SCOPE.read_text().strip() if _PTRACE_SCOPE.exists() else "absent"
             remedy = (
@@ -160,9 +178,11 @@ class Process:
                 "capability SYS_PTRACE, or use another transport"
             )
         elif code == errno.ENOSYS:
-            remedy = "allow process_vm_writev in the container's seccomp profile, or use another transport"
-        else:
-            remedy = "the peer freed memory before its sessions were quiet; fail its rooms"
+            remedy = f"allow {call} in the container's seccomp profile, or use another transport"
+        elif code == errno.EMFILE:
+            remedy = "let this process open more files (ulimit -n)"
+        name = errno.errorcode.get(code, str(code))
+        what = f"{what}: {os.strerror(code)} ({name})"
         return TransportError(what, remedy=remedy, pid=self.pid, errno=code)
 
 
@@ -264,6 +284,7 @@ def _libc() -> ctypes.CDLL:
     for call in (libc.process_vm_readv, libc.process_vm_writev):
         call.restype = ctypes.c_ssize_t
         call.argtypes = [ctypes.c_int, pointer, number, pointer, number, number]
+    libc.syscall.restype = ctypes.c_long
     return libc
 
 

@@ -199,8 +199,8 @@ class LocalTransport(Backend[_Link, _Description]):
         """Where device memory of the peer lies here. A handle is opened only in the life of the peer that gave it."""
         if any(region.kind == KIND for region in regions):
             link.check_alive()
-        same_process = isinstance(link.target, Here)
-        views = self._devices.views(link.peer, link.description.devices, regions, same_process=same_process)
+        fetch = None if isinstance(link.target, Here) else link.target.descriptor
+        views = self._devices.views(link.peer, link.description.devices, regions, fetch)
         if views:
             link.check_alive()
         return views

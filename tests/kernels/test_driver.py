@@ -10,6 +10,7 @@ import pytest
 
 from pdstage.errors import UsageError
 from pdstage.kernels import driver, torch_runtime
+from pdstage.kernels.device_memory import DeviceMemory
 from pdstage.kernels.driver import DriverError
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -107,7 +108,7 @@ def test_addresses_and_sizes_keep_their_64_bits(library, path):
     assert given(path, 4) == [ADDRESS, ADDRESS + 8, 3 << 32, ADDRESS + 16]
 
 
-class Device(driver.DeviceMemory):
+class Device(DeviceMemory):
     def __init__(self, library):
         self._library = library
 

@@ -33,6 +33,7 @@ VARIANTS = {
     "local-numpy": Variant("local", "apart", {"PDSTAGE_NATIVE": "no"}),
     "local-cuda-same": Variant("local-double+cuda", "same"),
     "local-cuda-two": Variant("local-double+cuda", "two"),
+    "local-segments-two": Variant("local-double+segments", "two"),
     "auto-two": Variant("auto", "two"),
     "nixl-same": Variant("nixl", "same"),
     "nixl-two": Variant("nixl", "two"),

@@ -5,6 +5,8 @@ for an event behind it: later than it was put there, from the source as it is th
 hold: who breaks one gets `Broken`, where the real one would corrupt memory or may refuse; what the real one refuses
 raises `CUDARuntimeError`, with its number. There is nothing to synchronise with: who wants to wait finds no call.
 
+Memory of cuMemCreate is a file as well; what maps it is at an address that was reserved, in the place of what is there.
+
 It proves that the rules are kept as the documents say; it cannot prove that CUDA does what they say.
 """
 
@@ -18,10 +20,12 @@ import struct
 import threading
 from collections import Counter, deque
 from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from pdstage.kernels import driver
+from pdstage.kernels import driver, virtual_memory
 from pdstage.transport import _cuda_ipc
 from pdstage.transport.local import LocalTransport
 
@@ -55,6 +59,33 @@ class Memory:
         self.imported = False
 
 
+class Reserved:
+    """Addresses, and what is mapped there: bytes and handle by address. It is memory once all of it is mapped."""
+
+    how = VIRTUAL
+    handle = opener = None  # of cudaIpcOpenMemHandle it is none
+
+    def __init__(self, address, nbytes, device):
+        self.address, self.nbytes, self.device = address, nbytes, device
+        self.mappings = {}
+        self.allowed = set()
+        self.imported = False
+
+    @property
+    def view(self):
+        return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(self.address))
+
+
+class Allocation(NamedTuple):
+    """Of cuMemCreate, by its file; `types` are those that it may be exported as."""
+
+    fd: int
+    nbytes: int
+    device: int
+    types: int
+    imported: bool = False
+
+
 class Stream:
     def __init__(self, device):
         self.device = device
@@ -74,6 +105,10 @@ class Runtime:
         self.broken = 0  # the status that a failed device gives to everything
         self.contexts = set()
         self.memory = {}
+        self.handles = {}  # of allocations of cuMemCreate
+        self.reserved = {}
+        self.calls = Counter()  # of the functions for memory of cuMemCreate
+        self.fails_at = None  # such a call, by its name and number: refused with 304
         self.given_up = set()
         self.streams, self.events = {}, {}
         self.enabled = set()
@@ -98,9 +133,19 @@ class Runtime:
         self.memory[memory.address] = memory
         return memory
 
+    def expandable(self, sizes, types=virtual_memory.DESCRIPTOR, device=0):
+        """As torch's expandable segments: allocations of `sizes` bytes, mapped one behind the other."""
+        calls = Virtual(self)
+        address = virtual_memory.map_all(calls, device, sizes, lambda place: calls.create(sizes[place], types, device))
+        return self.memory[address]
+
     def free(self, address):
         memory = self.memory[address]
         rule(not memory.imported, "freed what another process allocated")
+        if isinstance(memory, Reserved):  # those who have it mapped keep it
+            sizes = [one.nbytes for _, one in sorted(memory.mappings.items())]
+            virtual_memory.unmap_all(Virtual(self), address, sizes)
+            return
         rule(not is_open_elsewhere(memory), "exported memory was freed while another process has it open")
         del self.memory[address]
         os.close(memory.fd)
@@ -110,14 +155,24 @@ class Runtime:
         self.given_up.add(address)
 
     def _is_used(self, memory):
+        elsewhere = isinstance(memory, Memory) and is_open_elsewhere(memory)
         work = [work for stream in self.streams.values() for work in stream.work if not isinstance(work, int)]
-        return is_open_elsewhere(memory) or any(memory in (self.of(dst), self.of(src)) for dst, src, _ in work)
+        return elsewhere or any(memory in (self.of(dst), self.of(src)) for dst, src, _ in work)
 
     def of(self, address, nbytes=1):
         """The memory that holds all these bytes, or None."""
         return next(
             (m for m in self.memory.values() if m.address <= address and address + nbytes <= m.address + m.nbytes), None
         )
+
+    def reserved_at(self, address, nbytes):
+        found = [
+            one
+            for one in self.reserved.values()
+            if one.address <= address < address + nbytes <= one.address + one.nbytes
+        ]
+        rule(found, f"{nbytes} bytes at {address:#x}: not reserved")
+        return found[0]
 
     def _check_mode(self):
         """Of calls that CUDA forbids a thread, and that break a recording, while another thread records a graph."""
@@ -266,6 +321,125 @@ class Runtime:
         self.check_status(self.broken)
 
 
+class Virtual:
+    """What `pdstage.kernels.virtual_memory.VirtualMemory` is, over the same memory. Fabric handles name a file."""
+
+    def __init__(self, runtime):
+        self._runtime = runtime
+
+    def _called(self, name):
+        runtime = self._runtime
+        runtime.calls[name] += 1
+        if runtime.fails_at == (name, runtime.calls[name]):
+            raise driver.DriverError(name, 304)
+
+    def _handle(self, allocation):
+        return self._runtime._new(self._runtime.handles, allocation)
+
+    def create(self, nbytes, types, device):
+        self._called("create")
+        fd = os.memfd_create("cuda-double", os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+        return self._handle(Allocation(fd, nbytes, device, types))
+
+    def retain(self, address):
+        self._called("retain")
+        memory = self._runtime.of(address)
+        rule(isinstance(memory, Reserved), "a handle is retained of what is no memory of cuMemCreate")
+        (mapped,) = [one for at, one in memory.mappings.items() if at <= address < at + one.nbytes]
+        return self._handle(mapped._replace(fd=os.dup(mapped.fd)))
+
+    def release(self, handle):
+        self._called("release")
+        os.close(self._runtime.handles.pop(handle).fd)
+
+    def export(self, handle, handle_type):
+        self._called("export")
+        allocation = self._runtime.handles[handle]
+        rule(allocation.types & handle_type, "exported as what it was not made for")
+        if handle_type == virtual_memory.FABRIC:
+            stat = os.fstat(allocation.fd)
+            held = os.dup(allocation.fd)  # for good: the memory's owner keeps it alive
+            packed = struct.pack(_HANDLE, os.getpid(), held, stat.st_ino, stat.st_size)
+            return packed.ljust(64, b"\0")
+        return os.dup(allocation.fd)
+
+    def adopt(self, exported):
+        self._called("adopt")
+        if isinstance(exported, bytes):
+            pid, number, _, _ = struct.unpack_from(_HANDLE, exported)
+            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        else:
+            fd = os.dup(exported)
+        if not str(Path(f"/proc/self/fd/{fd}").readlink()).startswith("/memfd:cuda-double"):
+            os.close(fd)
+            raise driver.DriverError("cuMemImportFromShareableHandle", 1)
+        return self._handle(Allocation(fd, os.fstat(fd).st_size, 0, 0, imported=True))
+
+    def reserve(self, nbytes):
+        self._called("reserve")
+        address = _mmap(0, nbytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        self._runtime.reserved[address] = Reserved(address, nbytes, 0)
+        return address
+
+    def free(self, address, nbytes):
+        self._called("free")
+        reserved = self._runtime.reserved.pop(address)
+        rule(reserved.nbytes == nbytes, "not all that was reserved is freed")
+        rule(not reserved.mappings, "addresses are freed that are mapped")
+        _LIBC.munmap(address, nbytes)
+
+    def map(self, address, nbytes, handle):
+        self._called("map")
+        runtime, allocation = self._runtime, self._runtime.handles[handle]
+        reserved = runtime.reserved_at(address, nbytes)
+        taken = (at < address + nbytes and address < at + one.nbytes for at, one in reserved.mappings.items())
+        rule(not any(taken), "mapped where something is mapped")
+        if nbytes > allocation.nbytes:
+            raise driver.DriverError("cuMemMap", 1)
+        _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _FIXED, allocation.fd)
+        reserved.mappings[address] = allocation._replace(fd=os.dup(allocation.fd), nbytes=nbytes)
+        reserved.imported, reserved.device = allocation.imported, allocation.device
+
+    def unmap(self, address, nbytes):
+        self._called("unmap")
+        runtime = self._runtime
+        reserved = runtime.reserved_at(address, nbytes)
+        mapped = reserved.mappings.pop(address, None)
+        rule(mapped is not None and mapped.nbytes == nbytes, "unmapped is what one call mapped")
+        for stream in runtime.streams.values():
+            for work in stream.work:
+                rule(isinstance(work, int) or runtime.of(work[0]) is not reserved, "unmapped while a copy writes it")
+        runtime.memory.pop(reserved.address, None)
+        _mmap(address, nbytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED, -1)
+        os.close(mapped.fd)
+
+    def allow(self, address, nbytes, device):
+        self._called("allow")
+        runtime = self._runtime
+        reserved = runtime.reserved_at(address, nbytes)
+        held = sum(one.nbytes for at, one in reserved.mappings.items() if address <= at < address + nbytes)
+        rule(held == nbytes, "access to what is not all mapped")
+        if runtime.apart and device != reserved.device:
+            raise driver.DriverError("cuMemSetAccess", 801)
+        reserved.allowed.add(device)
+        runtime.memory[reserved.address] = reserved
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FIXED = 0x10  # MAP_FIXED
+
+
+def _mmap(address, nbytes, protection, flags, fd):
+    mapped = _LIBC.mmap(address, nbytes, protection, flags, fd, 0)
+    if mapped == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), "mmap")
+    return mapped
+
+
 class Driver:
     """What `pdstage.kernels.driver.Cuda` is, over the same memory."""
 
@@ -277,6 +451,9 @@ class Driver:
         if memory is None:
             return 0
         ordinals = self._runtime.visible
+        start, mapped = memory.address, memory
+        if isinstance(memory, Reserved):
+            start, mapped = next(one for one in memory.mappings.items() if one[0] <= address < one[0] + one[1].nbytes)
         return {
             driver.IS_MANAGED: int(memory.how == MANAGED),
             driver.MEMPOOL: int(memory.how == POOL),
@@ -284,6 +461,9 @@ class Driver:
             driver.ORDINAL: ordinals.index(memory.device) if memory.device in ordinals else 0,
             driver.RANGE_START: memory.address,
             driver.RANGE_NBYTES: memory.nbytes,
+            driver.MAPPING_START: start,
+            driver.MAPPING_NBYTES: mapped.nbytes,
+            driver.HANDLE_TYPES: getattr(mapped, "types", 0),
         }[which]
 
     @property
@@ -318,7 +498,7 @@ class Driver:
 
 
 def cuda_of(runtime):
-    return _cuda_ipc.Cuda(runtime, Driver(runtime))
+    return _cuda_ipc.Cuda(runtime, Driver(runtime), Virtual(runtime))
 
 
 RUNTIME = Runtime(

@@ -109,18 +109,20 @@ def use_double(patch=pool._BACKENDS.__setitem__):
 
 
 class DeviceRank(Rank):
-    """A rank whose pages lie in the double's device memory."""
+    """A rank whose pages lie in the double's device memory; `types`: in expandable segments with such handles."""
 
-    def __init__(self, **shape):
+    def __init__(self, types=None, **shape):
         super().__init__(**shape)
         tensors = [*self.k, *self.v]
-        held = cuda_double.RUNTIME.allocate(sum(one.nbytes for one in tensors))
+        nbytes, runtime = sum(one.nbytes for one in tensors), cuda_double.RUNTIME
+        sizes = [4096] * -(-nbytes // 4096)
+        held = runtime.allocate(nbytes) if types is None else runtime.expandable(sizes, types)
         at, moved = 0, []
         for one in tensors:
             moved.append(held.view[at : at + one.nbytes].reshape(one.shape))
             at += one.nbytes
         self.k, self.v = moved[: self.layers], moved[self.layers :]
-        whole = Region(held.address, held.nbytes, "cuda", 0)
+        whole = Region(held.address, nbytes, "cuda", 0)
         layout = self.layout_of()
         assert [(region.base, region.nbytes) for region in layout.regions] == [(whole.base, whole.nbytes)]
         self.pool = Pool.of(Layout((whole,), layout.components), DEVICE, keep=held)
@@ -131,13 +133,13 @@ def staging():
     return SimpleNamespace(data_ptr=lambda: memory.address, nbytes=memory.nbytes, device=DEVICE, held=memory)
 
 
-def serve_decode(pipe, address, journal=None, path="staged", **where):
+def serve_decode(pipe, address, journal=None, path="staged", types=None, **where):
     """Receives rooms and says for each how it ended, whether it holds what it must, and what its transport copied.
 
-    `where` says where its staging memory lies; the double's device memory if nothing is said.
+    `where` says where its staging memory lies; the double's device memory if nothing is said. `types` is its pool's.
     """
     use_double()
-    rank = DeviceRank(page=8, hnd=True)
+    rank = DeviceRank(types, page=8, hnd=True)
     where = where or {"staging": staging()}
     with decode_node(rank, transport=cuda_double.LocalDouble(), path=path, journal=journal, **where) as node:
         pages = [rank.allocate(TOKENS) for _ in range(N_ROOMS)]

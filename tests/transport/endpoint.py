@@ -39,14 +39,16 @@ PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 4, 2
 class Endpoint:
     """A transport and one registered region of NBYTES, addressed by offsets here and by addresses at the peer.
 
-    `name` is the transport's, with "+shared" for memory that peers can map, "+cuda" for the double's device memory.
+    `name` is the transport's, with "+shared" for memory that peers can map, "+cuda" for the double's device memory,
+    "+segments" for such of cuMemCreate.
     """
 
     kind = "cpu"
 
     def __init__(self, name: str, **options: object) -> None:
         transport, _, kind = name.partition("+")
-        self.kind = kind if kind == "cuda" else "cpu"
+        self.kind = "cuda" if kind in ("cuda", "segments") else "cpu"
+        self.sizes = [1 << 20, 2 << 20, 1 << 20, 4 << 20] if kind == "segments" else []
         memory = shared.allocate(NBYTES) if kind == "shared" else self.allocate()
         self.own(open_transport(transport, **options), memory)
 
@@ -55,7 +57,8 @@ class Endpoint:
             return np.zeros(NBYTES, np.uint8)
         from transport import cuda_double  # noqa: PLC0415  (imports `local`, which others are tried without)
 
-        return cuda_double.RUNTIME.allocate(NBYTES).view
+        runtime = cuda_double.RUNTIME
+        return (runtime.expandable(self.sizes) if self.sizes else runtime.allocate(NBYTES)).view
 
     def own(self, transport: Transport, memory: np.ndarray) -> None:
         self.transport = transport

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +18,13 @@ from transport.endpoint import NBYTES, Endpoint, Log, Remote
 from transport.postbox import Postbox
 
 from pdstage.errors import PeerError, TransportError, UsageError
+from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.layout import Region
 from pdstage.transport import Done, PostFailed, Spans
 from pdstage.transport._auto import AutoTransport
 from pdstage.transport.base import read_description, write_description
 from pdstage.transport.local import LocalTransport, _Description
+from tests import descriptors
 
 DEVICE = "local-double+cuda"
 
@@ -193,7 +196,12 @@ def test_regions_of_one_block_and_what_lies_beside_them(runtime, stock):
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [(VIRTUAL, "expandable_segments"), (MANAGED, "cudaMallocManaged"), (POOL, "cudaMallocAsync")]
+    ("how", "said"),
+    [
+        (VIRTUAL, "without a kind of handle.*PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"),
+        (MANAGED, "cudaMallocManaged.*cudaMalloc"),
+        (POOL, "cudaMallocAsync.*cudaMalloc"),
+    ],
 )
 def test_memory_that_cannot_be_exported_is_read_and_not_written(runtime, stock, how, said, caplog):
     stock.renew()
@@ -201,7 +209,7 @@ def test_memory_that_cannot_be_exported_is_read_and_not_written(runtime, stock, 
     region = Region(memory.address, NBYTES, "cuda")
     a = LocalDouble()
     a.register([region])
-    with pytest.raises(PeerError, match=f"not mapped.*{said}.*cudaMalloc"):
+    with pytest.raises(PeerError, match=f"not mapped.*{said}"):
         stock.connect("a", a.describe())
         stock.prepare("a", [region])
     a.connect("b", stock.describe())
@@ -213,6 +221,159 @@ def test_memory_that_cannot_be_exported_is_read_and_not_written(runtime, stock, 
     log.until(lambda: log.ended(a))
     assert stock.read(0, 5) == b"\1\1\1\1\0"
     a.close()
+
+
+SIZES = [NBYTES // 4, NBYTES, NBYTES // 2, NBYTES // 4]
+
+
+def segments_of(transport):
+    told = read_description("a", transport.describe(), _Description, LocalTransport.traits).devices
+    return [one.segments for one in told]
+
+
+def n_files():
+    return descriptors.count("memfd:cuda-double")
+
+
+@pytest.mark.parametrize("types", [DESCRIPTOR, FABRIC, DESCRIPTOR | FABRIC])
+def test_a_pool_of_expandable_segments_is_mapped_in_their_order_and_copied_exactly(runtime, stock, types):
+    """Two regions of it, that share an allocation; the copies cross from one allocation to the next."""
+    stock.renew()
+    memory = runtime.expandable(SIZES, types)
+    at = NBYTES // 2
+    parts = [Region(memory.address + 64, at, "cuda"), Region(memory.address + at + 64, NBYTES, "cuda")]
+    a = LocalDouble()
+    a.register(parts)
+    told = segments_of(a)
+    assert [one.sizes for one in told] == [SIZES[:2], SIZES[1:3]]
+    assert all(bool(one.fabric) is (types == FABRIC) and bool(one.descriptors) is bool(types & 1) for one in told)
+    stock.connect("a", a.describe())
+    stock.prepare("a", parts)
+    source = np.random.default_rng(1).integers(1, 256, NBYTES // 2, np.uint8)
+    stock.fill(0, source.tobytes())
+    want = memory.view.copy()
+    for dst in (NBYTES // 4 - 1000, NBYTES + NBYTES // 4 - 5000):  # across an end each, within a region
+        stock.post("a", [(0, memory.address + dst, 10_000)], b"tag")
+        want[dst : dst + 10_000] = source[:10_000]
+    log = Log(stock, a)
+    log.until(lambda: log.tags(a) == [b"tag"] * 2)
+    np.testing.assert_array_equal(memory.view, want)
+    stock.disconnect("a")
+    a.close()
+    runtime.free(memory.address)
+
+
+def test_what_is_mapped_of_segments_is_given_back_whole(runtime, stock):
+    """In the process that maps them; in their owner's no handle is left, and no descriptor after `close`."""
+    stock.renew()
+    before = n_files()
+    memory = runtime.expandable(SIZES)
+    held, runtime.calls = n_files(), Counter()
+    a = LocalDouble()
+    a.register([Region(memory.address, memory.nbytes, "cuda")])
+    assert n_files() == held + len(SIZES)
+    a.unregister([Region(memory.address, memory.nbytes, "cuda")])
+    assert n_files() == held + len(SIZES), "a number that is given again would be another allocation's"
+    a.close()
+    assert n_files() == held
+    assert not runtime.handles
+    assert runtime.calls == {"retain": 4, "export": 4, "release": 4}
+    runtime.free(memory.address)
+    assert n_files() == before
+
+    b = Remote("local-double+segments")
+    try:
+        runtime.calls = Counter()
+        for _ in range(2):
+            a = Endpoint(DEVICE)
+            for name in ("b", "again"):
+                a.connect(name, b.describe())
+                a.prepare(name, [b.region()])
+                a.prepare(name, [b.region()])
+            assert runtime.n_open() == 1
+            a.close()
+            gc.collect()
+            assert not runtime.n_open()
+        n = 4 * 2
+        wanted = {"reserve": 2, "adopt": n, "map": n, "release": n, "allow": 2, "unmap": n, "free": 2}
+        assert runtime.calls == wanted
+        assert not runtime.handles
+        assert not runtime.reserved
+    finally:
+        b.shut()
+
+
+@pytest.mark.parametrize("call", [("reserve", 1), ("adopt", 3), ("map", 2), ("allow", 1)])
+def test_segments_that_the_driver_refuses_midway_leave_nothing_behind(runtime, stock, call):
+    b = Remote("local-double+segments")
+    a = Endpoint(DEVICE)
+    try:
+        runtime.calls, runtime.fails_at = Counter(), call
+        a.connect("b", b.describe())
+        with pytest.raises(PeerError, match=f"not mapped: the driver does not map it: {call[0]} failed with 304"):
+            a.prepare("b", [b.region()])
+        assert not runtime.handles
+        assert not runtime.reserved
+        runtime.fails_at = None
+        a.prepare("b", [b.region()])
+        assert runtime.n_open() == 1
+    finally:
+        a.close()
+        b.shut()
+
+
+def test_an_export_that_stops_midway_is_refused_in_words_and_leaves_nothing_open(runtime):
+    memory = runtime.expandable(SIZES)
+    before, runtime.calls, runtime.fails_at = n_files(), Counter(), ("export", 3)
+    with pytest.raises(UsageError, match=r"allocation 3 of 4 .* failed with 304.*ulimit -n"):
+        cuda_of(runtime).export(memory.address, memory.nbytes)
+    assert n_files() == before
+    assert not runtime.handles
+    runtime.free(memory.address)
+
+
+def test_segments_that_say_nonsense_are_refused_before_anything_is_mapped(runtime, stock):
+    b = Remote("local-double+segments")
+    a = Endpoint(DEVICE)
+    try:
+        (told,) = read_description("b", b.describe(), _Description, LocalTransport.traits).devices
+        segments = told.segments
+        for wrong in (
+            {"sizes": [*segments.sizes, 4096]},
+            {"descriptors": []},
+            {"sizes": segments.sizes[:1], "descriptors": segments.descriptors[:1]},
+            {"sizes": [*segments.sizes[:3], (1 << 48) - 1]},
+        ):
+            a.connect("b", altered(b, segments=segments._replace(**wrong)))
+            with pytest.raises(PeerError, match="outside its allocation"):
+                a.prepare("b", [b.region()])
+        a.connect("b", altered(b, segments=segments._replace(sizes=[2 << 20] * 4)))
+        with pytest.raises(PeerError, match="driver does not map it: cuMemMap failed with 1"):
+            a.prepare("b", [b.region()])
+        a.connect("b", altered(b, segments=segments._replace(descriptors=[0, *segments.descriptors[1:]])))
+        with pytest.raises(PeerError, match="cuMemImportFromShareableHandle failed with 1"):
+            a.prepare("b", [b.region()])
+        a.connect("b", altered(b, segments=segments._replace(descriptors=[9999, *segments.descriptors[1:]])))
+        with pytest.raises(PeerError, match=r"taking over descriptor 9999 .*EBADF"):
+            a.prepare("b", [b.region()])
+        assert not runtime.handles
+        assert not runtime.reserved
+    finally:
+        a.close()
+        b.shut()
+
+
+def test_a_peer_without_segments_says_why_none_are_mapped(stock):
+    """What an older one reads of the same description."""
+    b = Remote("local-double+segments")
+    a = Endpoint(DEVICE)
+    try:
+        a.connect("b", altered(b, segments=None))
+        with pytest.raises(PeerError, match="not mapped: .*use the same release on both sides"):
+            a.prepare("b", [b.region()])
+    finally:
+        a.close()
+        b.shut()
 
 
 def test_a_region_over_two_allocations_cannot_be_exported(runtime):
@@ -335,6 +496,21 @@ def test_within_a_process_kernels_of_one_gpu_are_let_into_the_others(runtime):
         a.post("b", Spans(src, dst, nbytes), b"")
     a.close()
     b.close()
+
+
+def test_within_a_process_segments_are_let_in_one_by_one(runtime):
+    """What enables a peer's access holds for memory of cudaMalloc alone."""
+    a, b = LocalDouble(), LocalDouble()
+    mine, theirs = runtime.allocate(NBYTES), runtime.expandable(SIZES, types=0, device=1)
+    regions = [Region(mine.address, NBYTES, "cuda"), Region(theirs.address, NBYTES, "cuda", 1)]
+    for one, region in zip((a, b), regions, strict=True):
+        one.register([region])
+    a.connect("b", b.describe())
+    a.prepare("b", [regions[1]])
+    assert theirs.allowed == {0, 1}
+    a.close()
+    b.close()
+    runtime.free(theirs.address)
 
 
 def test_host_and_device_memory_do_not_meet(ends, runtime):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 
 import pytest
@@ -12,6 +13,7 @@ from pdstage import State
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.control.zmq import Ready
 from pdstage.kernels import pool
+from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.tools.judge import judge
 from tests.manager.engine import drive, prefill_node
 
@@ -112,6 +114,44 @@ def test_rooms_with_staging_memory_of_the_nodes_own(address, where):
             process.kill()
             process.join()
     assert not STREAMS.locked
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(("types", "path"), [(DESCRIPTOR, "direct"), (FABRIC, "direct"), (0, "auto")])
+def test_a_pool_of_expandable_segments_is_written_in_place_or_staged_and_that_is_said(address, types, path, caplog):
+    """Without a kind of handle that others open: in staging memory's way, and with a warning that says what to do."""
+    rank = DeviceRank(n_pages=128)
+    ours, theirs = spawn.Pipe()
+    decode = {"path": "auto", "types": types}
+    process = spawn.Process(target=serve_decode, args=(theirs, address), kwargs=decode, daemon=True)
+    with (
+        caplog.at_level(logging.INFO),
+        prefill_node(rank, address, transport=cuda_double.LocalDouble(), path=path, staging=staging()) as node,
+    ):
+        process.start()
+        try:
+            senders = []
+            for room in range(N_ROOMS):
+                pages = rank.allocate(TOKENS)
+                rank.write(room, TOKENS, pages)
+                sender = node.send(room)
+                sender.chunk(pages, (0, TOKENS))
+                sender.finish()
+                senders.append(sender)
+            drive([node], lambda: all(sender.released for sender in senders) and ours.poll(), 60)
+            assert ours.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
+            stats = node.stats()
+            assert (stats["chunks_direct"] > 0, stats["chunks_staged"] > 0) == (bool(types), not types)
+            (session,) = node.core.sessions.values()
+            assert session.in_place is bool(types)
+            said = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+            assert len([one for one in said if "all of its chunks are staged" in one]) == (0 if types else 1)
+            assert types or all("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False" in one for one in said)
+            ours.send("end")
+            process.join(60)
+        finally:
+            process.kill()
+            process.join()
 
 
 @pytest.mark.usefixtures("backend")

@@ -1,0 +1,125 @@
+"""Memory of cuMemCreate: the calls by ctypes against NVIDIA's header, on a library that keeps it in files."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from pdstage.errors import UsageError
+from pdstage.kernels import driver, virtual_memory
+from pdstage.kernels.device_memory import DeviceMemory
+from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC, VirtualMemory
+
+COMPILER = shutil.which("g++")
+SOURCE = Path(__file__).parent / "virtual_memory.cpp"
+MIB = 1 << 20
+
+
+def header():
+    """The folder of cuda.h that Triton brings."""
+    found = importlib.util.find_spec("triton")
+    folder = Path(found.origin).parent / "backends/nvidia/include" if found and found.origin else Path()
+    return folder if (folder / "cudaTypedefs.h").exists() else None
+
+
+pytestmark = pytest.mark.skipif(COMPILER is None or header() is None, reason="needs g++ and CUDA's header")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    library = tmp_path_factory.mktemp("virtual_memory") / "libcuda.so"
+    command = [COMPILER, "-std=c++17", "-shared", "-fPIC", f"-I{header()}", str(SOURCE), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return str(library)
+
+
+@pytest.fixture
+def library(path, monkeypatch):
+    monkeypatch.setenv("PDSTAGE_DEVICE_MEMORY", "cuMemCreate")
+    values = {"fabric_status": 0, "has_fabric": 1, "has_any": 1}
+    yield set_to(path, **values)
+    set_to(path, **values)
+
+
+def set_to(path, **values):
+    for name, value in values.items():
+        ctypes.c_int.in_dll(ctypes.CDLL(path), name).value = value
+    return driver.Cuda(path)
+
+
+def counts(path):
+    c = ctypes.CDLL(path)
+    return c.n_handles(), c.n_mapped(), ctypes.c_int.in_dll(c, "n_reserved").value
+
+
+class Device(DeviceMemory):
+    def __init__(self, library):
+        self._library = library
+
+    def current(self):
+        return nullcontext()
+
+
+@pytest.mark.parametrize("handle_type", [DESCRIPTOR, FABRIC])
+def test_memory_is_exported_adopted_and_mapped_again(library, path, handle_type):
+    """By either handle; what is written through one mapping is there in the other."""
+    before = counts(path)
+    calls, ours = VirtualMemory(library), Device(library).allocate(3 * MIB)
+    handle = calls.retain(ours + 3 * MIB)
+    exported = calls.export(handle, handle_type)
+    calls.release(handle)
+    assert isinstance(exported, int) if handle_type == DESCRIPTOR else len(exported) == 64
+    sizes = [4 * MIB, 4 * MIB]
+    theirs = virtual_memory.map_all(calls, 1, sizes, lambda _: calls.adopt(exported))
+    ctypes.memset(ours + MIB, 7, 3)
+    for at in (theirs, theirs + 4 * MIB):
+        assert ctypes.string_at(at + MIB - 1, 5) == b"\0\7\7\7\0"
+    assert counts(path) == (before[0], before[1] + 3, before[2] + 2), "handles are released, mappings stay"
+    virtual_memory.unmap_all(calls, theirs, sizes)
+    assert counts(path) == (before[0], before[1] + 1, before[2] + 1), "ours is for good"
+    if handle_type == DESCRIPTOR:
+        os.close(exported)
+
+
+@pytest.mark.parametrize("has_fabric", [1, 0])
+def test_allocated_memory_may_leave_by_whatever_the_device_has(path, library, has_fabric):
+    set_to(path, has_fabric=has_fabric)
+    Device(library).allocate(1)
+    types = ctypes.c_int.in_dll(ctypes.CDLL(path), "handle_types").value
+    assert types == (DESCRIPTOR | FABRIC if has_fabric else DESCRIPTOR)
+
+
+@pytest.mark.parametrize("status", [800, 801])
+def test_without_an_imex_channel_memory_has_no_fabric_handles_and_that_is_said(path, library, status, caplog):
+    set_to(path, fabric_status=status)
+    with caplog.at_level(logging.WARNING):
+        Device(library).allocate(MIB)
+    assert ctypes.c_int.in_dll(ctypes.CDLL(path), "handle_types").value == DESCRIPTOR
+    assert f"no fabric handles, for want of an IMEX channel: cuMemCreate failed with {status}" in caplog.text
+
+
+def test_what_fails_leaves_nothing_behind(path, library):
+    before = counts(path)
+    set_to(path, fabric_status=2)
+    with pytest.raises(driver.DriverError, match="cuMemCreate failed with 2"):
+        Device(library).allocate(MIB)
+    assert counts(path) == before
+
+
+def test_a_device_without_such_memory_is_refused_in_words(path, library):
+    set_to(path, has_any=0)
+    with pytest.raises(UsageError, match="device 1 has no memory of cuMemCreate.*PDSTAGE_DEVICE_MEMORY=cudaMalloc"):
+        Device(library).allocate(MIB)
+
+
+def test_it_is_cudas_alone(library):
+    with pytest.raises(UsageError, match="CUDA's; unset PDSTAGE_DEVICE_MEMORY"):
+        virtual_memory.allocate(object(), MIB)
