@@ -12,7 +12,8 @@ there), `cuda_copy` with `cuda_tables`, `cupy_runtime` and `nvrtc`, and `triton_
 `triton_device` and `torch_runtime`; for both are `driver` (contexts, stream capture) and `device_memory` with
 `virtual_memory`.
 Change of precision, the one thing that is more than moving bytes, has modules of its own: `convert_reference` (what is
-right), `host_convert`, `cuda_convert`, and `triton_convert` with `triton_convert_kernels`.
+right), `host_convert`, `cuda_convert`, and `triton_convert` with `triton_convert_kernels` and
+`triton_sum_kernels`.
 """
 
 from __future__ import annotations

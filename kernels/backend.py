@@ -99,10 +99,6 @@ class Backend(Protocol):
 class Converting(Protocol):
     """What a module that converts offers to pools, besides a backend's own plans."""
 
-    @property
-    def SUMS(self) -> bool:  # noqa: N802  (a module's constant)
-        """Whether its plans can have checksums."""
-
     def missing(self) -> str: ...
 
     def compile_plan(self, recipe: Recipe) -> Compiled: ...

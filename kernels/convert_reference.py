@@ -164,9 +164,6 @@ def torch_dtype(name: str) -> torch.dtype:
 missing = reference.missing
 
 
-SUMS = True
-
-
 def compile_plan(recipe: Recipe) -> ConvertPlan:
     """Nothing is made ready, as in `reference`."""
     return ConvertPlan(recipe)

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from .device import Group
     from .index_ring import IndexRing
 
-SUMS = True
 missing = cuda_copy.missing
 SOURCE, SUM_SOURCE = "convert.cu", "sum.cu"
 # Units of a thread in flight: 64 bytes of the pool encoded, as many of staging decoded or summed.

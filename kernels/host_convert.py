@@ -23,8 +23,6 @@ COPY = 0
 KINDS = {(TENSOR, "divide"): 1, (TENSOR, "bf16"): 2, (TOKEN_HEAD, ""): 3, (MX, "floor"): 4, (MX, "ceil"): 5}
 HOLDS = {INLINE: 0, DATA: 1, SCALE: 2}
 
-SUMS = True
-
 
 def missing() -> str:
     """Why host code cannot convert here; empty if it can."""

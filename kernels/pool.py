@@ -78,7 +78,7 @@ def choose(backend: str, device: str) -> str:
     )
 
 
-def choose_converting(backend: str, device: str, *, checksum: bool) -> str:
+def choose_converting(backend: str, device: str) -> str:
     """As `choose`, of the backends whose plans convert. "auto" never means the reference, which is very slow."""
     kind = device.partition(":")[0]
     names = (choose(backend, device),) if backend != "auto" else [n for n in _BY_KIND[kind] if n != "reference"]
@@ -86,8 +86,6 @@ def choose_converting(backend: str, device: str, *, checksum: bool) -> str:
     for name in names:
         module = _CONVERTING.get(name)
         problems[name] = "converts no formats" if module is None else module.missing()
-        if module is not None and checksum and not module.SUMS:
-            problems[name] = "sums nothing that it converts: do without checksums"
         if not problems[name]:
             return name
     raise UsageError(
@@ -140,9 +138,9 @@ class Pool:
         """Streams and events of the pool's device, for callers that put copies in streams; None for host memory."""
         return _BACKENDS[choose(backend, self.device)].runtime_of(self.device)
 
-    def check_converts(self, *, checksum: bool = False) -> None:
-        """Raises `UsageError` where plans of this pool, with checksums or without, cannot convert."""
-        choose_converting("auto", self.device, checksum=checksum)
+    def check_converts(self) -> None:
+        """Raises `UsageError` where plans of this pool cannot convert."""
+        choose_converting("auto", self.device)
 
     def plan(
         self,
@@ -180,7 +178,7 @@ class Pool:
             return Plan(self, staging, name, recipe._replace(codings=()), _BACKENDS[name].compile_plan(recipe))
         if order != TOKEN_MAJOR:
             raise UsageError(f"converting in {order!r} order", remedy=f"use {TOKEN_MAJOR!r}", order=order)
-        name = choose_converting(backend, self.device, checksum=checksum)
+        name = choose_converting(backend, self.device)
         return Plan(self, staging, name, recipe, _CONVERTING[name].compile_plan(recipe))
 
 

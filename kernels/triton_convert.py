@@ -3,7 +3,7 @@
 Imports neither torch nor triton before a plan is made.
 
 Neighbours in staged order that differ in address and scale alone make one launch, those whose bytes are copied among
-them. Sums nothing: plans with checksums are refused.
+them, and another where a checksum is asked for, which is of the staged cells.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from ..tables import FAULT_TOO_SMALL, integers
 from . import triton_copy
 from .device import DeviceTable, check_aligned
 from .host_convert import COPY, HOLDS, KINDS
-from .triton_device import ConvertVariant, device_of
+from .triton_copy import GATHER, reciprocal
+from .triton_device import ConvertVariant, SumVariant, device_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from ..convert import Coding
     from ..plan import Tokens
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from .backend import Compiled, Launch, Recipe
     from .triton_device import Device, Held
 
-SUMS = False
 missing = triton_copy.missing
 # Values of a tile: 16 bytes of each of 1024 threads.
 _TILE_VALUES = 8192
@@ -42,8 +42,6 @@ _MAX_CELLS = 2**31 - 2**16
 
 def compile_plan(recipe: Recipe) -> ConvertPlan:
     """Uploads tables and compiles kernels, so that no call waits for either."""
-    if recipe.checksum:
-        raise UsageError("triton sums nothing that it converts", remedy="convert without checksums")
     return ConvertPlan(recipe, device_of(recipe.device))
 
 
@@ -55,6 +53,7 @@ class _Run(NamedTuple):
     row: Row
     coding: Coding
     variants: tuple[ConvertVariant, ConvertVariant]
+    summing: SumVariant
     views: Held
 
 
@@ -67,7 +66,7 @@ class ConvertPlan:
         self._device = device
         self._staging = Staging(recipe.staged, recipe.select)
         self._table = DeviceTable(recipe._replace(layout=fed), merged=False)
-        self._codings = recipe.codings
+        self._codings, self._sums = recipe.codings, recipe.checksum
         self._runs = list(self._group())
 
     def _group(self) -> list[_Run]:
@@ -77,13 +76,21 @@ class ConvertPlan:
             held = list(alike)
             first, (row, coding) = held[0]
             table = np.array(
-                [(r.base, c.encoding.scale_bits if c.encoding is not None else 0) for _, (r, c) in held], np.int64
+                [(r.base, c.encoding.scale_bits if c.encoding is not None else 0, r.seed) for _, (r, c) in held],
+                np.int64,
             )
-            variants = self._variants([r for _, (r, _) in held], coding)
+            variants, summing = self._variants([r for _, (r, _) in held], coding), self._summing(coding)
             for variant in variants:
                 self._device.prepare(variant)
-            runs.append(_Run(first, len(held), row, coding, variants, self._device.put(table)))
+            if self._sums:
+                self._device.prepare(summing)
+            runs.append(_Run(first, len(held), row, coding, variants, summing, self._device.put(table)))
         return runs
+
+    def _summing(self, coding: Coding) -> SumVariant:
+        access = math.gcd(coding.width, 16)
+        unit = max(access, 8)
+        return SumVariant(access, unit, self._device.threads * triton_copy.DEPTH[GATHER, True] * access // unit)
 
     def _variants(self, rows: list[Row], coding: Coding) -> tuple[ConvertVariant, ConvertVariant]:
         row, encoding, n = rows[0], coding.encoding, _n_values(rows[0], coding)
@@ -128,6 +135,7 @@ class ConvertPlan:
         offsets = [*self._staging.offsets(tokens), self._staging.nbytes(tokens)]
         stream = self._device.stream(launch.stream)
         most = launch.max_sms or self._device.n_programs
+        sums = list(self._sums_of(ptr, offsets, spans, launch.sum_ptr)) if launch.sum_ptr else []
         names = self._table.table.names
         hosted = [i for i, span in enumerate(spans) if span.start < span.stop and indexes[names[i]].device == "cpu"]
         tables, lists = [run.views for run in self._runs], [integers(indexes[names[i]]) for i in hosted]
@@ -152,6 +160,26 @@ class ConvertPlan:
                     _n_values(row, coding), coding.width, row.tokens_per_row,
                 )  # fmt: skip
                 self._device.launch(variant, min(n_tiles, most), arguments, stream)
+            for summing, n_tiles, told in sums:
+                self._device.launch(summing, min(n_tiles, most), told, stream)
+
+    def _sums_of(
+        self, ptr: int, offsets: list[int], spans: list[ComponentArgs], sum_ptr: int
+    ) -> Iterator[tuple[SumVariant, int, tuple[int, ...]]]:
+        """The launches that sum what is staged: kernel, tiles, arguments."""
+        for run in self._runs:
+            row, span, variant = run.row, spans[run.row.component], run.summing
+            units_per_cell = -(-run.coding.width // variant.UNIT)
+            n_units = rows_of(row.tokens_per_row, span.start, span.stop) * row.shards * row.segs * units_per_cell
+            if n_units > _MAX_CELLS:
+                raise UsageError(f"{n_units} pieces of one view in one call", remedy="copy fewer tokens")
+            arguments = (
+                run.views.ptr, run.n, ptr + offsets[run.first], _step(offsets, run.first), span.start, span.stop,
+                span.first_token, row.tokens_per_row, row.shards, row.first_shard, row.segs, run.coding.width,
+                units_per_cell, reciprocal(units_per_cell), reciprocal(row.segs), reciprocal(row.shards), sum_ptr,
+            )  # fmt: skip
+            if n_units:
+                yield variant, run.n * -(-n_units // variant.UNITS), arguments
 
     def _spans(self, indexes: Mapping[str, Index], tokens: Tokens, *, unique: bool) -> list[ComponentArgs]:
         spans = self._table.spans(indexes, tokens, unique=unique)

@@ -104,9 +104,9 @@ def convert_kernel(
 
     `n_values` are those of a cell, of `width` bytes once encoded; what is only copied has values of one byte.
 
-    `views` is the address of each one's (cell base, scale bits); view v is staged at `staged + v*stride`, and its
-    scales where they are apart at `scales + v*scales_stride`, cell after cell. ALIGNED: every cell begins at a multiple
-    of 16 bytes on both sides.
+    `views` is the address of each one's (cell base, scale bits, seed of its checksum); view v is staged at
+    `staged + v*stride`, and its scales where they are apart at `scales + v*scales_stride`, cell after cell. ALIGNED:
+    every cell begins at a multiple of 16 bytes on both sides.
     """
     first_row = start // tokens_per_row
     n_rows = (stop + tokens_per_row - 1) // tokens_per_row - first_row
@@ -132,7 +132,7 @@ def convert_kernel(
         else:
             item = tl.load(items.to(tl.pointer_type(tl.int32)) + n, mask=ok, other=-1).to(tl.int64)
         ok = ok & (item >= 0) & (item < n_items)
-        table = views + view.to(tl.int64) * 16
+        table = views + view.to(tl.int64) * 24
         outer = within // outer_rows
         address = tl.load(table.to(tl.pointer_type(tl.int64))) + item * item_stride + outer.to(tl.int64) * outer_stride
         address += (within - outer * outer_rows).to(tl.int64) * inner_stride + shard.to(tl.int64) * shard_stride

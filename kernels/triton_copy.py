@@ -248,17 +248,17 @@ def _columns(run: _Run, variant: Variant) -> list[int]:
     own, units_per_run = run.own, -(-run.own.width // variant.UNIT)
     line = [
         own.first_view, own.n_views, variant.ACCESS, own.tokens_per_row, own.width, own.segs, own.shards,
-        own.first_shard, units_per_run, _reciprocal(units_per_run), _reciprocal(own.segs), _reciprocal(own.shards),
+        own.first_shard, units_per_run, reciprocal(units_per_run), reciprocal(own.segs), reciprocal(own.shards),
     ]  # fmt: skip
     for side in run:
         line += [
-            side.n_items, side.item_stride, side.rows_per_item, _reciprocal(side.rows_per_item), side.outer_rows,
-            _reciprocal(side.outer_rows), side.outer_stride, side.inner_stride, side.shard_stride, side.seg_stride,
+            side.n_items, side.item_stride, side.rows_per_item, reciprocal(side.rows_per_item), side.outer_rows,
+            reciprocal(side.outer_rows), side.outer_stride, side.inner_stride, side.shard_stride, side.seg_stride,
         ]  # fmt: skip
     return line
 
 
-def _reciprocal(divisor: int) -> int:
+def reciprocal(divisor: int) -> int:
     """(2^64 - 1) // divisor, as the bits of an int64."""
     reciprocal = (2**64 - 1) // divisor
     return reciprocal - 2**64 if reciprocal >= 2**63 else reciprocal

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -60,7 +60,22 @@ class ConvertVariant(NamedTuple):
     ALIGNED: bool
 
 
-def _kernel_of(variant: Variant | ConvertVariant) -> Any:  # noqa: ANN401  (triton's, which has no types)
+class SumVariant(NamedTuple):
+    """The constants of `triton_sum_kernels.sum_kernel`, by its names."""
+
+    ACCESS: int
+    UNIT: int
+    UNITS: int
+
+
+AnyVariant: TypeAlias = Variant | ConvertVariant | SumVariant
+
+
+def _kernel_of(variant: AnyVariant) -> Any:  # noqa: ANN401  (triton's, which has no types)
+    if isinstance(variant, SumVariant):
+        from .triton_sum_kernels import sum_kernel  # noqa: PLC0415
+
+        return sum_kernel
     if isinstance(variant, ConvertVariant):
         from .triton_convert_kernels import convert_kernel  # noqa: PLC0415
 
@@ -70,7 +85,7 @@ def _kernel_of(variant: Variant | ConvertVariant) -> Any:  # noqa: ANN401  (trit
     return copy_kernel
 
 
-def build(variant: Variant | ConvertVariant, target: Any) -> Any:  # noqa: ANN401  (triton's, which has no types)
+def build(variant: AnyVariant, target: Any) -> Any:  # noqa: ANN401  (triton's, which has no types)
     """The kernel compiled for `target`, a `GPUTarget`; no GPU need be there.
 
     Nothing but `variant` and the types of arguments decides what is compiled: `triton.jit` by itself would look at
@@ -107,7 +122,7 @@ class Device(Protocol):
     def put(self, table: Int64s) -> Held:
         """A copy of `table` there, as long as what is returned lives."""
 
-    def prepare(self, variant: Variant | ConvertVariant) -> None:
+    def prepare(self, variant: AnyVariant) -> None:
         """Makes a kernel ready, so that no launch waits for a compiler."""
 
     def stream(self, stream: object) -> int:
@@ -118,9 +133,7 @@ class Device(Protocol):
     ) -> AbstractContextManager[list[int]]:
         """Around a call's launches, which read `tables`. Addresses of copies of `lists` there, good inside."""
 
-    def launch(
-        self, variant: Variant | ConvertVariant, programs: int, arguments: tuple[int, ...], stream: int
-    ) -> None: ...
+    def launch(self, variant: AnyVariant, programs: int, arguments: tuple[int, ...], stream: int) -> None: ...
 
 
 class Gpu:
@@ -138,13 +151,13 @@ class Gpu:
         self._ring = IndexRing(self.runtime)
         with self.runtime.current():
             self._target = triton.runtime.driver.active.get_current_target()
-        self._kernels: dict[Variant | ConvertVariant, Any] = {}
+        self._kernels: dict[AnyVariant, Any] = {}
         self.n_programs = torch.cuda.get_device_properties(self.runtime.device).multi_processor_count
 
     def put(self, table: Int64s) -> Table:
         return self.runtime.tables.put(np.ascontiguousarray(table).reshape(-1).view(np.uint8))
 
-    def prepare(self, variant: Variant | ConvertVariant) -> None:
+    def prepare(self, variant: AnyVariant) -> None:
         if variant not in self._kernels:
             kernel = build(variant, self._target)
             with self.runtime.current():
@@ -174,7 +187,7 @@ class Gpu:
             return None, []
         return self._ring.put([(one.__array_interface__["data"][0], one.nbytes) for one in lists], stream)
 
-    def launch(self, variant: Variant | ConvertVariant, programs: int, arguments: tuple[int, ...], stream: int) -> None:
+    def launch(self, variant: AnyVariant, programs: int, arguments: tuple[int, ...], stream: int) -> None:
         """Inside `call`."""
         self.prepare(variant)
         self._kernels[variant][programs, 1, 1](*arguments, *variant, stream=stream)
@@ -199,7 +212,7 @@ class Interpreter:
     def put(self, table: Int64s) -> HostTable:
         return HostTable(np.ascontiguousarray(table))
 
-    def prepare(self, variant: Variant | ConvertVariant) -> None:
+    def prepare(self, variant: AnyVariant) -> None:
         pass
 
     def stream(self, stream: object) -> int:
@@ -210,7 +223,7 @@ class Interpreter:
         copies = [items.copy() for items in lists]
         yield [copy.__array_interface__["data"][0] for copy in copies]
 
-    def launch(self, variant: Variant | ConvertVariant, programs: int, arguments: tuple[int, ...], stream: int) -> None:
+    def launch(self, variant: AnyVariant, programs: int, arguments: tuple[int, ...], stream: int) -> None:
         _kernel_of(variant)[programs, 1, 1](*arguments, *variant)
 
 

@@ -136,7 +136,7 @@ class NodeOptions:
         try:
             check_path(self.path, config, writes=writes)
             if config.convert:
-                pool.check_converts(checksum=config.checksums)
+                pool.check_converts()
             if isinstance(given, Transport):
                 opened = given
             else:

@@ -10,9 +10,9 @@ from coded import ALL_BF16, INLINE, edge_cells, mixed, offered_by, pools_of
 from pools import HND, NHD, Logical, Stored, hold
 
 from pdstage.convert import Encoding, codings, fp8_tensor, fp8_token_head, mxfp8, pair, reformat
-from pdstage.errors import UsageError
 from pdstage.kernels import Plan, Pool, triton_convert
 from pdstage.kernels.backend import Recipe
+from pdstage.kernels.triton_device import ConvertVariant, SumVariant, device_of
 from pdstage.plan import TOKEN_MAJOR, Select, Staging
 from pdstage.tables import Index
 
@@ -20,27 +20,29 @@ APART = [(fp8_token_head("data"), fp8_token_head("scale", "r0"))]
 APART += [(mxfp8(rule, "data"), mxfp8(rule, "scale", "r0")) for rule in ("floor", "ceil")]
 
 
-def plan_of(backend, own, staged, select, *, checksum=False):
+def plan_of(backend, own, staged, select):
     """As `Pool.plan` makes it; Triton's interpreter is no backend for host memory there."""
     if backend != "triton":
-        return Pool.of(own).plan(select, backend=backend, staged=staged)
+        return Pool.of(own).plan(select, backend=backend, staged=staged, checksum=True)
     staging = Staging(staged, select)
-    recipe = Recipe(own, staging.select, TOKEN_MAJOR, "cpu", checksum, 1, staged)
+    recipe = Recipe(own, staging.select, TOKEN_MAJOR, "cpu", True, 1, staged)
     recipe = recipe._replace(codings=tuple(codings(own, staged, staging.select)))
     return Plan(Pool.of(own), staging, "triton", recipe, triton_convert.compile_plan(recipe))
 
 
 def outcome(backend, held, own, staged, select, indexes, tokens, max_sms=None):
-    """What a gather leaves in staging, and a scatter of anything in the pool."""
-    plan, before = plan_of(backend, own, staged, select), held.bytes()
+    """What a gather leaves in staging, and a scatter of anything in the pool; and both checksums, added to 41."""
+    plan, before, sums = plan_of(backend, own, staged, select), held.bytes(), np.full(2, 41, np.uint64)
     out = np.full(plan.nbytes(tokens) + 160, 0xA5, np.uint8)
     at = 16 + -out.ctypes.data % 16
-    plan.gather(out.ctypes.data + at, plan.nbytes(tokens), indexes, tokens, max_sms=max_sms)
+    summed = {"max_sms": max_sms, "sum_ptr": sums.ctypes.data}
+    plan.gather(out.ctypes.data + at, plan.nbytes(tokens), indexes, tokens, **summed)
     anything = np.random.default_rng(9).integers(0, 256, out.size, dtype=np.uint8)
     begin = -anything.ctypes.data % 16
     anything = np.roll(anything, begin)
-    plan.scatter(anything.ctypes.data + begin, plan.nbytes(tokens), indexes, tokens, max_sms=max_sms)
-    after = held.bytes()
+    summed["sum_ptr"] += 8
+    plan.scatter(anything.ctypes.data + begin, plan.nbytes(tokens), indexes, tokens, **summed)
+    after = [*held.bytes(), sums]
     for memory, old in zip(held.memory, before, strict=True):
         memory[:] = old
     return out[at : at + plan.nbytes(tokens)], np.r_[out[:at], out[at + plan.nbytes(tokens) :]], after
@@ -95,8 +97,15 @@ def test_what_is_copied_goes_with_what_is_converted(format):
     check(*mixed(format))
 
 
-def test_a_plan_sums_nothing():
-    _, own, peer, _ = pools_of(fp8_tensor(1.0), edge_cells(32))
+def test_a_call_that_asks_for_no_sum_makes_no_launch_for_one(monkeypatch):
+    held, own, peer, rows = pools_of(fp8_tensor(1.0), edge_cells(32))
     staged = pair(own, peer).offered
-    with pytest.raises(UsageError, match="sums nothing"):
-        plan_of("triton", own, staged, [Select(view.key, 0, 1) for view in staged.views()], checksum=True)
+    plan = plan_of("triton", own, staged, [Select(view.key, 0, view.shards) for view in staged.views()])
+    device, launched = device_of("cpu"), []
+    monkeypatch.setattr(device, "launch", lambda variant, *_: launched.append(type(variant)))
+    memory, tokens = np.zeros(plan.nbytes({"kv": (0, rows)}) + 16, np.uint8), {"kv": (0, rows)}
+    at, items = memory.ctypes.data + -memory.ctypes.data % 16, {"kv": Index.of(np.arange(rows, dtype=np.int32))}
+    for sum_ptr, want in ((0, [ConvertVariant]), (held.memory[0].ctypes.data & -8, [ConvertVariant, SumVariant])):
+        plan.gather(at, plan.nbytes(tokens), items, tokens, sum_ptr=sum_ptr)
+        assert launched == want
+        launched.clear()

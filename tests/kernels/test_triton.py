@@ -16,7 +16,7 @@ from cuda_on_cpu import CpuMachine
 
 from pdstage.kernels import backends, checksum, host_convert, triton_copy
 from pdstage.kernels.triton_copy import COPY, DEPTH, GATHER, SCATTER
-from pdstage.kernels.triton_device import THREADS, ConvertVariant, Gpu, Variant, build, interpreted
+from pdstage.kernels.triton_device import THREADS, ConvertVariant, Gpu, SumVariant, Variant, build, interpreted
 from tests.rows import rows
 
 triton = pytest.importorskip("triton")
@@ -26,7 +26,7 @@ if interpreted():
 
 from triton.backends.compiler import GPUTarget  # noqa: E402  (after the check that it is there)
 
-from pdstage.kernels import triton_convert_kernels, triton_kernels  # noqa: E402
+from pdstage.kernels import triton_convert_kernels, triton_kernels, triton_sum_kernels  # noqa: E402
 
 
 @pytest.mark.parametrize("suite", ["interpreted_triton.py", "interpreted_convert.py"])
@@ -158,7 +158,25 @@ def test_conversions_on_amd(way):
     assert re.findall(r"\.vgpr_spill_count:\s*(\d+)", code) == ["0"]
 
 
+@pytest.mark.parametrize(("access", "unit"), [(16, 16), (4, 8), (1, 8)])
+@pytest.mark.parametrize("arch", rows([80, 90], full={80}))
+def test_sums_of_what_is_staged_on_nvidia(tmp_path, arch, access, unit):
+    kernel = build(SumVariant(access, unit, THREADS * 2 * access // unit), GPUTarget("cuda", arch, 32))
+    sass, registers, spilled = disassembled(kernel, tmp_path)
+    assert not re.findall(r"\bSTG\b", sass)
+    assert bool(re.findall(r"\bLDG\.E\.128\b", sass)) == (access == 16)
+    assert registers <= 64
+    assert spilled == 0
+
+
+def test_sums_of_what_is_staged_on_amd():
+    code = build(SumVariant(16, 16, THREADS * 2), GPUTarget("hip", "gfx942", 64)).asm["amdgcn"]
+    assert "global_load_dwordx4" in code
+    assert re.findall(r"\.vgpr_spill_count:\s*(\d+)", code) == ["0"]
+
+
 def test_arguments_are_in_the_kernels_order():
+    assert tuple(triton_sum_kernels.sum_kernel.arg_names[-len(SumVariant._fields) :]) == SumVariant._fields
     assert tuple(triton_convert_kernels.convert_kernel.arg_names[-len(ConvertVariant._fields) :]) == (
         ConvertVariant._fields
     )
