@@ -287,16 +287,10 @@ extern "C" __global__ void __launch_bounds__(PDSTAGE_THREADS, 1)
     pdstage_copy(const __grid_constant__ pdstage::Params params) {
     using namespace pdstage;
     Extent* const extents = reinterpret_cast<Extent*>(dynamic_shared());
-    lay_out(params, extents, TILE);
-    const u32 n_tiles = extents[params.n_groups - 1].tiles, warps = blockDim.x / LANES, lane = threadIdx.x % LANES;
     const Coding* codings = reinterpret_cast<const Coding*>(params.groups + params.n_groups);
-    u32 index = 0;
-    for (u32 tile = blockIdx.x * warps + threadIdx.x / LANES; tile < n_tiles; tile += gridDim.x * warps) {
-        while (tile >= extents[index].tiles) index++;
-        const Work work = work_of(params, extents, TILE, index, tile);
+    for_tiles(params, extents, TILE, [&](const Work& work, u32 index, u32 first) {
         const Coding& coding = codings[index];
-        if (FROM_STAGING && coding.kind != COPY && coding.holds == SCALES) continue;  // read with their data
-        const u32 first = work.first + lane;
+        if (FROM_STAGING && coding.kind != COPY && coding.holds == SCALES) return;  // read with their data
         convert_if<COPY>(params, extents, coding, work, first);
         convert_if<TOKEN_HEAD>(params, extents, coding, work, first);
         if constexpr (TO_STAGING) {
@@ -308,5 +302,5 @@ extern "C" __global__ void __launch_bounds__(PDSTAGE_THREADS, 1)
             convert_if<TENSOR_DIVIDE, 1 << TENSOR_DIVIDE | 1 << TENSOR_BF16>(params, extents, coding, work, first);
             convert_if<MX_FLOOR, 1 << MX_FLOOR | 1 << MX_CEIL>(params, extents, coding, work, first);
         }
-    }
+    });
 }

@@ -57,16 +57,9 @@ extern "C" __global__ void __launch_bounds__(PDSTAGE_THREADS, 1)
     pdstage_copy(const __grid_constant__ pdstage::Params params) {
     using namespace pdstage;
     __shared__ u64 sums[PDSTAGE_THREADS];
-    Extent* const extents = reinterpret_cast<Extent*>(dynamic_shared());
-    lay_out(params, extents, TILE);
-    const u32 n_tiles = extents[params.n_groups - 1].tiles, warps = blockDim.x / LANES, lane = threadIdx.x % LANES;
     u64 sum = 0;
-    u32 index = 0;
-    for (u32 tile = blockIdx.x * warps + threadIdx.x / LANES; tile < n_tiles; tile += gridDim.x * warps) {
-        while (tile >= extents[index].tiles) index++;
-        const Work work = work_of(params, extents, TILE, index, tile);
-        sum += sum_tile(params, work, work.first + lane);
-    }
+    for_tiles(params, reinterpret_cast<Extent*>(dynamic_shared()), TILE,
+              [&](const Work& work, u32, u32 first) { sum += sum_tile(params, work, first); });
     sums[threadIdx.x] = sum;
     add_all(params.sum, sums);
 }
