@@ -15,6 +15,8 @@ from gpu.plain import Plain, block  # noqa: E402
 from transport.endpoint import NBYTES, Log, Remote  # noqa: E402
 
 from pdstage.errors import PeerError, TransportError  # noqa: E402
+from pdstage.layout import Region  # noqa: E402
+from pdstage.probe import _bytes_of  # noqa: E402
 
 ITEMS = [3, 60, 8, 8, 0]
 TARGETS = [pytest.param("gpu:0", id="same-gpu"), pytest.param("gpu:1", id="peer-gpu", marks=pytest.mark.multigpu)]
@@ -100,14 +102,51 @@ def test_a_stale_handle_is_refused(ends):
         a.prepare("b", [region])
 
 
+def write_across_allocations(a, b):
+    """Copies, and a kernel's writes, over ends of allocations of 2 MiB; then all of the peer's memory is compared."""
+    a.connect("b", b.describe())
+    a.prepare("b", [b.region()])
+    want, log = bytearray(NBYTES), Log(a)
+    data = bytes(range(1, 201)) * 30
+    a.fill(0, data)
+    tickets = []
+    for number, end in enumerate(range(2 << 20, NBYTES, 2 << 20)):
+        at = end - 1000 * (1 + number)
+        tickets.append(a.post("b", [(0, b.base + at, len(data))], b""))
+        want[at : at + len(data)] = data
+    log.until(lambda: log.done(a) == tickets)
+    at = (4 << 20) - 50_000
+    mapped = a.transport.mapped("b", b.base + at, 80_000)
+    _bytes_of(Region(mapped.address, 80_000, "cuda", a.device.index or 0)).fill_(7)
+    a.finish_work()
+    want[at : at + 80_000] = b"\7" * 80_000
+    assert b.read(0, NBYTES) == want
+
+
 @pytest.mark.gpu
-def test_memory_of_expandable_segments_is_refused_in_words():
+def test_memory_of_cumemcreate_is_mapped_allocation_by_allocation():
+    a, b = GpuEndpoint("local+gpu:0"), Remote("local+gpu:0", sizes=(2 << 20,) * (NBYTES >> 21))
+    try:
+        write_across_allocations(a, b)
+        mapped = a.transport.mapped("b", b.base, 1)
+        a.disconnect("b")
+        assert mapped.address
+        del mapped
+        write_across_allocations(a, b)
+    finally:
+        a.close()
+        b.shut()
+
+
+@pytest.mark.gpu
+def test_memory_of_expandable_segments_is_mapped_or_refused_in_words():
+    """Whether it may be mapped is for torch to say, which makes it."""
     a = GpuEndpoint("local+gpu:0")
     b = Remote("local+gpu:0", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
     try:
-        a.connect("b", b.describe())
-        with pytest.raises(PeerError, match="expandable_segments"):
-            a.prepare("b", [b.region()])
+        write_across_allocations(a, b)
+    except PeerError as error:
+        assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False" in str(error)
     finally:
         b.shut()
         a.close()

@@ -20,7 +20,7 @@ from transport.postbox import Postbox
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.layout import Region
-from pdstage.transport import Done, PostFailed, Spans
+from pdstage.transport import Done, PostFailed, Spans, _peer
 from pdstage.transport._auto import AutoTransport
 from pdstage.transport.base import read_description, write_description
 from pdstage.transport.local import LocalTransport, _Description
@@ -358,6 +358,21 @@ def test_segments_that_say_nonsense_are_refused_before_anything_is_mapped(runtim
             a.prepare("b", [b.region()])
         assert not runtime.handles
         assert not runtime.reserved
+    finally:
+        a.close()
+        b.shut()
+
+
+def test_where_descriptors_of_others_may_not_be_taken_over_it_is_said_what_allows_it(stock, monkeypatch):
+    b = Remote("local-double+segments")
+    a = Endpoint(DEVICE)
+    try:
+        a.connect("b", b.describe())
+        monkeypatch.setattr(_peer, "_PIDFD_GETFD", 100_000)
+        with pytest.raises(
+            PeerError, match=r"taking over descriptor \d+ .*ENOSYS.*allow pidfd_getfd in the container's"
+        ):
+            a.prepare("b", [b.region()])
     finally:
         a.close()
         b.shut()
