@@ -25,6 +25,7 @@ What was seen of NIXL 1.5.1 (UCX over tcp and over shared memory, 256 MiB in fli
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
@@ -33,6 +34,7 @@ import msgspec
 from msgspec import Meta
 
 from pdstage.errors import PeerError
+from pdstage.kernels import driver, virtual_memory
 from pdstage.transport._backend import Backend, Link, Post
 from pdstage.transport._nixl_agent import (
     MEMORY,
@@ -58,6 +60,11 @@ if TYPE_CHECKING:
 
 _Unreadable: tuple[type[Exception], ...] = (*Errors, ValueError)
 """`ValueError` from `check_metadata`, and for a name that is no UTF-8."""
+
+
+log = logging.getLogger(__name__)
+
+_WITH_NVLINK = "where NVLink joins GPUs, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, and no cudaMallocAsync"
 
 
 class _Description(msgspec.Struct, frozen=True, tag="pdstage.nixl.1", array_like=True):
@@ -136,7 +143,7 @@ class NixlTransport(Backend[_Link, _Description]):
             host=host,
             telemetry=telemetry,
         )
-        self._telemetry = telemetry
+        self._telemetry, self._warned = telemetry, False
         self._identity = own_identity()
         Here.lives.add(self.life)
         self._knows_metadata = is_known(self._agent.get_agent_metadata(), self.life)
@@ -150,6 +157,12 @@ class NixlTransport(Backend[_Link, _Description]):
 
     def _register(self, regions: Sequence[Region]) -> None:
         self._memory.register(regions)
+        slow = next((region.base for region in regions if region.kind == "cuda" and _goes_without_nvlink(region)), 0)
+        if slow and not self._warned:
+            self._warned = True
+            log.warning(
+                "UCX moves device memory at %#x without NVLink, for want of fabric handles: %s", slow, _WITH_NVLINK
+            )
 
     def _unregister(self, regions: Sequence[Region]) -> None:
         self._memory.unregister(regions)
@@ -268,6 +281,16 @@ class NixlTransport(Backend[_Link, _Description]):
         if not self._users[name]:
             del self._users[name]
             attempt(self._agent.remove_remote_agent, name)
+
+
+def _goes_without_nvlink(region: Region) -> bool:
+    """Whether UCX's cuda_ipc takes no memory like this: it knows legacy handles and fabric handles (UCX 1.23)."""
+    try:
+        attribute = driver.cuda().attribute
+    except OSError:
+        return False
+    capable, types = attribute(driver.IPC_CAPABLE, region.base), attribute(driver.HANDLE_TYPES, region.base)
+    return not capable and not types & virtual_memory.FABRIC
 
 
 TRANSPORT = NixlTransport

@@ -12,12 +12,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from transport import cuda_double
 from transport.conftest import VARIANTS, Pair
 from transport.endpoint import NBYTES, Endpoint, Log, Remote
 
 pytest.importorskip("nixl._api", exc_type=ImportError)
 
 from pdstage.errors import PeerError, UsageError
+from pdstage.kernels import driver
+from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.layout import Region
 from pdstage.transport import PostFailed, _fabric, open_transport
 from pdstage.transport._nixl_agent import descriptors, is_known
@@ -389,6 +392,29 @@ def test_metadata_of_another_layout_is_left_to_nixl(caplog):
     caplog.set_level("INFO")
     assert not is_known(b"nixlSerDes2|...", "pdstage.x")
     assert "is not checked" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        (lambda runtime: runtime.allocate(4096), False),
+        (lambda runtime: runtime.allocate(4096, how=cuda_double.POOL), True),
+        (lambda runtime: runtime.expandable([4096], FABRIC | DESCRIPTOR), False),
+        (lambda runtime: runtime.expandable([4096], DESCRIPTOR), True),
+    ],
+    ids=["cudaMalloc", "cudaMallocAsync", "with fabric handles", "without"],
+)
+def test_gpu_memory_that_ucx_moves_without_nvlink_is_warned_of_once(memory, said, monkeypatch, caplog):
+    runtime = cuda_double.Runtime()
+    held = memory(runtime)
+    monkeypatch.setattr(driver, "cuda", lambda: cuda_double.Driver(runtime))
+    with contextlib.closing(open_transport("nixl")) as transport:
+        monkeypatch.setattr(transport._memory, "register", lambda _: None)
+        for address in (held.address, held.address + 64):
+            transport._register([Region(held.address, 64, "cuda"), Region(address, 64)])
+    records = [one.getMessage() for one in caplog.records if "NVLink" in one.getMessage()]
+    assert len(records) == said
+    assert all("expandable_segments:False" in one for one in records)
 
 
 def test_a_death_is_proved_only_once_the_sockets_are_read(monkeypatch):
