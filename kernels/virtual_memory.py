@@ -175,7 +175,7 @@ def _create(memory: VirtualMemory, nbytes: int, properties: Properties) -> int:
     except driver.DriverError as error:
         if not properties.handle_types & FABRIC or error.status not in _REFUSED:
             raise
-        log.warning("device memory has no fabric handles, for want of an IMEX channel: %s", error)
+        log.warning("device memory has no fabric handles, for want of an IMEX channel: %s", error.what)
         properties.handle_types &= ~FABRIC
         return memory.create(nbytes, properties)
 

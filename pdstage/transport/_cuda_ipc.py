@@ -143,7 +143,7 @@ class Cuda:
                 address = _segments.map_here(self._calls, segments, device, fetch)
         except driver.DriverError as error:
             remedy = "see the driver's documentation; fabric handles need one IMEX channel for both processes"
-            raise TransportError(f"the driver does not map it: {error}", remedy=remedy) from error
+            raise TransportError(f"the driver does not map it: {error.what}", remedy=remedy) from error
         return _Opened(address, lambda: virtual_memory.unmap_all(self._calls, address, segments.sizes))
 
     def _map(self, block: Block, device: int) -> _Opened:

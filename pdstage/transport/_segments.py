@@ -99,7 +99,7 @@ def export(attribute: Callable[[int, int], int], calls: Calls, uuid: bytes, base
     except driver.DriverError as error:
         close_descriptors(descriptors)
         place = len(descriptors or fabric) + 1
-        what = f"allocation {place} of {len(found)} of device memory at {base:#x} cannot be exported: {error}"
+        what = f"allocation {place} of {len(found)} of device memory at {base:#x} cannot be exported: {error.what}"
         raise UsageError(what, remedy=f"allow a descriptor for each (ulimit -n), or {_REMEDY}", base=base) from error
     return Segments(secrets.token_bytes(16), uuid, found[0][0], [size for _, size in found], descriptors, fabric)
 

@@ -283,7 +283,7 @@ def test_what_is_mapped_of_segments_is_given_back_whole(runtime, stock):
 
     b = Remote("local-double+segments")
     try:
-        runtime.calls = Counter()
+        before, runtime.calls = n_files(), Counter()
         for _ in range(2):
             a = Endpoint(DEVICE)
             for name in ("b", "again"):
@@ -299,6 +299,7 @@ def test_what_is_mapped_of_segments_is_given_back_whole(runtime, stock):
         assert runtime.calls == wanted
         assert not runtime.handles
         assert not runtime.reserved
+        assert n_files() == before + 2, "of the last endpoint's own memory, and of its mapping"
     finally:
         b.shut()
 
