@@ -11,6 +11,7 @@ from gpu.plain import Plain  # noqa: E402  (needs torch)
 
 from pdstage.errors import UsageError  # noqa: E402
 from pdstage.kernels import driver  # noqa: E402
+from pdstage.kernels.virtual_memory import DESCRIPTOR  # noqa: E402
 from pdstage.stager import Memory  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -28,10 +29,16 @@ def runtime(plain):
     return plain.pool.runtime(plain.plan.backend)
 
 
-@pytest.fixture(params=["pool", "host", "host, mappable"])
-def memory(request, runtime):
-    staging_on, _, mappable = request.param.partition(", ")
-    held = Memory(1 << 20, None, "cuda:0", mappable=bool(mappable), runtime=runtime, staging_on=staging_on)
+@pytest.fixture(params=["pool", "pool, cuMemCreate", "host", "host, mappable"])
+def memory(request, runtime, monkeypatch):
+    staging_on, _, how = request.param.partition(", ")
+    mappable, nbytes = how == "mappable", 1 << 20
+    if how == "cuMemCreate":
+        if torch.version.hip is not None:
+            pytest.skip("CUDA's own")
+        monkeypatch.setenv("PDSTAGE_DEVICE_MEMORY", how)
+        nbytes = 3 << 20  # which no other test gave back
+    held = Memory(nbytes, None, "cuda:0", mappable=mappable, runtime=runtime, staging_on=staging_on)
     yield held
     torch.cuda.synchronize()
     held.release()
@@ -49,6 +56,18 @@ def test_kernels_write_and_read_it(plain, memory):
     plan.scatter(*at, index, tokens, stream=stream)
     stream.synchronize()
     assert torch.equal(plain.expected(ITEMS), expected)
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="CUDA's own attributes")
+def test_of_cumemcreate_it_may_leave_by_a_descriptor(runtime, monkeypatch):
+    monkeypatch.setenv("PDSTAGE_DEVICE_MEMORY", "cuMemCreate")
+    memory, attribute = Memory(5 << 20, None, "cuda:0", runtime=runtime), driver.cuda().attribute
+    base = memory.region.base
+    assert not attribute(driver.IPC_CAPABLE, base)
+    assert attribute(driver.HANDLE_TYPES, base) & DESCRIPTOR
+    assert attribute(driver.MAPPING_START, base + (5 << 20) - 1) == base
+    assert attribute(driver.MAPPING_NBYTES, base) >= 5 << 20
+    memory.release()
 
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="CUDA's own attributes")
