@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
 # CUpointer_attribute
 MEMORY_TYPE, IS_MANAGED, ORDINAL, IPC_CAPABLE, RANGE_START, RANGE_NBYTES, MEMPOOL = 2, 8, 9, 10, 11, 12, 17
-HANDLE_TYPES, MAPPING_NBYTES, MAPPING_START = 14, 18, 19  # those of memory of cuMemCreate
+HANDLE_TYPES, _MAPPING_NBYTES, _MAPPING_START = 14, 18, 19  # those of memory of cuMemCreate
 # CUdevice_attribute
 _RDMA_SUPPORTED, _RDMA_FLUSH_OPTIONS, _RDMA_ORDERING = 116, 117, 118
 _FLUSH_BY_HOST = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
@@ -200,6 +200,16 @@ class Cuda:
         found = ctypes.c_uint64()  # none is longer; what is shorter leaves the upper bytes 0
         failed = self._quick.cuPointerGetAttribute(ctypes.byref(found), which, _ADDRESS(address))
         return 0 if failed else found.value
+
+    def mapping(self, address: int) -> tuple[int, int]:
+        """Where the one mapping of cuMemMap begins that holds an address, and its bytes; (0, 0) where none does."""
+        start, nbytes = self.attribute(_MAPPING_START, address), self.attribute(_MAPPING_NBYTES, address)
+        if nbytes:
+            return start, nbytes
+        # What cuda.h points to where it says that RANGE_START and RANGE_NBYTES are those of the reservation.
+        found, size = _ADDRESS(), _SIZE()
+        failed = self._quick.cuMemGetAddressRange_v2(ctypes.byref(found), ctypes.byref(size), _ADDRESS(address))
+        return (0, 0) if failed else (found.value, size.value)
 
     def uuid(self, device: int) -> bytes:
         """The 16 bytes that name a GPU, or a MIG instance, to all processes."""

@@ -91,7 +91,7 @@ class Cuda:
         uuid = self._driver.uuid(device)
         with self.on(device):
             if not capable:
-                return _segments.export(attribute, self._calls, uuid, base, nbytes)
+                return _segments.export(self._driver, self._calls, uuid, base, nbytes)
             try:
                 handle = bytes(self._runtime.ipcGetMemHandle(start))
             except self.error as error:
@@ -116,7 +116,7 @@ class Cuda:
                 if getattr(error, "status", 0) != 704:  # cudaErrorPeerAccessAlreadyEnabled
                     raise
             if not self._driver.attribute(driver.IPC_CAPABLE, base):  # what is mapped is let in range by range
-                for start, whole in _segments.ranges(self._driver.attribute, base, nbytes):
+                for start, whole in _segments.ranges(self._driver, base, nbytes):
                     self._calls.allow(start, whole, device)
 
     def open(self, exported: Block | Segments, device: int, fetch: Callable[[int], int]) -> Mapping:

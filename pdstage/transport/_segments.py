@@ -22,6 +22,7 @@ from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from pdstage.kernels.driver import Cuda
     from pdstage.kernels.virtual_memory import Calls
 
 NO_HANDLES = "is of cuMemCreate (torch's expandable_segments?) without a kind of handle that other processes open"
@@ -60,12 +61,12 @@ class Segments(NamedTuple):
         return self.descriptors or self.fabric
 
 
-def ranges(attribute: Callable[[int, int], int], base: int, nbytes: int) -> list[tuple[int, int]]:
+def ranges(library: Cuda, base: int, nbytes: int) -> list[tuple[int, int]]:
     """Where the mappings lie, each address and bytes, that hold a region; [] where the driver knows of none."""
     found: list[tuple[int, int]] = []
     at = base
     while at < base + nbytes:
-        start, size = attribute(driver.MAPPING_START, at), attribute(driver.MAPPING_NBYTES, at)
+        start, size = library.mapping(at)
         if not (start <= at < start + size and (not found or start == at)):
             return []
         found.append((start, size))
@@ -73,13 +74,13 @@ def ranges(attribute: Callable[[int, int], int], base: int, nbytes: int) -> list
     return found
 
 
-def export(attribute: Callable[[int, int], int], calls: Calls, uuid: bytes, base: int, nbytes: int) -> Segments:
+def export(library: Cuda, calls: Calls, uuid: bytes, base: int, nbytes: int) -> Segments:
     """What maps a region in another process. Raises `UsageError`, saying why, where nothing does."""
-    found, types = ranges(attribute, base, nbytes), DESCRIPTOR | FABRIC
+    found, types = ranges(library, base, nbytes), DESCRIPTOR | FABRIC
     if not found:
         raise UsageError(f"device memory at {base:#x} is not all mapped", remedy="give memory of a GPU", base=base)
     for start, _ in found:
-        types &= attribute(driver.HANDLE_TYPES, start)
+        types &= library.attribute(driver.HANDLE_TYPES, start)
     if not types:
         raise UsageError(f"device memory at {base:#x} {NO_HANDLES}", remedy=_REMEDY, base=base)
     descriptors: list[int] = []

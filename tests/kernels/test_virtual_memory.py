@@ -89,6 +89,22 @@ def test_memory_is_exported_adopted_and_mapped_again(library, path, handle_type)
         os.close(exported)
 
 
+@pytest.mark.parametrize("has_attributes", [1, 0])
+def test_each_allocation_is_found_by_any_of_its_addresses(path, library, has_attributes):
+    """By the attributes of pointers, and where a driver does not know those by the call that cuda.h points to."""
+    calls, sizes = VirtualMemory(library), [2 * MIB, 4 * MIB, 2 * MIB]
+    set_to(path, has_attributes=has_attributes)
+    properties = calls.properties(1)
+    base = virtual_memory.map_all(calls, 1, sizes, lambda place: calls.create(sizes[place], properties))
+    assert library.mapping(base + 2 * MIB - 1) == (base, 2 * MIB)
+    for at in (2 * MIB, 6 * MIB - 1):
+        assert library.mapping(base + at) == (base + 2 * MIB, 4 * MIB)
+    assert library.attribute(driver.HANDLE_TYPES, base) == (has_attributes and DESCRIPTOR | FABRIC)
+    virtual_memory.unmap_all(calls, base, sizes)
+    assert library.mapping(base) == (0, 0)
+    set_to(path, has_attributes=1)
+
+
 @pytest.mark.parametrize("has_fabric", [1, 0])
 def test_allocated_memory_may_leave_by_whatever_the_device_has(path, library, has_fabric):
     set_to(path, has_fabric=has_fabric)

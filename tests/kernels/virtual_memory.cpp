@@ -9,6 +9,7 @@
 #include <map>
 
 #undef cuCtxGetDevice
+#undef cuMemGetAddressRange
 
 namespace {
 
@@ -39,7 +40,7 @@ bool is_as_asked(const CUmemAllocationProp* prop) {
 extern "C" {
 
 // What a test sets and reads.
-int fabric_status = 0, has_fabric = 1, has_any = 1, handle_types = -1, n_reserved = 0;
+int fabric_status = 0, has_fabric = 1, has_any = 1, handle_types = -1, n_reserved = 0, has_attributes = 1;
 int n_handles() { return static_cast<int>(handles.size()); }
 int n_mapped() { return static_cast<int>(mappings.size()); }
 
@@ -117,6 +118,28 @@ CUresult cuMemSetAccess(CUdeviceptr ptr, size_t size, const CUmemAccessDesc* des
     return CUDA_SUCCESS;
 }
 
+CUresult cuMemGetAddressRange_v2(CUdeviceptr* start, size_t* size, CUdeviceptr at) {
+    for (const auto& [base, one] : mappings) {
+        if (base <= at && at < base + one.size) {
+            *start = base, *size = one.size;
+            return CUDA_SUCCESS;
+        }
+    }
+    return CUDA_ERROR_NOT_FOUND;
+}
+
+CUresult cuPointerGetAttribute(void* data, CUpointer_attribute which, CUdeviceptr at) {
+    CUdeviceptr start;
+    size_t size;
+    const CUresult found = cuMemGetAddressRange_v2(&start, &size, at);
+    if (found != CUDA_SUCCESS || !has_attributes) return CUDA_ERROR_INVALID_VALUE;
+    if (which == CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR) *static_cast<CUdeviceptr*>(data) = start;
+    else if (which == CU_POINTER_ATTRIBUTE_MAPPING_SIZE) *static_cast<size_t*>(data) = size;
+    else if (which == CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES) *static_cast<unsigned*>(data) = handle_types;
+    else return CUDA_ERROR_INVALID_VALUE;
+    return CUDA_SUCCESS;
+}
+
 CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* address) {
     const auto at = reinterpret_cast<CUdeviceptr>(address);
     for (const auto& [base, one] : mappings) {
@@ -171,6 +194,8 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, vo
 [[maybe_unused]] const PFN_cuMemMap_v10020 kMap = &cuMemMap;
 [[maybe_unused]] const PFN_cuMemUnmap_v10020 kUnmap = &cuMemUnmap;
 [[maybe_unused]] const PFN_cuMemSetAccess_v10020 kAccess = &cuMemSetAccess;
+[[maybe_unused]] const PFN_cuMemGetAddressRange_v3020 kRange = &cuMemGetAddressRange_v2;
+[[maybe_unused]] const PFN_cuPointerGetAttribute_v4000 kPointer = &cuPointerGetAttribute;
 [[maybe_unused]] const PFN_cuMemRetainAllocationHandle_v11000 kRetain = &cuMemRetainAllocationHandle;
 [[maybe_unused]] const PFN_cuMemExportToShareableHandle_v10020 kExport = &cuMemExportToShareableHandle;
 [[maybe_unused]] const PFN_cuMemImportFromShareableHandle_v10020 kImport = &cuMemImportFromShareableHandle;

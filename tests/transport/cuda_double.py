@@ -451,9 +451,6 @@ class Driver:
         if memory is None:
             return 0
         ordinals = self._runtime.visible
-        start, mapped = memory.address, memory
-        if isinstance(memory, Reserved):
-            start, mapped = next(one for one in memory.mappings.items() if one[0] <= address < one[0] + one[1].nbytes)
         return {
             driver.IS_MANAGED: int(memory.how == MANAGED),
             driver.MEMPOOL: int(memory.how == POOL),
@@ -461,10 +458,18 @@ class Driver:
             driver.ORDINAL: ordinals.index(memory.device) if memory.device in ordinals else 0,
             driver.RANGE_START: memory.address,
             driver.RANGE_NBYTES: memory.nbytes,
-            driver.MAPPING_START: start,
-            driver.MAPPING_NBYTES: mapped.nbytes,
-            driver.HANDLE_TYPES: getattr(mapped, "types", 0),
+            driver.HANDLE_TYPES: getattr(self._mapped(memory, address)[1], "types", 0),
         }[which]
+
+    def mapping(self, address):
+        memory = self._runtime.of(address)
+        start, mapped = self._mapped(memory, address) if memory is not None else (0, None)
+        return start, mapped.nbytes if mapped is not None else 0
+
+    def _mapped(self, memory, address):
+        if not isinstance(memory, Reserved):
+            return memory.address, memory
+        return next(one for one in memory.mappings.items() if one[0] <= address < one[0] + one[1].nbytes)
 
     @property
     def has_batches(self):
