@@ -112,6 +112,30 @@ def test_a_prefill_process_that_may_not_write_fails_the_room_before_anything_is_
         process.join()
 
 
+@pytest.mark.parametrize("path", ["auto", "staged"])
+def test_a_prefill_process_that_may_not_write_pages_goes_on_with_staging_memory_unless_told_direct(site, path):
+    """That of the decode node's own is mapped: nothing else is needed."""
+    dst, rooms = Rank(n_pages=128), 2
+    d = site.decode(dst, transport="local", path="direct")
+    ours, theirs = spawn.Pipe()
+    args = (theirs, site.address, rooms, rooms, path)
+    process = spawn.Process(target=serve_prefill_forbidden_to_write, args=args, daemon=True)
+    process.start()
+    try:
+        assert ours.poll(60)
+        pages, receivers = [dst.allocate(TOKENS) for _ in range(rooms)], []
+        for room, into in enumerate(pages):
+            receivers.append(d.receive(room, site.address))
+            receivers[-1].bind(into, TOKENS)
+        drive([d], lambda: all(receiver.released for receiver in receivers), 60)
+        for room, (receiver, into) in enumerate(zip(receivers, pages, strict=True)):
+            assert receiver.wait(0) is State.SUCCESS, receiver.error
+            assert dst.holds(room, TOKENS, into)
+    finally:
+        process.kill()
+        process.join()
+
+
 @pytest.fixture
 def decode_process() -> Iterator[object]:
     """Starts a decode rank in a process of its own: its process and its pipe."""

@@ -46,10 +46,12 @@ def serve_prefill(
         drive([node], pipe.poll, 60)
 
 
-def serve_prefill_forbidden_to_write(pipe: Connection, address: str, rooms: int = 1, stop: int = 0) -> None:
+def serve_prefill_forbidden_to_write(
+    pipe: Connection, address: str, rooms: int = 1, stop: int = 0, path: str = "direct"
+) -> None:
     """As `serve_prefill`, where a seccomp profile forbids process_vm_writev."""
     forbid_writing_to_processes(errno.EPERM)
-    serve_prefill(pipe, address, 1, 0, "local", "direct", rooms, stop, keys=None)
+    serve_prefill(pipe, address, 1, 0, "local", path, rooms, stop, keys=None)
 
 
 def serve_decode(pipe: Connection, address: str, transport: str) -> None:
