@@ -82,7 +82,10 @@ class Variant(NamedTuple):
 
 def variants() -> Iterator[Variant]:
     for (way, number), (shape, (flat, head_major)) in product(WAYS.items(), SHAPES.items()):
-        base = {"PDSTAGE_WAY": number, "PDSTAGE_FLAT": flat, "PDSTAGE_HEAD_MAJOR": head_major, "PDSTAGE_LISTED": 0}
+        base = {
+            "PDSTAGE_WAY": number, "PDSTAGE_FLAT": flat, "PDSTAGE_HEAD_MAJOR": head_major, "PDSTAGE_LISTED": 0,
+            "PDSTAGE_MANY": 0,
+        }  # fmt: skip
         for narrow, summed in product((0, 1), (0, 1)):
             name = " ".join([way, shape, *["narrow"] * narrow, *["sum"] * summed])
             macros = base | {"PDSTAGE_NARROW": narrow, "PDSTAGE_SUM": summed}
@@ -91,6 +94,20 @@ def variants() -> Iterator[Variant]:
             )
         macros = base | {"PDSTAGE_NARROW": 0, "PDSTAGE_SUM": 0}
         yield Variant(f"{way} {shape} bulk", cuda_copy.BULK_SOURCE, macros | cuda_copy.bulk_macros(CupyRuntime))
+        if way == "gather":
+            yield from _to_several(shape, base | {"PDSTAGE_NARROW": 0, "PDSTAGE_MANY": 1})
+
+
+def _to_several(shape: str, base: dict[str, int]) -> Iterator[Variant]:
+    """Gathers to several destinations. Their stores are a loop, counted for one destination."""
+    for summed in (0, 1):
+        name = " ".join(["gather", shape, "many", *["sum"] * summed])
+        more = cuda_copy.plain_macros(CupyRuntime, cuda_copy.TO_STAGING, summed=bool(summed))
+        yield Variant(name, cuda_copy.SOURCE, base | {"PDSTAGE_SUM": summed} | more)
+    yield Variant(
+        f"gather {shape} many bulk", cuda_copy.BULK_SOURCE,
+        base | {"PDSTAGE_SUM": 0} | cuda_copy.bulk_macros(CupyRuntime),
+    )  # fmt: skip
 
 
 class Instruction(NamedTuple):
@@ -161,10 +178,11 @@ class Code:
     def _straight(self, at: int) -> list[Instruction] | None:
         """A block with the subroutines that it calls; None for one that runs seldom.
 
-        Such a one is more than half of it: the compiler moves single instructions to where it has time for them.
+        Such a one is more than half of it, and at its end: the compiler moves single instructions to where it has time
+        for them.
         """
         code = self.blocks[at].code
-        if 2 * sum(one.seldom for one in code) > len(code):
+        if 2 * sum(one.seldom for one in code) > len(code) and code[-1].seldom:
             return None
         called = [one.targets[0] for one in code if one.name.startswith("CALL")]
         return code + [one for to in called for one in self._subroutine(to)]

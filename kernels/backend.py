@@ -14,15 +14,21 @@ if TYPE_CHECKING:
     from .index_ring import Runtime
 
 
+MAX_DESTINATIONS = 8
+"""Of one launch."""
+
+
 class Launch(NamedTuple):
     """How one call runs: on which stream, on how many multiprocessors, and where its checksum is added; 0 for nowhere.
 
     `sum_ptr` is the address of a uint64 that the plan's device can write; only plans made with `checksum` take one.
+    `also` are further destinations of a gather, fewer than MAX_DESTINATIONS, for plans that fan out.
     """
 
     stream: object = None
     max_sms: int | None = None
     sum_ptr: int = 0
+    also: tuple[int, ...] = ()
 
 
 class Cells(NamedTuple):
@@ -64,6 +70,10 @@ class Recipe(NamedTuple):
 
 class Compiled(Protocol):
     """A selection made ready by a backend. Checks everything before the first byte moves."""
+
+    @property
+    def fans_out(self) -> bool:
+        """Whether a gather takes `Launch.also` and reads once for all of them; else each destination is a call."""
 
     def gather(
         self, dst_ptr: int, dst_nbytes: int, indexes: Mapping[str, Index], tokens: Tokens, launch: Launch

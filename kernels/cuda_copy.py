@@ -33,6 +33,7 @@ from .cuda_tables import (
     n_tiles,
     pack_groups,
     pack_params,
+    pack_several,
     pack_views,
     run_nbytes,
 )
@@ -138,6 +139,8 @@ class Call(NamedTuple):
     """Whether the call is held to few multiprocessors."""
     room: int
     """The items that the parameters hold; 0 where lists lie in device memory."""
+    many: bool = False
+    """Whether it is a gather to several destinations."""
 
 
 class Fitted(NamedTuple):
@@ -217,6 +220,7 @@ class CudaPlan:
 
     merges = True
     """Whether cells that follow each other in memory may be one run, where nothing is summed."""
+    fans_out = True
 
     def __init__(self, recipe: Recipe, machine: Machine, ring: IndexRing, bulk_from: int | None = None) -> None:
         """`bulk_from`: the shortest runs for bulk copies, in bytes; None as in `BULK_FROM_NBYTES`, 0 for never."""
@@ -243,8 +247,9 @@ class CudaPlan:
     def _ahead(self) -> Iterator[tuple[Tables, Call]]:
         """What kernels are compiled for when the plan is made; those of a peer are with its first copy."""
         sums, rooms = {False, self._recipe.checksum}, (0, *self._machine.listed)
-        for call in product((TO_STAGING, FROM_STAGING), sums, (False, True), rooms):
-            yield self._tables, Call(*call)
+        ways = [(TO_STAGING, False), (FROM_STAGING, False)] + [(TO_STAGING, True)] * self.fans_out
+        for (way, many), summed, few, room in product(ways, sums, (False, True), rooms):
+            yield self._tables, Call(way, summed, few, room, many)
 
     @property
     def uses_bulk(self) -> bool:
@@ -309,6 +314,7 @@ class CudaPlan:
         machine = self._machine
         macros = {
             **part.macros, "PDSTAGE_WAY": call.way, "PDSTAGE_SUM": int(call.summed), "PDSTAGE_LISTED": call.room,
+            "PDSTAGE_MANY": int(call.many),
         }  # fmt: skip
         if part.bulk and not call.summed:
             shared = BULK_THREADS // LANES * machine.bulk.nbytes + BULK_THREADS * EXTENT_NBYTES
@@ -346,7 +352,7 @@ class CudaPlan:
     ) -> None:
         machine = self._machine
         room = 0 if way == TO_PEER else self._room(sides[0])
-        call = Call(way, bool(launch.sum_ptr), bool(launch.max_sms), room)
+        call = Call(way, bool(launch.sum_ptr), bool(launch.max_sms), room, bool(launch.also))
         launches = self._launches(tables, call, [one.span for one in sides[0]], launch.max_sms)
         if not launches:
             return
@@ -358,6 +364,8 @@ class CudaPlan:
                     if room:
                         spans = [self._listed(sides[0])]
                     pack_params(self._arguments.buffer, staging, launch.sum_ptr, tables.addresses, spans)
+                    if launch.also:
+                        pack_several(self._arguments.buffer, staging, launch.also)
                     for kernel, grid in launches:
                         machine.launch(kernel, grid, stream, self._arguments.params, tables.table)
             finally:

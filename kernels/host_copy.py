@@ -57,6 +57,8 @@ class Moving(NamedTuple):
 class NativePlan:
     """A plan held by the extension: a call takes one tuple for each component across the border and drops the GIL."""
 
+    fans_out = False
+
     def __init__(self, table: Table, plan: Any) -> None:  # noqa: ANN401  (the extension's, which has no types)
         self._table = table
         self._as_peer = replace(table, side=DESTINATION)
@@ -96,6 +98,8 @@ class NativePlan:
 
 class NumpyPlan:
     """The same with fancy indexing, a view at a time. Slower, with the same checks and the same bytes."""
+
+    fans_out = False
 
     def __init__(self, table: Table, order: str) -> None:
         self._table = table

@@ -21,11 +21,11 @@ from . import (
     triton_convert,
     triton_copy,
 )
-from .backend import Launch, Recipe
-from .device import check_aligned
+from .backend import MAX_DESTINATIONS, Launch, Recipe
+from .device import WIDEST, check_aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ..layout import Region, View
     from ..plan import Select, Tokens
@@ -220,9 +220,29 @@ class Plan:
         stream: object = None,
         max_sms: int | None = None,
         sum_ptr: int = 0,
+        also: Sequence[int] = (),
     ) -> None:
-        """Pool to staging. Padding between views is not written."""
-        self._compiled.gather(dst_ptr, dst_nbytes, indexes, tokens, self._launch(stream, max_sms, sum_ptr))
+        """Pool to staging. Padding between views is not written.
+
+        `also` are further destinations of the same bytes, as long as the first and aligned like it. A GPU's plan reads
+        the pool once for up to `MAX_DESTINATIONS` of them; host, reference and converting plans gather anew for each.
+        The checksum is added once. Triton uploads where they are, which no graph can record.
+        """
+        launch = self._launch(stream, max_sms, sum_ptr)
+        if not also:
+            self._compiled.gather(dst_ptr, dst_nbytes, indexes, tokens, launch)
+            return
+        for ptr in also:
+            if (ptr - dst_ptr) % WIDEST:
+                raise UsageError(
+                    f"a destination at {ptr:#x} is not aligned as the first, at {dst_ptr:#x}",
+                    remedy=f"give destinations that are a multiple of {WIDEST} bytes apart",
+                )
+        everywhere, n = (dst_ptr, *also), MAX_DESTINATIONS if self._compiled.fans_out else 1
+        for at in range(0, len(everywhere), n):
+            first, *others = everywhere[at : at + n]
+            one = launch._replace(also=tuple(others), sum_ptr=launch.sum_ptr if at == 0 else 0)
+            self._compiled.gather(first, dst_nbytes, indexes, tokens, one)
 
     def scatter(
         self,

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 # No block has more threads, and with as many ptxas keeps to 64 registers by itself.
 THREADS = 1024
 _INT32 = frozenset({
-    "n_groups", "bits", "start", "stop", "peer_bits", "peer_start", "n_views", "rows_per_item", "outer_rows", "shards",
-    "segs", "n_values", "tokens_per_row",
+    "n_groups", "n_also", "bits", "start", "stop", "peer_bits", "peer_start", "n_views", "rows_per_item", "outer_rows",
+    "shards", "segs", "n_values", "tokens_per_row",
 })  # fmt: skip
 
 
@@ -47,6 +47,7 @@ class Variant(NamedTuple):
     CHECKSUM: bool
     UNIT: int
     UNITS: int
+    MANY: bool = False
 
 
 class ConvertVariant(NamedTuple):

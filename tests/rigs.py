@@ -6,6 +6,7 @@ A suite brings a `Rig`, which says where memory lies and how plans are made.
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -83,6 +84,13 @@ def outcome(rig, t):
     whole = rig.get(staging)
     found["gather: staged"] = whole[start : start + n]
     found["gather: bytes around it"] = np.unique(np.r_[whole[:start], whole[start + n :]])
+    # To several destinations at once: their bytes are the first's, one after the other in bytes of nobody's.
+    apart, n_destinations = -(-n // 128) * 128 + 256, 2 + t.skew % 3
+    several = rig.put(np.full(apart * n_destinations + 512, 0xA5, np.uint8))
+    first = several.ptr + -several.ptr % 128 + skew
+    also = [first + apart * at for at in range(n_destinations - 1, 0, -1)]
+    run("gather to several", functools.partial(gather.gather, also=also), first, n, t.src_index)
+    found["gather to several: staged"] = rig.get(several)[first - several.ptr :][: apart * n_destinations]
     for way in ("scatter", "copy"):
         blocks, layout = rig.place(t.dst)
         plan = rig.plan(layout, t.dst_select, t.wire, t.spare or (t.checksum and way == "scatter"))

@@ -44,7 +44,9 @@ def _built(name, macros):
     folder = _folder()
     target = folder / ("_".join([name.removesuffix(".cu"), *(str(value) for _, value in macros)]) + ".so")
     defines = [f"-D{macro}={value}" for macro, value in macros] + [f'-DPDSTAGE_SOURCE="{name}"']
-    command = [COMPILER, "-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wno-unknown-pragmas", "-Werror", *defines]
+    # What a bit mask keeps from being read, the compiler takes for read.
+    warnings = ["-Wall", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized", "-Werror"]
+    command = [COMPILER, "-std=c++20", "-O1", "-fPIC", "-shared", *warnings, *defines]
     subprocess.run([*command, "launch.cpp", "-o", target.name], cwd=folder, check=True)
     return ctypes.CDLL(str(target)).pdstage_launch
 

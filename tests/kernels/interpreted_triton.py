@@ -143,6 +143,32 @@ def test_products_are_of_64_bits():
         assert (staged[at + 16 :] == FILL).all()
 
 
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("n_destinations", [2, 8, 9])
+def test_a_gather_to_several_destinations_is_one_launch_for_eight_of_them(monkeypatch, n_destinations, sums):
+    of = Logical(width=32)
+    held = hold([Stored(of, n_items=5, rows_per_item=3)])
+    select, index, tokens = [Select(of.view_keys()[0], 0, 1)], {"kv": Index.of(np.array([4, 0, 2]))}, {"kv": (1, 8)}
+    device, launches = device_of("cpu"), []
+    launch = device.launch
+    monkeypatch.setattr(device, "launch", lambda *args: (launches.append(args[0].MANY), launch(*args)))
+    plan = triton_plan(held, select, sums=sums)
+    n = plan.nbytes(tokens)
+    total, placed = np.full(2, 5, np.uint64), [aligned(n) for _ in range(n_destinations + 1)]
+    expected, *found = placed
+    Pool.of(held.layout).plan(select, TOKEN_MAJOR, "reference", checksum=sums).gather(
+        address(expected[0]) + expected[1], n, index, tokens, sum_ptr=address(total) if sums else 0
+    )
+    first, *also = (address(whole) + at for whole, at in found)
+    plan.gather(first, n, index, tokens, also=also, sum_ptr=address(total) + 8 if sums else 0)
+    for whole, at in found:
+        np.testing.assert_array_equal(whole[at : at + n], expected[0][expected[1] : expected[1] + n])
+        assert (whole[:at] == FILL).all()
+        assert (whole[at + n :] == FILL).all()
+    assert total[0] == total[1]
+    assert launches == [True] + [False] * (n_destinations > 8)
+
+
 def _replaced(view, **changes):
     fields = {name: getattr(view, name) for name in type(view).__dataclass_fields__}
     return type(view)(**(fields | changes))

@@ -45,6 +45,7 @@ def macros(way, shape, narrow=0, summed=0, listed=0):
         "PDSTAGE_NARROW": narrow,
         "PDSTAGE_SUM": summed,
         "PDSTAGE_LISTED": listed,
+        "PDSTAGE_MANY": 0,
     }
 
 
@@ -118,6 +119,26 @@ def test_kernels_with_lists_in_their_parameters_read_no_list_and_fit_their_regis
         assert registers <= 64
         if not kernel[1]["PDSTAGE_NARROW"]:
             assert not INDEX_LISTS & set(accesses)
+
+
+@pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_100"}))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gathers_to_several_destinations_read_once_and_fit_their_registers(inspect, architecture, shape):
+    for narrow, summed, listed in product((0, 1), (0, 1), (0, LISTED_LARGE)):
+        name, defines = plain("gather", shape, narrow, summed, listed)
+        registers, stack, accesses = inspect(name, defines | {"PDSTAGE_MANY": 1}, architecture)
+        assert stack == 0
+        assert registers <= 64
+        if not narrow:
+            payload = [access for access in accesses if access not in TABLES | INDEX_LISTS]
+            units = cuda_copy.units(cuda_copy.TO_STAGING, summed=bool(summed))
+            assert payload == [PAYLOAD_LOAD] * units + [PAYLOAD_STORE] * units, "the stores are a loop"
+        elif architecture != "sm_80" and not summed:
+            name, defines = bulk("gather", shape, listed)
+            registers, stack, accesses = inspect(name, defines | {"PDSTAGE_MANY": 1}, architecture)
+            assert stack == 0
+            assert registers <= 64
+            assert {one for one in accesses if one not in TABLES | INDEX_LISTS} == {"UBLKCP.S.G", "UBLKCP.G.S"}
 
 
 KINDS = {"tensor divide": 1, "tensor bf16": 2, "token head": 3, "mx floor": 4, "mx ceil": 5}

@@ -30,7 +30,7 @@ class OnDevice:
     """A compiled plan whose lists of items lie on the device, where the host does not look at them."""
 
     def __init__(self, compiled, max_sms):
-        self.compiled, self.max_sms = compiled, max_sms
+        self.compiled, self.max_sms, self.fans_out = compiled, max_sms, compiled.fans_out
 
     def gather(self, ptr, n, indexes, tokens, launch):
         self.compiled.gather(ptr, n, on_device(indexes), tokens, launch._replace(max_sms=self.max_sms))
@@ -209,6 +209,66 @@ def test_many_tiles_meet_few_ctas_and_several_groups():
         whole[at - whole.ctypes.data :][:n], expected[expected_at - expected.ctypes.data :][:n]
     )
     assert machine.launches == [(3, 2 * machine.threads)]
+
+
+@pytest.mark.parametrize("bulk_from", [0, 16])
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("n_destinations", [1, 2, 8, 9, 17])
+def test_a_gather_to_several_destinations_is_one_launch_for_eight_of_them(n_destinations, checksum, bulk_from):
+    held = hold([Stored(Logical(roles=2, width=64), n_items=40, rows_per_item=4)])
+    select, machine = [Select(key, 0, 1) for key in Logical(roles=2).view_keys()], CpuMachine()
+    pool, index, tokens = Pool.of(held.layout), {"kv": Index.of(np.arange(40)[::-1].copy())}, {"kv": (3, 151)}
+    rig = CpuRig(bulk_from=bulk_from)
+    rig.machine = machine
+    plan, reference = (one.plan(held.layout, select, TOKEN_MAJOR, checksum) for one in (rig, Rig("reference")))
+    n = reference.nbytes(tokens)
+    (expected, expected_at), sums = staging(n), np.zeros(2, np.uint64)
+    sum_ptrs = [sums.ctypes.data, sums.ctypes.data + 8] if checksum else [0, 0]
+    reference.gather(expected_at, n, index, tokens, sum_ptr=sum_ptrs[0])
+    placed = [staging(n, 16 * (at % 4)) for at in range(n_destinations)]
+    first, *also = (at for _, at in placed)
+    plan.gather(first, n, index, tokens, also=also, sum_ptr=sum_ptrs[1])
+    right = expected[expected_at - expected.ctypes.data :][:n]
+    for whole, at in placed:
+        before = at - whole.ctypes.data
+        np.testing.assert_array_equal(whole[before:][:n], right)
+        assert (whole[:before] == 0xA5).all() and (whole[before + n :] == 0xA5).all()
+    assert sums[0] == sums[1]
+    assert len(machine.launches) == -(-n_destinations // 8)
+    assert pool.layout is held.layout
+
+
+def test_a_destination_that_is_not_aligned_is_refused_before_the_first_is_written():
+    held = hold([Stored(Logical(width=32), n_items=6, rows_per_item=4)])
+    rigs = [CpuRig(), Rig("reference")]
+    for rig in rigs:
+        plan = rig.plan(held.layout, [Select(Logical().view_keys()[0], 0, 1)], TOKEN_MAJOR, False)
+        placed = [staging(384), staging(384), staging(384, 8)]
+        with pytest.raises(UsageError, match="not aligned as the first"):
+            plan.gather(
+                placed[0][1], 384, {"kv": Index.of(np.array([1, 2, 3]))}, {"kv": (0, 12)},
+                also=[at for _, at in placed[1:]],
+            )  # fmt: skip
+        assert all((whole == 0xA5).all() for whole, _ in placed)
+
+
+def test_what_is_left_out_of_a_stage_is_left_out_at_every_destination():
+    held = hold([Stored(Logical(width=64), n_items=64, rows_per_item=4)])
+    select, rng = [Select(Logical().view_keys()[0], 0, 1)], np.random.default_rng(3)
+    good, outside = rng.permutation(64), rng.random(64) < 0.1
+    lists = {"kv": Index.of(np.where(outside, 64, good))._replace(device="cuda:0")}
+    tokens, n = {"kv": (0, 256)}, 64 * 256
+    (expected, expected_at), placed = staging(n), [staging(n) for _ in range(3)]
+    Pool.of(held.layout).plan(select, TOKEN_MAJOR, "reference").gather(expected_at, n, {"kv": Index.of(good)}, tokens)
+    right = expected[expected_at - expected.ctypes.data :][:n]
+    for bulk_from in (0, 16):
+        plan = plan_of(Pool.of(held.layout), select, TOKEN_MAJOR, bulk_from=bulk_from)
+        first, *also = (at for _, at in placed)
+        plan.gather(first, n, lists, tokens, Launch(None, 1, also=tuple(also)))
+        for whole, at in placed:
+            found = whole[at - whole.ctypes.data :][:n]
+            np.testing.assert_array_equal(found, np.where(np.repeat(outside, 256), 0xA5, right))
+            whole[:] = 0xA5
 
 
 def mixed():

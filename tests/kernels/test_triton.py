@@ -110,6 +110,21 @@ def test_16_byte_accesses_on_nvidia(tmp_path, arch, way, head_major, summed, gen
 
 
 @pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("head_major", [False, True])
+@pytest.mark.parametrize("arch", rows([80, 90], full={80}))
+def test_gathers_to_several_destinations_read_once_on_nvidia(tmp_path, arch, head_major, summed):
+    kernel = build(variant(GATHER, head_major, 16, summed)._replace(MANY=True), GPUTarget("cuda", arch, 32))
+    n = DEPTH[GATHER, summed]
+    sass, registers, spilled = disassembled(kernel, tmp_path)
+    assert set(re.findall(r"\bSTG\S*", sass)) == {"STG.E.128"}
+    stores = re.findall(r"st\.global\.(?:v4\.b32|v2\.b64)", kernel.asm["ptx"])
+    assert len(stores) == 2 * n, "to the first, and in a loop, which ptxas may unroll, to the others"
+    assert len(re.findall(r"\bLDG\.E\.128\b", sass)) == n
+    assert registers <= 64
+    assert spilled == 0
+
+
+@pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("access", [8, 4, 2, 1])
 @pytest.mark.parametrize("way", [GATHER, COPY])
 def test_narrow_accesses_fit_registers_too(tmp_path, way, access, summed):

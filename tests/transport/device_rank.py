@@ -81,6 +81,8 @@ STREAMS = Streams()
 class LaunchedPlan:
     """A host plan whose copies are put in a stream."""
 
+    fans_out = False
+
     def __init__(self, plan):
         self._plan = plan
 
