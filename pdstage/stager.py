@@ -26,7 +26,7 @@ from pdstage.layout import Layout, Region
 from pdstage.plan import layers_of, selects, tokens_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -195,6 +195,18 @@ class Copied(NamedTuple):
     began_at: float = 0.0
     ended_at: float = 0.0
 
+    @classmethod
+    def each(
+        cls,
+        tickets: Iterable[int],
+        error: PdstageError | None,
+        checksum: int = 0,
+        began_at: float = 0.0,
+        ended_at: float = 0.0,
+    ) -> list[Copied]:
+        """One copy's end, for each of its tickets."""
+        return [cls(ticket, error, checksum, began_at, ended_at) for ticket in tickets]
+
 
 class _What(NamedTuple):
     """What one copy is of. `tokens` are numbers of the tokens that `cut` is for; without a cut the rectangles' own."""
@@ -273,6 +285,7 @@ class Stager:
         order: str,
         items: Mapping[str, Index],
         dst: Region,
+        also: Mapping[int, Region] | None = None,
         checksum: bool = False,
         tokens: Tokens | None = None,
         cut: Cut | None = None,
@@ -280,18 +293,28 @@ class Stager:
     ) -> None:
         """Starts one gather into `dst`; `poll` gives `ticket` once its bytes are there.
 
+        `also` are more destinations of the same bytes, by tickets of their own, each as long as `dst`. On a device they
+        are one gather, as `Plan.gather` says: they end together, and an error is each one's. In host memory nothing is
+        gained by that, and each is a gather of its own.
+
         `items` are whole pages or slots. `cut` says how they are cut for a peer that holds other tokens, and `tokens`
         are then the numbers of what both hold. `staged` is the pool's side of the session's `StagedPair`; `cut` is of
         what it is made of.
         """
         tokens = tokens_of(rects) if tokens is None else tokens
+        what, into = _What(owned, rects, tokens, order, items, checksum, cut, staged), {ticket: dst} | dict(also or {})
+        for tickets in [tuple(into)] if self._stream is not None else [(one,) for one in into]:
+            first, *others = (into[one] for one in tickets)
+            self._start(tickets, what, first.nbytes, self._gathering(what, first, others))
 
+    def _gathering(self, what: _What, dst: Region, others: Sequence[Region]) -> _Copy:
         def copy(plan: Plan, at: int, indexes: Mapping[str, Index], stream: int | None, sum_ptr: int) -> None:
             plan.gather(
-                dst.base + at, dst.nbytes - at, indexes, tokens, stream=stream, max_sms=self._max_sms, sum_ptr=sum_ptr
-            )
+                dst.base + at, dst.nbytes - at, indexes, what.tokens, stream=stream, max_sms=self._max_sms,
+                sum_ptr=sum_ptr, also=[other.base + at for other in others],
+            )  # fmt: skip
 
-        self._start(ticket, _What(owned, rects, tokens, order, items, checksum, cut, staged), dst.nbytes, copy)
+        return copy
 
     def scatter(
         self,
@@ -315,7 +338,7 @@ class Stager:
                 src.base + at, src.nbytes - at, indexes, tokens, stream=stream, max_sms=self._max_sms, sum_ptr=sum_ptr
             )
 
-        self._start(ticket, _What(owned, rects, tokens, order, items, checksum, cut, staged), src.nbytes, copy)
+        self._start((ticket,), _What(owned, rects, tokens, order, items, checksum, cut, staged), src.nbytes, copy)
 
     def copy_to(
         self,
@@ -333,7 +356,8 @@ class Stager:
             del sum_ptr
             _copy_passes(passes, tokens, (items, peer_items), stream, self._max_sms)
 
-        return self._begin(ticket, run, nbytes, checksum=False)
+        failed = self._begin((ticket,), run, nbytes, checksum=False)
+        return failed[0] if failed else None
 
     def poll(self) -> list[Copied]:
         """What ended since the last call. Never waits."""
@@ -359,43 +383,41 @@ class Stager:
         gone = {id(layout) for layout in staged}
         self._plans = {key: plans for key, plans in self._plans.items() if key[_STAGED] not in gone}
 
-    def _start(self, ticket: int, what: _What, nbytes: int, copy: _Copy) -> None:
+    def _start(self, tickets: tuple[int, ...], what: _What, nbytes: int, copy: _Copy) -> None:
         try:
             plans = self._plan(what)
         except Exception as error:  # noqa: BLE001  (nothing was begun: it is this copy's alone)
-            self._done.append(Copied(ticket, _failed(error)))
+            self._done += Copied.each(tickets, _failed(error))
             return
 
         def run(stream: int | None, sum_ptr: int) -> None:
             _copy_all(plans, what, copy, stream, sum_ptr)
 
-        copied = self._begin(ticket, run, nbytes, checksum=what.checksum)
-        if copied is not None:
-            self._done.append(copied)
+        self._done += self._begin(tickets, run, nbytes, checksum=what.checksum)
 
     def _begin(
-        self, ticket: int, copy: Callable[[int | None, int], None], nbytes: int, *, checksum: bool
-    ) -> Copied | None:
-        """Calls `copy(stream, sum_ptr)`, here or on the other thread; None where its end is `poll`'s to tell."""
+        self, tickets: tuple[int, ...], copy: Callable[[int | None, int], None], nbytes: int, *, checksum: bool
+    ) -> list[Copied]:
+        """Calls `copy(stream, sum_ptr)`, here or on the other thread; none where its end is `poll`'s to tell."""
         if self._stream is not None:
             try:
-                self._stream.start(ticket, copy, checksum)
+                self._stream.start(tickets, copy, checksum)
             except UsageError as error:
-                return Copied(ticket, error)
-            return None
+                return Copied.each(tickets, error)
+            return []
 
-        def run() -> Copied:
+        def run() -> list[Copied]:
             total, began_at = np.zeros(1, np.uint64), self._clock()
             try:
                 copy(None, total.ctypes.data if checksum else 0)
             except Exception as error:  # noqa: BLE001  (it is over, and this copy's alone)
-                return Copied(ticket, _failed(error))
-            return Copied(ticket, None, int(total[0]), began_at, self._clock())
+                return Copied.each(tickets, _failed(error))
+            return Copied.each(tickets, None, int(total[0]), began_at, self._clock())
 
         if self._submit is None or nbytes < _LARGE_NBYTES:
             return run()
-        self._submit(lambda: self._done.append(run()))
-        return None
+        self._submit(lambda: self._done.extend(run()))
+        return []
 
     def _plan(self, what: _What) -> _Plans:
         # A layout by its identity, which no other has while a plan holds it: hashing one is slow.
@@ -464,7 +486,7 @@ def _copy_passes(
 class _Running(NamedTuple):
     """A copy in the stream: `event` is behind it; `total`, page-locked memory at `sum_ptr`, takes its checksum."""
 
-    ticket: int
+    tickets: tuple[int, ...]
     event: object
     total: NDArray[np.uint64]
     sum_ptr: int
@@ -485,7 +507,7 @@ class _Stream:
     def launched(self) -> bool:
         return bool(self._running)
 
-    def start(self, ticket: int, copy: Callable[[int, int], None], checksum: bool) -> None:
+    def start(self, tickets: tuple[int, ...], copy: Callable[[int, int], None], checksum: bool) -> None:
         """Launches `copy(stream, sum_ptr)`; raises its `UsageError`, and then nothing is in the stream."""
         if not self._spare:
             self._spare = self._more()
@@ -497,7 +519,7 @@ class _Stream:
             self._spare.append(spare)
             raise
         self._runtime.record(spare.event, self._stream)
-        self._running.append(spare._replace(ticket=ticket, began_at=began_at))
+        self._running.append(spare._replace(tickets=tickets, began_at=began_at))
 
     def reserve(self) -> None:
         self._runtime.reserve()
@@ -506,12 +528,12 @@ class _Stream:
         """For more copies at once than ever before."""
         words = self._runtime.pinned(8 * _AT_ONCE).view(np.uint64)
         totals = [words[n : n + 1] for n in range(_AT_ONCE)]
-        return [_Running(0, self._runtime.event(), total, total.ctypes.data) for total in totals]
+        return [_Running((), self._runtime.event(), total, total.ctypes.data) for total in totals]
 
     def ended(self) -> list[Copied]:
-        ended = []
+        ended: list[Copied] = []
         while self._running and self._runtime.done(self._running[0].event):
             one = self._running.popleft()
             self._spare.append(one)
-            ended.append(Copied(one.ticket, None, int(one.total[0]), one.began_at, self._clock()))
+            ended += Copied.each(one.tickets, None, int(one.total[0]), one.began_at, self._clock())
         return ended

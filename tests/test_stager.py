@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pdstage.errors import UsageError
-from pdstage.kernels import Pool
+from pdstage.kernels import Plan, Pool
 from pdstage.layout import Region
 from pdstage.plan import TOKEN_MAJOR, Rect, Share
 from pdstage.stager import ALIGNMENT, Memory, Stager
@@ -105,6 +105,63 @@ def test_a_copy_that_cannot_be_launched_is_an_error_of_its_ticket(pool):
     (copied,) = stager.poll()
     assert copied.ticket == 1 and isinstance(copied.error, UsageError) and "item 9" in str(copied.error)
     assert not device.recorded
+
+
+def several(n):
+    """Staging memory for `n` gathers of `items(0, 1, 2)`, and its regions by ticket."""
+    staging = np.full((n, 256), 0xA5, np.uint8)
+    return staging, {10 + at: Region(row.ctypes.data, row.nbytes) for at, row in enumerate(staging)}
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_one_gather_to_several_destinations_is_one_launch_and_the_end_of_each_ticket(pool, monkeypatch, checksum):
+    device, calls, made = Device(), [], Plan.gather
+    monkeypatch.setattr(Plan, "gather", lambda *args, **how: calls.append(how["also"]) or made(*args, **how))
+    stager = Stager(pool, runtime=device)
+    staging, regions = several(4)
+    alone = np.full(256, 0xA5, np.uint8)
+    what = {"order": TOKEN_MAJOR, "items": items(0, 1, 2), "checksum": checksum}
+    stager.gather(1, OWNED, RECTS, dst=Region(alone.ctypes.data, 256), **what)
+    (ticket, dst), *others = regions.items()
+    stager.gather(ticket, OWNED, RECTS, dst=dst, also=dict(others), **what)
+    assert [len(also) for also in calls] == [0, 3]
+    assert len(device.recorded) == 2
+    assert stager.poll() == []
+    device.over = set(device.recorded)
+    first, *ended = stager.poll()
+    assert [copied.ticket for copied in ended] == list(regions)
+    assert {copied._replace(ticket=1) for copied in ended} == {first}, "no error, and the sum of one"
+    assert bool(first.checksum) == checksum
+    assert (staging == alone).all() and (alone[: TOKENS * 16] != 0xA5).any()
+    stager.gather(1, OWNED, RECTS, dst=dst, **what)
+    assert len(set(device.recorded)) == 2, "one event was enough, and it serves again"
+
+
+def test_where_one_launch_fails_each_of_its_tickets_does(pool):
+    device = Device()
+    stager = Stager(pool, runtime=device)
+    for wrong in ({"items": items(0, 9, 2)}, {"items": items(0, 1, 2), "order": "sideways"}):
+        _, regions = several(3)
+        (ticket, dst), *others = regions.items()
+        stager.gather(ticket, OWNED, RECTS, dst=dst, also=dict(others), **({"order": TOKEN_MAJOR} | wrong))
+        ended = stager.poll()
+        assert [copied.ticket for copied in ended] == list(regions)
+        assert len({str(copied.error) for copied in ended}) == 1
+        assert all(isinstance(copied.error, UsageError) for copied in ended)
+    assert not device.recorded
+
+
+def test_in_host_memory_several_destinations_are_gathers_of_their_own(pool):
+    stager = Stager(pool)
+    staging, regions = several(3)
+    (ticket, dst), *others = regions.items()
+    stager.gather(
+        ticket, OWNED, RECTS, dst=dst, also=dict(others), order=TOKEN_MAJOR, items=items(0, 1, 2), checksum=True
+    )
+    ended = stager.poll()
+    assert [copied.ticket for copied in ended] == list(regions)
+    assert len({copied.checksum for copied in ended}) == 1 and ended[0].checksum
+    assert (staging == staging[0]).all()
 
 
 @pytest.mark.parametrize("n", [1, 3])
