@@ -2,6 +2,7 @@
 
 The only place with threads, the clock and the lock. Read on in this order:
 
+    effects              what a driver carries out
     role                 what the driver and the sessions ask of prefill and decode
     driver               the loop: receive, feed the core, take its effects, carry them out, sleep
     sessions             how sessions begin and end at the transport, and how chunks of each travel

@@ -10,11 +10,13 @@ import numpy as np
 from pdstage.errors import PdstageError, UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import Layout, Region
+from pdstage.manager.effects import Gathers
 from pdstage.manager.items import indexes
 from pdstage.manager.sessions import label
 from pdstage.plan import layers_of, selects
 from pdstage.protocol.destinations import clip
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
+from pdstage.protocol.session import Attach, Detach
 from pdstage.spans import Index, split
 from pdstage.stager import Passes
 from pdstage.token_slices import DirectPlans
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pdstage.cost import CostModel
+    from pdstage.manager.effects import Carried
     from pdstage.manager.observer import Observation
     from pdstage.manager.sessions import PeerPlan, Sessions
     from pdstage.metrics import Counters
@@ -38,6 +41,10 @@ log = logging.getLogger(__name__)
 _MAX_PLANS = 128  # of a session: ranges of layers, times what its rooms ask for
 _LONG_RUN_NBYTES = 64 << 10
 """Runs of so many bytes on average are for a device's copy engines, which need none of its multiprocessors; a guess."""
+
+
+MAX_TOGETHER = 8
+"""Gathers that are done as one: as many destinations as one launch has."""
 
 
 class DataPath:
@@ -99,15 +106,56 @@ class DataPath:
 
     # A chunk's gather.
 
-    def gather(self, effect: Gather) -> None:
-        """Launches a chunk's gather: the stager says when it is over, and then `gathered` is to be called."""
-        ticket, chunk = effect.ticket, effect.chunk
+    def joined(self, effects: Sequence[Carried]) -> Sequence[Carried]:
+        """A turn's effects in their order, gathers of the same bytes as one where the first of them was.
+
+        For pools on a device, where the pages are then read once: decode ranks that want the same heads, or latents,
+        hold leases when a chunk's data is there, so that their gathers begin in one turn. In host memory the first
+        would be written later for the others' sake. None moves across a session's beginning or end, and none waits.
+        """
+        if sum(isinstance(effect, Gather) for effect in effects) < 2:
+            return effects
+        joined: list[Carried] = []
+        begun: dict[object, int] = {}
+        for effect in effects:
+            if isinstance(effect, Attach | Detach):
+                begun.clear()
+            if isinstance(effect, Gather):
+                content = self._content(effect.chunk)
+                at = begun.setdefault(content, len(joined))
+                if at < len(joined):
+                    members = (*_members(joined[at]), effect)
+                    joined[at] = Gathers(members)
+                    if len(members) == MAX_TOGETHER:
+                        del begun[content]
+                    continue
+            joined.append(effect)
+        return joined
+
+    def _content(self, chunk: Chunk) -> object:
+        """Equal for chunks whose staged bytes are."""
+        destination, session = chunk.destination, chunk.destination.session
+        pair, staged = self._sessions.plan(session).pair, session.staged.offered
+        return (
+            id(chunk.source), destination.shares, chunk.rects, tuple(sorted(chunk.tokens.items())), session.checksums,
+            pair.order, pair.src.key, id(staged) if staged is not self._layout else 0,
+        )  # fmt: skip
+
+    def gather(self, *members: Gather) -> None:
+        """Launches the gather of a chunk, or of several with the same bytes.
+
+        The stager says when each is over, and then `gathered` is to be called.
+        """
+        into: dict[int, Region] = {}
+        for ticket, buffer, chunk, address in members:
+            peer = self._sessions.plan(chunk.destination.session)
+            into[ticket] = self._place(ticket, peer, chunk, address) or self._buffer(buffer, chunk.nbytes)
+        chunk = members[0].chunk
         session = chunk.destination.session
-        peer = self._sessions.plan(session)
+        pair, ticket = self._sessions.plan(session).pair, members[0].ticket
         self._stager.gather(
-            ticket, chunk.destination.shares, chunk.rects, order=peer.pair.order, items=indexes(chunk.source.items),
-            dst=self._place(ticket, peer, chunk, effect.address) or self._buffer(effect.buffer, chunk.nbytes),
-            checksum=session.checksums, tokens=chunk.tokens, cut=peer.pair.src,
+            ticket, chunk.destination.shares, chunk.rects, order=pair.order, items=indexes(chunk.source.items),
+            dst=into.pop(ticket), also=into, checksum=session.checksums, tokens=chunk.tokens, cut=pair.src,
             staged=session.staged.offered,
         )  # fmt: skip
 
@@ -245,6 +293,10 @@ class DataPath:
         """No gather and no copy is under way, and nobody asks any more what one did."""
         self._placed.clear()
         self._copies.clear()
+
+
+def _members(effect: Carried) -> tuple[Gather, ...]:
+    return effect.members if isinstance(effect, Gathers) else (effect,) if isinstance(effect, Gather) else ()
 
 
 def _items_of(destination: Destination) -> dict[str, Index]:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.layout import Layout
+    from pdstage.manager.effects import Carried
     from pdstage.manager.handle import CudaEvent
     from pdstage.manager.observer import Observer
     from pdstage.metadata import MetadataBuffers
@@ -272,6 +273,9 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         return now._replace(rooms=by_state(self.handles()), lanes=lanes(cursors, leases))
 
     # What the core asks for.
+
+    def _joined(self, effects: Sequence[Carried]) -> Sequence[Carried]:
+        return effects
 
     def _carry(self, effect: Scatter) -> None:
         landing, writer = effect.landing, effect.landing.writer

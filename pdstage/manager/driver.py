@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Proto
 from pdstage.control.zmq import messages_of
 from pdstage.errors import PdstageError, UsageError
 from pdstage.manager.aio import Pumps, Wakeup
+from pdstage.manager.effects import Gathers
 from pdstage.manager.sessions import Sessions
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.prefill_chunks import ChunkEffect, Gather, Write, WriteDirect, WriteRow
@@ -49,7 +50,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from pdstage.kernels.index_ring import Runtime
-    from pdstage.manager.role import Effect, Role
+    from pdstage.manager.effects import Carried, Effect
+    from pdstage.manager.role import Role
     from pdstage.transport import Done, Inbound, PostFailed
 
 log = logging.getLogger(__name__)
@@ -153,7 +155,7 @@ class Ready(NamedTuple):
 
 
 _EVERYTHING = Ready(messages=True, transport=True)
-_DATA = (Gather, Scatter, Write, WriteDirect, WriteRow)
+_DATA = (Gather, Gathers, Scatter, Write, WriteDirect, WriteRow)
 
 
 class Driver:
@@ -175,7 +177,7 @@ class Driver:
         self._n_forks = _n_forks
         self._kept: list[Effect] = []
         self._outgoing: dict[bytes, list[bytes]] = {}
-        self._copies: deque[Gather | Scatter] = deque()  # large ones that wait for their turn
+        self._copies: deque[Gather | Gathers | Scatter] = deque()  # large ones that wait for their turn
         self._heard: deque[tuple[bytes, bytes]] = deque()  # (route, frame) that no turn has read yet
         self._early: list[Done | PostFailed | Inbound] = []
         self._until_at = 0.0  # when the sleep ends if nothing is announced; under the lock
@@ -328,7 +330,7 @@ class Driver:
 
     # Effects.
 
-    def _carry_out(self, effects: Sequence[Effect]) -> bool:
+    def _carry_out(self, effects: Sequence[Carried]) -> bool:
         """True if something was done here that the core should hear of at once."""
         large, again, others = bool(self._copies), False, []
         for effect in effects:
@@ -347,7 +349,7 @@ class Driver:
             again = True
         return again
 
-    def _carry(self, effect: Effect) -> bool:
+    def _carry(self, effect: Carried) -> bool:
         node = self._node
         match effect:
             case Changed(room):
@@ -356,9 +358,9 @@ class Driver:
                     if handle is not None and self.failure is None:  # else it has failed, whatever its room's status
                         node._on_changed(handle, room.status)
                 return False
-            case Gather() | Scatter() if node._nbytes(effect) >= _LARGE_NBYTES:
+            case Gather() | Gathers() | Scatter() if node._nbytes(effect) >= _LARGE_NBYTES:
                 self._copies.append(effect)
-            case Gather() | Scatter() | Write() | WriteDirect() | WriteRow():
+            case Gather() | Gathers() | Scatter() | Write() | WriteDirect() | WriteRow():
                 self._do(effect)
             case PeerWarning(route, error):
                 self.sessions.warn(route, error)
@@ -381,7 +383,7 @@ class Driver:
                 assert_never(effect)
         return True
 
-    def _do(self, effect: ChunkEffect | Scatter) -> None:
+    def _do(self, effect: ChunkEffect | Gathers | Scatter) -> None:
         if self._node.ranges is None:
             self._node._carry(effect)
         else:
@@ -569,11 +571,13 @@ class DeviceDriver(Driver):
         with self.device():
             return super()._push()
 
-    def _carry_out(self, effects: Sequence[Effect]) -> bool:
-        """Before anybody reads what a NIC wrote, a scatter's kernel or an engine told of success: once for all."""
+    def _carry_out(self, effects: Sequence[Carried]) -> bool:
+        """Before anybody reads what a NIC wrote, a scatter's kernel or an engine told of success: flushes once for all.
+        Gathers of the same bytes are one.
+        """
         if self._flushes and any(isinstance(effect, Scatter | Changed) for effect in effects):
             self._runtime.flush()
-        return super()._carry_out(effects)
+        return super()._carry_out(self._node._joined(effects))
 
 
 def _is_closed() -> UsageError:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, assert_never
 
 from pdstage import environment
+from pdstage.manager.effects import Gathers
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
 
@@ -29,7 +30,7 @@ class Ranges:
         self._runtime = runtime
 
     @contextmanager
-    def of(self, effect: ChunkEffect | Scatter) -> Iterator[None]:
+    def of(self, effect: ChunkEffect | Gathers | Scatter) -> Iterator[None]:
         self._runtime.push_range(name(effect))
         try:
             yield
@@ -37,9 +38,11 @@ class Ranges:
             self._runtime.pop_range()
 
 
-def name(effect: ChunkEffect | Scatter) -> str:
-    """As a profiler shows it: what is done, of which room and chunk."""
+def name(effect: ChunkEffect | Gathers | Scatter) -> str:
+    """As a profiler shows it: what is done, of which room and chunk, and for how many others beside its destination."""
     match effect:
+        case Gathers(members):
+            return f"{name(members[0])} +{len(members) - 1}"
         case Gather() | Write() | WriteDirect() | WriteRow():
             key, chunk = effect.chunk.destination.open.room, effect.chunk.number
         case Scatter():

@@ -16,6 +16,7 @@ from pdstage.manager import demand
 from pdstage.manager.calibration import costs
 from pdstage.manager.data_path import DataPath
 from pdstage.manager.driver import changes_rooms
+from pdstage.manager.effects import Gathers
 from pdstage.manager.handle import Handle, ask_event, check_event
 from pdstage.manager.items import GivenItems, GivenTokens, check, rects_of
 from pdstage.manager.node import Node
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.layout import Layout
+    from pdstage.manager.effects import Carried
     from pdstage.manager.handle import CudaEvent
     from pdstage.manager.observer import Observer
     from pdstage.metadata import MetadataBuffers
@@ -122,7 +124,7 @@ def _by_traits(traits: Traits) -> CostModel:
     return CostModel.linear(traits.bytes_per_s, traits.descriptor_s, traits.post_s)
 
 
-class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
+class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
     """One prefill rank.
 
     `pool` holds the KV memory, `topology` the rank's place in `instance`. `transport` is a name, a name with options
@@ -351,17 +353,22 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
 
     # What the core asks for.
 
-    def _carry(self, effect: ChunkEffect) -> None:
+    def _joined(self, effects: Sequence[Carried]) -> Sequence[Carried]:
+        return self.data_path.joined(effects)
+
+    def _carry(self, effect: ChunkEffect | Gathers) -> None:
         match effect:
             case Gather():
                 self.data_path.gather(effect)
+            case Gathers(members):
+                self.data_path.gather(*members)
             case Write() | WriteDirect() | WriteRow():
                 self._write(effect)
             case _:
                 assert_never(effect)
 
-    def _nbytes(self, effect: ChunkEffect) -> int:
-        return effect.chunk.nbytes
+    def _nbytes(self, effect: ChunkEffect | Gathers) -> int:
+        return effect.members[0].chunk.nbytes if isinstance(effect, Gathers) else effect.chunk.nbytes
 
     def _write(self, effect: Write | WriteDirect | WriteRow) -> None:
         error = self.data_path.write(effect, self.core.counters)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
-from pdstage.protocol.decode import DecodeCore, DecodeEffect
+from pdstage.manager.effects import Gathers
+from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.decode_chunks import Scatter
-from pdstage.protocol.prefill import PrefillCore, PrefillEffect
+from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import ChunkEffect
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdstage.control.zmq import ControlSocket
     from pdstage.errors import PdstageError
     from pdstage.layout import Layout
+    from pdstage.manager.effects import Carried
     from pdstage.manager.handle import Handle, Roster
     from pdstage.manager.journal import Journal
     from pdstage.manager.lookup import Directory
@@ -25,8 +29,7 @@ if TYPE_CHECKING:
     from pdstage.transport import Done, Inbound, PostFailed, Transport
 
 AnyCore = TypeVar("AnyCore", bound=PrefillCore | DecodeCore)
-Own = TypeVar("Own", bound=ChunkEffect | Scatter)
-Effect: TypeAlias = PrefillEffect | DecodeEffect
+Own = TypeVar("Own", bound=ChunkEffect | Gathers | Scatter)
 
 
 class Role(ABC, Generic[AnyCore, Own]):
@@ -73,6 +76,10 @@ class Role(ABC, Generic[AnyCore, Own]):
         """Brings `handle` to `status`, its room's as it was read once: an engine's call may end the room
         meanwhile, and tells that by another effect.
         """
+
+    @abstractmethod
+    def _joined(self, effects: Sequence[Carried]) -> Sequence[Carried]:
+        """A turn's effects, where the pool is on a device: as one those that cost less so."""
 
     @abstractmethod
     def _carry(self, effect: Own) -> None:

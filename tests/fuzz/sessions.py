@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from pdstage.errors import TransportError, UsageError
-from pdstage.manager.role import Effect
+from pdstage.manager.effects import Effect
 from pdstage.plan import selects
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire

@@ -16,7 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdstage.layout import Key, Layout, Region, RowLevel, View
-from pdstage.manager.role import Effect
+from pdstage.manager.effects import Effect
 from pdstage.plan import Rect
 from pdstage.protocol import messages as m
 from pdstage.protocol.config import Config
