@@ -226,6 +226,16 @@ def test_conversions_are_measured_beside_plain_copies(bed):
     }
 
 
+def test_gathers_to_several_stand_beside_as_many_to_one(bed, monkeypatch):
+    rows = list(gpu_kernels.several(bed, True, TINY))
+    assert [row.point["max_sms"] for row in rows] == [8, None]
+    assert {(row.point["n"], row.point["variant"]) for row in rows} == {(4, "host")}
+    assert all(row.value > 0 and row.baseline > 0 for row in rows)
+    monkeypatch.setattr(gpu_kernels.Case, "gathered", lambda *_: torch.zeros(1, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match="other bytes to 4 destinations"):
+        next(gpu_kernels.several(bed, True, TINY))
+
+
 def test_every_kind_of_plan_is_compiled_and_one_that_fails_is_named(bed, monkeypatch):
     jobs = gpu_compile.jobs(["cuda plain", "triton"])
     assert len(set(jobs)) == len(jobs)
