@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pdstage.transport import Transport
 
 NBYTES = 8 << 20
-DEADLINE_S = 30.0
+DEADLINE_S = 240.0
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 4, 22, 38, 2
 
 
