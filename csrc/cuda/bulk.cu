@@ -135,8 +135,7 @@ __device__ __forceinline__ void start_writes(const Params& params, const Work& w
                 bulk_write(to + apart(params, d), slot + (unit - work.first) * UNIT, UNIT);
         }
     } else if (TO_STAGING) {
-        if (lane() < n)
-            bulk_write(work.staged + u64(work.first) * UNIT + apart(params, lane()), slot, nbytes_of(work));
+        if (lane() < n) bulk_write(work.staged + u64(work.first) * UNIT + apart(params, lane()), slot, nbytes_of(work));
     } else {
         each_piece(params, work, TO_PEER, [&](u32 unit, u32 units, u64 address) {
             if (address) bulk_write(address, slot + (unit - work.first) * UNIT, units * UNIT);

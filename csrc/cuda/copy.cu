@@ -100,8 +100,7 @@ __device__ __forceinline__ u64 copy_units(const Params& params, const Work& work
     for (u32 k = 0; k < N; k++) {
         if (!(live >> k & 1)) continue;
         const u32 unit = first + k * LANES;
-        if (!PDSTAGE_MANY)
-            store_unit<T>(TO_STAGING ? dense(k) : TO_PEER ? peer[k] : pool[k], bytes[k], length(unit));
+        if (!PDSTAGE_MANY) store_unit<T>(TO_STAGING ? dense(k) : TO_PEER ? peer[k] : pool[k], bytes[k], length(unit));
         if (PDSTAGE_SUM) {
             read_again();
             const Run at = run_at(group, extent, run_of(unit));
