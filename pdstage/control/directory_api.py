@@ -4,6 +4,7 @@
     DELETE /v1/adverts/{instance}/{unique_rank}/{incarnation}
     GET    /v1/lookup?instance=NAME&dp_rank=N               both optional where there is one choice
     GET    /v1/instances                                    everything live, for people
+    GET    /query                                           the same as vLLM's routers ask Mooncake's bootstrap
     GET    /health
 
 Refusals carry {"error": kind, "what": ..., "remedy": ..., "missing": [...]}; the client raises the same typed error.
@@ -83,6 +84,8 @@ def _answer(directory: Directory, method: str, path: str, query: dict[str, list[
                 name: [{"expires_in_s": round(left_s, 3), "advert": advert} for advert, left_s in held]
                 for name, held in directory.instances().items()
             }
+        case "GET", "/query":
+            return _engines(directory)
         case "GET", "/v1/lookup":
             dp_rank = query.get("dp_rank", [None])[0]
             number = None if dp_rank is None else parse_number(dp_rank, "dp_rank")
@@ -94,6 +97,20 @@ def _answer(directory: Directory, method: str, path: str, query: dict[str, list[
         rank, incarnation = parse_number(parts[4], "unique_rank"), parse_number(parts[5], "incarnation")
         return {"withdrawn": directory.withdraw(unquote(parts[3]), rank, incarnation)}
     raise UsageError(f"there is nothing at {path[:64]!r}", remedy="see the paths in pdstage.control.directory_api")
+
+
+def _engines(directory: Directory) -> dict[str, object]:
+    """Engines by number, and each one's ranks by tp and pp rank: the answer of vLLM's MooncakeBootstrapServer, from
+    which a router learns the `remote_engine_id` of its requests. An engine is a data-parallel replica there.
+    """
+    engines: dict[str, object] = {}
+    for number, (name, held) in enumerate(directory.instances().items()):
+        ranks: dict[str, dict[str, str]] = {}
+        for advert, _ in held:
+            place = advert.topology
+            ranks.setdefault(str(place.tp_rank), {})[str(place.pp_rank)] = advert.endpoint
+        engines[str(number)] = {"engine_id": name, "worker_addr": ranks}
+    return engines
 
 
 def _put(directory: Directory, body: bytes) -> object:

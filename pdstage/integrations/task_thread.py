@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_LOOK_S = 0.1
+"""How often one who waits looks whether an earlier call raised, and ended the thread."""
+
 
 class TaskThread:
     """Makes calls one at a time, in the order they were put. One that raises ends it: no later one is made."""
@@ -34,6 +37,22 @@ class TaskThread:
     def put(self, task: Callable[[], None]) -> None:
         """Has `task` called soon, and returns at once."""
         self._tasks.put(task)
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Has `task` called after those that were put before, and returns once it was. Raises what any of them
+        raised.
+        """
+        ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+        def last() -> None:
+            task()
+            ended.put(None)
+
+        self.put(last)
+        while True:
+            self.check()
+            with contextlib.suppress(queue.Empty):
+                return ended.get(timeout=_LOOK_S)
 
     def check(self) -> None:
         """Raises what a call raised."""

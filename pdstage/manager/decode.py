@@ -193,13 +193,16 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         dp_rank: int | None = None,
         instance: str | None = None,
         deadline_s: float = 600.0,
+        wait_s: float | None = None,
     ) -> Receiver:
         """Announces that `room` will come from the prefill engine that `prefill`, a bootstrap's `host:port`, names.
 
-        Returns at once; who serves the room is looked up meanwhile. `deadline_s` counts from here. Raises `UsageError`
+        Returns at once; who serves the room is looked up meanwhile. `deadline_s` counts from here. `wait_s` is how long
+        prefill may take to its first chunk, from when the room is opened; None is `Config.wait_s`. Raises `UsageError`
         for a bad address, and if the room is being received already.
         """
         deadline_s = arguments.number("deadline_s", deadline_s, above=0.0)
+        wait_s = None if wait_s is None else arguments.number("wait_s", wait_s, above=0.0)
         dp_rank = None if dp_rank is None else arguments.integer("dp_rank", dp_rank)
         instance = None if instance is None else arguments.text("instance", instance)
         prefill = arguments.text("a bootstrap address", prefill)
@@ -208,7 +211,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
         with self.driver.use():
             self.driver.check_begins()
             now = time.monotonic()
-            announced = self.core.announce(room_key(room), None, now, deadline_s=deadline_s)
+            announced = self.core.announce(room_key(room), None, now, deadline_s=deadline_s, wait_s=wait_s)
             receiver = Receiver(self, announced)
             self.roster.add(announced, receiver)
             if self.observed is not None:

@@ -24,7 +24,7 @@ _OVER = (ChunkPhase.WRITTEN, ChunkPhase.DROPPED, ChunkPhase.BROKEN)
 
 def prefix_tokens(room: PrefillRoom, names: Collection[str]) -> int | None:
     """The first token of the components `names` that any destination asks for; None before all have opened."""
-    if not _all_opened(room):
+    if not all_opened(room):
         return None
     asked = (one for destination in room.destinations.values() for one in destination.asked.items())
     return min((start for name, (start, _) in asked if name in names), default=0)
@@ -32,7 +32,7 @@ def prefix_tokens(room: PrefillRoom, names: Collection[str]) -> int | None:
 
 def max_chunk_tokens(room: PrefillRoom, layout: Layout, max_nbytes: int) -> int | None:
     """The most tokens that travel as one chunk of `max_nbytes` to every destination; None before all have opened."""
-    if not _all_opened(room):
+    if not all_opened(room):
         return None
     most = []
     for destination in room.destinations.values():
@@ -52,7 +52,13 @@ def backlog_nbytes(room: PrefillRoom) -> int:
     return sum(chunk.nbytes for chunk in chunks if chunk.phase not in _OVER)
 
 
-def _all_opened(room: PrefillRoom) -> bool:
+def is_carried(room: PrefillRoom) -> bool:
+    """Whether nothing will read the pages of the chunks given so far: each destination has them, or the room ended."""
+    return room.ended or not room.sources or (all_opened(room) and not backlog_nbytes(room))
+
+
+def all_opened(room: PrefillRoom) -> bool:
+    """Whether every decode rank that will take part of the room has said so."""
     return 0 < room.n_destinations <= len(room.destinations)
 
 

@@ -168,8 +168,10 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
         if self.driver.inline:
             self.driver.turn()
 
-    def wait_for(self, handle: Handle, done: Callable[[], bool], timeout_s: float | None) -> None:
-        """Turns (or lets the thread turn) until `done()`, which only a change of `handle`'s room makes true.
+    def wait_for(
+        self, handle: Handle, done: Callable[[], bool], timeout_s: float | None, *, every_s: float = _LOOK_S
+    ) -> None:
+        """Turns (or lets the thread turn) until `done()`, asked when `handle`'s room changed and `every_s` beside.
 
         Raises `TimeoutError` after `timeout_s`, and `UsageError` if the node ends first.
         """
@@ -181,7 +183,7 @@ class Node(Role[AnyCore, Own], Generic[AnyCore, Own, AnyHandle]):
             if left_s <= 0:
                 raise TimeoutError(f"room {handle.id!r} did not get there in {timeout_s:g} s")
             if not self.driver.inline:
-                self.roster.wait(handle, done, min(left_s, _LOOK_S))
+                self.roster.wait(handle, done, min(left_s, every_s))
             elif not self.driver.turn(min(left_s, self.driver.longest_s())):
                 self.roster.wait(handle, done, min(left_s, _BUSY_S))  # another thread turns, and may leave off
 

@@ -51,6 +51,10 @@ if TYPE_CHECKING:
     from pdstage.topology import Topology
 
 
+_CARRIED_S = 1e-3
+"""How often `wait_carried` asks: a chunk that arrives changes no room's state, so nothing wakes who waits for it."""
+
+
 class Sender(Handle):
     """One room at its prefill rank. Its chunks' pages must stay as they are until `released`."""
 
@@ -80,6 +84,11 @@ class Sender(Handle):
         split.
         """
         return self._node.max_chunk_tokens(self.room)
+
+    @property
+    def opened(self) -> bool:
+        """Whether all destinations have opened the room, so that chunks given now are on their way at once."""
+        return self._node.is_opened(self.room)
 
     @property
     def backlog_nbytes(self) -> int:
@@ -112,6 +121,16 @@ class Sender(Handle):
         `UsageError` for a second call, too many bytes or a row that is free or another room's.
         """
         self._node.finish(self, aux, states, ready)
+
+    def wait_carried(self, timeout_s: float | None = None) -> None:
+        """Until every destination has the chunks given so far, so that their pages may change before `released`: for
+        an engine that takes a request's pages in the middle of its prefill. Returns too once the room has ended, as
+        nobody goes on from what it carried. `TimeoutError` after `timeout_s`.
+        """
+        self._node.wait_for(self, self._is_carried, timeout_s, every_s=_CARRIED_S)
+
+    def _is_carried(self) -> bool:
+        return self._node.is_carried(self.room)
 
     def abort(self, reason: str = "aborted by the engine") -> None:
         """Gives the room up: it fails here and at every destination."""
@@ -345,6 +364,16 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         """`Sender.max_chunk_tokens`."""
         with self.driver.use():
             return demand.max_chunk_tokens(room, self.pool.layout, self._chunk_nbytes)
+
+    def is_opened(self, room: PrefillRoom) -> bool:
+        """`Sender.opened`."""
+        with self.driver.use():
+            return demand.all_opened(room)
+
+    def is_carried(self, room: PrefillRoom) -> bool:
+        """What `Sender.wait_carried` waits for; any thread may ask, at any time."""
+        with self.driver.lock:
+            return demand.is_carried(room)
 
     def backlog_nbytes(self, room: PrefillRoom) -> int:
         """`Sender.backlog_nbytes`."""

@@ -79,9 +79,17 @@ class DecodeCore:
 
     # What the engine does.
 
-    def announce(self, key: bytes, writers: Mapping[int, bytes] | None, now: float, *, deadline_s: float) -> DecodeRoom:
+    def announce(
+        self,
+        key: bytes,
+        writers: Mapping[int, bytes] | None,
+        now: float,
+        *,
+        deadline_s: float,
+        wait_s: float | None = None,
+    ) -> DecodeRoom:
         """The engine will receive this room from `writers` (number -> route), or, with None, from those that `found`
-        will name. Greets those not known yet.
+        will name. Greets those not known yet. `wait_s` is until its first chunk; None: as configured.
 
         Raises `UsageError` if the room is being received already, its writers are none or share a route, or there are
         `max_peers` others and all in use.
@@ -96,6 +104,7 @@ class DecodeCore:
         self._last_epoch += 1
         room = DecodeRoom(key, self._last_epoch)
         room.deadline_s = deadline_s
+        room.wait_s = self.endpoint.config.wait_s if wait_s is None else wait_s
         self.rooms.by_key[key] = self.rooms.by_epoch[room.epoch] = room
         self.endpoint.counters.rooms_opened += 1
         self.endpoint.timers.set(("room", room), now + deadline_s)

@@ -60,7 +60,7 @@ class DecodeRoom(Room):
 
     __slots__ = (
         "asked", "aux", "bound", "deadline_s", "epoch", "items", "pending", "priority", "routes", "row", "shared",
-        "wire_items", "writers",
+        "wait_s", "wire_items", "writers",
     )  # fmt: skip
 
     def __init__(self, key: bytes, epoch: int) -> None:
@@ -81,6 +81,7 @@ class DecodeRoom(Room):
         self.pending = 0
         self.priority = 0
         self.deadline_s = 0.0
+        self.wait_s = 0.0
 
 
 class DecodeRooms:
@@ -157,7 +158,7 @@ class DecodeRooms:
 
     def open(self, room: DecodeRoom, now: float) -> None:
         self.endpoint.timers.set(("open_until", room), now + self.endpoint.config.open_s)
-        self.endpoint.timers.set(("wait", room), now + self.endpoint.config.wait_s)
+        self.endpoint.timers.set(("wait", room), now + room.wait_s)
         for writer in room.writers.values():
             WRITER.move(writer, WriterEvent.OPEN)
             writer.coverage = Coverage(writer.shares, room.asked, writer.session.common, self.slots.exact)
@@ -309,7 +310,7 @@ def too_late(kind: str, room: DecodeRoom, config: Config) -> DeadlineExceeded:
         "room": (f"did not end in its {room.deadline_s} s", "raise deadline_s, or look at the slower side"),
         "bind": (f"was not bound in {config.bind_s} s", "call bind() sooner or raise Config.bind_s"),
         "open_until": (f"was not answered by prefill in {config.open_s} s", "look at the prefill ranks"),
-        "wait": (f"got no chunk in {config.wait_s} s", "was it submitted at prefill?"),
+        "wait": (f"got no chunk in {room.wait_s} s", "was it submitted at prefill?"),
         "transfer": (f"got nothing new in {config.transfer_s} s", "look at the prefill ranks and the network"),
     }[kind]
     return DeadlineExceeded(f"room {room.id!r} {what}", remedy=remedy, room=room.id)

@@ -133,6 +133,16 @@ def test_people_can_read_it(server: BootstrapServer, client: BootstrapClient) ->
         assert json.load(answer) == {"status": "ok"}
 
 
+def test_routers_of_vllm_learn_the_engines_names(server: BootstrapServer, client: BootstrapClient) -> None:
+    for rank in (0, 1):
+        client.publish(advert(rank))
+    client.publish(advert(tp=1, instance="p1"))
+    with urlopen(f"http://{server.address}/query", timeout=DEADLINE_S) as answer:
+        held = json.load(answer)
+    assert [(number, one["engine_id"]) for number, one in held.items()] == [("0", "p0"), ("1", "p1")]
+    assert held["0"]["worker_addr"] == {"0": {"0": "tcp://127.0.0.1:9000"}, "1": {"0": "tcp://127.0.0.1:9001"}}
+
+
 def test_nobody_there_is_named_with_a_remedy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         address = f"127.0.0.1:{held.getsockname()[1]}"

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 import pytest
 
 from pdstage import Items, State
+from pdstage.errors import UsageError
 from pdstage.protocol.state import ChunkPhase
-from tests.manager.engine import LAYERS, Rank, drive
+from tests.manager.engine import LAYERS, QUICK, Rank, drive
 from tests.rows import usable
 
 TRANSPORTS = usable("local", "nixl")
@@ -212,11 +214,57 @@ def test_data_is_gathered_only_when_ready(site):
     drive(site.nodes, lambda: chunk.phase is not ChunkPhase.RESERVING)
     assert chunk.phase is ChunkPhase.HELD, "it has its lease, and waits for its data"
     assert sender.backlog_nbytes > 0
+    with pytest.raises(TimeoutError):
+        sender.wait_carried(0.01)
     src.write(1, TOKENS, pages)  # the data comes after the lease
     ready.done = True
     drive(site.nodes, lambda: receiver.released)
     assert dst.holds(1, TOKENS, into)
     assert sender.backlog_nbytes == 0
+
+
+@pytest.mark.parametrize("path", ["staged", "direct"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_pages_may_change_once_their_chunks_are_carried(site, transport, path):
+    """An engine that takes a request's pages in the middle of its prefill, and computes the rest in others."""
+    src, dst = Rank(), Rank()
+    p = site.prefill(src, transport=transport, path=path, progress="thread")
+    d = site.decode(dst, transport=transport, path=path, progress="thread")
+    sender, pages, half = p.send(1), src.allocate(TOKENS), 16
+    assert not sender.opened
+    sender.wait_carried(0)  # nothing was given
+    src.write(1, TOKENS, pages)
+    sender.chunk(pages, (0, half))
+    with pytest.raises(TimeoutError):
+        sender.wait_carried(0.01)  # nobody has asked for it yet
+    receiver, into = d.receive(1, site.address), dst.allocate(TOKENS)
+    receiver.bind(into, TOKENS)
+    sender.wait_carried(60.0)
+    assert sender.opened
+    src.write(2, TOKENS, pages)
+    others = src.allocate(TOKENS)
+    src.write(1, TOKENS, others)
+    sender.chunk(others, (half, TOKENS))
+    sender.finish()
+    receiver.wait_released(60.0)
+    assert receiver.state is State.SUCCESS
+    assert dst.holds(1, TOKENS, into)
+    sender.wait_released(60.0)
+    sender.wait_carried(0)  # it has ended
+
+
+def test_a_room_may_wait_longer_for_its_first_chunk_than_others(site):
+    src, dst = Rank(), Rank()
+    site.prefill(src)
+    d = site.decode(dst, config=replace(QUICK, wait_s=0.05))
+    hasty, patient = d.receive(1, site.address), d.receive(2, site.address, wait_s=60.0)
+    for receiver in (hasty, patient):
+        receiver.bind(dst.allocate(TOKENS), TOKENS)
+    drive(site.nodes, lambda: hasty.state is State.FAILED)
+    assert "got no chunk in 0.05 s" in str(hasty.error)
+    assert patient.error is None
+    with pytest.raises(UsageError, match="wait_s"):
+        d.receive(3, site.address, wait_s=0.0)
 
 
 def test_layer_by_layer_and_past_the_prefix(site):

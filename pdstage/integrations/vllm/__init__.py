@@ -8,6 +8,7 @@ To read in this order:
     settings     what an operator may say in `kv_connector_extra_config`
     groups       vLLM's cache groups as pdstage's components: which blocks of a request, for which tokens
     metadata     what the scheduler's side tells the workers' in each step
+    streams      requests that are handed over while prefill computes them
     scheduler    the scheduler's side: requests in, metadata out
     caches       the workers' KV cache tensors as a pdstage layout
     worker       the workers' side: nodes, rooms, and what became of them
@@ -18,6 +19,10 @@ To read in this order:
 `kv_transfer_params={"do_remote_decode": true}`, and what prefill answers as `kv_transfer_params` goes with the request
 to decode, unread. Each prefill worker hands what it advertises to its engine's scheduler by `get_handshake_metadata`;
 the scheduler's side serves those adverts as a bootstrap directory, at `remote_host` and `remote_port` of every answer.
+
+A router may also ask both engines at once, as it does for vLLM's MooncakeConnector: it names the room itself, by
+`transfer_id`, and finds the engine's name by `GET /query` of the same directory. Decode then opens the room while
+prefill works, and each step's chunk is handed over at that step's end.
 
 **Who begins.** pdstage's decode side announces a room and prefill writes into it. When prefill has finished a request
 its workers `send` the room that the answer names, `remote_room`, hand over all its chunks and `finish`.

@@ -87,7 +87,7 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PdStageMetadata:
-        return self._scheduler.news()
+        return self._scheduler.news(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler.ended(connector_output)
@@ -119,9 +119,12 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.handshake()
 
+    def handle_preemptions(self, kv_connector_metadata: PdStageMetadata) -> None:
+        self._worker.preempted(kv_connector_metadata)
+
     def bind_connector_metadata(self, connector_metadata: PdStageMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._worker.computed(connector_metadata)
+        self._worker.bound(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
         self._worker.begin(self._get_connector_metadata())
@@ -139,7 +142,8 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing to save: rooms are sent from the caches themselves."""
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for: the blocks stay until the room is released."""
+        """Nothing to wait for: the blocks stay until the room is released. What this step computed may go."""
+        self._worker.computed(self._get_connector_metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.results()

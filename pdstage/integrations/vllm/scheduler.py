@@ -18,6 +18,7 @@ from pdstage.control.bootstrap import Advert, BootstrapServer
 from pdstage.integrations.vllm.groups import groups_of, recomputed_tokens
 from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata, Receive, Remote, Send
 from pdstage.integrations.vllm.model import adapter_of
+from pdstage.integrations.vllm.streams import Streams
 from pdstage.manager import PrefillNode
 
 if TYPE_CHECKING:
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
     from pdstage.integrations.vllm.settings import Settings
+    from pdstage.integrations.vllm.streams import Stream
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class SchedulerSide:
         self._groups = groups_of(kv_cache_config)
         self._left = recomputed_tokens(self._groups, vllm_config.num_prefill_lookahead_tokens)
         self._has_state = any(group.is_state for group in self._groups)
+        self._streams = Streams(self._groups)
         self._news = PdStageMetadata()
         self._local: dict[str, int] = {}  # tokens that decode had when it asked how many there are here
         self._loading: dict[str, str] = {}
@@ -83,8 +87,16 @@ class SchedulerSide:
 
     def arrived(self, request: Request) -> None:
         """A request came. Prefill leaves the tokens to decode that decode computes again."""
-        params, left = request.kv_transfer_params, self._left
-        if not params or not params.get("do_remote_decode") or params.get("_pdstage_cut") or not left:
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_decode"):
+            return
+        self._cut(request, params)
+        if (room := params.get("transfer_id")) and self._server is not None:
+            self._streams.begin(request, room)
+
+    def _cut(self, request: Request, params: dict[str, Any]) -> None:
+        left = self._left
+        if params.get("_pdstage_cut") or not left:
             return
         if request.num_prompt_tokens <= left or request.get_skip_reading_prefix_cache():
             return
@@ -109,19 +121,35 @@ class SchedulerSide:
             self._news.aborted.add(request.request_id)
         elif params.get("do_remote_prefill"):
             self._abandon(params)
-        if not params.get("do_remote_decode") or request.status not in _DONE or not any(blocks):
+        if not params.get("do_remote_decode"):
             return False, None
-        return self._hand_over(request, blocks)
+        stream = self._streams.end(request.request_id)
+        if request.status in _DONE and any(blocks):
+            is_another_s = stream is None and params.get("transfer_id") is not None and self._server is not None
+            return (False, None) if is_another_s else self._hand_over(request, blocks, stream)
+        if stream is None:
+            return False, None
+        if stream.has_begun:
+            self._news.sends[request.request_id] = Send(stream.room, {}, given_up=True)
+        else:
+            self._news.withdrawn.append(stream.room)
+        return stream.has_begun, None
 
-    def _hand_over(self, request: Request, blocks: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+    def _hand_over(
+        self, request: Request, blocks: Sequence[Sequence[int]], stream: Stream | None
+    ) -> tuple[bool, dict[str, Any] | None]:
         n_tokens = max(0, request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0))
         if self._server is None:
             log.error("request %s ends here: no worker of this engine sends", request.request_id)
             return False, None
-        self._n_rooms += 1
-        room = f"{self._engine_id}:{request.request_id}:{self._life}.{self._n_rooms}"
         held = {group.component: group.held(blocks[group.index], n_tokens) for group in self._groups}
-        self._news.sends[request.request_id] = Send(room, held)
+        adapter = adapter_of(request.lora_request)
+        if stream is not None:
+            room, says = stream.room, self._says(n_tokens, adapter)
+        else:
+            self._n_rooms += 1
+            room, says = f"{self._engine_id}:{request.request_id}:{self._life}.{self._n_rooms}", None
+        self._news.sends[request.request_id] = Send(room, held, says)
         host, port = self._server.address.rsplit(":", 1)
         return True, {
             "do_remote_prefill": True,
@@ -133,11 +161,18 @@ class SchedulerSide:
             "remote_port": int(port),
             "remote_room": room,
             "remote_num_tokens": n_tokens,
-            "remote_adapter": adapter_of(request.lora_request),
+            "remote_adapter": adapter,
             "tp_size": self._parallel.tensor_parallel_size,
             "pp_size": self._parallel.pipeline_parallel_size,
             "transfer_mode": "pdstage",
         }
+
+    def _says(self, n_tokens: int, adapter: str) -> bytes:
+        """What prefill says of a room that decode opened before it knew: decode must have taken it for the same.
+
+        A state is of just so many tokens; of KV decode may want fewer.
+        """
+        return f"{f'{n_tokens} tokens' if self._has_state else 'its tokens'}, adapter {adapter!r}".encode()
 
     # Decode.
 
@@ -174,7 +209,8 @@ class SchedulerSide:
         elif remote is not None:
             n_tokens, ids = n_local + n_external, blocks.get_block_ids()
             held = {one.component: one.held(ids[one.index], n_tokens, n_local) for one in self._groups}
-            self._news.receives[request.request_id] = Receive(remote, held)
+            says = self._says(n_tokens, adapter_of(request.lora_request)) if remote.is_early else None
+            self._news.receives[request.request_id] = Receive(remote, held, says)
             self._ask(remote)
             self._loading[request.request_id] = remote.room
         params["do_remote_prefill"] = False  # once only: a request that is preempted later is computed here
@@ -199,10 +235,11 @@ class SchedulerSide:
 
     # Both.
 
-    def news(self) -> PdStageMetadata:
-        """This step's, once."""
+    def news(self, output: SchedulerOutput) -> PdStageMetadata:
+        """This step's, once; `output` is what it computes."""
         self._loaded.clear()
         told, self._news = self._news, PdStageMetadata()
+        told.preempted, told.chunks = self._streams.step(output)
         return told
 
     @property
@@ -225,7 +262,12 @@ def _same_adapter(request: Request, params: Mapping[str, Any]) -> bool:
 
 
 def _remote(params: Mapping[str, Any]) -> Remote | None:
-    """The room that prefill's answer names; None, and a word in the log, where it names none."""
+    """The room that prefill's answer names, or a router that asks both engines at once; None, and a word in the log,
+    where none is named.
+    """
+    early, directory = params.get("transfer_id"), params.get("remote_bootstrap_addr")
+    if early and directory and params.get("remote_engine_id"):
+        return Remote(early, directory, params["remote_engine_id"], is_early=True)
     names: Iterable[str] = ("remote_room", "remote_engine_id", "remote_host", "remote_port")
     room, engine, host, port = (params.get(name) for name in names)
     if not (room and engine and host and port):

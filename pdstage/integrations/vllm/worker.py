@@ -23,22 +23,28 @@ from pdstage.integrations.vllm.caches import Caches
 from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata
 from pdstage.integrations.vllm.model import model_facts
 from pdstage.integrations.vllm.stats import NOW, PdStageStats
+from pdstage.integrations.vllm.streams import EarlySender
 from pdstage.integrations.vllm.writers import probes_of
 from pdstage.probe import prove_layout
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from pdstage import Receiver, Sender
     from pdstage.integrations.vllm.groups import Held
-    from pdstage.integrations.vllm.metadata import Receive, Remote, Send
+    from pdstage.integrations.vllm.metadata import Chunk, Receive, Remote, Send
     from pdstage.integrations.vllm.settings import Settings
     from pdstage.manager.handle import CudaEvent, Handle
 
 log = logging.getLogger(__name__)
 
 AnyHandle = TypeVar("AnyHandle", "Sender", "Receiver")
+
+_EARLY_S = 600.0
+"""How long prefill may take until it begins a request of which decode heard before: as long as a room may last."""
 
 
 class WorkerSide:
@@ -60,6 +66,10 @@ class WorkerSide:
         # Filled by the task thread and emptied by the worker's: each single call of theirs is whole.
         self._sending: dict[str, Sender] = {}
         self._receiving: dict[str, Receiver] = {}
+        self._told: dict[str, bytes] = {}
+        """What prefill must say of each request that is being received."""
+        self._early: dict[str, EarlySender] = {}
+        """Requests that are handed over while they are computed: the task thread's."""
         self._held: dict[str, tuple[int, float]] = {}
         """Of each request that is being sent: how many blocks it holds, and since when."""
         self._written: tuple[int, int] = (0, 0)
@@ -97,9 +107,24 @@ class WorkerSide:
 
     # A step.
 
-    def computed(self, told: PdStageMetadata) -> None:
+    def preempted(self, told: PdStageMetadata) -> None:
+        """Before anything of this step: it may write blocks that were preempted requests'."""
+        if told.preempted:
+            self._tasks.run(partial(self._preempt, told.preempted))
+
+    def _preempt(self, names: Mapping[str, bool]) -> None:
+        for name, is_overwritten in names.items():
+            if (early := self._early.get(name)) is not None:
+                early.preempted(name, is_overwritten=is_overwritten)
+
+    def bound(self, told: PdStageMetadata) -> None:
         """Before this step's forward pass: what finished requests hold was computed by those before it."""
         self._computed = self._event() if told.sends else None
+
+    def computed(self, told: PdStageMetadata) -> None:
+        """After this step's forward pass, or its launch: what of it is handed over at once."""
+        if told.chunks:
+            self._tasks.put(partial(self._stream, told.chunks, self._event()))
 
     def begin(self, told: PdStageMetadata) -> None:
         """This step's news, to be carried out soon. Raises what is a mistake here, of an earlier step's too."""
@@ -132,17 +157,40 @@ class WorkerSide:
             self._abort(request_id)
         for remote in told.abandoned:
             self._abandon(remote)
+        for room in told.withdrawn:
+            self._withdraw(room)
+
+    def _stream(self, chunks: Mapping[str, Chunk], ready: CudaEvent | None) -> None:
+        assert self.prefill is not None, "a request to send at an engine that does not prefill"
+        for request_id, chunk in chunks.items():
+            early = self._early.get(request_id)
+            try:
+                if early is None:
+                    early = self._early[request_id] = EarlySender(self.prefill.send(chunk.room))
+                for held, when in early.computed(chunk, ready):
+                    items, tokens, _ = self._named(held)
+                    early.sender.chunk(items, tokens, ready=when)
+            except PdstageError as error:
+                log.warning("request %s is not sent: %s", request_id, error)
+                if early is not None:
+                    early.sender.abort(str(error))
 
     def _send(self, request_id: str, send: Send, computed: CudaEvent | None) -> None:
         assert self.prefill is not None, "a request to send at an engine that does not prefill"
-        sender = None
-        self._held[request_id] = sum(len(one.blocks) for one in send.held.values()), time.monotonic()
+        sender, held = None, send.held
+        self._held[request_id] = sum(len(one.blocks) for one in held.values()), time.monotonic()
         try:
-            sender = self.prefill.send(send.room)
-            items, tokens, states = self._named(send.held)
-            if items:
-                sender.chunk(items, tokens, ready=computed)
-            sender.finish(states=states or None, ready=computed)
+            if (early := self._early.pop(request_id, None)) is not None:
+                sender, held = early.sender, early.rest_of(held)
+            else:
+                sender = self.prefill.send(send.room)
+            if send.given_up:
+                sender.abort("the request ended at prefill")
+            else:
+                items, tokens, states = self._named(held)
+                if items:
+                    sender.chunk(items, tokens, ready=computed)
+                sender.finish(send.says, states=states or None, ready=computed)
         except PdstageError as error:
             log.warning("request %s is not sent: %s", request_id, error)
             if sender is None:
@@ -164,6 +212,8 @@ class WorkerSide:
                 self._not_begun.append(("received", request_id))
                 return
             receiver.abort(str(error))
+        if receive.says is not None:
+            self._told[request_id] = receive.says
         self._receiving[request_id] = receiver
 
     def _abort(self, request_id: str) -> None:
@@ -178,9 +228,18 @@ class WorkerSide:
         except PdstageError as error:
             log.warning("room %s is left to its deadline at prefill: %s", remote.room, error)
 
+    def _withdraw(self, room: str) -> None:
+        """A room that prefill will not send, as its request ended before: decode need not wait for it."""
+        assert self.prefill is not None, "a request to send at an engine that does not prefill"
+        try:
+            self.prefill.send(room).abort("the request ended at prefill")
+        except PdstageError as error:
+            log.warning("room %s is left to its deadline at decode: %s", room, error)
+
     def _announce(self, remote: Remote) -> Receiver:
         assert self.decode is not None, "a request to receive at an engine that does not decode"
-        return self.decode.receive(remote.room, prefill=remote.address, instance=remote.instance)
+        longest_s = _EARLY_S if remote.is_early else None
+        return self.decode.receive(remote.room, prefill=remote.address, instance=remote.instance, wait_s=longest_s)
 
     def _named(self, held: dict[str, Held]) -> tuple[dict[str, Items], dict[str, tuple[int, int]], dict[str, Items]]:
         """Pages and their tokens, and states, as nodes take them."""
@@ -217,9 +276,18 @@ class WorkerSide:
             self._note(sender, request_id, "sent")
             _end(results, "sent", request_id, failed=sender.state is not State.SUCCESS)
         for request_id, receiver in _take_released(self._receiving):
+            is_right = self._is_as_told(receiver, request_id)
             self._note(receiver, request_id, "received")
-            _end(results, "received", request_id, failed=receiver.state is not State.SUCCESS)
+            _end(results, "received", request_id, failed=receiver.state is not State.SUCCESS or not is_right)
         return results
+
+    def _is_as_told(self, receiver: Receiver, request_id: str) -> bool:
+        """Whether a room that arrived is what decode took it for; false, and a word in the log, where it is not."""
+        expected, said = self._told.pop(request_id, None), receiver.aux
+        if receiver.state is State.SUCCESS and expected is not None and said != expected:
+            log.warning("request %s is not received: prefill says it is of %r, not %r", request_id, said, expected)
+            return False
+        return True
 
     def _note(self, handle: Handle, request_id: str, what: str) -> None:
         if handle.state is State.SUCCESS:

