@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 
 import numpy as np
@@ -129,3 +130,26 @@ def test_a_lease_is_given_back_before_the_next_chunk_is_scattered(site, monkeypa
     while room.transport.held:
         room.transport.let()
     room.end()
+
+
+def test_one_thread_at_a_time_carries_out_effects(site, monkeypatch):
+    """While a turn does, an engine's call takes none, or it would send its frames before the turn's older ones."""
+    node = site.prefill(Rank())
+    inside, go, began = threading.Event(), threading.Event(), []
+    carry_out = node.driver._carry_out
+
+    def held(effects: object) -> bool:
+        began.append(threading.current_thread())
+        if threading.current_thread() is turn:
+            inside.set()
+            assert go.wait(60)
+        return carry_out(effects)
+
+    monkeypatch.setattr(node.driver, "_carry_out", held)
+    turn = threading.Thread(target=node.turn)
+    turn.start()
+    assert inside.wait(60)
+    node.send(1).abort()  # leaves what is to be done to the turn
+    assert began == [turn]
+    go.set()
+    turn.join(60)

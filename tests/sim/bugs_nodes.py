@@ -45,7 +45,7 @@ MUTANTS = [
         "a turn rings nobody",
         "11 wait",
         "Driver._turn",
-        "            node.roster.ring()  # last: who wakes earlier waits for the interpreter\n",
+        "                node.roster.ring()  # last: who wakes earlier waits for the interpreter\n",
         "",
         NODES,
     ),
@@ -69,8 +69,9 @@ MUTANTS = [
         "a change is not told to the roster",
         "11 handles",
         "Driver._carry",
-        "                node._on_changed(handle, room.status)\n",
-        "                if not room.released:\n                    node._on_changed(handle, room.status)\n",
+        "                        node._on_changed(handle, room.status)\n",
+        "                        if not room.released:\n"
+        "                            node._on_changed(handle, room.status)\n",
         NODES,
     ),
     Mutant(
@@ -103,7 +104,7 @@ MUTANTS = [
         "Driver._turn",
         "            with self.acting:\n                while True:\n",
         "            if True:\n                while True:\n",
-        NODES,
+        "tests/manager/test_pipeline.py::test_one_thread_at_a_time_carries_out_effects",
     ),
     Mutant(
         "what was said while posting is lost",
