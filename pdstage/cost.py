@@ -99,6 +99,15 @@ class CostModel:
         hidden_s = self.overlap * (sum(stages_s) - max(stages_s))
         return self.lease_s + n_chunks * self.chunk_s + sum(stages_s) - hidden_s
 
+    def pieces(self, nbytes: int) -> int:
+        """In how many to hand over bytes that are computed one after the other, such as a prefill step's layers.
+
+        When the last are there the others have gone, so what is left takes nbytes / n; but each piece adds `chunk_s`.
+        Their sum is least at the square root of the one by the other.
+        """
+        moved_s = self.staged_s(nbytes, 0) - self.lease_s - self.chunk_s
+        return max(1, int((moved_s / self.chunk_s) ** 0.5)) if self.chunk_s else 1
+
     def prefers_direct(self, nbytes: int, n_descriptors: int, n_chunks: int = 1) -> bool:
         """Whether `nbytes` that fall into `n_descriptors` runs, sent in `n_chunks` chunks, should skip the staging."""
         return self.direct_s(nbytes, n_descriptors, n_chunks) <= self.staged_s(nbytes, n_descriptors, n_chunks)

@@ -73,3 +73,17 @@ def test_numbers_that_cannot_be_are_refused_by_name(field, value):
     with pytest.raises(UsageError, match=field) as caught:
         replace(COST, **{field: value})
     assert caught.value.fields["field"] == field
+
+
+def test_bytes_computed_in_turn_go_in_as_many_pieces_as_pay():
+    """What is left when the last are computed, and what the pieces cost, are least together."""
+    cost = replace(COST, overlap=0.0)
+
+    def left_s(n: int) -> float:
+        return (cost.staged_s(NBYTES, 0) - cost.lease_s - cost.chunk_s) / n + n * cost.chunk_s
+
+    n = cost.pieces(NBYTES)
+    assert n > 1
+    assert left_s(n) <= 1.02 * min(left_s(other) for other in range(1, 1000))
+    assert [cost.pieces(nbytes) for nbytes in (0, 1, 10_000)] == [1, 1, 1], "no crumbs"
+    assert replace(COST, chunk_s=0.0).pieces(NBYTES) == 1

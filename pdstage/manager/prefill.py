@@ -258,6 +258,12 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say."""
         return self._costs.get(traits.name) or _by_traits(traits)
 
+    def pieces(self, nbytes: int) -> int:
+        """In how many pieces `nbytes` that a forward pass computes layer by layer are best handed over (`chunk`'s
+        `layers`), by what the transport costs: 1 where they are too few to be worth more.
+        """
+        return self.cost_of(self.transport.traits).pieces(nbytes)
+
     @property
     def path(self) -> str:
         """ "auto", "direct" or "staged"; may be changed between rooms. A node made with "staged" writes no pages still.

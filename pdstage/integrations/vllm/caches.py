@@ -56,6 +56,8 @@ class Caches:
     n_pages: dict[str, int]
     paged: dict[str, list[torch.Tensor]]
     """By component the caches `[pages, ...]` that have tokens."""
+    numbers: dict[str, int]
+    """Of the layers that have tokens, by name."""
 
     @staticmethod
     def of(
@@ -70,6 +72,7 @@ class Caches:
         keys: dict[str, tuple[Key, ...]] = {}
         n_pages: dict[str, int] = {}
         paged: dict[str, list[torch.Tensor]] = {}
+        numbers: dict[str, int] = {}
         for group in groups_of(kv_cache_config):
             given = kv_cache_config.kv_cache_groups[group.index]
             seen: set[int] = set()
@@ -87,6 +90,7 @@ class Caches:
                     heads = _total_heads(spec, n_heads, tp)
                     _check_known(name, cache, spec, layers.get(name))
                     paged.setdefault(group.component, []).append(cache)
+                    numbers[name] = _number(name)
                     made = [_attention(cache, spec, layers.get(name), heads, tp, naming=_naming(group, name, encoding))]
                 made = [_named(part, name) for part in made]
                 keys[name] = tuple(view.key for part in made for view in part.views)
@@ -95,12 +99,16 @@ class Caches:
             raise UsageError("no KV cache of this worker can be handed over", remedy="check the model and its groups")
         states = [group.component for group in groups_of(kv_cache_config) if group.is_state]
         layout = build(*parts, slots=states, exact=states)
-        return Caches(layout, next(iter(kv_caches.values())).device, keys, n_pages, paged)
+        return Caches(layout, next(iter(kv_caches.values())).device, keys, n_pages, paged, numbers)
 
     def pages(self, component: str, blocks: Sequence[int]) -> npt.NDArray[np.int64]:
         """The pages of vLLM's `blocks`: where a kernel wants smaller ones, a block is several."""
         held, n = np.array(blocks, np.int64), self.n_pages.get(component, 1)
         return held if n == 1 else (held[:, None] * n + np.arange(n)).reshape(-1)
+
+    def nbytes(self, component: str, n_blocks: int) -> int:
+        """Of so many of vLLM's blocks in every layer of the component."""
+        return sum(cache[0].nbytes for cache in self.paged[component]) * n_blocks * self.n_pages.get(component, 1)
 
     def clear(self, component: str, blocks: Sequence[int]) -> None:
         """Zeroes vLLM's `blocks` in every layer of the component."""

@@ -139,11 +139,12 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         attn_metadata: AttentionMetadata,
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
-        """Nothing to save: rooms are sent from the caches themselves."""
+        """Nothing to save: rooms are sent from the caches themselves. What is computed so far may go."""
+        self._worker.passed(layer_name)
 
     def wait_for_save(self) -> None:
         """Nothing to wait for: the blocks stay until the room is released. What this step computed may go."""
-        self._worker.computed(self._get_connector_metadata())
+        self._worker.computed()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.results()

@@ -8,8 +8,9 @@ vLLM may preempt the request, and compute it again in other blocks.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.integrations.vllm.metadata import Chunk
 
@@ -105,25 +106,71 @@ class Streams:
         return held
 
 
+class Layers(NamedTuple):
+    """What a forward pass has computed of its chunks: these layers, from `start` to `stop`, `ready` once it is done.
+    `is_last`: there are no others.
+    """
+
+    start: int
+    stop: int
+    ready: CudaEvent | None
+    is_last: bool
+
+
+class LayerGroups:
+    """Which layers of a step's chunks go together, at a worker. `numbers` are of its layers with tokens, by name.
+
+    A group goes once a layer after it is computed: only then all is written that layers of its numbers have, such as
+    an indexer's keys beside attention's.
+    """
+
+    def __init__(self, numbers: Mapping[str, int]) -> None:
+        self._numbers = numbers
+        self._ordered = sorted(set(numbers.values()))
+        self._start = 0
+        self._firsts: deque[int] = deque()
+        """The first layer of each group that is not yet begun."""
+
+    def begin(self, n_groups: int) -> None:
+        """A step whose layers are handed over in so many groups, the last one when the step is done."""
+        n = len(self._ordered)
+        n_groups = min(n_groups, n)
+        self._start = 0
+        self._firsts = deque(self._ordered[n * i // n_groups] for i in range(1, n_groups))
+
+    def passed(self, name: str) -> tuple[int, int] | None:
+        """The layers that go, now that this one is computed."""
+        number, start = self._numbers.get(name, -1), self._start
+        while self._firsts and number >= self._firsts[0]:
+            self._start = self._firsts.popleft()
+        return (start, self._start) if self._start > start else None
+
+    def rest(self) -> tuple[int, int]:
+        """The layers that go when the step is done: all, where it did not say which it had computed."""
+        self._firsts.clear()
+        return self._start, self._ordered[-1] + 1
+
+
 @dataclass
 class EarlySender:
     """One room, at a worker. `given` is up to which token the room has been given what it needs."""
 
     sender: Sender
     given: int = 0
-    _waiting: list[tuple[Chunk, CudaEvent | None]] = field(default_factory=list)
+    _waiting: list[tuple[Chunk, Layers]] = field(default_factory=list)
 
-    def computed(self, chunk: Chunk, ready: CudaEvent | None) -> Iterable[tuple[dict[str, Held], CudaEvent | None]]:
-        """A step computed `chunk`: what is to be given to the room now."""
-        self._waiting.append((chunk, ready))
+    def computed(self, chunk: Chunk, layers: Layers) -> Iterable[tuple[dict[str, Held], Layers]]:
+        """A step computed `layers` of `chunk`: what is to be given to the room now."""
+        self._waiting.append((chunk, layers))
         if not self.sender.opened:
             return
         waiting, self._waiting = self._waiting, []
-        for one, when in waiting:
+        for one, some in waiting:
             held = self.rest_of(one.held)
-            self.given = max(self.given, one.stop)
+            if some.is_last:
+                self.given = max(self.given, one.stop)
             if held:
-                yield held, when
+                yield held, some
 
     def rest_of(self, held: Mapping[str, Held]) -> dict[str, Held]:
         """`held` without the tokens that the room has been given."""

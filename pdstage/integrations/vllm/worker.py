@@ -23,7 +23,7 @@ from pdstage.integrations.vllm.caches import Caches
 from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata
 from pdstage.integrations.vllm.model import model_facts
 from pdstage.integrations.vllm.stats import NOW, PdStageStats
-from pdstage.integrations.vllm.streams import EarlySender
+from pdstage.integrations.vllm.streams import EarlySender, LayerGroups, Layers
 from pdstage.integrations.vllm.writers import probes_of
 from pdstage.probe import prove_layout
 
@@ -70,6 +70,9 @@ class WorkerSide:
         """What prefill must say of each request that is being received."""
         self._early: dict[str, EarlySender] = {}
         """Requests that are handed over while they are computed: the task thread's."""
+        self._chunks: Mapping[str, Chunk] = {}
+        """Of this step, while its forward pass runs."""
+        self._groups = LayerGroups({})
         self._held: dict[str, tuple[int, float]] = {}
         """Of each request that is being sent: how many blocks it holds, and since when."""
         self._written: tuple[int, int] = (0, 0)
@@ -93,6 +96,7 @@ class WorkerSide:
         probes = probes_of(self._caches, self._config)
         proof = prove_layout(self._caches.layout, probes, trust_layout=self._settings.trust_layout)
         log.info("KV cache layout of rank %d: %s", self.topology.tp_rank, proof)
+        self._groups = LayerGroups(self._caches.numbers)
         pool = Pool.of(self._caches.layout, keep=tuple(kv_caches.values()))
         said = model_facts(self._config)
         if self._transfer.is_kv_producer:
@@ -120,11 +124,24 @@ class WorkerSide:
     def bound(self, told: PdStageMetadata) -> None:
         """Before this step's forward pass: what finished requests hold was computed by those before it."""
         self._computed = self._event() if told.sends else None
-
-    def computed(self, told: PdStageMetadata) -> None:
-        """After this step's forward pass, or its launch: what of it is handed over at once."""
+        self._chunks = told.chunks
         if told.chunks:
-            self._tasks.put(partial(self._stream, told.chunks, self._event()))
+            assert self._caches is not None and self.prefill is not None, "a chunk of an engine that does not prefill"
+            many = (pair for chunk in told.chunks.values() for pair in chunk.held.items())
+            nbytes = sum(self._caches.nbytes(component, len(one.blocks)) for component, one in many)
+            self._groups.begin(self.prefill.pieces(nbytes))
+
+    def passed(self, layer_name: str) -> None:
+        """The forward pass has computed that layer, or launched it."""
+        if self._chunks and (layers := self._groups.passed(layer_name)) is not None:
+            self._tasks.put(partial(self._stream, self._chunks, Layers(*layers, self._event(), is_last=False)))
+
+    def computed(self) -> None:
+        """After this step's forward pass, or its launch: what of it is handed over at once."""
+        if self._chunks:
+            layers = Layers(*self._groups.rest(), self._event(), is_last=True)
+            self._tasks.put(partial(self._stream, self._chunks, layers))
+            self._chunks = {}
 
     def begin(self, told: PdStageMetadata) -> None:
         """This step's news, to be carried out soon. Raises what is a mistake here, of an earlier step's too."""
@@ -160,16 +177,16 @@ class WorkerSide:
         for room in told.withdrawn:
             self._withdraw(room)
 
-    def _stream(self, chunks: Mapping[str, Chunk], ready: CudaEvent | None) -> None:
+    def _stream(self, chunks: Mapping[str, Chunk], layers: Layers) -> None:
         assert self.prefill is not None, "a request to send at an engine that does not prefill"
         for request_id, chunk in chunks.items():
             early = self._early.get(request_id)
             try:
                 if early is None:
                     early = self._early[request_id] = EarlySender(self.prefill.send(chunk.room))
-                for held, when in early.computed(chunk, ready):
+                for held, some in early.computed(chunk, layers):
                     items, tokens, _ = self._named(held)
-                    early.sender.chunk(items, tokens, ready=when)
+                    early.sender.chunk(items, tokens, layers=(some.start, some.stop), ready=some.ready)
             except PdstageError as error:
                 log.warning("request %s is not sent: %s", request_id, error)
                 if early is not None:

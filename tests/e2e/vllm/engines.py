@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     import aiohttp
 
+LONGEST = 1024
+"""Tokens of a sequence: the models' own, but for the long one."""
+
 BATCHED = 256
 """Tokens of a step at most, so that longer prompts are computed in chunks."""
 
@@ -76,6 +79,11 @@ class Engine:
     """How long it may go on with what it has, once it is asked to end."""
     directory: int = 0
     """The port of its directory, 0 for any."""
+    longest: int = LONGEST
+    """Tokens of a sequence, at most."""
+    batched: int = BATCHED
+    connector: str = "PdStageConnector"
+    """Or another of vLLM's own, with its defaults."""
     offloads: bool = False
     """Whether vLLM's MultiConnector has pdstage's beside its own ExampleConnector, which keeps prompts' KV in files."""
 
@@ -94,17 +102,21 @@ class Engine:
             parts.append("found")
         if self.offloads:
             parts.append("offloads")
+        if self.connector != "PdStageConnector":
+            parts.append(self.connector)
+        if (self.longest, self.batched) != (LONGEST, BATCHED):
+            parts.append(f"{self.longest}by{self.batched}")
         return "-".join(parts)
 
     def command(self, folder: Path, port: int) -> list[str]:
         made = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
         made += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
-        made += ["--dtype", self.dtype, "--max-model-len", "1024", "--enforce-eager", "-tp", str(self.tp)]
+        made += ["--dtype", self.dtype, "--max-model-len", str(self.longest), "--enforce-eager", "-tp", str(self.tp)]
         made += ["--block-size", str(self.block), "--max-num-seqs", "32"]
         made += ["--no-enable-prefix-caching" if self.model in UNCACHED else "--enable-prefix-caching"]
         made += ["--kv-cache-memory-bytes", str(CACHE_NBYTES)]
         made += ["--gpu-memory-utilization", "0.1"]  # must be free at start, though so much is not taken
-        made += ["--enable-chunked-prefill", "--max-num-batched-tokens", str(BATCHED), "--seed", "0"]
+        made += ["--enable-chunked-prefill", "--max-num-batched-tokens", str(self.batched), "--seed", "0"]
         made += ["--shutdown-timeout", str(self.shutdown_s)]
         if self.role:
             made += ["--kv-transfer-config", json.dumps(self._transfer_config(folder))]
@@ -121,6 +133,8 @@ class Engine:
                 "port": self.directory,
             },
         }
+        if self.connector != ours["kv_connector"]:
+            return role | {"kv_connector": self.connector, "kv_buffer_device": "cpu"}
         if not self.offloads:
             return role | ours
         path = {"shared_storage_path": str(folder.with_name(f"{self.name}-offloaded"))}

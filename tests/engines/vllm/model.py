@@ -62,26 +62,40 @@ class Model:
         for views in (self.pools, self.shadows):
             copy_kv_cache_blocks_inplace(views.values(), self.kv.num_blocks, scheduled.kv_cache_block_copies or ())
 
-    def forward(self, sequence: Sequence, n: int) -> list[int]:
-        """Reads all before, writes n positions, and samples if these were the last known tokens."""
-        self.read(sequence, self.check)
+    def forward(self, batch: list[tuple[Sequence, int]]) -> list[list[int]]:
+        """Layer by layer: reads all before, writes n positions of each; then samples where these were the last known
+        tokens.
+        """
+        for sequence, _ in batch:
+            self.read(sequence, self.check)
+        layers = [(name, at, spec) for at, (spec, names) in enumerate(self.groups) for name in names]
+        for name, at, spec in sorted(layers, key=lambda layer: layer_number(layer[0])):
+            for sequence, n in batch:
+                self.compute(name, at, spec, sequence, n)
+            self.computed(name)
+        sampled: list[list[int]] = []
+        for sequence, n in batch:
+            ends = sequence.computed + n >= len(sequence.tokens)
+            sampled.append([oracle.next_token(sequence.tokens)] if ends else [])
+            sequence.tokens += sampled[-1]
+        return sampled
+
+    def computed(self, name: str) -> None:
+        """One layer of the forward pass is done."""
+
+    def compute(self, name: str, at: int, spec: KVCacheSpec, sequence: Sequence, n: int) -> None:
+        """One layer's, of the group with number `at`."""
         digest = oracle.digests(sequence.tokens)
         start, stop = sequence.computed, sequence.computed + n
-        for at, (spec, names) in enumerate(self.groups):
-            for name in names:
-                if isinstance(spec, MambaSpec):
-                    state = torch.from_numpy(self.state(digest[stop - 1], spec, name))
-                    self.pools[name][sequence.blocks[at][0], 0, 0] = state
-                    self.shadows[name][sequence.blocks[at][0], 0, 0] = state
-                    continue
-                truth = self.truth(digest[start:stop], name)
-                for views in (self.pools, self.shadows):
-                    where = self.places(spec, sequence.blocks[at], np.arange(start, stop))
-                    views[name][where[0], :, where[1]] = torch.from_numpy(truth)
-        if stop < len(sequence.tokens):
-            return []
-        sequence.tokens.append(oracle.next_token(sequence.tokens))
-        return [sequence.tokens[-1]]
+        if isinstance(spec, MambaSpec):
+            state = torch.from_numpy(self.state(digest[stop - 1], spec, name))
+            self.pools[name][sequence.blocks[at][0], 0, 0] = state
+            self.shadows[name][sequence.blocks[at][0], 0, 0] = state
+            return
+        truth = self.truth(digest[start:stop], name)
+        for views in (self.pools, self.shadows):
+            where = self.places(spec, sequence.blocks[at], np.arange(start, stop))
+            views[name][where[0], :, where[1]] = torch.from_numpy(truth)
 
     def truth(self, digest: NDArray[np.uint64], name: str) -> NDArray[np.uint8]:
         return oracle.cells(digest, layer_number(name), self.heads, self.pools[name].shape[3])

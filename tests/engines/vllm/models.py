@@ -84,6 +84,8 @@ class Side:
     prefix_caching: bool = False
     load_failure_policy: str = "fail"
     limits: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    """More of `kv_connector_extra_config`."""
 
 
 def look_at(architectures: Iterable[str]) -> None:
@@ -120,6 +122,7 @@ def config(side: Side, model: Path) -> VllmConfig:
                 "staging_nbytes": 4 << 20,
                 "trust_layout": True,
                 "config": side.limits,
+                **side.options,
             },
             kv_load_failure_policy=side.load_failure_policy,  # type: ignore[arg-type]
         ),

@@ -21,8 +21,10 @@ from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.request import Request
 
+from pdstage.cost import CostModel
 from pdstage.integrations.vllm import streams
 from pdstage.integrations.vllm.metadata import Chunk, PdStageMetadata, Receive, Remote, Send
+from pdstage.manager.calibration import Calibration
 from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, PATIENCE_S
 from tests.engines.vllm.caches import Side as Workers
 from tests.engines.vllm.lives import Pair, prompts
@@ -205,9 +207,29 @@ def test_two_requests_of_one_room_are_sent_once(pair):
     assert pair.p.params["twin"] is None
 
 
-def test_sliding_windows(tmp_path):
+def by_layers(folder: Path) -> Side:
+    """A producer that hands over each layer by itself: it takes a chunk to cost next to nothing."""
+    costs = {"nixl": replace(CostModel.linear(1e9, 1e-6, 1e-5), chunk_s=1e-9)}
+    path = folder / "costs.json"
+    Calibration(version=1, made_at="now", prefill_host="p", decode_host="d", transports=costs).write(path)
+    return replace(PRODUCER, options={"calibration": str(path)})
+
+
+def test_layers_go_by_themselves(engines, tmp_path):
+    with engines(producer=by_layers(tmp_path)) as pair:
+        whole(pair, {f"length-{len(one)}": one for one in prompts(1, 16, 64, 65, 200, 300, seed=50)})
+        prompt = half_way(pair, "preempted", 400, seed=51)
+        pair.p.call("preempt")
+        pair.until(lambda: "preempted" in pair.d.ended)
+        pair.went_well("preempted", prompt)
+        pair.settle()
+
+
+@pytest.mark.parametrize("layered", [False, True])
+def test_sliding_windows(tmp_path, layered: bool):
     (tmp_path / "config.json").write_text(json.dumps(GEMMA))
-    with Pair(PRODUCER, replace(CONSUMER, n_blocks=48), tmp_path, tmp_path) as pair:
+    producer = by_layers(tmp_path) if layered else PRODUCER
+    with Pair(producer, replace(CONSUMER, n_blocks=48), tmp_path, tmp_path) as pair:
         lengths = 2, 16, 64, 69, 70, 71, 72, 135, 200, 300
         whole(pair, {f"length-{len(one)}": one for one in prompts(*lengths, seed=45)}, max_tokens=12)
         prompt = half_way(pair, "preempted", 400, seed=46)
@@ -220,7 +242,7 @@ def test_sliding_windows(tmp_path):
 def test_recurrent_states(tmp_path):
     """Decode goes on from the state of the last token but one, and knows that prefill's is of just that many."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
-    with Pair(PRODUCER, replace(CONSUMER, n_blocks=48), tmp_path, tmp_path) as pair:
+    with Pair(by_layers(tmp_path), replace(CONSUMER, n_blocks=48), tmp_path, tmp_path) as pair:
         whole(pair, {f"length-{len(one)}": one for one in prompts(2, 17, 64, 65, 200, seed=47)}, max_tokens=12)
         (prompt,) = prompts(100, seed=48)
         pair.both("longer", prompt, decode=False)
@@ -270,6 +292,42 @@ def until(done: Callable[[], object]) -> None:
     while not done():
         assert time.monotonic() < end
         time.sleep(0.001)
+
+
+def test_a_group_of_layers_goes_once_a_later_layer_is_computed():
+    """The layers of one number may have several caches, written one after the other."""
+    names = {f"model.layers.{i}.{part}": i for i in range(5) for part in ("indexer", "attn")}
+    groups = streams.LayerGroups(names)
+    groups.begin(3)
+    went = {name: layers for name in names if (layers := groups.passed(name)) is not None}
+    assert went == {"model.layers.1.indexer": (0, 1), "model.layers.3.indexer": (1, 3)}
+    assert groups.rest() == (3, 5)
+    groups.begin(3)
+    assert groups.passed("model.layers.4.attn") == (0, 3), "a captured graph may say little"
+    assert groups.rest() == (3, 5)
+    groups.begin(99)
+    assert [groups.passed(f"model.layers.{i}.attn") for i in range(5)] == [None, (0, 1), (1, 2), (2, 3), (3, 4)]
+    groups.begin(1)
+    assert all(groups.passed(name) is None for name in names)
+    assert groups.passed("model.layers.7.of_no_cache") is None
+    assert groups.rest() == (0, 5)
+
+
+def test_the_first_layers_are_on_their_way_before_the_step_ends(on_its_way, monkeypatch):
+    src, sender, event = on_its_way
+    event.done = True
+    (worker,) = src.workers
+    until(lambda: not sender.backlog_nbytes)
+    before = worker.worker_side.prefill.stats()["bytes_written"]
+    monkeypatch.setattr(worker.worker_side.prefill, "pieces", lambda nbytes: 2 if nbytes else 0)
+    worker.bind_connector_metadata(PdStageMetadata(chunks={"r": Chunk("xfer", src.held([[3, 5, 2]], 40, 32), 40)}))
+    for i in range(2):
+        worker.save_kv_layer(f"model.layers.{i}.self_attn.attn", None, None)
+    until(lambda: worker.worker_side.prefill.stats()["bytes_written"] > before)
+    half = worker.worker_side.prefill.stats()["bytes_written"] - before
+    worker.wait_for_save()
+    worker.clear_connector_metadata()
+    until(lambda: worker.worker_side.prefill.stats()["bytes_written"] == before + 2 * half)
 
 
 def test_a_preemption_waits_for_what_is_on_its_way(on_its_way, monkeypatch: pytest.MonkeyPatch):

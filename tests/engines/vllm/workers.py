@@ -159,7 +159,7 @@ class Worker(Model):
         with set_current_vllm_config(self.config):
             self.connector.pre_forward(scheduled)
         names = list(scheduled.num_scheduled_tokens)
-        sampled = [self.forward(self.sequences[name], scheduled.num_scheduled_tokens[name]) for name in names]
+        sampled = self.forward([(self.sequences[name], scheduled.num_scheduled_tokens[name]) for name in names])
         self.connector.finish_forward()
         output = ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, sampled)
         output.kv_connector_output = self.connector.post_forward(scheduled.finished_req_ids)
@@ -183,6 +183,12 @@ class Worker(Model):
     def admissions(self) -> dict[str, int]:
         """How many tokens each request had computed, here or elsewhere, when it was first scheduled."""
         return self.admitted
+
+    def computed(self, name: str) -> None:
+        """As an attention layer ends, in `maybe_transfer_kv_layer`."""
+        connector = kv_transfer.get_kv_transfer_group()
+        assert connector.has_connector_metadata()
+        connector.save_kv_layer(name, self.pools[name], None)
 
     def written(self) -> int:
         side = kv_transfer.get_kv_transfer_group().worker_side
