@@ -288,11 +288,14 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
     # What senders call.
 
     @changes_rooms
-    def send(self, room: RoomId) -> Sender:
-        """This rank will send `room`: its chunks follow. Raises `UsageError` if it is being sent already."""
+    def send(self, room: RoomId, *, open_wait_s: float | None = None) -> Sender:
+        """This rank will send `room`: its chunks follow. `open_wait_s` is how long decode may take to open it; None is
+        `Config.open_wait_s`. Raises `UsageError` if it is being sent already.
+        """
+        open_wait_s = None if open_wait_s is None else arguments.number("open_wait_s", open_wait_s, above=0.0)
         with self.driver.use():
             self.driver.check_begins()
-            out = self.core.submit(room_key(room), time.monotonic())
+            out = self.core.submit(room_key(room), time.monotonic(), open_wait_s=open_wait_s)
             sender = Sender(self, out)
             self.roster.add(out, sender)
             if self.observed is not None:

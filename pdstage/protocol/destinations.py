@@ -124,7 +124,8 @@ class PrefillRoom(Room):
     """One room as its prefill rank sees it."""
 
     __slots__ = (
-        "aux", "deadline_s", "destinations", "finished", "in_flight", "n_destinations", "slots", "sources",
+        "aux", "deadline_s", "destinations", "finished", "in_flight", "n_destinations", "open_wait_s", "slots",
+        "sources",
     )  # fmt: skip
 
     def __init__(self, key: bytes) -> None:
@@ -137,6 +138,7 @@ class PrefillRoom(Room):
         self.finished = False
         self.aux: bytes | GivenRow | None = None
         self.in_flight = 0
+        self.open_wait_s = 0.0
         self.deadline_s = 0.0
         """The last Open's. It holds for the engine too: a room never finished ends all the same."""
 

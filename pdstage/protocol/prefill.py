@@ -84,8 +84,10 @@ class PrefillCore:
 
     # What the engine does.
 
-    def submit(self, key: bytes, now: float) -> PrefillRoom:
-        """The engine will send this room. Raises `UsageError` if it is being sent already."""
+    def submit(self, key: bytes, now: float, *, open_wait_s: float | None = None) -> PrefillRoom:
+        """The engine will send this room. `open_wait_s` is until the last Open; None: as configured. Raises
+        `UsageError` if it is being sent already.
+        """
         if key in self.rooms.by_key:
             named = room_id(key)
             raise UsageError(
@@ -95,7 +97,8 @@ class PrefillCore:
         ended = self.rooms.how_ended(key, now)
         self.rooms.ended.pop(key, None)
         self.endpoint.counters.rooms_opened += 1
-        self.endpoint.timers.set(("open_wait", room), now + self.endpoint.config.open_wait_s)
+        room.open_wait_s = self.endpoint.config.open_wait_s if open_wait_s is None else open_wait_s
+        self.endpoint.timers.set(("open_wait", room), now + room.open_wait_s)
         if ended is not None and not ended.begun:
             self.rooms.fail(room, given_up(room, ended.reason), now)
             self.rooms.ended[key].known.update(ended.known)
@@ -441,8 +444,8 @@ class PrefillCore:
                 elif destination.phase is DestinationPhase.FAILING:
                     self.rooms.close_failed(destination, now)
             case ("open_wait", PrefillRoom() as room):
-                waited = self.endpoint.config.open_wait_s
-                self.rooms.fail(room, DeadlineExceeded(f"no decode rank opened room {room.id!r} in {waited} s"), now)
+                late = f"no decode rank opened room {room.id!r} in {room.open_wait_s} s"
+                self.rooms.fail(room, DeadlineExceeded(late), now)
             case ("room", PrefillRoom() as room):
                 late = f"room {room.id!r} was not sent in its {room.deadline_s} s"
                 error = DeadlineExceeded(

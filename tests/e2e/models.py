@@ -133,6 +133,7 @@ def _falcon_h1() -> transformers.PreTrainedModel:
 
 MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "llama": _llama,
+    "llama-twin": _llama,
     "llama-long": _long_llama,
     "gemma3": _gemma3,
     "deepseek-v2": _deepseek_v2,
@@ -140,9 +141,9 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "granite": _granite,
     "falcon-h1": _falcon_h1,
 }
-"""What makes each, of transformers' own classes: full attention; the same for 20,480 tokens; two of three layers with a
-sliding window; MLA; gated delta nets; and two hybrids with Mamba-2, in layers of its own and beside attention in each
-layer.
+"""What makes each, of transformers' own classes: full attention; the same with other weights; the same, of 20,480 tokens;
+two of three layers with a sliding window; MLA; gated delta nets; and two hybrids with Mamba-2, in layers of its own and
+beside attention in each layer.
 """
 
 

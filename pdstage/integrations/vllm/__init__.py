@@ -9,6 +9,7 @@ To read in this order:
     groups       vLLM's cache groups as pdstage's components: which blocks of a request, for which tokens
     metadata     what the scheduler's side tells the workers' in each step
     streams      requests that are handed over while prefill computes them
+    turns        what decode keeps of a conversation for its next turn
     scheduler    the scheduler's side: requests in, metadata out
     caches       the workers' KV cache tensors as a pdstage layout
     worker       the workers' side: nodes, rooms, and what became of them

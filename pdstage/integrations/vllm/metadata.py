@@ -45,6 +45,8 @@ class Send(NamedTuple):
     held: dict[str, Held]
     says: bytes | None = None
     given_up: bool = False
+    open_wait_s: float | None = None
+    """How long it is held for who may ask for it; None: as configured."""
 
 
 class Receive(NamedTuple):

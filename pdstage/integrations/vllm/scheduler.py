@@ -19,6 +19,7 @@ from pdstage.integrations.vllm.groups import groups_of, recomputed_tokens
 from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata, Receive, Remote, Send
 from pdstage.integrations.vllm.model import adapter_of
 from pdstage.integrations.vllm.streams import Streams
+from pdstage.integrations.vllm.turns import kept_tokens, n_common
 from pdstage.manager import PrefillNode
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from pdstage.integrations.vllm.settings import Settings
+    from pdstage.integrations.vllm.settings import Settings, Turns
     from pdstage.integrations.vllm.streams import Stream
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class SchedulerSide:
         self._groups = groups_of(kv_cache_config)
         self._left = recomputed_tokens(self._groups, vllm_config.num_prefill_lookahead_tokens)
         self._has_state = any(group.is_state for group in self._groups)
+        self._all_whole = all(group.is_whole for group in self._groups)
         self._streams = Streams(self._groups)
         self._news = PdStageMetadata()
         self._local: dict[str, int] = {}  # tokens that decode had when it asked how many there are here
@@ -119,10 +121,11 @@ class SchedulerSide:
             return False, None
         if request.request_id in self._loading:
             self._news.aborted.add(request.request_id)
-        elif params.get("do_remote_prefill"):
+        elif params.get("do_remote_prefill") or self._names_turn(params):
             self._abandon(params)
         if not params.get("do_remote_decode"):
-            return False, None
+            keeps = self._settings.turns is not None and request.status in _DONE and any(blocks)
+            return self._hand_over(request, blocks, None, self._settings.turns) if keeps else (False, None)
         stream = self._streams.end(request.request_id)
         if request.status in _DONE and any(blocks):
             is_another_s = stream is None and params.get("transfer_id") is not None and self._server is not None
@@ -136,8 +139,9 @@ class SchedulerSide:
         return stream.has_begun, None
 
     def _hand_over(
-        self, request: Request, blocks: Sequence[Sequence[int]], stream: Stream | None
+        self, request: Request, blocks: Sequence[Sequence[int]], stream: Stream | None, turns: Turns | None = None
     ) -> tuple[bool, dict[str, Any] | None]:
+        """The request's blocks stay, for decode; with `turns` for the conversation's next turn, at prefill."""
         n_tokens = max(0, request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0))
         if self._server is None:
             log.error("request %s ends here: no worker of this engine sends", request.request_id)
@@ -149,11 +153,12 @@ class SchedulerSide:
         else:
             self._n_rooms += 1
             room, says = f"{self._engine_id}:{request.request_id}:{self._life}.{self._n_rooms}", None
-        self._news.sends[request.request_id] = Send(room, held, says)
+        ttl_s = turns.ttl_s if turns is not None else None
+        self._news.sends[request.request_id] = Send(room, held, says, open_wait_s=ttl_s)
         host, port = self._server.address.rsplit(":", 1)
         return True, {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
+            "do_remote_prefill": turns is None,
+            "do_remote_decode": turns is not None,
             "remote_block_ids": [],
             "remote_engine_id": self._engine_id,
             "remote_request_id": request.request_id,
@@ -165,6 +170,7 @@ class SchedulerSide:
             "tp_size": self._parallel.tensor_parallel_size,
             "pp_size": self._parallel.pipeline_parallel_size,
             "transfer_mode": "pdstage",
+            **(kept_tokens(request, n_tokens, turns.ttl_s) if turns is not None else {}),
         }
 
     def _says(self, n_tokens: int, adapter: str) -> bytes:
@@ -181,26 +187,49 @@ class SchedulerSide:
 
         None while another sample of the same prompt loads them: then this one finds that one's blocks in the cache.
         """
-        params = request.kv_transfer_params
-        remote = _remote(params) if params and params.get("do_remote_prefill") else None
-        if params is None or remote is None or not _same_adapter(request, params):
+        params = request.kv_transfer_params or {}
+        is_turn = self._names_turn(params)
+        remote = _remote(params) if is_turn or params.get("do_remote_prefill") else None
+        if remote is None or not _same_adapter(request, params):
             return 0, False
         if remote.room in self._asked:
             loads = remote.room in self._loaded or remote.room in self._loading.values()
             return (None if loads and self._shares_blocks else 0), False
-        there, most = params.get("remote_num_tokens"), max(0, request.num_prompt_tokens - self._left)
-        n_tokens = most if there is None else min(there, most)
-        if self._has_state and there is not None and n_tokens != there:
-            return 0, False  # a state is of just so many tokens
+        n_tokens = self._n_of_turn(request, params, n_local) if is_turn else self._n_of_prefill(request, params)
         if n_tokens <= n_local:
             return 0, False
         self._local[request.request_id] = n_local
         return n_tokens - n_local, True
 
+    def _n_of_prefill(self, request: Request, params: Mapping[str, Any]) -> int:
+        """How many first tokens of the request prefill has."""
+        there, most = params.get("remote_num_tokens"), max(0, request.num_prompt_tokens - self._left)
+        n_tokens: int = most if there is None else min(there, most)
+        if self._has_state and there is not None and n_tokens != there:
+            return 0  # a state is of just so many tokens
+        return n_tokens
+
+    def _n_of_turn(self, request: Request, params: Mapping[str, Any], n_local: int) -> int:
+        """How many first tokens of the request decode has of the turn before. A window's and a state's are there at its
+        end alone, and the token after them is computed.
+        """
+        assert self._settings.turns is not None
+        n_tokens = n_common(request, params)
+        if not self._all_whole and (
+            n_tokens != params.get("remote_num_tokens") or n_tokens >= request.num_prompt_tokens
+        ):
+            return 0
+        return n_tokens if n_tokens - n_local >= self._settings.turns.fewest else 0
+
+    def _names_turn(self, params: Mapping[str, Any]) -> bool:
+        """Whether the request is another turn of a conversation, of which a decode engine keeps the one before."""
+        turn = bool(params.get("do_remote_decode") and params.get("remote_room"))
+        return turn and self._settings.turns is not None and not params.get("_pdstage_read")
+
     def allocated(self, request: Request, blocks: KVCacheBlocks, n_external: int) -> None:
         """The request has `blocks`, of which `n_external` tokens are to come from prefill."""
         params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill"):
+        if not params or not (params.get("do_remote_prefill") or self._names_turn(params)):
             return
         n_local = self._local.pop(request.request_id, 0)
         remote = _remote(params)
@@ -213,14 +242,14 @@ class SchedulerSide:
             self._news.receives[request.request_id] = Receive(remote, held, says)
             self._ask(remote)
             self._loading[request.request_id] = remote.room
-        params["do_remote_prefill"] = False  # once only: a request that is preempted later is computed here
+        _mark_read(params)
 
     def _abandon(self, params: dict[str, Any]) -> None:
         remote = _remote(params)
         if remote is not None and remote.room not in self._asked:
             self._news.abandoned.append(remote)
             self._ask(remote)
-        params["do_remote_prefill"] = False
+        _mark_read(params)
 
     def _ask(self, remote: Remote) -> None:
         self._asked[remote.room] = None
@@ -246,6 +275,12 @@ class SchedulerSide:
     def has_news(self) -> bool:
         """Whether the workers must be told something, so that an idle engine makes a step."""
         return bool(self._news)
+
+
+def _mark_read(params: dict[str, Any]) -> None:
+    """Once only: a request that is preempted later is computed here."""
+    params["do_remote_prefill"] = False
+    params["_pdstage_read"] = True
 
 
 def _same_adapter(request: Request, params: Mapping[str, Any]) -> bool:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.utils.network_utils import get_ip
 
+from pdstage.arguments import flag, integer, number
 from pdstage.control.address import Address
+from pdstage.errors import UsageError
 from pdstage.integrations.model import overridden
 from pdstage.integrations.options import node_options, trusts_layout
 
@@ -26,16 +28,42 @@ and a room of which nothing comes was another request's.
 
 
 @dataclass(frozen=True, slots=True)
+class Turns:
+    """What decode keeps for a conversation's next turn, named as vLLM's NixlConnector names it (`bidirectional_kv_xfer`
+    asks for it): for how many seconds (`decoder_kv_blocks_ttl`), and how many tokens are too few for prefill to load
+    (`kv_recompute_threshold`).
+    """
+
+    ttl_s: float
+    fewest: int
+
+    @staticmethod
+    def of(options: dict[str, Any], role: str) -> Turns | None:
+        """Takes its names out of `options`. Raises `UsageError` for what they cannot be."""
+        asked = flag("bidirectional_kv_xfer", options.pop("bidirectional_kv_xfer", False))
+        ttl_s = number("decoder_kv_blocks_ttl", options.pop("decoder_kv_blocks_ttl", 480.0), above=0.0)
+        fewest = integer("kv_recompute_threshold", options.pop("kv_recompute_threshold", 64), low=0)
+        if asked and role != "kv_both":
+            raise UsageError(
+                f"bidirectional_kv_xfer with kv_role {role!r}",
+                remedy='say "kv_role": "kv_both" on both sides: each sends, and each receives',
+            )
+        return Turns(ttl_s, fewest) if asked else None
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """`host` is where this engine listens, "auto" what vLLM takes for its own address (VLLM_HOST_IP). `port` is that of
     a prefill engine's directory, plus its data-parallel index; 0 is any. Beyond loopback `keys`, a key file's path, or
     `insecure` is needed. `trust_layout` admits caches whose layout nothing proves. `options` are other arguments of
-    pdstage's nodes, `config` the fields of `Config`.
+    pdstage's nodes, `config` the fields of `Config`. `turns` are kept for the next turn of their conversation, if that
+    is asked for.
     """
 
     host: str
     port: int
     trust_layout: bool
+    turns: Turns | None
     options: Mapping[str, Any]
 
     @staticmethod
@@ -44,8 +72,9 @@ class Settings:
         host, port = options.pop("host", "127.0.0.1"), options.pop("port", 0)
         trust_layout = trusts_layout(options, where=_WHERE)
         options.pop("trust_layout", None)
+        turns = Turns.of(options, vllm_config.kv_transfer_config.kv_role)
         place = vllm_config.parallel_config.data_parallel_index
-        return Settings(get_ip() if host == "auto" else host, port and port + place, trust_layout, options)
+        return Settings(get_ip() if host == "auto" else host, port and port + place, trust_layout, turns, options)
 
     def node(self, kind: type[PrefillNode | DecodeNode], model: Mapping[str, str] | None = None) -> dict[str, Any]:
         """A node's arguments; `model` is what vLLM says of it. Raises `UsageError` for what no node takes."""

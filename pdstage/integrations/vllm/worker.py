@@ -200,7 +200,7 @@ class WorkerSide:
             if (early := self._early.pop(request_id, None)) is not None:
                 sender, held = early.sender, early.rest_of(held)
             else:
-                sender = self.prefill.send(send.room)
+                sender = self.prefill.send(send.room, open_wait_s=send.open_wait_s)
             if send.given_up:
                 sender.abort("the request ended at prefill")
             else:

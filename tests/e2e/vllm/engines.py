@@ -79,6 +79,8 @@ class Engine:
     """How long it may go on with what it has, once it is asked to end."""
     directory: int = 0
     """The port of its directory, 0 for any."""
+    turns: bool = False
+    """Whether what it decodes is kept for the next turn of its conversation."""
     longest: int = LONGEST
     """Tokens of a sequence, at most."""
     batched: int = BATCHED
@@ -100,6 +102,8 @@ class Engine:
             parts.append(f"drains{self.shutdown_s}")
         if self.directory:
             parts.append("found")
+        if self.turns:
+            parts.append("turns")
         if self.offloads:
             parts.append("offloads")
         if self.connector != "PdStageConnector":
@@ -131,6 +135,7 @@ class Engine:
                 "transport": self.transport,
                 "config": dict(self.config),
                 "port": self.directory,
+                "bidirectional_kv_xfer": self.turns,
             },
         }
         if self.connector != ours["kv_connector"]:

@@ -125,3 +125,19 @@ def test_beside_a_connector_that_offloads(fleet):
     )
     assert received == len(asked)
     assert loaded >= sum((len(prompt) - 1) // 128 * 128 for prompt in asked), f"prefill loaded {loaded} tokens"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_model_of_the_same_shape_with_other_weights_is_refused(fleet, policy: str):
+    """Its KV would fit, and answers be wrong: decode fails the request and its log says why, or computes it."""
+    other = replace(PAIR, decode=replace(PAIR.decode, model="llama-twin", policy=policy))
+    prefill, decode, _ = fleet.fresh(*other.engines)
+    asked = load.prompts(4, seed=105, shortest=100)
+    right = fleet.right(other.reference, asked)
+    answers = load.ask_all(handed_over(prefill, decode), asked, 4)
+    if policy == "recompute":
+        compare.check(answers, right)
+    else:
+        assert [answer.status for answer in answers] == [500] * len(asked), compare.summary(answers, right)
+    assert decode.says("the model's weights is '")

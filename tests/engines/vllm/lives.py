@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 class Remote:
     """An engine and its ranks, seen from the test."""
 
-    def __init__(self, side: Side, model: Path, scratch: Path) -> None:
+    def __init__(self, side: Side, model: Path, scratch: Path, name: str) -> None:
         self.side = side
         made = config(side, model)
-        made.kv_transfer_config.engine_id = side.role  # type: ignore[union-attr]
+        made.kv_transfer_config.engine_id = name  # type: ignore[union-attr]
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([first.__name__, engine.__name__, workers.__name__])
         self.processes, theirs = [], []
         for rank in range(side.tp):
             near, far = context.Pipe()
-            meet = f"file://{scratch}/{side.role}"
+            meet = f"file://{scratch}/{name}"
             self.processes.append(context.Process(target=workers.serve, args=(far, made, rank, meet), daemon=True))
             self.processes[-1].start()
             far.close()
@@ -89,7 +89,7 @@ class Pair:
     """A producer and a consumer."""
 
     def __init__(self, producer: Side, consumer: Side, model: Path, scratch: Path) -> None:
-        self.p, self.d = Remote(producer, model, scratch), Remote(consumer, model, scratch)
+        self.p, self.d = (Remote(side, model, scratch, name) for side, name in ((producer, "p"), (consumer, "d")))
 
     def __enter__(self) -> Pair:
         for side in (self.d, self.p):

@@ -1,0 +1,68 @@
+"""What a decode engine keeps of a conversation for its next turn, which prefill loads in place of computing it again.
+
+The next prompt holds the last answer as text, and tokens may come back otherwise than they went: a chat template drops
+what was thought, a tokenizer joins what was apart. So decode's answer says what its tokens are, by digests, and prefill
+loads those that are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from vllm.v1.request import Request
+
+_EVERY = 256
+"""Tokens from one digest to the next."""
+_DIGEST_NBYTES = 8
+_MARGIN_S = 5.0
+"""So long before its end a room is not asked for: clocks differ, and a request waits until it is scheduled."""
+
+
+def kept_tokens(request: Request, n_tokens: int, ttl_s: float) -> dict[str, Any]:
+    """For `kv_transfer_params`: what the first `n_tokens` are, and until when they are kept (seconds since 1970)."""
+    digests = "".join(digest for _, digest in _digests(request, n_tokens))
+    return {"remote_token_digests": digests, "remote_blocks_expiry_time": time.time() + ttl_s}
+
+
+def n_common(request: Request, params: Mapping[str, Any]) -> int:
+    """How many first tokens of this request are those that `params` tell of; 0 where they are kept no longer."""
+    there, n_there = params.get("remote_token_digests"), params.get("remote_num_tokens")
+    until = params.get("remote_blocks_expiry_time")
+    if not isinstance(there, str) or not isinstance(n_there, int) or not isinstance(until, int | float):
+        return 0
+    if until < time.time() + _MARGIN_S:
+        return 0
+    at, width = 0, 2 * _DIGEST_NBYTES
+    for number, (stop, digest) in enumerate(_digests(request, n_there)):
+        if stop > request.num_prompt_tokens or there[width * number : width * (number + 1)] != digest:
+            break
+        at = stop
+    return at
+
+
+def _digests(request: Request, n_tokens: int) -> Iterator[tuple[int, str]]:
+    """After every 256 tokens and at the end: of all tokens up to there, and of the images and other inputs that begin
+    in them. Nothing for a prompt without tokens (embeddings).
+    """
+    tokens = np.asarray(request.all_token_ids, np.int64)
+    if request.prompt_token_ids is None or n_tokens < 1:
+        return
+    hashed = hashlib.blake2b(str(request.cache_salt or "").encode(), digest_size=_DIGEST_NBYTES)
+    others = sorted((one.mm_position.offset, one.identifier) for one in request.mm_features)
+    start = 0
+    for stop in (*range(_EVERY, n_tokens, _EVERY), n_tokens):
+        if stop > len(tokens):
+            return
+        hashed.update(tokens[start:stop].tobytes())
+        for offset, identifier in others:
+            if start <= offset < stop:
+                hashed.update(f"{offset}:{identifier}\0".encode())
+        start = stop
+        yield stop, hashed.hexdigest()

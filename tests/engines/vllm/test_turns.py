@@ -1,0 +1,200 @@
+"""Conversations: what decode has of a turn is loaded by prefill for the next one, as far as the tokens are the same."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.outputs import CompletionOutput  # noqa: F401  (vLLM's lazy modules, loaded before a request is made)
+from vllm.v1.request import Request
+
+from pdstage.errors import UsageError
+from pdstage.integrations.vllm.settings import Turns
+from pdstage.integrations.vllm.turns import kept_tokens, n_common
+from tests.engines.vllm.lives import Pair, continuation, prompts
+from tests.engines.vllm.models import GEMMA, LLAMA, QWEN, Side
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+BOTH = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 16}
+FIRST = Side("kv_both", 4, 16, options=BOTH)
+SECOND = Side("kv_both", 2, 64, layout="LBHNC", n_blocks=48, options=BOTH)
+
+
+def request(tokens: list[int], *, salt: str | None = None, images: dict[int, str] | None = None) -> Request:
+    features = [
+        MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=at, length=4))
+        for at, name in (images or {}).items()
+    ]
+    return Request("r", tokens, SamplingParams(max_tokens=1), None, cache_salt=salt, mm_features=features)
+
+
+def through_json(told: dict[str, Any], n: int) -> dict[str, Any]:
+    return json.loads(json.dumps(told | {"remote_num_tokens": n}))
+
+
+def test_tokens_that_are_the_same_are_found() -> None:
+    tokens = [at * 7 % 501 for at in range(1000)]
+    told = through_json(kept_tokens(request(tokens), 900, 60.0), 900)
+    assert n_common(request(tokens), told) == 900, "up to the end of what is there"
+    assert n_common(request([*tokens[:900], 3, 4]), told) == 900
+    assert n_common(request(tokens[:900]), told) == 900
+    assert n_common(request(tokens[:899]), told) == 768, "every 256 tokens before it"
+    assert n_common(request([*tokens[:600], 9, *tokens[601:]]), told) == 512
+    assert n_common(request([9, *tokens[1:]]), told) == 0
+    assert n_common(request(tokens, salt="another tenant's"), told) == 0
+
+
+def test_other_images_are_other_tokens() -> None:
+    tokens = [5] * 600
+    told = through_json(kept_tokens(request(tokens, images={10: "a", 300: "b"}), 600, 60.0), 600)
+    assert n_common(request(tokens, images={10: "a", 300: "b"}), told) == 600
+    assert n_common(request(tokens, images={10: "a", 300: "c"}), told) == 256
+    assert n_common(request(tokens, images={10: "c", 300: "b"}), told) == 0
+    assert n_common(request(tokens), told) == 0
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {},
+        {"remote_token_digests": None, "remote_num_tokens": 10, "remote_blocks_expiry_time": 9e9},
+        {"remote_token_digests": "", "remote_num_tokens": 10, "remote_blocks_expiry_time": 9e9},
+        {"remote_token_digests": "00" * 8, "remote_num_tokens": "10", "remote_blocks_expiry_time": 9e9},
+    ],
+)
+def test_who_does_not_say_what_there_is_is_not_believed(told: dict[str, Any]) -> None:
+    """vLLM's NixlConnector says how many tokens there are, and no more."""
+    assert n_common(request(list(range(50))), told) == 0
+
+
+def test_what_is_kept_no_longer_is_not_asked_for() -> None:
+    tokens = list(range(300))
+    told = through_json(kept_tokens(request(tokens), 300, 60.0), 300)
+    assert n_common(request(tokens), told | {"remote_blocks_expiry_time": time.time() - 1}) == 0
+
+
+def test_both_engines_must_be_both() -> None:
+    assert Turns.of({}, "kv_producer") is None
+    with pytest.raises(UsageError, match="bidirectional_kv_xfer with kv_role 'kv_producer'"):
+        Turns.of({"bidirectional_kv_xfer": True}, "kv_producer")
+    with pytest.raises(UsageError, match="decoder_kv_blocks_ttl"):
+        Turns.of({"decoder_kv_blocks_ttl": 0}, "kv_both")
+
+
+class Conversation(Pair):
+    """vLLM's proxy for conversations: what decode answered of a turn goes to prefill with the next one."""
+
+    def turn(self, name: str, prompt: list[int], before: str | None = None, max_tokens: int = 40) -> list[int]:
+        """The conversation so far, after this turn."""
+        told: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+        if before is not None:
+            kept = self.d.params[before]
+            assert kept is not None and kept["do_remote_decode"] and not kept["do_remote_prefill"]
+            told = json.loads(json.dumps(kept)) | told
+        self.p.add(name, prompt, 1, told)
+        self.until(lambda: name in self.p.ended, what="prefill")
+        self.decode(name, prompt, max_tokens)
+        self.until(lambda: name in self.d.ended, what="decode")
+        assert self.d.ended[name] == "length"
+        assert self.d.tokens[name] == continuation(prompt, max_tokens)
+        return [*prompt, *self.d.tokens[name]]
+
+    def computed(self, name: str, n_prompt: int) -> int:
+        """Tokens of its prompt that prefill computed."""
+        return n_prompt - int(self.p.call("admissions")[name])
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Callable[..., Conversation]:
+    def start(model: dict[str, Any] = LLAMA, producer: Side = FIRST, consumer: Side = SECOND) -> Conversation:
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        return Conversation(producer, consumer, tmp_path, tmp_path)
+
+    return start
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_prefill_computes_what_is_new_of_a_turn(engines, caching: bool):
+    sides = replace(FIRST, prefix_caching=False), replace(SECOND, prefix_caching=caching)
+    with engines(LLAMA, *sides) as pair:
+        said: list[int] = []
+        for number, new in enumerate(prompts(100, 20, 30, 10, 60, seed=61)):
+            before = len(said)
+            prompt = [*said, *new]
+            said = pair.turn(f"turn-{number}", prompt, f"turn-{number - 1}" if number else None)
+            known = before - 1 if number else 0  # of the last token of an answer nobody has KV
+            assert pair.computed(f"turn-{number}", len(prompt)) == len(prompt) - known
+        finish(pair, f"turn-{number}")
+
+
+def finish(pair: Conversation, last: str) -> None:
+    """What the last turn left is given up, as by a request that prefill has all of."""
+    told = json.loads(json.dumps(pair.d.params[last])) | {"do_remote_decode": True, "do_remote_prefill": False}
+    pair.p.add("over", [1, 2, 3], 1, told)
+    pair.until(lambda: "over" in pair.p.ended, what="an end")
+    pair.decode("over", [1, 2, 3], 1)
+    pair.until(lambda: "over" in pair.d.ended, what="an end")
+    told = json.loads(json.dumps(pair.d.params["over"])) | {"do_remote_decode": True, "do_remote_prefill": False}
+    pair.p.add("quite over", [1], 1, told)
+    pair.until(lambda: "quite over" in pair.p.ended, what="an end")
+    pair.d.add("no more", [1], 1, json.loads(json.dumps(pair.p.params["quite over"])))
+    pair.d.call("abort", "no more")
+    pair.settle()
+
+
+def test_tokens_that_came_back_otherwise_are_computed(engines):
+    """A chat template that drops a part of the answer: what is before it is loaded, the rest is not."""
+    with engines() as pair:
+        (new,) = prompts(300, seed=62)
+        said = pair.turn("first", new)
+        prompt = [*said[:310], *said[320:], 7, 8]
+        pair.turn("second", prompt, "first")
+        assert pair.computed("second", len(prompt)) == len(prompt) - 256
+        finish(pair, "second")
+
+
+def test_an_abort_of_a_turn_gives_back_what_decode_keeps(engines):
+    with engines() as pair:
+        (new,) = prompts(200, seed=63)
+        said = pair.turn("first", new)
+        told = json.loads(json.dumps(pair.d.params["first"])) | {"do_remote_decode": True, "do_remote_prefill": False}
+        pair.p.add("second", [*said, 1, 2], 1, told)
+        pair.p.call("abort", "second")
+        pair.settle()
+
+
+def test_what_nobody_asks_for_is_given_back_in_its_time(engines):
+    consumer = replace(SECOND, options=BOTH | {"decoder_kv_blocks_ttl": 2.0})
+    with engines(LLAMA, FIRST, consumer) as pair:
+        (new,) = prompts(200, seed=64)
+        said = pair.turn("first", new)
+        assert pair.d.call("busy"), "its blocks are kept"
+        pair.settle()
+        prompt = [*said, 3]
+        (name,) = ["second"]
+        told = json.loads(json.dumps(pair.d.params["first"])) | {"do_remote_decode": True, "do_remote_prefill": False}
+        pair.p.add(name, prompt, 1, told)
+        pair.until(lambda: name in pair.p.ended, what="it is computed")
+        assert pair.computed(name, len(prompt)) == len(prompt)
+
+
+@pytest.mark.parametrize("model", [GEMMA, QWEN], ids=["windows", "states"])
+def test_hybrids_go_on_from_the_end_of_a_turn_alone(engines, model: dict[str, Any]):
+    with engines(model) as pair:
+        first, more = prompts(150, 20, seed=65)
+        said = pair.turn("first", first)
+        prompt = [*said, *more]
+        said = pair.turn("second", prompt, "first")
+        assert pair.computed("second", len(prompt)) <= len(more) + 1
+        other = [*said[:100], 9, *said[101:]]
+        pair.turn("third", other, "second")
+        assert pair.computed("third", len(other)) >= len(other) - 1, "a window, or a state, is of the end"
+        finish(pair, "third")
