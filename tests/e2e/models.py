@@ -141,9 +141,9 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "granite": _granite,
     "falcon-h1": _falcon_h1,
 }
-"""What makes each, of transformers' own classes: full attention; the same with other weights; the same, of 20,480 tokens;
-two of three layers with a sliding window; MLA; gated delta nets; and two hybrids with Mamba-2, in layers of its own and
-beside attention in each layer.
+"""What makes each, of transformers' own classes: full attention, with other weights, for 20,480 tokens; two of three
+layers with a sliding window; MLA; gated delta nets; and two hybrids with Mamba-2, in layers of its own and beside
+attention in each layer.
 """
 
 

@@ -11,11 +11,20 @@ from tests.e2e.vllm.engines import Pair, handed_over, pair, swapped
 SIZES = [((1, 128), (1, 128)), ((2, 128), (1, 128)), ((1, 128), (2, 32)), ((1, 32), (1, 64))]
 SHORT = [pair(*SIZES[0]), pair(*SIZES[1])]
 DTYPES = ("float32", "bfloat16")
+REFUSED_ELSEWHERE = [
+    ("gemma3", ((1, 128), (4, 128))),
+    ("granite", ((2, 128), (1, 128))),
+    ("llama", ((2, 32), (1, 128))),
+]
+"""What users of vLLM's NixlConnector found refused (llm-d issue 2433): windows from TP 1 to 4, hybrids with more ranks
+at prefill, unequal blocks beside unequal ranks.
+"""
 ROWS = [
     *SHORT,
     *(pair(*sizes, transport=name, dtype=dtype) for dtype in DTYPES for name in ("nixl", "local") for sizes in SIZES),
     *(pair(*sizes, model="gemma3") for sizes in SIZES[:3]),
     pair(*SIZES[0], model="gemma3", dtype="bfloat16"),
+    *(pair(*sizes, model=model) for model, sizes in REFUSED_ELSEWHERE),
     *(pair(*sizes, model="granite") for sizes in SIZES[:3]),
     pair(*SIZES[0], model="falcon-h1"),
     *(pair(*sizes, model="qwen3-next", dtype="bfloat16") for sizes in SIZES[:2]),
