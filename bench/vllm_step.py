@@ -2,8 +2,8 @@
 
 Two processes, a prefill and a decode rank, each with vLLM's real connector on caches in host memory, and real nodes. A
 step is what vLLM's model runner does of it: metadata bound, `start_load_kv`, a forward pass (matrix products for about
-a millisecond, as vLLM's own a call that lets other threads run), transfer results. Steps with news alternate with steps
-without, which are the baseline.
+a millisecond, as vLLM's own a call that lets other threads run), transfer results and statistics. Steps with news
+alternate with steps without, which are the baseline.
 """
 
 from __future__ import annotations
@@ -189,6 +189,7 @@ class VllmRank(Actor):
             torch.mm(self.square, self.square)
         computed = time.perf_counter()
         results = self.worker.get_transfer_results(set())
+        self.worker.get_kv_connector_stats()
         times.results.append(time.perf_counter() - computed)
         times.load.append(loaded - began)
         self.worker.clear_connector_metadata()
@@ -210,8 +211,9 @@ class VllmRank(Actor):
                 "remote_host": "127.0.0.1", "remote_port": 1, "remote_num_tokens": BLOCKS_A_ROOM * BLOCK,
             }  # fmt: skip
             request = SimpleNamespace(
-                request_id=f"request-{number}", kv_transfer_params=params, num_prompt_tokens=BLOCKS_A_ROOM * BLOCK + 1
-            )
+                request_id=f"request-{number}", kv_transfer_params=params, num_prompt_tokens=BLOCKS_A_ROOM * BLOCK + 1,
+                lora_request=None,
+            )  # fmt: skip
             blocks = SimpleNamespace(get_block_ids=lambda: (list(range(BLOCKS_A_ROOM)),))
             began = time.perf_counter()
             n_external, _ = self.scheduler.get_num_new_matched_tokens(request, 0)

@@ -258,6 +258,14 @@ class PrefillNode(Node[PrefillCore, ChunkEffect | Gathers, Sender]):
         """What `path="auto"` takes a transport to cost: as calibrated, else as its traits say."""
         return self._costs.get(traits.name) or _by_traits(traits)
 
+    @property
+    def written(self) -> tuple[int, int]:
+        """Bytes written since the start, and the descriptors that moved them: of `stats`, what every step may
+        ask for.
+        """
+        counters = self.core.counters
+        return counters.bytes_written, counters.descriptors
+
     def pieces(self, nbytes: int) -> int:
         """In how many pieces `nbytes` that a forward pass computes layer by layer are best handed over (`chunk`'s
         `layers`), by what the transport costs: 1 where they are too few to be worth more.

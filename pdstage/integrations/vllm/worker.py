@@ -334,8 +334,7 @@ class WorkerSide:
     def _add_written(self) -> tuple[int, int]:
         if self.prefill is None:
             return self._written
-        totals = self.prefill.stats()
-        now = totals["bytes_written"], totals["descriptors"]
+        now = self.prefill.written
         for name, value, before in zip(("bytes_transferred", "num_descriptors"), now, self._written, strict=True):
             if value > before:
                 self._stats.add(name, value - before)
