@@ -26,7 +26,7 @@ from pdstage.errors import UsageError
 from pdstage.integrations.vllm.backends import Backend, Pages, Unknown
 from pdstage.integrations.vllm.groups import Group, groups_of
 from pdstage.integrations.vllm.states import groups_of_states, state_parts
-from pdstage.layout import Key
+from pdstage.layout import Key, TokenShard
 from pdstage.tensors import build, dsa_index, mla, paged_nhd, vllm_blocks, vllm_cpu_blocks
 from pdstage.topology import shard_range
 
@@ -73,7 +73,8 @@ class Caches:
         n_pages: dict[str, int] = {}
         paged: dict[str, list[torch.Tensor]] = {}
         numbers: dict[str, int] = {}
-        for group in groups_of(kv_cache_config):
+        groups = groups_of(kv_cache_config, topology.cp_size)
+        for group in groups:
             given = kv_cache_config.kv_cache_groups[group.index]
             seen: set[int] = set()
             for name in given.layer_names:
@@ -97,8 +98,10 @@ class Caches:
                 parts += made
         if not parts:
             raise UsageError("no KV cache of this worker can be handed over", remedy="check the model and its groups")
-        states = [group.component for group in groups_of(kv_cache_config) if group.is_state]
-        layout = build(*parts, slots=states, exact=states)
+        states = [group.component for group in groups if group.is_state]
+        shard = TokenShard.by(topology, config.parallel_config.cp_kv_cache_interleave_size)
+        dealt = {group.component: shard for group in groups if group.n_shards > 1}
+        layout = build(*parts, slots=states, exact=states, owned=dealt)
         return Caches(layout, next(iter(kv_caches.values())).device, keys, n_pages, paged, numbers)
 
     def pages(self, component: str, blocks: Sequence[int]) -> npt.NDArray[np.int64]:

@@ -35,6 +35,7 @@ NULL_BLOCK = 0
 
 class Held(NamedTuple):
     """A request's blocks of one group from that of `first_token` on, and the tokens (start, stop) that are meant.
+    `first_token` counts a rank's own tokens, where it has a part of them.
 
     A group without positions has its one state, and no tokens. `partly` are those of the blocks that hold other tokens
     than these, which nobody has written.
@@ -48,11 +49,14 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One KV cache group that is handed over. `index` is its place among all of vLLM's groups."""
+    """One KV cache group that is handed over. `index` is its place among all of vLLM's groups. Under decode context
+    parallelism each of `n_shards` ranks has a part of every block, which then stands for as many times its tokens.
+    """
 
     index: int
     component: str
     spec: KVCacheSpec
+    n_shards: int = 1
 
     @property
     def is_state(self) -> bool:
@@ -83,7 +87,7 @@ class Group:
         if self.is_state:
             state = clip_ssm_state_blocks(list(blocks), self.spec.num_speculative_blocks)
             return Held(tuple(block for block in state if block != NULL_BLOCK))
-        size = self.spec.block_size
+        size = self.spec.block_size * self.n_shards
         last = min(len(blocks), -(-n_tokens // size))
         first = min(max(self.needed_from(n_tokens), start) // size, last)
         first = next((i + 1 for i in reversed(range(first, last)) if blocks[i] == NULL_BLOCK), first)
@@ -91,18 +95,20 @@ class Group:
         edges = {last - 1} if n_tokens < last * size else set()
         edges |= {first} if first * size < begin else set()
         partly = tuple(blocks[at] for at in sorted(edges) if first <= at < last and start <= at * size)
-        return Held(tuple(blocks[first:last]), first * size, (min(begin, n_tokens), n_tokens), partly)
+        return Held(tuple(blocks[first:last]), first * self.spec.block_size, (min(begin, n_tokens), n_tokens), partly)
 
 
-def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
-    """The groups that vLLM wants handed over. Raises `UsageError` for kinds that have no place here."""
+def groups_of(kv_cache_config: KVCacheConfig, n_shards: int = 1) -> tuple[Group, ...]:
+    """The groups that vLLM wants handed over, where tokens are dealt to `n_shards` ranks. Raises `UsageError` for kinds
+    that have no place here.
+    """
     found: list[Group] = []
     counts: dict[str, int] = {}
     for index in kv_cache_config.transfer_group_ids:
         spec = _representative(kv_cache_config.kv_cache_groups[index].kv_cache_spec)
         kind = _kind(spec)
         n = counts[kind] = counts.get(kind, 0) + 1
-        found.append(Group(index, kind if n == 1 else f"{kind}.{n - 1}", spec))
+        found.append(Group(index, kind if n == 1 else f"{kind}.{n - 1}", spec, n_shards if spec.dcp_sharded else 1))
     return tuple(found)
 
 

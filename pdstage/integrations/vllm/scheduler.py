@@ -48,7 +48,7 @@ class SchedulerSide:
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._parallel = vllm_config.parallel_config
         self._settings = settings
-        self._groups = groups_of(kv_cache_config)
+        self._groups = groups_of(kv_cache_config, self._parallel.decode_context_parallel_size)
         self._left = recomputed_tokens(self._groups, vllm_config.num_prefill_lookahead_tokens)
         self._has_state = any(group.is_state for group in self._groups)
         self._all_whole = all(group.is_whole for group in self._groups)

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_dcp_world_size_and_rank
 
 from pdstage import DecodeNode, Items, Pool, PrefillNode, State, Topology
 from pdstage.errors import DeadlineExceeded, PdstageError, UsageError
@@ -87,6 +88,7 @@ class WorkerSide:
         """vLLM's caches, by layer; from now on rooms may come. Raises `UsageError` for caches that cannot be handed
         over.
         """
+        _check_place(self.topology)
         self._caches = Caches.of(kv_caches, self._kv_cache_config, self._config, self.topology)
         if self._caches.device.type != "cpu" and self._transfer.kv_buffer_device == "cpu":
             raise UsageError(
@@ -351,17 +353,35 @@ class WorkerSide:
 
 def topology_of(parallel: ParallelConfig) -> Topology:
     """This worker's place in its engine. A data-parallel replica of vLLM is an engine of its own, with a directory of
-    its own. Raises `UsageError` for context parallelism.
+    its own. Under decode context parallelism ranks that follow one another in a tensor-parallel group have the same
+    heads, and deal the tokens among them. Raises `UsageError` for prefill context parallelism.
     """
-    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise UsageError(
-                f"{name} is {getattr(parallel, name)}", remedy="this connector takes no context parallelism yet"
-            )
-    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    return Topology(
-        tp_size=tp_size, tp_rank=parallel.rank % tp_size, pp_size=pp_size, pp_rank=parallel.rank // tp_size % pp_size
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise UsageError(
+            f"prefill_context_parallel_size is {parallel.prefill_context_parallel_size}",
+            remedy="this connector takes no prefill context parallelism yet",
+        )
+    tp_size, pp_size, cp_size = (
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.decode_context_parallel_size,
     )
+    tp_rank, pp_rank = parallel.rank % tp_size, parallel.rank // tp_size % pp_size
+    return Topology(
+        tp_size=tp_size // cp_size, tp_rank=tp_rank // cp_size, cp_size=cp_size, cp_rank=tp_rank % cp_size,
+        pp_size=pp_size, pp_rank=pp_rank,
+    )  # fmt: skip
+
+
+def _check_place(topology: Topology) -> None:
+    """Raises `UsageError` where vLLM deals tokens to its ranks otherwise than `topology_of` takes for granted."""
+    there = get_dcp_world_size_and_rank()
+    if topology.cp_size > 1 and there != (topology.cp_size, topology.cp_rank):
+        raise UsageError(
+            f"this is rank {topology.cp_rank} of {topology.cp_size} of decode context parallelism, "
+            f"and vLLM has {there}",
+            remedy="use the pdstage release for your vLLM",
+        )
 
 
 def _take_released(rooms: dict[str, AnyHandle]) -> list[tuple[str, AnyHandle]]:

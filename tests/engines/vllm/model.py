@@ -50,6 +50,8 @@ class Model:
     kv: KVCacheConfig
     heads: list[int]
     groups: list[tuple[KVCacheSpec, list[str]]]
+    dealt: tuple[int, int, int]
+    """Under decode context parallelism: how many ranks, which one this is, and how many tokens each has in turn."""
     raw: torch.Tensor
     shadow: torch.Tensor
     pools: dict[str, torch.Tensor]
@@ -92,9 +94,10 @@ class Model:
             self.pools[name][sequence.blocks[at][0], 0, 0] = state
             self.shadows[name][sequence.blocks[at][0], 0, 0] = state
             return
-        truth = self.truth(digest[start:stop], name)
+        mine = self.own(spec, np.arange(start, stop))
+        truth = self.truth(digest[mine], name)
         for views in (self.pools, self.shadows):
-            where = self.places(spec, sequence.blocks[at], np.arange(start, stop))
+            where = self.places(spec, sequence.blocks[at], mine)
             views[name][where[0], :, where[1]] = torch.from_numpy(truth)
 
     def truth(self, digest: NDArray[np.uint64], name: str) -> NDArray[np.uint8]:
@@ -116,11 +119,20 @@ class Model:
         recurrent = oracle.cells(one, layer, heads, inner[0] * inner[1] * 4)
         return np.concatenate([conv.ravel(), recurrent.ravel()])
 
-    @staticmethod
-    def places(spec: KVCacheSpec, blocks: list[int], positions: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block and row of each position."""
+    def own(self, spec: KVCacheSpec, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of them that this rank has (vllm/v1/worker/block_table.py, ComputeSlotMappingKernel)."""
+        size, rank, interleave = self.dealt
+        return positions[positions // interleave % size == rank] if spec.dcp_sharded else positions
+
+    def places(
+        self, spec: KVCacheSpec, blocks: list[int], positions: NDArray[np.int64]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block and row of each position of this rank's."""
+        size, _, interleave = self.dealt if spec.dcp_sharded else (1, 0, 1)
+        within = positions % (spec.block_size * size)
+        rows = within // (size * interleave) * interleave + within % interleave
         table = np.asarray(blocks)
-        return torch.from_numpy(table[positions // spec.block_size]), torch.from_numpy(positions % spec.block_size)
+        return torch.from_numpy(table[positions // (spec.block_size * size)]), torch.from_numpy(rows)
 
     def read(self, sequence: Sequence, check: Any) -> None:
         """What attention reads of the computed positions, layer by layer."""
@@ -136,12 +148,12 @@ class Model:
             start = first
             if check == self.adopt:  # whole blocks may come: what is in none of a window's blocks is not looked at
                 start = first // spec.block_size * spec.block_size
-            positions = np.arange(start, sequence.computed)
+            positions = self.own(spec, np.arange(start, sequence.computed))
             if not len(positions):
                 continue
             blocks, rows = self.places(spec, sequence.blocks[at], positions)
             for name in names:
-                check(name, blocks, rows, self.truth(digest[start : sequence.computed], name), first - start)
+                check(name, blocks, rows, self.truth(digest[positions], name), first - start)
 
     def adopt(
         self, name: str, blocks: torch.Tensor, rows: torch.Tensor, truth: NDArray[np.uint8], outside: int

@@ -77,6 +77,7 @@ class Side:
     role: str
     tp: int
     block_size: int
+    dcp: int = 1
     layout: str = "LBNHC"
     n_blocks: int = 64  # of the smallest kind there would be: see `config`
     max_num_batched_tokens: int = 64
@@ -84,6 +85,7 @@ class Side:
     prefix_caching: bool = False
     load_failure_policy: str = "fail"
     limits: dict[str, Any] = field(default_factory=dict)
+    interleave: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     """More of `kv_connector_extra_config`."""
 
@@ -103,7 +105,12 @@ def config(side: Side, model: Path) -> VllmConfig:
     made = VllmConfig(
         model_config=ModelConfig(model=str(model), skip_tokenizer_init=True, seed=0, max_model_len=side.max_model_len),
         cache_config=CacheConfig(block_size=side.block_size, enable_prefix_caching=side.prefix_caching),
-        parallel_config=ParallelConfig(tensor_parallel_size=side.tp, distributed_executor_backend="mp"),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=side.tp,
+            decode_context_parallel_size=side.dcp,
+            distributed_executor_backend="mp",
+            cp_kv_cache_interleave_size=side.interleave,
+        ),
         scheduler_config=SchedulerConfig(
             max_num_seqs=16,
             max_num_batched_tokens=side.max_num_batched_tokens,

@@ -213,6 +213,30 @@ def test_a_room_that_nobody_opens_gives_the_blocks_back(engines):
         pair.settle()
 
 
+@pytest.mark.parametrize("interleave", [1, 16])
+@pytest.mark.parametrize(
+    ("producer", "consumer"),
+    [
+        (Side("kv_producer", 2, 16, dcp=2), Side("kv_consumer", 2, 64, n_blocks=24)),
+        (Side("kv_producer", 4, 16, dcp=2), CONSUMER),
+        (PRODUCER, Side("kv_consumer", 4, 32, dcp=2, n_blocks=48)),
+        (Side("kv_producer", 2, 16, dcp=2), Side("kv_consumer", 4, 32, dcp=4, n_blocks=96)),
+    ],
+    ids=["2 of 2 to TP 2", "2 of 4 to TP 2", "TP 4 to 2 of 4", "2 of 2 to 4 of 4"],
+)
+def test_tokens_dealt_to_ranks(tmp_path, producer: Side, consumer: Side, interleave: int):
+    """Decode context parallelism on either side: ranks with the same head have every other run of tokens."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_key_value_heads": 1}))
+    sides = [replace(side, interleave=interleave if side.dcp > 1 else 1) for side in (producer, consumer)]
+    with Pair(*sides, tmp_path, tmp_path) as pair:
+        lengths = 1, 2, 15, 16, 17, 31, 33, 64, 100, 200
+        pair.whole({f"length-{len(one)}": one for one in prompts(*lengths, seed=19)}, max_tokens=12)
+        prompt = prefilled(pair, "loading", 200, seed=20)
+        loading(pair, "loading", prompt)
+        pair.d.call("abort", "loading")
+        pair.settle()
+
+
 def test_sliding_windows_beside_full_attention(tmp_path):
     """Two groups, of which one keeps the blocks of its last 70 tokens only."""
     (tmp_path / "config.json").write_text(json.dumps(GEMMA))

@@ -16,6 +16,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import kv_transfer
 from vllm.distributed.parallel_state import (
     ensure_model_parallel_initialized,
+    get_dcp_world_size_and_rank,
     get_tp_group,
     init_distributed_environment,
 )
@@ -63,7 +64,8 @@ class Worker(Model):
         self.admitted: dict[str, int] = {}
         with set_current_vllm_config(config):
             init_distributed_environment(self.tp, rank, meet, rank, "gloo")
-            ensure_model_parallel_initialized(self.tp, 1)
+            ensure_model_parallel_initialized(self.tp, 1, 1, config.parallel_config.decode_context_parallel_size)
+        self.dealt = *get_dcp_world_size_and_rank(), config.parallel_config.cp_kv_cache_interleave_size
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """One spec a layer, of the model's own config."""
