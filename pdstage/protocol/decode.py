@@ -284,7 +284,7 @@ class DecodeCore:
             case m.Bye():
                 self._on_bye(session, now)
             case m.NoSession() as message:
-                self.lose(session, PeerError("prefill does not know this session", remedy="it restarted"), now)
+                self.denied(session, PeerError("prefill does not know this session", remedy="it restarted"), now)
                 if message.incarnation == session.id.writer:
                     self.fenced(session, now)
             case m.Welcome() | m.HelloRefused():
@@ -427,6 +427,17 @@ class DecodeCore:
             self._ask_stranded(session, now)
         self.handshake.hang_up(session.route)
 
+    def denied(self, session: Session, error: PdstageError, now: float) -> None:
+        """Who answers at the session's address does not know it: another process by now, or one that lost it. It may
+        have a room that was never answered under this session, and would wait for its Open: it is told of its failure.
+        """
+        unheard = [room for room in self.handshake.peers[session.route].rooms if _is_unheard(room, session)]
+        self.lose(session, error, now)
+        if unheard:
+            self.handshake.peer(session.route, now)
+        for room in unheard:
+            self.rooms.give_up(m.Abort(room.epoch, m.brief(str(error)), False, room.key), (session.route,), now)
+
     def needs(self, route: bytes) -> bool:
         """Whether somebody at `route` is greeted, talked with, or owes an answer."""
         if route in self.handshake.peers or route in self.farewells:
@@ -489,3 +500,9 @@ class DecodeCore:
 
     def settle(self, now: float) -> None:
         self.lender.grant_and_notify(now)
+
+
+def _is_unheard(room: DecodeRoom, session: Session) -> bool:
+    """Whether the session's writer never answered the room's Open, if it was said."""
+    writer = room.writers.get(session.id)
+    return writer is None or writer.phase in (WriterPhase.UNOPENED, WriterPhase.OPENING)

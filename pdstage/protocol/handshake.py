@@ -78,6 +78,9 @@ class ClientOwner(Protocol):
 
     def lose(self, session: Session, error: PdstageError, now: float) -> None: ...
 
+    def denied(self, session: Session, error: PdstageError, now: float) -> None:
+        """Lost, and whoever answers at its address does not know it."""
+
     def in_use(self, session: Session) -> bool: ...
 
     def needs(self, route: bytes) -> bool:
@@ -119,7 +122,8 @@ class HandshakeClient:
         if peer is None or session_id.decode != peer.nonce:
             return
         if peer.session is not None:  # the same greeting answered by a second process: the first is gone
-            self._owner.lose(peer.session, PeerError("the prefill rank restarted", remedy="send its rooms again"), now)
+            restarted = PeerError("the prefill rank restarted", remedy="send its rooms again")
+            self._owner.denied(peer.session, restarted, now)
             return
         problem = self._welcome_problem(welcome)
         if problem:

@@ -156,6 +156,22 @@ def test_who_is_interrupted_in_a_turn_has_lost_the_node_and_no_more(site, monkey
         move(p, src, another, dst, 4)
 
 
+def test_a_room_of_the_next_node_at_an_interrupted_ones_address_ends(site):
+    """Decode still has a session with the one before, which could not say Bye, and opens the room under that (I10)."""
+    src, dst = Rank(), Rank()
+    p, d = site.prefill(src), site.decode(dst)
+    move(p, src, d, dst, 1)
+    p.driver.fail(KeyboardInterrupt())
+    p.close()
+    again = site.prefill(src, bind=p.socket.endpoint)
+    sender, receiver = again.send(2), d.receive(2, site.address)
+    receiver.bind(dst.allocate(8), 8)
+    drive([again, d], lambda: sender.released and receiver.released)
+    assert "does not know this session" in str(receiver.error)
+    assert "does not know this session" in str(sender.error)
+    move(again, src, d, dst, 3)
+
+
 @pytest.mark.parametrize("where", ["directory", "_copy_thread", "socket"])
 def test_a_close_that_is_interrupted_is_gone_on_with(site, monkeypatch, where):
     """It had said True the second time, with everything left open."""

@@ -1,5 +1,7 @@
 """Rooms that decode gives up before it opens them: who is told, and when a room of that name may come again (I10)."""
 
+from collections.abc import Callable
+
 import pytest
 
 from pdstage.errors import Aborted, DeadlineExceeded, UsageError
@@ -66,6 +68,60 @@ def test_of_two_writers_each_is_told_when_it_answers() -> None:
     assert isinstance(handle.error, DeadlineExceeded)
     assert sent[0].state is State.FAILED and "no answer from" in str(sent[0].error)
     assert not sent[1].ended
+
+
+def restart(world: World) -> None:
+    world.restart(world.prefill[0])
+
+
+def lose(world: World) -> None:
+    (node,) = world.prefill
+    (session,) = node.core.sessions.values()
+    node.core.lose(session, DeadlineExceeded("decode was silent"), world.now)
+    world.carry(node)
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["opened", "asked for"])
+@pytest.mark.parametrize("submitted", [True, False], ids=["submitted", "not yet"])
+@pytest.mark.parametrize("forget", [restart, lose])
+def test_who_does_not_know_the_session_is_told_of_the_room_that_was_opened_under_it(
+    forget: Callable[[World], None], submitted: bool, bound: bool
+) -> None:
+    """Decode learns by the answer to that very Open that prefill restarted at its address, or lost the session. The
+    room fails on both sides at once, and the next ones go on (I10).
+    """
+    world = World()
+    world.receive(1, 8, [0, 1])
+    world.send(1, 8, [0, 1])
+    world.run()
+    forget(world)
+    sent = world.send(2, 8, [0, 1]) if submitted else None
+    handle = world.announce(2)
+    if bound:
+        world.bind(handle, 8, [2, 3])
+    world.run(until=1.0)
+    sent = sent or world.send(2, 8, [0, 1])
+    world.run(until=2.0)
+    assert handle.state is sent.state is State.FAILED
+    assert "does not know this session" in str(handle.error)
+    assert "does not know this session" in str(sent.error)
+    assert handle.released
+    assert sent.released
+    again, _ = world.receive(3, 8, [2, 3]), world.send(3, 8, [0, 1])
+    world.run()
+    world.check(again, 3, 8)
+    assert_flat(world)
+
+
+def test_a_room_that_the_predecessor_had_answered_is_not_given_up_at_the_next_process() -> None:
+    """It may be submitted there anew, for whoever wants it then."""
+    world = World(path="direct")
+    handle = world.receive(1, 8, [0, 1])
+    world.run()
+    world.restart(world.prefill[0])
+    world.run(until=5.0)
+    assert handle.state is State.FAILED
+    assert not world.submit(1).ended
 
 
 def test_a_room_given_up_before_it_is_submitted_fails_when_it_is() -> None:

@@ -138,6 +138,14 @@ MUTANTS = [
         "tests/protocol/test_session.py",
     ),
     Mutant(
+        "who does not know a session is not told of the rooms opened under it",
+        "7 NoSession, I10",
+        "denied",
+        "        for room in unheard:\n",
+        "        for room in ():\n",
+        "tests/protocol/test_given_up.py",
+    ),
+    Mutant(
         "no heartbeat",
         "7 silence, I4",
         "_beat",
