@@ -190,12 +190,17 @@ def two_hosts(monkeypatch) -> Iterator[Namespaces]:
     hosts.close()
 
 
+VANISHED = {"nixl": ("decode was silent", "nixlRemoteDisconnectError"), "mooncake": ("decode was silent",)}
+"""How prefill's room ends: mooncake takes minutes to give a write up."""
+
+
 @pytest.mark.parametrize("transport", rows([name for name in TRANSPORTS if name != "local"], full={"nixl"}))
 def test_a_host_that_vanishes_fails_its_rooms_on_both_sides(two_hosts, transport):
     """Row: host vanished. Row of mooncake: host vanished.
 
-    I2, I8, I10: the rooms end by silence; the source comes back when the fabric gives the write
-    up, of itself, and the destination when an operator says that the host is gone.
+    I2, I8, I10: the rooms end by silence, or prefill's as the fabric gives its write up, whichever comes first; the
+    source comes back when the fabric gives the write up, of itself, and the destination when an operator says that the
+    host is gone.
     """
     pipes, processes = {}, []
 
@@ -219,7 +224,8 @@ def test_a_host_that_vanishes_fails_its_rooms_on_both_sides(two_hosts, transport
         assert "silent" in say("decode")
         assert say("decode") is False, "the other host may still write"
         assert say("decode") == "released"
-        assert "decode was silent" in say("prefill")
+        ended = say("prefill")
+        assert any(words in ended for words in VANISHED[transport]), ended
         assert say("prefill") == "released"
     finally:
         for process in processes:
