@@ -93,10 +93,16 @@ class Outcome(NamedTuple):
     seen: Counter[tuple[str, int, str]]
 
 
+SOON_MISSED = replace(QUICK, max_silence_s=10.0)
+"""Of a life: the side that serves it need not wait for long where it ends without a word. On a busy machine its rooms
+may fail of that, as they may of the Ctrl-C.
+"""
+
+
 def decode_life(peer: Peer, held: list[object], **options: object) -> None:
     """Receives two rooms, the second of which it gives up. `held` gets the node and its handles."""
     rank = Rank()
-    held.append(node := decode_node(rank, **options))
+    held.append(node := decode_node(rank, config=SOON_MISSED, **options))
     one, other = (node.receive(room, peer.address) for room in peer.rooms)
     held += [one, other]
     into = rank.allocate(TOKENS)
@@ -115,7 +121,7 @@ def decode_life(peer: Peer, held: list[object], **options: object) -> None:
 def prefill_life(peer: Peer, held: list[object], **options: object) -> None:
     """Sends two rooms, the second of which it gives up."""
     rank = Rank()
-    held.append(node := prefill_node(rank, peer.address, instance=peer.instance, **options))
+    held.append(node := prefill_node(rank, peer.address, instance=peer.instance, config=SOON_MISSED, **options))
     one, other = (node.send(room) for room in peer.rooms)
     held += [one, other]
     pages = rank.allocate(TOKENS)
@@ -140,20 +146,21 @@ class Peer(NamedTuple):
     rooms: tuple[int, int]
 
 
-PATIENT = replace(QUICK, hello_s=4.0, open_wait_s=4.0, wait_s=4.0)
-"""Of the side that is not interrupted: what its peers leave behind ends within seconds."""
+def serve_lives(pipe: Connection, role: str, stderr: int, **options: object) -> None:
+    """The other side of many lives, one after the other: is told of each, and at the end says what did not end well.
 
-
-def serve_lives(pipe: Connection, role: str, **options: object) -> None:
-    """The other side of many lives, one after the other: is told of each, and at the end says what did not end well."""
+    What a life never began with is given up once it is over: no deadline that a busy machine might pass does that.
+    """
+    os.dup2(stderr, 2)  # what libraries of C++ say
     rank = Rank(n_pages=1 << 15)
     with BootstrapServer() as directory:
         make = prefill_node if role == "prefill" else decode_node
         given = [directory.address] if role == "prefill" else []
-        with make(rank, *given, config=PATIENT, progress="thread", **options) as node:
+        with make(rank, *given, progress="thread", **options) as node:
             pipe.send(directory.address)
             handles, into = [], {}
             while (peer := pipe.recv()) is not None:
+                _give_up(handles[-2:])
                 for room in peer.rooms:
                     into[room] = rank.allocate(TOKENS)
                     if role == "prefill":
@@ -165,7 +172,14 @@ def serve_lives(pipe: Connection, role: str, **options: object) -> None:
                         handles.append(node.receive(room, peer.address, instance=peer.instance))
                         handles[-1].bind(into[room], TOKENS)
                 pipe.send("expected")
+            _give_up(handles[-2:])
             pipe.send(list(_left_behind(node, rank, handles, into)))
+
+
+def _give_up(handles: Sequence[Handle]) -> None:
+    for handle in handles:
+        if handle.state is State.BOOTSTRAPPING:
+            handle.abort()
 
 
 def _left_behind(node: Node, rank: Rank, handles: Sequence[Handle], into: Mapping[int, np.ndarray]) -> Iterator[str]:

@@ -7,8 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -16,66 +14,10 @@ import pytest
 from pdstage import State
 from pdstage.errors import UsageError
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
-from tests.manager.interrupts import Peer, decode_life, forked, places, prefill_life, run, serve_lives
 from tests.manager.test_lifecycle import move
 from tests.rows import rows, usable
 
 _HERE = usable("local", "nixl", "mooncake")
-LIVES = {"decode": decode_life, "prefill": prefill_life}
-
-
-@contextmanager
-def other_side(role: str, transport: str) -> Iterator[object]:
-    """Serves lives of the other role; gives what tells it of the next one. What did not end well there is an error."""
-    ours, theirs = forked.Pipe()
-    process = forked.Process(target=serve_lives, args=(theirs, role), kwargs={"transport": transport})
-    process.start()
-    theirs.close()
-    try:
-        assert ours.poll(60)
-        address, n = ours.recv(), 0
-
-        def expect() -> Peer:
-            nonlocal n
-            n += 1
-            peer = Peer(address, f"life {n}", (2 * n, 2 * n + 1))
-            ours.send(peer)
-            assert ours.poll(60)
-            assert ours.recv() == "expected"
-            return peer
-
-        yield expect
-        ours.send(None)
-        assert ours.poll(300)
-        wrong = ours.recv()
-        assert not wrong, wrong
-        process.join(60)
-        assert process.exitcode == 0
-    finally:
-        process.kill()
-        process.join()
-
-
-@pytest.mark.parametrize("n", [20, pytest.param(2_000, marks=pytest.mark.full)])
-@pytest.mark.parametrize("transport", rows(_HERE, full={"nixl", "mooncake"}))
-@pytest.mark.parametrize("progress", ["inline", "thread"])
-@pytest.mark.parametrize("role", LIVES)
-def test_a_ctrl_c_at_any_place(role, progress, transport, n):
-    """The node closes in time, with no lock held, its rooms end, its process does, and its peer serves others (I10)."""
-    options = {"transport": transport, "progress": progress}
-    with other_side("decode" if role == "prefill" else "prefill", transport) as expect:
-        whole, code = run(LIVES[role], None, expect(), **options)
-        assert (whole.broken, code) == ("", 0)
-        n_interrupted = 0
-        for place in places(whole.seen, n, seed=1):
-            outcome, code = run(LIVES[role], place, expect(), **options)
-            assert (outcome.broken, code) == ("", 0), place
-            n_interrupted += outcome.interrupted
-        assert n_interrupted > n // 2 or n_interrupted > len(whole.seen) // 2
-        again, code = run(LIVES[role], None, expect(), **options)
-        assert (again.broken, code) == ("", 0)
-
-
 _ENDS_S = 60.0
 """Far beyond what it takes, which docs/reliability.md has: so long may a busy machine take."""
 
