@@ -67,9 +67,6 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
 
     supports_deferred_decode_kv_release = True
     reports_transfer_latency = True
-    quiet_s = 5.0
-    """How long prefill's scheduler waits, at the most, for the writes of a room it gave up: a live peer answers in
-    milliseconds."""
 
     def __init__(
         self,

@@ -3,7 +3,8 @@
 SGLang's list of backends can be extended, but `TransferBackend`, which its schedulers look names up in, is a closed
 enum, and `get_kv_class` a chain of ifs over it. Both are hooked by SGLang's own HookRegistry: the enum is replaced by
 one with a member more, and `get_kv_class` answers for that member. A third hook shows a backend the pools that it is
-told addresses of. Must not import the backend's classes before they are asked for: most processes never need them.
+told addresses of, and a fourth shows a sender what all ranks together said of its request. Must not import the
+backend's classes before they are asked for: most processes never need them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES, add_d
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 NAME = "pdstage"
 
@@ -37,6 +38,7 @@ def register() -> None:
     HookRegistry.register(f"{_UTILS}.TransferBackend", _with_member(), HookType.REPLACE)
     HookRegistry.register(f"{_UTILS}.get_kv_class", kv_class, HookType.AROUND)
     HookRegistry.register(f"{_UTILS}.setup_state_kv_args", with_pools, HookType.AROUND)
+    HookRegistry.register(f"{_UTILS}.poll_and_all_reduce_attn_cp_tp_group", polled, HookType.AROUND)
 
 
 def _with_member() -> type[Enum]:
@@ -68,3 +70,11 @@ def with_pools(  # noqa: PLR0917  (SGLang's signature)
     """Around SGLang's `setup_state_kv_args`, the last step before a manager is made: KVArgs keeps the pools."""
     original(kv_args, token_to_kv_pool, draft_token_to_kv_pool, total_kv_layers, req_to_token_pool=req_to_token_pool)
     kv_args.pdstage_pools = (token_to_kv_pool, draft_token_to_kv_pool, req_to_token_pool)
+
+
+def polled(original: Callable[..., list[int]], pollers: Sequence[Any], *groups: object) -> list[int]:
+    """Around SGLang's `poll_and_all_reduce_attn_cp_tp_group`: a sender of pdstage's hears what all ranks said, and says
+    what that is to SGLang.
+    """
+    found = zip(pollers, original(pollers, *groups), strict=True)
+    return [one.agreed(least) if hasattr(one, "agreed") else least for one, least in found]

@@ -1,13 +1,14 @@
 """A request at SGLang's prefill scheduler: its KVSender over a pdstage room.
 
-The scheduler polls, all ranks take the least of their answers, and Success or Failed gives the pages back at once. So a
-rank says Failed only when nothing reads its pages any more, and where another rank's failure or an abort decides, pages
-are kept for a moment until the writes that read them are over.
+The scheduler polls, all ranks take the least of their answers, and Success or Failed gives the pages of all at once. So
+once a request's last chunk was sent, Failed is an agreement: a rank that gives the room up says `GIVEN_UP`, the others
+learn of it by the least and give theirs up, and each says `QUIET` when nothing reads its pages any more. Nobody waits:
+the scheduler polls on. Before its last chunk a room cannot succeed at decode, whatever arrives there, and pages that a
+write may still read are given back at once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+GIVEN_UP: int = KVPoll.WaitingForInput
+"""Of a request in SGLang's in-flight queue, which keeps it there. What is not over says Transferring, which is more."""
+QUIET: int = KVPoll.Success + 1
+"""Given up, and nothing reads this rank's pages. The least of all ranks' answers only if all say so."""
+
 
 class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
     """One request at one prefill rank."""
@@ -50,6 +56,8 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         self._room: Sender | None = None
         self._first_page = 0
         self._is_cleared = False
+        self._is_whole = False  # its last chunk was sent: it is in the scheduler's in-flight queue
+        self._is_given_up = False  # by all ranks
         if mgr.is_dummy_cp_rank or mgr.request_status.get(bootstrap_room) == KVPoll.Failed:
             return
         try:
@@ -76,6 +84,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         if self.conclude_state in (KVPoll.Success, KVPoll.Failed):
             return
         kv_indices, where, is_last, skip = self._prepare_send_indices(kv_indices, state_indices)
+        self._is_whole = is_last
         if skip or self._room is None:
             return
         if self._transfer_start_time is None:
@@ -116,9 +125,27 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         status: int = super()._poll_with_status(check_status)
         if status == KVPoll.Failed and room is not None:
             self._end(room, f"prefill gave up: {self._reason()}")
-            if self._is_read(room):
-                return int(KVPoll.Transferring)
-        return status
+        if not self._is_whole:
+            return status
+        if self._is_given_up:
+            return GIVEN_UP if self._is_read() else QUIET
+        if status == KVPoll.Failed:
+            return GIVEN_UP
+        return status if status == KVPoll.Success else int(KVPoll.Transferring)
+
+    def agreed(self, least: int) -> int:
+        """What SGLang is told where `least` is what all ranks' senders of this request said, at once."""
+        if not self._is_whole:
+            return least
+        if least == QUIET:
+            return int(KVPoll.Failed)
+        if least > GIVEN_UP:
+            return least
+        self._is_given_up = True
+        self.conclude_state = KVPoll.Failed
+        if self._room is not None:
+            self._end(self._room, f"prefill gave up: {self._reason()}")
+        return int(KVPoll.Transferring)
 
     def _reason(self) -> str:
         with self.kv_mgr.failure_lock:
@@ -128,28 +155,22 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         if room.state not in (State.SUCCESS, State.FAILED):  # else it ended by itself, or with its node
             room.abort(reason)
 
-    def _is_read(self, room: Sender) -> bool:
+    def _is_read(self) -> bool:
         """Whether a write may still read the room's pages. Before a chunk there is none."""
-        return self._transfer_start_time is not None and not room.released
-
-    def _quiet(self) -> None:
-        """Ends a room that did not succeed, before the scheduler takes its pages back."""
-        room = self._room
-        if room is None or room.state is State.SUCCESS:
-            return
-        self._end(room, "prefill gave it up")
-        if self._is_read(room):
-            with contextlib.suppress(TimeoutError):
-                room.wait_released(self.kv_mgr.quiet_s)
-        if self._is_read(room):
-            log.error("room %s: its pages are reused though a write may still read them", self.bootstrap_room)
+        return self._room is not None and self._transfer_start_time is not None and not self._room.released
 
     def abort(self) -> None:
         super().abort()
-        self._quiet()
+        self._give_up()
 
     def clear(self) -> None:
         with self.kv_mgr.status_lock:
             self._is_cleared = True
             super().clear()
-        self._quiet()
+        self._give_up()
+        if self._is_whole and self._is_read():
+            log.error("room %s: its pages are reused though a write may still read them", self.bootstrap_room)
+
+    def _give_up(self) -> None:
+        if self._room is not None:
+            self._end(self._room, "prefill gave it up")

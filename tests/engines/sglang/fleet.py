@@ -66,7 +66,7 @@ class Child:
 
 
 class Engine:
-    """All ranks of one engine: each call goes to all of them, and a poll's answer is the least, as SGLang takes it.
+    """All ranks of one engine: each call goes to all of them. A poll's answer is the least, as SGLang's ranks take it.
 
     The first `n_first` ranks are those of the first pipeline stage.
     """
@@ -105,29 +105,34 @@ class Fleet:
 
     def __init__(
         self, prefill_tp: int, decode_tp: int, pool: str = "mha", node: str = "", page_size: int = 16,
-        decode_page_size: int = 0, prefill_pp: int = 1, **environ: str,
+        decode_page_size: int = 0, prefill_pp: int = 1, options: tuple[str, ...] = (), **environ: str,
     ) -> None:  # fmt: skip
         self.page_size = page_size
         pages = {"prefill": page_size, "decode": decode_page_size or page_size}
         said = tuple(environ.items())
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        with socket.socket() as free, socket.socket() as other:
+            for one in (free, other):
+                one.bind(("127.0.0.1", 0))
+            self.port, self.other_port = free.getsockname()[1], other.getsockname()[1]
         with ExitStack() as opened:
-            self.server = self._child(opened, "server", port)
+            self.server = self._child(opened, "server", self.port)
             self.server.answer()
+            if switches := "--enable-pd-role-switch" in options:  # then SGLang starts one in each engine
+                self._child(opened, "server", self.other_port).answer()
             sides = {}
-            meeting = str(Path(opened.enter_context(TemporaryDirectory()), "stages"))
+            meeting = str(Path(opened.enter_context(TemporaryDirectory()), "meeting"))
             for mode, size, stages in (("prefill", prefill_tp, prefill_pp), ("decode", decode_tp, 1)):
-                usual = setups.Setup(mode, size, 0, port, pool, pages[mode], 64, node, said, stages)
-                if stages > 1:
-                    usual = usual._replace(meeting=meeting)
+                port = self.other_port if switches and mode == "decode" else self.port
+                usual = setups.Setup(
+                    mode, size, 0, port, pool, pages[mode], 64, node, said, stages, 0, options, meeting
+                )
                 given = [usual._replace(tp_rank=n % size, pp_rank=n // size) for n in range(size * stages)]
                 sides[mode] = [self._child(opened, "rank", one) for one in given]
             for ranks in sides.values():
                 for rank in ranks:
                     rank.answer()
             self.prefill, self.decode = Engine(sides["prefill"], prefill_tp), Engine(sides["decode"], decode_tp)
+            self.decode.each("find", self.port)
             eventually(lambda: all(self.decode.each("ensure")))
             self._opened = opened.pop_all()
 
@@ -142,6 +147,15 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
+
+    def switch(self) -> None:
+        """The two engines change roles, as a POST to /pd_role_switch at each has them do."""
+        for engine in (self.prefill, self.decode):
+            assert set(engine.each("switch")) == {None}
+        self.prefill, self.decode, self.port, self.other_port = self.decode, self.prefill, self.other_port, self.port
+        for engine in (self.prefill, self.decode):
+            engine.each("find", self.port)
+        eventually(lambda: all(self.decode.each("ensure")))
 
     # A request, step by step.
 
@@ -189,6 +203,17 @@ class Fleet:
         assert self.prefill.until(room, SUCCESS, FAILED) == SUCCESS
         for engine in (self.prefill, self.decode):
             engine.each("clear", room)
+
+    def ends_at_decode(self, room: int, n_tokens: int) -> None:
+        """A room that prefill gave up: it failed, and its memory goes back; or it was complete before, and is right."""
+        if self.decode.until(room, SUCCESS, FAILED) == SUCCESS:
+            assert self.decode.each("wrong", room, n_tokens) == [[] for _ in self.decode.ranks]
+            self.decode.each("clear", room)
+            return
+        self.decode.each("failure", room)
+        self.decode.each("defer", room)
+        eventually(lambda: all(self.decode.each("safe", room)))
+        self.decode.each("release", room)
 
     def forgets_all(self) -> None:
         """Once all rooms are over, nothing is kept of them."""

@@ -7,9 +7,11 @@ the queues that build KVArgs and the manager are run as they are, over a namespa
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import pickle
+import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from sglang.srt import runtime_context
-from sglang.srt.disaggregation import decode, prefill, utils
+from sglang.srt.disaggregation import decode, prefill, role_switch, utils
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers
 from sglang.srt.plugins import load_plugins
@@ -49,6 +51,16 @@ class Stages:
         return pickle.loads(self._store.get(self._key))
 
 
+class Groups:
+    """The process groups over which SGLang takes the least of what the ranks of one stage say of a request."""
+
+    def __init__(self, setup: Setup) -> None:
+        store = torch.distributed.FileStore(f"{setup.meeting}-{setup.mode}-{setup.pp_rank}", setup.tp_size)
+        torch.distributed.init_process_group("gloo", store=store, rank=setup.tp_rank, world_size=setup.tp_size)
+        self.tp = torch.distributed.group.WORLD
+        self.cp = [torch.distributed.new_group([rank]) for rank in range(setup.tp_size)][setup.tp_rank]
+
+
 class Rank:
     """What tests ask of a rank; a method a call of the scheduler's."""
 
@@ -61,9 +73,9 @@ class Rank:
             "--model-path", MODEL, "--device", "cpu", "--host", "127.0.0.1", "--skip-tokenizer-init",
             "--disaggregation-mode", setup.mode, "--disaggregation-transfer-backend", "pdstage",
             "--disaggregation-bootstrap-port", str(setup.port), "--tp-size", str(setup.tp_size),
-            "--page-size", str(setup.page_size), "--pp-size", str(setup.pp_size),
+            "--page-size", str(setup.page_size), "--pp-size", str(setup.pp_size), *setup.options,
         ]  # fmt: skip
-        args = prepare_server_args(arguments)
+        self.args = args = prepare_server_args(arguments)
         ranks = runtime_context.SpawnRanks(world_rank=setup.tp_size * setup.pp_rank + setup.tp_rank, gpu_id=0)
         runtime_context.publish(args, role="scheduler", ranks=ranks)
         runtime_context.get_parallel().override_permanently(pp_group=Stages(setup))
@@ -71,6 +83,8 @@ class Rank:
         self.memory = Memory(setup)
         self.metadata = MetadataBuffers(ROWS, 64, torch.bfloat16, 1)
         self.manager = self._manager(args)
+        self.bootstrap = f"127.0.0.1:{setup.port}"
+        self.groups = Groups(setup) if setup.meeting else None  # a rank by itself is asked for no request
         self.rooms: dict[int, object] = {}
         self.items: dict[int, dict[str, tuple[np.ndarray, int]]] = {}
 
@@ -103,6 +117,13 @@ class Rank:
         return [[items[kind][0]] if kind == "mamba" else items[kind][0] for kind in kinds]
 
     def poll(self, room: int) -> int:
+        """SGLang's own least of all TP ranks, which all of them must be asked for at once."""
+        if self.setup.mode == "prefill":
+            return utils.poll_and_all_reduce_attn_cp_tp_group([self.rooms[room]], self.groups.cp, self.groups.tp)[0]
+        return utils.poll_and_all_reduce([self.rooms[room]], self.groups.tp)[0]
+
+    def poll_alone(self, room: int) -> int:
+        """What this rank says, whatever became of the others."""
         return int(self.rooms[room].poll())
 
     def poll_stages(self, room: int) -> int:
@@ -165,19 +186,13 @@ class Rank:
         self.manager.node.transport.poll = self._poll
         self.manager.node.driver.kick()
 
-    def let_go_once_waited_for(self) -> None:
-        node, wait_for = self.manager.node, type(self.manager.node).wait_for
+    def refuse_to_wait(self) -> None:
+        """From now on whoever waits for the node fails: SGLang's scheduler has other requests to serve."""
 
-        def waits(*args: object) -> None:
-            self.let_go()
-            del node.wait_for
-            wait_for(node, *args)
+        def waits(*_: object) -> None:
+            raise AssertionError("the scheduler waits")
 
-        node.wait_for = waits
-
-    def waits(self, quiet_s: float) -> None:
-        """How long SGLang's scheduler waits for the writes of a room it gave up."""
-        self.manager.quiet_s = quiet_s
+        self.manager.node.wait_for = waits
 
     def call(self, room: int, other: int) -> None:
         """The test knows that request by another number from now on: its own comes again."""
@@ -207,11 +222,15 @@ class Rank:
         """Whether the node has ended the room, whatever SGLang was told by now."""
         return int(self.rooms[room]._room.state) == KVPoll.Failed
 
+    def given_up(self, room: int) -> bool:
+        """Whether the node has ended the room, or the room was complete before it could."""
+        return self.rooms[room]._room.state in (KVPoll.Failed, KVPoll.Success)
+
     # Prefill.
 
     def send_to(self, room: int) -> None:
         kind = utils.get_kv_class(self.backend, KVClassType.SENDER)
-        self.rooms[room] = kind(self.manager, f"127.0.0.1:{self.setup.port}", room)
+        self.rooms[room] = kind(self.manager, self.bootstrap, room)
 
     def compute(self, room: int, start: int, stop: int) -> None:
         """Prefill's forward pass: tokens `[start, stop)` are in the caches, and the states are those after them."""
@@ -243,11 +262,11 @@ class Rank:
     # Decode.
 
     def ensure(self) -> bool:
-        return self.manager.try_ensure_parallel_info(f"127.0.0.1:{self.setup.port}")
+        return self.manager.try_ensure_parallel_info(self.bootstrap)
 
     def receive(self, room: int) -> None:
         kind = utils.get_kv_class(self.backend, KVClassType.RECEIVER)
-        self.rooms[room] = kind(self.manager, f"127.0.0.1:{self.setup.port}", room)
+        self.rooms[room] = kind(self.manager, self.bootstrap, room)
         self.rooms[room].init(0)
 
     def bind(self, room: int, prefix: int = 0) -> None:
@@ -299,6 +318,34 @@ class Rank:
         """`_do_release`."""
         self.manager.clear_deferred_abort_state(self.rooms[room].bootstrap_room)
         self.rooms.pop(room).clear()
+
+    def find(self, port: int) -> None:
+        """Prefill's bootstrap server is there now."""
+        self.bootstrap = f"127.0.0.1:{port}"
+
+    def switch(self) -> tuple[str, bool] | None:
+        """What `handle_pd_role_switch` does of an idle engine; why SGLang rejects it, if it does."""
+        scheduler = SimpleNamespace(
+            server_args=self.args, disaggregation_mode=utils.DisaggregationMode(self.setup.mode),
+            disagg_prefill_bootstrap_queue=SimpleNamespace(kv_manager=self.manager),
+            disagg_decode_prealloc_queue=SimpleNamespace(kv_manager=self.manager),
+            _pd_role_switch_unhealthy=False, _pd_role_switch_in_progress=False, disable_radix_cache=True,
+        )  # fmt: skip
+        mode = {"prefill": "decode", "decode": "prefill"}[self.setup.mode]
+        if rejection := role_switch._reject_reason(scheduler, mode):
+            return rejection
+        role_switch.teardown_disaggregation(scheduler)
+        runtime_context.get_context().override("role_switch.flip", disaggregation_mode=mode)
+        self.setup = self.setup._replace(mode=mode)
+        self.metadata = MetadataBuffers(ROWS, 64, torch.bfloat16, 1)
+        self.manager = self._manager(self.args)
+        return None
+
+    def holds_of_process(self) -> dict[str, int]:
+        """What this process has that a manager might keep."""
+        gc.collect()
+        mapped = Path("/proc/self/maps").read_text().count("pdstage")
+        return {"threads": threading.active_count(), "files": len(os.listdir("/proc/self/fd")), "maps": mapped}
 
     def sleep(self) -> None:
         self.manager.deregister_buffer_to_engine()

@@ -22,7 +22,8 @@ class Setup(NamedTuple):
     environ: tuple[tuple[str, str], ...] = ()
     pp_size: int = 1
     pp_rank: int = 0
-    meeting: str = ""  # a file through which the stages of one engine tell each other things at their start
+    options: tuple[str, ...] = ()  # more of SGLang's arguments
+    meeting: str = ""  # a path, the start of those of files through which ranks of one engine find each other
 
 
 def serve(*args: object) -> None:

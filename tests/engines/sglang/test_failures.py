@@ -117,14 +117,26 @@ def test_memory_that_a_stopped_writer_may_write_is_not_given_back(fleet):
     fleet.forgets_all()
 
 
-def test_a_rank_that_fails_alone_gives_nobody_its_pages_early(fleet):
-    """One prefill rank aborts; the other sees only the least of the polls, and its own room still lives."""
-    bring(fleet, 12, "in transfer")
-    fleet.prefill.ranks[1].call("abort", 12)
-    assert fleet.prefill.until(12, FAILED) == FAILED
-    fleet.prefill.each("failure", 12)
-    assert all(fleet.prefill.each("released", 12)), "the scheduler frees the pages when this returns"
-    bury(fleet, 12)
+@pytest.mark.parametrize("all_abort", [False, True])
+def test_pages_stay_until_no_rank_reads_them(fleet, all_abort):
+    """A rank that fails alone, and a client's abort while one rank's writes are under way: SGLang fails the request for
+    all ranks at once, and frees the pages of all.
+    """
+    room = 12 + 16 * all_abort
+    fleet.open(room, TOKENS)
+    fleet.prefill.ranks[0].call("hold_writes")
+    fleet.compute(room, 0, TOKENS, True)
+    for rank in fleet.prefill.ranks:
+        rank.call("refuse_to_wait")
+    for rank in fleet.prefill.ranks[not all_abort :]:
+        rank.call("abort", room)
+    assert {fleet.prefill.poll(room) for _ in range(50)} == {TRANSFERRING}
+    assert fleet.prefill.ranks[0].call("given_up", room), "a rank that failed has the others give the room up"
+    fleet.prefill.ranks[0].call("let_go")
+    assert fleet.prefill.until(room, FAILED, SUCCESS) == FAILED
+    assert all(fleet.prefill.each("released", room)), "the scheduler frees the pages when it has heard of the failure"
+    assert [one for some in fleet.prefill.each("errors_of", "failure", room) for one in some] == []
+    fleet.ends_at_decode(room, TOKENS)
     fleet.forgets_all()
 
 
@@ -148,8 +160,8 @@ def test_a_killed_prefill_rank_fails_the_room_and_frees_its_memory_after_its_dea
     doomed.prefill.ranks[1].signal(signal.SIGKILL)
     (said,) = bury(doomed, 1)
     assert said
-    doomed.prefill.ranks.pop()
-    assert doomed.prefill.until(1, FAILED, SUCCESS) == FAILED
+    alone = doomed.prefill.ranks[0]
+    eventually(lambda: alone.call("poll_alone", 1), lambda state: state == FAILED)
 
 
 def test_a_killed_decode_rank_fails_the_room_at_prefill(doomed):

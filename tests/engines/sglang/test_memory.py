@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
+from pdstage.integrations.sglang.plugin import polled
 from pdstage.integrations.sglang.receiver import PdStageKVReceiver
+from pdstage.integrations.sglang.sender import PdStageKVSender
 from pdstage.protocol.state import State
 from tests.engines.sglang.fleet import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING, Fleet, eventually
 
@@ -58,41 +61,70 @@ def test_the_latency_of_a_transfer_is_told(fleet):
     fleet.finish(2, TOKENS)
 
 
-def test_prefill_fails_a_room_only_when_nothing_reads_its_pages(fleet):
-    """The decode side gave it up; prefill's write of it is under way, as far as its node knows."""
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_pages_stay_until_nothing_reads_them_and_no_scheduler_waits(fleet, who):
+    """I8: a write is under way, as far as prefill's node knows, when either side gives the room up."""
+    room = 3 if who == "prefill" else 4
     fleet.prefill.each("hold_writes")
-    send_part(fleet, 3)
-    fleet.decode.each("abort", 3)
-    eventually(lambda: all(fleet.prefill.each("failed", 3)))
-    assert {fleet.prefill.poll(3) for _ in range(LOOKS)} == {TRANSFERRING}
+    fleet.open(room, TOKENS)
+    fleet.compute(room, 0, TOKENS, True)
+    fleet.prefill.each("refuse_to_wait")
+    getattr(fleet, who).each("abort", room)
+    eventually(lambda: all(fleet.prefill.each("given_up", room)))
+    assert {fleet.prefill.poll(room) for _ in range(LOOKS)} == {TRANSFERRING}
+    assert not any(fleet.prefill.each("released", room))
     fleet.prefill.each("let_go")
-    drop(fleet, 3)
+    assert fleet.prefill.until(room, FAILED, SUCCESS) == FAILED
+    assert all(fleet.prefill.each("released", room)), "the scheduler frees the pages when it has heard of the failure"
+    assert fleet.prefill.each("errors_of", "failure", room) == [[]]
+    fleet.ends_at_decode(room, TOKENS)
     fleet.forgets_all()
 
 
-def test_a_scheduler_that_gives_a_room_up_waits_for_its_writes(fleet):
-    fleet.prefill.each("hold_writes")
-    send_part(fleet, 4)
-    fleet.prefill.each("waits", 60.0)
-    fleet.prefill.each("let_go_once_waited_for")
-    assert fleet.prefill.each("errors_of", "abort", 4) == [[]]
-    assert all(fleet.prefill.each("released", 4)), "the scheduler frees the pages when this returns"
-    drop(fleet, 4)
-    fleet.forgets_all()
-
-
-def test_pages_that_are_reused_under_a_write_are_named(fleet):
+def test_a_room_given_up_between_chunks_leaves_its_pages_at_once(fleet):
+    """SGLang frees them when `abort` returns. What a write that still reads them brings is in memory that decode holds,
+    for a room that cannot succeed, since its last chunk was never given.
+    """
     fleet.prefill.each("hold_writes")
     send_part(fleet, 5)
-    fleet.prefill.each("waits", 0.0)
-    ((error,),) = fleet.prefill.each("errors_of", "abort", 5)
-    assert "room 5" in error
-    assert "a write may still read them" in error
+    fleet.prefill.each("refuse_to_wait")
+    assert fleet.prefill.each("errors_of", "abort", 5) == [[]]
     assert not any(fleet.prefill.each("released", 5))
+    fleet.prefill.each("fill", 5, TOKENS, 7)
+    assert fleet.decode.until(5, FAILED, SUCCESS) == FAILED
     fleet.prefill.each("let_go")
-    fleet.prefill.each("waits", 60.0)
     drop(fleet, 5)
     fleet.forgets_all()
+
+
+def sender_of(state: int, room: object) -> PdStageKVSender:
+    """One rank's, whose last chunk was sent."""
+    one = object.__new__(PdStageKVSender)
+    one.kv_mgr = SimpleNamespace(status_lock=nullcontext(), failure_lock=nullcontext(), failure_records={})
+    one.bootstrap_room, one.conclude_state, one._room = 21, state, room
+    one._is_whole, one._is_given_up, one._is_cleared, one._transfer_start_time = True, False, False, 1.0
+    return one
+
+
+def test_ranks_that_are_done_or_have_nothing_to_send_fail_with_the_others():
+    """The second rank's writes are over, and the third is a context-parallel rank that sends nothing: both said Success
+    before the first rank failed. No rank says Failed while the fourth's pages are read.
+    """
+    read = SimpleNamespace(state=State.FAILED, released=False)
+    rooms = [SimpleNamespace(state=state, released=True) for state in (State.FAILED, State.SUCCESS)]
+    ranks = [sender_of(FAILED, rooms[0]), sender_of(SUCCESS, rooms[1]), sender_of(SUCCESS, None)]
+    ranks.append(sender_of(SUCCESS, read))
+
+    def told() -> set[int]:
+        polls = polled(lambda pollers: [min(one.poll() for one in pollers)] * 4, ranks)
+        return set(polls)
+
+    for one in ranks:
+        one.kv_mgr.check_status = None  # each has concluded
+    assert {*told(), *told(), *told()} == {TRANSFERRING}
+    read.released = True
+    assert told() == {FAILED}
+    assert told() == {FAILED}, "a pipeline stage asks twice"
 
 
 def test_nothing_is_written_while_decode_may_still_zero_its_pages(fleet):
@@ -131,14 +163,12 @@ def fail_in_transfer(fleet, room: int, known_as: int) -> None:
 def test_memory_of_a_later_room_of_a_name_is_held_on(fleet):
     """SGLang takes back what the first held, after its timeout: that says nothing of the second."""
     fleet.prefill.each("hold_writes")
-    fleet.prefill.each("waits", 0.0)
     for known_as in (109, 209):
         fail_in_transfer(fleet, 9, known_as)
     ((error,),) = fleet.decode.each("errors_of", "release", 109)
     assert "room 9: SGLang reuses its memory though a peer may still write to it" in error
     assert {safe for _ in range(LOOKS) for safe in fleet.decode.each("safe", 209)} == {False}
     fleet.prefill.each("let_go")
-    fleet.prefill.each("waits", 60.0)
     eventually(lambda: all(fleet.decode.each("safe", 209)))
     assert fleet.decode.each("errors_of", "release", 209) == [[]]
     fleet.forgets_all()
@@ -161,10 +191,8 @@ def test_only_a_room_that_was_told_of_memory_is_held(bound):
 def test_a_room_that_is_held_leaves_its_name_to_the_next(fleet):
     """Its memory goes back while another request of that name lives, which SGLang goes on to poll."""
     fleet.prefill.each("hold_writes")
-    fleet.prefill.each("waits", 0.0)
     fail_in_transfer(fleet, 10, 110)
     fleet.prefill.each("let_go")
-    fleet.prefill.each("waits", 60.0)
     fleet.announce(10)
     eventually(lambda: all(fleet.decode.each("safe", 110)))
     fleet.decode.each("release", 110)
