@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 INSTANCE = "sglang"
+_STOP_S = 3.0
+"""A heartbeat that is under way ends by itself in five seconds."""
 
 
 class Publishes(Protocol):
@@ -66,6 +68,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
     """One rank's manager, in either role."""
 
     supports_deferred_decode_kv_release = True
+    supports_role_switch = True
     reports_transfer_latency = True
 
     def __init__(
@@ -86,8 +89,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         self.node: Any = None
         self._unsafe: dict[int, list[Receiver]] = {}
         self.register_buffer_to_engine()
-        if not self.is_prefill:
-            self._start_heartbeat_checker_thread()
+        self._heartbeat = None if self.is_prefill else self._start_heartbeat_checker_thread()
 
     # The node, which goes and comes again when SGLang gives its memory away for a while.
 
@@ -155,6 +157,18 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         if self.node is not None:
             self.node.close()  # which tells `observe` of the rooms that failed
             self.node = None
+
+    def teardown(self) -> None:
+        """The engine changes its role: gives back everything but SGLang's own memory. No room is open then."""
+        self.deregister_buffer_to_engine()
+        if self._heartbeat is not None:
+            self._heartbeat_shutdown.set()
+            self._heartbeat.join(_STOP_S)
+            if self._prefill_recompute_executor is not None:
+                self._prefill_recompute_executor.shutdown(wait=False, cancel_futures=True)
+            for session in self.session_pool.values():
+                session.close()
+        self._zmq_ctx.destroy(linger=0)
 
     def _place(self) -> Topology:
         by_attention = self.system_dp_size == 1
@@ -246,12 +260,13 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
 def _refuse_what_is_not_supported(mode: DisaggregationMode) -> None:
     """Raises `UsageError` for settings under which rooms would not be what this backend takes them for."""
     parallel = get_parallel()
+    may_decode = mode == DisaggregationMode.DECODE or get_disagg().enable_pd_role_switch
     refused = {
         "--disaggregation-decode-allocation-policy prefill_complete":
             get_disagg().disaggregation_decode_allocation_policy == "prefill_complete",
         "decode context parallelism (--dcp-size)": parallel.attn_dcp_size > 1,
         "prefill context parallelism (--attn-cp-size) at decode":
-            mode == DisaggregationMode.DECODE and parallel.attn_cp_size > 1,
+            may_decode and parallel.attn_cp_size > 1,
         "--enable-hisparse (its pages are on the host)": get_memory().enable_hisparse,
         "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
         "--enable-dsa-cache-layer-split": parallel.enable_dsa_cache_layer_split,

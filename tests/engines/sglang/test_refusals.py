@@ -21,7 +21,7 @@ PARALLEL = {
     "attn_dcp_size": 1, "attn_cp_size": 1, "enable_kv_cache_sharding": False, "enable_dsa_cache_layer_split": False,
     "enable_cp_tp_group_sharing": False,
 }  # fmt: skip
-DISAGG = {"disaggregation_decode_allocation_policy": "early"}
+DISAGG = {"disaggregation_decode_allocation_policy": "early", "enable_pd_role_switch": False}
 MEMORY = {"enable_hisparse": False}
 OBSERVABILITY = {"kv_canary": "none"}
 SETTINGS = {
@@ -72,6 +72,8 @@ def test_context_parallelism_is_prefills_alone(monkeypatch):
     check(monkeypatch, PREFILL, attn_cp_size=2)
     with pytest.raises(UsageError, match="--attn-cp-size.* at decode"):
         check(monkeypatch, DECODE, attn_cp_size=2)
+    with pytest.raises(UsageError, match="--attn-cp-size.* at decode"):  # a switch that fails ends the engine
+        check(monkeypatch, PREFILL, attn_cp_size=2, enable_pd_role_switch=True)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,59 @@
+"""Engines that change roles while they run (`--enable-pd-role-switch`): SGLang ends one manager and makes another."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.engines.sglang.fleet import Fleet, eventually
+
+TOKENS = 100
+SWITCH = ("--enable-pd-role-switch",)
+
+
+@pytest.mark.parametrize(
+    "engines",
+    [
+        pytest.param((2, 1, "mha", '{"path": "direct", "transport": "local"}'), id="heads, TP 2 and 1, direct"),
+        pytest.param((1, 1, "hybrid", '{"path": "staged", "transport": "nixl"}'), id="conv and SSM states, staged"),
+    ],
+)
+def test_two_engines_change_roles_and_change_back(installed, engines):
+    """Every byte of what goes the other way is right, and of what goes as before."""
+    with Fleet(*engines, options=SWITCH) as fleet:
+        fleet.run(1, TOKENS, chunks=2)
+        fleet.switch()
+        fleet.run(2, TOKENS, chunks=2)
+        fleet.run(1, TOKENS)
+        fleet.switch()
+        fleet.run(3, TOKENS)
+        fleet.run(1, TOKENS)
+        fleet.forgets_all()
+
+
+def test_an_engine_that_switches_keeps_nothing_of_its_last_role(installed):
+    """Threads and files of a process come back to what they were, whatever connection is open at the moment."""
+    with Fleet(1, 1, "mha", '{"path": "direct", "transport": "local"}', options=SWITCH) as fleet:
+
+        def switch_twice() -> None:
+            for number in range(2):
+                fleet.switch()
+                fleet.run(number, TOKENS)
+
+        def kept() -> list[tuple[int, int]]:
+            return fleet.prefill.each("kept") + fleet.decode.each("kept")
+
+        switch_twice()
+        before = kept()
+        for _ in range(3):
+            switch_twice()
+        eventually(lambda: np.all(np.array(kept()) <= before))
+
+
+def test_a_decode_engine_goes_on_with_a_prefill_engine_that_was_away(installed):
+    with Fleet(1, 1, "mha", '{"path": "direct", "transport": "local"}', options=SWITCH) as fleet:
+        fleet.run(1, TOKENS)
+        for _ in range(2):
+            assert fleet.prefill.each("switch") == [None]
+        fleet.run(2, TOKENS)
+        fleet.forgets_all()
