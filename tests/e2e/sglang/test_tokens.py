@@ -8,7 +8,7 @@ from tests.e2e import load
 from tests.e2e.sglang import right
 from tests.e2e.sglang.engines import CHUNKED, WINDOWS_WHOLE, Pair, check_free, handed_over, pair
 
-LOCAL = '{"transport": "local"}'
+LOCAL, STAGED = '{"transport": "local"}', '{"transport": "nixl", "path": "staged"}'
 ROWS = [
     pair({"tp": 2, "options": CHUNKED}, {}, full=False),
     pair({"pp": 2}, {}),
@@ -20,6 +20,7 @@ ROWS = [
     pair({"options": CHUNKED}, {}, page=1),
     pair({}, {}, page=64),
     pair({"tp": 2}, {}, node=LOCAL),
+    pair({"tp": 2}, {"tp": 2}, node=STAGED),
     pair({}, {}, dtype="bfloat16"),
     pair({"tp": 2}, {}, model="gemma3", options=WINDOWS_WHOLE),
 ]
