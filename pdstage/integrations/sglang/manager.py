@@ -33,6 +33,7 @@ from pdstage.control.bootstrap import PLAIN
 from pdstage.errors import UsageError
 from pdstage.integrations.model import facts, overridden
 from pdstage.integrations.options import check_exposure, node_options, trusts_layout
+from pdstage.integrations.sglang import adapters
 from pdstage.integrations.sglang.memory import pool_of
 from pdstage.integrations.sglang.pools import Pools, check_known
 from pdstage.integrations.sglang.writers import probes_of
@@ -79,6 +80,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         is_mla_backend: bool | None = False,
     ) -> None:
         _refuse_what_is_not_supported(disaggregation_mode)
+        adapters.install()
         self.status_lock = threading.RLock()
         self.senders: WeakValueDictionary[int, Publishes] = WeakValueDictionary()
         """The latest sender of each room; see `observe`."""

@@ -37,6 +37,8 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
     kv_mgr: PdStageKVManager
 
     def __init__(self, mgr: PdStageKVManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        self.adapter: str | None = None
+        """What decode goes on with; told once this is made, see `adapters`."""
         self._room: Receiver | None = None
         self._aux_index: int | None = None
         self._is_cleared = False
@@ -101,7 +103,7 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         """The row is there before anybody sees the Success."""
         try:
             if self._aux_index is not None and isinstance(room.aux, bytes):
-                write_row(self.kv_mgr.kv_args, self._aux_index, room.aux)
+                write_row(self.kv_mgr.kv_args, self._aux_index, room.aux, self.adapter)
         except PdstageError as error:
             self.kv_mgr.fail(self.bootstrap_room, str(error))
         else:

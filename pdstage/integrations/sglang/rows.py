@@ -1,4 +1,4 @@
-"""A request's row of SGLang's metadata buffers, as the aux of a room.
+"""A request's row of SGLang's metadata buffers, as the aux of a room, and what made the request's KV.
 
 SGLang keeps each field in a buffer of its own on the CPU, with a row a request; the two sides' buffers pair up by their
 order, and those that only one side has are left out.
@@ -16,22 +16,39 @@ from pdstage.errors import PeerError
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
 
-_fields = msgspec.msgpack.Decoder(list[bytes])
+
+class Row(msgspec.Struct, array_like=True, frozen=True):
+    """`adapter` is what `adapters.adapter_of` says."""
+
+    fields: list[bytes]
+    adapter: str | None
 
 
-def read_row(args: KVArgs, index: int) -> bytes:
-    """The row's fields, packed."""
+_rows = msgspec.msgpack.Decoder(Row)
+
+
+def read_row(args: KVArgs, index: int, adapter: str | None) -> bytes:
+    """The row, packed."""
     rows = zip(args.aux_data_ptrs, args.aux_item_lens, strict=True)
-    return msgspec.msgpack.encode([ctypes.string_at(ptr + index * nbytes, nbytes) for ptr, nbytes in rows])
+    fields = [ctypes.string_at(ptr + index * nbytes, nbytes) for ptr, nbytes in rows]
+    return msgspec.msgpack.encode(Row(fields, adapter))
 
 
-def write_row(args: KVArgs, index: int, packed: bytes) -> None:
-    """Fills the row. Raises `PeerError` for fields of another length, before anything is written."""
+def write_row(args: KVArgs, index: int, packed: bytes, adapter: str | None) -> None:
+    """Fills the row of a request that goes on with that adapter.
+
+    Raises `PeerError` for fields of another length, and for KV of another adapter, before anything is written.
+    """
     try:
-        fields = _fields.decode(packed)
+        row = _rows.decode(packed)
     except msgspec.MsgspecError as error:
         raise PeerError(f"prefill's metadata does not decode ({error})", remedy="run one release on both") from error
-    rows = list(zip(args.aux_data_ptrs, args.aux_item_lens, fields, strict=False))
+    if None not in (adapter, row.adapter) and adapter != row.adapter:
+        raise PeerError(
+            f"the request has adapter {adapter!r} here and {row.adapter!r} at prefill",
+            remedy="load the same weights under that name on both engines",
+        )
+    rows = list(zip(args.aux_data_ptrs, args.aux_item_lens, row.fields, strict=False))
     for number, (_, nbytes, field) in enumerate(rows):
         if len(field) != nbytes:
             raise PeerError(

@@ -53,6 +53,8 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        self.adapter: str | None = None
+        """What makes the request's KV; told once this is made, see `adapters`."""
         self._room: Sender | None = None
         self._first_page = 0
         self._is_cleared = False
@@ -98,7 +100,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
                 self._room.chunk(pages, ready=ready)
             if is_last:
                 states = state_items(args, state_indices, self._first_page + self.num_kv_indices)
-                aux = read_row(args, self.aux_index) if self.aux_index is not None else None
+                aux = read_row(args, self.aux_index, self.adapter) if self.aux_index is not None else None
                 self._room.finish(aux, states=states or None, ready=ready)
         except PdstageError as error:
             self.kv_mgr.fail(self.bootstrap_room, str(error))

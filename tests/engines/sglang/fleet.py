@@ -159,9 +159,10 @@ class Fleet:
 
     # A request, step by step.
 
-    def announce(self, room: int) -> None:
-        self.prefill.each("send_to", room)
-        self.decode.each("receive", room)
+    def announce(self, room: int, adapters: tuple[str | None, str | None] = (None, None)) -> None:
+        """To prefill and to decode; `adapters` is the one (LoRA) that each of them was asked to use."""
+        self.prefill.each("send_to", room, adapters[0])
+        self.decode.each("receive", room, adapters[1])
 
     def bind(self, room: int, n_tokens: int, prefix: int = 0) -> None:
         self.decode.until(room, WAITING)

@@ -22,6 +22,7 @@ from sglang.srt import runtime_context
 from sglang.srt.disaggregation import decode, prefill, role_switch, utils
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers
+from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 
@@ -82,8 +83,9 @@ class Rank:
         self.backend = utils.TransferBackend(runtime_context.get_disagg().disaggregation_transfer_backend)
         self.memory = Memory(setup)
         self.metadata = MetadataBuffers(ROWS, 64, torch.bfloat16, 1)
+        self.adapters: dict[str, LoRARef] = {}
         self.manager = self._manager(args)
-        self.bootstrap = f"127.0.0.1:{setup.port}"
+        self.port = setup.port
         self.groups = Groups(setup) if setup.meeting else None  # a rank by itself is asked for no request
         self.rooms: dict[int, object] = {}
         self.items: dict[int, dict[str, tuple[np.ndarray, int]]] = {}
@@ -91,7 +93,7 @@ class Rank:
     def _manager(self, args):
         model = runtime_context.process_model_config()
         model.hf_text_config.full_attention_layer_ids = [0, 3]  # what a hybrid model's config says
-        runner = SimpleNamespace(kv_cache_dtype_str="bfloat16")
+        runner = SimpleNamespace(kv_cache_dtype_str="bfloat16", lora_manager=SimpleNamespace(lora_refs=self.adapters))
         scheduler = SimpleNamespace(
             rust_server=None, tp_worker=SimpleNamespace(model_runner=runner), model_config=model, server_args=args,
             enable_hisparse=False, req_to_token_pool=None,
@@ -100,10 +102,18 @@ class Rank:
         queue = SimpleNamespace(
             transfer_backend=self.backend, tp_rank=parallel.tp_rank, pp_rank=parallel.pp_rank, scheduler=scheduler,
             token_to_kv_pool=self.memory.pool, draft_token_to_kv_pool=None, metadata_buffers=self.metadata,
-            is_mla_backend=utils.is_mla_backend(self.memory.pool), enable_staging=False,
+            is_mla_backend=utils.is_mla_backend(self.memory.pool), enable_staging=False, queue=[],
+            _check_if_req_exceed_kv_capacity=lambda req: False, _process_req=lambda req: None,
         )  # fmt: skip
         which = prefill.PrefillBootstrapQueue if self.setup.mode == "prefill" else decode.DecodePreallocQueue
-        return which._init_kv_manager(queue)
+        queue.kv_manager, self.queue = which._init_kv_manager(queue), queue
+        return queue.kv_manager
+
+    def _request(self, room: int, adapter: str | None) -> SimpleNamespace:
+        return SimpleNamespace(
+            rid=f"request {room}", bootstrap_room=room, bootstrap_host="127.0.0.1", bootstrap_port=self.port,
+            disagg_prefill_dp_rank=None, lora_id=adapter,
+        )  # fmt: skip
 
     # Both sides.
 
@@ -168,6 +178,10 @@ class Rank:
 
     # What a test does to a rank, to see what its scheduler is told then.
 
+    def load_adapter(self, adapter: str, name: str, path: str) -> None:
+        """SGLang's record of an adapter (LoRA) that it has loaded."""
+        self.adapters[adapter] = LoRARef(lora_id=adapter, lora_name=name, lora_path=path, pinned=False)
+
     def withhold(self, room: int) -> None:
         """The room ended, and a peer may still touch its memory, as far as its handle says."""
         handle = self.rooms[room]._room
@@ -228,9 +242,11 @@ class Rank:
 
     # Prefill.
 
-    def send_to(self, room: int) -> None:
-        kind = utils.get_kv_class(self.backend, KVClassType.SENDER)
-        self.rooms[room] = kind(self.manager, self.bootstrap, room)
+    def send_to(self, room: int, adapter: str | None = None) -> None:
+        request = self._request(room, adapter)
+        self.queue.bootstrap_port = self.port
+        prefill.PrefillBootstrapQueue.create_sender(self.queue, request, num_kv_heads=4)
+        self.rooms[room] = request.disagg_kv_sender
 
     def compute(self, room: int, start: int, stop: int) -> None:
         """Prefill's forward pass: tokens `[start, stop)` are in the caches, and the states are those after them."""
@@ -262,11 +278,11 @@ class Rank:
     # Decode.
 
     def ensure(self) -> bool:
-        return self.manager.try_ensure_parallel_info(self.bootstrap)
+        return self.manager.try_ensure_parallel_info(f"127.0.0.1:{self.port}")
 
-    def receive(self, room: int) -> None:
-        kind = utils.get_kv_class(self.backend, KVClassType.RECEIVER)
-        self.rooms[room] = kind(self.manager, self.bootstrap, room)
+    def receive(self, room: int, adapter: str | None = None) -> None:
+        made = decode.DecodePreallocQueue._create_receiver_and_enqueue(self.queue, self._request(room, adapter))
+        self.rooms[room] = made.kv_receiver
         self.rooms[room].init(0)
 
     def bind(self, room: int, prefix: int = 0) -> None:
@@ -321,7 +337,7 @@ class Rank:
 
     def find(self, port: int) -> None:
         """Prefill's bootstrap server is there now."""
-        self.bootstrap = f"127.0.0.1:{port}"
+        self.port = port
 
     def switch(self) -> tuple[str, bool] | None:
         """What `handle_pd_role_switch` does of an idle engine; why SGLang rejects it, if it does."""
