@@ -112,7 +112,7 @@ class Rank:
     def _request(self, room: int, adapter: str | None) -> SimpleNamespace:
         return SimpleNamespace(
             rid=f"request {room}", bootstrap_room=room, bootstrap_host="127.0.0.1", bootstrap_port=self.port,
-            disagg_prefill_dp_rank=None, lora_id=adapter,
+            disagg_prefill_dp_rank=None, lora_id=adapter, return_logprob=False,
         )  # fmt: skip
 
     # Both sides.
@@ -313,6 +313,17 @@ class Rank:
         """Whether the room's memory is all `number`."""
         return all(bool((held.numbers[at] == number).all()) for held, at in self._all(room, n_tokens))
 
+    def fill_all(self, number: int) -> None:
+        """All of the pool is `number`."""
+        for held in self.memory.held.values():
+            for one in held:
+                one.numbers[:] = number
+
+    def others_hold(self, room: int, n_tokens: int, number: int) -> bool:
+        """Whether all that is not the room's is `number`."""
+        others = (np.delete(held.numbers.numpy(), at.numpy(), axis=0) for held, at in self._all(room, n_tokens))
+        return all(bool((one == number).all()) for one in others)
+
     def _all(self, room: int, n_tokens: int):
         for component, (items, first) in self.items[room].items():
             for held in self.memory.held[component]:
@@ -362,6 +373,20 @@ class Rank:
         gc.collect()
         return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
 
+    def enqueue(self, room: int, restore: str) -> None:
+        """The request is in SGLang's own queue of those in transfer; `restore` is what became of the part of its prefix
+        that decode's HiCache was to load itself.
+        """
+        request = decode.DecodeRequest(self._request(room, None), self.rooms[room], metadata_buffer_index=room % ROWS)
+        request.hicache_restore_status = decode.HiCacheRestoreResult(restore)
+        self.transfers = Transfers(self, request)
+
+    def step(self) -> list[str]:
+        """One step of decode's scheduler; what became of requests in transfer up to now."""
+        self.transfers.pop_transferred()
+        self.transfers.resolve_deferred_releases()
+        return self.transfers.told
+
     def sleep(self) -> None:
         self.manager.deregister_buffer_to_engine()
 
@@ -387,6 +412,35 @@ class Rank:
         except UsageError as error:
             return str(error)
         return ""
+
+
+class Transfers(decode.DecodeTransferQueue):
+    """SGLang's queue of one request; its scheduler, trees and allocators only keep in mind what they are told."""
+
+    def __init__(self, rank: Rank, request: decode.DecodeRequest) -> None:
+        self.told: list[str] = []
+        nothing = SimpleNamespace(unlock=lambda lock: None, free=lambda row: None)
+        self.queue, self._deferred_releases = [request], []
+        self.gloo_group, self.tp_rank = rank.groups.tp, rank.setup.tp_rank
+        self.metadata_buffers, self.tree_cache = rank.metadata, nothing
+        self.req_to_metadata_buffer_idx_allocator = nothing
+        self.enable_staging, self.enable_deferred_kv_release = False, True
+        self.deferred_kv_release_timeout = 3600.0
+        self.scheduler = SimpleNamespace(
+            enable_decode_hicache=True, enable_hisparse=False,
+            output_streamer=SimpleNamespace(stream_output=lambda requests, logprobs: self.told.append("answered")),
+            metrics_reporter=SimpleNamespace(enable_metrics=True),
+            metrics_collector=SimpleNamespace(
+                increment_transfer_failed_reqs=lambda: None,
+                observe_decode_deferred_kv_release=lambda duration_seconds, outcome: self.told.append(outcome),
+            ),
+        )  # fmt: skip
+
+    def _release_request(self, request: decode.DecodeRequest) -> None:
+        self.told.append("pages freed")
+
+    def _process_hicache_local_restores(self, requests: list[decode.DecodeRequest]) -> None:
+        """What became of them, the test says."""
 
 
 class Server:

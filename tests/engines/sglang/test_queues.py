@@ -1,0 +1,62 @@
+"""SGLang's own queue of requests in transfer at decode: when it gives a failed request's pages back.
+
+Its timer is an hour here: what comes back does so because pdstage says that nobody writes to it any more.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engines.sglang.fleet import FAILED, SUCCESS, Fleet, eventually
+
+NODE = '{"path": "direct", "transport": "local"}'
+TOKENS = 100
+LOOKS = 50
+OVER = [["answered", "pages freed", "drained"]]
+
+
+@pytest.fixture(scope="module")
+def fleet(installed):
+    with Fleet(1, 1, "mha", NODE) as made:
+        yield made
+
+
+def begin(fleet, room: int, restore: str = "ready") -> None:
+    fleet.open(room, TOKENS)
+    fleet.decode.each("enqueue", room, restore)
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_the_client_is_answered_at_once_and_pages_come_back_when_writes_are_over(fleet, who):
+    room = 1 + (who == "decode")
+    fleet.prefill.each("hold_writes")
+    begin(fleet, room)
+    fleet.compute(room, 0, TOKENS - 36, False)
+    getattr(fleet, who).each("abort", room)
+    eventually(lambda: fleet.decode.each("step"), lambda told: told != [[]])
+    assert [fleet.decode.each("step") for _ in range(LOOKS)] == [[["answered"]]] * LOOKS
+    fleet.prefill.each("let_go")
+    eventually(lambda: fleet.decode.each("step"), lambda told: told == OVER)
+    assert fleet.prefill.until(room, FAILED) == FAILED
+    fleet.prefill.each("failure", room)
+    fleet.forgets_all()
+
+
+def test_a_prefix_that_hicache_cannot_load_fails_the_request_and_its_pages_come_back(fleet):
+    """All that prefill sent has arrived, or is on its way: either side's writes are over first."""
+    begin(fleet, 3, "failed")
+    fleet.compute(3, 0, TOKENS, True)
+    eventually(lambda: fleet.decode.each("step"), lambda told: told == OVER)
+    assert fleet.prefill.until(3, SUCCESS, FAILED) == SUCCESS
+    fleet.prefill.each("clear", 3)
+    fleet.forgets_all()
+
+
+def test_nothing_but_the_rooms_own_pages_is_written(fleet):
+    """What HiCache loads meanwhile, the prefix of the same request, and pages of others, which it may offload: at
+    decode they hold what they held.
+    """
+    fleet.decode.each("fill_all", 9)
+    fleet.run(4, 7 * 16, chunks=2, prefix=3 * 16)
+    assert fleet.decode.each("others_hold", 4, 7 * 16, 9) == [True]
+    fleet.forgets_all()
