@@ -1,7 +1,8 @@
 """The adapter (LoRA) of a request, on which its KV depends, and which SGLang does not tell a transfer backend.
 
-SGLang's queues make a request's sender and receiver: hooks around the two methods tell them. Imported with the manager,
-in schedulers alone. Prefill says with the request's row what made its KV, and decode compares.
+SGLang's queues make a request's sender and receiver: hooks around the two methods tell them, and have the manager meet
+its scheduler, which SGLang shows it nowhere. Imported with the manager, in schedulers alone. Prefill says with the
+request's row what made its KV, and decode compares.
 """
 
 from __future__ import annotations
@@ -33,17 +34,22 @@ def adapter_of(scheduler: Any, lora_id: str | None) -> str | None:  # noqa: ANN4
 def of_sender(original: Callable[..., bool], queue: Any, req: Any, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401
     """Around `PrefillBootstrapQueue.create_sender`."""
     made = original(queue, req, *args, **kwargs)
-    if made and hasattr(req.disagg_kv_sender, "adapter"):  # not SGLang's own stand-in for a transfer
-        req.disagg_kv_sender.adapter = adapter_of(queue.scheduler, req.lora_id)
+    if made:
+        _tell(queue, req, req.disagg_kv_sender)
     return made
 
 
 def of_receiver(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """Around `DecodePreallocQueue._create_receiver_and_enqueue`."""
     made = original(queue, req, *args, **kwargs)
-    if hasattr(made.kv_receiver, "adapter"):
-        made.kv_receiver.adapter = adapter_of(queue.scheduler, req.lora_id)
+    _tell(queue, req, made.kv_receiver)
     return made
+
+
+def _tell(queue: Any, req: Any, one: Any) -> None:  # noqa: ANN401
+    if hasattr(one, "adapter"):  # not SGLang's own stand-in for a transfer
+        one.adapter = adapter_of(queue.scheduler, req.lora_id)
+        one.kv_mgr.meet(queue.scheduler)
 
 
 @cache

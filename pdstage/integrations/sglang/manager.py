@@ -34,6 +34,7 @@ from pdstage.errors import UsageError
 from pdstage.integrations.model import facts, overridden
 from pdstage.integrations.options import check_exposure, node_options, trusts_layout
 from pdstage.integrations.sglang import adapters
+from pdstage.integrations.sglang.gauges import Gauges
 from pdstage.integrations.sglang.memory import pool_of
 from pdstage.integrations.sglang.pools import Pools, check_known
 from pdstage.integrations.sglang.writers import probes_of
@@ -89,6 +90,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             raise UsageError("every context-parallel rank would send a part", remedy="use another transfer backend")
         self.is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
         self.node: Any = None
+        self.gauges: Gauges | None = None
         self._unsafe: dict[int, list[Receiver]] = {}
         self.register_buffer_to_engine()
         self._heartbeat = None if self.is_prefill else self._start_heartbeat_checker_thread()
@@ -145,6 +147,11 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             raise UsageError("SGLang's KV memory is released", remedy="send the request again once it is resumed")
         return self.node
 
+    def meet(self, scheduler: Any) -> None:  # noqa: ANN401  (SGLang's)
+        """This rank's scheduler, at each request: from the first on, what the node does is among SGLang's metrics."""
+        if self.gauges is None and scheduler.metrics_collector_context.current_scheduler_metrics_enabled:
+            self.gauges = Gauges(lambda: self.node, scheduler.metrics_collector_context.collector)
+
     def launched(self) -> CudaEvent | None:
         """An event after what this scheduler launched so far, which may still zero pages or states; None on the CPU."""
         device = str(get_device().device)
@@ -162,6 +169,8 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """The engine changes its role: gives back everything but SGLang's own memory. No room is open then."""
+        if self.gauges is not None:
+            self.gauges.close()
         self.deregister_buffer_to_engine()
         if self._heartbeat is not None:
             self._heartbeat_shutdown.set()

@@ -17,12 +17,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import prometheus_client
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.disaggregation import decode, prefill, role_switch, utils
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers
 from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 
@@ -74,7 +76,7 @@ class Rank:
             "--model-path", MODEL, "--device", "cpu", "--host", "127.0.0.1", "--skip-tokenizer-init",
             "--disaggregation-mode", setup.mode, "--disaggregation-transfer-backend", "pdstage",
             "--disaggregation-bootstrap-port", str(setup.port), "--tp-size", str(setup.tp_size),
-            "--page-size", str(setup.page_size), "--pp-size", str(setup.pp_size), *setup.options,
+            "--enable-metrics", "--page-size", str(setup.page_size), "--pp-size", str(setup.pp_size), *setup.options,
         ]  # fmt: skip
         self.args = args = prepare_server_args(arguments)
         ranks = runtime_context.SpawnRanks(world_rank=setup.tp_size * setup.pp_rank + setup.tp_rank, gpu_id=0)
@@ -83,6 +85,9 @@ class Rank:
         self.backend = utils.TransferBackend(runtime_context.get_disagg().disaggregation_transfer_backend)
         self.memory = Memory(setup)
         self.metadata = MetadataBuffers(ROWS, 64, torch.bfloat16, 1)
+        self.metrics = SchedulerMetricsCollector.init_new(
+            server_args=args, enable_priority_scheduling=False, enable_lora=False, enable_hierarchical_cache=False
+        )
         self.adapters: dict[str, LoRARef] = {}
         self.manager = self._manager(args)
         self.port = setup.port
@@ -96,7 +101,7 @@ class Rank:
         runner = SimpleNamespace(kv_cache_dtype_str="bfloat16", lora_manager=SimpleNamespace(lora_refs=self.adapters))
         scheduler = SimpleNamespace(
             rust_server=None, tp_worker=SimpleNamespace(model_runner=runner), model_config=model, server_args=args,
-            enable_hisparse=False, req_to_token_pool=None,
+            enable_hisparse=False, req_to_token_pool=None, metrics_collector_context=self.metrics,
         )  # fmt: skip
         parallel = runtime_context.get_parallel()
         queue = SimpleNamespace(
@@ -386,6 +391,11 @@ class Rank:
         self.transfers.pop_transferred()
         self.transfers.resolve_deferred_releases()
         return self.transfers.told
+
+    def told(self, name: str) -> float | None:
+        """What SGLang's metrics say of this rank, as they are scraped."""
+        labels = {label: str(value) for label, value in self.metrics.collector.labels.items()}
+        return prometheus_client.REGISTRY.get_sample_value(f"sglang:kv_transfer_{name}", labels)
 
     def sleep(self) -> None:
         self.manager.deregister_buffer_to_engine()

@@ -1,0 +1,108 @@
+"""What a rank's node is doing, among SGLang's own metrics: `sglang:kv_transfer_*`, beside SGLang's histograms.
+
+SGLang tells its metrics as it computes batches, and a request that is stuck is in none: so a thread tells these. Of
+which ranks and under which labels is SGLang's to say. The nodes' own counters are `pdstage.tools.watch`'s to export.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdstage.manager import DecodeNode, PrefillNode
+
+EVERY_S = 1.0
+NOW = {
+    "rooms": "Requests whose KV is on its way",
+    "rooms_held": "Requests that are over and whose memory a peer may still use",
+    "oldest_room_seconds": "Seconds since the oldest of both began",
+    "unfenced_peers": "Peers that were lost and keep memory out of use until they are back or fenced",
+}
+"""Gauges."""
+TOTALS = {
+    "bytes": ("bytes_written", "Bytes of KV that prefill wrote to decode"),
+    "descriptors": ("descriptors", "Descriptors of the writes that moved them"),
+    "failed_rooms": ("rooms_failed", "Requests whose KV did not arrive"),
+}
+"""Counters, and the node's own they are of."""
+
+
+@cache
+def _made(gauge: Any, counter: Any, labels: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:  # noqa: ANN401
+    """Once a process: an engine that changes its role has more than one manager."""
+    return (
+        {
+            name: gauge(
+                name=f"sglang:kv_transfer_{name}", documentation=text, labelnames=labels, multiprocess_mode="mostrecent"
+            )
+            for name, text in NOW.items()
+        },
+        {
+            name: counter(name=f"sglang:kv_transfer_{name}", documentation=text, labelnames=labels)
+            for name, (_, text) in TOTALS.items()
+        },
+    )
+
+
+class Gauges:
+    """Tells what a node does, once a second. `node_of` is asked for the node, or None while there is none; `collector`
+    is SGLang's SchedulerMetricsCollector.
+    """
+
+    def __init__(self, node_of: Callable[[], PrefillNode | DecodeNode | None], collector: Any) -> None:  # noqa: ANN401
+        import prometheus_client  # noqa: PLC0415  (SGLang sets its folder before it is imported)
+
+        kinds = collector._gauge_cls or prometheus_client.Gauge, collector._counter_cls or prometheus_client.Counter
+        self._labels = collector.labels
+        self._now, self._totals = _made(*kinds, tuple(self._labels))
+        self._node_of = node_of
+        self._node: PrefillNode | DecodeNode | None = None
+        self._counted: dict[str, int] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pdstage-gauges", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Nothing lasts any more. May be repeated."""
+        self._over.set()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        while not self._over.wait(EVERY_S):
+            self._tell(self._node_of())
+        self._tell(self._node_of())
+        self._set(dict.fromkeys(NOW, 0.0))
+
+    def _tell(self, node: PrefillNode | DecodeNode | None) -> None:
+        if node is not self._node:
+            self._node, self._counted = node, {}
+        if node is None:
+            self._set(dict.fromkeys(NOW, 0.0))
+            return
+        status, oldest = node.status(), node.oldest_rooms(1)
+        over = status.rooms["success"] + status.rooms["failed"]
+        self._set(
+            {
+                "rooms": sum(status.rooms.values()) - over,
+                "rooms_held": over,
+                "oldest_room_seconds": oldest[0].age_s if oldest else 0.0,
+                "unfenced_peers": status.n_unfenced,
+            }
+        )
+        for name, (counter, _) in TOTALS.items():
+            self._totals[name].labels(**self._labels).inc(status.counters[counter] - self._counted.get(counter, 0))
+        self._counted = status.counters
+
+    def _set(self, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._now[name].labels(**self._labels).set(value)

@@ -1,0 +1,49 @@
+"""What a rank's node does is among SGLang's own metrics, as they are scraped."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engines.sglang.fleet import FAILED, Fleet, eventually
+
+TOKENS = 7 * 16
+NBYTES = TOKENS * 2 * 2 * 4 * 32 * 2  # K and V of two layers with four heads of 32 numbers of two bytes
+
+
+@pytest.fixture(scope="module")
+def fleet(installed):
+    with Fleet(1, 1, "mha", '{"path": "direct", "transport": "local"}') as made:
+        yield made
+
+
+def until(engine, **wanted: float) -> None:
+    """Until the metrics of that name say so. They are told once a second."""
+    ask = lambda: {name: engine.ranks[0].call("told", name) for name in wanted}  # noqa: E731
+    eventually(ask, lambda said: said == wanted)
+
+
+def test_a_request_is_seen_while_it_lasts_and_counted_after_it(fleet):
+    fleet.open(1, TOKENS)
+    for engine in (fleet.prefill, fleet.decode):
+        until(engine, rooms=1, rooms_held=0, unfenced_peers=0)
+        eventually(lambda engine=engine: engine.ranks[0].call("told", "oldest_room_seconds") > 1)
+    fleet.compute(1, 0, TOKENS, True)
+    fleet.finish(1, TOKENS)
+    until(fleet.prefill, rooms=0, rooms_held=0, oldest_room_seconds=0, bytes_total=NBYTES, failed_rooms_total=0)
+    until(fleet.decode, rooms=0, rooms_held=0, oldest_room_seconds=0, bytes_total=0)
+
+
+def test_memory_that_a_failed_request_holds_is_seen(fleet):
+    fleet.prefill.each("hold_writes")
+    fleet.open(2, TOKENS)
+    fleet.compute(2, 0, 64, False)
+    fleet.decode.each("abort", 2)
+    for engine in (fleet.prefill, fleet.decode):
+        until(engine, rooms=0, rooms_held=1, failed_rooms_total=1)
+    fleet.prefill.each("let_go")
+    for engine in (fleet.prefill, fleet.decode):
+        until(engine, rooms_held=0)
+    fleet.ends_at_decode(2, TOKENS)
+    assert fleet.prefill.until(2, FAILED) == FAILED
+    fleet.prefill.each("failure", 2)
+    fleet.forgets_all()
