@@ -124,8 +124,9 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             device=str(get_device().device),
         )  # fmt: skip
         self._prove(pool)
-        bind = self._bind()
-        check_exposure(bind, options)
+        bind = self._bind(is_prefill=self.is_prefill)
+        becomes_prefill = get_disagg().enable_pd_role_switch
+        check_exposure(self._bind(is_prefill=self.is_prefill or becomes_prefill), options)
         self.node = kind(pool, place, bind=bind, progress="thread", **options)
 
     def _prove(self, pool: Pool) -> None:
@@ -189,13 +190,13 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             dp_size=dp[0], dp_rank=dp[1],
         )  # fmt: skip
 
-    def _bind(self) -> str:
-        """Where the node listens: where its peers can learn of it, and no further.
+    def _bind(self, *, is_prefill: bool) -> str:
+        """Where a node of that role listens: where its peers can learn of it, and no further.
 
         Decode connects to prefill, and nobody to decode. Prefill is found in the directory of SGLang's bootstrap
         server: where that listens on loopback only, so does the node, and one host needs no keys.
         """
-        if not self.is_prefill:
+        if not is_prefill:
             return "tcp://127.0.0.1:0"
         hosts = [self.bootstrap_host]
         if self.dist_init_addr:

@@ -403,9 +403,13 @@ class Rank:
     def wake(self) -> None:
         self.manager.register_buffer_to_engine()
 
-    def refusal(self, node: str) -> tuple[str, str, str] | None:
-        """What a node with those settings is refused with: the error's kind, the culprit and the remedy."""
+    def refusal(self, node: str, host: str = "") -> tuple[str, str, str] | None:
+        """What a node with those settings is refused with: the error's kind, the culprit and the remedy; on a host of
+        that address, if given.
+        """
         self.sleep()
+        if host:
+            self.manager.bootstrap_host = self.manager.local_ip = host
         os.environ[environment.NODE.name] = node
         try:
             self.wake()

@@ -131,12 +131,23 @@ def test_a_setting_of_the_node(rank, node, culprit):
 )
 def test_prefill_listens_where_its_bootstrap_server_does(host, dist_init, bind):
     """What is on loopback only needs no keys."""
-    told = SimpleNamespace(is_prefill=True, bootstrap_host=host, dist_init_addr=dist_init, local_ip="10.1.2.9")
-    assert manager.PdStageKVManager._bind(told) == bind
+    told = SimpleNamespace(bootstrap_host=host, dist_init_addr=dist_init, local_ip="10.1.2.9")
+    assert manager.PdStageKVManager._bind(told, is_prefill=True) == bind
 
 
 def test_nobody_connects_to_decode():
-    assert manager.PdStageKVManager._bind(SimpleNamespace(is_prefill=False)) == "tcp://127.0.0.1:0"
+    assert manager.PdStageKVManager._bind(SimpleNamespace(), is_prefill=False) == "tcp://127.0.0.1:0"
+
+
+@pytest.mark.parametrize(("options", "refused"), [((), False), (("--enable-pd-role-switch",), True)])
+def test_a_decode_engine_that_may_become_prefill_wants_keys_at_once(installed, options, refused):
+    """A switch that fails ends the engine."""
+    child = Child("rank", setups.Setup("decode", 1, 0, 1, options=options))
+    child.answer()
+    said = child.call("refusal", "{}", "10.1.2.9")
+    child.close()
+    assert (said is not None) == refused
+    assert not refused or "10.1.2.9:0 can be reached from other machines" in said[1]
 
 
 def test_what_others_can_reach_wants_keys_in_the_operators_words():
