@@ -74,6 +74,15 @@ class Stored:
         return self.rows_per_item * self.of.tokens_per_row
 
 
+def aligned(array):
+    """A copy of these bytes at a multiple of 64: what a device's memory is at least, and numpy's now and then."""
+    whole = np.empty(array.nbytes + 64, np.uint8)
+    start = -whole.ctypes.data % 64
+    copy = whole[start : start + array.nbytes]
+    copy[:] = array
+    return copy
+
+
 def hold(stored, seed=0):
     """Memory full of random bytes, and the layout over it."""
     rng = np.random.default_rng(seed)
@@ -99,7 +108,7 @@ def hold(stored, seed=0):
         if one.block:
             levels = (RowLevel(block * per, strides["block"]), *levels)
         for layer in range(of.layers):
-            whole = rng.integers(0, 256, GUARD * 2 + one.base + extent, dtype=np.uint8)
+            whole = aligned(rng.integers(0, 256, GUARD * 2 + one.base + extent, dtype=np.uint8))
             region = len(regions)
             regions.append(Region(whole.ctypes.data + GUARD, whole.size - 2 * GUARD))
             memory.append(whole)

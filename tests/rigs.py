@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from pools import GUARD, Logical, Stored, hold, moved
+from pools import GUARD, Logical, Stored, aligned, hold, moved
 
 from pdstage import native
 from pdstage.errors import UsageError
@@ -40,7 +40,7 @@ class Rig:
 
     def put(self, array):
         """A copy of `array`'s bytes."""
-        copy = array.copy()
+        copy = aligned(array)
         return Block(copy.ctypes.data, copy)
 
     def get(self, block):
