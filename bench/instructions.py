@@ -5,12 +5,13 @@
 
 Needs NVRTC and the toolkit's disassembler, and no GPU. A *tile* is 2 KiB of payload moved by a warp. Counted is the
 longest way once around the loop that moves payload: a subroutine with its body, a loop inside once for what it must
-move of a tile and else once, and without the blocks under a line that says `// seldom`.
+move of a tile and else once, and without the blocks under a line that says `// seldom`. Kernels are those of sm_90, and
+of sm_100 what is only there: accesses of 32 bytes.
 
 Cycles are those of one warp alone on its scheduler, in order: what the machine code itself says an instruction stalls
 and which ones it waits for is a fact; how long memory takes is assumed (`LATENCIES`). Speed by multiprocessors follows
-from issue slots and from these cycles, whichever is more. It is a model, optimistic where warps get in each other's
-way, and no measurement.
+from issue slots and from these cycles, whichever is more, with the clock of an H200; for sm_100 it is left out. It is a
+model, optimistic where warps get in each other's way, and no measurement.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdstage.kernels import cuda_copy, nvrtc
+from pdstage.kernels.cuda_tables import UNIT
 from pdstage.kernels.cupy_runtime import CupyRuntime
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ LATENCIES = {
 OTHER_LATENCY = 15
 WAYS = {"gather": cuda_copy.TO_STAGING, "scatter": cuda_copy.FROM_STAGING, "copy": cuda_copy.TO_PEER}
 SHAPES = {"flat": (1, 0), "token-major": (0, 0), "head-major": (0, 1)}
-_STORES = {"U8": 1, "U16": 2, "64": 8, "128": 16}
+_STORES = {"U8": 1, "U16": 2, "64": 8, "128": 16, "256": 32}
 _LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([\w.]+)\s*(.*?)\s*;\s+/\* (0x[0-9a-f]+) \*/")
 _HIGH = re.compile(r"\s+/\* (0x[0-9a-f]+) \*/")
 _FROM = re.compile(r'"([^"]+)", line (\d+)')
@@ -65,6 +67,7 @@ class Variant(NamedTuple):
     name: str
     source: str
     macros: dict[str, int]
+    architecture: str = "sm_90"
 
     @property
     def bulk(self) -> bool:
@@ -86,28 +89,25 @@ def variants() -> Iterator[Variant]:
             "PDSTAGE_WAY": number, "PDSTAGE_FLAT": flat, "PDSTAGE_HEAD_MAJOR": head_major, "PDSTAGE_LISTED": 0,
             "PDSTAGE_MANY": 0,
         }  # fmt: skip
-        for narrow, summed in product((0, 1), (0, 1)):
-            name = " ".join([way, shape, *["narrow"] * narrow, *["sum"] * summed])
-            macros = base | {"PDSTAGE_NARROW": narrow, "PDSTAGE_SUM": summed}
-            yield Variant(
-                name, cuda_copy.SOURCE, macros | cuda_copy.plain_macros(CupyRuntime, number, summed=bool(summed))
-            )
-        macros = base | {"PDSTAGE_NARROW": 0, "PDSTAGE_SUM": 0}
-        yield Variant(f"{way} {shape} bulk", cuda_copy.BULK_SOURCE, macros | cuda_copy.bulk_macros(CupyRuntime))
-        if way == "gather":
-            yield from _to_several(shape, base | {"PDSTAGE_NARROW": 0, "PDSTAGE_MANY": 1})
+        yield from _copies(f"{way} {shape}", base, narrow=(0, 1))
+        if way == "gather":  # to several destinations: stores are a loop, counted for one of them
+            yield from _copies(f"{way} {shape} many", base | {"PDSTAGE_MANY": 1}, narrow=(0,))
 
 
-def _to_several(shape: str, base: dict[str, int]) -> Iterator[Variant]:
-    """Gathers to several destinations. Their stores are a loop, counted for one destination."""
-    for summed in (0, 1):
-        name = " ".join(["gather", shape, "many", *["sum"] * summed])
-        more = cuda_copy.plain_macros(CupyRuntime, cuda_copy.TO_STAGING, summed=bool(summed))
-        yield Variant(name, cuda_copy.SOURCE, base | {"PDSTAGE_SUM": summed} | more)
-    yield Variant(
-        f"gather {shape} many bulk", cuda_copy.BULK_SOURCE,
-        base | {"PDSTAGE_SUM": 0} | cuda_copy.bulk_macros(CupyRuntime),
-    )  # fmt: skip
+def _copies(name: str, base: dict[str, int], narrow: tuple[int, ...]) -> Iterator[Variant]:
+    for one in narrow:
+        yield from _plain(name + " narrow" * one, base | {"PDSTAGE_NARROW": one})
+    wide = base | {"PDSTAGE_NARROW": 0}
+    macros = wide | {"PDSTAGE_SUM": 0} | cuda_copy.bulk_macros(CupyRuntime)
+    yield Variant(f"{name} bulk", cuda_copy.BULK_SOURCE, macros)
+    yield from _plain(f"{name} 32 bytes", wide, 32, "sm_100")
+
+
+def _plain(name: str, base: dict[str, int], access: int = UNIT, architecture: str = "sm_90") -> Iterator[Variant]:
+    for summed in (False, True):
+        macros = cuda_copy.plain_macros(CupyRuntime, base["PDSTAGE_WAY"], summed=summed, access=access)
+        macros |= base | {"PDSTAGE_SUM": int(summed)}
+        yield Variant(name + " sum" * summed, cuda_copy.SOURCE, macros, architecture)
 
 
 class Instruction(NamedTuple):
@@ -143,9 +143,9 @@ class Code:
         self.loops = _loops(self.blocks)
 
     @classmethod
-    def of(cls, variant: Variant, architecture: str, sources: Path = nvrtc.SOURCES) -> Code:
+    def of(cls, variant: Variant, sources: Path = nvrtc.SOURCES) -> Code:
         options = ("--generate-line-info",)
-        image = nvrtc.compile_kernel(variant.source, variant.macros, architecture, sources, options)
+        image = nvrtc.compile_kernel(variant.source, variant.macros, variant.architecture, sources, options)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(image)
             file.flush()
@@ -326,8 +326,8 @@ class Cost(NamedTuple):
     cycles: int
 
     @classmethod
-    def of(cls, variant: Variant, architecture: str) -> Cost:
-        turn = Code.of(variant, architecture).turn()
+    def of(cls, variant: Variant) -> Cost:
+        turn = Code.of(variant).turn()
         return cls(*(-(-n * TILE_NBYTES // variant.turn_nbytes) for n in (len(turn), cycles(turn))))
 
 
@@ -349,8 +349,8 @@ def tool(name: str) -> str | None:
     return shutil.which(name) or (str(beside) if beside and beside.exists() else None)
 
 
-def costs(architecture: str = "sm_90") -> dict[str, Cost]:
-    return {one.name: Cost.of(one, architecture) for one in variants()}
+def costs() -> dict[str, Cost]:
+    return {one.name: Cost.of(one) for one in variants()}
 
 
 def compiler() -> str:
@@ -362,7 +362,8 @@ def compiler() -> str:
 def budgets() -> tuple[str, dict[str, Cost]]:
     """The release that the budgets are for, and each variant's."""
     held = json.loads(BUDGETS.read_text())
-    return held["nvrtc"], {name: Cost(*cost) for name, cost in held["sm_90"].items()}
+    release = held.pop("nvrtc")
+    return release, {name: Cost(*cost) for of_one in held.values() for name, cost in of_one.items()}
 
 
 def over(found: Mapping[str, Cost], allowed: Mapping[str, Cost]) -> list[str]:
@@ -382,8 +383,13 @@ def write(found: Mapping[str, Cost]) -> None:
     release, allowed = budgets() if BUDGETS.exists() else ("", {})
     if release == compiler():
         found = {name: Cost(*map(min, cost, allowed.get(name, cost))) for name, cost in found.items()}
-    lines = ",\n".join(f'    "{name}": [{cost.instructions}, {cost.cycles}]' for name, cost in found.items())
-    BUDGETS.write_text(f'{{\n  "nvrtc": "{compiler()}",\n  "sm_90": {{\n{lines}\n  }}\n}}\n')
+    architectures = {one.name: one.architecture for one in variants()}
+    parts = [f'  "nvrtc": "{compiler()}"']
+    for architecture in sorted(set(architectures.values()), key=len):
+        mine = {name: cost for name, cost in found.items() if architectures.get(name, "sm_90") == architecture}
+        lines = ",\n".join(f'    "{name}": [{cost.instructions}, {cost.cycles}]' for name, cost in mine.items())
+        parts.append(f'  "{architecture}": {{\n{lines}\n  }}')
+    BUDGETS.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -394,11 +400,11 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     found = costs()
     _, allowed = budgets() if BUDGETS.exists() else ("", {})
-    print(f"{'variant':32} {'instr.':>7} {'budget':>7} {'cycles':>7} {'budget':>7} {'GB/s an SM, modelled':>22}")
+    print(f"{'variant':38} {'instr.':>7} {'budget':>7} {'cycles':>7} {'budget':>7} {'GB/s an SM, modelled':>22}")
     for one in variants():
         cost, budget = found[one.name], allowed.get(one.name, Cost(0, 0))
-        gbps = f"{modelled_gbps(one, cost):22.1f}"
-        print(f"{one.name:32} {cost[0]:7} {budget[0]:7} {cost[1]:7} {budget[1]:7} {gbps}")
+        gbps = f"{modelled_gbps(one, cost):23.1f}" if one.architecture == "sm_90" else ""
+        print(f"{one.name:38} {cost[0]:7} {budget[0]:7} {cost[1]:7} {budget[1]:7}{gbps}")
     if given.write:
         write(found)
     return 0

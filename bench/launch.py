@@ -47,7 +47,7 @@ class Machine(CupyRuntime):
         self._cuda: Any = SimpleNamespace(**calls, memcpyAsync=nothing, memcpyHostToDevice=1, check_status=nothing)
         self._driver: Any = SimpleNamespace(launchKernel=nothing)
         self._library: Any = SimpleNamespace(capture_mode=nothing, upload=nothing)
-        self.device, self.n_sms, self.capability, self.listed = 0, 132, 90, listed
+        self.device, self.n_sms, self.capability, self.widest, self.listed = 0, 132, 90, 16, listed
         self._held, self._own, self._stream = [], set(), lambda **_: SimpleNamespace(ptr=_STREAM)
         self.tables = Arena(self)
 

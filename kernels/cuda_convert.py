@@ -22,7 +22,7 @@ from . import cuda_copy
 from .cuda_copy import CTAS_PER_SM, FROM_STAGING, LANES, TO_STAGING, Call, CudaPlan, Fitted, Part, Tables
 from .cuda_tables import UNIT, access_of, pack_groups, pack_views
 from .cupy_runtime import held_runtime
-from .device import WIDEST, check_aligned
+from .device import ALIGNMENT, check_aligned
 from .host_convert import COPY, HOLDS, KINDS
 
 if TYPE_CHECKING:
@@ -98,10 +98,10 @@ class _Coded(NamedTuple):
         """How units are loaded and stored: the numbers of csrc/cuda/convert.cu."""
         pool, encoding = access_of(self.group, self.group), self.coding.encoding
         if encoding is None:
-            return _WIDE if pool == WIDEST else _WORDS_STAGED if pool >= 4 else _BYTES
-        staged = WIDEST if encoding.part == SCALE else math.gcd(WIDEST, self.width, self.n_values)
-        if pool == WIDEST and staged >= 4:
-            return _WIDE if staged == WIDEST else _WORDS_STAGED
+            return _WIDE if pool >= UNIT else _WORDS_STAGED if pool >= 4 else _BYTES
+        staged = UNIT if encoding.part == SCALE else math.gcd(UNIT, self.width, self.n_values)
+        if pool >= UNIT and staged >= 4:
+            return _WIDE if staged == UNIT else _WORDS_STAGED
         return _VALUES_AND_BYTES if pool >= 2 else _BYTES
 
 
@@ -144,7 +144,7 @@ class ConvertPlan(CudaPlan):
         needed = self._staging.nbytes(tokens)
         if needed > nbytes:
             self.table.table.refuse(FAULT_TOO_SMALL, 0, needed, nbytes)
-        check_aligned(ptr, WIDEST, "staging")
+        check_aligned(ptr, ALIGNMENT, "staging")
         self._run(self._tables, way, ptr, (side,), launch._replace(sum_ptr=0))
         if launch.sum_ptr:
             self._run(self._sums, way, ptr, (side,), launch)
@@ -152,11 +152,11 @@ class ConvertPlan(CudaPlan):
     def _new_tables(self) -> Tables:
         coded = list(self._coded())
         self._sums = self._loaded(
-            [one.accessed(math.gcd(WIDEST, one.width)) for one in coded], [-(-one.width // UNIT) for one in coded],
+            [one.accessed(math.gcd(UNIT, one.width)) for one in coded], [-(-one.width // UNIT) for one in coded],
             sum_macros,
         )  # fmt: skip
         return self._loaded(
-            [one.accessed(WIDEST if one.access == _WIDE else min(one.group.access, WIDEST // 2)) for one in coded],
+            [one.accessed(UNIT if one.access == _WIDE else min(one.group.access, UNIT // 2)) for one in coded],
             [one.numbered for one in coded], convert_macros, _pack_codings(coded),
         )  # fmt: skip
 
@@ -185,11 +185,11 @@ class ConvertPlan(CudaPlan):
         table = machine.tables.put(np.concatenate([of_groups, pack_views(self.table.views, scales)]))
         parts = []
         for narrow in (0, 1):
-            mine = [number for number, group in enumerate(groups) if (access_of(group, group) < WIDEST) == bool(narrow)]
+            mine = [number for number, group in enumerate(groups) if (access_of(group, group) < UNIT) == bool(narrow)]
             if mine:
                 macros = {"PDSTAGE_FLAT": 0, "PDSTAGE_HEAD_MAJOR": 0, "PDSTAGE_NARROW": narrow}
                 macros |= macros_of(machine, [coded[number].kind for number in mine])
-                parts.append(Part([groups[number] for number in mine], macros, False, {}))
+                parts.append(Part([groups[number] for number in mine], macros, False, UNIT, {}))
         return Tables((table.ptr, table.ptr + of_groups.nbytes, len(coded)), parts, table)
 
     def _coded(self) -> Iterator[_Coded]:

@@ -14,6 +14,7 @@ room sooner beside a model's kernels.
 
 from __future__ import annotations
 
+import math
 import threading
 from importlib.util import find_spec
 from itertools import product
@@ -75,6 +76,8 @@ class Machine(Runtime, Protocol):
     threads: int
     """Threads of a CTA where a multiprocessor has CTAS_PER_SM, and the most groups of a plan."""
     capability: int
+    widest: int
+    """Bytes of a thread's widest access: 16 or 32."""
     listed: tuple[int, ...]
     """How many items a kernel's parameters may hold, ascending."""
     bulk: Bulk
@@ -109,13 +112,19 @@ class Sizes(Protocol):
     bulk: Bulk
 
 
-def units(way: int, *, summed: bool) -> int:
-    """Units of 16 bytes that a thread has in flight; beside a checksum or a second pool one less fits 64 registers."""
-    return 4 - summed - (way == TO_PEER)
+def units(way: int, *, summed: bool, access: int = UNIT) -> int:
+    """Units of 16 bytes that a thread has in flight; beside a checksum or a second pool one less fits 64 registers.
+
+    Accesses of 32 bytes have half the addresses, so that all fit.
+    """
+    return 4 if access > UNIT else 4 - summed - (way == TO_PEER)
 
 
-def plain_macros(machine: Sizes | type[Sizes], way: int, *, summed: bool) -> dict[str, int]:
-    return {"PDSTAGE_THREADS": CTAS_PER_SM * machine.threads, "PDSTAGE_UNITS": units(way, summed=summed)}
+def plain_macros(machine: Sizes | type[Sizes], way: int, *, summed: bool, access: int = UNIT) -> dict[str, int]:
+    return {
+        "PDSTAGE_THREADS": CTAS_PER_SM * machine.threads, "PDSTAGE_UNITS": units(way, summed=summed, access=access),
+        "PDSTAGE_ACCESS": access,
+    }  # fmt: skip
 
 
 def bulk_macros(machine: Sizes | type[Sizes]) -> dict[str, int]:
@@ -141,6 +150,8 @@ class Call(NamedTuple):
     """The items that the parameters hold; 0 where lists lie in device memory."""
     many: bool = False
     """Whether it is a gather to several destinations."""
+    access: int = UNIT
+    """Bytes of the widest access that the device and all its places in staging allow."""
 
 
 class Fitted(NamedTuple):
@@ -153,11 +164,15 @@ class Fitted(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The groups that one launch copies, and its kernels."""
+    """The groups that one launch copies, and its kernels.
+
+    `access`: bytes of the widest access that all of them allow, where that is 16 or more.
+    """
 
     groups: Sequence[Group]
     macros: dict[str, int]
     bulk: bool
+    access: int
     fitted: dict[Call, Fitted]
 
 
@@ -190,7 +205,7 @@ class Tables(NamedTuple):
         elif wanted and bulk_from is not None:
             wanted = bulk_from
         pairs = list(zip(pool, peer, strict=True))
-        wide = [pair for pair in pairs if access_of(*pair) == UNIT]
+        wide = [pair for pair in pairs if access_of(*pair) >= UNIT]
         narrow = [pair for pair in pairs if access_of(*pair) < UNIT]
         parts = [_part(wide, 0, wanted, head_major=head_major)] if wide else []
         parts += [_part(narrow, 1, 0, head_major=head_major)] if narrow else []
@@ -212,7 +227,9 @@ def _part(pairs: Sequence[tuple[Group, Group]], narrow: int, bulk_from: int, *, 
     # Between pools of other page sizes head-major runs do not meet.
     meets = not macros["PDSTAGE_HEAD_MAJOR"] or all(mine is other for mine, other in pairs)
     runs = min(run_nbytes(g, head_major=head_major) for g in both)
-    return Part([mine for mine, _ in pairs], macros, meets and 0 < bulk_from <= runs, {})
+    # One launch for all that are wide: one group of 16 bytes keeps it to those.
+    access = max(UNIT, min(access_of(*pair) for pair in pairs))
+    return Part([mine for mine, _ in pairs], macros, meets and 0 < bulk_from <= runs, access, {})
 
 
 class CudaPlan:
@@ -228,7 +245,7 @@ class CudaPlan:
         self._machine = machine
         self._ring = ring
         self._bulk_from = bulk_from
-        self.table = DeviceTable(recipe, merged=self.merges and not recipe.checksum)
+        self.table = DeviceTable(recipe, merged=self.merges and not recipe.checksum, widest=machine.widest)
         self._arguments = Arguments(PARAMS_NBYTES, LISTED_LARGE)
         self._lock = threading.Lock()
         self._peers: WeakKeyDictionary[CudaPlan, Tables] = WeakKeyDictionary()
@@ -248,8 +265,9 @@ class CudaPlan:
         """What kernels are compiled for when the plan is made; those of a peer are with its first copy."""
         sums, rooms = {False, self._recipe.checksum}, (0, *self._machine.listed)
         ways = [(TO_STAGING, False), (FROM_STAGING, False)] + [(TO_STAGING, True)] * self.fans_out
-        for (way, many), summed, few, room in product(ways, sums, (False, True), rooms):
-            yield self._tables, Call(way, summed, few, room, many)
+        accesses = {UNIT, self._machine.widest}
+        for (way, many), summed, few, room, access in product(ways, sums, (False, True), rooms, accesses):
+            yield self._tables, Call(way, summed, few, room, many, access)
 
     @property
     def uses_bulk(self) -> bool:
@@ -320,7 +338,7 @@ class CudaPlan:
             shared = BULK_THREADS // LANES * machine.bulk.nbytes + BULK_THREADS * EXTENT_NBYTES
             kernel = machine.kernel(BULK_SOURCE, macros | bulk_macros(machine), BULK_THREADS, shared)
             return Fitted(kernel, machine.bulk.stage_nbytes // UNIT, BULK_THREADS // LANES, machine.n_sms)
-        macros |= plain_macros(machine, call.way, summed=call.summed)
+        macros |= plain_macros(machine, call.way, summed=call.summed, access=min(part.access, call.access))
         return self._resized(SOURCE, macros, tables, few=call.few)
 
     def _resized(self, source: str, macros: dict[str, int], tables: Tables, *, few: bool) -> Fitted:
@@ -352,7 +370,8 @@ class CudaPlan:
     ) -> None:
         machine = self._machine
         room = 0 if way == TO_PEER else self._room(sides[0])
-        call = Call(way, bool(launch.sum_ptr), bool(launch.max_sms), room, bool(launch.also))
+        access = math.gcd(machine.widest, staging, *launch.also)
+        call = Call(way, bool(launch.sum_ptr), bool(launch.max_sms), room, bool(launch.also), access)
         launches = self._launches(tables, call, [one.span for one in sides[0]], launch.max_sms)
         if not launches:
             return

@@ -67,7 +67,7 @@ def pack_groups(
     packed = np.zeros(len(pool), _GROUP)
     for at, (mine, other) in enumerate(zip(pool, peer, strict=True)):
         access = access_of(mine, other)
-        step = UNIT if access == UNIT else 1
+        step = UNIT if access >= UNIT else 1
         packed[at] = (
             _side(mine, step, head_major=head_major), _side(other, step, head_major=head_major),
             divisor(-(-mine.width // UNIT)), divisor(mine.segs), divisor(mine.shards),
@@ -94,7 +94,7 @@ def _strides(group: Group) -> tuple[int, ...]:
 
 
 def access_of(mine: Group, other: Group) -> int:
-    """Bytes of one access to views of both pools: 16 only where kernels can count within an item in 32 bits."""
+    """Bytes of one access to views of both pools: 16 or more only where kernels can count within an item in 32 bits."""
     access = min(mine.access, other.access)
     return access if access < UNIT or (_counts(mine) and _counts(other)) else UNIT // 2
 

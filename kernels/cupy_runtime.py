@@ -111,6 +111,7 @@ class CupyRuntime(DeviceMemory):
             self.n_sms: int = found.attributes["MultiProcessorCount"]
             self.capability = int(found.compute_capability)
         self.architecture = nvrtc.architecture_of(self.capability)
+        self.widest = nvrtc.widest_access(self.architecture)
         large = self.capability >= _LARGE_CAPABILITY and min(nvrtc.version(), runtime.driverGetVersion()) >= _LARGE_CUDA
         self.listed: tuple[int, ...] = (LISTED, LISTED_LARGE) if large else (LISTED,)
         self._held: list[Any] = []

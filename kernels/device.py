@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from ..tables import Index, Int64s
     from .backend import Recipe
 
-WIDEST = 16
+ALIGNMENT = 16
+"""Of staging, in bytes: as many as every device moves in one access."""
 _UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 MAX_COMPONENTS = 16
 
@@ -36,8 +37,9 @@ MAX_COMPONENTS = 16
 class Group(NamedTuple):
     """Views `[first_view, first_view + n_views)` of the table of views; as `tables.Row`, and in bytes.
 
-    `access` is the widest power of two, at most 16, that divides every address and length of the group, in the pool and
-    in staging: the size of one load or store. With `merged` tables adjacent dimensions are collapsed into `width`.
+    `access` is the widest power of two, at most the table's `widest`, that divides every address and length of the
+    group in the pool, and every length in staging: the size of one load or store. With `merged` tables adjacent
+    dimensions are collapsed into `width`.
     """
 
     component: int
@@ -83,9 +85,13 @@ class DeviceTable:
     `groups` is int64 `[n_groups, len(Group._fields)]`. Both in staged order.
     """
 
-    def __init__(self, recipe: Recipe, *, merged: bool) -> None:
-        """`merged` collapses adjacent dimensions; not for kernels that need to tell cells apart (checksums)."""
+    def __init__(self, recipe: Recipe, *, merged: bool, widest: int = ALIGNMENT) -> None:
+        """`merged` collapses adjacent dimensions; not for kernels that need to tell cells apart (checksums).
+
+        `widest`: bytes of the device's widest access.
+        """
         self.table = Table.of(recipe.layout, recipe.select)
+        self._widest = widest
         self.head_major = recipe.order == HEAD_MAJOR
         if len(self.table.names) > MAX_COMPONENTS:
             raise UsageError(
@@ -134,7 +140,7 @@ class DeviceTable:
         strides += [row.inner_stride] if row.outer_rows > 1 else []
         strides += [row.shard_stride] if shards > 1 else []
         strides += [row.seg_stride] if segs > 1 else []
-        access = math.gcd(WIDEST, *strides)
+        access = math.gcd(self._widest, *strides)
         return Group(
             row.component, 0, 0, self.table.sizes[row.component].n_items, row.item_stride, row.rows_per_item,
             row.outer_rows, row.outer_stride, row.inner_stride, shards, row.shard_stride, segs, row.seg_stride, width,
@@ -195,7 +201,7 @@ class DeviceTable:
         )
         if needed > nbytes:
             self.table.refuse(FAULT_TOO_SMALL, 0, needed, nbytes)
-        check_aligned(ptr, WIDEST, "staging")
+        check_aligned(ptr, ALIGNMENT, "staging")
 
 
 def _grouped(shaped: Sequence[tuple[Group, Group]]) -> list[tuple[Group, Group]]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SOURCES = Path(__file__).parent.parent / "csrc" / "cuda"
 _DIGEST_NBYTES = 32
+_PTX_8_8 = 12090
 
 
 class CompileError(PdstageError):
@@ -75,6 +76,14 @@ def architecture_of(capability: int) -> str:
         if exact in known:
             return f"sm_{exact}"
     return f"compute_{max(known)}"
+
+
+def widest_access(architecture: str) -> int:
+    """Bytes that a thread can load or store at once in code for `architecture`.
+
+    32 from 100 on, as PTX ISA 8.8 has it, which NVRTC 12.9 is the first to write; ptxas refuses it before.
+    """
+    return 32 if int(architecture.partition("_")[2]) >= 100 and version() >= _PTX_8_8 else 16
 
 
 def version() -> int:

@@ -22,7 +22,7 @@ from . import (
     triton_copy,
 )
 from .backend import MAX_DESTINATIONS, Launch, Recipe
-from .device import WIDEST, check_aligned
+from .device import ALIGNMENT, check_aligned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -233,10 +233,10 @@ class Plan:
             self._compiled.gather(dst_ptr, dst_nbytes, indexes, tokens, launch)
             return
         for ptr in also:
-            if (ptr - dst_ptr) % WIDEST:
+            if (ptr - dst_ptr) % ALIGNMENT:
                 raise UsageError(
                     f"a destination at {ptr:#x} is not aligned as the first, at {dst_ptr:#x}",
-                    remedy=f"give destinations that are a multiple of {WIDEST} bytes apart",
+                    remedy=f"give destinations that are a multiple of {ALIGNMENT} bytes apart",
                 )
         everywhere, n = (dst_ptr, *also), MAX_DESTINATIONS if self._compiled.fans_out else 1
         for at in range(0, len(everywhere), n):

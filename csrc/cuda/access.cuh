@@ -17,6 +17,9 @@ using i64 = long long;
 struct Bytes16 {
     u64 low, high;
 };
+struct Bytes32 {
+    Bytes16 low, high;
+};
 
 __device__ __forceinline__ Bytes16 load16(u64 address) {
     Bytes16 bytes;
@@ -28,6 +31,20 @@ __device__ __forceinline__ Bytes16 load16(u64 address) {
 
 __device__ __forceinline__ void store16(u64 address, Bytes16 bytes) {
     asm volatile("st.global.L1::no_allocate.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(bytes.low), "l"(bytes.high));
+}
+
+// From sm_100 on (PTX ISA 8.8, CUDA 12.9).
+__device__ __forceinline__ Bytes32 load32(u64 address) {
+    Bytes32 bytes;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u64 {%0, %1, %2, %3}, [%4];"
+                 : "=l"(bytes.low.low), "=l"(bytes.low.high), "=l"(bytes.high.low), "=l"(bytes.high.high)
+                 : "l"(address));
+    return bytes;
+}
+
+__device__ __forceinline__ void store32(u64 address, Bytes32 bytes) {
+    asm volatile("st.global.L1::no_allocate.v4.u64 [%0], {%1, %2, %3, %4};" ::"l"(address), "l"(bytes.low.low),
+                 "l"(bytes.low.high), "l"(bytes.high.low), "l"(bytes.high.high));
 }
 
 // Payload narrower than 16 bytes; T is u8, u16, u32 or u64.

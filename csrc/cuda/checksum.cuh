@@ -21,6 +21,12 @@ __device__ __forceinline__ u64 terms(u64 seed, i64 token, u32 shard, u32 seg, u3
     return nbytes > 8 ? first + mix(bytes.high ^ (place + WORD)) : first;
 }
 
+// Of two units.
+__device__ __forceinline__ u64 terms(u64 seed, i64 token, u32 shard, u32 seg, u32 offset, Bytes32 bytes, u32) {
+    return terms(seed, token, shard, seg, offset, bytes.low, UNIT) +
+           terms(seed, token, shard, seg, offset + UNIT, bytes.high, UNIT);
+}
+
 // Adds the sums of a CTA's threads, one each and a power of two, to the word at `address`.
 __device__ __forceinline__ void add_all(u64 address, u64* sums) {
     for (u32 half = blockDim.x / 2; half > 0; half /= 2) {

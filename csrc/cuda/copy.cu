@@ -1,5 +1,5 @@
 // Gather, scatter and pool-to-pool copies as one launch over all views of a chunk, a *unit* of 16 bytes a thread at a
-// time.
+// time, or two.
 //
 // Why: a copy of scattered runs is bound by memory only if enough bytes are in flight. A thread issues the loads of
 // UNITS units before its first store, 2 KiB a warp, and warps never wait for each other: each takes tiles of its own,
@@ -8,7 +8,8 @@
 // PDSTAGE_WAY: 0 pool to staging, 1 staging to pool, 2 pool to peer. PDSTAGE_HEAD_MAJOR: the staged order.
 // PDSTAGE_NARROW: copies the groups that need accesses below 16 bytes; without it all others, and the machine code has
 // no such access. PDSTAGE_FLAT: every row is one run and there is one row level. PDSTAGE_SUM: adds the checksum.
-// PDSTAGE_MANY: from the pool to several stagings, each unit read once.
+// PDSTAGE_MANY: from the pool to several stagings, each unit read once. PDSTAGE_ACCESS: 32 where every group, and
+// staging, allow accesses of two units; else 16.
 // PDSTAGE_THREADS: of a CTA, at most. PDSTAGE_LISTED: items in the parameters, 0 where lists are in device memory.
 #include "checksum.cuh"
 #include "extents.cuh"
@@ -17,20 +18,23 @@
 namespace pdstage {
 
 constexpr u32 UNITS = PDSTAGE_UNITS, TILE = LANES * UNITS;
+// Units of one access. Narrow groups have several accesses for one unit.
+constexpr u32 WIDE = PDSTAGE_NARROW ? 1 : PDSTAGE_ACCESS / UNIT;
 
 __device__ __forceinline__ Run run_at(const Group& group, const Extent& extent, u32 run) {
     if (PDSTAGE_FLAT) return {run, 0, 0};
     return PDSTAGE_HEAD_MAJOR ? head_major(group, extent, run) : token_major(group, run);
 }
 
-// Which rows hold N units of a view from `first` on, LANES apart, and how far into the rows they are.
+// Which rows hold N accesses of a view from unit `first` on, LANES apart, and how far into the rows they are.
 template <u32 N>
 __device__ __forceinline__ void find_rows(const Work& work, u32 first, u32 (&rows)[N], Offset (&pool)[N],
                                           [[maybe_unused]] Offset (&peer)[N]) {
     const Group& group = *work.group;
 #pragma unroll
     for (u32 k = 0; k < N; k++) {
-        const u32 unit = min(first + k * LANES, work.extent->n_units - 1), run = group.units_per_run.quotient(unit);
+        const u32 unit = min(first + k * LANES * WIDE, work.extent->n_units - 1);
+        const u32 run = group.units_per_run.quotient(unit);
         const Offset into = (unit - run * group.units_per_run.by) * (UNIT / STEP);
         const Run at = run_at(group, *work.extent, run);
         rows[k] = at.row;
@@ -57,17 +61,18 @@ __device__ __forceinline__ void find_units(const Cells& cells, const u32 (&rows)
     }
 }
 
-// N units of a view from `first` on; returns their part of the checksum. T is one access.
+// N accesses of a view from unit `first` on; returns their part of the checksum. T is one access.
 template <typename T, u32 N>
 __device__ __forceinline__ u64 copy_units(const Params& params, const Work& work, u32 first) {
     const Group& group = *work.group;
     const Extent& extent = *work.extent;
     const auto run_of = [&](u32 unit) { return group.units_per_run.quotient(unit); };
     const auto offset_of = [&](u32 unit) { return (unit - run_of(unit) * group.units_per_run.by) * UNIT; };
-    const auto length = [&](u32 unit) { return sizeof(T) == UNIT ? UNIT : min(UNIT, group.width - offset_of(unit)); };
+    const auto unit_of = [&](u32 k) { return first + k * LANES * WIDE; };
+    const auto length = [&](u32 unit) { return sizeof(T) >= UNIT ? UNIT : min(UNIT, group.width - offset_of(unit)); };
     const auto dense = [&](u32 k) {
-        if (sizeof(T) == UNIT) return work.staged + u64(first) * UNIT + k * LANES * UNIT;
-        const u32 unit = first + k * LANES;
+        if (sizeof(T) >= UNIT) return work.staged + u64(first) * UNIT + k * LANES * WIDE * UNIT;
+        const u32 unit = unit_of(k);
         return work.staged + u64(run_of(unit)) * group.width + offset_of(unit);
     };
     // Step by step for all units, so that one step's part of the tables is all that takes registers.
@@ -78,12 +83,12 @@ __device__ __forceinline__ u64 copy_units(const Params& params, const Work& work
     find_units(Cells(params, group.pool, params.pool, work.view->pool, extent.first_row), rows, in_pool, pool);
     if (TO_PEER)
         find_units(Cells(params, group.peer, params.peer, work.view->peer, extent.peer_first_row), rows, in_peer, peer);
-    Bytes16 bytes[N];
+    typename Held<T>::Bytes bytes[N];
     u32 live = 0;
 #pragma unroll
     for (u32 k = 0; k < N; k++) {
-        if (first + k * LANES >= extent.n_units || !pool[k] || (TO_PEER && !peer[k])) continue;
-        bytes[k] = load_unit<T>(FROM_STAGING ? dense(k) : pool[k], length(first + k * LANES));
+        if (unit_of(k) >= extent.n_units || !pool[k] || (TO_PEER && !peer[k])) continue;
+        bytes[k] = load_unit<T>(FROM_STAGING ? dense(k) : pool[k], length(unit_of(k)));
         live |= 1 << k;
     }
 #if PDSTAGE_MANY
@@ -92,14 +97,14 @@ __device__ __forceinline__ u64 copy_units(const Params& params, const Work& work
         const u64 apart = params.several.apart[d];
 #pragma unroll
         for (u32 k = 0; k < N; k++)
-            if (live >> k & 1) store_unit<T>(dense(k) + apart, bytes[k], length(first + k * LANES));
+            if (live >> k & 1) store_unit<T>(dense(k) + apart, bytes[k], length(unit_of(k)));
     }
 #endif
     u64 sum = 0;
 #pragma unroll
     for (u32 k = 0; k < N; k++) {
         if (!(live >> k & 1)) continue;
-        const u32 unit = first + k * LANES;
+        const u32 unit = unit_of(k);
         if (!PDSTAGE_MANY) store_unit<T>(TO_STAGING ? dense(k) : TO_PEER ? peer[k] : pool[k], bytes[k], length(unit));
         if (PDSTAGE_SUM) {
             read_again();
@@ -137,6 +142,8 @@ __device__ __forceinline__ u64 copy_tile(const Params& params, const Work& work,
         default:
             return copy_narrow<u64>(params, work, first);
     }
+#elif PDSTAGE_ACCESS == 32
+    return copy_units<Bytes32, UNITS / WIDE>(params, work, first);
 #else
     return copy_units<Bytes16, UNITS>(params, work, first);
 #endif
@@ -159,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(PDSTAGE_THREADS, 1)
     for (u32 tile = blockIdx.x * warps + threadIdx.x / LANES; tile < n_tiles; tile += gridDim.x * warps) {
         while (tile >= extents[index].tiles) index++;
         const Work work = work_of(params, extents, TILE, index, tile);
-        [[maybe_unused]] const u64 sum = copy_tile(params, work, work.first + lane);
+        [[maybe_unused]] const u64 sum = copy_tile(params, work, work.first + lane * WIDE);
 #if PDSTAGE_SUM
         sums[threadIdx.x] += sum;
 #endif

@@ -24,7 +24,7 @@ struct Divisor {
 };
 
 // How one pool stores a group's views: a row's place comes from its item, the others are strides, counted in 16 bytes
-// where the group's access is 16 and else in bytes.
+// where the group's access is 16 or 32 and else in bytes.
 // A block is `joined_rows` rows that follow each other in memory; they divide an item, 1 where runs stand alone.
 struct Side {
     i64 item_stride, outer_stride, inner_stride, shard_stride, seg_stride;
@@ -121,8 +121,8 @@ __device__ __forceinline__ Run head_major(const Group& group, const Extent& exte
     return {before + within - shard * rows.by, shard, run - cell * group.segs.by};
 }
 
-// Within an item groups of 16-byte access count in 32 bits of 16 bytes each, others in bytes: strides and offsets. The
-// host has a group whose items reach further take narrower accesses.
+// Within an item groups of 16-byte access or wider count in 32 bits of 16 bytes each, others in bytes: strides and
+// offsets. The host has a group whose items reach further take narrower accesses.
 #if PDSTAGE_NARROW
 using Offset = u64;
 constexpr u32 STEP = 1;

@@ -1,13 +1,25 @@
-// A unit, up to 16 bytes, in accesses of one width: where neither address nor length allows 16 bytes at once.
+// Units in accesses of one width: two units at once, one, or, where neither address nor length allows 16 bytes, one of
+// up to 16 in several accesses.
 #pragma once
 
 #include "copy.cuh"
 
 namespace pdstage {
 
+// What a thread holds of as many units as an access of T takes, at least one.
+template <typename T>
+struct Held {
+    using Bytes = Bytes16;
+};
+
+template <>
+struct Held<Bytes32> {
+    using Bytes = Bytes32;
+};
+
 // `nbytes` bytes, 1 to 16, in accesses of T. Bytes beyond them are zeros.
 template <typename T>
-__device__ __forceinline__ Bytes16 load_unit(u64 address, u32 nbytes) {
+__device__ __forceinline__ typename Held<T>::Bytes load_unit(u64 address, u32 nbytes) {
     u64 words[2] = {0, 0};
 #pragma unroll
     for (u32 at = 0; at < UNIT; at += sizeof(T))
@@ -20,8 +32,13 @@ __device__ __forceinline__ Bytes16 load_unit<Bytes16>(u64 address, u32) {
     return load16(address);
 }
 
+template <>
+__device__ __forceinline__ Bytes32 load_unit<Bytes32>(u64 address, u32) {
+    return load32(address);
+}
+
 template <typename T>
-__device__ __forceinline__ void store_unit(u64 address, Bytes16 bytes, u32 nbytes) {
+__device__ __forceinline__ void store_unit(u64 address, typename Held<T>::Bytes bytes, u32 nbytes) {
 #pragma unroll
     for (u32 at = 0; at < UNIT; at += sizeof(T))
         if (at < nbytes) store<T>(address + at, T((at < 8 ? bytes.low : bytes.high) >> (at % 8 * 8)));
@@ -30,6 +47,11 @@ __device__ __forceinline__ void store_unit(u64 address, Bytes16 bytes, u32 nbyte
 template <>
 __device__ __forceinline__ void store_unit<Bytes16>(u64 address, Bytes16 bytes, u32) {
     store16(address, bytes);
+}
+
+template <>
+__device__ __forceinline__ void store_unit<Bytes32>(u64 address, Bytes32 bytes, u32) {
+    store32(address, bytes);
 }
 
 }  // namespace pdstage

@@ -57,6 +57,7 @@ class CpuMachine:
     n_sms = 2
     threads = 32
     capability = 90
+    widest = 16
     listed = (6, 20)
     bulk = Bulk(stages=4, stage_nbytes=512)
 
@@ -64,6 +65,8 @@ class CpuMachine:
         self.eager = eager
         self.held = []
         self.launches = []
+        self.accesses = []
+        """Of each launch: bytes of an access to groups of 16 or more; None for kernels that know 16 only."""
         self.capture = False
         self._functions = []
         self.waits = []
@@ -118,9 +121,11 @@ class CpuMachine:
 
     def launch(self, kernel, grid, stream, params, table):
         table.before(stream)
+        name, macros = self._functions[kernel.function]
         self.launches.append((grid, kernel.threads))
+        self.accesses.append(dict(macros).get("PDSTAGE_ACCESS"))
         argument = ctypes.c_void_p.from_address(params)
-        fault = _built(*self._functions[kernel.function])(argument, grid, kernel.threads)
+        fault = _built(name, macros)(argument, grid, kernel.threads)
         assert fault == 0, (
             f"the kernel ended with fault {fault}: 1 misaligned, 2 a missed barrier, 4 a wait without end"
         )

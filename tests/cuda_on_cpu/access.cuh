@@ -138,6 +138,9 @@ using i64 = long long;
 struct Bytes16 {
     u64 low, high;
 };
+struct Bytes32 {
+    Bytes16 low, high;
+};
 
 template <typename T>
 T load(u64 address) {
@@ -155,6 +158,12 @@ inline Bytes16 load16(u64 address) {
     return load<Bytes16>(address);
 }
 inline void store16(u64 address, Bytes16 bytes) {
+    store(address, bytes);
+}
+inline Bytes32 load32(u64 address) {
+    return load<Bytes32>(address);
+}
+inline void store32(u64 address, Bytes32 bytes) {
     store(address, bytes);
 }
 

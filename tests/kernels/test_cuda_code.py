@@ -1,7 +1,7 @@
-"""The machine code of the CUDA kernels, for three generations of GPUs: access widths, registers, spills. Needs no GPU.
+"""The machine code of the CUDA kernels, for several generations of GPUs: access widths, registers, spills. No GPU.
 
-In a kernel of 16-byte accesses every store is payload, and payload loads are those that L1 does not keep (`NA`). What
-else it loads, by how the source reads it:
+In a kernel of 16-byte accesses or wider every store is payload, and payload loads are those that L1 does not keep
+(`NA`). What else it loads, by how the source reads it:
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from tests.rows import rows
 TABLES = {"LDG.E", "LDG.E.64", "LD.E", "LD.E.64"}  # Params, Group, View
 INDEX_LISTS = {"LDG.E.CONSTANT", "LDG.E.64.CONSTANT"}  # table()
 PAYLOAD_LOAD, PAYLOAD_STORE = "LDG.E.NA.128.CONSTANT", "STG.E.NA.128"
+PAYLOAD_LOAD_32, PAYLOAD_STORE_32 = "LDG.E.NA.ENL2.256.CONSTANT", "STG.E.NA.ENL2.256"
 ACCESS = re.compile(r"\b((?:LDG?|STG?|LDL|STL|ATOM\w*|UBLKCP)(?:\.\w+)*)\s")
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
+ARCHITECTURES_32 = ["sm_100", "sm_103", "sm_120"]
 pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("cupy") is None or nvrtc.missing() != "", reason="needs CuPy and NVRTC"
@@ -49,8 +51,8 @@ def macros(way, shape, narrow=0, summed=0, listed=0):
     }
 
 
-def plain(way, shape, narrow, summed, listed=0):
-    more = cuda_copy.plain_macros(CupyRuntime, WAYS[way], summed=bool(summed))
+def plain(way, shape, narrow, summed, listed=0, access=16):
+    more = cuda_copy.plain_macros(CupyRuntime, WAYS[way], summed=bool(summed), access=access)
     return cuda_copy.SOURCE, macros(way, shape, narrow, summed, listed) | more
 
 
@@ -85,6 +87,19 @@ def test_16_byte_kernels_access_payload_in_16_bytes_only(inspect, architecture, 
     units = cuda_copy.units(WAYS[way], summed=bool(summed))
     payload = [access for access in accesses if access not in TABLES | INDEX_LISTS]
     assert payload == [PAYLOAD_LOAD] * units + [PAYLOAD_STORE] * units, "every load is issued before the first store"
+
+
+@pytest.mark.parametrize("architecture", rows(ARCHITECTURES_32, full={"sm_103", "sm_120"}))
+@pytest.mark.parametrize(("way", "shape", "summed"), list(product(WAYS, SHAPES, (0, 1))))
+def test_32_byte_kernels_access_payload_in_32_bytes_only(inspect, architecture, way, shape, summed):
+    for many, listed in product((0, 1) if way == "gather" else (0,), (0,) if way == "copy" else (0, LISTED_LARGE)):
+        name, defines = plain(way, shape, 0, summed, listed, access=32)
+        registers, stack, accesses = inspect(name, defines | {"PDSTAGE_MANY": many}, architecture)
+        assert stack == 0
+        assert registers <= 64
+        n = cuda_copy.units(WAYS[way], summed=bool(summed), access=32) // 2
+        payload = [access for access in accesses if access not in TABLES | INDEX_LISTS]
+        assert payload == [PAYLOAD_LOAD_32] * n + [PAYLOAD_STORE_32] * n
 
 
 @pytest.mark.parametrize("architecture", rows(ARCHITECTURES, full={"sm_100"}))

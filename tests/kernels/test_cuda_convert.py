@@ -89,9 +89,11 @@ def test_heads_of_more_than_a_warp_of_units_are_the_references(format, n):
     check(held, own, staged, select, index, {"kv": (1, 4)}, lists=on_device)
 
 
+@pytest.mark.parametrize("widest", [16, 32])
 @pytest.mark.parametrize("format", INLINE)
-def test_what_is_copied_goes_with_what_is_converted(format):
+def test_what_is_copied_goes_with_what_is_converted(format, widest):
     machine = CpuMachine()
+    machine.widest = widest
     check(*mixed(format), machine=machine)
     assert len(machine.launches) == 8, "of each call and each checksum one launch for wide accesses, one for narrow"
 

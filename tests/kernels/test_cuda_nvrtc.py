@@ -122,6 +122,23 @@ def test_a_later_device_of_a_known_major_version_gets_that_ones_first(monkeypatc
     assert nvrtc.architecture_of(capability) == architecture
 
 
+@pytest.mark.parametrize(
+    ("version", "architecture", "nbytes"),
+    [
+        (13000, "sm_90", 16),
+        (13000, "sm_100", 32),
+        (13000, "sm_120", 32),
+        (12090, "compute_121", 32),
+        (12080, "sm_100", 16),
+        (12040, "compute_90", 16),
+    ],
+)
+def test_accesses_are_as_wide_as_device_and_compiler_allow(monkeypatch, version, architecture, nbytes):
+    """PTX ISA 8.8 has 256 bits, which NVRTC 12.9 writes first; code for an older target has none on any device."""
+    monkeypatch.setattr(nvrtc, "version", lambda: version)
+    assert nvrtc.widest_access(architecture) == nbytes
+
+
 def test_a_device_of_the_future_gets_ptx_and_one_of_the_past_an_error(sources):
     architecture = nvrtc.architecture_of(990)
     assert architecture.startswith("compute_")

@@ -52,10 +52,10 @@ class CpuRig(Rig):
 
     skews = False
 
-    def __init__(self, *, on_device=False, max_sms=None, bulk_from=None, listed=CpuMachine.listed):
+    def __init__(self, *, on_device=False, max_sms=None, bulk_from=None, listed=CpuMachine.listed, widest=16):
         super().__init__("cuda")
         self.machine, self.on_device, self.max_sms, self.bulk_from = CpuMachine(), on_device, max_sms, bulk_from
-        self.machine.listed = listed
+        self.machine.listed, self.machine.widest = listed, widest
 
     def plan(self, layout, select, wire, checksum):
         pool = Pool.of(layout)
@@ -71,9 +71,12 @@ RIGS = [
     CpuRig(on_device=True, max_sms=1),
     CpuRig(bulk_from=16),
     CpuRig(on_device=True, max_sms=3, bulk_from=16),
+    CpuRig(on_device=True, widest=32),
 ]
 by_rig = pytest.mark.parametrize(
-    "rig", RIGS, ids=["host lists", "uploaded lists", "device lists", "bulk copies", "bulk copies of device lists"]
+    "rig",
+    RIGS,
+    ids=["host lists", "uploaded lists", "device lists", "bulk copies", "bulk copies of device lists", "32 bytes"],
 )
 EXAMPLES = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -91,17 +94,16 @@ def assert_same(found, expected):
 
 
 @st.composite
-def wide_storages(draw, of):
-    """Layouts whose every address is a multiple of 16; HND keeps an item's rows of a shard together."""
-    pads = draw(st.dictionaries(st.sampled_from(["item", "shard", "role"]), st.sampled_from([16, 64]), max_size=1))
+def wide_storages(draw, of, access):
+    """Layouts whose every address is a multiple of `access`; HND keeps an item's rows of a shard together."""
+    pads = draw(st.dictionaries(st.sampled_from(["item", "shard", "role"]), st.sampled_from([access, 64]), max_size=1))
     rows, order = draw(st.sampled_from([1, 3, 4, 8])), draw(st.sampled_from([NHD, HND, HND]))
-    return Stored(
-        of, draw(st.integers(2, 8)), rows, draw(st.sampled_from([0, 0, 2])), order, pads, draw(st.sampled_from([0, 48]))
-    )
+    base = draw(st.sampled_from([0, 3 * access]))
+    return Stored(of, draw(st.integers(2, 8)), rows, draw(st.sampled_from([0, 0, 2])), order, pads, base)
 
 
 @st.composite
-def wide_transfers(draw):
+def wide_transfers(draw, access=16):
     """Two pools that store the same thing with runs for bulk copies, and tokens to move."""
     of = Logical(
         "kv",
@@ -109,9 +111,9 @@ def wide_transfers(draw):
         draw(st.integers(1, 2)),
         draw(st.sampled_from([1, 1, 3])),
         1,
-        draw(st.sampled_from([16, 48, 512, 1040])),
+        draw(st.sampled_from([access, 3 * access, 512, 1024 + access])),
     )
-    stored = [draw(wide_storages(of)) for _ in range(2)]
+    stored = [draw(wide_storages(of, access)) for _ in range(2)]
     tokens = {"kv": draw(ranges(*stored))}
     count = draw(st.integers(1, of.shards))
     select = [Select(key, of.shards - count, count) for key in of.view_keys()]
@@ -126,6 +128,74 @@ def wide_transfers(draw):
 @given(transfer=wide_transfers())
 def test_transfers_of_long_runs_are_the_references(rig, transfer):
     check(rig, transfer)
+
+
+@EXAMPLES
+@given(transfer=wide_transfers(32))
+def test_transfers_of_multiples_of_32_bytes_are_the_references_by_32_bytes_alone(transfer):
+    rig = CpuRig(on_device=True, bulk_from=0, widest=32)
+    check(rig, transfer)
+    assert set(rig.machine.accesses) <= {32}
+
+
+def one_transfer(src, dst, width=96, skew=0, checksum=False):
+    """Of a few tokens, fewer than a tile's, between pools that are stored as `src` and `dst` say."""
+    of = Logical(shards=2, width=width)
+    held = [hold([Stored(of, n_items=4, rows_per_item=8, **how)], seed) for seed, how in enumerate((src, dst))]
+    index = [{"kv": Index.of(np.array(items))} for items in ([2, 0, 3], [1, 2, 0])]
+    select = [Select(of.view_keys()[0], 0, 2)]
+    return Transfer(*held, select, select, *index, {"kv": (3, 22)}, TOKEN_MAJOR, checksum, skew)
+
+
+# How the pools and staging lie, and what a gather, one to several, a scatter and a copy from pool to pool then take.
+LESS_THAN_32 = {
+    "nothing": ({}, {}, {}, [32, 32, 32, 32]),
+    "staging": ({}, {}, {"skew": 16}, [16, 16, 16, 32]),
+    "the pool's base": ({"base": 16}, {}, {}, [16, 16, 32, 16]),
+    "the other's base": ({}, {"base": 48}, {}, [32, 32, 16, 16]),
+    "rows": ({"pads": {"shard": 16}}, {}, {}, [16, 16, 32, 16]),
+    "items": ({}, {"pads": {"row": 16}}, {}, [32, 32, 16, 16]),
+    "runs": ({"pads": {"seg": 16}}, {"pads": {"seg": 16}}, {"width": 48}, [16, 16, 16, 16]),
+    "runs that two make even": ({"pads": {"seg": 16}}, {}, {"width": 16}, [16, 16, 32, 16]),
+}
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("less", LESS_THAN_32)
+def test_what_is_no_multiple_of_32_bytes_is_accessed_in_16(less, checksum):
+    src, dst, more, taken = LESS_THAN_32[less]
+    rig = CpuRig(on_device=True, widest=32)
+    if checksum and less == "runs that two make even":
+        taken = [16] * 4  # sums tell shards apart
+    check(rig, one_transfer(src, dst, checksum=checksum, **more))
+    assert rig.machine.accesses == taken
+    narrower = CpuRig(on_device=True)
+    check(narrower, one_transfer(src, dst, checksum=checksum, **more))
+    assert set(narrower.machine.accesses) == {16}, "a device without such accesses"
+
+
+def test_one_group_of_16_bytes_keeps_its_launch_to_16():
+    of = [Logical("kv", width=64), Logical("index", width=48), Logical("scale", width=24)]
+    held = hold([Stored(one, n_items=20, rows_per_item=8) for one in of])
+    select = [[Select(key, 0, 1) for key in one.view_keys()] for one in of]
+    index, tokens = {one.name: Index.of(np.arange(20)) for one in of}, {one.name: (3, 151) for one in of}
+    _whole, at = staging(1 << 16)
+    for chosen, taken in ((select[0], [32]), (select[0] + select[1], [16]), (select[0] + select[2], [32, 16])):
+        machine = CpuMachine()
+        machine.widest = 32
+        plan_of(Pool.of(held.layout), chosen, TOKEN_MAJOR, machine=machine).gather(at, 1 << 16, index, tokens, Launch())
+        assert machine.accesses == taken
+
+
+def test_every_destination_must_allow_32_bytes():
+    held, machine = hold([Stored(Logical(width=64))]), CpuMachine()
+    machine.widest = 32
+    plan = plan_of(Pool.of(held.layout), [Select(Logical().view_keys()[0], 0, 1)], TOKEN_MAJOR, machine=machine)
+    places = [staging(512)[1] for _ in range(3)]
+    for skew in (0, 32, 16):
+        launch = Launch(also=(places[1], places[2] + skew))
+        plan.gather(places[0], 512, {"kv": Index.of(np.array([2, 0, 3]))}, {"kv": (0, 6)}, launch)
+    assert machine.accesses == [32, 32, 16]
 
 
 @pytest.mark.parametrize("wire", [TOKEN_MAJOR, HEAD_MAJOR])
@@ -151,17 +221,18 @@ def test_a_plan_of_long_runs_takes_bulk_copies_where_they_are(order):
     assert built == {80: False, 90: True}
 
 
-@pytest.mark.parametrize("bulk_from", [0, 16])
+@pytest.mark.parametrize(("bulk_from", "widest"), [(0, 16), (0, 32), (16, 16)])
 @pytest.mark.parametrize("wire", [TOKEN_MAJOR, HEAD_MAJOR])
 @pytest.mark.parametrize("outside", [-1, 6, -(2**31), 2**31 - 1, 2**40])
-def test_items_of_a_device_list_that_are_outside_the_pool_are_left_out(wire, outside, bulk_from):
+def test_items_of_a_device_list_that_are_outside_the_pool_are_left_out(wire, outside, bulk_from, widest):
     of = Logical(shards=3, width=32)
     held = hold([Stored(of, n_items=6, rows_per_item=4, order=HND)])
     dtype = np.int64 if abs(outside) > 2**31 else np.int32
     bad, good = np.array([2, outside, 5], dtype), np.array([2, 0, 5], dtype)
     select, tokens = [Select(of.view_keys()[0], 0, 2)], {"kv": (1, 11)}
-    pool, before = Pool.of(held.layout), held.bytes()
-    plan = plan_of(pool, select, wire, bulk_from=bulk_from)
+    pool, before, machine = Pool.of(held.layout), held.bytes(), CpuMachine()
+    machine.widest = widest
+    plan = plan_of(pool, select, wire, bulk_from=bulk_from, machine=machine)
     n = 1024
     (whole, at), (expected, expected_at) = staging(n), staging(n)
     index = {"kv": Index.of(bad)._replace(device="cuda:0")}
