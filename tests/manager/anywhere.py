@@ -17,8 +17,8 @@ from tests.manager.interrupts import Outcome, Peer, Place, decode_life, forked, 
 
 LIVES = {"decode": decode_life, "prefill": prefill_life}
 OTHER = {"decode": "prefill", "prefill": "decode"}
-MANY = {"local": 700, "nixl": 250, "mooncake": 100}
-"""Places of a row that is run in full, of the 700 to 1,350 that a life has: it takes some 0.1 s, 0.2 s or 0.6 s."""
+MANY = {"local": 700, "nixl": 120, "mooncake": 60}
+"""Places of a row that is run in full, of the 700 to 1,350 that a life has; fewer where a life takes longer."""
 FEW = 20
 
 _UCX_ABORTS = re.compile(rb"stubs\.c:\d+ +Assertion `0' failed")
