@@ -121,7 +121,7 @@ __device__ __forceinline__ void encode_units(const Params& params, const Coding&
     const Group& group = *work.group;
     const Cells cells(params, group.pool, params.pool, work.view->pool, work.extent->first_row);
     Values values[N];
-    u32 live = 0, items[N];
+    u32 items[N];
 #pragma unroll
     for (u32 k = 0; k < N; k++)
         items[k] = cells.item(cells.place(token_major(group, Unit(group, coding, work, first + k * LANES).run)).entry);
@@ -132,7 +132,6 @@ __device__ __forceinline__ void encode_units(const Params& params, const Coding&
         if (!unit.n || items[k] == NO_ITEM) continue;
         const Place place = cells.place(token_major(group, unit.run));
         values[k] = load_values<T>(cells.address(items[k], place.offset) + 2 * unit.offset, unit.n);
-        live |= 1 << k;
     }
     const float scale = float_of(u32(work.view->peer));
 #pragma unroll
@@ -156,7 +155,7 @@ __device__ __forceinline__ void encode_units(const Params& params, const Coding&
             word = mx_scale<KIND>(greatest_of_lanes(greatest(values[k]), MX_BLOCK / VALUES));
             factor = power_of(word == E8M0_NAN ? E8M0_NAN : 254 - word);
         }
-        if (!(live >> k & 1)) continue;
+        if (!unit.n || items[k] == NO_ITEM) continue;
         const u64 cell = work.staged + u64(unit.run) * group.width;
         if (coding.holds != SCALES) store_unit<S>(cell + unit.offset, encoded<KIND>(values[k], factor), unit.n);
         const u64 scales = coding.holds == SCALES ? cell : cell + coding.n_values;
