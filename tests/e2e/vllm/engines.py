@@ -148,7 +148,8 @@ class Engine:
         return role | {"kv_connector": "MultiConnector", "kv_connector_extra_config": both}
 
     def server(self, folder: Path, logs: Path) -> Server:
-        return Server(self.name, lambda port: self.command(folder, port), logs / f"{self.name}.log", ENV)
+        env = ENV | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}  # NixlConnector's own, one a host
+        return Server(self.name, lambda port: self.command(folder, port), logs / f"{self.name}.log", env)
 
 
 @dataclass(frozen=True)
