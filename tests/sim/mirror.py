@@ -38,7 +38,8 @@ class Mirror:
         self.nodes.sent_by.clear()  # what was sent before the root has no image; what is sent again has
         self.atoms: dict[object, object] = {}
         first, second = parts.configuration.shape.numbers
-        for one, two in ((first, second), (b"i%d" % first, b"i%d" % second), (FIRST_EPOCH, FIRST_EPOCH + 1)):
+        rooms = (first, second), (b"i%d" % first, b"i%d" % second), (FIRST_EPOCH, FIRST_EPOCH + 1)
+        for one, two in (*rooms, (b"P0", b"P1")):  # the routes of those that are greeted anew
             _paired(self.atoms, one, two)
         for life in range(2):
             _paired(self.atoms, *(self.nodes.template(writer, life).incarnation for writer in (1, 2)))
