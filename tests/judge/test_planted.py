@@ -12,6 +12,9 @@ from pdstage.tools.judge import judge
 from tests.judge.runs import LATE, Written, judged, rules, run, written
 from tests.sim.mutants import detect, everyone
 
+SUCCEEDS = 1
+"""The epoch of the first room. The fourth is given up, and on a busy machine its chunks may be the first to arrive."""
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, dict[str, Written]]:
@@ -61,7 +64,7 @@ def test_success_without_a_chunk(staged, tmp_path):
 
 def test_success_without_a_direct_chunk(direct, tmp_path):
     decode = direct["decode 0"]
-    del decode.lines[decode.find(what="tag")]
+    del decode.lines[decode.find(what="tag", epoch=SUCCEEDS)]
     assert judged(tmp_path, decode) == {"I5"}
 
 
@@ -171,7 +174,7 @@ def test_a_tag_that_counts_twice(direct, tmp_path):
 def test_a_tag_of_what_nobody_wrote(request, tmp_path, path):
     """I6."""
     prefill = request.getfixturevalue(path)["prefill 0"]
-    chunk = prefill.lines[prefill.find(what="chunk", after="WRITTEN")]
+    chunk = prefill.lines[prefill.find(what="chunk", after="WRITTEN", epoch=SUCCEEDS)]
     without(prefill, what="chunk", session=chunk.session, epoch=chunk.epoch, chunk=chunk.chunk)
     assert judged(tmp_path, prefill) == {"I6"}
 
