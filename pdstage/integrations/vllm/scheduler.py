@@ -18,6 +18,7 @@ from pdstage.control.bootstrap import Advert, BootstrapServer
 from pdstage.integrations.vllm.groups import groups_of, recomputed_tokens
 from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata, Receive, Remote, Send
 from pdstage.integrations.vllm.model import adapter_of
+from pdstage.integrations.vllm.request_spans import RequestSpans
 from pdstage.integrations.vllm.streams import Streams
 from pdstage.integrations.vllm.turns import kept_tokens, n_common
 from pdstage.manager import PrefillNode
@@ -53,6 +54,7 @@ class SchedulerSide:
         self._has_state = any(group.is_state for group in self._groups)
         self._all_whole = all(group.is_whole for group in self._groups)
         self._streams = Streams(self._groups)
+        self._spans = RequestSpans()
         self._news = PdStageMetadata()
         self._local: dict[str, int] = {}  # tokens that decode had when it asked how many there are here
         self._loading: dict[str, str] = {}
@@ -80,7 +82,8 @@ class SchedulerSide:
             self._server.directory.publish(advert, None)
 
     def close(self) -> None:
-        """Ends the directory."""
+        """Ends the directory, and the spans that have begun."""
+        self._spans.close()
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -93,8 +96,9 @@ class SchedulerSide:
         if not params or not params.get("do_remote_decode"):
             return
         self._cut(request, params)
-        if (room := params.get("transfer_id")) and self._server is not None:
-            self._streams.begin(request, room)
+        room = params.get("transfer_id")
+        if room and self._server is not None and self._streams.begin(request, room):
+            self._spans.begin("kv_transfer.send", request, room)
 
     def _cut(self, request: Request, params: dict[str, Any]) -> None:
         left = self._left
@@ -136,6 +140,7 @@ class SchedulerSide:
             self._news.sends[request.request_id] = Send(stream.room, {}, given_up=True)
         else:
             self._news.withdrawn.append(stream.room)
+        self._spans.end("kv_transfer.send", {request.request_id}, failed={request.request_id})
         return stream.has_begun, None
 
     def _hand_over(
@@ -153,6 +158,9 @@ class SchedulerSide:
         else:
             self._n_rooms += 1
             room, says = f"{self._engine_id}:{request.request_id}:{self._life}.{self._n_rooms}", None
+            if turns is None:
+                self._spans.begin("kv_transfer.send", request, room)
+        self._spans.computed(request.request_id, n_tokens)
         ttl_s = turns.ttl_s if turns is not None else None
         self._news.sends[request.request_id] = Send(room, held, says, open_wait_s=ttl_s)
         host, port = self._server.address.rsplit(":", 1)
@@ -242,6 +250,7 @@ class SchedulerSide:
             self._news.receives[request.request_id] = Receive(remote, held, says)
             self._ask(remote)
             self._loading[request.request_id] = remote.room
+            self._spans.begin("kv_transfer.receive", request, remote.room, n_external)
         _mark_read(params)
 
     def _abandon(self, params: dict[str, Any]) -> None:
@@ -261,6 +270,8 @@ class SchedulerSide:
         for name in output.finished_recving or ():
             if (room := self._loading.pop(name, None)) is not None:
                 self._loaded.add(room)
+        self._spans.end("kv_transfer.receive", output.finished_recving or (), output.failed_recving)
+        self._spans.end("kv_transfer.send", output.finished_sending or ())
 
     # Both.
 

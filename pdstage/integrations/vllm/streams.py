@@ -50,12 +50,14 @@ class Streams:
         self._groups = [group for group in groups if not group.is_state]  # a state is handed over at the end
         self._streams: dict[str, Stream] = {}
 
-    def begin(self, request: Request, room: str) -> None:
-        """From now on what is scheduled of `request` goes to `room`. Of the samples of one prompt only the first: all
-        have one room, and the same KV.
+    def begin(self, request: Request, room: str) -> bool:
+        """From now on what is scheduled of `request` goes to `room`; false where it does not. Of the samples of one
+        prompt only the first does: all have one room, and the same KV.
         """
-        if all(other.room != room for other in self._streams.values()):
-            self._streams[request.request_id] = Stream(request, room)
+        if any(other.room == room for other in self._streams.values()):
+            return False
+        self._streams[request.request_id] = Stream(request, room)
+        return True
 
     def end(self, request_id: str) -> Stream | None:
         """No more of it is scheduled."""

@@ -57,6 +57,8 @@ ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
     "OMP_NUM_THREADS": "1",
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+    "OTEL_BSP_SCHEDULE_DELAY": "200",  # ms; read only where spans are exported
 }
 
 
@@ -86,6 +88,8 @@ class Engine:
     batched: int = BATCHED
     connector: str = "PdStageConnector"
     """Or another of vLLM's own, with its defaults."""
+    traces: str = ""
+    """Where it exports spans to, as OTLP over HTTP."""
     offloads: bool = False
     """Whether vLLM's MultiConnector has pdstage's beside its own ExampleConnector, which keeps prompts' KV in files."""
 
@@ -104,6 +108,8 @@ class Engine:
             parts.append("found")
         if self.turns:
             parts.append("turns")
+        if self.traces:
+            parts.append("traces")
         if self.offloads:
             parts.append("offloads")
         if self.connector != "PdStageConnector":
@@ -122,6 +128,8 @@ class Engine:
         made += ["--gpu-memory-utilization", "0.1"]  # must be free at start, though so much is not taken
         made += ["--enable-chunked-prefill", "--max-num-batched-tokens", str(self.batched), "--seed", "0"]
         made += ["--shutdown-timeout", str(self.shutdown_s)]
+        if self.traces:
+            made += ["--otlp-traces-endpoint", self.traces]
         if self.role:
             made += ["--kv-transfer-config", json.dumps(self._transfer_config(folder))]
         return made
