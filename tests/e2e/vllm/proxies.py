@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.e2e.servers import Server, free_port
@@ -11,7 +12,6 @@ from tests.e2e.vllm.engines import DIRECTORY_PORT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 
 def toy(prefill: Server, decode: Server, logs: Path) -> Server:
@@ -20,6 +20,20 @@ def toy(prefill: Server, decode: Server, logs: Path) -> Server:
     hosts = ["--prefiller-host", "127.0.0.1", "--decoder-host", "127.0.0.1"]
     command = [sys.executable, "-P", str(fetch.PLACE / fetch.TOY), *hosts, *ports]
     return Server("toy", lambda port: [*command, "--port", str(port)], logs / "toy.log", ready="/healthcheck")
+
+
+def turns(prefill: Server, decode: Server, logs: Path) -> Server:
+    """vLLM's example for conversations."""
+    ports = ["--prefiller-port", str(prefill.port), "--decoder-port", str(decode.port)]
+    hosts = ["--prefiller-host", "127.0.0.1", "--decoder-host", "127.0.0.1", "--host", "127.0.0.1"]
+    command = [sys.executable, "-P", str(fetch.PLACE / fetch.TURNS), *hosts, *ports]
+    return Server("turns", lambda port: [*command, "--port", str(port)], logs / "turns.log")
+
+
+def streamed(server: Server, logs: Path) -> Server:
+    """In front of a server of 0.32, what streams its answers as 0.33 does."""
+    command = [sys.executable, "-P", str(Path(__file__).with_name("streamed.py")), server.url]
+    return Server("streamed", lambda port: [*command, "--port", str(port)], logs / "streamed.log")
 
 
 def early(prefill: Server, decode: Server, logs: Path) -> Server:
