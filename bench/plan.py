@@ -188,10 +188,8 @@ class HybridChunk:
         checked = check(self.src, self.items, self.tokens, unique=False)
         given = rects_of(self.src, checked, None)
         indexes = {name: one.index for name, one in checked.items()}
-        for rects in split(clip(given, self.destination), self.destination, 1 << 40):
-            tokens = tokens_of(rects)
-            nbytes = self.stagings[0].of(self.destination.shares, rects).nbytes(tokens)
-            _COST.prefers_direct(nbytes, self.direct.n_descriptors(tokens))
+        for rects, nbytes in split(clip(given, self.destination), self.destination, 1 << 40):
+            _COST.prefers_direct(nbytes, self.direct.n_descriptors(tokens_of(rects)))
             _but_the_bytes(self.stagers[0].gather, self.destination.shares, rects, items=indexes, dst=_NOWHERE)
 
     def at_decode(self) -> None:

@@ -331,14 +331,23 @@ class Layout:
         """The numbers of the layers that each component has views of, ascending."""
         return {c.name: tuple(sorted({view.key.layer for view in c.views})) for c in self.components}
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The components' names, in order: a tag names a component by its place here."""
+        return tuple(component.name for component in self.components)
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, Component]:
+        return {component.name: component for component in self.components}
+
     def component(self, name: str) -> Component:
         """The component of that name, or of the kind with that alias."""
-        wanted = canonical(name)
-        for component in self.components:
-            if component.name == wanted:
-                return component
-        known = ", ".join(c.name for c in self.components)
-        raise UsageError(f"no component {name!r}", remedy=f"this layout has {known}", component=name)
+        held = self._by_name
+        component = held.get(name) or held.get(canonical(name))
+        if component is None:
+            known = ", ".join(self.names)
+            raise UsageError(f"no component {name!r}", remedy=f"this layout has {known}", component=name)
+        return component
 
     def digest(self) -> str:
         """16 hex digits of everything but addresses: equal digests mean equal geometry."""

@@ -342,7 +342,9 @@ def test_pieces_fit_and_share_no_row(per, other, tokens, limit, two_roles):
     owned = tuple(Share("kv", v.key.role, (0, 1, 1), 0, 1) for v in views)
     destination = SimpleNamespace(shares=owned, session=SimpleNamespace(common=EVERYTHING, stagings=stagings))
     rects = (Rect("kv", *tokens, 0, 1),) if tokens[0] < tokens[1] else ()
-    pieces = [piece for (piece,) in split(rects, destination, limit)]
+    sized = list(split(rects, destination, limit))
+    pieces = [piece for (piece,), _ in sized]
+    assert [nbytes for _, nbytes in sized] == [stagings.of(owned, (p,)).nbytes(tokens_of([p])) for p in pieces]
     assert [t for piece in pieces for t in range(piece.start, piece.stop)] == list(range(*tokens))
     for a, b in itertools.pairwise(pieces):
         assert all(b.start % v.tokens_per_row == 0 for v in views), (a, b)

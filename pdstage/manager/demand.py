@@ -36,8 +36,8 @@ def max_chunk_tokens(room: PrefillRoom, layout: Layout, max_nbytes: int) -> int 
         return None
     most = []
     for destination in room.destinations.values():
-        limit = min(max_nbytes, max(lane.nbytes for lane in destination.session.lanes))
-        ours = {component.name for component in layout.components}
+        limit = min(max_nbytes, destination.session.largest_lane)
+        ours = layout.names
         asked = {n: _whole(n, *span) for n, span in destination.asked.items() if n in ours}
         rects = rects_of(layout, asked, None)
         session = destination.session

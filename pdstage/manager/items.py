@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 
 from pdstage.arguments import integer, pair, shown, text
-from pdstage.errors import PdstageError, UsageError
+from pdstage.errors import UsageError
 from pdstage.items import Items
 from pdstage.kernels import Index
 from pdstage.ownership import CommonTokens
@@ -60,10 +60,10 @@ def check(layout: Layout, items: GivenItems, tokens: GivenTokens, *, unique: boo
     destinations, where a page may not be named twice.
     """
     spans = _spans(layout, tokens)
-    held = {component.name for component in layout.components}
+    held = layout.names
     checked, nothing = {}, set()
     for alias, given in _by_name(layout, items).items():
-        name, first = canonical(alias), 0
+        name, first = alias if alias in held else canonical(alias), 0
         if isinstance(given, Items):
             first = integer(f"first_token of {name!r}", given.first_token)
             given = given.pages  # noqa: PLW2901
@@ -80,11 +80,11 @@ def check(layout: Layout, items: GivenItems, tokens: GivenTokens, *, unique: boo
 
 def _by_name(layout: Layout, items: GivenItems) -> Mapping[str, Items | npt.ArrayLike]:
     try:
-        named = dict(items) if isinstance(items, Mapping) else {_only(layout, "items").name: items}
-    except PdstageError:
-        raise
+        named = dict(items) if isinstance(items, Mapping) else None
     except Exception as error:
         raise UsageError(f"items are {shown(items)}", remedy="give a mapping, or the items themselves") from error
+    if named is None:
+        return {_only(layout, "items").name: cast("npt.ArrayLike", items)}
     return {text("a component's name", name): given for name, given in named.items()}
 
 
@@ -122,7 +122,7 @@ def rects_of(layout: Layout, checked: Mapping[str, Checked], layers: tuple[int, 
 
 def _only(layout: Layout, what: str) -> Component:
     if len(layout.components) != 1:
-        names = ", ".join(component.name for component in layout.components)
+        names = ", ".join(layout.names)
         raise UsageError(f"{what} given without a component's name", remedy=f"give a mapping; there are {names}")
     return layout.components[0]
 

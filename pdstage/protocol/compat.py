@@ -187,7 +187,7 @@ def check_open(opened: m.Open, session: Session, layout: Layout) -> None:
             session.shares.clear()
         session.shares.add(opened.shares)
     asked = {ask.component: ask for ask in opened.asked}
-    known = {component.name for component in session.layout.components}
+    known = session.layout.names
     for ask in opened.asked:
         if ask.component not in known or ask.start > ask.stop or asked[ask.component] is not ask:
             what = f"Open asks for {ask.component!r} {ask.start}..{ask.stop}"

@@ -72,7 +72,7 @@ class DecodeCore:
         self.rooms = DecodeRooms(self.endpoint, self.handshake, self.lender)
         self.chunks = ChunkReceiver(self.endpoint, self.lender, self.rooms, rows)
         self._rows = rows
-        self._components = tuple(component.name for component in layout.components)
+        self._components = layout.names
         self._last_epoch = 0
         self._stranded: dict[m.SessionId, Session] = {}
         """Lost sessions whose writers may still write, by their id."""
@@ -184,8 +184,7 @@ class DecodeCore:
         room.bound, room.asked, room.items = True, asked, items
         room.wire_items, room.priority = wire_items, priority
         room.row = row if self._rows.within_reach else None
-        self.endpoint.timers.cancel(("bind", room))
-        self.endpoint.timers.cancel(("asking", room))
+        self.endpoint.timers.cancel_all(room, ("bind", "asking"))
         if room.state is State.WAITING_FOR_INPUT:
             self.rooms.open(room, now)
 

@@ -57,7 +57,7 @@ class ChunkReceiver:
         self.endpoint = endpoint
         self.flights: dict[int, Landing] = {}
         """Scatters under way, by ticket."""
-        self._components = tuple(component.name for component in rooms.layout.components)
+        self._components = rooms.layout.names
         self._lender = lender
         self._leases = lender.leases
         self._rooms = rooms

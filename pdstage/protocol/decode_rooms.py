@@ -206,8 +206,7 @@ class DecodeRooms:
                 peer.given_up[abort.room] = abort
 
     def _end(self, room: DecodeRoom) -> None:
-        for kind in ("room", "bind", "asking", "open_until", "wait", "transfer"):
-            self.endpoint.timers.cancel((kind, room))
+        self.endpoint.timers.cancel_all(room, ("room", "bind", "asking", "open_until", "wait", "transfer"))
         if self.by_key.get(room.key) is room:
             del self.by_key[room.key]
         for route in room.routes.values():
@@ -241,8 +240,7 @@ class DecodeRooms:
         self.endpoint.repeat(("abort", writer), now)
 
     def cancel_timers(self, writer: Writer) -> None:
-        for kind in ("open", "abort", "drain", "linger"):
-            self.endpoint.timers.cancel((kind, writer))
+        self.endpoint.timers.cancel_all(writer, ("open", "abort", "drain", "linger"))
 
     def mark_quiet(self, writer: Writer) -> None:
         WRITER.move(writer, WriterEvent.QUIET)
@@ -299,6 +297,8 @@ class DecodeRooms:
         return session.claims.get(epoch)
 
     def answered(self, writer: Writer) -> None:
+        if writer.phase is WriterPhase.OPENED:
+            return
         if WRITER.move(writer, WriterEvent.ANSWERED):
             self.endpoint.timers.cancel(("open", writer))
             if all(other.phase is not WriterPhase.OPENING for other in writer.room.writers.values()):

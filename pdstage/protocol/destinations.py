@@ -91,26 +91,23 @@ class Destination:
     aux: bytes | None = None
     """What its Close carries."""
     packed: bool = False
-    asked: dict[str, tuple[int, int]] = field(init=False)
     reason: str = ""
+    epoch: int = field(init=False)
+    shares: tuple[Share, ...] = field(init=False)
+    asked: dict[str, tuple[int, int]] = field(init=False)
     _exposed: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.epoch, self.shares = self.open.epoch, self.open.shares
         self.asked = {ask.component: (ask.start, ask.stop) for ask in self.open.asked}
-        exposed = frozenset(items.component for items in self.open.items if self.may_go_direct)
+        exposed = frozenset([items.component for items in self.open.items] if self.may_go_direct else ())
         self._exposed = exposed - self.session.staged.staged_only
 
     def may_direct(self, rects: Iterable[Rect]) -> bool:
         """Whether this node may, and the destination told where each of `rects` lies and lets it be written there."""
-        return self.session.in_place and bool(self._exposed) and all(rect.component in self._exposed for rect in rects)
-
-    @property
-    def epoch(self) -> int:
-        return self.open.epoch
-
-    @property
-    def shares(self) -> tuple[Share, ...]:
-        return self.open.shares
+        if not self._exposed or not self.session.in_place:
+            return False
+        return all(rect.component in self._exposed for rect in rects)
 
 
 class GivenRow(NamedTuple):
@@ -157,17 +154,18 @@ def clip(rects: tuple[Rect, ...], destination: Destination) -> tuple[Rect, ...]:
     kept, common, stagings = [], destination.session.common, destination.session.stagings
     for rect in rects:
         low, high = destination.asked.get(rect.component, (0, 0))
-        cut = rect._replace(start=max(rect.start, low), stop=min(rect.stop, high))
-        if cut.start >= cut.stop or not stagings.of(destination.shares, (cut,)).select:
+        start, stop = max(rect.start, low), min(rect.stop, high)
+        if start >= stop or not stagings.of(destination.shares, (rect,)).select:
             continue
-        start, stop = common.tokens((cut,))[cut.component]
-        if start < stop:
-            kept.append(cut)
+        numbers = common.numbers(rect.component)
+        if numbers.whole or numbers.count(start) < numbers.count(stop):
+            kept.append(rect if (start, stop) == (rect.start, rect.stop) else rect._replace(start=start, stop=stop))
     return tuple(kept)
 
 
-def split(rects: tuple[Rect, ...], destination: Destination, limit: int) -> Iterator[tuple[Rect, ...]]:
-    """`rects` in order as chunks of at most `limit` staged bytes: by component, then by tokens, then by layers.
+def split(rects: tuple[Rect, ...], destination: Destination, limit: int) -> Iterator[tuple[tuple[Rect, ...], int]]:
+    """`rects` in order as chunks of at most `limit` staged bytes: by component, then by tokens, then by layers. Each
+    with its staged bytes.
 
     A single row of a single layer that is larger still comes whole: the caller sees its size. No two chunks share a
     row.
@@ -175,28 +173,30 @@ def split(rects: tuple[Rect, ...], destination: Destination, limit: int) -> Iter
     if not rects:
         return
     shares, common, stagings = destination.shares, destination.session.common, destination.session.stagings
-    tokens = common.tokens(rects)
-    if stagings.of(shares, rects).nbytes(tokens) <= limit:
-        yield rects
+    tokens, staging = common.tokens(rects), stagings.of(shares, rects)
+    nbytes = staging.nbytes(tokens)
+    if nbytes <= limit:
+        yield rects, nbytes
         return
     if len(rects) > 1:
         for rect in rects:
             yield from split((rect,), destination, limit)
         return
     rect = rects[0]
-    most = _whole_rows(stagings.of(shares, rects), rect.component, limit)
+    most = _whole_rows(staging, rect.component, limit)
     if most:
         numbers, (first, end) = common.numbers(rect.component), tokens[rect.component]
         cuts = (numbers.token(number) for number in range(first - first % most + most, end, most))
         for start, stop in pairwise(chain((rect.start,), cuts, (rect.stop,))):
-            yield (rect._replace(start=start, stop=stop),)
+            piece = (rect._replace(start=start, stop=stop),)
+            yield piece, staging.nbytes(common.tokens(piece))
     elif rect.layer_stop - rect.layer_start > 1:
         middle = (rect.layer_start + rect.layer_stop) // 2
         for half in (rect._replace(layer_stop=middle), rect._replace(layer_start=middle)):
             if stagings.of(shares, (half,)).select:
                 yield from split((half,), destination, limit)
     else:
-        yield rects
+        yield rects, nbytes
 
 
 def _whole_rows(staging: Staging, component: str, limit: int) -> int:

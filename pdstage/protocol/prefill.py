@@ -79,7 +79,7 @@ class PrefillCore:
         )
         self.chunks = self.rooms.chunks
         self._direct = direct
-        self._components = tuple(component.name for component in layout.components)
+        self._components = layout.names
         self._row_tokens = layout.row_tokens
 
     # What the engine does.
@@ -118,13 +118,13 @@ class PrefillCore:
 
         An empty one of a component without positions says that there are none of its slots.
         """
-        source = SubmittedChunk(tuple(rect for rect in rects if rect.start < rect.stop), items, ready)
+        source = SubmittedChunk(tuple([rect for rect in rects if rect.start < rect.stop]), items, ready)
         if room.ended:
             return source
         if room.finished:
             raise UsageError(f"room {room.id!r} got a chunk after finish()", remedy="chunks come first", room=room.id)
         self._check_rects(room, rects)
-        for rect in rects:
+        for rect in rects if self.rooms.slots else ():
             if rect.component in self.rooms.slots:
                 room.slots[rect.component] = max(room.slots.get(rect.component, 0), rect.stop)
         room.sources.append(source)

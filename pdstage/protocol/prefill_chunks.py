@@ -259,6 +259,7 @@ class ChunkSender:
         """Writes whose session was fenced before they ended, by ticket."""
         self._owner = owner
         self._buffer_nbytes = buffer_nbytes
+        self._limit = min(buffer_nbytes, endpoint.config.chunk_nbytes)
         self._choose = choose
         self._in_doubt: set[m.SessionId] = set()
         self._doubts_all = False
@@ -311,11 +312,11 @@ class ChunkSender:
         if 1 < len(pieces) <= _MAX_PIECES:
             CHUNK.move(chunk, ChunkEvent.REFUSED)
             destination.unwritten -= 1
-            for rects in pieces:
-                self._add_piece(destination, chunk.source, rects, now)
+            for rects, nbytes in pieces:
+                self._add_piece(destination, chunk.source, rects, nbytes, now)
         elif destination.may_direct(chunk.rects):
             self._go_direct(chunk, now)
-        elif chunk.nbytes <= max(lane.nbytes for lane in session.lanes):
+        elif chunk.nbytes <= session.largest_lane:
             # Carved out for now: the span comes back, or a deadline comes.
             self.endpoint.repeat(("reserve", chunk), now)
         else:
@@ -359,16 +360,15 @@ class ChunkSender:
     def add(self, destination: Destination, source: SubmittedChunk, now: float) -> None:
         if destination.phase is not DestinationPhase.LIVE:
             return
-        largest = max(lane.nbytes for lane in destination.session.lanes)
-        limit = min(self._buffer_nbytes, largest, self.endpoint.config.chunk_nbytes)
-        for rects in split(clip(source.rects, destination), destination, limit):
-            self._add_piece(destination, source, rects, now)
+        limit = min(self._limit, destination.session.largest_lane)
+        for rects, nbytes in split(clip(source.rects, destination), destination, limit):
+            self._add_piece(destination, source, rects, nbytes, now)
 
-    def _add_piece(self, destination: Destination, source: SubmittedChunk, rects: tuple[Rect, ...], now: float) -> None:
+    def _add_piece(
+        self, destination: Destination, source: SubmittedChunk, rects: tuple[Rect, ...], nbytes: int, now: float
+    ) -> None:
         if destination.phase is not DestinationPhase.LIVE:  # the piece before failed the room
             return
-        session = destination.session
-        nbytes = session.stagings.of(destination.shares, rects).nbytes(session.common.tokens(rects))
         chunk = Chunk(destination, len(destination.chunks), source, rects, nbytes)
         destination.chunks[chunk.number] = chunk
         source.chunks.append(chunk)
@@ -534,7 +534,7 @@ class ChunkSender:
     def _tag(self, chunk: Chunk) -> bytes:
         session = chunk.destination.session
         tag = wire.Tag(session.id, chunk.destination.epoch, chunk.number, *chunk.where, chunk.rects, chunk.checksum)
-        return wire.encode_tag(tag, tuple(component.name for component in session.layout.components))
+        return wire.encode_tag(tag, session.layout.names)
 
     def tell_tag(self, chunk: Chunk, now: float) -> None:
         """Where the transport carries no tags: says of a write that is done what its tag would."""

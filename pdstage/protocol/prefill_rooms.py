@@ -102,7 +102,7 @@ class PrefillRooms:
     def _unwanted(self, room: PrefillRoom) -> str:
         """What of this rank's state no destination has a place for, where each is one of a pipeline's stages."""
         sessions = [destination.session for destination in room.destinations.values()]
-        if all(session.topology.pp_size == 1 for session in sessions):
+        if max([session.topology.pp_size for session in sessions]) == 1:
             return ""
         ids = frozenset(session.id for session in sessions)
         if ids in self._fitting:
@@ -122,7 +122,7 @@ class PrefillRooms:
             return
         if not room.finished and not needs_nothing:
             return
-        for given in self._given(destination):
+        for given in self._given(destination) if self.slots else ():
             problem = self.slots.compare(
                 self.endpoint, destination.session, *given, destination.asked[given.component][1]
             )
@@ -250,8 +250,7 @@ class PrefillRooms:
         self.endpoint.repeat(("close", destination), now)
 
     def _end(self, room: PrefillRoom) -> None:
-        self.endpoint.timers.cancel(("open_wait", room))
-        self.endpoint.timers.cancel(("room", room))
+        self.endpoint.timers.cancel_all(room, ("open_wait", "room"))
         self.forget_askers(room.key)
         if self.by_key.get(room.key) is room:
             del self.by_key[room.key]

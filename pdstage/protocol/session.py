@@ -9,7 +9,7 @@ Here are also the effects that both cores ask for; what only prefill or only dec
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from pdstage.columns import NOTHING
 from pdstage.errors import PeerError
@@ -107,6 +107,11 @@ class Session:
     """Proved: nothing of this session is in flight."""
     said_bye: bool = False
     """The peer ended the session in order: nothing to complain of."""
+    largest_lane: int = field(init=False)
+    """Bytes of the largest of `lanes`; 0 at decode, where the peer has none."""
+
+    def __post_init__(self) -> None:
+        self.largest_lane = max([lane.nbytes for lane in self.lanes], default=0)
 
 
 class Send(NamedTuple):
@@ -206,14 +211,19 @@ class Endpoint:
         session = None
         try:
             session_id, seq = decode_head(data)
-            session = self._find(session_id, route)
-            message = self._read(session, route, data)
+            held = self.sessions.get(session_id)
+            if held is None:
+                message = self._read_stray(route, data)
+            elif held.route != route:
+                self._refuse_route()
+            else:
+                session = held
+                message = decode_body(data)
             self.counters.frames_received += 1
             if message is None:
                 return
-            frame = Frame(session_id, seq, message)
-            if not self._is_stale(session, frame, now):
-                self._owner.on_frame(route, session, frame, now)
+            if session is None or self._moves_on(session, seq, message, now):
+                self._owner.on_frame(route, session, Frame(session_id, seq, message), now)
         except PeerError as error:
             self.counters.frames_malformed += 1
             # It becomes its rooms' error, which engines may keep for long: not with the frame and all that handled it.
@@ -225,17 +235,21 @@ class Endpoint:
                 self._owner.lose(session, error, now)
         self._owner.settle(now)
 
-    def _read(self, session: Session | None, route: bytes, data: bytes | memoryview) -> AnyMessage | None:
-        """The message of a frame. What anybody may say outside a session is read only where it is of use, since that
-        may take long: the others are None, to be dropped, or `UNREAD`, to be answered for their session's sake.
+    def _refuse_route(self) -> NoReturn:
+        """A session's frames come by its own route: nobody else speaks for a peer, whatever numbers it knows."""
+        self.counters.frames_stale += 1
+        raise PeerError("a frame of a session that another peer has", remedy="distrust this one")
+
+    def _read_stray(self, route: bytes, data: bytes | memoryview) -> AnyMessage | None:
+        """The message of a frame of no live session. What anybody may say then is read only where it is of use, since
+        that may take long: the others are None, to be dropped, or `UNREAD`, to be answered for their session's sake.
         """
-        kind = kind_of(data) if session is None else None
-        if kind is not None and kind not in OUTSIDE_A_SESSION:
-            return UNREAD
-        if kind is not None and not self._owner.hears(kind, route):
-            self.counters.frames_stale += 1
-            return None
-        return decode_body(data)
+        kind = kind_of(data)
+        message: AnyMessage | None = UNREAD
+        if kind is None or kind in OUTSIDE_A_SESSION:
+            message = decode_body(data) if kind is None or self._owner.hears(kind, route) else None
+        self.counters.frames_stale += not isinstance(message, Hello | Welcome | HelloRefused)
+        return message
 
     def tick(self, now: float) -> None:
         """Serves what is due. A turn reads all its inputs first, so that its own lateness is not taken for a peer's."""
@@ -252,27 +266,18 @@ class Endpoint:
         """The session is over: its core says what follows."""
         self._owner.lose(session, error, now)
 
-    def _find(self, session_id: SessionId, route: bytes) -> Session | None:
-        """A session's frames come by its own route: nobody else speaks for a peer, whatever numbers it knows."""
-        session = self.sessions.get(session_id)
-        if session is not None and session.route != route:
+    def _moves_on(self, session: Session, seq: int, message: AnyMessage, now: float) -> bool:
+        """Whether the frame is its session's next; else it is to be dropped. NoSession is outside of any order."""
+        if isinstance(message, NoSession):
+            return True
+        if seq <= session.heard:
             self.counters.frames_stale += 1
-            raise PeerError("a frame of a session that another peer has", remedy="distrust this one")
-        return session
-
-    def _is_stale(self, session: Session | None, frame: Frame, now: float) -> bool:
-        """Whether the frame is to be dropped; one that is not moves its session on."""
-        if session is None:
-            self.counters.frames_stale += not isinstance(frame.message, Hello | Welcome | HelloRefused)
-        elif not isinstance(frame.message, NoSession):
-            if frame.seq <= session.heard:
-                self.counters.frames_stale += 1
-                return True
-            session.heard = frame.seq
-            session.heard_at = now
-            if not isinstance(frame.message, Heartbeat):
-                session.used_at, session.spare = now, False
-        return False
+            return False
+        session.heard = seq
+        session.heard_at = now
+        if not isinstance(message, Heartbeat):
+            session.used_at, session.spare = now, False
+        return True
 
     # Outputs.
 
@@ -326,8 +331,7 @@ class Endpoint:
         self.timers.set(("silence", session), now + self._patience_s(session))
 
     def unwatch(self, session: Session) -> None:
-        self.timers.cancel(("beat", session))
-        self.timers.cancel(("silence", session))
+        self.timers.cancel_all(session, ("beat", "silence"))
 
     def on_session_timer(self, kind: str, session: Session, now: float) -> bool:
         """Serves `watch`'s timers; True if the peer has been silent for too long."""

@@ -6,7 +6,7 @@ import heapq
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Hashable, Iterable, Iterator
 
 _GONE = object()
 
@@ -51,6 +51,13 @@ class Timers:
         entry = self._at.pop(key, None)
         if entry is not None:
             entry[2] = _GONE
+
+    def cancel_all(self, thing: object, kinds: Iterable[str]) -> None:
+        """Cancels the keys `(kind, thing)`."""
+        for kind in kinds:
+            entry = self._at.pop((kind, thing), None)
+            if entry is not None:
+                entry[2] = _GONE
 
     def next_at(self) -> float | None:
         heap = self._heap

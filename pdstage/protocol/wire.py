@@ -75,10 +75,7 @@ def _kind(body: memoryview) -> int:
 
 
 def encode(session_id: SessionId, seq: int, message: AnyMessage) -> bytes:
-    buffer = bytearray(_FRAME.size)
-    _FRAME.pack_into(buffer, 0, _FRAME_MAGIC, VERSION, OLDEST, *session_id, seq)
-    _encoder.encode_into(message, buffer, _FRAME.size)
-    return bytes(buffer)
+    return _FRAME.pack(_FRAME_MAGIC, VERSION, OLDEST, *session_id, seq) + _encoder.encode(message)
 
 
 class UnknownMessage(PeerError):
@@ -101,7 +98,7 @@ def decode_head(frame: bytes | memoryview) -> tuple[SessionId, int]:
             f"a control frame that starts with {bytes(magic)!r}", remedy="only pdstage nodes may connect here"
         )
     session_id = SessionId(session_decode, session_writer)
-    if not talks_with(version, oldest):
+    if (version, oldest) != (VERSION, OLDEST) and not talks_with(version, oldest):
         kind = _kind(memoryview(frame)[_FRAME.size :])
         if kind != _HELLO_REFUSED:
             raise OtherVersion(version, oldest, session_id, greets=kind == _HELLO)

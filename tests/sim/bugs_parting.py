@@ -50,9 +50,9 @@ MUTANTS = [
     _bug(
         "a session is idle from its beginning",
         "parting, idle_s",
-        "_is_stale",
-        "                session.used_at, session.spare = now, False",
-        "                session.spare = False",
+        "_moves_on",
+        "            session.used_at, session.spare = now, False",
+        "            session.spare = False",
     ),
     _bug(
         "Bye is not repeated",

@@ -32,18 +32,17 @@ MUTANTS = [
     Mutant(
         "no seq: frames count again and in any order",
         "7 seq, I4",
-        "_is_stale",
-        "            if frame.seq <= session.heard:",
-        "            if False:",
+        "_moves_on",
+        "        if seq <= session.heard:",
+        "        if False:",
     ),
     Mutant(
         "a frame of an old session is taken for the new one's",
         "7 session, I6",
-        "_find",
-        "        session = self.sessions.get(session_id)\n        if session is not None and session.route != route:",
-        "        session = self.sessions.get(session_id) or next((\n"
-        "            k for k in self.sessions.values() if k.route == route), None)\n"
-        "        if session is not None and session.route != route:",
+        "Endpoint.receive",
+        "            held = self.sessions.get(session_id)",
+        "            held = self.sessions.get(session_id) or next((\n"
+        "                k for k in self.sessions.values() if k.route == route), None)",
     ),
     Mutant(
         "Hello is not repeated",

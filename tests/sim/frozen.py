@@ -51,14 +51,14 @@ _PARTS = (
 _CONSTANT = frozenset(
     {
         "config", "counters", "layout", "topology", "_stagings", "_buffer_nbytes", "_choose", "_components", "_dealt",
-        "_direct", "_effects", "hello", "_lateness", "_rows", "_said", "_tickets", "welcome", "_row_tokens",
+        "_direct", "_effects", "hello", "_lateness", "_limit", "_rows", "_said", "_tickets", "welcome", "_row_tokens",
     }
 )  # fmt: skip
 """Fields of the parts that never change, or of which nothing follows."""
 _SILENT = {
     "Session": {
         "heard_at", "used_at", "sent_at", "n_sent", "heard", "layout", "topology", "lanes", "silence_s", "shares",
-        "common", "aux", "rows", "staged", "stagings",
+        "common", "aux", "rows", "staged", "stagings", "largest_lane",
     },
     "DecodeRoom": {"shared"},
     "Peer": {"n_hellos"},
@@ -67,7 +67,7 @@ _SILENT = {
     "_Need": {"numbers"},
     "Lane": {"_gaps", "_largest"},  # computed from the leases when asked for
     "Writer": {"reason"},
-    "Destination": {"reason", "asked", "_exposed", "open"},  # session and epoch name the Open
+    "Destination": {"reason", "asked", "shares", "_exposed", "open"},  # session and epoch name the Open
     "Ended": {"reason"},
 }  # fmt: skip
 """Fields without influence, by class."""
@@ -93,7 +93,7 @@ class Armed(Timers):
         return self._at.keys()
 
     def set(self, key: Hashable, at: float) -> None:
-        self._at[key] = (0.0, 0)
+        self._at[key] = [0.0, 0, key]
 
     def cancel(self, key: Hashable) -> None:
         self._at.pop(key, None)

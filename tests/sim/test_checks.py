@@ -15,7 +15,6 @@ import pytest
 from pdstage import cli
 from pdstage.errors import TransportError
 from pdstage.protocol import messages as m
-from pdstage.protocol import wire
 from pdstage.protocol.coverage import Coverage
 from pdstage.protocol.decode import DecodeCore
 from pdstage.protocol.decode_rooms import DecodeRoom, DecodeRooms
@@ -83,14 +82,11 @@ def says_success_early(patch: Patch) -> None:
 
 
 def drops_the_session_check(patch: Patch) -> None:
-    def hear(self: Endpoint, session: Session | None, frame: wire.Frame, now: float) -> bool:
-        if session is not None:
-            session.heard_at, session.heard = now, max(session.heard, frame.seq)
-        else:
-            self.counters.frames_stale += not isinstance(frame.message, m.Hello | m.Welcome | m.HelloRefused)
-        return False
+    def hear(self: Endpoint, session: Session, seq: int, message: m.AnyMessage, now: float) -> bool:
+        session.heard_at, session.heard = now, max(session.heard, seq)
+        return True
 
-    patch.setattr(Endpoint, "_is_stale", hear)
+    patch.setattr(Endpoint, "_moves_on", hear)
 
 
 def gives_source_back_early(patch: Patch) -> None:
