@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 
 from pdstage.protocol import state
 from tests import descriptors
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 _SHOWN_NBYTES = 256  # of longer strings pytest's own difference takes minutes, and screens
 _SHOWN_RUNS = 4
+
+# No example is too slow beside other work. What hypothesis itself does in CI stays: examples that do not change.
+settings.register_profile("busy machine", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 
 
 def _n_cuda_devices() -> int:

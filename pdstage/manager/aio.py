@@ -1,9 +1,7 @@
-"""Waiting in an event loop: who waits is called when it is time, and an inline node is turned meanwhile.
+"""Waiting for rooms in an asyncio event loop, which turns an inline node meanwhile.
 
-It sees descriptors, and conditions that become true.
-
-Nothing here polls: a node's own wake-ups reach the loop. A node with a thread calls the loop; an inline node's
-descriptors are watched by it, and the node's next deadline is a timer of the loop.
+Nothing here polls. A node with a thread calls the loop. An inline node's descriptors are watched by the loop, and its
+next deadline is a timer of the loop.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ class Pump:
     def _look(self) -> None:
         self._next.cancel()
         look = self._turns.look()
-        if look is None:  # what is readable is that thread's to read: watched on, it would call us again and again
+        if look is None:  # another thread turns, and reads: watching on would call us again and again
             self._loop.remove_reader(self._epoll.fileno())
             self._next = self._loop.call_later(_BUSY_S, self._resume)
             return

@@ -1,7 +1,4 @@
-"""What a sent room's destinations ask of it, in the numbers that an engine plans by.
-
-The caller holds the lock.
-"""
+"""What the destinations of a sent room ask for, as numbers for the engine. The caller holds the lock."""
 
 from __future__ import annotations
 

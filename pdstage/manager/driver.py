@@ -9,17 +9,17 @@ Messages leave at the end of a turn, so that several to one peer travel as one; 
 copies are carried out one at a time, after everything else: what one of them leads to, the write of the chunk just
 gathered or the release of the lease just emptied, is under way before the next begins.
 
-An exception that may come between any two steps, as a Ctrl-C or what a signal handler raises, leaves half of something
-done. Where it breaks off a turn, or an engine's call that changes rooms, it ends the node (`fail`): what the core says
-is believed no more, and memory stays kept. In between, asleep above all, it harms nothing. No lock stays held: each is
-taken by `with`, which CPython does not interrupt, or is a `Turning`.
+A Ctrl-C, or an exception of a signal handler, may come between any two steps and leave something half done. If it
+interrupts a turn, or an engine's call that changes rooms, it ends the node (`fail`): the core is not trusted any more,
+and its memory is kept. Between turns, and in sleep, it does no harm. No lock stays held: each is taken by `with`, which
+CPython does not interrupt, or is a `Turning`.
 
-Where the pool lies on a device, everything that may call it, the transport's library and engines' events among it, is
-inside `Driver.device`: a library that finds no context in the thread leaves its fastest ways out (UCX) or crashes in
-threads of its own (NIXL), and a question for an event breaks the graph that another thread records.
+If the pool is on a device, everything that may call the device runs inside `Driver.device`, the transport's library and
+engines' events included. Without a CUDA context in the thread UCX leaves out its fastest transports and NIXL crashes in
+its own threads; and a query of an event breaks a graph that another thread captures.
 
-The control socket announces what it gets, and so do transports with descriptors. Nobody announces engines' events,
-copies on a device, and what transports without descriptors got: while one of those is waited for, sleeps are naps.
+The control socket and transports with descriptors wake a sleeping driver. Engines' events, copies on a device and
+transports without descriptors do not: while the driver waits for one of those, its sleeps are short.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _END_S = 5.0
 _NAP_S = 100e-6
 _PATIENCE_S = 1e-3
 _READING_S = 0.02
-"""How long a turn reads what peers have said. What is left then is the next turn's; meanwhile heartbeats are said, and
-nobody is taken for silent, since his word may be among it.
+"""How long a turn reads frames. The rest is for the next turn. Until then heartbeats are sent, and no peer counts as
+silent, since its frame may be among those left.
 """
 
 P = ParamSpec("P")
@@ -83,12 +83,12 @@ os.register_at_fork(after_in_child=_count_fork)
 
 _with_threads: weakref.WeakSet[Driver] = weakref.WeakSet()
 _ends_at: float | None = None
-"""The interpreter ends, and waits until then for drivers' threads to leave the libraries that they call."""
+"""Set when the interpreter ends: until then it waits for drivers' threads to leave the libraries that they call."""
 
 
 @atexit.register
 def _end_threads() -> None:
-    """Of nodes that nobody closed: one that is in a library of C++ when the interpreter ends may abort the process."""
+    """For nodes that were not closed: a thread inside a C++ library as the interpreter ends may abort the process."""
     global _ends_at  # noqa: PLW0603  (one moment of the process)
     _ends_at = time.monotonic() + _END_S
     drivers = [driver for driver in list(_with_threads) if not driver.was_forked]
@@ -108,8 +108,8 @@ Driven = TypeVar("Driven", bound=HasDriver)
 class Turning:
     """Whose turn it is, sleep included.
 
-    Who asks makes a token first, and gives the turn back by an assignment. A lock that is tried would stay held after a
-    Ctrl-C that comes as the call returns which took it, or as one begins which would give it back.
+    The caller makes a token first, and gives the turn back by an assignment. A lock would stay held after a Ctrl-C
+    that comes just after `acquire` or just before `release`.
     """
 
     __slots__ = ("_gate", "holder")
@@ -148,7 +148,7 @@ def changes_rooms(call: Callable[Concatenate[Driven, P], T]) -> Callable[Concate
 
 
 class Ready(NamedTuple):
-    """Who may have something to say."""
+    """What a turn must read."""
 
     messages: bool
     transport: bool
@@ -178,7 +178,7 @@ class Driver:
         self._kept: list[Effect] = []
         self._outgoing: dict[bytes, list[bytes]] = {}
         self._copies: deque[Gather | Gathers | Scatter] = deque()  # large ones that wait for their turn
-        self._heard: deque[tuple[bytes, bytes]] = deque()  # (route, frame) that no turn has read yet
+        self._unread: deque[tuple[bytes, bytes]] = deque()  # (route, frame) that no turn has read yet
         self._early: list[Done | PostFailed | Inbound] = []
         self._until_at = 0.0  # when the sleep ends if nothing is announced; under the lock
 
@@ -234,7 +234,7 @@ class Driver:
                 self._node.socket.wake()
                 return False
             if not self.closed:
-                busy = self._copies or self._heard
+                busy = self._copies or self._unread
                 moved = self._turn(self._sleep(wait_s) if wait_s > 0 and not busy else _EVERYTHING)
         except Exception as error:
             self.fail(error)
@@ -272,19 +272,19 @@ class Driver:
     def _feed(self, ready: Ready) -> tuple[bool, list[Effect]]:
         """Whether anything came, and what is to be done.
 
-        Asks only those who said that they have something: each call gives the interpreter to a busy main thread.
+        Reads only what is ready: each call gives the interpreter to a busy main thread.
         """
         node = self._node
-        if ready.messages and not self._heard:
+        if ready.messages and not self._unread:
             for route, frames in node.socket.recv():
                 for frame in frames:
-                    self._heard.append((route, frame))
+                    self._unread.append((route, frame))
         events, self._early = self._early, []
         if ready.transport:
             events += node.transport.poll()
         staged = node.stager.poll()
         refusals = node.socket.take_refusals()
-        came = bool(self._heard or events or staged or refusals)
+        came = bool(self._unread or events or staged or refusals)
         with self.lock:
             now = time.monotonic()
             node._take_asked(now)
@@ -298,17 +298,17 @@ class Driver:
                 if node.observed is not None:
                     node.observed.copied(copied)
                 node._on_staged(copied, now)
-            if self._heard:
+            if self._unread:
                 node.core.endpoint.keep_alive(now)
             else:
                 node.core.tick(now)
             return came, self._take_effects()
 
     def _read(self, now: float) -> None:
-        """What peers have said, for as long as a turn may take."""
+        """Reads peers' frames, for as long as a turn may take."""
         until = now + _READING_S
-        while self._heard:
-            route, frame = self._heard.popleft()
+        while self._unread:
+            route, frame = self._unread.popleft()
             self._node.core.receive(route, frame, now)
             if time.monotonic() > until:
                 return
@@ -323,7 +323,7 @@ class Driver:
         return kept + fresh
 
     def feed_early(self, events: Sequence[Done | PostFailed | Inbound]) -> None:
-        """What the transport said out of its turn: the next turn begins with it."""
+        """Events that were polled outside a turn: the next turn begins with them."""
         self._early += events
         if self._node.observed is not None:
             self._node.observed.polled(events)
@@ -331,7 +331,7 @@ class Driver:
     # Effects.
 
     def _carry_out(self, effects: Sequence[Carried]) -> bool:
-        """True if something was done here that the core should hear of at once."""
+        """True if something was done here of which the core should learn at once."""
         large, again, others = bool(self._copies), False, []
         for effect in effects:
             if isinstance(effect, Send):
@@ -400,7 +400,7 @@ class Driver:
     # Sleep.
 
     def longest_s(self) -> float:
-        """How long nothing can happen that neither the socket nor the transport would announce."""
+        """How long the driver may sleep, if neither the socket nor the transport wakes it."""
         longest_s = min(1.0, self._node.config.retry_s)  # so that the question an engine's call asks needs no wake-up
         with self.lock:
             now, next_at = time.monotonic(), self._node.core.next_at()
@@ -409,7 +409,7 @@ class Driver:
         return until_s
 
     def _sleep(self, wait_s: float) -> Ready:
-        """Until somebody may have something to say, `wait_s` at most."""
+        """Sleeps until something may be ready, `wait_s` at most."""
         node = self._node
         fds = node.transport.filenos()
         if node._expects() or node.stager.launched:
@@ -443,7 +443,7 @@ class Driver:
             node.socket.wait(0.0)  # wakings until here are answered by this turn
             self._turn(_EVERYTHING)
             ready = node.socket.wait(0.0, fds)  # libzmq's descriptor tells of an arrival once: none may be left
-            pause_s = 0.0 if any(ready) or self._heard else self.longest_s()
+            pause_s = 0.0 if any(ready) or self._unread else self.longest_s()
             if node._expects() or (not fds and node._in_flight()):
                 pause_s = min(pause_s, _NAP_S)
             elif not fds and node._must_ask():
@@ -496,8 +496,8 @@ class Driver:
             self._node.socket.wake()
 
     def _push(self) -> bool:
-        """True if something is left for a turn: with a thread, all but messages, a moment before it would wake, and
-        what was done here that the core should hear of at once.
+        """True if something is left for a turn: with a thread, all but messages, a deadline before it would wake, and
+        what was done here of which the core should learn at once.
         """
         node = self._node
         with self.lock:

@@ -1,4 +1,4 @@
-"""What a driver carries out: the effects that a core asks for, some of them as one."""
+"""What a driver carries out: the effects of both cores, and gathers that are done together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Gathers(NamedTuple):
-    """Gathers of one turn that read the same bytes: done as one, and each answered by its own ticket."""
+    """Gathers of one turn that read the same bytes: done as one; each is answered by its own ticket."""
 
     members: tuple[Gather, ...]
 

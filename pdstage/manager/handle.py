@@ -1,6 +1,6 @@
-"""What an engine holds of one room, whichever side it is on: its handle, who waits for it, and its aux row.
+"""What an engine holds of one room, on either side: its handle, the waiters for it, and its aux row.
 
-The node keeps it current, and is asked to make progress.
+The node keeps handles current; a handle asks its node to make progress.
 """
 
 from __future__ import annotations
@@ -244,8 +244,8 @@ class Roster:
         return (polled.statuses & 0x7F).view(np.int8), polled.statuses >> np.uint8(7)
 
     def ring(self) -> None:
-        """Wakes each of those who wait for a room that changed, if what they wait for is there: any other would only
-        take the interpreter.
+        """Wakes the waiters for rooms that changed, if their condition is true now: waking others would only cost the
+        interpreter.
         """
         while self._due:
             try:
@@ -257,7 +257,7 @@ class Roster:
                     wake()
 
     def ring_all(self) -> None:
-        """Wakes everybody: the node ends, and what they wait for may never be."""
+        """Wakes every waiter: the node ends, and their conditions may never become true."""
         for waiter in tuple(self._waiters):
             waiter.wake()
 

@@ -1,13 +1,13 @@
 """What happens to a node's rooms, chunks and leases, written down as it happens, for `pdstage judge`.
 
-Every change of a state table goes through one place (`pdstage.protocol.state`), which tells who watches. A node with a
-journal writes a line for each, and for what the tables do not hold: a room's begin and release, a chunk that came
-without staging, and what peers were told that ends something. A line is JSON, a `Line`; a file begins with its `Head`.
+Every move of a state table goes through one place (`pdstage.protocol.state`), which calls `watch`. A node with a
+journal writes a line for each move, and for what the tables do not hold: a room's begin and release, a chunk that came
+without staging, and messages that end something. A line is JSON, a `Line`; a file begins with its `Head`.
 
-What a line says of a session is how many frames this end had sent and heard by then. So it is known of two lines of
-the two ends which came first, whatever their clocks say: what one end did before it sent its frame 7 comes before what
-the other does once it has heard that. For this a line is in the file before any frame or write leaves that follows from
-it, so that what a killed process did last is missing only where nobody can have seen it.
+A line says how many frames of its session this end had sent and received. That orders the lines of both ends without
+clocks: what one end did before it sent its frame 7 comes before what the other does after it received that frame. So a
+line is in the file before any frame or write leaves that follows from it. What a killed process did last is missing
+only if no peer can have seen it.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Journal:
         self._n_rooms = 0
 
     def open(self, lanes: Sequence[int] = ()) -> Self:
-        """Begins the file, and to listen. Raises `UsageError` where there can be none."""
+        """Begins the file and starts to watch. Raises `UsageError` if the file cannot be written."""
         self._head.lanes = tuple(lanes)
         try:
             self._begin()
@@ -189,7 +189,7 @@ class Journal:
             data = data[os.write(self._file, data) :]
 
     def _give_up(self, error: Exception) -> None:
-        """With a hole in it, it would accuse a node of what it did not do."""
+        """A journal with a hole would blame a node for what it did not do."""
         log.error("journal %s is removed: %s", self.path, error)
         self._end()
         for path in (self.path, self.path.with_suffix(OLDER)):
@@ -208,40 +208,45 @@ class Journal:
         if self._file < 0:
             return
         try:
-            told = self._tell(thing, before, event)
-            if told is not None:
-                self._add(what=what, event=event, before=before, after=after, **told)
+            fields = self._tell(thing, before, event)
+            if fields is not None:
+                self._add(what=what, event=event, before=before, after=after, **fields)
         except Exception as error:  # a bug here is no room's
             log.exception("a line of the journal failed")
             self._give_up(error)
 
-    def _add(self, **told: object) -> None:
-        line = Line(n=self._n_lines, at=time.monotonic(), **told)  # type: ignore[arg-type]
+    def _add(self, **fields: object) -> None:
+        line = Line(n=self._n_lines, at=time.monotonic(), **fields)  # type: ignore[arg-type]
         self._n_lines += 1
         self._lines.append(msgspec.json.encode(line) + b"\n")
 
     def _tell(self, thing: object, before: str, event: str) -> dict[str, object] | None:
-        told: dict[str, object] | None
+        fields: dict[str, object] | None
         match thing:
             case Room():
                 epoch = getattr(thing, "epoch", 0) if before else 0  # as it begins it has none yet
                 reason = sayable(thing.error) if event == "FAILED" else ""
-                told = {"room": self._number(thing), "name": str(room_id(thing.key)), "epoch": epoch, "reason": reason}
+                fields = {
+                    "room": self._number(thing),
+                    "name": str(room_id(thing.key)),
+                    "epoch": epoch,
+                    "reason": reason,
+                }
             case Lease():
-                told = _lease(thing, event)
+                fields = _lease(thing, event)
             case Chunk(destination=destination):
-                told = self._claim(destination.session, destination.epoch, destination.room) | _chunk(thing)
+                fields = self._claim(destination.session, destination.epoch, destination.room) | _chunk(thing)
             case Destination():
-                told = self._claim(thing.session, thing.epoch, thing.room)
+                fields = self._claim(thing.session, thing.epoch, thing.room)
             case Writer():
-                told = self._claim(thing.session, thing.room.epoch, thing.room) | _owed(thing, event)
+                fields = self._claim(thing.session, thing.room.epoch, thing.room) | _owed(thing, event)
             case (Writer() as writer, Tag() as tag):
-                told = self._claim(writer.session, tag.epoch, writer.room) | _tag(writer, tag)
+                fields = self._claim(writer.session, tag.epoch, writer.room) | _tag(writer, tag)
             case (m.SessionId() as session_id, message):
-                told = _said(session_id, message) if isinstance(message, _ENDINGS) else None
+                fields = _said(session_id, message) if isinstance(message, _ENDINGS) else None
             case _:
                 raise TypeError(f"{thing!r} is not known")
-        return told
+        return fields
 
     def _claim(self, session: Session, epoch: int, room: Room | None) -> dict[str, object]:
         return _stamps(session, epoch) | {"room": self._number(room) if room is not None else 0}
@@ -256,7 +261,7 @@ class Journal:
 
 def _stamps(session: Session, epoch: int) -> dict[str, object]:
     return {
-        "session": _name(session.id), "epoch": epoch, "sent": session.n_sent, "heard": session.heard,
+        "session": _name(session.id), "epoch": epoch, "sent": session.n_sent, "heard": session.last_seq,
         "proved": session.quiet,
     }  # fmt: skip
 
@@ -276,8 +281,8 @@ def _tag(writer: Writer, tag: Tag) -> dict[str, object]:
     session, nbytes = writer.session, 0
     if tag.rects:
         nbytes = session.stagings.of(writer.shares, tag.rects).nbytes(session.common.tokens(tag.rects))
-    told = {"chunk": tag.chunk, "nbytes": nbytes, "direct": True, "row": tag.lane == m.AUX}
-    return told | _brought(session, tag.rects)
+    fields = {"chunk": tag.chunk, "nbytes": nbytes, "direct": True, "row": tag.lane == m.AUX}
+    return fields | _brought(session, tag.rects)
 
 
 def _said(session_id: m.SessionId, message: m.AnyMessage) -> dict[str, object]:
@@ -287,15 +292,15 @@ def _said(session_id: m.SessionId, message: m.AnyMessage) -> dict[str, object]:
 
 def _lease(lease: Lease, event: str) -> dict[str, object]:
     request = lease.request
-    told = {"chunk": request.chunk, "lane": lease.lane, "cursor": lease.cursor, "nbytes": request.nbytes}
+    fields = {"chunk": request.chunk, "lane": lease.lane, "cursor": lease.cursor, "nbytes": request.nbytes}
     pieces = _brought(request.session, request.rects) if event == states.LeaseEvent.LAND.name else {}
-    return _stamps(request.session, request.epoch) | told | pieces
+    return _stamps(request.session, request.epoch) | fields | pieces
 
 
 def _owed(writer: Writer, event: str) -> dict[str, object]:
     """Of a writer that is opened, all that its room needs of it; of one that closed, how many slots it says it has."""
     session = writer.session
-    told: dict[str, object] = {"direct": writer.direct, "row": writer.has_aux}
+    fields: dict[str, object] = {"direct": writer.direct, "row": writer.has_aux}
     if event == states.WriterEvent.OPEN.name:
         asked = {ask.component: ask for ask in of_writer(writer.room.asked, session.common)}
         needs = {
@@ -303,11 +308,11 @@ def _owed(writer: Writer, event: str) -> dict[str, object]:
             for share in writer.shares
             if (ask := asked.get(share.component)) is not None
         }
-        told["needs"] = tuple(sorted(needs))
+        fields["needs"] = tuple(sorted(needs))
     elif event == states.WriterEvent.QUIET.name and writer.closing is not None:
         counts = {name: _numbers(session, name, 0, n)[1] for name, n in writer.closing.slots}
-        told["counts"] = counts
-    return told
+        fields["counts"] = counts
+    return fields
 
 
 def _brought(session: Session, rects: Iterable[Rect]) -> dict[str, object]:

@@ -196,7 +196,7 @@ def check_folder(what: str, value: object) -> None:
 def check_path(path: str, config: Config, *, writes: bool) -> None:
     """Raises `UsageError` for a path that is none, or that goes with no checksums."""
     arguments.choice("path", path, PATHS)
-    if writes and path == "direct" and config.checksums and not config.convert:  # what converts is staged all the same
+    if writes and path == "direct" and config.checksums and not config.convert:  # what converts is staged anyway
         raise UsageError(
             'Config.checksums with path="direct": only what is staged carries a checksum',
             remedy='choose path="staged" or "auto", or do without checksums',

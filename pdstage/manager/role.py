@@ -33,7 +33,7 @@ Own = TypeVar("Own", bound=ChunkEffect | Gathers | Scatter)
 
 
 class Role(ABC, Generic[AnyCore, Own]):
-    """One core, what it is moved with, and what only its role knows. `Own` are the effects that only its core asks for.
+    """One core with its transport and stager, and what differs by role. `Own` are the effects of this role's core only.
 
     `observed` is None where nobody observes: then nothing is timed. `journal` is None where none is written.
     """

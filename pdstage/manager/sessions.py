@@ -1,7 +1,7 @@
 """Sessions at the transport: how they begin and end, and which lost ones still keep memory out of use.
 
-A lost session is kept until nothing of it can land any more: the transport's disconnect may be enough, else its peer's
-death is proved, or an operator says so.
+A lost session is kept until none of its writes can land any more. The transport's disconnect may prove that, or the
+death of the peer's process, or an operator says so (`fence`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Sessions:
         """How many began, by transport."""
 
     def plan(self, session: Session) -> PeerPlan:
-        """Made when first asked for: who does not wait for Welcome may have opened a room before `attach`."""
+        """Made on first use: a peer may open a room before `attach`."""
         plan = self._plans.get(session)
         if plan is None:
             plan = self._plans[session] = PeerPlan(session, self._node._layouts(session))
@@ -107,7 +107,7 @@ class Sessions:
             log.warning("peer %s: %s", peer, text)
 
     def check_lost(self) -> bool:
-        """Looks whether lost sessions are fenced by now; true if one is, of which there is more to say then."""
+        """Checks whether lost sessions are fenced by now; true if one is, so that another round follows."""
         if not self.lost:
             return False
         node, now = self._node, time.monotonic()
@@ -136,7 +136,7 @@ class Sessions:
         self.hang_up(session.route)
 
     def hang_up(self, route: bytes) -> None:
-        """Gives a connection up that this node made, unless somebody needs it by now."""
+        """Closes a connection that this node made, unless it is needed again by now."""
         node = self._node
         with self._lock:  # as in an engine's call that asks for this peer: it finds the connection, or makes a new one
             lost = any(session.route == route for session in self.lost)  # still named by `unfenced`

@@ -116,8 +116,8 @@ class DecodeCore:
     def found(self, room: DecodeRoom, writers: Mapping[int, bytes], now: float) -> None:
         """Who sends a room that was announced without writers. It fails where `announce` would raise.
 
-        If it has ended meanwhile, they are told: they may hold its state already, and wait. Not if the room is being
-        received anew, or there are too many peers; then they wait for their deadline.
+        If the room has ended meanwhile, Abort is sent to them: they may already hold its state and wait. It is not sent
+        if the room is being received again, or if there are too many peers; then they wait for their deadline.
         """
         if self.rooms.by_key.get(room.key, room) is not room:
             return
@@ -296,8 +296,8 @@ class DecodeCore:
             case message:
                 assert_never(message)
 
-    def hears(self, kind: type[m.AnyMessage], route: bytes) -> bool:
-        """What answers this node: nothing else is for it to hear outside a session."""
+    def accepts(self, kind: type[m.AnyMessage], route: bytes) -> bool:
+        """Answers to this node only: outside a session it needs nothing else."""
         return kind is not m.Hello and self.needs(route)
 
     def _on_stray(self, route: bytes, frame: wire.Frame, now: float) -> None:
@@ -427,8 +427,8 @@ class DecodeCore:
         self.handshake.hang_up(session.route)
 
     def denied(self, session: Session, error: PdstageError, now: float) -> None:
-        """Who answers at the session's address does not know it: another process by now, or one that lost it. It may
-        have a room that was never answered under this session, and would wait for its Open: it is told of its failure.
+        """The process at the session's address does not know the session: it is another one, or lost it. It may hold a
+        room that it never answered under this session and would wait for its Open, so it is sent Abort for that room.
         """
         unheard = [room for room in self.handshake.peers[session.route].rooms if _is_unheard(room, session)]
         self.lose(session, error, now)
@@ -438,7 +438,7 @@ class DecodeCore:
             self.rooms.give_up(m.Abort(room.epoch, m.brief(str(error)), False, room.key), (session.route,), now)
 
     def needs(self, route: bytes) -> bool:
-        """Whether somebody at `route` is greeted, talked with, or owes an answer."""
+        """Whether a handshake, a session, a Bye or a lost session still needs the connection of `route`."""
         if route in self.handshake.peers or route in self.farewells:
             return True
         return any(session.route == route for session in self._stranded.values())
@@ -459,7 +459,7 @@ class DecodeCore:
         """A lost session's route answers NoSession, or Bye: its writer itself is quiet, another proves nothing."""
         if incarnation in (None, session.id.writer):
             self.fenced(session, now)
-        else:  # whoever may still write is not at this route any more
+        else:  # the process that may still write is no longer at this route
             self._leave_stranded(session)
 
     def _leave_stranded(self, session: Session) -> None:

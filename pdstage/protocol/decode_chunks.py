@@ -112,10 +112,10 @@ class ChunkReceiver:
         if session is None or tag is None or not self._on_tag(session, tag, now):
             self.endpoint.counters.tags_stale += 1
 
-    def on_tagged(self, session: Session, told: m.Tagged, now: float) -> None:
-        """A tag that its writer says, and one said before is dropped like any tag that is had already (I7)."""
-        tag = wire.decode_tag(told.tag, self._components)
-        if not session.tells_tags or tag.session != session.id:
+    def on_tagged(self, session: Session, tagged: m.Tagged, now: float) -> None:
+        """A tag sent as a message. A repeated one is dropped, as any known tag is (I7)."""
+        tag = wire.decode_tag(tagged.tag, self._components)
+        if not session.tags_as_messages or tag.session != session.id:
             raise PeerError("a tag as a message, which is not for this session to say", remedy="check the peer")
         self.endpoint.counters.tags_received += 1
         if not self._on_tag(session, tag, now):
@@ -150,7 +150,7 @@ class ChunkReceiver:
         return True
 
     def _is_news(self, writer: Writer, coverage: Coverage, tag: wire.Tag) -> bool:
-        """Whether what a tag says was written in place may have been, and was not told before (I6, I7)."""
+        """Whether the tag of a direct write is allowed and new (I6, I7)."""
         if tag.lane == m.AUX:
             return writer.has_aux and writer.room.row is not None and not writer.row_arrived and not tag.rects
         if not writer.direct or not tag.rects or coverage.problem(tag.rects) or tag.chunk in writer.arrived:
@@ -228,10 +228,10 @@ class ChunkReceiver:
         self._rooms.maybe_complete(room, now)
 
     def _shortfall(self, writer: Writer, close: m.CloseOk) -> str:
-        """Why what a writer has brought is not all, in words; empty if it is.
+        """What is missing of a writer that says it has finished, in words; empty if nothing.
 
-        Of components without positions it may have fewer slots than were asked for: then no more are needed (I9). Its
-        word changes nothing else, so that a writer that lies leaves no hole where there may be none (I5).
+        Of components without positions it may have fewer slots than were asked for: then no more are needed (I9). What
+        it says changes nothing else, so a writer that lies cannot leave a hole (I5).
         """
         assert writer.coverage is not None
         given = dict(close.slots)

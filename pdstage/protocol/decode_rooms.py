@@ -197,7 +197,7 @@ class DecodeRooms:
         self.maybe_release(room)
 
     def give_up(self, abort: m.Abort, routes: Iterable[bytes], now: float) -> None:
-        """No writer need wait for this room's Open. Those that have not answered yet hear of it when they do."""
+        """Tells the writers at `routes` not to wait for this room's Open; those without a session as they get one."""
         for route in routes:
             peer = self._handshake.peers.get(route)
             if peer is not None and peer.session is not None:

@@ -54,7 +54,7 @@ class Chunk:
     waits_since: float = 0.0
     """Since when its data exists and it has no staging memory that it may write."""
     placed: bool = False
-    """The driver's note: it is gathered straight into its lease, so that only its tag is left to be sent."""
+    """Set by the driver: it is gathered straight into its lease, so that only its tag is left to be sent."""
 
     @property
     def tokens(self) -> dict[str, tuple[int, int]]:
@@ -111,7 +111,7 @@ class Destination:
 
 
 class GivenRow(NamedTuple):
-    """An aux row in this rank's memory, that stays as it is until its room is released; `read` gives its bytes."""
+    """An aux row in this rank's memory, unchanged until its room is released; `read` returns its bytes."""
 
     address: int
     read: Callable[[], memoryview]
@@ -137,7 +137,7 @@ class PrefillRoom(Room):
         self.in_flight = 0
         self.open_wait_s = 0.0
         self.deadline_s = 0.0
-        """The last Open's. It holds for the engine too: a room never finished ends all the same."""
+        """The last Open's. It holds for the engine too: a room that is never finished ends as well."""
 
     @property
     def complete(self) -> bool:

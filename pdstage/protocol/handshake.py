@@ -1,12 +1,12 @@
-"""How sessions begin and end in order: decode greets, prefill answers, each refuses in words what does not fit, and
-decode ends a session that neither side needs.
+"""How sessions begin and end in order: decode sends Hello, prefill answers, each side refuses what does not fit and
+says why, and decode ends a session that neither side needs.
 
-Every greeting carries a number of its own, so a session once lost is never resumed, not by the same two processes
-either; and prefill remembers the lost ones for a while, lest a late Hello begin one again with its seq at zero.
+Every Hello carries a number of its own. So a lost session is never resumed, not even by the same two processes. Prefill
+remembers lost sessions for a while, so that a late Hello cannot begin one again with its seq at zero.
 
-Only decode ends an idle session, since only its rooms use it, and only on hearing a heartbeat by which prefill needs it
-no more either. Frames keep their order, so whatever prefill did for a room before that heartbeat decode has heard of:
-a room that comes at that very moment finds the session whole, or greets the peer anew.
+Only decode ends an idle session, since only its rooms use it. It does so when a heartbeat says that prefill does not
+need the session either. Frames keep their order, so decode has received everything that prefill did for a room before
+that heartbeat. A room that begins at that moment finds the session alive, or sends Hello again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def staged_pair(welcome: m.Welcome, hello: m.Hello) -> StagedPair:
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A prefill rank by its address: greeted, agreed with, or neither."""
+    """A prefill rank at its address, with or without a session."""
 
     route: bytes
     nonce: int
@@ -64,7 +64,7 @@ class Peer:
     n_hellos: int = 0
     rooms: dict[Any, None] = field(default_factory=dict)
     given_up: dict[bytes, m.Abort] = field(default_factory=dict)
-    """Rooms that ended before it answered, which it is told once it does."""
+    """Rooms that ended before it answered: these are sent when it does."""
 
 
 class ClientOwner(Protocol):
@@ -79,7 +79,7 @@ class ClientOwner(Protocol):
     def lose(self, session: Session, error: PdstageError, now: float) -> None: ...
 
     def denied(self, session: Session, error: PdstageError, now: float) -> None:
-        """Lost, and whoever answers at its address does not know it."""
+        """The session is lost: the process at its address does not know it."""
 
     def in_use(self, session: Session) -> bool: ...
 
@@ -99,7 +99,7 @@ class HandshakeClient:
         self._n_greeted = 0
 
     def peer(self, route: bytes, now: float) -> Peer:
-        """The peer at `route`, greeted if it is new."""
+        """The peer at `route`; a new one is sent Hello."""
         peer = self.peers.get(route)
         if peer is None:
             self._n_greeted += 1
@@ -121,7 +121,7 @@ class HandshakeClient:
         peer = self.peers.get(route)
         if peer is None or session_id.decode != peer.nonce:
             return
-        if peer.session is not None:  # the same greeting answered by a second process: the first is gone
+        if peer.session is not None:  # a second process answers the same Hello: the first is gone
             restarted = PeerError("the prefill rank restarted", remedy="send its rooms again")
             self._owner.denied(peer.session, restarted, now)
             return
@@ -135,7 +135,7 @@ class HandshakeClient:
             session_id, route, welcome.layout, welcome.topology, staged, self._stagings.of_layout(staged.taken), (),
             silence_s, now, now, half_open=False,
         )  # fmt: skip
-        session.heard = frame.seq
+        session.last_seq = frame.seq
         _agree(session, welcome, self.hello)
         self.endpoint.warn_left_out(session)
         self.endpoint.sessions[session_id] = peer.session = session
@@ -195,13 +195,13 @@ class HandshakeClient:
             )
 
     def hang_up(self, route: bytes) -> None:
-        """Nobody there is greeted any more: the connection may go, if nothing else needs it."""
+        """No handshake with `route` is under way: the connection may be closed, if nothing else needs it."""
         if not self._owner.needs(route):
             self.endpoint.emit(HangUp(route))
 
 
 class Farewells:
-    """Decode's sessions that no room needs, and peers that there is no place for: ended in order."""
+    """Ends sessions in order at decode: idle ones, and those whose place another peer needs."""
 
     def __init__(self, endpoint: Endpoint, handshake: HandshakeClient, owner: ClientOwner) -> None:
         self.endpoint = endpoint
@@ -274,7 +274,7 @@ class Farewells:
         return route in self._leaving and self._leaving[route][0].id == session_id
 
     def on_answer(self, route: bytes, session_id: m.SessionId) -> None:
-        """The peer has heard our Bye, whatever it says to it."""
+        """The peer answered our Bye, with whatever message."""
         if self.is_leaving(route, session_id):
             self._left(self._leaving[route][0])
 
@@ -310,7 +310,7 @@ class HandshakeServer:
             if not problem and n_peers >= self.endpoint.config.max_peers:
                 self.endpoint.counters.peers_crowded += 1
                 if self._ask_idlest(now):
-                    return  # by the time Hello comes again there is a place
+                    return  # when Hello is repeated there will be a place
                 problem = f"already {n_peers} peers, all in use; raise Config.max_peers, or route elsewhere"
             if problem:
                 self.endpoint.counters.sessions_refused += 1
@@ -358,7 +358,7 @@ class HandshakeServer:
         )
         idlest = min(unused, key=lambda session: session.used_at, default=None)
         if idlest is not None:
-            idlest.spare, idlest.used_at = True, now  # one that does not go is not asked again before the others
+            idlest.spare, idlest.used_at = True, now  # if it stays, the others are asked before it is asked again
             self.endpoint.send(idlest, m.Heartbeat(m.SPARE), now)
         return idlest is not None
 
@@ -367,9 +367,9 @@ class HandshakeServer:
             self.endpoint.send(session, m.Heartbeat(m.IDLE), now)
 
     def _make_room(self, route: bytes, now: float) -> None:
-        """Of too many half-open sessions one is over: the oldest of the route that greets, else of all.
+        """Ends one half-open session if there are too many: the oldest of this route, else the oldest of all.
 
-        An honest peer's is confirmed within a round trip; so who greets without end takes nobody's place.
+        An honest peer confirms its session within a round trip, so a flood of Hellos takes no honest peer's place.
         """
         if self._n_half_open >= self.endpoint.config.max_half_open:
             half_open = [session for session in self.endpoint.sessions.values() if session.half_open]
@@ -400,7 +400,7 @@ class HandshakeServer:
         return True
 
     def never_again(self, session_id: m.SessionId) -> None:
-        """No late Hello may begin this session: it was lost, or this process has said that it knows nothing of it."""
+        """No late Hello may begin this session: it was lost, or this process has denied it with NoSession."""
         self.lost[session_id] = None
         if len(self.lost) > _MAX_LOST:
             self.lost.popitem(last=False)
@@ -418,14 +418,15 @@ def _agree(session: Session, welcome: m.Welcome, hello: m.Hello) -> None:
     session.common = Common.of(welcome.layout, hello.layout)
     session.aux = columns.share(welcome.columns, hello.columns)
     session.checksums = m.CHECKSUM_FEATURE in welcome.features and m.CHECKSUM_FEATURE in hello.features
-    session.tells_tags = m.TAGS_FEATURE in welcome.features and m.TAGS_FEATURE in hello.features
+    session.tags_as_messages = m.TAGS_FEATURE in welcome.features and m.TAGS_FEATURE in hello.features
 
 
 def _apart(theirs: m.Hello | m.Welcome, there: str, ours: m.Hello | m.Welcome, here: str) -> str:
-    told, own = m.offers(theirs), m.offers(ours)
-    if told.keys() & own.keys():
+    """Why the two have no transport in common, in words; empty if they have one."""
+    other, own = m.offers(theirs), m.offers(ours)
+    if other.keys() & own.keys():
         return ""
-    return f"transport {_either(told)} at {there}, {_either(own)} at {here}"
+    return f"transport {_either(other)} at {there}, {_either(own)} at {here}"
 
 
 def _either(names: Iterable[str]) -> str:

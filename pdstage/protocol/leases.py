@@ -51,8 +51,8 @@ class LeaseRequest:
 class RequestQueue:
     """First come first served within a priority; sessions may be passed over.
 
-    Each session's requests are a heap, and one heap holds the front of each session. Entries that are no longer true
-    are met and thrown away at the top, or all at once when they are most of a heap.
+    Each session's requests are a heap, and one heap holds the front of each session. Stale entries are dropped when
+    they reach the top, or all at once when they are most of a heap.
     """
 
     def __init__(self) -> None:
@@ -151,9 +151,9 @@ class Lease:
 class LeaseTable:
     """The lanes, the live leases and the requests that wait.
 
-    Who is served: the request of the lowest priority number, and of those the first. It is passed over if each lane
-    that could serve it is one of which its session would then hold more than half while other sessions wait. If
-    quarantine leaves a lane too small for the first request, a later one that fits may use that lane (I13).
+    The request with the lowest priority number is served first, and of equal ones the oldest. A request is passed over
+    while other sessions wait, if its session would hold more than half of each lane that could serve it. If quarantine
+    leaves a lane too small for the first request, a later one that fits may use that lane (I13).
 
     A lease's state is in `Lease.phase`, and in its `Lane` as far as cursors depend on it. `land`, `quarantine` and
     `release` change both, the lane first.
@@ -424,7 +424,7 @@ class LeaseTable:
 
 
 class Lender:
-    """Says what becomes of the leases: who gets one, how far its lane may be written, and which are asked back."""
+    """Sends what concerns leases: grants, watermarks and recalls."""
 
     def __init__(self, endpoint: Endpoint, leases: LeaseTable) -> None:
         self.endpoint = endpoint
@@ -500,11 +500,11 @@ class Lender:
                 most = self.leases.largest()
                 refused = m.Refused(granted.epoch, granted.chunk, granted.attempt, "too_big", most)
                 self.endpoint.send(granted.session, refused, now)
-        told = set()
+        notified = set()
         for lease in self.leases.opened():
             session = lease.request.session
-            if (session, lease.lane) not in told and session.id in self.endpoint.sessions:
-                told.add((session, lease.lane))
+            if (session, lease.lane) not in notified and session.id in self.endpoint.sessions:
+                notified.add((session, lease.lane))
                 self.endpoint.send(session, m.Watermark(lease.lane, self._mark(session, lease.lane)), now)
         if self.leases.note_contention(now):
             soon = min(self.endpoint.config.recall_after_s, self.endpoint.config.stuck_after_s)

@@ -128,7 +128,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hello(Message, frozen=True, tag=1):
-    """D>P until Welcome or HelloRefused. Can we talk, and where may you write.
+    """D>P until Welcome or HelloRefused: what decode has, and where prefill may write.
 
     `transport` is the one its sender prefers, `others` the rest: the writer chooses of those that both have.
     `columns`: of the aux rows that decode takes. `rows`: where they lie, if they may be written there; an Open then
@@ -162,9 +162,10 @@ class Welcome(Message, frozen=True, tag=2):
     model: Model = ()
 
 
-def offers(told: Hello | Welcome) -> dict[str, bytes]:
+def offers(greeting: Hello | Welcome) -> dict[str, bytes]:
     """The transports that a greeting names, best first, each with what `connect` needs of it."""
-    return {told.transport: told.description} | {other.transport: other.description for other in told.others}
+    others = {other.transport: other.description for other in greeting.others}
+    return {greeting.transport: greeting.description} | others
 
 
 class HelloRefused(Message, frozen=True, tag=3):
@@ -359,10 +360,10 @@ class Bye(Message, frozen=True, tag=20):
 
 
 class NoSession(Message, frozen=True, tag=21):
-    """Both ways, to a frame of an unknown session.
+    """Both ways, in answer to a frame of an unknown session.
 
     If `incarnation` is the writer's own, nothing of the session is in flight. Any other value proves nothing: another
-    process answers there, or (0) a write of this one ended without proof that it never lands.
+    process answers, or (0) one of the writer's writes ended without proof that its bytes will never land.
     """
 
     incarnation: int
@@ -371,7 +372,7 @@ class NoSession(Message, frozen=True, tag=21):
 class Tagged(Message, frozen=True, tag=22):
     """P>D, once a write is done, where both sides offered `TAGS_FEATURE`: its tag, which the transport does not carry.
 
-    Said again in answer to a Recall of what was written, and with each repeated CloseOk. A tag had already is dropped.
+    Sent again in answer to a Recall of a written chunk, and with each repeated CloseOk. A known tag is dropped.
     """
 
     tag: TagBytes

@@ -1,7 +1,7 @@
-"""What decode ranks say of rooms that were not submitted at prefill yet: their Opens, and who asks.
+"""Opens and Asks of decode ranks for rooms that are not submitted at prefill yet.
 
-Both tables have a cap, since any peer may name any room. Where that of Opens is reached, the session that holds most of
-it makes room for the others: no peer can keep another's rooms out.
+Both tables have a cap, since any peer may name any room. At the cap of Opens, the session with the most entries loses
+some to the others, so that no peer can keep another's rooms out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _OPEN_NBYTES = 512
 
 
 class PendingOpens:
-    """Records without a room. One that was turned away still counts, until its destination has agreed."""
+    """Destinations without a room. One that was turned away still counts until its decode rank has answered."""
 
     def __init__(self, most: int, most_nbytes: int) -> None:
         self._most, self._most_nbytes = most, most_nbytes
@@ -32,7 +32,7 @@ class PendingOpens:
         return len(self._nbytes)
 
     def add(self, destination: Destination) -> tuple[bool, list[Destination]]:
-        """Holds `destination` if there is a place for it; and which others made room: those are to be forgotten."""
+        """Whether `destination` is held now, and which others were removed for it: the caller forgets those."""
         nbytes = _OPEN_NBYTES + sum(len(items.data) for items in destination.open.items)
         out: list[Destination] = []
         while len(self) >= self._most or self._total + nbytes > self._most_nbytes:
@@ -67,7 +67,7 @@ class PendingOpens:
             yield from list(destinations)
 
     def turn_away(self, destination: Destination) -> None:
-        """It waits no more, but counts."""
+        """It no longer waits, but still counts."""
         destinations = self._waiting.get(destination.open.room, {})
         destinations.pop(destination, None)
         if not destinations:
@@ -94,7 +94,7 @@ class PendingOpens:
 
 
 class Askers:
-    """Who asked whether a room is there; of each session and room the latest epoch. Beyond the cap none is noted."""
+    """Which sessions asked for which room, with the latest epoch of each. Beyond the cap nothing is noted."""
 
     def __init__(self, most: int) -> None:
         self._most = most

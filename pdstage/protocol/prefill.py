@@ -321,7 +321,7 @@ class PrefillCore:
             case _:
                 assert_never(message)
 
-    def hears(self, kind: type[m.AnyMessage], route: bytes) -> bool:
+    def accepts(self, kind: type[m.AnyMessage], route: bytes) -> bool:
         return kind is m.Hello
 
     def _on_stray(self, route: bytes, frame: wire.Frame) -> None:
@@ -334,7 +334,7 @@ class PrefillCore:
         self.endpoint.send_loose(route, frame.session, m.NoSession(proof))
 
     def _on_ask(self, session: Session, ask: m.Ask, now: float) -> None:
-        """Answered at once and, if not `finished`, again at finish(); decode repeats it slowly for a lost answer."""
+        """Answered at once and, if not `finished`, again at finish(). Decode repeats Ask, in case an answer is lost."""
         room = self.rooms.by_key.get(ask.room)
         self._wanted_again(ask.room, session, ask.epoch, now)
         finished = room is not None and room.finished
@@ -399,10 +399,10 @@ class PrefillCore:
             self.rooms.fail(room, Aborted(f"room {room.id!r} was aborted at decode: {abort.reason}"), now)
 
     def _give_up(self, key: bytes, session: Session, abort: m.Abort, now: float) -> None:
-        """A destination says of a room that is not sent to it that it does not want it: it never opened it, or took
-        back an Open that was parked. Where it speaks of that room in a later epoch already, this changes nothing.
+        """A destination gives up a room that it never opened, or whose Open still waits here. If it already named the
+        room in a later epoch, this changes nothing.
 
-        So a room that is not here yet fails once it is submitted, if that comes as soon as an Open would have waited.
+        A room that is not submitted yet fails when it is, for as long as its Open would have waited.
         """
         room, rank, mine = self.rooms.by_key.get(key), session.topology.group_rank, (session.id, abort.epoch)
         later = max(self.rooms.pending.epoch_of(key, session), self.rooms.askers.epoch_of(key, session))
@@ -420,7 +420,7 @@ class PrefillCore:
             ended.known[rank] = mine
 
     def _wanted_again(self, key: bytes, session: Session, epoch: int, now: float) -> None:
-        """A destination speaks of a room that it had given up, in another epoch."""
+        """A destination names a room in another epoch than the one it gave up: it wants the room again."""
         ended = self.rooms.how_ended(key, now)
         if ended is not None and not ended.begun and not ended.refuses(session.topology.group_rank, session.id, epoch):
             del self.rooms.ended[key]

@@ -539,7 +539,7 @@ class ChunkSender:
     def tell_tag(self, chunk: Chunk, now: float) -> None:
         """Where the transport carries no tags: says of a write that is done what its tag would."""
         session = chunk.destination.session
-        if session.tells_tags and chunk.phase is ChunkPhase.WRITTEN and session.id in self.endpoint.sessions:
+        if session.tags_as_messages and chunk.phase is ChunkPhase.WRITTEN and session.id in self.endpoint.sessions:
             self.endpoint.send(session, m.Tagged(self._tag(chunk)), now)
 
     def _end_flight(self, ticket: int, now: float, error: PdstageError | None) -> None:

@@ -30,12 +30,12 @@ _MAX_ENDED = 4096
 
 
 class Ended(NamedTuple):
-    """A room that failed before all of its destinations came: those that come late are told, each once."""
+    """A room that failed before all of its destinations opened it: each late one is refused once."""
 
     reason: str
     known: dict[int, tuple[m.SessionId, int]]
-    """The (session, epoch) of each rank that was served or told, or gave it up; another epoch of it means the room
-    again, not that room.
+    """The (session, epoch) of each rank that was served or refused, or that gave it up. Another epoch means a new room
+    of that name.
     """
     begun: bool = True
     """Else a destination gave it up first, and to submit it before `until` is to see it fail."""
@@ -100,7 +100,7 @@ class PrefillRooms:
         self.maybe_close(destination, now)
 
     def _unwanted(self, room: PrefillRoom) -> str:
-        """What of this rank's state no destination has a place for, where each is one of a pipeline's stages."""
+        """Which part of this rank's state no destination takes, in words; asked where decode has pipeline stages."""
         sessions = [destination.session for destination in room.destinations.values()]
         if max([session.topology.pp_size for session in sessions]) == 1:
             return ""
@@ -158,7 +158,7 @@ class PrefillRooms:
         self.endpoint.repeat(("close", destination), now)
 
     def close_again(self, destination: Destination, now: float) -> None:
-        """Unanswered: what was lost may be a tag that was said, and decode waits for all that are listed."""
+        """CloseOk is unanswered. A tag that was sent as a message may be lost too, so tags are sent again."""
         for chunk in destination.chunks.values():
             self.chunks.tell_tag(chunk, now)
         self._close(destination, now)
@@ -206,7 +206,7 @@ class PrefillRooms:
             )
 
     def _set_aux(self, destination: Destination, room: PrefillRoom) -> None:
-        """What Close carries, as of now: soon the row may be another room's."""
+        """Sets the aux that CloseOk carries. Reads the row now, since it may soon belong to another room."""
         aux, shared = room.aux, destination.session.aux
         if isinstance(aux, GivenRow):
             by_write = any(written.lane == m.AUX for written in destination.written)

@@ -43,7 +43,7 @@ def room_key(room: RoomId) -> bytes:
 
 
 def room_id(key: bytes) -> RoomId:
-    """The room as its engine named it, which `room_key` made `key` of; of bytes that it never makes, those."""
+    """The inverse of `room_key`. Bytes that `room_key` never makes are returned as they are."""
     name = key[1:]
     try:
         match key[:1]:
@@ -113,7 +113,7 @@ class Room:
         """Applies `event`; False if it changes nothing."""
         state = ROOM.after(self.state, event)
         if event is RoomEvent.FAILED and state is not None:
-            self.error = error  # first: who reads the status in another thread may ask why
+            self.error = error  # first: another thread that reads the status may ask for the error
         if states.watch is not None:
             ROOM.tell(self, self.state, event, state)
         if state is None:

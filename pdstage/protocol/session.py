@@ -76,26 +76,27 @@ class Session:
     lanes: tuple[LaneSpan, ...]
     silence_s: float
     """What the peer promised: silent for longer, it is lost."""
-    heard_at: float
+    received_at: float
     used_at: float
     """When a room last needed it: the last frame that was no heartbeat. No room of either side ends without one."""
     sent_at: float = 0.0
     n_sent: int = 0
-    heard: int = 0
+    last_seq: int = 0
+    """Of the frames accepted from the peer."""
     half_open: bool = True
     aux: Shared = NOTHING
     """The columns of aux rows that both have."""
     rows: RowSpan | None = None
     """The peer's aux rows, if they may be written in place."""
     spare: bool = False
-    """Its place is needed: it had better end."""
+    """It should end as soon as it is idle: another peer needs its place."""
     exposes_pool: bool = False
     """The peer's pages may be written in place; else only its staging memory."""
     in_place: bool = True
-    """At prefill, the driver's note: whether its transport reaches the pages that are exposed."""
+    """At prefill, set by the driver: whether its transport reaches the exposed pages."""
     checksums: bool = False
     """Both sides offered them: staged chunks carry one."""
-    tells_tags: bool = False
+    tags_as_messages: bool = False
     """Both sides offered it: tags travel as messages."""
     claims: dict[int, Any] = field(default_factory=dict)
     """What rooms hold under it, by epoch, until they are settled: at decode a `Writer`, at prefill a `Destination`."""
@@ -122,8 +123,8 @@ class Send(NamedTuple):
 
 
 class Attach(NamedTuple):
-    """A session began: tell the transport who its peer is. Prefill connects for its writes; decode only meets it, so
-    that its death can be proved. `offers`: what the peer told of each of its transports, by name.
+    """A session began: tell the transport who its peer is. Prefill connects, for its writes; decode identifies the
+    peer, so that its death can be proved. `offers`: the peer's description of each of its transports, by name.
     """
 
     session: Session
@@ -131,19 +132,19 @@ class Attach(NamedTuple):
 
 
 class Detach(NamedTuple):
-    """The session is lost: disconnect the transport; answer `fenced` once nothing of it can land any more."""
+    """The session is lost: disconnect the transport; answer `fenced` once none of its writes can land any more."""
 
     session: Session
 
 
 class HangUp(NamedTuple):
-    """Nobody at `route` is greeted or talked with any more: its connection may go, unless that has changed by then."""
+    """No session and no handshake needs the connection of `route`: it may be closed, if that is still so by then."""
 
     route: bytes
 
 
 class Renew(NamedTuple):
-    """Nothing is heard from `route`: its connection is made anew, since its other end may be gone, or another's."""
+    """`route` is silent: connect again, since the other end may be gone, or belong to another process."""
 
     route: bytes
 
@@ -155,7 +156,7 @@ class Changed(NamedTuple):
 
 
 class PeerWarning(NamedTuple):
-    """A peer said something it may not or that surprises, or was refused: for the log. Counted already."""
+    """For the log: a peer broke the protocol, did something unusual, or was refused. It is counted already."""
 
     route: bytes
     error: PdstageError
@@ -171,8 +172,8 @@ class Owner(Protocol):
     def on_frame(self, route: bytes, session: Session | None, frame: Frame, now: float) -> None:
         """Does what the message table says; `session` is None for a frame of no live session."""
 
-    def hears(self, kind: type[AnyMessage], route: bytes) -> bool:
-        """Whether such a message, of those said outside a session, may be of use from `route`."""
+    def accepts(self, kind: type[AnyMessage], route: bytes) -> bool:
+        """Whether to read such a message, one of `OUTSIDE_A_SESSION`, from `route`."""
 
     def on_other_version(self, route: bytes, error: OtherVersion) -> None:
         """A greeting that this node cannot read."""
@@ -226,7 +227,7 @@ class Endpoint:
                 self._owner.on_frame(route, session, Frame(session_id, seq, message), now)
         except PeerError as error:
             self.counters.frames_malformed += 1
-            # It becomes its rooms' error, which engines may keep for long: not with the frame and all that handled it.
+            # Engines may keep this error for long, as their rooms': without the stack frames that refer to the message.
             error.__traceback__ = error.__cause__ = error.__context__ = None
             self.emit(PeerWarning(route, error))
             if isinstance(error, OtherVersion) and error.greets:
@@ -247,7 +248,7 @@ class Endpoint:
         kind = kind_of(data)
         message: AnyMessage | None = UNREAD
         if kind is None or kind in OUTSIDE_A_SESSION:
-            message = decode_body(data) if kind is None or self._owner.hears(kind, route) else None
+            message = decode_body(data) if kind is None or self._owner.accepts(kind, route) else None
         self.counters.frames_stale += not isinstance(message, Hello | Welcome | HelloRefused)
         return message
 
@@ -257,7 +258,7 @@ class Endpoint:
         if excess:
             self.timers.delay(excess)
             for session in self.sessions.values():
-                session.heard_at += excess
+                session.received_at += excess
         for key in self.timers.due(now):
             self._owner.on_timer(key, now)  # type: ignore[arg-type]
         self._owner.settle(now)
@@ -270,11 +271,11 @@ class Endpoint:
         """Whether the frame is its session's next; else it is to be dropped. NoSession is outside of any order."""
         if isinstance(message, NoSession):
             return True
-        if seq <= session.heard:
+        if seq <= session.last_seq:
             self.counters.frames_stale += 1
             return False
-        session.heard = seq
-        session.heard_at = now
+        session.last_seq = seq
+        session.received_at = now
         if not isinstance(message, Heartbeat):
             session.used_at, session.spare = now, False
         return True
@@ -309,7 +310,7 @@ class Endpoint:
         self._effects.append(Send(route, encode(session_id, 0, message)))
 
     def warn_once(self, route: bytes, what: str, remedy: str) -> None:
-        """A warning about what will be so for many rooms or peers."""
+        """A warning that would otherwise repeat for many rooms or peers."""
         if what not in self._said and len(self._said) < _MAX_SAID:
             self._said.add(what)
             self.emit(PeerWarning(route, PeerError(what, remedy=f"{remedy}; this is said once")))
@@ -338,32 +339,32 @@ class Endpoint:
         if kind == "beat":
             self.timers.set(("beat", session), self._beat(session, now))
             return False
-        silent_at = session.heard_at + self._patience_s(session)
+        silent_at = session.received_at + self._patience_s(session)
         if silent_at > now:
             self.timers.set(("silence", session), silent_at)
             return False
         return True
 
     def keep_alive(self, now: float) -> None:
-        """Says the heartbeats that are due, while a turn has no time for anything else."""
+        """Sends the heartbeats that are due, in a turn that has more to read than it has time for."""
         for session in self.sessions.values():
             self._beat(session, now)
 
     def _beat(self, session: Session, now: float) -> float:
-        """Says a heartbeat if it is due; when the next one is."""
+        """Sends a heartbeat if it is due; returns when the next one is."""
         pause_s = self.config.max_silence_s / 3
         if session.sent_at + pause_s <= now:
             self.send(session, Heartbeat(self.need_of(session, now)), now)
         return session.sent_at + pause_s
 
     def need_of(self, session: Session, now: float) -> int:
-        """What a heartbeat says: a session that nobody needs costs both ends memory, and a connection."""
+        """What a heartbeat says of the session. One that no room needs costs both ends memory and a connection."""
         if self._owner.in_use(session):
             return IN_USE
         return SPARE if session.spare or now - session.used_at >= self.config.idle_s else IDLE
 
     def _patience_s(self, session: Session) -> float:
-        """A greeting that nobody follows up expires by our clock, whatever it promised."""
+        """A session that is only greeted expires after `hello_s`, whatever `max_silence_s` its peer promised."""
         return min(session.silence_s, self.config.hello_s) if session.half_open else session.silence_s
 
     def repeat(self, key: Hashable, now: float) -> None:

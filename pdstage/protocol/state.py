@@ -26,10 +26,10 @@ strict = False
 """Whether a move that no table has raises `AssertionError`."""
 
 watch: Callable[[str, object, str, str, str], None] | None = None
-"""Who writes down what happens in this process's cores; None: nobody (`pdstage.manager.journal`).
+"""Called for each move in this process's cores, before the state changes; None: not (`pdstage.manager.journal`).
 
-Called with what it happens to (a machine's name, "tag" or "said"), the thing, and the names of the state before, the
-event and the state after; empty where there is none. Called before the state changes.
+The arguments: a machine's name, or "tag" or "said"; what moves; the names of the state before, of the event and of the
+state after. A name is empty where there is none.
 """
 
 
@@ -96,7 +96,7 @@ class ChunkPhase(_Name):
     READY = auto()
     """Queued: may be gathered and written now."""
     GATHERING = auto()
-    """Maybe straight into its lease: it is not DROPPED before that ended."""
+    """Maybe straight into its lease, so it is not DROPPED before the gather ends."""
     WRITING = auto()
     WRITTEN = auto()
     BROKEN = auto()
@@ -141,7 +141,7 @@ class WriterPhase(_Name):
 class WriterEvent(_Name):
     OPEN = auto()
     ANSWERED = auto()
-    """Opened came, or anything that says it was heard."""
+    """Opened came, or another message that shows that the Open arrived."""
     ABORT = auto()
     """The room is over for this side."""
     QUIET = auto()
@@ -195,7 +195,7 @@ class Machine(Generic[S, E]):
         return True
 
     def tell(self, thing: object, before: S, event: E, state: S | None) -> None:
-        """Tells who watches; not of an event that changes nothing, as the table says."""
+        """Calls `watch`, but not for an event that the table says is ignored."""
         if watch is not None and (state is not None or event not in self.rows.get(before, {})):
             watch(self.name, thing, before.name, event.name, state.name if state is not None else "")
 

@@ -453,11 +453,11 @@ def test_a_turn_reads_for_a_while_only(site, monkeypatch) -> None:
     assert receiver.state is State.SUCCESS
     assert dst.holds(1, TOKENS, into)
     (session,) = p.core.sessions.values()
-    p.driver._heard.extend([(b"stranger", b"whatever")] * 4)
-    session.heard_at = session.sent_at = long_ago = time.monotonic() - 1000.0
+    p.driver._unread.extend([(b"stranger", b"whatever")] * 4)
+    session.received_at = session.sent_at = long_ago = time.monotonic() - 1000.0
     for left in (3, 2, 1):
         p.turn()
-        assert len(p.driver._heard) == left
+        assert len(p.driver._unread) == left
         assert session.id in p.core.sessions
         assert session.sent_at > long_ago, "its peer hears of us meanwhile"
     p.core.endpoint.timers.set(("silence", session), 0.0)

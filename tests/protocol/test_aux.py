@@ -381,7 +381,7 @@ def _said(world: World, message: m.AnyMessage, side: str) -> str:
     """What the node at `side` complains of when its peer says `message` in their session."""
     node = world.prefill[0] if side == "prefill" else world.decode[0]
     (session,) = node.core.sessions.values()
-    node.core.receive(session.route, wire.encode(session.id, session.heard + 1, message), world.now)
+    node.core.receive(session.route, wire.encode(session.id, session.last_seq + 1, message), world.now)
     world.carry(node)
     assert not node.core.sessions, "the session goes on"
     return node.peer_warnings[-1]

@@ -278,7 +278,7 @@ def test_a_message_that_nobody_offered_is_named_and_changes_nothing() -> None:
     world.run()
     for node in world.nodes():
         (session,) = node.core.sessions.values()
-        frame = wire.encode(session.id, session.heard + 1, m.Heartbeat())[:HEADER_NBYTES] + b"\x92\x63\x01"
+        frame = wire.encode(session.id, session.last_seq + 1, m.Heartbeat())[:HEADER_NBYTES] + b"\x92\x63\x01"
         node.core.receive(session.route, frame, 0.0)
         (warning,) = node.core.take_effects()
         assert isinstance(warning, PeerWarning)

@@ -455,7 +455,7 @@ def test_bye_is_not_answered_while_a_write_is_in_flight() -> None:
         return [wire.decode(effect.frame).message for effect in writer.core.take_effects() if isinstance(effect, Send)]
 
     assert world.held
-    assert say(m.Bye(), session.heard + 1) == []
+    assert say(m.Bye(), session.last_seq + 1) == []
     assert session.id not in writer.core.sessions
     assert say(m.Heartbeat(), 0) == []
     world.release_held()

@@ -550,7 +550,7 @@ def test_a_failed_write_is_not_given_back_as_if_it_was_never_begun() -> None:
     (session,) = prefill.sessions.values()
     (there,) = decode.sessions.values()
     for message in (m.Recall(1, 0, 0, 0, 0, 0), m.Lease(1, 0, 0, 0, 0, LEASE, 0)):
-        prefill.receive(b"D0", wire.encode(there.id, session.heard + 1, message), 0.0)
+        prefill.receive(b"D0", wire.encode(there.id, session.last_seq + 1, message), 0.0)
     said = [wire.decode(effect.frame).message for effect in prefill.take_effects()]
     assert not any(isinstance(message, m.Returned) for message in said)
     assert "link down" in str(sent.error)
@@ -918,7 +918,7 @@ def test_a_writer_that_asks_for_leases_without_end_is_answered_later() -> None:
     rects = (Rect("kv", 0, 8, 0, 2),)
     for chunk in range(5000):
         ask = m.Reserve(handle.epoch, chunk, 0, 512, rects)
-        decode.receive(session.route, wire.encode(session.id, session.heard + 1, ask), world.now)
+        decode.receive(session.route, wire.encode(session.id, session.last_seq + 1, ask), world.now)
         decode.take_effects()
     assert not handle.ended
     assert decode.leases.count(session, handle.epoch) == 4096
@@ -941,7 +941,7 @@ def test_aux_beyond_the_limit_ends_the_session() -> None:
     world = World(max_aux_nbytes=16)
     decode, session, handle = liar_at_prefill(world)
     close = m.CloseOk(handle.epoch, (), bytes(17))
-    decode.receive(session.route, wire.encode(session.id, session.heard + 1, close), world.now)
+    decode.receive(session.route, wire.encode(session.id, session.last_seq + 1, close), world.now)
     assert handle.state is State.FAILED
     assert "17 aux bytes" in str(handle.error)
 
@@ -961,6 +961,6 @@ def test_too_big_cannot_cut_a_chunk_into_dust(monkeypatch: pytest.MonkeyPatch) -
     n_before = len(destination.chunks)
     for number in range(n_before):
         refused = m.Refused(destination.epoch, number, 0, "too_big", 256)
-        prefill.receive(session.route, wire.encode(session.id, session.heard + 1, refused), world.now)
+        prefill.receive(session.route, wire.encode(session.id, session.last_seq + 1, refused), world.now)
     assert len(destination.chunks) == n_before
     assert not sent.ended

@@ -84,7 +84,7 @@ def test_a_reserve_of_a_room_that_ended_gets_no_lease() -> None:
     (session,) = decode.sessions.values()
     decode.abort(handle, "changed its mind", world.now)
     ask = m.Reserve(handle.epoch, 7, 0, LEASE, (Rect("kv", 0, 8, 0, 2),))
-    decode.receive(session.route, wire.encode(session.id, session.heard + 1, ask), world.now)
+    decode.receive(session.route, wire.encode(session.id, session.last_seq + 1, ask), world.now)
     said = [wire.decode(e.frame).message for e in decode.take_effects() if hasattr(e, "frame")]
     assert m.Refused(handle.epoch, 7, 0, "gone", 0) in said
     assert not decode.leases.contended
@@ -101,7 +101,7 @@ def test_a_reserve_of_a_higher_attempt_frees_the_old_lease() -> None:
     (session,) = decode.sessions.values()
     for attempt in (0, 1, 0):
         ask = m.Reserve(handle.epoch, 0, attempt, LEASE, (Rect("kv", 0, 8, 0, 2),))
-        decode.receive(session.route, wire.encode(session.id, session.heard + 1, ask), world.now)
+        decode.receive(session.route, wire.encode(session.id, session.last_seq + 1, ask), world.now)
     assert [lease.request.attempt for lease in decode.leases.of_session(session)] == [1]
 
 
@@ -200,7 +200,7 @@ def test_a_lease_that_is_gathered_into_is_given_back_only_once_that_ended() -> N
     def asked_for_it_back() -> list[m.AnyMessage]:
         core.take_effects()
         recall = m.Recall(destination.epoch, chunk.number, chunk.attempt, chunk.lane, chunk.cursor, 0)
-        core.receive(b"D0", wire.encode(session.id, session.heard + 1, recall), world.now)
+        core.receive(b"D0", wire.encode(session.id, session.last_seq + 1, recall), world.now)
         return [wire.decode(e.frame).message for e in core.take_effects() if isinstance(e, Send)]
 
     assert not any(isinstance(message, m.Returned) for message in asked_for_it_back())

@@ -25,7 +25,7 @@ def said(world: World) -> int:
 def hear(node: Decode, data: bytes, now: float) -> list[m.AnyMessage]:
     """`node` hears a tag as a message from its one peer; what it answers."""
     (session,) = node.core.sessions.values()
-    node.core.receive(session.route, wire.encode(session.id, session.heard + 1, m.Tagged(data)), now)
+    node.core.receive(session.route, wire.encode(session.id, session.last_seq + 1, m.Tagged(data)), now)
     return [wire.decode(effect.frame).message for effect in node.core.take_effects() if isinstance(effect, Send)]
 
 
@@ -122,7 +122,7 @@ def test_a_tag_said_again_and_again_counts_once(path: str) -> None:
         hear(node, item.message.tag, world.now)  # type: ignore[attr-defined]
         assert (node.core.counters.tags_received, node.core.counters.tags_stale, room.pending) == (n + 1, n, 0)
     (session,) = node.core.sessions.values()
-    session.heard -= 3  # those were not from the prefill core, which goes on counting its own
+    session.last_seq -= 3  # those were not from the prefill core, which goes on counting its own
     world.chunk(sender, (8, 16), [4, 5, 6, 7])
     world.finish(sender)
     world.run()

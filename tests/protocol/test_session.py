@@ -38,14 +38,14 @@ def met(world: World) -> tuple[Prefill, Decode, Session, Session]:
 def test_only_a_rising_seq_is_accepted(seqs: list[int]) -> None:
     """Duplicates and what was overtaken are dropped and counted (I4, I6)."""
     prefill, _, session, _ = met(World())
-    stale, best = prefill.core.counters.frames_stale, session.heard
+    stale, best = prefill.core.counters.frames_stale, session.last_seq
     base = best
     for n in seqs:
         prefill.core.receive(b"D0", wire.encode(session.id, base + n, m.Ask(1, b"i0")), 0.0)
         fresh = base + n > best
         best = max(best, base + n)
         stale += not fresh
-        assert session.heard == best
+        assert session.last_seq == best
         assert bool(prefill.core.take_effects()) is fresh, "a stale frame has no effect"
     assert prefill.core.counters.frames_stale == stale
 
@@ -83,10 +83,10 @@ def test_a_silent_peer_is_lost_after_its_own_promise() -> None:
     handle = world.receive(1, 8, [0, 1])
     world.run()
     world.drop(lambda item: item.src is world.prefill[0])
-    heard_at = session.heard_at
-    world.run(until=heard_at + 1.9)
+    received_at = session.received_at
+    world.run(until=received_at + 1.9)
     assert handle.state is State.WAITING_FOR_INPUT
-    world.run(until=heard_at + 2.1)
+    world.run(until=received_at + 2.1)
     assert isinstance(handle.error, DeadlineExceeded)
     assert "silent for 2.0 s" in str(handle.error)
     assert session.id not in decode.core.sessions
@@ -101,7 +101,7 @@ def test_a_late_turn_pushes_its_deadlines_by_the_excess() -> None:
     core, wait_at = decode.core, core_deadline(decode, "wait")
     last_at = core.endpoint._lateness.last_at
     core.receive(
-        b"P0", wire.encode(session.id, session.heard + 1, m.Heartbeat()), last_at + 30.0
+        b"P0", wire.encode(session.id, session.last_seq + 1, m.Heartbeat()), last_at + 30.0
     )  # inputs are read first
     core.tick(last_at + 30.0)
     assert not handle.ended, handle.error
@@ -116,7 +116,7 @@ def test_a_late_turn_gives_each_peer_the_excess() -> None:
     prefill, decode, at_prefill, session = met(world)
     core, start = decode.core, world.now
     core.tick(start)
-    core.receive(b"P0", wire.encode(session.id, session.heard + 1, m.Heartbeat()), start + 1.5)
+    core.receive(b"P0", wire.encode(session.id, session.last_seq + 1, m.Heartbeat()), start + 1.5)
     core.tick(start + 30.0)
     assert session.id in core.sessions, "28 s late, so it is as if the peer had been heard half a second ago"
     world.now = start + 31.4
@@ -508,7 +508,7 @@ def test_a_message_of_the_other_role_ends_the_session(side: str, message: m.AnyM
     prefill, decode, *_ = met(world)
     node = prefill if side == "prefill" else decode
     (session,) = node.core.sessions.values()
-    node.core.receive(session.route, wire.encode(session.id, session.heard + 1, message), world.now)
+    node.core.receive(session.route, wire.encode(session.id, session.last_seq + 1, message), world.now)
     assert not node.core.sessions
     effects = node.core.take_effects()
     assert any(isinstance(effect, Detach) for effect in effects)
@@ -535,7 +535,7 @@ def test_what_no_honest_peer_says_ends_its_session(message: m.AnyMessage) -> Non
     world.announce(1, 1)
     world.run()
     session, other = prefill.core.sessions.values()
-    prefill.core.receive(session.route, wire.encode(session.id, session.heard + 1, message), world.now)
+    prefill.core.receive(session.route, wire.encode(session.id, session.last_seq + 1, message), world.now)
     assert list(prefill.core.sessions.values()) == [other]
     assert prefill.core.counters.frames_malformed == 1
     assert any(isinstance(e, PeerWarning) and "does not decode" in str(e.error) for e in prefill.core.take_effects())
@@ -548,10 +548,10 @@ def test_nobody_else_speaks_for_a_peer(side: str, message: m.AnyMessage) -> None
     prefill, decode, *_ = met(World())
     core = (prefill if side == "prefill" else decode).core
     (session,) = core.sessions.values()
-    heard = session.heard
+    heard = session.last_seq
     core.receive(b"a stranger", wire.encode(session.id, 1 << 40, message), 0.0)
     assert core.sessions == {session.id: session}
-    assert session.heard == heard, "its own frames are still accepted"
+    assert session.last_seq == heard, "its own frames are still accepted"
     (warning,) = core.take_effects()
     assert isinstance(warning, PeerWarning)
     assert warning.route == b"a stranger"
@@ -578,8 +578,8 @@ def test_a_peers_fault_keeps_no_frame_alive() -> None:
     sent = world.submit(7)
     world.run()
     (session,) = prefill.core.sessions.values()
-    prefill.core.receive(session.route, wire.encode(session.id, session.heard + 1, m.Watermark(9, 0)), world.now)
-    prefill.core.receive(session.route, wire.encode(session.id, session.heard + 1, m.Ask(-1, b"i1")), world.now)
+    prefill.core.receive(session.route, wire.encode(session.id, session.last_seq + 1, m.Watermark(9, 0)), world.now)
+    prefill.core.receive(session.route, wire.encode(session.id, session.last_seq + 1, m.Ask(-1, b"i1")), world.now)
     assert isinstance(sent.error, PeerError)
     assert sent.error.__traceback__ is None
     assert sent.error.__context__ is None

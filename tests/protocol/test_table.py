@@ -25,7 +25,7 @@ def met(world: World) -> World:
 def answers(node: Prefill | Decode, message: m.AnyMessage, now: float) -> list[m.AnyMessage]:
     """What `node` says to `message` from its one peer."""
     (session,) = node.core.sessions.values()
-    node.core.receive(session.route, wire.encode(session.id, session.heard + 1, message), now)
+    node.core.receive(session.route, wire.encode(session.id, session.last_seq + 1, message), now)
     return [wire.decode(effect.frame).message for effect in node.core.take_effects() if isinstance(effect, Send)]
 
 
@@ -213,7 +213,7 @@ def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:
     (lease,) = core.leases._at.values()
     stranger = next(session for session in core.sessions.values() if session is not lease.request.session)
     for message in (m.Returned(1, 0, 0, lease.lane, lease.cursor), m.Drained(1), m.CloseOk(1, (), None)):
-        core.receive(stranger.route, wire.encode(stranger.id, stranger.heard + 1, message), world.now)
+        core.receive(stranger.route, wire.encode(stranger.id, stranger.last_seq + 1, message), world.now)
     assert list(core.leases._at.values()) == [lease]
     assert not handle.ended
     tag = wire.Tag(stranger.id, 1, 0, lease.lane, lease.cursor, lease.request.rects)

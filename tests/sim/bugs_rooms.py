@@ -475,7 +475,7 @@ MUTANTS = [
         """        self.endpoint.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
 """,
         """        self.endpoint.emit(Write(ticket, buffer, chunk, self._address(chunk), self._tag(chunk)))
-        if chunk.destination.session.tells_tags:
+        if chunk.destination.session.tags_as_messages:
             self.endpoint.send(chunk.destination.session, m.Tagged(self._tag(chunk)), now)
 """,
     ),
@@ -483,26 +483,26 @@ MUTANTS = [
         "a tag is said under a session that is lost",
         "7 a lost session",
         "tell_tag",
-        """        if session.tells_tags and chunk.phase is ChunkPhase.WRITTEN and session.id in self.endpoint.sessions:
+        """        if session.tags_as_messages and chunk.phase is ChunkPhase.WRITTEN and session.id in self.endpoint.sessions:
 """,
-        "        if session.tells_tags and chunk.phase is ChunkPhase.WRITTEN:\n",
+        "        if session.tags_as_messages and chunk.phase is ChunkPhase.WRITTEN:\n",
         "tests/protocol/test_said_tags.py",
     ),
     Mutant(
         "a tag is said of a write that failed",
         "7 tags by message, I5",
         "tell_tag",
-        """        if session.tells_tags and chunk.phase is ChunkPhase.WRITTEN and session.id in self.endpoint.sessions:
+        """        if session.tags_as_messages and chunk.phase is ChunkPhase.WRITTEN and session.id in self.endpoint.sessions:
 """,
-        """        if session.tells_tags and chunk.begun and session.id in self.endpoint.sessions:
+        """        if session.tags_as_messages and chunk.begun and session.id in self.endpoint.sessions:
 """,
     ),
     Mutant(
         "who says a tag may name any session",
         "7 tags by message, I6",
         "on_tagged",
-        "        if not session.tells_tags or tag.session != session.id:\n",
-        "        if not session.tells_tags:\n",
+        "        if not session.tags_as_messages or tag.session != session.id:\n",
+        "        if not session.tags_as_messages:\n",
         "tests/protocol/test_said_tags.py",
     ),
 ]

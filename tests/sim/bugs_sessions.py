@@ -33,7 +33,7 @@ MUTANTS = [
         "no seq: frames count again and in any order",
         "7 seq, I4",
         "_moves_on",
-        "        if seq <= session.heard:",
+        "        if seq <= session.last_seq:",
         "        if False:",
     ),
     Mutant(
@@ -179,7 +179,7 @@ MUTANTS = [
         "a late turn does not push its peers' silence",
         "7 late turns",
         "tick",
-        "            for session in self.sessions.values():\n                session.heard_at += excess\n",
+        "            for session in self.sessions.values():\n                session.received_at += excess\n",
         "",
         "tests/protocol/test_session.py",
     ),

@@ -184,7 +184,7 @@ class Checks:
         """A frame of another session, or not above the last accepted one, changes nothing and is counted (I6, I7)."""
         session_id, seq = wire.decode_head(frame)
         session = node.core.sessions.get(session_id)
-        old = seq <= session.heard if session is not None else not isinstance(message, GREETINGS)
+        old = seq <= session.last_seq if session is not None else not isinstance(message, GREETINGS)
         if not old or isinstance(message, ENDINGS) or not node.alive:
             yield
             return

@@ -57,7 +57,7 @@ _CONSTANT = frozenset(
 """Fields of the parts that never change, or of which nothing follows."""
 _SILENT = {
     "Session": {
-        "heard_at", "used_at", "sent_at", "n_sent", "heard", "layout", "topology", "lanes", "silence_s", "shares",
+        "received_at", "used_at", "sent_at", "n_sent", "last_seq", "layout", "topology", "lanes", "silence_s", "shares",
         "common", "aux", "rows", "staged", "stagings", "largest_lane",
     },
     "DecodeRoom": {"shared"},
@@ -160,8 +160,8 @@ def canonical(node: Node) -> None:
     """Brings the core into its canonical form. It behaves as before."""
     core = node.core
     for session in core.sessions.values():
-        session.heard = session.n_sent = 0
-        session.heard_at = session.sent_at = 0.0
+        session.last_seq = session.n_sent = 0
+        session.received_at = session.sent_at = 0.0
     for handle in node.handles.values():
         if handle.error is not None:
             handle.error = GIVEN_UP

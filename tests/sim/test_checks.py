@@ -83,7 +83,7 @@ def says_success_early(patch: Patch) -> None:
 
 def drops_the_session_check(patch: Patch) -> None:
     def hear(self: Endpoint, session: Session, seq: int, message: m.AnyMessage, now: float) -> bool:
-        session.heard_at, session.heard = now, max(session.heard, seq)
+        session.received_at, session.last_seq = now, max(session.last_seq, seq)
         return True
 
     patch.setattr(Endpoint, "_moves_on", hear)

@@ -130,7 +130,7 @@ def _live_step(network: Network, node: Node, move: Move) -> None:
     if given[0] == "hear":
         frame = wire.decode(nodes.frames[given[2]])
         session = node.core.sessions.get(frame.session)
-        seq = session.heard + 1 if session is not None and frame.seq else frame.seq
+        seq = session.last_seq + 1 if session is not None and frame.seq else frame.seq
         node.core.receive(nodes.names[given[1]], wire.encode(frame.session, seq, frame.message), 0.0)
     else:
         nodes._give(node, given)

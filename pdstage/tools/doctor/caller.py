@@ -162,7 +162,7 @@ def _met(say: Say, node: PrefillNode) -> str:
     over = node.transport.traits_of(label(session)).name
     say.found(over=over)
     direct = "pages may be written in place" if session.exposes_pool else "staged only"
-    tags = "as messages" if session.tells_tags else "with the data"
+    tags = "as messages" if session.tags_as_messages else "with the data"
     return f"over {over}, {direct}, tags travel {tags}"
 
 

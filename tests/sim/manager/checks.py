@@ -205,7 +205,7 @@ class Checks:
         driver, core = node.driver, node.core
         left = {
             "effects": driver._kept or core.endpoint._effects,
-            "frames": driver._outgoing or driver._heard,
+            "frames": driver._outgoing or driver._unread,
             "copies": driver._copies or node.stager._done,
             "answers": getattr(node, "_answers", ()),
             "changes": node.roster._due,
