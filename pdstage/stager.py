@@ -49,6 +49,7 @@ _MAX_PLANS = 1024
 _STAGED = 4  # of a plan's key
 _LARGE_NBYTES = 512 << 10
 _AT_ONCE = 32
+_NO_SUM = np.zeros(1, np.uint64)
 
 
 _released: WeakKeyDictionary[Runtime, dict[int, list[int]]] = WeakKeyDictionary()
@@ -407,7 +408,7 @@ class Stager:
             return []
 
         def run() -> list[Copied]:
-            total, began_at = np.zeros(1, np.uint64), self._clock()
+            total, began_at = np.zeros(1, np.uint64) if checksum else _NO_SUM, self._clock()
             try:
                 copy(None, total.ctypes.data if checksum else 0)
             except Exception as error:  # noqa: BLE001  (it is over, and this copy's alone)

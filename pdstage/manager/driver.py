@@ -155,6 +155,8 @@ class Ready(NamedTuple):
 
 
 _EVERYTHING = Ready(messages=True, transport=True)
+_CARRIED = Ready(messages=False, transport=True)
+"""After effects were carried out: what they led to is at the transport."""
 _DATA = (Gather, Gathers, Scatter, Write, WriteDirect, WriteRow)
 
 
@@ -258,7 +260,7 @@ class Driver:
                     again |= self.sessions.check_lost()
                     if not again or self.closed:
                         break
-                    ready = _EVERYTHING
+                    ready = _CARRIED
                     node.roster.ring()
                 self._flush()
                 node.roster.ring()  # last: who wakes earlier waits for the interpreter
