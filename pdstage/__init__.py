@@ -6,17 +6,26 @@ pieces of a request into contiguous staging memory, one write carries them, and 
 To use it, read `manager`: `PrefillNode` and `DecodeNode` are what an engine holds. To understand it, read on in this
 order:
 
-    topology, layout, tensors    where an engine keeps a request's state, and which shards of it a rank holds
-    states, items                the kinds of state besides the KV cache, and which items of each a room names
-    plan                         who sends which bytes to whom, and the order in which they are staged
-    ownership, cut               the same where ranks hold different tokens: context parallelism on either side
-    convert                      bf16 on one side and fp8 on the other: what is staged then
-    columns, metadata            the request's small row of first token and such, and the memory it lies in
-    kernels                      gather and scatter; kernels/reference.py is the definition of correct
-    ring                         staging memory as lanes of leases behind a watermark
-    protocol                     the two cores, without sockets or clock; its own page says in which order to read it
-    transport, control, stager   NIXL, Mooncake, MORI and shared memory; sockets and directories; the kernels' queue
-    manager                      the nodes: threads, the clock and the lock
+    topology, layout           where an engine keeps a request's state, and which shards of it a rank holds
+    tensors                    layouts from tensors: arrays, kv_shapes, state_shapes, addressed
+    states, items              the kinds of state besides the KV cache, and which items of each a room names
+    plan, ownership            who sends which bytes to whom, in staged order
+    token_slices               the same where ranks hold different tokens: context parallelism on either side
+    convert                    what is staged between bf16 on one side and fp8 on the other
+    tables, spans              what the kernels and the direct path are called with
+    cost                       which of the two paths a chunk takes
+    kernels                    gather and scatter; kernels/reference.py is the definition of correct
+    ring                       staging memory as lanes of leases behind a watermark
+    protocol                   the two cores, without sockets or clock; its docstring gives the reading order
+    transport, control         NIXL, Mooncake, MORI and shared memory; sockets and directories
+    stager                     staging memory and the kernels' queue
+    columns, metadata          a request's aux row: first token and so on, and the memory that holds it
+    manager                    the nodes: threads, the clock and the lock
+    integrations, probe        vLLM's and SGLang's sides; a check of a layout against the engine's own code
+    tools, cli                 the commands: demo, doctor, calibrate, watch, trace, judge
+
+Used throughout: errors, arguments, environment, native, shared, metrics, log_limit. Old names until the next release:
+renamed, trace, watch.
 
 Importing this package imports neither torch nor zmq nor a transport: each comes with the first node that needs it.
 """
@@ -44,7 +53,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # what is said is the application's to show
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # the application chooses what to show
 
 __all__ = [
     "Aborted",
@@ -94,7 +103,7 @@ _LAZY = {
 
 
 _OLD_NAMES = {"Owned": "TokenShard", "Row": "RowLevel"}
-"""Those of before this release, for one more."""
+"""Names of the previous release; they warn for one release."""
 
 
 def __getattr__(name: str) -> object:

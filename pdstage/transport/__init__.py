@@ -1,6 +1,22 @@
-"""Finds transports by name: the modules of this package, and the entry points `pdstage.transports` of others.
+"""Finds transports by name: modules of this package, and entry points `pdstage.transports` of other distributions.
 
-A module `x` here that defines a class `TRANSPORT` is the transport "x".
+A module `x` of this package that defines a class `TRANSPORT` is the transport "x". Read in this order:
+
+    base                        the verbs, traits and events of every transport; registered ranges and their checks
+    _backend                    the base class of the transports here: registrations, peers, tickets, events
+    local                       copies within one host, which has:
+        _peer                       another process of this host: its identity, its end, and writes into its memory
+        _mapped                     peers in this process, and peers whose shared memory is mapped
+        _datagrams                  tags between processes
+        _device, _cuda_ipc          device memory: exported, mapped and copied
+        _segments                   the same for memory of cuMemCreate
+    nixl, _nixl_agent           NIXL over UCX
+        _sockets                    whether a dead peer's bytes are still in this process's sockets
+    mooncake, _transfer_engine  Mooncake's Transfer Engine
+    mori                        AMD's MORI-IO
+    _auto                       several transports as one
+    _faults                     a transport with deliberate faults
+    _batches, _fabric           posts as batches of offsets; network devices and NUMA nodes
 """
 
 from __future__ import annotations

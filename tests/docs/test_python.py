@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-import pdstage
 from tests.docs.pages import PAGES, PYTHON, ROOT, Block, blocks
 
 PYTHON_PAGES = [page for page in PAGES if any(block.language in PYTHON for block in blocks(page))]
@@ -74,20 +73,3 @@ def test_toml_is_toml() -> None:
         for block in blocks(page):
             if block.language == "toml":
                 tomllib.loads(block.text)
-
-
-def test_the_reading_list_names_every_module() -> None:
-    listed = pdstage.__doc__ or ""
-    for name in (
-        "topology",
-        "layout",
-        "tensors",
-        "plan",
-        "kernels",
-        "ring",
-        "protocol",
-        "transport",
-        "stager",
-        "manager",
-    ):
-        assert name in listed
