@@ -72,7 +72,8 @@ log = logging.getLogger(__name__)
 
 
 def open_transport(name: str, **options: object) -> Transport:
-    """A new transport of that name; "auto" is all that start here, and takes for each peer the most preferred.
+    """Opens the transport of that name. "auto" opens all that start here, and picks the most preferred one for each
+    peer.
 
     `options` go to its constructor; auto has none. Raises `UsageError` for an unknown name or option or a missing
     dependency, and what the constructor raises.
@@ -90,12 +91,12 @@ def open_transport(name: str, **options: object) -> Transport:
 
 
 def open_from_config(config: str | Mapping[str, object], device: str, host: str = "") -> Transport:
-    """The transport that a setting names: a name, or `{"name": name, option: value, ...}`.
+    """Opens the transport that a setting names: a name, or `{"name": name, option: value, ...}`.
 
-    A value that is a mapping holds one value for each device of a host ("cuda:0", or "cpu"), so that its ranks may
-    share the setting: the one for `device`. The option `faults` wraps any of them (`_faults.Faults`). `host`: where the
-    control plane listens, for transports that take such an option and are given none; empty: on every interface. Raises
-    `UsageError` where there is none, and what `open_transport` raises.
+    A value that is a mapping holds one value per device of a host ("cuda:0", or "cpu"), so that its ranks can share the
+    setting; the value for `device` is used. The option `faults` wraps any transport (`_faults.Faults`). `host` is where
+    the control plane listens; transports with an option `host` get it unless one is given. Empty means every interface.
+    Raises `UsageError` if the setting names no transport, and what `open_transport` raises.
     """
     options: dict[str, object] = {}
     if isinstance(config, str):
@@ -105,7 +106,7 @@ def open_from_config(config: str | Mapping[str, object], device: str, host: str 
     name = options.pop("name", None)
     if not isinstance(name, str):
         raise UsageError(
-            f"transport {config!r} names none", remedy='give "nixl", or {"name": "nixl", "devices": ["mlx5_0"]}'
+            f"transport {config!r} names no transport", remedy='give "nixl", or {"name": "nixl", "devices": ["mlx5_0"]}'
         )
     faults = Faults.of(options.pop("faults")) if "faults" in options else None
     for option, value in options.items():
@@ -123,12 +124,12 @@ def open_from_config(config: str | Mapping[str, object], device: str, host: str 
         opened = open_transport(name, **(_placed(load(name), host) | options))
     if faults is None:
         return opened
-    log.warning("transport %r makes faults on purpose: %s", name, faults)
+    log.warning("transport %r injects faults: %s", name, faults)
     return FaultyTransport(opened, faults)
 
 
 def available() -> dict[str, str]:
-    """Every known transport: empty if it imports here, else why not, in words."""
+    """Every known transport: empty if it imports here, else the reason why not."""
     reasons = {}
     for name in names():
         try:
@@ -140,17 +141,19 @@ def available() -> dict[str, str]:
 
 
 def supporting(kinds: Collection[str]) -> list[str]:
-    """The names of the transports that import here and move memory of all these kinds, the most preferred first."""
+    """The names of the transports that import here and move memory of all these kinds, most preferred first."""
     return [name for name, kind in _importable() if kind.traits.kinds >= set(kinds)]
 
 
 def names() -> list[str]:
-    """The names of all known transports, installed or not, without importing one."""
+    """The names of all known transports, installed or not, without importing any."""
     return sorted(_loaders())
 
 
 def plugins() -> dict[str, EntryPoint]:
-    """The transports of other distributions, by name. One of our own stays ours, whatever entry point has it too."""
+    """The transports of other distributions, by name. A transport of this package keeps its name against any entry
+    point.
+    """
     own = _own()
     return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in own}
 
@@ -170,11 +173,11 @@ def _transport_of(path: str) -> object:
 
 
 def _foreign(point: EntryPoint) -> object:
-    """What an entry point of another distribution names. Whatever is wrong with it is told in words: an installed
-    package that is broken must not keep nodes that never asked for it from starting.
+    """The class that an entry point of another distribution names. Every fault becomes a `UsageError`: a broken package
+    must not stop nodes that do not use it.
     """
     whose = f"transport {point.name!r} of {point.dist.name if point.dist else 'a distribution'} ({point.value})"
-    remedy = "mend that distribution, or uninstall it"
+    remedy = "repair that distribution, or uninstall it"
     try:
         kind = point.load()
     except Exception as error:
@@ -183,14 +186,14 @@ def _foreign(point: EntryPoint) -> object:
     if not (
         isinstance(kind, type) and issubclass(kind, Transport) and isinstance(getattr(kind, "traits", None), Traits)
     ):
-        raise UsageError(f"{whose} is no class of a Transport with traits", remedy=remedy, name=point.name)
+        raise UsageError(f"{whose} is not a Transport class with traits", remedy=remedy, name=point.name)
     if lacks := ", ".join(sorted(getattr(kind, "__abstractmethods__", ()))):
         raise UsageError(f"{whose} lacks {lacks}", remedy=remedy, name=point.name)
     return kind
 
 
 def load(name: str) -> type[Transport]:
-    """The class of that name. Raises `UsageError` for an unknown one, and where it does not load or is no transport."""
+    """The class of that name. Raises `UsageError` if it is unknown, does not load, or is not a transport."""
     loaders = _loaders()
     if name not in loaders:
         raise UsageError(f"no transport {name!r}", remedy=f"choose of auto, {', '.join(sorted(loaders))}", name=name)
@@ -198,7 +201,7 @@ def load(name: str) -> type[Transport]:
         return cast("type[Transport]", loaders[name]())
     except ImportError as error:
         package, *_ = (error.name or "").split(".")
-        if package == "pdstage":  # our own fault, which must not pass for a missing package
+        if package == "pdstage":  # our own fault, not a missing package
             raise
         raise UsageError(
             f"transport {name!r} does not import here: {error}", remedy=f'pip install "pdstage[{name}]"', name=name
@@ -206,7 +209,7 @@ def load(name: str) -> type[Transport]:
 
 
 def _importable() -> list[tuple[str, type[Transport]]]:
-    """The transports that import here, by name, the most preferred first."""
+    """The transports that import here, by name, most preferred first."""
     found = []
     for name in names():
         with contextlib.suppress(UsageError):
@@ -215,22 +218,22 @@ def _importable() -> list[tuple[str, type[Transport]]]:
 
 
 def _placed(kind: type[Transport], host: str) -> dict[str, object]:
-    """The option that keeps a transport to the control plane's network, if it has it."""
+    """The option that keeps a transport on the control plane's network, if the transport has it."""
     return {"host": host} if host and "host" in inspect.signature(kind).parameters else {}
 
 
 def _auto(host: str = "") -> Transport:
-    """The transports that may be chosen unasked, as one if they are several. One that does not start is left out."""
+    """The transports that "auto" may choose, as one transport. Those that do not start are left out."""
     ways: list[Transport] = []
     for _, kind in _importable():
         if kind.preference < 1:
             break
-        if not kind.traits.notifies:  # both sides must know before they meet whether tags travel as messages
+        if not kind.traits.notifies:  # both sides must know before connecting whether tags travel as messages
             continue
         try:
             ways.append(kind(**_placed(kind, host)))
         except PdstageError as error:
-            log.warning("auto goes without transport %s: %s", kind.traits.name, error)
+            log.warning("auto leaves out transport %s: %s", kind.traits.name, error)
     if not ways:
         raise UsageError("no transport starts here", remedy=f"name one of {', '.join(names())} to learn why")
     return AutoTransport(ways) if len(ways) > 1 else ways[0]

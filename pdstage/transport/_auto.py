@@ -1,10 +1,11 @@
-"""Several transports as one: each peer is reached by the most preferred that both sides have and that gets there.
+"""Several transports as one: each peer is reached by the most preferred transport that both sides have and that works.
 
-It is given the backends, best first, and asks them what they can.
+`AutoTransport` is given the transports, best first, and asks each what it can do.
 
-A peer's transport is settled by `prepare`, when it is known what memory will be written: until then a backend may say
-that it cannot reach the peer, or memory of that kind there, and the next one is tried. One who is only written to
-(`identify`) does not learn what the writer settled on: so it counts on no more than every backend promises.
+`prepare` settles a peer's transport, because only then it is known which memory will be written. Until then a transport
+may refuse the peer, or the kind of memory there, and the next one is tried. A rank that is only written to calls
+`identify` and does not learn which transport the writer settled on. It therefore relies only on what every transport
+promises.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class _Description(msgspec.Struct, frozen=True, tag="pdstage.auto.1", array_like
 
 
 class AutoTransport(Transport):
-    """Transport `auto`, over `ways`: open transports, the most preferred first, which it owns from now on."""
+    """Transport `auto` over `ways`: open transports, the most preferred first. It owns them from now on."""
 
     traits: ClassVar[Traits]
 
@@ -96,12 +97,12 @@ class AutoTransport(Transport):
     def connect(self, peer: str, description: bytes) -> None:
         offers = self._read(peer, description)
         over, ways = self._over.get(peer), self._common(offers)
-        if over is not None and over in ways:  # the same life stays where it is
+        if over is not None and over in ways:  # a refreshed description of the same life keeps its transport
             ways = [over, *(way for way in ways if way is not over)]
         self._connect_first(peer, offers, ways)
 
     def _connect_first(self, peer: str, offers: Mapping[str, bytes], ways: Iterable[Transport]) -> None:
-        """Connects over the first of `ways` that can, and lets go of another one that it was connected over."""
+        """Connects over the first of `ways` that can, and disconnects the transport that reached the peer before."""
         refused: list[PeerError] = []
         for way in ways:
             name = way.traits.name
@@ -112,7 +113,7 @@ class AutoTransport(Transport):
                 log.info("peer %s not over %s: %s", peer, name, error)
                 continue
             except TransportError:
-                self._met.setdefault(peer, {})[name] = way  # it has ended, which `proved_dead` of this way may know
+                self._met.setdefault(peer, {})[name] = way  # ended; this one's `proved_dead` may know
                 raise
             before = self._over.get(peer)
             if before is not None and before is not way:
@@ -162,7 +163,7 @@ class AutoTransport(Transport):
             try:
                 if way is not over:
                     way.connect(peer, offers[name])
-                    self._met[peer][name] = way  # whether or not it is taken: so that `forget` reaches it
+                    self._met[peer][name] = way  # also if it is not chosen, so that `forget` reaches it
                 way.prepare(peer, regions)
             except PeerError as error:
                 refused.append(error)
@@ -238,12 +239,14 @@ class AutoTransport(Transport):
         return over
 
     def _ticket(self, way: Transport, ticket: int) -> int:
-        """A ticket of one of the ways as one of ours: no two are equal, and each way's keep their order."""
+        """This transport's ticket for a ticket of one of `ways`. Tickets are unique, and each transport's keep their
+        order.
+        """
         return ticket * len(self._ways) + list(self._ways.values()).index(way)
 
 
 def _weakest(name: str, ways: Iterable[Transport], peer: str | None = None) -> Traits:
-    """What holds over every one of `ways`; a region needs only one that moves it. The costs are the first one's."""
+    """The traits that hold over every one of `ways`; `kinds` is their union. The costs are those of the first."""
     all_traits = [way.traits if peer is None else way.traits_of(peer) for way in ways]
     return replace(
         all_traits[0],
@@ -261,5 +264,5 @@ def _weakest(name: str, ways: Iterable[Transport], peer: str | None = None) -> T
 def _unreachable(peer: str, refused: Sequence[PeerError]) -> PeerError:
     if len(refused) == 1:
         return refused[0]
-    why = "; ".join(map(str, refused)) or "it has none of ours"
-    return PeerError(f"no transport reaches peer {peer!r}: {why}", remedy="see what each of them says", peer=peer)
+    why = "; ".join(map(str, refused)) or "both sides have no transport in common"
+    return PeerError(f"no transport reaches peer {peer!r}: {why}", remedy="fix one of these reasons", peer=peer)

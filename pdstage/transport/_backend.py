@@ -1,6 +1,6 @@
-"""The base of every transport here: what is registered, who is connected, what was prepared, tickets and events.
+"""The base class of the transports here. It keeps registrations, connected peers, prepared ranges, tickets and events.
 
-A backend that derives from `Backend` writes only what its library does.
+A backend that derives from `Backend` contains only the calls of its library.
 """
 
 from __future__ import annotations
@@ -39,21 +39,19 @@ if TYPE_CHECKING:
 
 
 class Described(Protocol):
-    """What a description holds, whatever else a backend says in it. `life` names one life of one transport and never
-    another.
-    """
+    """What every description holds. `life` identifies one life of one transport and is never reused."""
 
     @property
     def life(self) -> str: ...
 
     def offered(self, peer: str) -> Ranges:
-        """The memory that its process registered. Raises `PeerError` for regions that cannot be."""
+        """The memory that the peer's process registered. Raises `PeerError` for impossible regions."""
 
 
 class Description(msgspec.Struct, frozen=True, array_like=True):
-    """The least of one; a backend's own class adds a tag with its name and version, and fields.
+    """The minimal description. A backend's own class adds fields and a tag with its name and version.
 
-    `regions` are (address, bytes), by address.
+    `regions` are (address, bytes), sorted by address.
     """
 
     life: Annotated[str, Meta(max_length=200)]
@@ -64,27 +62,27 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
 
 
 def offered(peer: str, regions: Iterable[Region]) -> Ranges:
-    """What a peer says that it registered. Raises `PeerError` for regions that cannot be."""
+    """The regions that a peer says it registered. Raises `PeerError` for impossible ones."""
     try:
         return Ranges(f"what peer {peer!r} registered", regions)
     except UsageError as error:
-        raise PeerError(f"peer {peer!r}: {error}", remedy="trust it no more", peer=peer) from error
+        raise PeerError(f"peer {peer!r}: {error}", remedy="stop using that peer", peer=peer) from error
 
 
 AnyDescription = TypeVar("AnyDescription", bound=Described)
 
 
 class Link(Generic[AnyDescription]):
-    """A connected peer: what it described, what it offers, and what of that may be written now."""
+    """A connected peer: its description, the memory it offers, and the part of it that may be written now."""
 
     def __init__(self, peer: str, description: AnyDescription) -> None:
-        """Raises `PeerError` for regions that cannot be."""
+        """Raises `PeerError` for impossible regions."""
         self.peer = peer
         self.prepared = Ranges(f"what was prepared for peer {peer!r}")
         self.learn(description)
 
     def learn(self, description: AnyDescription) -> None:
-        """Takes a description of the same life; what it no longer offers is not prepared any more."""
+        """Takes a newer description of the same life. Memory that it no longer offers is no longer prepared."""
         self.offered = description.offered(self.peer)
         self.description = description
         kept = [region for region in self.prepared.regions if self.offered.holds(region.base, region.nbytes)]
@@ -95,7 +93,7 @@ AnyLink = TypeVar("AnyLink", bound=Link)  # type: ignore[type-arg]
 
 
 class Post(NamedTuple):
-    """One write, checked. `src` and `dst`: the kind and device that the spans are of here, and at the peer."""
+    """One checked write. `src` and `dst` are the kind and device of the spans here and at the peer."""
 
     ticket: int
     spans: Spans
@@ -106,25 +104,26 @@ class Post(NamedTuple):
 
 @contextmanager
 def _as_typed(peer: str) -> Iterator[None]:
-    """What the system refuses meanwhile, descriptors above all, is `TransportError`, and costs one session."""
+    """Turns a refusal by the system, such as no free descriptors, into `TransportError`, which costs one session."""
     try:
         yield
-    except PdstageError:  # one of them is an OSError too
+    except PdstageError:  # one of these classes is an OSError too
         raise
     except OSError as error:
         raise TransportError(
-            f"peer {peer!r} cannot be met: {error.strerror or error}",
-            remedy="see how many files this process may open (`ulimit -n`), and who holds them",
+            f"peer {peer!r} cannot be identified: {error.strerror or error}",
+            remedy="see how many files this process may open (`ulimit -n`), and what holds them",
             peer=peer,
         ) from error
 
 
 class Backend(Transport, Generic[AnyLink, AnyDescription]):
-    """A transport but for the hooks: `describe`, `_write` and `_progress`, and where they have work to do, the others.
+    """A transport without the library calls. A backend writes the hooks `describe`, `_write` and `_progress`, and any
+    other hook that it needs.
 
-    The verbs check everything that the contract wants checked, before a hook is called. Events go to `self.events`.
-    `description_type` is what its descriptions hold, `link_type` what it keeps of a connected peer: `Link`, or one
-    derived from it. `life` is its own, as its descriptions say it.
+    The public methods make every check that the contract demands before they call a hook. Events go to `self.events`.
+    `description_type` is the class of its descriptions. `link_type` is the class of a connected peer: `Link` or a
+    subclass. `life` is this transport's own, as its descriptions give it.
     """
 
     description_type: type[AnyDescription]
@@ -152,47 +151,47 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
     # Hooks.
 
     def _register(self, regions: Sequence[Region]) -> None:
-        """Registers regions that are new, or raises `TransportError` with none of them registered."""
+        """Registers new regions, or raises `TransportError` and registers none."""
 
     def _unregister(self, regions: Sequence[Region]) -> None: ...
 
     def _check(self, peer: str, description: AnyDescription) -> None:
-        """Raises `PeerError` for a description of the right kind that cannot be of use here."""
+        """Raises `PeerError` for a description of the right kind that this process cannot use."""
 
     def _target(self, peer: str, description: AnyDescription) -> Target:
-        """The process that wrote a description, to tell when it has ended. Raises `TransportError` if it has."""
+        """The process that wrote a description, held to tell when it ends. Raises `TransportError` if it has ended."""
         return Elsewhere()
 
     def _attach(self, peer: str, description: AnyDescription, target: Target) -> AnyLink:
-        """Connects to a life of a peer; may raise `PeerError` or `TransportError`, and the old state stands."""
+        """Connects to one life of a peer. May raise `PeerError` or `TransportError`; the old connection then stays."""
         return self.link_type(peer, description)
 
     def _refresh(self, link: AnyLink, description: AnyDescription) -> None:
-        """A connected peer described itself anew."""
+        """A connected peer sent a newer description."""
         link.learn(description)
 
     def _offers(self, link: AnyLink, region: Region) -> bool:
-        """Whether the peer registered all of `region`."""
+        """Whether the peer registered all bytes of `region`."""
         return link.offered.holds(region.base, region.nbytes)
 
     def _prepare(self, link: AnyLink, prepared: Ranges) -> None:
-        """Makes `link.prepared` what may be written from now on, or raises `PeerError`."""
+        """Makes `prepared` the ranges that may be written from now on, or raises `PeerError`."""
         link.prepared = prepared
 
     @abstractmethod
     def _write(self, link: AnyLink, post: Post) -> None:
-        """Starts a post; raises `TransportError` if none of it is or will be written."""
+        """Starts a post. Raises `TransportError` if no byte is or will be written."""
 
     @abstractmethod
     def _progress(self) -> None:
-        """Moves things on, and adds what happened to `self.events`."""
+        """Advances the transfers, and appends what happened to `self.events`."""
 
     def _detach(self, link: AnyLink) -> None:
-        """A peer was disconnected: no post to it begins any more."""
+        """A peer was disconnected: no new post to it starts."""
 
     @abstractmethod
     def _shut(self) -> None:
-        """Gives everything back; called once, with all peers disconnected."""
+        """Releases everything. Called once, after all peers are disconnected."""
 
     # Verbs.
 
@@ -205,7 +204,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
 
     def unregister(self, regions: Sequence[Region]) -> None:
         self.check_open()
-        self.own = self.own.without(regions)  # first: of what a refusal leaves half done, nothing may be posted
+        self.own = self.own.without(regions)  # first: after a refusal halfway, none of them may be posted
         self._unregister(list(dict.fromkeys(regions)))
 
     def connect(self, peer: str, description: bytes) -> None:
@@ -281,7 +280,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         self.events.clear()
 
     def check_tag(self, tag: bytes) -> None:
-        """Raises `UsageError` for one that is too long."""
+        """Raises `UsageError` for a tag that is too long."""
         if len(tag) > self.max_tag_nbytes:
             name = self.traits.name
             raise UsageError(f"a tag of {len(tag)} bytes", remedy=f"{name} carries at most {self.max_tag_nbytes}")
@@ -300,7 +299,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         return link
 
     def _process(self, peer: str, description: AnyDescription) -> Target:
-        """`_target`. A process that has ended already is remembered as one that was met: its death is proved."""
+        """`_target`; a process that has ended already still counts as identified, with its death proved."""
         try:
             return self._target(peer, description)
         except TransportError:

@@ -26,12 +26,13 @@ class Batch(NamedTuple):
 
 
 def batches(spans: Spans, local: Ranges, remote: Ranges) -> Iterator[Batch]:
-    """`spans` by pairs of regions, in order within each; spans that follow each other on both sides are one run.
+    """`spans` grouped by pair of regions, in order within each pair. Spans that are adjacent on both sides become one
+    run.
 
     Every span must lie in one region of each side: see `Ranges.find`.
     """
     pairs = local.index(spans.src), remote.index(spans.dst)
-    order = np.lexsort(pairs[::-1])  # stable: within a pair the spans keep their order
+    order = np.lexsort(pairs[::-1])  # stable: spans keep their order within a pair
     i, j, src, dst, nbytes = (column[order] for column in (*pairs, *spans))
     pair_starts = np.r_[True, (np.diff(i) != 0) | (np.diff(j) != 0)]
     gaps = (src[1:] != src[:-1] + nbytes[:-1]) | (dst[1:] != dst[:-1] + nbytes[:-1])

@@ -1,15 +1,20 @@
-"""CUDA IPC: an allocation on a GPU of one process mapped into another, and copies in a stream of this one's.
+"""CUDA IPC: maps a GPU allocation of one process into another, and copies in a stream of this process.
 
-The one module here that calls CUDA: through CuPy's runtime, and for what CuPy has no words for through the driver
-(`pdstage.kernels.driver`).
+This is the only module here that calls CUDA: through CuPy's runtime, and through the driver (`pdstage.kernels.driver`)
+for calls that CuPy lacks.
 
-The rules are those of cudaIpcGetMemHandle, cudaIpcOpenMemHandle and cudaIpcCloseMemHandle in the CUDA runtime's
-reference, and of the driver's header (cuda.h 13): a handle is of a whole allocation and is taken of its base; it opens
-in other processes only, where the driver may be asked for the same handle once (older ones refuse it the second time,
-later ones count); a device that the opening process cannot see may hold the memory; what was opened is closed before
-its owner frees it. Memory of cuMemCreate and of cudaMallocAsync has no such handle
-(CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE); the first kind is for `_segments`. UCX (src/uct/cuda/cuda_ipc) finds
-base and capability the same way.
+The rules come from cudaIpcGetMemHandle, cudaIpcOpenMemHandle and cudaIpcCloseMemHandle in the CUDA runtime's reference,
+and from the driver's header (cuda.h 13):
+
+* A handle covers a whole allocation and is taken at its base.
+* Only other processes can open it, and each asks the driver for it once: older drivers refuse a second time, newer ones
+  count.
+* The memory may lie on a device that the opening process cannot see.
+* The opener closes it before its owner frees the memory.
+* Memory of cuMemCreate and of cudaMallocAsync has no such handle (CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE).
+  `_segments` handles the first kind.
+
+UCX (src/uct/cuda/cuda_ipc) finds base and capability the same way.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ _REMEDY = (
 
 
 class Block(NamedTuple):
-    """An allocation as another process may open it: 64 bytes of handle, the GPU's UUID, its base and size here."""
+    """An allocation that another process may open: a handle of 64 bytes, the GPU's UUID, its base and size here."""
 
     handle: bytes
     uuid: bytes
@@ -61,7 +66,7 @@ class Cuda:
         self._runtime = runtime
         self._driver = library
         self._calls = calls
-        self._lock = threading.RLock()  # a mapping may be given up by the collector, while another is being opened
+        self._lock = threading.RLock()  # the garbage collector may release a mapping while another is being opened
         self._open: dict[tuple[int, bytes], _Opened] = {}
         self._batches = library.has_batches
         self.error: type[Exception] = runtime.CUDARuntimeError
@@ -70,19 +75,19 @@ class Cuda:
         return Current(self._runtime, device, self._driver)
 
     def export(self, base: int, nbytes: int) -> Block | Segments:
-        """What opens memory of this process in another; of `Segments` the descriptors are the caller's to close.
+        """Exports memory of this process so that another can open it. The caller closes the descriptors of `Segments`.
 
-        Raises `UsageError`, saying why, where nothing does.
+        Raises `UsageError` with the reason if the memory cannot be exported.
         """
         attribute = self._driver.attribute
         start, whole, why = attribute(driver.RANGE_START, base), attribute(driver.RANGE_NBYTES, base), ""
         capable = bool(attribute(driver.IPC_CAPABLE, base))
         if under_mps():
-            why = "is of a process under MPS, where what a killed process wrote may land after its end"
+            why = "belongs to a process under MPS, where writes of a killed process may land after its end"
         elif attribute(driver.IS_MANAGED, base):
             why = "is managed memory (cudaMallocManaged)"
         elif attribute(driver.MEMPOOL, base):
-            why = "is of a stream's pool (cudaMallocAsync)"
+            why = "belongs to a stream's pool (cudaMallocAsync)"
         elif capable and not start <= base < base + nbytes <= start + whole:
             why = f"lies in more than one allocation (this one is {start:#x}..{start + whole:#x})"
         if why:
@@ -100,7 +105,7 @@ class Cuda:
         return Block(handle, uuid, start, whole)
 
     def ordinal(self, uuid: bytes) -> int | None:
-        """This process's number of a GPU; None if it does not see it, as with CUDA_VISIBLE_DEVICES of one."""
+        """This process's number of a GPU; None if it is not visible, as with CUDA_VISIBLE_DEVICES of one GPU."""
         every = range(self._runtime.getDeviceCount())
         return next((device for device in every if self._driver.uuid(device) == uuid), None)
 
@@ -108,22 +113,22 @@ class Cuda:
         return device == peer or bool(self._runtime.deviceCanAccessPeer(device, peer))
 
     def allow(self, device: int, peer: int, base: int, nbytes: int) -> None:
-        """Lets kernels on `device` write memory that this same process has on `peer`."""
+        """Lets kernels on `device` write memory of this process on `peer`."""
         with self.on(device):
             try:
                 self._runtime.deviceEnablePeerAccess(peer)
             except self.error as error:
                 if getattr(error, "status", 0) != 704:  # cudaErrorPeerAccessAlreadyEnabled
                     raise
-            if not self._driver.attribute(driver.IPC_CAPABLE, base):  # what is mapped is let in range by range
+            if not self._driver.attribute(driver.IPC_CAPABLE, base):  # virtual mappings are given access range by range
                 for start, whole in _segments.ranges(self._driver, base, nbytes):
                     self._calls.allow(start, whole, device)
 
     def open(self, exported: Block | Segments, device: int, fetch: Callable[[int], int]) -> Mapping:
-        """Maps another process's memory for kernels and copies of `device`; what is open already is shared. `fetch`
-        gives that process's descriptor as one of this process.
+        """Maps another process's memory for kernels and copies of `device`. Memory that is open already is shared.
+        `fetch` turns a descriptor number of that process into a descriptor of this one.
 
-        Raises `TransportError` where the driver refuses.
+        Raises `TransportError` if the driver refuses.
         """
         key = device, exported.name if isinstance(exported, Segments) else exported.handle
         with self._lock:
@@ -152,13 +157,13 @@ class Cuda:
                 flags = self._runtime.cudaIpcMemLazyEnablePeerAccess
                 address = int(self._runtime.ipcOpenMemHandle(block.handle, flags))
         except self.error as error:
-            raise TransportError(f"the driver does not map it: {error}", remedy="see the driver's words") from error
+            raise TransportError(f"the driver does not map it: {error}", remedy="see the driver's message") from error
         opened = _Opened(address, lambda: self._runtime.ipcCloseMemHandle(address))
-        whole = self._driver.attribute(driver.RANGE_NBYTES, address)  # 0 where the driver does not say
+        whole = self._driver.attribute(driver.RANGE_NBYTES, address)  # 0 if the driver does not report it
         if (address - block.base) % 256 or 0 < whole < block.nbytes:
             self._unmap(device, opened)
             what = f"{whole} bytes at {address:#x} for a block of {block.nbytes} at {block.base:#x}"
-            raise TransportError(f"the driver maps {what}", remedy="the peer describes another allocation")
+            raise TransportError(f"the driver maps {what}", remedy="the peer described another allocation")
         return opened
 
     def _give_back(self, device: int, key: tuple[int, bytes]) -> None:
@@ -173,7 +178,7 @@ class Cuda:
         try:
             with self.on(device):
                 opened.close()
-        except (self.error, driver.DriverError) as error:  # of a device that failed: the process's end closes it
+        except (self.error, driver.DriverError) as error:  # the device failed: the process's end closes it
             log.warning("mapped device memory is not closed: %s", error)
 
     def new_stream(self, device: int) -> int:
@@ -185,33 +190,33 @@ class Cuda:
             return int(self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming))
 
     def free(self, stream: int, events: list[int]) -> None:
-        """Gives up a stream and events whose work is done."""
+        """Releases a stream and events whose work is done."""
         for event in events:
             self._runtime.eventDestroy(event)
         self._runtime.streamDestroy(stream)
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """Puts a copy in the stream; where the memory lies the driver knows by itself (unified addressing)."""
+        """Enqueues a copy. The driver finds the memory kind from the address (unified addressing)."""
         self._runtime.memcpyAsync(dst, src, nbytes, self._runtime.memcpyDefault, stream)
 
     @property
     def has_batches(self) -> bool:
-        """Whether many copies may be put in a stream by one call: the driver has it, and did not refuse it yet."""
+        """Whether one call can enqueue many copies: the driver supports it and has not refused it yet."""
         return self._batches
 
     def copy_batch(self, spans: Spans, stream: int) -> bool:
-        """Puts many copies in the stream by one call; False where the driver refuses. Then some may have begun."""
+        """Enqueues many copies by one call. False if the driver refuses; some copies may have begun then."""
         status = self._driver.copy_batch(spans, stream)
         self._batches = status == 0
         if status:
-            log.info("the driver refuses batches of copies (CUresult %d): they go one by one", status)
+            log.info("the driver refuses batches of copies (CUresult %d): copies are enqueued one by one", status)
         return self._batches
 
     def record(self, event: int, stream: int) -> None:
         self._runtime.eventRecord(event, stream)
 
     def done(self, event: int) -> bool:
-        """Whether all that was in the stream before the event's record has run; never waits."""
+        """Whether everything enqueued before the event's record has run. Never waits."""
         status = self._runtime.eventQuery(event)
         if status == _NOT_READY:
             return False
@@ -220,7 +225,7 @@ class Cuda:
 
 
 class _Opened:
-    """What is open in this process: the driver is asked for it once, whoever uses it."""
+    """Memory that is open in this process. The driver is asked once, however many users there are."""
 
     def __init__(self, address: int, close: Callable[[], None]) -> None:
         self.address, self.close = address, close
@@ -228,17 +233,17 @@ class _Opened:
 
 
 class Mapping:
-    """Another process's memory in this one; given back with the value's last reference."""
+    """Another process's memory in this one. It is released with the last reference to this object."""
 
     def __init__(self, address: int, give_back: Callable[[], None]) -> None:
         self.address = address
-        weakref.finalize(self, give_back).atexit = False  # at exit the driver itself may be gone
+        weakref.finalize(self, give_back).atexit = False  # at exit the driver may be gone already
 
 
 @cache
 def is_here() -> bool:
-    """Whether device memory may come: CuPy and the driver's library are there. Initialises nothing: a process that has
-    touched CUDA cannot fork workers that use it.
+    """Whether device memory can be used: CuPy and the driver's library are installed. Initialises nothing, since a
+    process that has touched CUDA cannot fork workers that use it.
     """
     if importlib.util.find_spec("cupy") is None:
         return False
@@ -251,7 +256,7 @@ def is_here() -> bool:
 
 @cache
 def here() -> Cuda:
-    """The process's CUDA. Raises `UsageError` where none can be used."""
+    """The process's CUDA. Raises `UsageError` if CUDA cannot be used."""
     try:
         from cupy.cuda import runtime  # noqa: PLC0415  (half a second, and only for memory on a device)
 
@@ -264,6 +269,6 @@ def here() -> Cuda:
 
 
 def under_mps() -> bool:
-    """Whether work of this process runs in the server of CUDA's Multi-Process Service, which may outlive it."""
+    """Whether this process's work runs in the server of CUDA's Multi-Process Service, which may outlive the process."""
     pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
     return Path(pipes, "control").exists()

@@ -1,7 +1,7 @@
 """Tags between processes of one host, over AF_UNIX datagrams in the abstract namespace.
 
-A datagram is whole or absent, and the kernel keeps only a few of them for a receiver (net.unix.max_dgram_qlen): a full
-receiver refuses the next one. What it refuses waits at the sender, in order, and nothing here ever blocks.
+A datagram arrives whole or not at all. The kernel queues only a few for a receiver (net.unix.max_dgram_qlen) and
+refuses the next one. Refused datagrams wait at the sender, in order. Nothing here ever blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class Inbox:
-    """Receives under a name drawn at random, so that no later life of a process is ever taken for this one."""
+    """Receives under a random name, so that a later life of a process is never taken for this one."""
 
     def __init__(self) -> None:
         self.name = f"pdstage.{secrets.token_hex(16)}"
@@ -36,7 +36,7 @@ class Inbox:
         return self._socket.fileno()
 
     def receive(self) -> list[bytes]:
-        """What has come, at most a few hundred tags; the rest stays readable."""
+        """The tags that have arrived, at most a few hundred; the descriptor stays readable for the rest."""
         tags: list[bytes] = []
         ours = (0, os.geteuid())  # abstract names have no permissions: any user may send to them
         if native.ext is not None:
@@ -61,7 +61,7 @@ class Inbox:
 
 
 class Outbox:
-    """Sends to one inbox; holds what that inbox has no room for."""
+    """Sends to one inbox, and queues the tags that the inbox has no room for."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -73,7 +73,7 @@ class Outbox:
         return self._socket.fileno()
 
     def check(self) -> None:
-        """Raises `OSError` if the inbox was closed; its process may live on."""
+        """Raises `OSError` if the inbox was closed. Its process may still live."""
         if native.ext is None:
             self._socket.connect("\0" + self._name)
         elif code := native.ext.connect_abstract(self._socket.fileno(), self._name):
@@ -83,12 +83,14 @@ class Outbox:
         self._waiting.append((ticket, tag))
 
     def flush(self) -> list[int]:
-        """The tickets whose tags the inbox took now; `is_empty` tells of more. Raises `OSError` if it was closed."""
+        """The tickets whose tags the inbox took now; `is_empty` says whether more wait. Raises `OSError` if it was
+        closed.
+        """
         sent: list[int] = []
         while self._waiting:
             ticket, tag = self._waiting[0]
             code = self._send(tag)
-            if code and (code == errno.EAGAIN or sent):  # another error is reported by the next flush
+            if code and (code == errno.EAGAIN or sent):  # the next flush reports any other error
                 break
             if code:
                 raise OSError(code, os.strerror(code))
@@ -110,7 +112,7 @@ class Outbox:
         return not self._waiting
 
     def drop(self) -> list[int]:
-        """Gives up on all that waits, and returns its tickets."""
+        """Drops all tags that wait, and returns their tickets."""
         tickets = [ticket for ticket, _ in self._waiting]
         self._waiting.clear()
         return tickets
@@ -120,7 +122,7 @@ class Outbox:
 
 
 class Bell:
-    """A descriptor that is readable from `ring` until `lower`."""
+    """A descriptor that is readable between `ring` and `lower`."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -1,7 +1,8 @@
-"""Device memory in transport `local`: what peers may open of ours, where theirs lies here, and copies under way.
+"""Device memory in transport `local`: the memory that peers may open, where theirs is mapped here, and copies in
+flight.
 
-A copy is put in a stream of the transport's own and followed by an event, which `poll` asks for and nobody waits for.
-What it writes stays mapped until the event says that it is done, whatever became of the peer or of the transport.
+A copy runs in a stream of this transport, followed by an event. `poll` queries the event; nothing waits for it. The
+destination stays mapped until the event is done, even if the peer or the transport goes first.
 """
 
 from __future__ import annotations
@@ -35,17 +36,18 @@ ON_DEVICE: dict[str, Any] = {
     "kinds": frozenset({"cpu", KIND}), "max_descriptors": 4096, "post_blocks": False, "stops_reads": False,
     "bytes_per_s": 50e9, "descriptor_s": 3e-6, "post_s": 20e-6,
 }  # fmt: skip
-"""What is other of a peer whose device memory is written. The figures are guesses: no GPU was there to measure them."""
-_OTHER_WAY = "use another transport between the two (auto does), or what is said above"
+"""Traits that differ for a peer whose device memory is written. The figures are guesses: no GPU was there to measure.
+"""
+_OTHER_WAY = "use another transport between the two (auto does), or fix the reason above"
 
-_NEWER = "it is of cuMemCreate, which this release of pdstage does not map; use the same release on both sides"
+_NEWER = "it is memory of cuMemCreate, which this release of pdstage does not map; use the same release on both sides"
 
 Word = TypeVar("Word")
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True):
-    """One region as its owner tells of it: `block` opens the allocation that it lies in, `segments` those that it lies
-    in, or `why_not` says why nothing does.
+class ExportedRegion(msgspec.Struct, frozen=True, array_like=True):
+    """One region as its owner describes it. `block` opens the allocation that holds it, `segments` opens the several
+    allocations that hold it, or `why_not` says why it cannot be opened.
     """
 
     base: int
@@ -54,14 +56,14 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
     block: Block | None = None
     why_not: str = ""
     segments: Segments | None = None
-    """Peers that do not know of it show `why_not`."""
+    """Peers of an older release, which do not know `segments`, show `why_not`."""
 
     def region(self) -> Region:
         return Region(self.base, self.nbytes, KIND, self.device)
 
 
 class _View(NamedTuple):
-    """A peer's region here: bytes at `base` there lie at `base + shift`, for as long as `held` lives."""
+    """A peer's region here: bytes at `base` there lie at `base + shift` here while `held` lives."""
 
     base: int
     nbytes: int
@@ -70,7 +72,7 @@ class _View(NamedTuple):
 
 
 class Views:
-    """Where the device memory lies that was prepared of one peer."""
+    """Where the prepared device memory of one peer is mapped."""
 
     def __init__(self, views: Iterable[_View] = ()) -> None:
         self._views = tuple(views)
@@ -85,7 +87,9 @@ class Views:
         return None
 
     def here(self, addresses: Ints) -> tuple[Ints, list[Mapping | None]]:
-        """Addresses of the peer as they are here, and what keeps them so. They lie in regions that were prepared."""
+        """Addresses of the peer as addresses here, and the mappings that keep them valid. They must lie in prepared
+        regions.
+        """
         shifted = addresses.copy()
         held = []
         for view in self._views:
@@ -97,20 +101,20 @@ class Views:
 
 
 class Devices(Generic[Word]):
-    """The device memory of one transport. `load` gives CUDA, the first time that there is some."""
+    """The device memory of one transport. `load` returns CUDA; it is called when device memory first appears."""
 
     def __init__(self, load: Callable[[], Cuda]) -> None:
         self._load = load
-        self._told: dict[Region, Told] = {}
-        self._exported: list[Segments] = []
-        """Also of what is not registered any more: a description may be about that names its descriptors."""
+        self._regions: dict[Region, ExportedRegion] = {}
+        self._segments: list[Segments] = []
+        """Includes regions that were unregistered: a description in use elsewhere may still name their descriptors."""
         self._copies: dict[int, Copies[Word]] = {}
         self._said: set[str] = set()
 
     def register(self, regions: Iterable[Region]) -> None:
-        """Memory that cannot be exported may be read by our posts; peers are told why they cannot write it."""
+        """Memory that cannot be exported can still be read by our posts; peers are told why they cannot write it."""
         for region in regions:
-            if region in self._told or region.kind != KIND:
+            if region in self._regions or region.kind != KIND:
                 continue
             block = segments = None
             why_not = ""
@@ -118,36 +122,41 @@ class Devices(Generic[Word]):
                 exported = self._load().export(region.base, region.nbytes)
                 if isinstance(exported, Segments):
                     segments, why_not = exported, _NEWER
-                    self._exported.append(segments)
+                    self._segments.append(segments)
                 else:
                     block = exported
             except (UsageError, TransportError) as error:
                 why_not = str(error)
                 log.info("peers cannot map %s: %s", region, error)
-            self._told[region] = Told(region.base, region.nbytes, region.device, block, why_not, segments)
+            self._regions[region] = ExportedRegion(region.base, region.nbytes, region.device, block, why_not, segments)
 
     def unregister(self, regions: Iterable[Region]) -> None:
         for region in regions:
-            self._told.pop(region, None)
+            self._regions.pop(region, None)
 
-    def told(self) -> list[Told]:
-        return list(self._told.values())
+    def exported(self) -> list[ExportedRegion]:
+        return list(self._regions.values())
 
     def views(
-        self, peer: str, told: Sequence[Told], regions: Sequence[Region], fetch: Callable[[int], int] | None
+        self,
+        peer: str,
+        offered: Sequence[ExportedRegion],
+        regions: Sequence[Region],
+        fetch: Callable[[int], int] | None,
     ) -> Views:
-        """Maps what of `regions` lies on a device. `fetch` gives a descriptor of the peer's process as one of this one;
-        None: it is this one. Raises `PeerError`, saying why, where one cannot be written.
+        """Maps the device memory among `regions`. `fetch` turns a descriptor number of the peer's process into a
+        descriptor of this one; None: the peer is this process. Raises `PeerError` with the reason if a region cannot be
+        written.
         """
         wanted = [region for region in regions if region.kind == KIND]
-        if not wanted and not self._told:
+        if not wanted and not self._regions:
             return Views()
-        ours = {region.device for region in self._told}
+        ours = {region.device for region in self._regions}
         if not wanted or len(ours) != 1:
-            what = f"this rank has registered memory of {len(ours)} devices, and peer {peer!r} {len(wanted)} regions"
+            what = f"this rank has registered memory on {len(ours)} devices, and peer {peer!r} {len(wanted)} regions"
             raise PeerError(f"{what} of device memory", remedy="local needs one device here, and device memory there")
         (device,) = ours
-        holders = [next(one for one in told if _inside(region, one)) for region in wanted]
+        holders = [next(one for one in offered if _inside(region, one)) for region in wanted]
         cuda = self._load()
         try:
             distinct = {(one.base, one.nbytes): one for one in holders}.values()
@@ -157,26 +166,28 @@ class Devices(Generic[Word]):
             raise self._refused(peer, str(error)) from error
         return Views(views)
 
-    def _view(self, peer: str, told: Told, cuda: Cuda, device: int, fetch: Callable[[int], int] | None) -> _View:
+    def _view(
+        self, peer: str, offered: ExportedRegion, cuda: Cuda, device: int, fetch: Callable[[int], int] | None
+    ) -> _View:
         if fetch is None:
-            if told.device != device:
-                self._check_access(peer, cuda, device, told.device)
-                cuda.allow(device, told.device, told.base, told.nbytes)
-            return _View(told.base, told.nbytes, 0, None)
-        exported = told.segments or told.block
+            if offered.device != device:
+                self._check_access(peer, cuda, device, offered.device)
+                cuda.allow(device, offered.device, offered.base, offered.nbytes)
+            return _View(offered.base, offered.nbytes, 0, None)
+        exported = offered.segments or offered.block
         if exported is None:
-            raise self._refused(peer, told.why_not or "it exports no device memory")
-        inside = exported.base <= told.base <= told.base + told.nbytes <= exported.base + exported.nbytes
+            raise self._refused(peer, offered.why_not or "it exports no device memory")
+        inside = exported.base <= offered.base <= offered.base + offered.nbytes <= exported.base + exported.nbytes
         if not inside or (isinstance(exported, Segments) and not exported.is_whole):
-            raise PeerError(f"peer {peer!r} tells of memory outside its allocation", remedy="trust that peer no more")
+            raise PeerError(f"peer {peer!r} describes memory outside its allocation", remedy="stop using that peer")
         seen = cuda.ordinal(exported.uuid)
-        if seen is not None:  # else the driver alone can say, when it is asked to map it
+        if seen is not None:  # else only the driver knows, when it maps the memory
             self._check_access(peer, cuda, device, seen)
         try:
             mapping = cuda.open(exported, device, fetch)
         except TransportError as error:
             raise self._refused(peer, str(error)) from error
-        return _View(told.base, told.nbytes, mapping.address - exported.base, mapping)
+        return _View(offered.base, offered.nbytes, mapping.address - exported.base, mapping)
 
     def _check_access(self, peer: str, cuda: Cuda, device: int, other: int) -> None:
         if not cuda.can_access(device, other):
@@ -194,7 +205,7 @@ class Devices(Generic[Word]):
         return self._copies[device]
 
     def start(self, word: Word, spans: Spans, views: Views) -> None:
-        """Begins a copy of device memory; `ended` gives `word` back. Raises `TransportError`: then nothing moves."""
+        """Starts a copy of device memory; `ended` returns `word`. Raises `TransportError` if nothing is copied."""
         dst, held = views.here(spans.dst)
         (copies,) = self._copies.values()
         copies.start(word, spans._replace(dst=dst), held)
@@ -211,11 +222,11 @@ class Devices(Generic[Word]):
     def close(self) -> None:
         for copies in self._copies.values():
             copies.close()
-        for segments in self._exported:
+        for segments in self._segments:
             close_descriptors(segments.descriptors)
         self._copies.clear()
-        self._told.clear()
-        self._exported.clear()
+        self._regions.clear()
+        self._segments.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -224,12 +235,12 @@ class Devices(Generic[Word]):
         self.close()
 
 
-def _inside(region: Region, told: Told) -> bool:
-    return told.base <= region.base and region.base + region.nbytes <= told.base + told.nbytes
+def _inside(region: Region, offered: ExportedRegion) -> bool:
+    return offered.base <= region.base and region.base + region.nbytes <= offered.base + offered.nbytes
 
 
 class Ended(NamedTuple, Generic[Word]):
-    """A copy that is over. Not `settled`: the device failed, and what of it may still land is unknown."""
+    """A finished copy. Not `settled`: the device failed, and bytes may still land."""
 
     word: Word
     error: TransportError | None
@@ -244,12 +255,12 @@ class _Running(NamedTuple, Generic[Word]):
 
 
 _orphans: list[Copies[Any]] = []
-"""Of transports that were closed with copies under way: their mappings stay until those have ended."""
+"""Copies in flight of closed transports: their mappings stay until the copies end."""
 _orphans_lock = threading.Lock()
 
 
 class Copies(Generic[Word]):
-    """Copies in one stream of one device, in their order."""
+    """Copies in one stream of one device, in order."""
 
     def __init__(self, cuda: Cuda, device: int) -> None:
         self._cuda, self._device = cuda, device
@@ -259,15 +270,15 @@ class Copies(Generic[Word]):
         reap()
 
     def start(self, word: Word, spans: Spans, held: object) -> None:
-        """Copies that do not depend on each other: by one call where the driver has it, else by one for each span.
+        """Starts independent copies: by one call if the driver supports that, else one call per span.
 
-        Raises `TransportError`, and then nothing moves; a fault after the first span is told with the ending.
+        Raises `TransportError` if nothing is copied. A fault after the first span is reported when the copy ends.
         """
         cuda, failed, begun = self._cuda, None, False
         try:
             with cuda.on(self._device):
                 event = self._spare.pop() if self._spare else cuda.new_event(self._device)
-                # What a refused batch has begun is copied again, after it.
+                # Spans that a refused batch has begun are copied again, after it.
                 begun = len(spans.nbytes) > 1 and cuda.has_batches
                 if not begun or not cuda.copy_batch(spans, self._stream):
                     columns = zip(spans.dst.tolist(), spans.src.tolist(), spans.nbytes.tolist(), strict=True)
@@ -300,13 +311,13 @@ class Copies(Generic[Word]):
             failed = self.running[0].error if broken else None
         except self._cuda.error as error:
             broken, failed = True, _failed(error)
-        if broken:  # a device that failed answers nothing ever again
+        if broken:  # a failed device never answers again
             ended += [Ended(one.word, one.error or failed, settled=False) for one in self.running]
             self.running.clear()
         return ended
 
     def close(self) -> None:
-        """Gives the stream back, or leaves that to `reap` while copies are under way."""
+        """Releases the stream, or leaves that to `reap` while copies are in flight."""
         if self.running:
             with _orphans_lock:
                 _orphans.append(self)
@@ -315,7 +326,7 @@ class Copies(Generic[Word]):
             with self._cuda.on(self._device):
                 self._cuda.free(self._stream, self._spare)
         except self._cuda.error as error:
-            log.warning("a stream is not given back: %s", error)
+            log.warning("a stream is not released: %s", error)
 
     def __enter__(self) -> Self:
         return self
@@ -325,7 +336,7 @@ class Copies(Generic[Word]):
 
 
 def reap() -> None:
-    """Gives back what closed transports left under way and has ended."""
+    """Releases the streams and mappings of closed transports whose copies have ended."""
     with _orphans_lock:
         left, _orphans[:] = _orphans[:], []
     for copies in left:

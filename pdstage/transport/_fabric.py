@@ -1,7 +1,7 @@
 """The network devices and NUMA nodes of this host, to choose which of them a transport uses.
 
-It asks the kernel (sysfs-class-infiniband and sysfs-devices-node in its documentation; plain devices by name, since
-sysfs may show another network namespace's).
+The answers come from the kernel (sysfs-class-infiniband and sysfs-devices-node in its documentation). Plain devices are
+looked up by name, since sysfs may show another network namespace's.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _MAX_ADDRESSES = 4096
 
 
 def device_ports(devices: Sequence[str]) -> list[str]:
-    """The devices by the names that UCX knows: `eth0` as it is, an RDMA device as `mlx5_0:1`, one for each port.
+    """The devices by the names that UCX uses: `eth0` unchanged, an RDMA device as `mlx5_0:1`, once per port.
 
-    Raises `UsageError` for a device or port that is not here.
+    Raises `UsageError` for a device or port that this host does not have.
     """
     if isinstance(devices, str):
         raise UsageError(f"devices={devices!r}", remedy=f"give a list of names, such as [{devices!r}]", field="devices")
@@ -47,7 +47,7 @@ def device_ports(devices: Sequence[str]) -> list[str]:
             found.append(device)
         else:
             raise UsageError(
-                f"there is no network device {device!r} here",
+                f"no network device {device!r} on this host",
                 remedy=f"name some of {', '.join([*rdma, *plain]) or 'none'}",
                 field="devices",
             )
@@ -55,10 +55,11 @@ def device_ports(devices: Sequence[str]) -> list[str]:
 
 
 def devices_at(host: str) -> list[str]:
-    """What UCX is to use so that its TCP stays on the network of `host`, an address of this machine: the interface that
-    holds it, loopback, and every port of an RDMA device, by the names that UCX knows.
+    """The devices that keep UCX's TCP on the network of `host`, an address of this machine: the interface that holds
+    it, loopback, and every port of an RDMA device, by the names that UCX uses.
 
-    None where that would leave UCX without a network: no interface holds it, or a bridge, which UCX does not use.
+    None if that would leave UCX without a network: no interface holds the address, or a bridge does, which UCX does not
+    use.
     """
     interface = "lo" if ipaddress.ip_address(host).is_loopback else interface_of(host)
     if not interface or (_SYS / "class/net" / interface / "bridge").is_dir():
@@ -75,17 +76,17 @@ def interface_of(host: str) -> str:
         return held.get(address.packed.hex(), "")
     rows = array("B", bytes(_IFREQ_NBYTES * _MAX_ADDRESSES))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        told = fcntl.ioctl(asked, _SIOCGIFCONF, struct.pack("iP", len(rows), rows.buffer_info()[0]))
-    filled = rows.tobytes()[: struct.unpack("iP", told)[0]]
+        answer = fcntl.ioctl(asked, _SIOCGIFCONF, struct.pack("iP", len(rows), rows.buffer_info()[0]))
+    filled = rows.tobytes()[: struct.unpack("iP", answer)[0]]
     for at in range(0, len(filled), _IFREQ_NBYTES):
         if filled[at + 20 : at + 24] == address.packed:
             label = filled[at : at + 16].partition(b"\0")[0].decode()
-            return label.partition(":")[0]  # of several addresses those behind the first may be eth0:1
+            return label.partition(":")[0]  # a second address of an interface may be labelled eth0:1
     return ""
 
 
 def _usable_ports() -> list[str]:
-    """The active ports of RDMA devices that this process may open: of others UCX complains where they are named."""
+    """The active ports of RDMA devices that this process may open. UCX complains about others if they are named."""
     found = []
     for verbs in _listed("class/infiniband_verbs"):
         named = _SYS / "class/infiniband_verbs" / verbs / "ibdev"
@@ -98,15 +99,15 @@ def _usable_ports() -> list[str]:
 
 
 def near_devices(node: int) -> list[str]:
-    """The RDMA devices on the same NUMA node; none where the host does not say."""
+    """The RDMA devices on the same NUMA node; empty if the host does not report nodes."""
     return [name for name in _listed("class/infiniband") if _node_of(name) == node]
 
 
 @contextmanager
 def on_node(node: int | None) -> Iterator[None]:
-    """Keeps this thread, and for good the threads that it starts meanwhile, to the processors of a NUMA node.
+    """Binds this thread to the processors of a NUMA node for the `with` block. Threads started inside stay bound.
 
-    Raises `UsageError` for a node that is not here, or that has no processor this process may use.
+    Raises `UsageError` for a node that does not exist, or that has no processor this process may use.
     """
     if node is None:
         yield
@@ -138,7 +139,7 @@ def _node_of(rdma_device: str) -> int:
 
 
 def _cpus(listed: str) -> set[int]:
-    """From the kernel's form: 0-3,8."""
+    """Parses the kernel's form: 0-3,8."""
     cpus: set[int] = set()
     for part in filter(None, listed.strip().split(",")):
         first, _, last = part.partition("-")

@@ -1,10 +1,10 @@
-"""Any transport with faults on purpose, so that an engine's team can test its own error paths.
+"""Any transport with deliberate faults, so that an engine's team can test its own error paths.
 
     PrefillNode(..., transport={"name": "nixl", "faults": {"seed": 7, "fail": 0.01, "lose_tag": 0.001, "delay": 0.1}})
 
-The faults are drawn from the seed, one post after the other: the same posts meet the same faults. Only what this side
-posts and is told is touched: no byte is altered, and nothing is written where the transport itself would not write.
-Mooncake's TENT has such a proxy, `FaultProxyTransport`.
+The faults are drawn from the seed, one post after the other: the same posts get the same faults. They affect only this
+side's posts and events. No byte is altered, and nothing is written where the transport itself would not write.
+Mooncake's TENT has a similar proxy, `FaultProxyTransport`.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ _REMEDY = "this fault was asked for: see docs/transports.md, Faults on purpose"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """What goes wrong, and how often: chances of 0 to 1, of each post."""
+    """What goes wrong, and how often: probabilities from 0 to 1, per post."""
 
     seed: int = 0
     refuse: float = 0.0
-    """`post` raises: nothing is written."""
+    """`post` raises and writes nothing."""
     fail: float = 0.0
-    """The post fails, and nothing is written."""
+    """The post fails after `post` returned, and nothing is written."""
     fail_written: float = 0.0
-    """The post fails, although all of it is written, tag included."""
+    """The post fails although all its bytes and its tag are written."""
     lose_tag: float = 0.0
-    """All bytes arrive, and the tag never does. Of no effect where tags travel as messages."""
+    """All bytes arrive, but the tag never does. No effect where tags travel as messages."""
     delay: float = 0.0
-    """What happened, of either side's posts, is told up to `delay_s` later."""
+    """Events of either side's posts are reported up to `delay_s` later."""
     delay_s: float = 0.1
     die_after: int = 0
-    """From this post on, every one is refused, as if all peers were gone; 0: never."""
+    """Every post from this one on is refused, as if all peers were gone; 0: never."""
     for_s: float = 0.0
-    """All of this ends so long after the transport was made; 0: it never does."""
+    """All faults end this many seconds after the transport was made; 0: never."""
 
     @classmethod
     def of(cls, given: object) -> Faults:
-        """Raises `UsageError` for an unknown fault, or a chance that is none."""
+        """Raises `UsageError` for an unknown fault or an impossible probability."""
         names = [field.name for field in fields(cls)]
         if not isinstance(given, dict):
             raise UsageError(f"faults are {arguments.shown(given)}", remedy=f"give a mapping of {', '.join(names)}")
@@ -74,7 +74,7 @@ _NONE = Faults()
 
 
 class FaultyTransport(Transport):
-    """`inner` with faults. It owns `inner`, and maps no memory of peers, so that every write is a post."""
+    """`inner` with faults. It owns `inner`. It maps no memory of peers, so that every write is a post."""
 
     def __init__(self, inner: Transport, faults: Faults) -> None:
         self._inner, self._faults = inner, faults
@@ -84,7 +84,7 @@ class FaultyTransport(Transport):
         self._tickets = count(1)
         self._n_posts = 0
         self._under_way: dict[int, tuple[int, bool]] = {}
-        """By `inner`'s ticket: ours, and whether it is to fail once it is written."""
+        """By `inner`'s ticket: our ticket, and whether it must fail once it is written."""
         self._late: list[tuple[float, int, Event]] = []
         self._n_events = count()
 
@@ -109,10 +109,10 @@ class FaultyTransport(Transport):
     def poll(self) -> list[Event]:
         for event in self._inner.poll():
             self._tell(event if isinstance(event, Inbound) else self._ours(event))
-        told, now = [], time.monotonic()
+        events, now = [], time.monotonic()
         while self._late and self._late[0][0] <= now:
-            told.append(heapq.heappop(self._late)[2])
-        return told
+            events.append(heapq.heappop(self._late)[2])
+        return events
 
     def _ours(self, event: Done | PostFailed) -> Done | PostFailed:
         ticket, fails = self._under_way.pop(event.ticket)
@@ -127,7 +127,7 @@ class FaultyTransport(Transport):
         heapq.heappush(self._late, (due, next(self._n_events), event))
 
     def filenos(self) -> Sequence[int]:
-        """None while something is to be told, which no descriptor announces."""
+        """None while a delayed event waits, since no descriptor announces it."""
         return () if self._late else self._inner.filenos()
 
     def register(self, regions: Sequence[Region]) -> None:

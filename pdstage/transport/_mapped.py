@@ -1,5 +1,6 @@
-"""Whom `local` writes to: a transport of this same process, or another process of this host, whose shared memory is
-mapped here and the rest written by process number.
+"""The peers that `local` writes to: transports of this process, and other processes of this host.
+
+Shared memory of another process is mapped here; its other memory is written by process id.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ log = logging.getLogger(__name__)
 
 
 class Owner(Protocol):
-    """A transport, as far as one of the same process looks into it."""
+    """What transports of one process see of each other."""
 
     own: Ranges
 
 
 class Here:
-    """A transport of this same process: the counterpart of `There`."""
+    """A transport of this process: the counterpart of `There`."""
 
     lives: ClassVar[weakref.WeakValueDictionary[str, Owner]] = weakref.WeakValueDictionary()
-    """The process's transports by their inboxes; `close` takes one out."""
+    """The process's transports by inbox name; `close` removes one."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -58,7 +59,7 @@ class Here:
         return int(spans.nbytes.sum()), None
 
     def why_not(self, spans: Spans) -> TransportError | None:
-        """Another process survives a stray write; this one would take itself down."""
+        """Checks the spans: a stray write into another process fails safely, but here it would crash this process."""
         try:
             self.lives[self._name].own.find(spans.dst, spans.nbytes)
         except UsageError as error:
@@ -78,7 +79,7 @@ class Here:
 
 
 class There:
-    """Another process, and what of its shared memory is mapped here."""
+    """Another process, and its shared memory that is mapped here."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -87,18 +88,18 @@ class There:
         self.descriptor = process.descriptor
 
     def unmap(self) -> None:
-        """Gives up what is mapped here, but for what `mapped` has given away."""
+        """Releases the mappings, except those that `mapped` has handed out."""
         self._views = []
 
-    def map(self, told: Iterable[tuple[int, Backing]], regions: Iterable[Region]) -> None:
-        """Maps what of `regions` can be mapped, instead of what was before; `told`: base, and of what it is."""
+    def map(self, backings: Iterable[tuple[int, Backing]], regions: Iterable[Region]) -> None:
+        """Maps the shareable ones of `regions` instead of the previous ones; `backings`: base and backing file."""
         self._views = []
-        for base, backing in told:
+        for base, backing in backings:
             if not any(base <= region.base < base + backing.nbytes for region in regions):
                 continue
             try:
                 self._views.append((base, shared.attach(self._process.pid, backing)))
-            except OSError as error:  # then it is written as memory that is not shared
+            except OSError as error:  # it is then written as unshared memory
                 log.info("memory of process %s is not mapped: %s", self._process.pid, error)
 
     def mapped(self, address: int, nbytes: int) -> Mapped | None:
@@ -117,7 +118,7 @@ class There:
 
 
 def copy(spans: Spans) -> None:
-    """Copies spans of this process to other addresses of it."""
+    """Copies spans within this process."""
     if native.ext is not None:
         native.ext.copy_spans(*spans)
         return

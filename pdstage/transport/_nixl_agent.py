@@ -1,7 +1,7 @@
-"""NIXL's own objects: starting an agent, what it may raise, its descriptor lists and what is registered with it.
+"""NIXL's own objects: starting an agent, its exceptions, its descriptor lists and its registrations.
 
-Lists are built for each post. Preparing them once and picking blocks by index, or describing spans of one stride by one
-row, is what NIXL 1.5.1 offers besides; neither was faster for a caller that has addresses (bench/micro/test_nixl.py).
+Descriptor lists are built for each post. NIXL 1.5.1 can also prepare them once and pick blocks by index, or describe
+spans of one stride by one row. Neither was faster for a caller that has addresses (bench/micro/test_nixl.py).
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 _NET_DEVICES = "UCX_NET_DEVICES"
 _TCP_GIVES_UP = "UCX_TCP_USER_TIMEOUT"
 _GIVES_UP_AFTER = "60s"
-"""As a post's deadline. UCX's keepalive is silent while bytes wait for an answer: there Linux tries for 15 minutes."""
+"""A post's deadline for TCP too: UCX's keepalive is silent while bytes wait for an answer, and Linux tries for 15 min.
+"""
 log = logging.getLogger(__name__)
 
 _environment = threading.Lock()
 
 
-def start(  # one keyword for each choice that NIXL or UCX leaves to its user
+def start(  # one keyword per choice that NIXL or UCX leaves to its user
     name: str,
     *,
     progress_thread: bool,
@@ -53,7 +54,7 @@ def start(  # one keyword for each choice that NIXL or UCX leaves to its user
     host: str,
     telemetry: bool,
 ) -> Any:  # noqa: ANN401  (NIXL's classes have no types)
-    """A new agent with the UCX plugin. Raises `UsageError` for a choice this host does not have, `TransportError`."""
+    """A new agent with the UCX plugin. Raises `UsageError` for a choice that this host lacks, else `TransportError`."""
     if n_threads < 0:
         raise UsageError(f"n_threads={n_threads}", remedy="give 0 or more", field="n_threads")
     if "NIXL_LOG_LEVEL" not in os.environ:
@@ -82,12 +83,13 @@ def start(  # one keyword for each choice that NIXL or UCX leaves to its user
 
 @contextmanager
 def _choices(devices: list[str]) -> Iterator[None]:
-    """Has UCX, which starts meanwhile, use these devices only, whatever the environment says; none: what that says.
+    """Makes UCX, which starts inside this block, use only these devices, whatever the environment says. An empty list
+    keeps the environment's choice.
 
-    By the environment, since NIXL 1.5.1 passes UCX one plain device or several RDMA devices at their first port, and
-    takes its own documented `ucx_devices` without a word; of what UCX does over TCP it passes nothing.
+    The environment is the only way: NIXL 1.5.1 passes UCX one plain device, or several RDMA devices at their first
+    port. It silently ignores its own documented `ucx_devices`, and passes nothing about UCX's use of TCP.
     """
-    with _environment:  # also where none are named, lest another thread's choice be taken
+    with _environment:  # also without a choice, so that another thread's choice is not used
         wanted = {_TCP_GIVES_UP: os.environ.get(_TCP_GIVES_UP, _GIVES_UP_AFTER)}
         if devices:
             wanted[_NET_DEVICES] = ",".join(devices)
@@ -103,14 +105,14 @@ def _choices(devices: list[str]) -> Iterator[None]:
 
 
 class Memory:
-    """What this process registered with NIXL."""
+    """This process's registrations with NIXL."""
 
     def __init__(self, agent: Any) -> None:  # noqa: ANN401
         self._agent: Any = agent
         self._held: dict[Region, Any] = {}
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Registers regions that are new; raises `TransportError` with none of them registered."""
+        """Registers new regions; raises `TransportError` and registers none."""
         done: dict[Region, Any] = {}
         try:
             for region in regions:
@@ -134,11 +136,11 @@ class Memory:
         for held in self._held.values():
             attempt(self._agent.deregister_memory, held, ["UCX"])
         self._held.clear()
-        self._agent = None  # with its last reference NIXL's thread and sockets go
+        self._agent = None  # the last reference holds NIXL's thread and sockets
 
 
 def descriptors(addresses: Ints, nbytes: Ints, place: Place) -> Any:  # noqa: ANN401
-    """NIXL's list of the spans, each with its own device."""
+    """NIXL's list of the spans, each with its device."""
     kind, device = place
     if len(addresses) == 1:
         only = device if isinstance(device, int) else int(device[0])
@@ -153,21 +155,21 @@ def _dlist(kind: str, rows: object) -> Any:  # noqa: ANN401
 
 
 def figures(agent: Any, handle: Any) -> Figures | None:  # noqa: ANN401
-    """What NIXL measured of a post that ended well; nothing where it does not say."""
+    """What NIXL measured of a post that ended well; None if NIXL does not report it."""
     try:
-        told = agent.get_xfer_telemetry(handle)
+        telemetry = agent.get_xfer_telemetry(handle)
     except Errors:
         return None
     return Figures(
-        n_descriptors=told.descCount,
-        nbytes=told.totalBytes,
-        post_s=told.postDuration * 1e-6,
-        write_s=told.xferDuration * 1e-6,
+        n_descriptors=telemetry.descCount,
+        nbytes=telemetry.totalBytes,
+        post_s=telemetry.postDuration * 1e-6,
+        write_s=telemetry.xferDuration * 1e-6,
     )
 
 
 def attempt(release: Callable[..., None], *args: object) -> None:
-    """Gives something back to NIXL; a refusal is logged, since nothing can be done about it any more."""
+    """Returns something to NIXL. A refusal is only logged, since nothing can be done about it."""
     try:
         release(*args)
     except Errors:
@@ -185,32 +187,32 @@ _MIN_DESCRIPTOR_NBYTES = 32
 """An address, a length, a device, and the length of what the backend adds: 8 bytes each."""
 
 _UCX_ADDRESS_VERSIONS = (0, 1)
-"""The lower half of the first byte; of any other UCX ends the process (src/ucp/wireup/address.c)."""
+"""The lower half of the first byte. UCX ends the process for any other value (src/ucp/wireup/address.c)."""
 
 
 class _Fields:
-    """A blob of NIXL's serializer: after a head, fields of a tag, a length of 8 bytes, as many bytes, and a bar."""
+    """A blob of NIXL's serializer: a head, then fields of a tag, a length of 8 bytes, that many bytes, and a bar."""
 
     def __init__(self, blob: bytes) -> None:
         self._blob, self._at = blob, len(_HEAD)
         if not blob.startswith(_HEAD):
-            raise ValueError("it is no blob of its serializer")
+            raise ValueError("it is not a blob of NIXL's serializer")
 
     def take(self, tag: bytes) -> bytes:
-        """The next field's bytes; raises `ValueError` if it is not `tag`'s, or is not whole."""
+        """The bytes of the next field. Raises `ValueError` if its tag is not `tag`, or if it is cut short."""
         at = self._at + len(tag) + 8
         if self._blob[self._at : at - 8] != tag:
-            raise ValueError(f"at byte {self._at} there is no field {tag.decode()!r}")
+            raise ValueError(f"no field {tag.decode()!r} at byte {self._at}")
         end = at + int.from_bytes(self._blob[at - 8 : at], "little")
         if end - at > _MAX_FIELD_NBYTES or self._blob[end : end + 1] != b"|":
-            raise ValueError(f"field {tag.decode()!r} at byte {self._at} is not whole")
+            raise ValueError(f"field {tag.decode()!r} at byte {self._at} is cut short")
         self._at = end + 1
         return self._blob[at:end]
 
     def count(self, tag: bytes, most: int) -> int:
         n = int.from_bytes(self.take(tag), "little")
         if n > most:
-            raise ValueError(f"{n} in field {tag.decode()!r}")
+            raise ValueError(f"{n} entries in field {tag.decode()!r}")
         return n
 
     def end(self) -> None:
@@ -219,16 +221,16 @@ class _Fields:
 
 
 def check_metadata(metadata: bytes, agent: str) -> None:
-    """Raises `ValueError` for metadata that is not laid out as NIXL 1.5.1 lays out `agent`'s: its reader trusts every
-    length in it, and ends the process on some (src/core/nixl_agent.cpp, `loadRemoteMD`; src/utils/serdes).
+    """Raises `ValueError` unless metadata is laid out as NIXL 1.5.1 lays out `agent`'s. NIXL's reader trusts every
+    length in it, and some lengths end the process (src/core/nixl_agent.cpp, `loadRemoteMD`; src/utils/serdes).
     """
     fields = _Fields(metadata)
     if fields.take(b"Agent") != agent.encode():
-        raise ValueError("it is another agent's")
+        raise ValueError("it belongs to another agent")
     for _ in range(fields.count(b"Conns", 64)):
         backend, address = fields.take(b"t"), fields.take(b"c")
         if not backend or not address:
-            raise ValueError("a connection of no backend or address")
+            raise ValueError("a connection without backend or address")
         if backend == b"UCX" and address[0] & 0x0F not in _UCX_ADDRESS_VERSIONS:
             raise ValueError(f"an address of UCX's version {address[0] & 0x0F}")
     if fields.take(b"") != b"MemSection":
@@ -236,7 +238,7 @@ def check_metadata(metadata: bytes, agent: str) -> None:
     for _ in range(fields.count(b"nixlSecElms", 64)):
         fields.take(b"bknd")
         if fields.take(b"nixlDList") != b"nixlSDList":
-            raise ValueError("a list of another kind")
+            raise ValueError("a list of an unknown kind")
         fields.count(b"t", _MAX_MEMORY_KIND)
         for _ in range(fields.count(b"n", 1 << 20)):
             if len(fields.take(b"")) < _MIN_DESCRIPTOR_NBYTES:
@@ -245,12 +247,12 @@ def check_metadata(metadata: bytes, agent: str) -> None:
 
 
 def is_known(metadata: bytes, agent: str) -> bool:
-    """Whether this NIXL lays out metadata as `check_metadata` reads it: else peers' blobs are not checked by it."""
+    """Whether this NIXL lays out metadata as `check_metadata` reads it; else peers' metadata is not checked."""
     try:
         check_metadata(metadata, agent)
     except ValueError as error:
         log.info(
-            "NIXL lays out its metadata in another way (%s): that of peers is not checked before it reads it", error
+            "this NIXL has an unknown metadata layout (%s): peers' metadata is not checked before NIXL reads it", error
         )
         return False
     return True

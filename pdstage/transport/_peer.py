@@ -1,7 +1,7 @@
-"""Another process of this host: who exactly it is, whether it lives, and writing into its memory.
+"""Another process of this host: its identity, whether it lives, and writes into its memory.
 
-A pid alone names nobody, since the kernel gives it to the next process. A process is a pid with its start time, and
-once met it is held by a pidfd, which turns readable when that very process ends (pidfd_open(2)).
+A pid alone identifies no process, since the kernel reuses it. A process is a pid with its start time. Once identified
+it is held by a pidfd, which turns readable when that very process ends (pidfd_open(2)).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAMESPACES = ("pid", "user", "net")  # in which a pid, a uid and an abstract so
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """One process in the life of one host: equal only if it is the very same process."""
+    """One process in one boot of one host. Two are equal only if they are the very same process."""
 
     boot_id: Annotated[str, Meta(max_length=64)]
     namespaces: Annotated[dict[str, Annotated[str, Meta(max_length=64)]], Meta(max_length=8)]
@@ -44,11 +44,11 @@ class Identity(msgspec.Struct, frozen=True):
     started: Annotated[int, Meta(ge=0)]  # clock ticks after boot
 
     def is_visible_from(self, here: Identity) -> bool:
-        """Whether its pid and its sockets mean the same thing to `here`."""
+        """Whether its pid and its socket names mean the same thing to `here`."""
         return self.boot_id == here.boot_id and self.namespaces == here.namespaces
 
     def check_reachable_from(self, here: Identity, peer: str) -> None:
-        """Raises `PeerError` if this process lives where `here` cannot write to it."""
+        """Raises `PeerError` if `here` cannot write to this process."""
         if self.boot_id != here.boot_id:
             raise PeerError(
                 f"peer {peer!r} runs on another host", remedy="use a transport that crosses hosts", boot_id=self.boot_id
@@ -63,7 +63,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 def own_identity() -> Identity:
-    """Raises `UsageError` where there is no Linux /proc."""
+    """Raises `UsageError` without a Linux /proc."""
     try:
         return Identity(
             Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -72,14 +72,14 @@ def own_identity() -> Identity:
             _started(os.getpid()),
         )
     except OSError as error:
-        raise UsageError(f"cannot tell who this process is: {error}", remedy="mount /proc of a Linux host") from error
+        raise UsageError(f"cannot identify this process: {error}", remedy="mount /proc of a Linux host") from error
 
 
 class Process:
-    """Another process, held so that a successor under its pid is never taken for it."""
+    """Another process, held so that a successor with its pid is never taken for it."""
 
     def __init__(self, identity: Identity, peer: str) -> None:
-        """Raises `TransportError` if that process is not there any more."""
+        """Raises `TransportError` if the process has ended."""
         self.pid, self._peer = identity.pid, peer
         try:
             self._pidfd = os.pidfd_open(identity.pid)
@@ -87,7 +87,7 @@ class Process:
             raise self._gone() from error
         self._ended = select.poll()
         self._ended.register(self._pidfd, select.POLLIN)
-        try:  # the pidfd is held and seen alive after the start time is read: so both are of one process
+        try:  # the pidfd is seen alive after the start time is read, so both belong to one process
             same = _started(identity.pid) == identity.started and not self.gone()
         except OSError:
             same = False
@@ -96,10 +96,11 @@ class Process:
             raise self._gone()
 
     def check_holds(self, inbox: str) -> None:
-        """Raises `PeerError` unless this process holds the abstract socket `inbox`: who knows its name speaks for it;
-        or `TransportError` if the process has ended meanwhile.
+        """Raises `PeerError` unless this process holds the abstract socket `inbox`, or `TransportError` if it has
+        ended.
 
-        Anybody may name a process that never offered its memory; only the kernel says whose a socket is.
+        A description can name any process, also one that never offered its memory. Only the kernel says who holds a
+        socket.
         """
         lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
         sockets = {f"socket:[{line.split()[6]}]" for line in lines if line.endswith(f" @{inbox}")}
@@ -108,7 +109,7 @@ class Process:
                 raise self._gone()
             raise PeerError(
                 f"process {self.pid} of peer {self._peer!r} does not hold the socket its description names",
-                remedy="run both processes as one user; else trust that peer no more",
+                remedy="run both processes as one user; else stop using that peer",
                 pid=self.pid,
             )
 
@@ -126,17 +127,17 @@ class Process:
             self._pidfd = -1
 
     def write(self, spans: Spans) -> tuple[int, TransportError | None]:
-        """Writes the spans in order; the bytes that landed, and what stopped it."""
+        """Writes the spans in order. Returns the bytes that landed, and the error that stopped it."""
         if native.ext is not None:
             written, code = native.ext.write_peer(self.pid, *spans)
         else:
             written, code = _write_peer(self.pid, *map(np.ascontiguousarray, spans))
-        if self.gone():  # and if it ended during the call, only that matters
+        if self.gone():  # if it ended during the call, only that matters
             return written, self._gone()
         return written, self._reason(code) if code else None
 
     def why_not_written(self, address: int) -> TransportError | None:
-        """Why this process may not write there; None if it may, or if only `write` will tell. Reads a byte of it."""
+        """Why this process may not write there. None if it may, or if only `write` can tell. Reads one byte."""
         byte = np.empty(1, np.uint8)
         local, remote = (np.array([at, 1], np.uint64) for at in (byte.ctypes.data, address))
         if _libc().process_vm_readv(self.pid, local.ctypes.data, 1, remote.ctypes.data, 1, 0) == 1:
@@ -145,7 +146,7 @@ class Process:
         return self._reason(code) if code in (errno.EPERM, errno.ENOSYS) else None
 
     def descriptor(self, number: int) -> int:
-        """That process's open file `number`, as a descriptor of this process, to be closed (pidfd_getfd(2)).
+        """That process's open file `number` as a new descriptor of this process (pidfd_getfd(2)); the caller closes it.
 
         Raises `TransportError`.
         """
@@ -156,12 +157,12 @@ class Process:
         if self.gone():
             raise self._gone()
         what = f"taking over descriptor {number} of process {self.pid} of peer {self._peer!r}"
-        raise self._failed(what, code, "pidfd_getfd", "see that both sides describe themselves anew")
+        raise self._failed(what, code, "pidfd_getfd", "reconnect with new descriptions of both sides")
 
     def _gone(self) -> TransportError:
         return TransportError(
             f"process {self.pid} of peer {self._peer!r} has ended",
-            remedy="fail its rooms; it may connect anew",
+            remedy="fail its rooms; it may connect again",
             pid=self.pid,
         )
 
@@ -187,7 +188,7 @@ class Process:
 
 
 class Target(Protocol):
-    """One process, or what stands for one."""
+    """One process, or a stand-in for one."""
 
     def gone(self) -> bool: ...
 
@@ -195,7 +196,7 @@ class Target(Protocol):
 
 
 class Elsewhere:
-    """A process that cannot be seen from here: its end is never known."""
+    """A process that cannot be observed from here: its end is never known."""
 
     def gone(self) -> bool:
         return False
@@ -205,7 +206,7 @@ class Elsewhere:
 
 
 class Ended:
-    """A process that was gone before it could be held."""
+    """A process that had ended before it could be held."""
 
     def gone(self) -> bool:
         return True
@@ -215,7 +216,7 @@ class Ended:
 
 
 class Here:
-    """A transport of this same process: its life ends with its `close`, which takes it out of `lives`."""
+    """A transport of this process. Its life ends with its `close`, which removes it from `lives`."""
 
     lives: ClassVar[set[str]] = set()
 
@@ -230,14 +231,14 @@ class Here:
 
 
 def target_of(identity: Identity, life: str, here: Identity, peer: str) -> Target:
-    """Who wrote a description with `identity` and `life`. Raises `TransportError` for a process that has ended."""
+    """The writer of a description with `identity` and `life`. Raises `TransportError` for a process that has ended."""
     if identity == here:
         return Here(life)
     return Process(identity, peer) if identity.is_visible_from(here) else Elsewhere()
 
 
 class Met:
-    """The processes met as each peer, to tell when every one of them has ended."""
+    """The processes identified as each peer, to tell when all of them have ended."""
 
     def __init__(self) -> None:
         self._met: dict[str, list[Target]] = {}
@@ -246,7 +247,7 @@ class Met:
         self._met[peer] = [*(other for other in self._met.pop(peer, ()) if not other.gone()), target]
 
     def all_gone(self, peer: str) -> bool:
-        """False if none was ever met."""
+        """False if none was ever identified."""
         return peer in self._met and all(target.gone() for target in self._met[peer])
 
     def forget(self, peer: str) -> None:
@@ -259,12 +260,12 @@ class Met:
 
 
 def allow_writers() -> None:
-    """Lets other processes of this user write here where Yama's ptrace_scope is 1; elsewhere it does nothing."""
+    """Lets other processes of this user write here under Yama's ptrace_scope 1; has no effect otherwise."""
     _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
 
 
 def _open_files(pid: int) -> Iterator[str]:
-    """What the descriptors of a process name; of one that may not be looked at, none."""
+    """The targets of a process's descriptors; empty if this process may not look."""
     with contextlib.suppress(OSError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):  # closed meanwhile
@@ -289,7 +290,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _write_peer(pid: int, src: Ints, dst: Ints, nbytes: Ints) -> tuple[int, int]:
-    """What csrc/host/peer_memory.hpp does, for where the extension is off: bytes that landed, and the errno or 0."""
+    """The same as csrc/host/peer_memory.hpp, without the extension. Returns the bytes landed, and the errno or 0."""
     full = nbytes > 0
     src, dst, nbytes = src[full], dst[full], nbytes[full]
     written = 0

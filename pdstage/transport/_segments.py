@@ -1,10 +1,10 @@
-"""Memory of cuMemCreate, as torch's expandable segments are, told to another process and mapped there.
+"""Memory of cuMemCreate, such as torch's expandable segments: exported to another process and mapped there.
 
-A region of such memory lies in several physical allocations, each mapped behind the one before. Its owner exports every
-one of them; a peer maps them in the same order at one range of its own addresses. Each travels as a descriptor of its
-owner, which the peer takes over (pidfd_getfd(2): to open it anew by its name in /proc would open another file), or,
-where the memory was made with none, as a fabric handle. The owner keeps its descriptors open, and with them the memory,
-for as long as its transport lives: so a number that a description names is never another allocation's meanwhile.
+A region of such memory lies in several physical allocations, mapped one behind the other. Its owner exports each of
+them, and a peer maps them in the same order in one range of its own addresses. Each travels as a descriptor of its
+owner, which the peer duplicates by pidfd_getfd(2); opening it by its name in /proc would open another file. Memory that
+has no descriptors travels as fabric handles. The owner keeps its descriptors, and so the memory, open while its
+transport lives. A number in a description therefore never names another allocation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pdstage.kernels.driver import Cuda
     from pdstage.kernels.virtual_memory import Calls
 
-NO_HANDLES = "is of cuMemCreate (torch's expandable_segments?) without a kind of handle that other processes open"
+NO_HANDLES = "is memory of cuMemCreate (torch's expandable_segments?) without handles for other processes"
 _REMEDY = (
     "start the engine with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, or with a torch whose segments other "
     'processes may open, or choose path="staged", whose memory is the node\'s own'
@@ -36,8 +36,9 @@ _MAX_NBYTES = 1 << 48
 
 
 class Segments(NamedTuple):
-    """Allocations of `sizes` bytes, as another process may map them one behind the other. `name` is this export's
-    alone, `uuid` the GPU's; `base` is where the first lies at their owner. One of the lists of handles is as long.
+    """Allocations of `sizes` bytes, to be mapped one behind the other by another process. `name` is unique to this
+    export, `uuid` is the GPU's, and `base` is where the first allocation lies at its owner. One of the two lists of
+    handles has as many entries.
     """
 
     name: Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -53,7 +54,7 @@ class Segments(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it says no nonsense: a handle for each size, and together no more than addresses have room for."""
+        """Whether it is consistent: one handle per size, and a total that fits the address space."""
         return len(self.handles) == len(self.sizes) > 0 and self.nbytes < _MAX_NBYTES
 
     @property
@@ -62,7 +63,7 @@ class Segments(NamedTuple):
 
 
 def ranges(library: Cuda, base: int, nbytes: int) -> list[tuple[int, int]]:
-    """Where the mappings lie, each address and bytes, that hold a region; [] where the driver knows of none."""
+    """The mappings that hold a region, each as (address, bytes); [] if the driver knows of none."""
     found: list[tuple[int, int]] = []
     at = base
     while at < base + nbytes:
@@ -75,7 +76,7 @@ def ranges(library: Cuda, base: int, nbytes: int) -> list[tuple[int, int]]:
 
 
 def export(library: Cuda, calls: Calls, uuid: bytes, base: int, nbytes: int) -> Segments:
-    """What maps a region in another process. Raises `UsageError`, saying why, where nothing does."""
+    """What another process needs to map a region. Raises `UsageError` with the reason if it cannot be exported."""
     found, types = ranges(library, base, nbytes), DESCRIPTOR | FABRIC
     if not found:
         raise UsageError(f"device memory at {base:#x} is not all mapped", remedy="give memory of a GPU", base=base)
@@ -106,16 +107,16 @@ def export(library: Cuda, calls: Calls, uuid: bytes, base: int, nbytes: int) -> 
 
 
 def close_descriptors(descriptors: Iterable[int]) -> None:
-    """Of what was exported: no process can map it any more, and where it is mapped it stays so."""
+    """Closes exported descriptors. No process can map the memory any more; existing mappings stay."""
     for descriptor in descriptors:
         os.close(descriptor)
 
 
 def map_here(calls: Calls, segments: Segments, device: int, fetch: Callable[[int], int]) -> int:
-    """Its address in this process, for kernels and copies of `device`. `fetch` gives a descriptor of its owner as one
-    of this process.
+    """Maps the segments for kernels and copies of `device`, and returns the address here. `fetch` turns a descriptor
+    number of the owner into a descriptor of this process.
 
-    Raises what `fetch` raises, or `DriverError`; then nothing is left.
+    Raises what `fetch` raises, or `DriverError`; nothing stays mapped then.
     """
     handles = segments.handles
 

@@ -1,11 +1,12 @@
-"""Whether this process's TCP sockets still hold what a process that ended has sent.
+"""Whether this process's TCP sockets still hold bytes that a dead process has sent.
 
-It reads what the kernel says of all sockets in this network namespace (proc_net_tcp in the kernel's documentation) and
-of this process's own, and sees no further.
+It reads the kernel's tables of all sockets in this network namespace (proc_net_tcp in the kernel's documentation) and
+this process's own sockets. It sees nothing beyond them.
 
-Seen with UCX over tcp: of a writer killed in the middle of a write, 10 MiB landed at our first poll after its death.
-They waited in our socket, and in the dead writer's, which the kernel goes on emptying as an orphan. What a reset
-connection holds can still be read, although no table lists it; so can that of one that nobody has accepted yet.
+Seen with UCX over tcp: a writer was killed in the middle of a write, and 10 MiB landed at our first poll after its
+death. The bytes had waited in our socket and in the dead writer's socket, which the kernel goes on emptying as an
+orphan. Bytes in a reset connection, or in one that nobody has accepted yet, can still be read, although no table lists
+that connection.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import NamedTuple
 
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 ESTABLISHED, FIN_WAIT1, TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, LISTEN, CLOSING = 1, 4, 6, 7, 8, 9, 10, 11
-_STILL_SENDING = frozenset({FIN_WAIT1, LAST_ACK, CLOSING})  # of an orphan: its end is not acknowledged yet
-_PEER_ENDED = frozenset({TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING})  # by closing, or by a reset
+_STILL_SENDING = frozenset({FIN_WAIT1, LAST_ACK, CLOSING})  # an orphan's end that is not acknowledged yet
+_PEER_ENDED = frozenset({TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING})  # closed or reset
 
 
 class _Row(NamedTuple):
-    """A socket in the kernel's table; `n_unread` of one that listens: connections that nobody has accepted."""
+    """A socket in the kernel's table. For a listening socket `n_unread` counts connections not accepted yet."""
 
     local: str
     remote: str
@@ -39,24 +40,25 @@ class _Row(NamedTuple):
 
 
 def hold_bytes_of_the_dead() -> bool:
-    """Whether a socket of ours has an end that nobody owns any more, and bytes that were not read or have not come.
+    """Whether a socket of ours has a dead other end, and bytes that are unread or still on their way.
 
-    Reading until the end, which any progress of the owner does, makes it false. True also where /proc cannot be read:
+    It turns false once the owner of the socket reads to the end, which any progress call does. It is also true if /proc
+    cannot be read, since nothing is proved then.
     then nothing is proved.
     """
     try:
         rows = [row for table in _TABLES if table.exists() for row in _read(table)]
         own = _own_sockets()
-        # In the order of the bytes' way, so that none passes by unseen: to a socket of ours, then out of it.
+        # In the order in which bytes move, so that none is missed: into a socket of ours, then out of it.
         return _are_coming(rows, set(own)) or any(_holds_the_rest(fd) for fd in own.values())
     except OSError:
         return True
 
 
 def _are_coming(rows: list[_Row], own: set[str]) -> bool:
-    """From orphans to ours; or they wait in a connection that was not accepted."""
+    """Whether bytes are on the way from orphans to our sockets, or wait in a connection that was not accepted."""
     orphans = {(row.local, row.remote) for row in rows if row.inode == "0" and row.state in _STILL_SENDING}
-    waiting: Counter[str] = Counter()  # by port, of the living
+    waiting: Counter[str] = Counter()  # by port, of live processes
     for row in rows:
         if row.state != ESTABLISHED:
             continue
@@ -69,7 +71,7 @@ def _are_coming(rows: list[_Row], own: set[str]) -> bool:
 
 
 def _holds_the_rest(fd: int) -> bool:
-    """Whether it is a TCP socket that has bytes to read and whose peer has closed or was reset."""
+    """Whether it is a TCP socket with unread bytes whose peer has closed or reset it."""
     unread = array.array("i", [0])
     try:
         held = socket.socket(fileno=fd)
@@ -85,7 +87,7 @@ def _holds_the_rest(fd: int) -> bool:
     except OSError:
         return False
     finally:
-        held.detach()  # it is its owner's
+        held.detach()  # its owner closes it
     return unread[0] > 0
 
 
@@ -95,7 +97,7 @@ def _read(table: Path) -> list[_Row]:
 
 
 def _own_sockets() -> dict[str, int]:
-    """By inode, a descriptor of each."""
+    """A descriptor of each socket, by inode."""
     found = {}
     for fd in Path("/proc/self/fd").iterdir():
         try:

@@ -1,18 +1,18 @@
-"""Mooncake's Transfer Engine: started by protocol, peers' segments by the life they mean, and transfers one by one.
+"""Mooncake's Transfer Engine: starting one per protocol, names of peers' segments, and transfers one by one.
 
-What was seen of Mooncake 0.3.13.post1 over tcp, and what follows here:
+Seen with Mooncake 0.3.13.post1 over tcp, and the consequences here:
 
-* `transfer_check_status` tells of the first entry of a batch only: of 240 MiB in 16 entries it said "done" with 45 MiB
-  there. `get_batch_transfer_status` knows, but spins until the end. So each span is a transfer of its own.
-* A peer's queue takes about 2,000 transfers; what is beyond fails. So at most `WINDOW` are under way to each peer.
-* The first transfer to a peer, and `send_probe`, ask it for its metadata and wait: 61 s for a stopped one. So both are
-  done by a thread, and posts wait their turn meanwhile.
-* What it knows of a segment it keeps for ever, by name: a process that came back on the same port was written to at its
-  predecessor's data port. A zero before the port is another name for the same place: each life has one of its own.
-* It keeps four connections to each peer that it has sent to (MC_TCP_LANES_PER_PEER), of dead ones too: only its end
-  closes them. That takes up to a second, and the interpreter's lock with it: so an engine that no peer was met with is
-  kept for the next transport of this process. Over tcp one that only sends needs no registered memory, and starts in a
-  millisecond: mooncake.py takes a fresh one for new peers when many have gone, and ends it with its last.
+* `transfer_check_status` reports only the first entry of a batch: of 240 MiB in 16 entries it said "done" with 45 MiB
+  there. `get_batch_transfer_status` is right but spins until the end. So each span is a transfer of its own.
+* A peer's queue takes about 2,000 transfers and fails the rest. So at most `WINDOW` are in flight to each peer.
+* The first transfer to a peer, and `send_probe`, ask the peer for its metadata and wait: 61 s for a stopped one. So a
+  thread makes both calls, and posts wait meanwhile.
+* It caches a segment for ever, by name: a process that came back on the same port was written to at its predecessor's
+  data port. A zero before the port is another name for the same place. So each life gets its own name.
+* It keeps four connections to each peer that it has sent to (MC_TCP_LANES_PER_PEER), also to dead peers, and closes
+  them only when it ends. That takes up to a second and holds the interpreter's lock. So an engine that met no peer is
+  kept for the next transport of this process. Over tcp, an engine that only sends needs no registered memory and starts
+  in a millisecond: mooncake.py takes a fresh one for new peers when many have gone, and ends it with its last peer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from pdstage.spans import Spans
 
-os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read as it loads; each start would say a dozen lines
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read at load time; each start would log a dozen lines
 try:
     library: Any = import_module("mooncake.engine")
 except ImportError as error:
@@ -42,18 +42,18 @@ except ImportError as error:
 
 WINDOW = 512
 _NO_TRANSFER = frozenset({0, -1, (1 << 64) - 1})
-_DONE, _PENDING = 1, frozenset({0, -2})  # -2: late by MC_SLICE_TIMEOUT, but still under way
+_DONE, _PENDING = 1, frozenset({0, -2})  # -2: later than MC_SLICE_TIMEOUT, but still in flight
 PROTOCOLS = {
     "tcp": ("MC_FORCE_TCP",),
     "rdma": ("MC_FORCE_HCA",),
     "nvlink": ("MC_FORCE_MNNVL",),
     "nvlink_intra": ("MC_INTRANODE_NVLINK", "MC_INTRA_NVLINK"),
 }
-"""The engine chooses by what it finds and by these variables, whatever protocol it is told."""
+"""The engine chooses by the hardware it finds and by these variables, whatever protocol it is given."""
 _NICS = Path("/sys/class/infiniband")
 _BUILT_WITH = {"nvlink": "SUPPORT_MNNVL", "nvlink_intra": "SUPPORT_INTRA_NVLINK"}
 _MEANINGS = {
-    -1: "invalid argument, or the engine says no more",
+    -1: "invalid argument, or no more detail from the engine",
     -2: "too many requests",
     -3: "the address is not registered",
     -6: "no such device",
@@ -67,11 +67,11 @@ _MEANINGS = {
     -202: "no device context",
     -302: "out of memory",
 }
-"""Of its return codes (error.h)."""
+"""Its return codes (error.h)."""
 
 
 class Engine:
-    """One Transfer Engine, and which life of a process each of its segments' names means."""
+    """One Transfer Engine, and the life of a process that each of its segment names stands for."""
 
     idle: ClassVar[dict[tuple[str, str, str], list[Engine]]] = {}
 
@@ -88,11 +88,11 @@ class Engine:
             raise TransportError(what, remedy="see its log on stderr; MC_LOG_LEVEL=INFO says more", code=code)
         self.port: int = self.raw.get_rpc_port()
         self.is_known = False
-        """Connections of peers, or to them, may be open."""
+        """Connections to or from peers may be open."""
         self.n_ways = 0
-        """Lives of peers that are reached by it now."""
+        """Lives of peers that it reaches now."""
         self.n_left = 0
-        """Lives that were: over tcp it keeps their connections."""
+        """Past lives of peers: over tcp it keeps connections to them."""
 
     @classmethod
     def take(cls, protocol: str, host: str, devices: str) -> Engine:
@@ -100,9 +100,9 @@ class Engine:
         return waiting.pop() if waiting else cls(protocol, host, devices)
 
     def leave(self) -> None:
-        """Nothing is registered with it any more: the next transport may have it, unless connections are open.
+        """Nothing is registered with it any more. The next transport may take it, unless connections are open.
 
-        Those end here, whoever still holds this object: an error that a room keeps does, by its traceback.
+        Then it ends here, even if something still holds this object, as the traceback of a room's error does.
         """
         if self.is_known:
             self.raw = None
@@ -110,7 +110,7 @@ class Engine:
             self.idle.setdefault(self.key, []).append(self)
 
     def name_of(self, host: str, port: int, life: str) -> str:
-        """What to call the peer's segment, so that nothing known of an earlier life there is used."""
+        """The name for the peer's segment, so that nothing cached of an earlier life is used."""
         before, n_before = self._lives.get((host, port), (life, 0))
         if life != before:
             n_before += 1
@@ -119,7 +119,7 @@ class Engine:
 
 
 class Transfer:
-    """One ticket: spans not begun yet, and how many transfers of it are under way."""
+    """One ticket: the spans that have not begun, and how many of its transfers are in flight."""
 
     def __init__(self, ticket: int, peer: str, spans: Spans) -> None:
         self.ticket = ticket
@@ -133,7 +133,7 @@ class Transfer:
 
 
 class Way:
-    """One life of a peer's transport, as this engine reaches it; its posts in turn, whichever label they came by."""
+    """One life of a peer's transport, as this engine reaches it. All labels of the peer share its queue of posts."""
 
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine = engine
@@ -147,7 +147,7 @@ class Way:
         engine.n_ways += 1
 
     def leave(self) -> None:
-        """Nobody uses this way any more."""
+        """Nothing uses this way any more."""
         self._engine.n_ways -= 1
         self._engine.n_left += 1
 
@@ -156,7 +156,7 @@ class Way:
         return not self.waiting and not self._under_way and self._opener is None
 
     def move(self) -> Iterator[Transfer]:
-        """Begins what may begin; yields the posts that ended."""
+        """Begins the transfers that may begin, and yields the posts that ended."""
         yield from self._reap()
         if self._opener is not None:
             if self._opener.is_alive():
@@ -182,7 +182,7 @@ class Way:
                 return
 
     def _probe(self, raw: Any, src: int, dst: int, nbytes: int) -> None:  # noqa: ANN401
-        """In a thread of its own: asks whether the peer is there, and begins the first transfer."""
+        """Runs in its own thread: probes the peer, and begins the first transfer."""
         code = raw.send_probe(self.name)
         self._opened = (code, 0 if code else raw.transfer_submit_write(self.name, src, dst, nbytes))
 
@@ -193,7 +193,7 @@ class Way:
             self._begun(self.waiting[0], transfer)
             return
         for post in self.waiting:
-            post.error = post.error or failed(post.peer, f"does not answer a probe{said(code)}", "is it up?")
+            post.error = post.error or failed(post.peer, f"does not answer a probe{said(code)}", "see whether it runs")
         yield from ()
 
     def _begun(self, post: Transfer, transfer: int) -> None:
@@ -205,7 +205,7 @@ class Way:
         self._under_way.append((transfer, post))
 
     def _reap(self) -> Iterator[Transfer]:
-        """The transfers that ended, in about the order in which they began."""
+        """The posts whose transfers ended, in about the order in which they began."""
         while self._under_way:
             transfer, post = self._under_way[0]
             status = self._engine.raw.transfer_check_status(transfer)
@@ -214,15 +214,15 @@ class Way:
             self._under_way.popleft()
             post.n_under_way -= 1
             if status != _DONE:
-                self._is_open = False  # it may have gone: ask before the next
-                what = f"broke off a transfer, or has not registered where it goes{said(status)}"
-                post.error, post.settled = failed(post.peer, what, "fail its rooms; it may connect anew"), False
+                self._is_open = False  # the peer may be gone: probe before the next transfer
+                what = f"broke off a transfer, or has not registered its destination{said(status)}"
+                post.error, post.settled = failed(post.peer, what, "fail its rooms; it may connect again"), False
             if post.all_begun and not post.n_under_way:
                 yield post
 
 
 def check_protocol(protocol: str) -> None:
-    """Raises `UsageError` for one that is unknown, or that this wheel, host or environment cannot have."""
+    """Raises `UsageError` for a protocol that is unknown, or that this wheel, host or environment does not support."""
     if protocol not in PROTOCOLS:
         known = ", ".join(PROTOCOLS)
         raise UsageError(f"protocol {protocol!r} of mooncake", remedy=f"choose one of {known}", field="protocol")
@@ -235,12 +235,12 @@ def check_protocol(protocol: str) -> None:
     if protocol == "rdma" and not (_NICS.is_dir() and any(_NICS.iterdir())):
         raise UsageError(f"protocol 'rdma', and no device in {_NICS}", remedy="choose tcp", field="protocol")
     if protocol == "tcp" and os.environ.get("MC_TCP_PROTO") == "1":
-        raise UsageError("MC_TCP_PROTO=1: writes would be done before they have landed", remedy="unset it")
+        raise UsageError("MC_TCP_PROTO=1: writes would count as done before they have landed", remedy="unset it")
 
 
 @contextmanager
 def _environment(protocol: str) -> Iterator[None]:
-    """What makes the engine install `protocol`, and nothing else."""
+    """The environment that makes the engine install `protocol` and nothing else."""
     names = [name for chosen in PROTOCOLS.values() for name in chosen]
     before = {name: os.environ.pop(name, None) for name in names}
     os.environ.update(dict.fromkeys(PROTOCOLS[protocol], "1"))

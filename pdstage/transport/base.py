@@ -1,9 +1,11 @@
-"""What every transport can do: the verbs, the traits and the events. The contract suite in tests/transport pins it.
+"""The interface of every transport: the verbs, the traits and the events. The contract suite in tests/transport pins
+it.
 
-It moves bytes between addresses and carries tags that mean nothing to it.
+A transport moves bytes between addresses, and carries tags whose meaning it does not know.
 
-A post is one ticket, a ticket exactly one `Done` or `PostFailed`, also after `disconnect`; `close` ends all silently.
-Verbs must not overlap: the caller serialises them. `register`, `unregister` and `describe` may run beside the others.
+Each post is one ticket. Each ticket ends with exactly one `Done` or `PostFailed`, also after `disconnect`; `close` ends
+all of them silently. Calls must not overlap: the caller serialises them. `register`, `unregister` and `describe` may
+run beside other calls.
 """
 
 from __future__ import annotations
@@ -41,12 +43,12 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a transport can promise, and the defaults of its cost model.
+    """What a transport promises, and the defaults of its cost model.
 
-    `notifies`: a post's tag reaches the peer's `poll` by itself, after the post's bytes; if not, the caller sends it as
-    a message once the post is done. `post_blocks`: `post` may last as long as the write. `fences`: nothing of a peer
-    lands here after `disconnect(peer)`. `stops_reads`: after it our posts to that peer read our memory no more.
-    `maps`: peers on this host map what is registered of `pdstage.shared` memory.
+    `notifies`: a post's tag reaches the peer's `poll` after the post's bytes; otherwise the caller sends the tag as a
+    message once the post is done. `post_blocks`: `post` may last as long as the write. `fences`: nothing of a peer
+    lands here after `disconnect(peer)`. `stops_reads`: after it, our posts to that peer no longer read our memory.
+    `maps`: peers on this host map registered memory of `pdstage.shared`.
     A post of n spans and b bytes costs about `post_s + n * descriptor_s + b / bytes_per_s`.
     """
 
@@ -65,9 +67,9 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a backend measured of one post: descriptors as it merged them, bytes, and seconds.
+    """What a backend measured of one post: descriptors after merging, bytes, and seconds.
 
-    `post_s` is what starting it took of the caller's time, `write_s` the time from then until it was seen to be done.
+    `post_s` is the caller's time to start it, `write_s` the time from then until it was seen to be done.
     """
 
     n_descriptors: int
@@ -78,7 +80,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Every byte of the post is in the peer's memory, and its tag is on its way. `figures` where asked for."""
+    """Every byte of the post is in the peer's memory, and its tag is on its way. `figures` only if asked for."""
 
     ticket: int
     figures: Figures | None = field(default=None, compare=False)
@@ -86,9 +88,9 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class PostFailed:
-    """The post's outcome is unknown: none, some or all of its bytes landed. It reads our memory no more.
+    """The outcome is unknown: none, some or all bytes landed. The post no longer reads our memory.
 
-    Not `settled`: what has left may land even now, and only the end of the connection at the peer stops it.
+    Not `settled`: bytes in flight may still land, and only the end of the connection at the peer stops them.
     """
 
     ticket: int
@@ -98,7 +100,7 @@ class PostFailed:
 
 @dataclass(frozen=True, slots=True)
 class Inbound:
-    """A tag posted by some peer; the bytes posted with it are in our memory."""
+    """A tag that a peer posted; the bytes of that post are in our memory."""
 
     tag: bytes
 
@@ -107,14 +109,15 @@ Event = Done | PostFailed | Inbound
 
 
 class Transport(ABC):
-    """Writes this process's registered memory into peers'. A backend is one module with a class named `TRANSPORT`.
+    """Writes this process's registered memory into peers' memory. A backend is one module with a class named
+    `TRANSPORT`.
 
-    A context manager; a node that is given one owns it from then on, and closes it.
+    A context manager. A node owns the transport it is given, and closes it.
     """
 
     traits: ClassVar[Traits]
-    preference: ClassVar[int] = 0  # "auto" takes the highest that reaches a peer; below 1: only when asked for by name
-    caveat: ClassVar[str] = ""  # what who chooses it should know; logged when it is opened
+    preference: ClassVar[int] = 0  # "auto" takes the highest that reaches a peer; below 1: only by name
+    caveat: ClassVar[str] = ""  # a warning to log when it is opened
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -127,55 +130,59 @@ class Transport(ABC):
 
     @abstractmethod
     def register(self, regions: Sequence[Region]) -> None:
-        """Makes `regions` readable by our posts and writable by peers; an equal region again changes nothing.
+        """Makes `regions` readable by our posts and writable by peers. Registering an equal region again has no effect.
 
-        Raises `UsageError` (kind, or overlap with another region) or `TransportError`; then none of them is registered.
+        Raises `UsageError` (kind, or overlap with another region) or `TransportError`, and then registers none of them.
         """
 
     @abstractmethod
     def unregister(self, regions: Sequence[Region]) -> None:
-        """Takes `regions` back. Do it before the memory is freed, and while no post of ours or of a peer uses them.
+        """Removes `regions`. Call it before the memory is freed, and while no post of ours or of a peer uses it.
 
-        That peers write there no more is theirs to keep: no backend here stops a write to memory that is still mapped.
+        Peers must stop writing by themselves: no backend here stops a write to memory that is still mapped.
         """
 
     @abstractmethod
     def describe(self) -> bytes:
-        """What a peer's `connect` needs, as of now: describe after `register`, and again after more of it."""
+        """What a peer's `connect` needs, as of now. Call it after each `register`."""
 
     def offers(self) -> dict[str, bytes]:
-        """What a node tells its peers: each transport it moves bytes by, best first, with its `describe`."""
+        """What a node sends its peers: each transport that moves its bytes, best first, with that transport's
+        `describe`.
+        """
         return {self.traits.name: self.describe()}
 
     def described(self, offers: Mapping[str, bytes]) -> bytes:
-        """Of a peer's `offers`, of which one at least is in our own: what `connect` and `identify` take."""
+        """The argument for `connect` and `identify`, from a peer's `offers`. At least one name must be in our own
+        offers.
+        """
         return offers[self.traits.name]
 
     def traits_of(self, peer: str) -> Traits:
-        """The traits that hold between here and `peer`, from when it was connected or met until `forget`."""
+        """The traits between this process and `peer`, valid from `connect` or `identify` until `forget`."""
         del peer
         return self.traits
 
     @abstractmethod
     def connect(self, peer: str, description: bytes) -> None:
-        """Makes `peer` a name for the transport that gave `description`. Never blocks: a fault of the way shows later.
+        """Makes `peer` a name for the transport that gave `description`. Never blocks: a broken connection shows later.
 
-        The same description again changes nothing; one of the same life of the peer refreshes what it registered; one
-        of another life replaces the old connection and forgets what was prepared. Raises `PeerError` for a description
-        that is damaged, of another transport or of a place out of reach, `TransportError` if its process is gone.
+        Repeating a description has no effect. A newer description of the same life refreshes the peer's regions. One of
+        another life replaces the connection and drops what was prepared. Raises `PeerError` for a description that is
+        damaged, of another transport or of an unreachable place, and `TransportError` if the process has ended.
         """
 
     @abstractmethod
     def prepare(self, peer: str, regions: Sequence[Region]) -> None:
-        """States the peer's regions that posts may write from now on, instead of those stated before.
+        """Declares the peer's regions that posts may write from now on, instead of those declared before.
 
         Raises `PeerError` for a region that the peer has not registered.
         """
 
     def meet(self, peer: str, description: bytes) -> None:
-        """The name of `identify` before this release, for one more."""
+        """The old name of `identify`, for one more release."""
         warnings.warn("Transport.meet is Transport.identify now", DeprecationWarning, stacklevel=2)
-        for kind in type(self).__mro__:  # not one that is an old `meet`, which may have called this as its base's
+        for kind in type(self).__mro__:  # skip an old `meet`, which may have called this one as super
             identify = vars(kind).get("identify")
             if identify is not None and identify is not getattr(kind, "meet", None):
                 identify(self, peer, description)
@@ -183,62 +190,66 @@ class Transport(ABC):
 
     @abstractmethod
     def identify(self, peer: str, description: bytes) -> None:
-        """Learns which process `peer` is, without a connection: what one who is only written to needs for
-        `proved_dead`. Raises as `connect` does; a peer that is connected has been met.
+        """Learns which process `peer` is, without a connection. A rank that is only written to needs this for
+        `proved_dead`. Raises as `connect` does. A connected peer is identified already.
         """
 
     @abstractmethod
     def post(self, peer: str, spans: Spans, tag: bytes) -> int:
-        """Starts one write, from addresses `src` here to `dst` at the peer, and returns its ticket.
+        """Starts one write from addresses `src` here to `dst` at the peer, and returns its ticket.
 
-        Where `traits.notifies`, the tag (empty: none) reaches the peer after all the spans' bytes. Posts are not
-        ordered among each other.
-        Raises `UsageError` (unknown peer, a span outside registered or prepared memory, too many spans), `PeerError`
-        (what the peer told of its memory is not so) or `TransportError`: then no byte is or will be written and there
-        is no ticket.
+        With `traits.notifies` the tag reaches the peer after the bytes of all spans; an empty tag sends none. Posts are
+        not ordered among each other. Raises `UsageError` (unknown peer, a span outside registered or prepared memory,
+        too many spans), `PeerError` (the peer's memory is not as it described it) or `TransportError`. Then no byte is
+        or will be written, and there is no ticket.
         """
 
     def mapped(self, peer: str, address: int, nbytes: int) -> Mapped | None:
         """Where those bytes of the peer's prepared memory lie in this process, if a plain copy can write them.
 
-        The caller writes them itself, device memory with kernels of the device that its own memory lies on, and once
-        that is done posts their tag with `notify`. No `disconnect` stops it: until it is done, its write is in flight,
+        The caller writes them itself; device memory is written by kernels of the device that holds the caller's memory.
+        Then it posts the tag with `notify`. `disconnect` does not stop such a write: it is in flight until it is done,
         whatever `stops_reads` and `fences` say.
         """
         del peer, address, nbytes
         return None
 
     def notify(self, peer: str, tag: bytes) -> int:
-        """A post of a tag alone, after what was written where `mapped` said."""
+        """Posts a tag alone, after a write to where `mapped` said."""
         raise UsageError(f"{self.traits.name} maps no memory of peer {peer!r}", remedy="post the bytes with their tag")
 
     @abstractmethod
     def poll(self) -> list[Event]:
-        """What happened since the last poll, without blocking; also moves things on where the backend has no thread."""
+        """Returns the events since the last poll, without blocking. It also advances backends that have no thread."""
 
     def filenos(self) -> Sequence[int]:
-        """Descriptors that are readable while `poll` has something to say; none means that it must be asked."""
+        """Descriptors that are readable while `poll` has events. An empty list means that `poll` must be called
+        regularly.
+        """
         return ()
 
     @abstractmethod
     def disconnect(self, peer: str) -> None:
-        """Forgets `peer`; unknown names are ignored. `traits.fences` and `stops_reads` say what may still move then."""
+        """Drops `peer`; unknown names are ignored. `traits.fences` and `stops_reads` say what may still move
+        afterwards.
+        """
 
     def proved_dead(self, peer: str) -> bool:
-        """Whether each process ever met as `peer` has ended, and all it wrote has landed: nothing more of it can.
+        """Whether each process ever identified as `peer` has ended, and all its writes have landed, so that none
+        follows.
 
-        May be asked after `disconnect` too, until `forget`. False says nothing.
+        May be called after `disconnect` too, until `forget`. False proves nothing.
         """
         del peer
         return False
 
     @abstractmethod
     def forget(self, peer: str) -> None:
-        """Nobody will ask any more whether `peer`, which is not connected, is dead; unknown names are ignored."""
+        """Ends `proved_dead` for `peer`, which must not be connected; unknown names are ignored."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives everything back. Tickets still open end without an event. May be repeated."""
+        """Releases everything. Open tickets end without an event. May be repeated."""
 
     def __enter__(self) -> Self:
         return self
@@ -248,7 +259,7 @@ class Transport(ABC):
 
 
 class Mapped(NamedTuple):
-    """A peer's memory in this process: it stays where it is while this value lives. `kind` says who can write it."""
+    """A peer's memory in this process. It stays mapped while this object lives. `kind` says which code can write it."""
 
     address: int
     held: object
@@ -256,26 +267,28 @@ class Mapped(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The memory kind of some spans, and their device, or each one's where there are several."""
+    """The memory kind of some spans, and their device, or one device per span if there are several."""
 
     kind: str
     device: int | Ints
 
 
 class Ranges:
-    """Disjoint regions in address order, to find the one that holds a span. Immutable, so that readers need no lock."""
+    """Disjoint regions in address order, to find the region that holds a span. Immutable, so readers need no lock."""
 
     def __init__(self, whose: str, regions: Iterable[Region] = ()) -> None:
-        """Raises `UsageError` for empty or overlapping regions; `whose` names them in every error."""
+        """Raises `UsageError` for empty or overlapping regions. `whose` names their owner in every error."""
         self.whose = whose
         self.regions = tuple(sorted(dict.fromkeys(regions), key=lambda region: (region.base, region.nbytes)))
         self._starts = [region.base for region in self.regions]
         self._ends = [region.base + region.nbytes for region in self.regions]
         for region in self.regions:
             if region.base <= 0 or region.nbytes < 1 or region.base + region.nbytes >= 1 << 63:
-                raise UsageError(f"{region} of {whose} is no memory", remedy="give its address and size", region=region)
+                raise UsageError(
+                    f"{region} of {whose} has no valid address and size", remedy="give both", region=region
+                )
             if not 0 <= region.device < 1 << 31:
-                raise UsageError(f"{region} of {whose} is on no device", remedy="give its number", region=region)
+                raise UsageError(f"{region} of {whose} has no device", remedy="give its number", region=region)
         for one, other in zip(self.regions, self.regions[1:], strict=False):
             if other.base < one.base + one.nbytes:
                 raise UsageError(
@@ -291,7 +304,7 @@ class Ranges:
         return Ranges(self.whose, (*self.regions, *regions))
 
     def without(self, regions: Iterable[Region]) -> Ranges:
-        """Raises `UsageError` for a region that is not among these."""
+        """Raises `UsageError` for a region that is not in this set."""
         gone = set(regions)
         for region in gone.difference(self.regions):
             raise UsageError(f"{region} is not registered", remedy="unregister what was registered", region=region)
@@ -303,11 +316,11 @@ class Ranges:
         return i >= 0 and base + nbytes <= self._ends[i]
 
     def index(self, addresses: Ints) -> Ints:
-        """The number in `regions` of the one that holds each address; they must be inside, as `find` has checked."""
+        """The index in `regions` of the region that holds each address; all must be inside, as `find` has checked."""
         return np.searchsorted(self._starts_array, addresses, side="right") - 1
 
     def find(self, addresses: Ints, nbytes: Ints) -> Place:
-        """Where the spans lie. Sizes must be checked before: see `check_spans`.
+        """Where the spans lie. Check their sizes first, with `check_spans`.
 
         Raises `UsageError` unless each span lies in one region, and all of them in memory of one kind.
         """
@@ -320,7 +333,7 @@ class Ranges:
             return self._place
         index = np.searchsorted(self._starts_array, addresses, side="right") - 1
         inside = index >= 0
-        if self.regions:  # an address that is inside is at least a base: so the difference cannot wrap around
+        if self.regions:  # an address inside is at least the base, so the difference cannot wrap around
             inside &= nbytes <= self._ends_array[index] - addresses
         if not inside.all():
             bad = int(np.argmin(inside))
@@ -334,7 +347,7 @@ class Ranges:
 
     def _outside(self, start: int, end: int) -> UsageError:
         return UsageError(
-            f"bytes {start:#x}..{end:#x} lie in no one region of {self.whose}",
+            f"bytes {start:#x}..{end:#x} do not lie in one region of {self.whose}",
             remedy="register or prepare the whole range, and keep each span in one region",
             start=start,
             end=end,
@@ -371,7 +384,7 @@ def check_kinds(regions: Iterable[Region], traits: Traits) -> None:
 
 
 def closed() -> UsageError:
-    """What every verb but `close` and `poll` raises after `close`."""
+    """The error of every verb but `close` and `poll` after `close`."""
     return UsageError("this transport is closed", remedy="open a new one")
 
 
@@ -388,14 +401,14 @@ def not_registered(peer: str, region: Region) -> PeerError:
 
 
 def write_description(description: msgspec.Struct) -> bytes:
-    """Encodes what `describe` gives, with a checksum in front: a backend's parser may not bear damage."""
+    """Encodes the result of `describe`, with a checksum in front, since a backend's parser may not survive damage."""
     body = msgspec.msgpack.encode(description)
     return zlib.crc32(body).to_bytes(4, "little") + body
 
 
 @cache
 def _decoder_of(kind: type[object]) -> msgspec.msgpack.Decoder[Any]:
-    """One at a time: a type that two threads look into at once, for the first time, ends the process (msgspec 0.22)."""
+    """Under a lock: two threads that resolve a type for the first time at once end the process (msgspec 0.22)."""
     with _making:
         return msgspec.msgpack.Decoder(kind)
 
@@ -407,7 +420,7 @@ def read_description(peer: str, description: bytes, kind: type[Read], traits: Tr
     try:
         return cast("Read", _decoder_of(kind).decode(body if whole else b""))  # type: ignore[arg-type]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        fault = "not one" if whole else "damaged, or not one"
+        fault = "not one" if whole else "damaged, or not a description"
         raise PeerError(
             f"the description of peer {peer!r} is {fault} of transport {traits.name}",
             remedy="choose one transport and one version on both sides",

@@ -1,14 +1,14 @@
-"""The transport within one host: a plain copy in one process and into memory that another process shares, and
-process_vm_writev(2) into the rest of another process's; device memory by CUDA IPC.
+"""The transport within one host.
 
-Needs no package and no set-up: the embedded default.
+It copies within one process and into memory that another process shares. It uses process_vm_writev(2) for other memory
+of another process, and CUDA IPC for device memory. It needs no package and no set-up: the embedded default.
 
-`post` copies before it returns, and its tag follows as a datagram; while the peer has no room for it, `Done` waits too.
-Memory from `pdstage.shared` is mapped by peers, whose callers may write there themselves (`mapped`). Nobody can stop a
+`post` copies before it returns, and the tag follows as a datagram. While the peer has no room for the tag, `Done` waits
+too. Peers map memory of `pdstage.shared`, and their callers may write there themselves (`mapped`). Nothing can stop a
 peer's writes into this process: `fences` is false, and only a peer's proved death fences.
 
-Device memory goes between memories of one kind only. `post` puts its copies in a stream and returns; the tag leaves
-when `poll` finds them done, also after `disconnect`: so `stops_reads` is false of such a peer.
+Device memory is copied only between memories of one kind. `post` enqueues its copies in a stream and returns. The tag
+leaves when `poll` finds them done, also after `disconnect`: so `stops_reads` is false for such a peer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pdstage.shared import Backing  # noqa: TC001  (msgspec resolves it at run t
 from pdstage.transport import _cuda_ipc
 from pdstage.transport._backend import Backend, Link, Post, offered
 from pdstage.transport._datagrams import MAX_NBYTES, Bell, Inbox, Outbox
-from pdstage.transport._device import KIND, ON_DEVICE, Devices, Told, Views
+from pdstage.transport._device import KIND, ON_DEVICE, Devices, ExportedRegion, Views
 from pdstage.transport._mapped import Here, There
 from pdstage.transport._peer import Identity, Process, Target, allow_writers, own_identity
 from pdstage.transport.base import Done, Event, Inbound, Mapped, PostFailed, Ranges, Traits, write_description
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-_SHARE = 'let the peer expose only staging memory that it allocates itself (path="staged"), or do what is said above'
+_SHARE = 'let the peer expose only staging memory that it allocates itself (path="staged"), or fix the reason above'
 
 
 class _Description(msgspec.Struct, frozen=True, tag="pdstage.local.1", array_like=True):
@@ -44,9 +44,9 @@ class _Description(msgspec.Struct, frozen=True, tag="pdstage.local.1", array_lik
     inbox: Annotated[str, Meta(max_length=100)]
     regions: list[tuple[int, int]]
     shared: list[tuple[int, Backing]] = []
-    """Which of them peers can map: base, and of what they are."""
-    devices: list[Told] = []
-    """What is registered of device memory; `regions` has none of it."""
+    """The regions that peers can map: base, and backing file."""
+    devices: list[ExportedRegion] = []
+    """Registered device memory; `regions` contains none of it."""
 
     @property
     def life(self) -> str:
@@ -61,7 +61,7 @@ class _Description(msgspec.Struct, frozen=True, tag="pdstage.local.1", array_lik
 
 
 class _Link(Link[_Description]):
-    """A connected peer: where to write, what may be written there, and its tags."""
+    """A connected peer: its process, the memory there that may be written, and its tags."""
 
     def __init__(self, peer: str, description: _Description, target: There | Here) -> None:
         super().__init__(peer, description)
@@ -70,14 +70,16 @@ class _Link(Link[_Description]):
         self.outbox = Outbox(description.inbox)
 
     def learn(self, description: _Description) -> None:
-        """What is prepared stays so, mapped or seen to be writable: `prepare` says when it is not any more."""
+        """Keeps what is prepared, mapped or probed; the next `prepare` changes that."""
         self.offered, self.offered_on_devices = (
             description.offered(self.peer), description.offered_on_devices(self.peer),
         )  # fmt: skip
         self.description = description
 
     def check_alive(self) -> None:
-        """Raises `TransportError` if the peer's process ended, even if another has its pid now, or closed its end."""
+        """Raises `TransportError` if the peer's process ended, even if its pid is in use again, or if it closed its
+        inbox.
+        """
         try:
             self.outbox.check()
         except OSError as error:
@@ -87,12 +89,14 @@ class _Link(Link[_Description]):
 
     def gone(self) -> TransportError:
         return TransportError(
-            f"the transport of peer {self.peer!r} is gone", remedy="fail its rooms; it may connect anew", peer=self.peer
+            f"the transport of peer {self.peer!r} is gone",
+            remedy="fail its rooms; it may connect again",
+            peer=self.peer,
         )
 
 
 class _Copy(NamedTuple):
-    """What follows a copy of device memory that is done."""
+    """What to do when a copy of device memory is done."""
 
     ticket: int
     link: _Link
@@ -121,7 +125,7 @@ class LocalTransport(Backend[_Link, _Description]):
     max_tag_nbytes = MAX_NBYTES
 
     def __init__(self) -> None:
-        """Raises `UsageError` on a system that is not Linux."""
+        """Raises `UsageError` on a system other than Linux."""
         super().__init__()
         self._identity = own_identity()
         self._blocked: set[_Link] = set()
@@ -152,7 +156,7 @@ class LocalTransport(Backend[_Link, _Description]):
         regions = [(region.base, region.nbytes) for region in self.own.regions if region.kind != KIND]
         backings = ((base, shared.backing(base, nbytes)) for base, nbytes in regions)
         mappable = [(base, backing) for base, backing in backings if backing is not None]
-        return write_description(_Description(self._identity, self.life, regions, mappable, self._devices.told()))
+        return write_description(_Description(self._identity, self.life, regions, mappable, self._devices.exported()))
 
     def _attach(self, peer: str, description: _Description, target: Target) -> _Link:
         assert isinstance(target, There | Here)
@@ -165,13 +169,12 @@ class LocalTransport(Backend[_Link, _Description]):
         return fresh
 
     def _target(self, peer: str, description: _Description) -> There | Here:
-        told = description
-        told.identity.check_reachable_from(self._identity, peer)
-        if told.identity == self._identity:
-            return Here(told.inbox)
-        target = Process(told.identity, peer)
+        description.identity.check_reachable_from(self._identity, peer)
+        if description.identity == self._identity:
+            return Here(description.inbox)
+        target = Process(description.identity, peer)
         try:
-            target.check_holds(told.inbox)
+            target.check_holds(description.inbox)
         except BaseException:
             target.close()
             raise
@@ -196,7 +199,7 @@ class LocalTransport(Backend[_Link, _Description]):
             self._peers_on_devices.add(link.peer)
 
     def _views(self, link: _Link, regions: Sequence[Region]) -> Views:
-        """Where device memory of the peer lies here. A handle is opened only in the life of the peer that gave it."""
+        """Where the peer's device memory lies here. A handle is opened only in the life of the peer that gave it."""
         if any(region.kind == KIND for region in regions):
             link.check_alive()
         fetch = None if isinstance(link.target, Here) else link.target.descriptor
@@ -274,7 +277,7 @@ class LocalTransport(Backend[_Link, _Description]):
         self.events.extend(map(Inbound, self._inbox.receive()))
 
     def filenos(self) -> Sequence[int]:
-        """None while copies are under way on a device, which announces the end of none."""
+        """None while device copies are in flight, since no descriptor announces their end."""
         return () if self.closed or self._devices.under_way() else (self._epoll.fileno(),)
 
     def _detach(self, link: _Link) -> None:
@@ -301,7 +304,7 @@ class LocalTransport(Backend[_Link, _Description]):
         self.events.append(event)
 
     def _send(self, link: _Link) -> None:
-        """Sends what waits for the peer, and while some is left has the epoll watch for room."""
+        """Sends the tags that wait for the peer. While some are left, the epoll watches for room."""
         try:
             for ticket in link.outbox.flush():
                 self._tell(Done(ticket))

@@ -1,17 +1,17 @@
-"""The transport over Mooncake's Transfer Engine: TCP, RDMA, NVLink across nodes or within one.
+"""The transport over Mooncake's Transfer Engine: TCP, RDMA, or NVLink across nodes or within one node.
 
 Needs `pdstage[mooncake]` and the libraries libibverbs1, libnuma1 and libcurl4; written for Mooncake 0.3.13's Python
 API.
 
-What was seen of 0.3.13.post1 over tcp, and what follows here (more in `_transfer_engine`):
+Seen with 0.3.13.post1 over tcp, and the consequences here (more in `_transfer_engine`):
 
-* A transfer is done when the peer has said that the bytes are in its memory (its framing 2, off with MC_TCP_PROTO=1):
-  a tag said as a message comes after them.
-* A stopped peer's transfer fails after 30 s (MC_TCP_PROGRESS_TIMEOUT_SEC), and 4 MiB that it had sent landed when the
-  peer went on: so no failure of what was sent is settled.
-* No call ends a connection, or stops a peer's writes: `fences` and `stops_reads` are false. What goes to memory that
-  the peer has not registered, or no longer, is refused there.
-* It listens on all interfaces and asks nobody who he is: docs/transports.md.
+* A transfer is done when the peer has confirmed that the bytes are in its memory (framing 2, off with MC_TCP_PROTO=1).
+  So a tag sent as a message arrives after them.
+* A transfer to a stopped peer fails after 30 s (MC_TCP_PROGRESS_TIMEOUT_SEC), and 4 MiB in flight landed when the peer
+  went on. So no failure of a transfer that has begun is settled.
+* No call ends a connection or stops a peer's writes: `fences` and `stops_reads` are false. The peer refuses writes to
+  memory that it has not registered, or has unregistered.
+* It listens on all interfaces and authenticates nobody: docs/transports.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pdstage.transport._peer import Target
 
 MAX_LEFT = 16
-"""So many lives that are gone, of four connections each, one engine may have left behind when a new one comes."""
+"""One engine may keep connections to this many dead lives, four each; then new peers get a new engine."""
 _HOST = re.compile(r"[0-9A-Za-z.:_-]{1,255}")
 
 
@@ -61,10 +61,11 @@ class _Link(Link[_Description]):
 
 
 class MooncakeTransport(Backend[_Link, _Description]):
-    """Transport `mooncake`, taken only where it is asked for.
+    """Transport `mooncake`, used only by name.
 
     `protocol`: "tcp", "rdma", "nvlink" (across nodes) or "nvlink_intra" (within one), the same on both sides. `host`:
-    this host's address as peers reach it; else that of the default route. `devices`: RDMA devices by name, with commas.
+    this host's address for peers; default: that of the default route. `devices`: RDMA devices by name, separated by
+    commas.
     """
 
     traits: ClassVar[Traits] = Traits(
@@ -84,14 +85,14 @@ class MooncakeTransport(Backend[_Link, _Description]):
     link_type = _Link
 
     def __init__(self, *, protocol: str = "tcp", host: str = "", devices: str = "") -> None:
-        """Raises `UsageError` for a protocol that is unknown or that host or wheel lack, `TransportError` else."""
+        """Raises `UsageError` for a protocol that is unknown or that host or wheel lack, else `TransportError`."""
         super().__init__()
         check_protocol(protocol)
         if host and not _HOST.fullmatch(host):
             raise UsageError(f"host {host!r}", remedy="give an address or a name, without a port", field="host")
         self._engine = Engine.take(protocol, host or _own_host(), devices)
         self._sending = self._engine
-        self._engines = {self._engine}  # and those before `_sending` that still reach somebody
+        self._engines = {self._engine}  # and older engines that still reach a peer
         self.life = secrets.token_hex(16)
         Here.lives.add(self.life)
         self._identity = own_identity()
@@ -125,9 +126,9 @@ class MooncakeTransport(Backend[_Link, _Description]):
     def _check(self, peer: str, description: _Description) -> None:
         ours = self._engine.key[0]
         if not _HOST.fullmatch(description.host) or description.protocol != ours:
-            what = f"peer {peer!r} is at {description.host!r} by protocol {description.protocol!r}"
+            what = f"peer {peer!r} is at {description.host!r} with protocol {description.protocol!r}"
             remedy = "choose one protocol and an address for both sides"
-            raise PeerError(f"{what}, and {ours!r} is spoken here", remedy=remedy, peer=peer)
+            raise PeerError(f"{what}, and this rank uses {ours!r}", remedy=remedy, peer=peer)
 
     def _target(self, peer: str, description: _Description) -> Target:
         return target_of(description.identity, description.life, self._identity, peer)
@@ -135,7 +136,7 @@ class MooncakeTransport(Backend[_Link, _Description]):
     def _attach(self, peer: str, description: _Description, target: Target) -> _Link:
         link = _Link(peer, description)
         way = self._ways.get(description.life)
-        if way is None:  # if the connection fails below, the next poll takes it away
+        if way is None:  # if the connection fails below, the next poll removes it
             sending = self._fresh(self._engine)
             name = sending.name_of(description.host, description.port, description.life)
             way = self._ways[description.life] = Way(sending, name)
@@ -144,10 +145,10 @@ class MooncakeTransport(Backend[_Link, _Description]):
         return link
 
     def _fresh(self, engine: Engine) -> Engine:
-        """What writes to a life not met yet: another engine, once the last has left many connections behind.
+        """The engine for writes to a new life: a new one if the last has left many connections behind.
 
-        Peers write to `engine`, which `describe` names, whichever that is. Not over RDMA, where memory would have to be
-        registered twice and nothing of the kind was seen.
+        Peers always write to `engine`, which `describe` names. RDMA keeps one engine: another would register memory
+        twice, and no such leftovers were seen.
         """
         before = self._sending
         if before.n_left >= MAX_LEFT and engine.key[0] == "tcp":
@@ -157,12 +158,12 @@ class MooncakeTransport(Backend[_Link, _Description]):
 
     def identify(self, peer: str, description: bytes) -> None:
         given = self._read(peer, description)
-        self._engine.is_known = True  # even to a process that has ended: it may have written here
+        self._engine.is_known = True  # also to a process that has ended, which may have written here
         self.met.add(peer, self._process(peer, given))
 
     def _write(self, link: _Link, post: Post) -> None:
         if link.target.gone():
-            raise failed(link.peer, "has ended", "fail its rooms; it may connect anew")
+            raise failed(link.peer, "has ended", "fail its rooms; it may connect again")
         link.way.waiting.append(Transfer(post.ticket, link.peer, post.spans))
         self._move(link.way)
 
@@ -204,7 +205,7 @@ class MooncakeTransport(Backend[_Link, _Description]):
 
 
 def _own_host() -> str:
-    """This host's address on its default route, which nothing is sent over; 127.0.0.1 without one."""
+    """This host's address on its default route, found without sending; 127.0.0.1 without one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -213,7 +214,7 @@ def _own_host() -> str:
         return str(probe.getsockname()[0])
 
 
-if getattr(library, "SUPPORT_CUDA", False):  # not of the wheel that is named non-cuda
+if getattr(library, "SUPPORT_CUDA", False):  # false in the wheel named non-cuda
     MooncakeTransport.traits = replace(MooncakeTransport.traits, kinds=frozenset({"cpu", "cuda"}))
 
 TRANSPORT = MooncakeTransport

@@ -1,21 +1,23 @@
 """The transport over MORI-IO, AMD's point-to-point library, by its RDMA backend.
 
-**This project has never run it on hardware**: its tests run it over a double of MORI-IO
-(tests/transport/mori_double.py), which holds a caller to the rules below and moves bytes.
+**This project has never run it on hardware.** Its tests use a double of MORI-IO (tests/transport/mori_double.py), which
+enforces the rules below and moves bytes.
 
-Written to the Python API of amd-mori 1.2.4 (`mori.io`; ROCm/mori: python/mori/io/engine.py, src/pybind/pybind_io.cpp,
-src/io/engine.cpp, src/io/rdma/); 1.0.0 has every call used here. What its sources say, and what follows:
+Written for the Python API of amd-mori 1.2.4 (`mori.io`; ROCm/mori: python/mori/io/engine.py, src/pybind/pybind_io.cpp,
+src/io/engine.cpp, src/io/rdma/). Version 1.0.0 has every call used here. What the sources say, and the consequences
+here:
 
-* A transfer is `session.batch_write(local_offsets, remote_offsets, sizes, uid)`, a session one local and one remote
-  memory: so a post becomes one batch for each pair of memories, made once, in runs as long as both sides allow.
-* `create_session` connects over TCP, may block and may raise: it is called by the first post of a pair.
+* A transfer is `session.batch_write(local_offsets, remote_offsets, sizes, uid)`. A session joins one local and one
+  remote memory. So a post becomes one batch for each pair of memories, in runs as long as both sides allow; each pair's
+  session is made once.
+* `create_session` connects over TCP, may block and may raise: the first post of a pair calls it.
   `register_remote_engine` only notes an address: so `connect` never blocks.
-* The library writes to a status by its raw pointer: each is held until it has ended, or the engine is gone.
-* Nothing announces completion: statuses are polled. `pop_inbound_transfer_status` answers the peer for one transfer id,
-  which it would have to know, and carries no bytes: so `notifies` is false, and MORI's own notifications are off.
-* A batch that finds a send queue full waits 10 ms and fails, a part of it perhaps posted: no more than `max_in_flight`
-  descriptors to a peer are under way, and posts beyond wait here. No failure of a write begun is settled.
-* A queue pair that failed stays so: a peer is reached again in its next life, whose engine has another key.
+* The library writes to a status by its raw pointer: each is kept until it has ended, or the engine is gone.
+* Nothing announces completion: statuses are polled. `pop_inbound_transfer_status` tells the peer about one transfer id,
+  which it would have to know, and carries no bytes. So `notifies` is false, and MORI's own notifications are off.
+* A batch that finds a send queue full waits 10 ms and fails, perhaps after posting a part. So at most `max_in_flight`
+  descriptors to a peer are in flight, and further posts wait here. No failure of a begun write is settled.
+* A failed queue pair stays failed: a peer is reached again in its next life, whose engine has another key.
 * Deregistering an engine ends no transfer: `fences` and `stops_reads` are false. No peer's death is proved here.
 * Statuses of the XGMI backend end only in a blocking wait: MORI_DISABLE_AUTO_XGMI=0, which adds it, is refused.
 """
@@ -47,14 +49,14 @@ _LOCATIONS = {"cpu": _io.MemoryLocationType.CPU, "cuda": _io.MemoryLocationType.
 
 
 class _Description(Description, frozen=True, tag="pdstage.mori.1", array_like=True):
-    """Of a peer: its life is its engine's key, and `memory` holds MORI's descriptor of each region."""
+    """Describes a peer: its life is its engine's key, and `memory` holds MORI's descriptor of each region."""
 
     engine: Annotated[bytes, Meta(max_length=4096)]
     memory: list[Annotated[bytes, Meta(max_length=4096)]]
 
 
 class _Target:
-    """A peer's engine: all labels that name it share its queue pairs, and so what waits and what is under way."""
+    """A peer's engine. All labels of it share its queue pairs, its waiting posts and its posts in flight."""
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401
         self.engine = engine
@@ -64,7 +66,7 @@ class _Target:
 
 
 class _Way(Link[_Description]):
-    """The way to a peer. Its posts keep it, and with it their sessions, after it was disconnected."""
+    """A connected peer. Its posts keep it and their sessions alive after `disconnect`."""
 
     target: _Target
 
@@ -74,13 +76,11 @@ class _Way(Link[_Description]):
         super().__init__(peer, description)
         self.engine = _understood(peer, _io.EngineDesc, description.engine)
         if self.engine.key != description.life:
-            raise PeerError(f"peer {peer!r} describes another's engine", remedy="trust it no more", peer=peer)
+            raise PeerError(f"peer {peer!r} describes the engine of another peer", remedy="stop using it", peer=peer)
 
     def learn(self, description: _Description) -> None:
         if len(description.memory) != len(description.regions):
-            raise PeerError(
-                f"peer {self.peer!r} describes too little memory", remedy="trust it no more", peer=self.peer
-            )
+            raise PeerError(f"peer {self.peer!r} describes too little memory", remedy="stop using it", peer=self.peer)
         super().learn(description)
         memory = dict(zip((Region(*pair) for pair in description.regions), description.memory, strict=True))
         changed = {region for region, packed in self.memory.items() if memory.get(region) != packed}
@@ -89,7 +89,7 @@ class _Way(Link[_Description]):
 
 
 class _Post:
-    """One ticket: its batches with their sessions, and the statuses of those that have begun."""
+    """One ticket: its batches with their sessions, and the statuses of the batches that have begun."""
 
     def __init__(self, ticket: int, way: _Way, writes: list[tuple[Any, Batch]]) -> None:
         self.ticket, self.way, self.writes = ticket, way, writes
@@ -104,9 +104,8 @@ class _Post:
 class MoriTransport(Backend[_Way, _Description]):
     """Transport `mori`.
 
-    `host`: the address of this host at which peers reach it; by default that of its default route.
-    `qp_per_transfer`: queue pairs to each peer. `max_in_flight`: descriptors under way to one engine of
-    a peer at most, whichever labels name it.
+    `host`: this host's address for peers; default: that of its default route. `qp_per_transfer`: queue pairs to each
+    peer. `max_in_flight`: the most descriptors in flight to one engine of a peer, over all labels that name it.
     """
 
     traits: ClassVar[Traits] = Traits(
@@ -121,19 +120,21 @@ class MoriTransport(Backend[_Way, _Description]):
         descriptor_s=0.14e-6,  # docs/MORI-IO-BENCHMARK.md of ROCm/mori: 32,768 of 1 KiB in 4.6 ms, by one NIC
         post_s=10e-6,
     )
-    preference: ClassVar[int] = 0  # taken only when named
+    preference: ClassVar[int] = 0  # only by name
     caveat: ClassVar[str] = "never run on hardware by this project; tested over a double of MORI-IO only"
     description_type = _Description
     link_type = _Way
 
     def __init__(self, *, host: str = "", qp_per_transfer: int = 1, max_in_flight: int = 2048) -> None:
-        """Raises `UsageError` for what cannot work, `TransportError` if MORI-IO does not start (no RDMA device)."""
+        """Raises `UsageError` for impossible options, `TransportError` if MORI-IO does not start (no RDMA device)."""
         super().__init__()
         least = self.traits.max_descriptors
         if max_in_flight < least:
             raise UsageError(f"max_in_flight={max_in_flight}", remedy=f"give at least {least}, one post")
         if os.environ.get("MORI_DISABLE_AUTO_XGMI", "").startswith("0"):
-            raise UsageError("MORI_DISABLE_AUTO_XGMI=0 adds a backend whose end cannot be polled", remedy="unset it")
+            raise UsageError(
+                "MORI_DISABLE_AUTO_XGMI=0 adds a backend whose transfers cannot be polled", remedy="unset it"
+            )
         self.life = f"pdstage.{secrets.token_hex(16)}"
         config = _io.RdmaBackendConfig(qp_per_transfer=qp_per_transfer, enable_notification=False)
         try:
@@ -209,15 +210,15 @@ class MoriTransport(Backend[_Way, _Description]):
                 batch.remote.base,
                 batch.remote.nbytes,
             ):
-                raise PeerError(f"peer {way.peer!r} describes other memory than it offers", remedy="trust it no more")
+                raise PeerError(f"peer {way.peer!r} describes other memory than it offers", remedy="stop using it")
             session = self._engine.create_session(self._memory[batch.local], theirs)
             if session is None:
-                raise RuntimeError("no backend of MORI-IO joins these two memories")
+                raise RuntimeError("no backend of MORI-IO connects these two memories")
             way.sessions[pair] = session
         return way.sessions[pair]
 
     def _begin(self, target: _Target) -> None:
-        """Begins the posts that wait for a peer's engine, as many as may be under way."""
+        """Begins the posts that wait for a peer's engine, as many as fit into `max_in_flight`."""
         while target.waiting and target.n_in_flight + target.waiting[0].n_descriptors <= self._max_in_flight:
             post = target.waiting.popleft()
             try:
@@ -281,7 +282,7 @@ def _understood(peer: str, kind: Any, packed: bytes) -> Any:  # noqa: ANN401
 
 
 def _own_address() -> str:
-    """This host's address on its default route; nothing is sent to learn it."""
+    """This host's address on its default route, found without sending."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # TEST-NET-1, RFC 5737
@@ -290,7 +291,7 @@ def _own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def _failed(what: str, error: Exception, remedy: str = "mori.io.set_log_level('info') tells more") -> TransportError:
+def _failed(what: str, error: Exception, remedy: str = "mori.io.set_log_level('info') logs more") -> TransportError:
     return TransportError(f"{what}: {error}", remedy=remedy)
 
 

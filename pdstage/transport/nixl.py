@@ -2,24 +2,25 @@
 
 Needs `pdstage[nixl]`; written for NIXL 1.5.1's Python API.
 
-What was seen of NIXL 1.5.1 (UCX over tcp and over shared memory, 256 MiB in flight), and what follows here:
+Seen with NIXL 1.5.1 (UCX over tcp and over shared memory, 256 MiB in flight), and the consequences here:
 
-* Removing the remote agent, like releasing a handle, cancels nothing: all the bytes still landed, read from the source
-  as it then was; no notification came; and from that moment the transfer's state was an error that says nothing. So an
+* Removing the remote agent cancels nothing, and neither does releasing a handle. All bytes still landed, read from the
+  source as it then was. No notification came, and from then on the transfer's state was an error without meaning. So an
   agent with posts in flight is kept until the last has ended, `stops_reads` is false, and `disconnect` ends no ticket.
-* Nothing here stops a peer's writes, deregistering included: so `fences` is false. What a dead peer sent may still be
-  in our sockets and lands while we poll (`_sockets`): a death is proved once they are empty, and only of a process of
+* Nothing here stops a peer's writes, not even deregistering: so `fences` is false. Bytes from a dead peer may still be
+  in our sockets and land while we poll (`_sockets`). A death is proved once they are empty, and only for a process of
   this host and these namespaces.
-* What a failed write has sent may lie in the peer's sockets, and lands when the peer polls: no failure is settled.
-* Adding an agent's newer metadata while posts to it are in flight does them no harm.
-* Agents' names are never reused: an old name is refused until it is removed.
-* UCX keeps no peer to what was registered. Over TCP, and between processes of one host, a write by a forged description
-  changed memory that was registered with nobody (tests/doctor/test_nixl.py), on any path, since whoever writes chooses
-  the address: uct/tcp copies to the address in the message, and so does what UCP puts in the place of missing remote
-  writes (ucp/rma/rma_sw.c). No option of UCX 1.23 ends it. So what can be done is to listen on fewer networks: `host`.
-* Its reader of metadata trusts the lengths in it, and of 200 altered blobs 4 ended the process. So a blob is read here
-  first (`check_metadata`), where this NIXL lays out its own that way. What cannot be seen from outside is UCX's address
-  within, but for its version: some still end the process. A peer without keys can do that: see docs/security.md.
+* Bytes of a failed write may lie in the peer's sockets, and land when the peer polls: no failure is settled.
+* Adding newer metadata of an agent does no harm to posts in flight to it.
+* Names of agents are never reused: an old name is refused until it is removed.
+* UCX does not confine a peer to registered memory. Over TCP, and between processes of one host, a write by a forged
+  description changed memory that was never registered (tests/doctor/test_nixl.py). That holds on any path, since the
+  writer chooses the address: uct/tcp copies to the address in the message, and so does UCP's emulation of remote writes
+  (ucp/rma/rma_sw.c). No option of UCX 1.23 prevents it. What can be done is to listen on fewer networks: `host`.
+* NIXL's reader of metadata trusts the lengths in it: 4 of 200 altered blobs ended the process. So this module checks a
+  blob first (`check_metadata`), if this NIXL lays out its own blob the expected way. UCX's address inside can be
+  checked only for its version, and some altered ones still end the process. A peer without keys can do that: see
+  docs/security.md.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 
 _Unreadable: tuple[type[Exception], ...] = (*Errors, ValueError)
-"""`ValueError` from `check_metadata`, and for a name that is no UTF-8."""
+"""`ValueError` comes from `check_metadata`, and from a name that is not UTF-8."""
 
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class _Description(msgspec.Struct, frozen=True, tag="pdstage.nixl.1", array_like
         return self.agent
 
     def offered(self, peer: str) -> Ranges:
-        """Nothing that could be read: only NIXL understands the metadata, and is asked (`_offers`)."""
+        """Empty: only NIXL can read the metadata; `_offers` asks it."""
         return Ranges(f"what peer {peer!r} registered")
 
 
@@ -95,13 +96,13 @@ class _InFlight(NamedTuple):
 class NixlTransport(Backend[_Link, _Description]):
     """Transport `nixl`.
 
-    `progress_thread`: let UCX move on in a thread of its own; without it, only while `poll` is called, on both sides.
-    NIXL 1.5.1's thread spins on a whole core even when idle (its Python API sets no delay), so it is off unless asked
-    for. `n_threads`: so many threads share the posts of 1,024 descriptors and more. `devices`: the network devices to
-    use ("mlx5_0", "mlx5_1:1", "eth0"), instead of what UCX finds or `UCX_NET_DEVICES` says; UCX spreads a large write
-    over two of them. `numa_node`: keep those threads to its processors, and without `devices` the RDMA traffic to its
-    network cards. `host`: an address of this machine; where nothing else chooses devices, UCX uses RDMA, loopback and
-    the interface that holds it. `telemetry`: measure each post, for `Done.figures` and the node's metrics.
+    `progress_thread`: lets UCX advance in its own thread; without it, only while `poll` is called, on both sides. NIXL
+    1.5.1's thread spins on a whole core even when idle (its Python API sets no delay), so it is off by default.
+    `n_threads`: that many threads share posts of 1,024 descriptors and more. `devices`: the network devices to use
+    ("mlx5_0", "mlx5_1:1", "eth0"), instead of those that UCX finds or `UCX_NET_DEVICES` names. UCX spreads a large
+    write over two of them. `numa_node`: keeps those threads on its processors and, without `devices`, the RDMA traffic
+    on its network cards. `host`: an address of this machine. If nothing else chooses devices, UCX uses RDMA, loopback
+    and the interface that holds it. `telemetry`: measures each post, for `Done.figures` and the node's metrics.
     """
 
     traits: ClassVar[Traits] = Traits(
@@ -109,7 +110,7 @@ class NixlTransport(Backend[_Link, _Description]):
         notifies=True,
         max_descriptors=65_536,
         kinds=frozenset({"cpu", "cuda"}),
-        post_blocks=True,  # over shared memory the copy is made inside the call
+        post_blocks=True,  # over shared memory the call makes the copy
         fences=False,
         stops_reads=False,
         bytes_per_s=3e9,
@@ -131,7 +132,9 @@ class NixlTransport(Backend[_Link, _Description]):
         host: str = "",
         telemetry: bool = False,
     ) -> None:
-        """Raises `UsageError` for a device or node not here, `TransportError` if NIXL cannot start its UCX plugin."""
+        """Raises `UsageError` for a device or node that this host lacks, `TransportError` if NIXL's UCX plugin does not
+        start.
+        """
         super().__init__()
         self.life = f"pdstage.{secrets.token_hex(16)}"
         self._agent: Any = start(
@@ -149,7 +152,7 @@ class NixlTransport(Backend[_Link, _Description]):
         self._knows_metadata = is_known(self._agent.get_agent_metadata(), self.life)
         self._memory = Memory(self._agent)
         self._flights: dict[int, _InFlight] = {}
-        self._users: Counter[str] = Counter()  # of a remote agent: peers' labels and posts in flight
+        self._users: Counter[str] = Counter()  # users of a remote agent: peers' labels and posts in flight
 
     def describe(self) -> bytes:
         self.check_open()
@@ -161,7 +164,7 @@ class NixlTransport(Backend[_Link, _Description]):
         if slow and not self._warned:
             self._warned = True
             log.warning(
-                "UCX moves device memory at %#x without NVLink, for want of fabric handles: %s", slow, _WITH_NVLINK
+                "UCX moves device memory at %#x without NVLink, for lack of fabric handles: %s", slow, _WITH_NVLINK
             )
 
     def _unregister(self, regions: Sequence[Region]) -> None:
@@ -224,7 +227,7 @@ class NixlTransport(Backend[_Link, _Description]):
     def proved_dead(self, peer: str) -> bool:
         if not super().proved_dead(peer):
             return False
-        self._progress()  # reads what its sockets still hold
+        self._progress()  # reads the bytes that its sockets still hold
         return not hold_bytes_of_the_dead()
 
     def _shut(self) -> None:
@@ -239,33 +242,35 @@ class NixlTransport(Backend[_Link, _Description]):
         del agent
         Here.lives.discard(self.life)
 
-    def _add_agent(self, peer: str, told: _Description) -> None:
-        """Loads a peer's metadata, newer one over older; raises `PeerError` if NIXL refuses it, or must not see it."""
+    def _add_agent(self, peer: str, description: _Description) -> None:
+        """Loads a peer's metadata, newer over older. Raises `PeerError` if NIXL refuses it or `check_metadata` does."""
         try:
             if self._knows_metadata:
-                check_metadata(told.metadata, told.agent)
-            named = self._agent.add_remote_agent(told.metadata)
+                check_metadata(description.metadata, description.agent)
+            named = self._agent.add_remote_agent(description.metadata)
             name = named.decode() if isinstance(named, bytes) else named
         except _Unreadable as error:
-            if told.agent not in self._users:
-                with contextlib.suppress(*Errors):  # what it took of it until then would stand in the way of its owner
-                    self._agent.remove_remote_agent(told.agent)
+            if description.agent not in self._users:
+                with contextlib.suppress(*Errors):  # a partly loaded agent would block its owner's metadata
+                    self._agent.remove_remote_agent(description.agent)
             raise PeerError(
                 f"NIXL refuses the metadata of peer {peer!r} ({error})",
                 remedy="bind both nodes to addresses of one network, and install one version of NIXL on both sides",
                 peer=peer,
             ) from error
-        if name != told.agent:
+        if name != description.agent:
             if name not in self._users:
                 attempt(self._agent.remove_remote_agent, name)
-            raise PeerError(f"peer {peer!r} is {told.agent} but describes {name}", remedy="trust it no more", peer=peer)
+            raise PeerError(
+                f"peer {peer!r} is {description.agent} but describes {name}", remedy="stop using it", peer=peer
+            )
 
     def _advance(self, ticket: int, state: str) -> None:
         if state != "PROC":
             self._end(ticket, None if state == "DONE" else RuntimeError(f"state {state}"))
 
     def _end(self, ticket: int, error: Exception | None) -> None:
-        """Turns a post that ended into its event. Only here, and in close, is a handle released: never in flight."""
+        """Turns an ended post into its event. Handles are released only here and in `close`, so never in flight."""
         flight = self._flights.pop(ticket)
         if error is None:
             self.events.append(Done(ticket, figures(self._agent, flight.handle) if self._telemetry else None))
@@ -276,7 +281,7 @@ class NixlTransport(Backend[_Link, _Description]):
         self._let_go(flight.agent)
 
     def _let_go(self, name: str) -> None:
-        """Removes the remote agent with its last user; any earlier would hide how its posts end."""
+        """Removes the remote agent with its last user. An earlier removal would hide how its posts end."""
         self._users[name] -= 1
         if not self._users[name]:
             del self._users[name]
@@ -284,7 +289,7 @@ class NixlTransport(Backend[_Link, _Description]):
 
 
 def _goes_without_nvlink(region: Region) -> bool:
-    """Whether UCX's cuda_ipc takes no memory like this: it knows legacy handles and fabric handles (UCX 1.23)."""
+    """Whether UCX's cuda_ipc does not take this memory: it takes legacy handles and fabric handles (UCX 1.23)."""
     try:
         attribute = driver.cuda().attribute
     except OSError:

@@ -92,7 +92,7 @@ def test_a_peer_in_reach_of_none_is_refused_with_what_each_says(ends):
     for verb in (a.transport.connect, a.transport.identify):
         with pytest.raises(PeerError, match=r"another host.*another host"):
             verb("b", a.transport.described(offers))
-        with pytest.raises(PeerError, match="none of ours"):
+        with pytest.raises(PeerError, match="no transport in common"):
             verb("b", a.transport.described({"pigeon": b"coo"}))
 
 

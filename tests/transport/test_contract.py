@@ -123,7 +123,7 @@ def test_span_outside_registered_or_prepared_memory_is_refused(linked):
     linked.b.fill(0, before := noise(4096))
     for bad in OUTSIDE:
         for n_good in (0, 3):
-            with pytest.raises(UsageError, match=r"lie in no one region|less than one byte"):
+            with pytest.raises(UsageError, match=r"do not lie in one region|less than one byte"):
                 linked.post([*[(0, 64 * i, 64) for i in range(n_good)], bad], b"tag")
     linked.deliver(b"after", offset=8192)  # nothing of the refused posts was written, before or after
     assert linked.b.read(0, 4096) == before

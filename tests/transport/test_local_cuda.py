@@ -198,7 +198,7 @@ def test_regions_of_one_block_and_what_lies_beside_them(runtime, stock):
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        (VIRTUAL, "without a kind of handle.*PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"),
+        (VIRTUAL, "without handles for other processes.*PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"),
         (MANAGED, "cudaMallocManaged.*cudaMalloc"),
         (POOL, "cudaMallocAsync.*cudaMalloc"),
     ],

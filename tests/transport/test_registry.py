@@ -84,9 +84,9 @@ def test_a_setting_shared_by_the_ranks_of_a_host_gives_each_its_own(carded, told
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ({"cards": ["mlx5_0"]}, "names none"),
-        ({"name": 7}, "names none"),
-        (None, "names none"),
+        ({"cards": ["mlx5_0"]}, "names no transport"),
+        ({"name": 7}, "names no transport"),
+        (None, "names no transport"),
         ({"name": "carded", "cards": {"cuda:0": [], "cuda:2": []}}, "cards for cuda:0, cuda:2, not for cuda:1"),
         ({"name": "carded", "wings": 2}, "wings"),
     ],

@@ -94,7 +94,7 @@ def rank(installed):
         ("{", "PDSTAGE_NODE"),
         ('["nixl"]', "PDSTAGE_NODE"),
         ('{"transport": "pigeon"}', "pigeon"),
-        ('{"transport": {"devices": []}}', "names none"),
+        ('{"transport": {"devices": []}}', "names no transport"),
         ('{"transport": {"name": "nixl", "devices": ["no_such_card"]}}', "no_such_card"),
         ('{"transport": {"name": "nixl", "devices": {"cuda:7": []}}}', "not for cpu"),
         ('{"path": "sideways"}', "sideways"),
