@@ -1,5 +1,6 @@
-"""The control plane: one ROUTER socket a node, and the directory that tells who is there.
+"""The control plane: one ROUTER socket per node, and the directory of prefill ranks.
 
-To read: `address`; `keys` and `guard` (who is let in); `zmq` over `port` (frames between nodes); `directory` (who is
-there), `directory_api` (how it is asked), `directory_http` and `directory_curve` (over what), `bootstrap` (both ends).
+Read in this order: `address`; `keys` and `guard` (who may connect); `zmq` over `port` (frames between nodes), with
+`inflow` and `counters`; `directory` (the table), `directory_api` (its requests), `directory_http` and `directory_curve`
+(their carriers), `bootstrap` (server and client).
 """

@@ -1,4 +1,4 @@
-"""Addresses of the control plane: `[scheme://][key@]host:port`, how far they reach, and how a peer reaches them."""
+"""Addresses of the control plane: `[scheme://][key@]host:port`, who can reach them, and what peers connect to."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 _MAX_CHARACTERS = 512
 _WILDCARDS = {"", "*", "0.0.0.0", "::"}
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
-"""Between two dots of a host name: RFC 1123, section 2.1, and the underscore, which container networks use."""
+"""A label of a host name: RFC 1123, section 2.1, and the underscore, which container networks use."""
 
 
 class Address(NamedTuple):
-    """A host (IPv6 without brackets, "" and "*" for any), a port (0: the system's choice), and whom to find there.
+    """A host (IPv6 without brackets, "" and "*" for any), a port (0: the system chooses), and a key.
 
-    `key` is the public key of who listens, by which alone it is trusted; empty where the address does not tell.
+    `key` is the public key that the listener must prove to hold; empty if the address does not give it.
     """
 
     host: str
@@ -33,9 +33,9 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, scheme: str, *, listening: bool = False) -> Address:
-        """Reads `scheme://key@host:port`, of which scheme and key may be missing.
+        """Reads `scheme://key@host:port`; scheme and key are optional.
 
-        `listening` allows wildcards and port 0, and no key.
+        `listening` allows wildcards and port 0, and forbids a key.
 
         Raises `UsageError` that quotes `text`.
         """
@@ -44,13 +44,13 @@ class Address(NamedTuple):
     @classmethod
     @lru_cache(maxsize=1024)
     def _read(cls, text: str, scheme: str, listening: bool) -> Address:
-        """`parse`, kept: an engine names the same few addresses with every room."""
+        """`parse`, cached: an engine names the same few addresses with every room."""
         remedy = f"write it as {scheme}://host:port, an IPv6 host in brackets"
         if len(text) > _MAX_CHARACTERS:
             raise UsageError(f"address {text[:64]!r}... of {len(text)} characters", remedy=remedy)
         found, separator, rest = text.partition("://")
         if separator and found != scheme:
-            raise UsageError(f"address {text!r} is of scheme {found!r}", remedy=remedy, address=text)
+            raise UsageError(f"address {text!r} has scheme {found!r}", remedy=remedy, address=text)
         written, at, rest = (rest if separator else text).rstrip("/").rpartition("@")
         key = parse_key(written) if at and not listening else b""
         if key is None or (at and listening):
@@ -63,7 +63,7 @@ class Address(NamedTuple):
         if host.startswith("[") and host.endswith("]"):
             host = host[1:-1]
         elif ":" in host or "/" in host:
-            raise UsageError(f"address {text!r} has no clear host", remedy=remedy, address=text)
+            raise UsageError(f"address {text!r} has no unambiguous host", remedy=remedy, address=text)
         number = int(port) if port.isascii() and port.isdigit() and len(port) <= 5 else -1
         if port == "*" and listening:
             number = 0
@@ -101,7 +101,7 @@ class Address(NamedTuple):
 
     @property
     def ip(self) -> str:
-        """The host as an IP address; empty for any, and for a name that has none (libzmq knows interfaces by name)."""
+        """The host as an IP address; empty for a wildcard, and for a name that has none, such as an interface."""
         if self.is_wildcard:
             return ""
         try:
@@ -114,32 +114,32 @@ class Address(NamedTuple):
 
     @property
     def keyed(self) -> str:
-        """With the key, as peers are told."""
+        """The address with its key, as given to peers."""
         return f"{self.key.hex()}@{self}" if self.key else str(self)
 
     def reachable(self, advertise: str | None = None, keys: Keys | None = None) -> Address:
-        """What a peer connects to: `advertise` if given, else this machine's own address in place of a wildcard."""
+        """The address for peers: `advertise` if given, else with this machine's own address instead of a wildcard."""
         key = keys.public if keys is not None else b""
         if advertise is not None:
             return Address(advertise.strip("[]"), self.port, key)
         return Address(_own_host(ipv6=self.is_ipv6) if self.is_wildcard else self.host, self.port, key)
 
     def check_exposure(self, insecure: bool, keys: Keys | None) -> None:
-        """Raises `UsageError` for an unencrypted listener that others than this machine can reach, unless asked for."""
+        """Raises `UsageError` for an unencrypted listener that other machines can reach, unless `insecure`."""
         if not (insecure or self.is_loopback or keys is not None):
             raise UsageError(
                 f"{self} can be reached from other machines, and without keys this channel is neither encrypted nor "
                 "authenticated",
                 remedy="make keys with `pdstage keys FILE` and pass keys=FILE, bind to loopback, or say insecure=True "
-                "where the network itself is trusted",
+                "if the network itself is trusted",
                 address=str(self),
             )
 
     def key_of_peer(self, keys: Keys | None) -> bytes:
-        """The public key that who listens here must prove to hold; empty without `keys`.
+        """The public key that the listener at this address must prove to hold; empty without `keys`.
 
-        An address that tells none means our own key: one key file for the whole cluster. Raises `UsageError` if only
-        one side has keys, or if that key is not let in.
+        An address without a key means our own key: one key file for the whole cluster. Raises `UsageError` if only one
+        side has keys, or if the key is not in our allow list.
         """
         if keys is None:
             if self.key:
@@ -161,7 +161,7 @@ class Address(NamedTuple):
 
 
 def _is_host(text: str) -> bool:
-    """Whether the system's resolver can be asked for it: what is no name makes `getaddrinfo` raise `UnicodeError`."""
+    """Whether the system's resolver accepts it: `getaddrinfo` raises `UnicodeError` for an invalid name."""
     if ":" in text:
         try:
             ipaddress.IPv6Address(text)
@@ -172,11 +172,11 @@ def _is_host(text: str) -> bool:
 
 
 def _own_host(*, ipv6: bool) -> str:
-    """The address this machine would send from. Connecting a datagram socket sends nothing."""
+    """The address from which this machine would send. Connecting a datagram socket sends nothing."""
     family, probe = (socket.AF_INET6, "2001:db8::1") if ipv6 else (socket.AF_INET, "192.0.2.1")
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect((probe, 9))
-        except OSError:  # no route out: nobody but this machine can connect anyway
+        except OSError:  # no route out: only this machine can connect anyway
             return "::1" if ipv6 else "127.0.0.1"
         return str(sock.getsockname()[0])

@@ -1,6 +1,6 @@
-"""Who is there: the directory's server, to embed in a prefill node or to run alone, and its client.
+"""The directory's server, to embed in a prefill node or to run alone, and its client.
 
-`directory_api.py` lists the requests.
+`directory_api` lists the requests.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ PLAIN = "plain://"
 
 
 class BootstrapServer:
-    """The directory's server. `bind` is `host:port` or `http://host:port`; port 0 is the system's choice.
+    """The directory's server. `bind` is `host:port` or `http://host:port`; with port 0 the system chooses.
 
-    It listens from construction on. `start()` answers in a thread of its own, until `close()`; `serve_forever()`
-    answers in the caller's. `address` is as peers reach it; with a wildcard host `advertise` names the host. With
-    `keys`, a key file's path or `Keys`, it is encrypted and answers only nodes that it lets in; `address` then is
-    `key@host:port`. Without, it speaks plain HTTP. `clock` is monotonic seconds. Raises `UsageError` for a bad address
-    or key file, `TransportError` if it cannot be bound.
+    It listens from construction on. `start()` answers in its own thread until `close()`; `serve_forever()` answers in
+    the caller's thread. `address` is the address for peers; with a wildcard host `advertise` names the host. With
+    `keys`, a key file's path or `Keys`, it is encrypted and answers only nodes that its keys allow; `address` is then
+    `key@host:port`. Without keys it speaks plain HTTP. `clock` is monotonic seconds. Raises `UsageError` for a bad
+    address or key file, `TransportError` if it cannot bind.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class BootstrapServer:
         self.close()
 
     def start(self) -> Self:
-        """Answers in a thread from now on."""
+        """Starts to answer in a thread."""
         if self._serving or self._closed:
             raise UsageError("this bootstrap server was started or closed before", remedy="make a new one")
         self._serving = True
@@ -108,18 +108,18 @@ class BootstrapServer:
 
 
 class BootstrapClient:
-    """Talks to the directory at `address` (`host:port` or `http://host:port`; with `keys` also `key@host:port`).
+    """The client of the directory at `address` (`host:port` or `http://host:port`; with `keys` also `key@host:port`).
 
-    `plain://host:port` is a directory in another server, over plain HTTP whether or not there are `keys`: what it says
-    is anybody's word, and a node with keys talks to nobody that they do not let in.
+    `plain://host:port` is a directory in another server, over plain HTTP even with `keys`. Its answers are not
+    authenticated, but a node with keys still talks only to nodes that its keys allow.
 
-    Every call is one request and waits for its answer, up to `timeout_s` a step: call it from a worker thread, never
-    from a driver's loop. It holds no connection and may be used by several threads. A lease is renewed by publishing
+    Every call is one request and waits for its answer, up to `timeout_s` per step. Call it from a worker thread, never
+    from a driver's loop. It holds no connection, and several threads may use it. A lease is renewed by publishing
     again, best every third of its `ttl_s`.
 
-    Every call raises `TransportError` when nothing answers at the address and `PeerError` for an answer that is none,
-    or where the two sides' keys do not fit. Raises `UsageError` for a bad address or key file, and for an address whose
-    key is not let in here.
+    Every call raises `TransportError` if nothing answers, and `PeerError` for an invalid answer or for keys that do not
+    match. The constructor raises `UsageError` for a bad address or key file, and for an address whose key is not
+    allowed here.
     """
 
     def __init__(
@@ -137,25 +137,25 @@ class BootstrapClient:
         self._ask("PUT", "/v1/adverts", msgspec.json.encode(Put(advert, ttl_s)))
 
     def withdraw(self, advert: Advert) -> None:
-        """Takes the rank out, if this incarnation still holds its place."""
+        """Removes the rank, if this incarnation still holds its place."""
         place = f"{quote(advert.instance, safe='')}/{advert.topology.unique_rank}/{advert.incarnation}"
         self._ask("DELETE", f"/v1/adverts/{place}")
 
     def lookup(self, dp_rank: int | None = None, *, instance: str | None = None) -> list[Advert]:
-        """All ranks of one dp replica, by group rank. Raises as `Directory.lookup`: `Incomplete` means ask again."""
+        """All ranks of one dp replica, by group rank. Raises as `Directory.lookup`; after `Incomplete`, ask again."""
         asked = {"dp_rank": dp_rank, "instance": instance}
         query = urlencode({name: value for name, value in asked.items() if value is not None})
         return self.read_adverts(self._ask("GET", f"/v1/lookup?{query}"))
 
     def read_adverts(self, answer: bytes) -> list[Advert]:
-        """The adverts in an answer; raises `PeerError` for one that is none."""
+        """The adverts in an answer. Raises `PeerError` for an invalid answer."""
         try:
             return adverts_of.decode(answer).adverts
         except UNREADABLE as error:
             raise self._not_ours(f"its adverts do not decode: {error}") from error
 
     def instances(self) -> bytes:
-        """Everything live as JSON, for people: by instance, each advert and the seconds its lease has left."""
+        """All live adverts as JSON, for people: by instance, each advert and the seconds left of its lease."""
         return self._ask("GET", "/v1/instances")
 
     def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
@@ -183,11 +183,11 @@ class BootstrapClient:
             connection.request(method, path, body, {"Connection": "close"})
             response = connection.getresponse()
             return response.status, response.read(MAX_ANSWER_NBYTES)
-        except (OSError, UnicodeError) as error:  # the latter from IDNA, for a name that is none
+        except (OSError, UnicodeError) as error:  # UnicodeError: IDNA, for an invalid name
             if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
                 raise TransportError(
-                    f"no descriptor is left for a request to the bootstrap server at {self.address} ({error})",
-                    remedy="raise the limit of open files (`ulimit -n`), or find who holds them",
+                    f"no file descriptor is left for a request to the bootstrap server at {self.address} ({error})",
+                    remedy="raise the limit of open files (`ulimit -n`), or find what holds them",
                     address=str(self.address),
                 ) from error
             hung_up = "; if it has keys, pass keys= (--keys)" if isinstance(error, ConnectionResetError) else ""
@@ -203,7 +203,7 @@ class BootstrapClient:
             connection.close()
 
     def read_refusal(self, status: int, answer: bytes) -> PdstageError:
-        """The error that an answer stands for."""
+        """The error in an answer."""
         try:
             refusal = refusal_of.decode(answer)
         except UNREADABLE:
@@ -215,8 +215,8 @@ class BootstrapClient:
 
     def _not_ours(self, why: str) -> PeerError:
         return PeerError(
-            f"what answers at {self.address} is no bootstrap server ({why})",
-            remedy="check the address, and that no proxy stands in between",
+            f"what answers at {self.address} is not a bootstrap server ({why})",
+            remedy="check the address, and that there is no proxy in between",
             address=str(self.address),
         )
 
@@ -233,6 +233,6 @@ def _http_server(address: Address, directory: Directory) -> directory_http.Serve
 
 
 def _encrypted(error: http.client.HTTPException) -> str:
-    """What to say of an answer that begins as ZMTP does; empty for another."""
+    """A hint if the answer begins as ZMTP does; else empty."""
     begins = isinstance(error, http.client.BadStatusLine) and str(error.args[0]).startswith(("\xff", "\ufffd"))
     return "it is encrypted: pass keys= (--keys)" if begins else ""

@@ -1,6 +1,6 @@
-"""Who is there: the adverts of prefill ranks, each under a lease that ends unless it is renewed.
+"""The directory's table: the adverts of prefill ranks, each under a lease that ends unless it is renewed.
 
-A table, with the clock as an argument.
+The clock is an argument.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _Word = Annotated[str, Meta(max_length=_MAX_NAME)]
 class Advert(msgspec.Struct, frozen=True, kw_only=True):
     """What one prefill rank publishes about itself.
 
-    `instance` names its engine; `topology` its place there; `endpoint` its control socket; `incarnation` its process
-    life; `layout` its `Layout.digest()`; `transports` the data transports it speaks, best first; `version` the wire's.
+    `instance` names its engine, `topology` its place in it, `endpoint` its control socket, `incarnation` its process
+    life. `layout` is its `Layout.digest()`, `transports` its data transports, best first, and `version` the wire's.
     """
 
     instance: _Word
@@ -46,16 +46,16 @@ class Advert(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def where(self) -> str:
-        """The rank in words."""
+        """The rank, for messages."""
         place = self.topology
         ranks = f"dp {place.dp_rank}, pp {place.pp_rank}, cp {place.cp_rank}, tp {place.tp_rank}"
         return f"rank {place.unique_rank} ({ranks}) of instance {self.instance!r}"
 
 
 class Incomplete(PeerError):
-    """Not every rank that must answer is registered yet: ask again until the deadline.
+    """A rank that must answer is not registered yet: ask again until the deadline.
 
-    `missing` holds the unique ranks that are not there; it is empty when nothing of the instance is known at all.
+    `missing` holds the unique ranks that are absent; it is empty if nothing of the instance is known.
     """
 
     def __init__(self, what: str, missing: tuple[int, ...] = (), **fields: object) -> None:
@@ -66,7 +66,7 @@ class Incomplete(PeerError):
 
 
 class Conflict(PeerError):
-    """The directory holds something else under this name: a live instance of another shape, or a successor."""
+    """The name is taken: by a live instance of another shape, or by a newer process."""
 
 
 class _Entry:
@@ -77,9 +77,9 @@ class _Entry:
 
 
 class Directory:
-    """The table. Safe to use from several threads. `clock` is monotonic, in seconds.
+    """The table. Several threads may use it. `clock` is monotonic, in seconds.
 
-    Bounded: at most `max_adverts` live ones; expired ones are forgotten at the latest when the next is published.
+    It holds at most `max_adverts` live adverts; expired ones are removed when the next is published, or earlier.
     """
 
     def __init__(self, clock: Callable[[], float], *, max_adverts: int = 65536) -> None:
@@ -87,14 +87,14 @@ class Directory:
         self._max_adverts = max_adverts
         self._lock = threading.Lock()
         self._instances: dict[str, dict[int, _Entry]] = {}
-        self._expires_from = math.inf  # no lease ends before this, so that most lookups need no sweep
+        self._expires_from = math.inf  # no lease ends before this: most lookups need no sweep
 
     def publish(self, advert: Advert, ttl_s: float | None) -> None:
-        """Registers or renews a rank for `ttl_s`; None, which is for the directory's own process to say, until it is
-        withdrawn. A new incarnation takes over its predecessor's place at once.
+        """Registers or renews a rank for `ttl_s`. None means until it is withdrawn, and is only for the directory's own
+        process. A new incarnation replaces its predecessor at once.
 
-        Raises `UsageError` for a bad name or duration; `Conflict` if the instance is live in another shape, or if this
-        incarnation's place was taken over; `PeerError` when the directory is full.
+        Raises `UsageError` for a bad name or duration, `Conflict` if the instance is live in another shape or a newer
+        process holds this place, and `PeerError` if the directory is full.
         """
         if not 1 <= len(advert.instance) <= _MAX_NAME or not advert.instance.isprintable():
             raise UsageError(
@@ -105,7 +105,7 @@ class Directory:
             raise UsageError(
                 f"a lease of {ttl_s} s for {advert.where}", remedy=f"give more than 0, at most {MAX_TTL_S:g} s"
             )
-        if math.prod(advert.shape) > self._max_adverts:  # a lookup goes through them all
+        if math.prod(advert.shape) > self._max_adverts:  # a lookup visits them all
             raise UsageError(
                 f"{advert.where} is one of {math.prod(advert.shape)} ranks",
                 remedy=f"this directory takes {self._max_adverts}; start it with a larger max_adverts",
@@ -146,7 +146,7 @@ class Directory:
             )
 
     def withdraw(self, instance: str, unique_rank: int, incarnation: int) -> bool:
-        """Removes a rank, unless another incarnation holds its place now. Says whether anything was removed."""
+        """Removes a rank, unless another incarnation holds its place now. Returns whether it removed anything."""
         with self._lock:
             held = self._instances.get(instance, {})
             entry = held.get(unique_rank)
@@ -160,8 +160,8 @@ class Directory:
     def lookup(self, instance: str | None = None, dp_rank: int | None = None) -> list[Advert]:
         """All ranks of one dp replica of `instance`, by group rank.
 
-        `instance` may be left out where one is registered, `dp_rank` where there is one replica. Raises `Incomplete`
-        while ranks are missing, `UsageError` for a choice that must be made or cannot be.
+        `instance` may be omitted if only one is registered, `dp_rank` if there is only one replica. Raises `Incomplete`
+        while ranks are missing, and `UsageError` for a missing or impossible choice.
         """
         with self._lock:
             self._expire()
@@ -178,7 +178,7 @@ class Directory:
         return _replica(instance, held, dp_rank)
 
     def instances(self) -> dict[str, list[tuple[Advert, float]]]:
-        """Every live advert with the seconds its lease has left, by instance and unique rank."""
+        """Every live advert with the seconds left of its lease, by instance and unique rank."""
         with self._lock:
             self._expire()
             now = self._clock()

@@ -1,4 +1,4 @@
-"""The directory's requests and answers, whatever carries them: a method, a path and a body; a status and JSON.
+"""The directory's requests and answers, for any carrier: a method, a path and a body; a status and JSON.
 
     PUT    /v1/adverts                                      {"advert": {...}, "ttl_s": 15}
     DELETE /v1/adverts/{instance}/{unique_rank}/{incarnation}
@@ -25,7 +25,7 @@ MAX_BODY_NBYTES = 64 << 10
 MAX_ANSWER_NBYTES = 64 << 20
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding JSON from a stranger may raise: of text that is no UTF-8, of a value without end, of all else."""
+"""What decoding untrusted JSON may raise: for text that is not UTF-8, for endless nesting, for anything else."""
 
 
 class Put(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
     missing: Annotated[tuple[int, ...], Meta(max_length=1 << 20)] = ()
 
 
-# Kind on the wire, HTTP status and class; the first that an error is an instance of.
+# Kind on the wire, HTTP status and class; the first class that an error is an instance of counts.
 KINDS: tuple[tuple[str, int, type[PdstageError]], ...] = (
     ("incomplete", 404, Incomplete),
     ("conflict", 409, Conflict),
@@ -53,15 +53,15 @@ KINDS: tuple[tuple[str, int, type[PdstageError]], ...] = (
 )
 
 
-# Made before any thread decodes: two that decode the first of a type at once, while msgspec still looks its fields up,
-# end the process (msgspec 0.22, a null pointer).
+# Made before any thread decodes: two threads that decode a type for the first time at once end the process (msgspec
+# 0.22, a null pointer).
 _puts = msgspec.json.Decoder(Put)
 adverts_of = msgspec.json.Decoder(Adverts)
 refusal_of = msgspec.json.Decoder(Refusal)
 
 
 def answer(directory: Directory, method: str, target: str, body: bytes) -> tuple[int, bytes]:
-    """Status and body; whatever is asked, it raises nothing."""
+    """Status and body. Never raises, whatever the request."""
     try:
         url = _parse_url(target)
         return 200, msgspec.json.encode(_answer(directory, method, url.path, parse_qs(url.query), body))
@@ -96,12 +96,12 @@ def _answer(directory: Directory, method: str, path: str, query: dict[str, list[
     if method == "DELETE" and path.startswith("/v1/adverts/") and len(parts) == 6:
         rank, incarnation = parse_number(parts[4], "unique_rank"), parse_number(parts[5], "incarnation")
         return {"withdrawn": directory.withdraw(unquote(parts[3]), rank, incarnation)}
-    raise UsageError(f"there is nothing at {path[:64]!r}", remedy="see the paths in pdstage.control.directory_api")
+    raise UsageError(f"there is no resource at {path[:64]!r}", remedy="see the paths in pdstage.control.directory_api")
 
 
 def _engines(directory: Directory) -> dict[str, object]:
-    """Engines by number, and each one's ranks by tp and pp rank: the answer of vLLM's MooncakeBootstrapServer, from
-    which a router learns the `remote_engine_id` of its requests. An engine is a data-parallel replica there.
+    """Engines by number, with each one's ranks by tp and pp rank. This is the answer of vLLM's MooncakeBootstrapServer,
+    from which a router learns the `remote_engine_id` of its requests. There an engine is a data-parallel replica.
     """
     engines: dict[str, object] = {}
     for number, (name, held) in enumerate(directory.instances().items()):
@@ -137,4 +137,4 @@ def _parse_url(target: str) -> SplitResult:
     try:
         return urlsplit(target)
     except ValueError as error:
-        raise UsageError(f"{target[:64]!r} is no path ({error})", remedy="check the request") from error
+        raise UsageError(f"{target[:64]!r} is not a path ({error})", remedy="check the request") from error

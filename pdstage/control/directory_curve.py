@@ -1,6 +1,6 @@
-"""The directory over a control socket with keys: encrypted, and answering only whom it lets in.
+"""The directory over a control socket with keys: encrypted, and answering only peers that the keys allow.
 
-`directory_api.py` lists the requests; one is the frames method, path and body, and its answer status and body.
+`directory_api` lists the requests. A request is the frames method, path and body; its answer is status and body.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PAUSE_S = 0.1
 
 
 class Server:
-    """Answers in the thread that calls `serve_forever`, until `shutdown`; `address` is where peers reach it."""
+    """Answers in the thread that calls `serve_forever`, until `shutdown`. `address` is the address for peers."""
 
     def __init__(self, address: Address, directory: Directory, keys: Keys, advertise: str | None) -> None:
         self._directory = directory
@@ -40,7 +40,7 @@ class Server:
                 self._serve()
             except Exception:
                 log.exception("the directory at %s goes on after an error", self.address)
-                time.sleep(_PAUSE_S)  # it may come again at once, as a lack of descriptors does
+                time.sleep(_PAUSE_S)  # the error may repeat at once, as a lack of descriptors does
 
     def _serve(self) -> None:
         self._socket.wait(_LOOK_S)
@@ -74,7 +74,7 @@ class Server:
 
 
 def ask(address: Address, keys: Keys, request: tuple[str, str, bytes], timeout_s: float) -> tuple[int, bytes]:
-    """Status and body. Raises `PeerError` where the keys do not fit, `TransportError` where nothing answers in time."""
+    """Status and body. Raises `PeerError` if the keys do not match, `TransportError` if nothing answers in time."""
     method, target, body = request
     with _socket(keys) as socket:
         route = socket.connect(f"tcp://{address.keyed}")
@@ -85,7 +85,7 @@ def ask(address: Address, keys: Keys, request: tuple[str, str, bytes], timeout_s
             for _, frames in socket.recv():
                 if len(frames) == 2 and frames[0].isdigit():
                     return int(frames[0]), frames[1]
-                raise PeerError(f"what listens at {address} is no bootstrap server", remedy="check the address")
+                raise PeerError(f"what listens at {address} is not a bootstrap server", remedy="check the address")
             for _, error in socket.take_refusals():
                 raise error
     raise TransportError(

@@ -1,6 +1,6 @@
-"""The directory over HTTP/1.1, so that an operator can ask with curl: neither encrypted nor authenticated.
+"""The directory over HTTP/1.1, so that an operator can use curl. It is neither encrypted nor authenticated.
 
-`directory_api.py` lists the requests.
+`directory_api` lists the requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 64
 _REQUEST_S = 5.0
-"""A connection that sends no complete request in this time is dropped."""
+"""A connection without a complete request in this time is dropped."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -53,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
         self._send(*api.answer(self.server.directory, self.command, self.path, body))
 
     def _send(self, status: int, body: bytes) -> None:
-        self.close_connection = True  # one request a connection, so that no idle thread is kept for a peer
+        self.close_connection = True  # one request per connection, so that no thread idles for a peer
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -66,7 +66,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """A thread a connection, a cap on connections, and a close that waits for none of them."""
+    """One thread per connection, a cap on connections, and a close that does not wait for them."""
 
     daemon_threads = False  # so that closing joins them
     request_queue_size = 256
@@ -80,18 +80,18 @@ class Server(ThreadingHTTPServer):
         super().__init__(("" if address.is_wildcard and not address.is_ipv6 else address.host, address.port), Handler)
 
     def serve_forever(self, poll_interval: float = 0.1) -> None:
-        """As the base, with a shorter way to its end."""
+        """As the base class, with a shorter poll interval, so that it ends sooner."""
         super().serve_forever(poll_interval)
 
     def server_bind(self) -> None:
-        """As the base, without its name look-up, which can take seconds."""
+        """As the base class, without its name look-up, which can take seconds."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         host, port = self.socket.getsockname()[:2]
         self.server_address = self.server_name, self.server_port = str(host), int(port)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ANN401  (the base's signature)
-        """Takes every connection; where there are too many, the one that has waited longest makes room."""
+        """Accepts every connection. Beyond the cap, the connection that has waited longest is dropped."""
         with self._open_lock:
             if len(self._open) >= _MAX_CONNECTIONS:
                 self._warn_of_many()
@@ -101,12 +101,12 @@ class Server(ThreadingHTTPServer):
 
     def _warn_of_many(self) -> None:
         where = f"{self.server_name}:{self.server_port}"
-        what = f"bootstrap at {where}: {_MAX_CONNECTIONS} connections are open; the oldest makes room for each new one"
+        what = f"bootstrap at {where}: {_MAX_CONNECTIONS} connections are open; each new one replaces the oldest"
         if text := self._log_limit.due(where, what, time.monotonic()):
             log.warning("%s", text)
 
     def service_actions(self) -> None:
-        """Drops who has sent no request in its time: the handler's own timeout begins anew with each byte."""
+        """Drops connections without a complete request in time; the handler's own timeout restarts with each byte."""
         overdue_at = time.monotonic() - _REQUEST_S
         with self._open_lock:
             for request in [request for request, opened_at in self._open.items() if opened_at < overdue_at]:
@@ -130,7 +130,7 @@ class Server(ThreadingHTTPServer):
                 self._drop(request)
 
     def _drop(self, request: socket.socket) -> None:
-        """Ends a connection under its handler, which then closes it."""
+        """Shuts a connection down while its handler uses it; the handler then closes it."""
         del self._open[request]
         try:
             request.shutdown(socket.SHUT_RDWR)

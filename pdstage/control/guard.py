@@ -1,9 +1,9 @@
-"""Who may connect to a CURVE socket, and what became of the connections that failed.
+"""Who may connect to a CURVE socket, and why connections failed.
 
-libzmq asks a ZAP handler (RFC 27) of its context about every client key, and tells of handshakes on a monitor socket
-(`inflow`). Both are served by the thread that waits on the control socket, in between: no thread of their own, and
-nothing that could outlive the socket. What libzmq has to tell waits in a bounded queue; while that is full because
-nobody waits on the socket, libzmq's thread waits too. With a ZAP domain enforced a missing handler lets nobody in.
+libzmq asks a ZAP handler (RFC 27) of its context about every client key, and reports handshakes on a monitor socket
+(`inflow`). The thread that waits on the control socket serves both in between, so no extra thread can outlive the
+socket. libzmq's reports wait in a bounded queue. If nothing waits on the socket, the queue fills and libzmq's thread
+waits too. With an enforced ZAP domain, a missing handler lets nobody in.
 """
 
 from __future__ import annotations
@@ -37,26 +37,24 @@ _BROKEN_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _PROTOCOL, _AUTH = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _FAILED = (_BROKEN_OFF, _PROTOCOL, _AUTH)
 HANDSHAKE_EVENTS = _GOOD | _BROKEN_OFF | _PROTOCOL | _AUTH
-"""What a monitor is to tell of handshakes, for `Guard.take_in`; beside connections that come and go."""
+"""The handshake events that `Guard.take_in` needs, beside those of connecting and closing."""
 _OTHER_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 _POLLIN = int(zmq.POLLIN)
 _BROKEN_OFF_IS_FINAL = 3
-"""A server that does not know the client's idea of its key says nothing: it hangs up, as one that ends just then."""
+"""A server that expects another key of itself is silent: it closes the connection, as a server that ends does."""
 
 
 class Refusal(NamedTuple):
-    """A connection that did not come about. `target` is whom this node tried to reach, empty if it was tried from
-    elsewhere.
-    """
+    """A connection that failed. `target` is the peer that this node tried to reach; empty if the peer connected."""
 
     target: str
     error: PeerError
 
 
 class Guard:
-    """Guards one socket: makes it a CURVE server, answers for it, and gathers refusals.
+    """Guards one socket: makes it a CURVE server, answers its ZAP requests, and collects refusals.
 
-    Made before the socket binds. `targets`: what the socket is connected to, by libzmq's name, with its key.
+    Created before the socket binds. `targets`: what the socket is connected to, by libzmq's name, with its key.
     """
 
     def __init__(
@@ -76,19 +74,19 @@ class Guard:
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         self.fd = int(self.socket.getsockopt(zmq.FD))
         self.port = 0
-        """Where the socket listens, once it does: what libzmq tells of an accepted connection is our end's address."""
+        """Where the socket listens, once it does. libzmq reports an accepted connection by our end's address."""
         self.refusals: list[Refusal] = []
         self._log_limit = LogLimit()
-        self._hosts: dict[int, str] = {}  # of accepted connections, by descriptor
+        self._hosts: dict[int, str] = {}  # remote hosts of accepted connections, by descriptor
         self._failing: str | None = None  # why the accepted connection that closes next was refused
         self._broken_off: Counter[str] = Counter()
 
     def forget(self, target: str) -> None:
-        """The socket tries `target` no more."""
+        """The socket no longer connects to `target`."""
         self._broken_off.pop(target, None)
 
     def answer(self) -> None:
-        """Answers what libzmq asks, until the descriptor is silent again."""
+        """Answers libzmq's requests until none is left."""
         while int(self.socket.getsockopt(zmq.EVENTS)) & _POLLIN:
             who, empty, *request = self.socket.recv_multipart()
             self.socket.send_multipart([who, empty, *self._answer(request)])
@@ -103,8 +101,8 @@ class Guard:
         return [version, number, b"400", b"", b"", b""]
 
     def take_in(self, events: list[tuple[int, int, str]]) -> None:
-        """What became of connections: kind of event, descriptor or reason, endpoint."""
-        closed = {value for what, value, _ in events if what == _GONE}  # these descriptors may be another's by now
+        """Takes in monitor events: kind of event, descriptor or reason, endpoint."""
+        closed = {value for what, value, _ in events if what == _GONE}  # these descriptors may be reused by now
         for what, value, endpoint in events:
             target = self._target(endpoint)
             if what == _ACCEPTED:
@@ -112,8 +110,8 @@ class Guard:
             elif target:
                 self._on_connect(what, value, target)
             elif not endpoint.endswith(f":{self.port}"):
-                pass  # of a connection given up meanwhile
-            elif what in (_BROKEN_OFF, _PROTOCOL):  # _AUTH was our own answer: said already
+                pass  # an event of a connection that was given up meanwhile
+            elif what in (_BROKEN_OFF, _PROTOCOL):  # _AUTH was our own answer: reported already
                 self._failing = _why_theirs(what, value)
             elif what == _GONE:
                 host = self._hosts.pop(value, "an unknown address")
@@ -122,9 +120,9 @@ class Guard:
                 self._failing = None
 
     def _target(self, endpoint: str) -> str:
-        """Whom an event is about, of those this node connects to; empty for a connection it accepted.
+        """The peer that an event is about, if this node connects to it; empty for an accepted connection.
 
-        libzmq tells a host's address where it was given a name, so names are known by their ports.
+        libzmq reports a host's address where it was given a name, so names are matched by port.
         """
         if endpoint in self._targets:
             return endpoint
@@ -151,8 +149,8 @@ class Guard:
             why, remedy = "does not encrypt", "start it with keys"
         else:
             why, remedy = (
-                f"does not prove to hold the key {key.hex()}",
-                "see its log for why; look its address up again",
+                f"does not prove that it holds the key {key.hex()}",
+                "see its log; look its address up again",
             )
         error = PeerError(f"the peer at {where} {why}", remedy=f"{remedy}, or give both the same key file")
         self.refusals.append(Refusal(target, error))
@@ -173,14 +171,14 @@ class Guard:
 
 def _why_theirs(what: int, value: int) -> str:
     if what == _BROKEN_OFF:
-        return "it broke the handshake off (has it no keys, or another idea of this node's key?)"
+        return "it broke off the handshake (it has no keys, or expects another key of this node)"
     if value == _OTHER_MECHANISM:
         return "it does not encrypt"
-    return "it has another idea of this node's key, or does not speak this protocol"
+    return "it expects another key of this node, or does not speak this protocol"
 
 
 def _host_at(fd: int) -> str:
-    """Who is connected to libzmq's descriptor, without the port, which is another at each try."""
+    """The remote host of libzmq's descriptor, without the port, which differs at each try."""
     try:
         with sockets.socket(fileno=os.dup(fd)) as connection:
             return str(connection.getpeername()[0])

@@ -1,15 +1,14 @@
-"""The connections of a control socket, and how much of what they sent libzmq may hold.
+"""The connections of a control socket, and a limit on the received bytes that libzmq holds for each.
 
-libzmq limits how large a frame is and how many whole messages wait, not how many frames a message has: of one that does
-not end it takes in all there is. Nor can it be told to hang up. But the kernel counts the bytes that came by each
-connection (TCP_INFO), the port counts those that were taken out of it, and a descriptor of libzmq's can be shut down
-from outside: then it gives back what it held of that connection.
+libzmq limits the size of a frame and the number of whole messages that wait, but not the number of frames in a message.
+It takes in all frames of a message that does not end, and cannot be told to close the connection. But the kernel counts
+the bytes received by each connection (TCP_INFO), and the port counts the bytes taken out. Shutting libzmq's descriptor
+down from outside makes it release what it held of that connection.
 
-It is looked at by the thread that waits on the socket, some times a second and only where this process has grown. A
-look takes the counts one after the other, and a busy machine may stop the thread anywhere in between: whole messages of
-honest peers may have come since it was found that none waits, or more than this node could take out meanwhile. So a
-connection is ended when two looks in a row find too much, and the second follows as soon as the node has taken out what
-it takes at a time.
+The thread that waits on the socket checks this some times a second, and only if the process has grown. A check reads
+the counts one after the other, and a busy machine may stop the thread in between. Whole messages of honest peers may
+have arrived since it found that none waits, or more than the node could take out. So a connection is ended only if two
+checks in a row find too much. The second follows as soon as the node has taken out its share of messages.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_UNFINISHED_NBYTES = 24 << 20
-"""Of one connection while no whole message waits: no honest message has as much, what the kernel holds included."""
+"""Limit for one connection while no whole message waits. Honest messages stay below it, kernel buffers included."""
 MAX_HELD_NBYTES = 128 << 20
-"""Of all connections together, whole messages included: their senders are faster than this node."""
+"""Limit for all connections together, whole messages included: beyond it their senders are faster than this node."""
 LOOK_MS = 50
 _LOOK_AGAIN_MS = 1
 _SERVE_S = 0.005
 _GROWN_NBYTES = 8 << 20
 _SMALL_NBYTES = 1 << 20
-"""A connection that holds less is left alone: many honest ones may add up."""
+"""Connections that hold less are never ended: many honest ones may add up."""
 
 _MONITOR = "inproc://pdstage.monitor"
 _EVENT = struct.Struct("=HI")
@@ -60,14 +59,14 @@ _STATM = Path("/proc/self/statm")
 
 
 class _Open(NamedTuple):
-    """A connection. `port`: this end's if it was accepted, else the other's; by it a descriptor is known again."""
+    """A connection. `port` is this end's if it was accepted, else the other end's; it reveals a reused descriptor."""
 
     accepted: bool
     port: int
 
 
 class Inflow:
-    """Those of one socket; made before it binds. `guard` is served beside it, by the same waits."""
+    """The connections of one socket. Created before it binds. `guard` is served by the same waits."""
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class Inflow:
         socket.monitor(_MONITOR, _ACCEPTED | _CONNECTED | _GONE | (HANDSHAKE_EVENTS if guard is not None else 0))
         self._monitor = context.socket(zmq.PAIR)
         self._monitor.connect(_MONITOR)
-        self._monitor.getsockopt(zmq.EVENTS)  # a pipe announces nothing before it was once found empty
+        self._monitor.getsockopt(zmq.EVENTS)  # a pipe announces nothing until it was found empty once
         own = int(self._monitor.getsockopt(zmq.FD))
         self.fds = frozenset([own] if guard is None else [own, guard.fd])
         self.sockets = (self._monitor,) if guard is None else (self._monitor, guard.socket)
@@ -89,26 +88,26 @@ class Inflow:
         self._look_at = self._serve_at = 0.0
         self._low_nbytes = 0
         self._unfinished: set[int] = set()
-        """Connections that had too much of an unfinished message when last looked at."""
+        """Connections that held too much of an unfinished message at the last check."""
         self._excess_nbytes = 0
-        """Of all together, when last looked at."""
+        """Bytes held by all connections together, at the last check."""
         self._log_limit = LogLimit()
 
     def pause_ms(self, left_ms: int) -> int:
-        """How much of a wait passes before `look` is due again; a negative wait has no end."""
+        """How much of a wait passes before the next `look`; a negative wait has no end."""
         pause_ms = _LOOK_AGAIN_MS if self._unfinished or self._excess_nbytes else LOOK_MS
         if not self._open or 0 <= left_ms < pause_ms:
             return left_ms
         return pause_ms
 
     def serve_sometimes(self, port: Port, now: float) -> None:
-        """For a caller that never waits: as `serve`, but most calls only look at the clock."""
+        """`serve` for a caller that never waits; most calls only read the clock."""
         if now >= self._serve_at:
             self._serve_at = now + _SERVE_S
             self.serve(port)
 
     def serve(self, port: Port) -> None:
-        """Answers what libzmq asks, and takes in what it tells, until the descriptors are silent again."""
+        """Answers libzmq's requests and takes in its events until none is left."""
         if self._guard is not None:
             self._guard.answer()
         events: list[tuple[int, int, str]] = []
@@ -123,7 +122,7 @@ class Inflow:
     def _take_in(self, events: list[tuple[int, int, str]], port: Port) -> None:
         for what, value, endpoint in events:
             number = endpoint.rpartition(":")[2]
-            if what in (_ACCEPTED, _CONNECTED) and number.isdigit():  # none where it is gone already
+            if what in (_ACCEPTED, _CONNECTED) and number.isdigit():  # no number if it is gone already
                 self._open[value] = _Open(what == _ACCEPTED, int(number))
                 port.forget(value)
             elif what == _GONE:
@@ -132,16 +131,16 @@ class Inflow:
             self._guard.take_in(events)
 
     def look(self, port: Port, now: float, *, drained: bool) -> None:
-        """Ends connections of which too much is held, most first. `drained`: no whole message waits.
+        """Ends connections that hold too much, the largest first. `drained`: no whole message waits.
 
-        Most calls only look at the clock.
+        Most calls only read the clock.
         """
         if now < self._look_at:
             return
         self._look_at = now + LOOK_MS / 1000
         try:
             resident_nbytes = _resident_nbytes()
-        except OSError:  # no descriptor is left: looked at all the same
+        except OSError:  # no descriptor is left: check all the same
             resident_nbytes = self._low_nbytes + _GROWN_NBYTES
         self._low_nbytes = min(self._low_nbytes, resident_nbytes)
         if resident_nbytes - self._low_nbytes < _GROWN_NBYTES:
@@ -167,12 +166,12 @@ class Inflow:
             self._low_nbytes = resident_nbytes
 
     def _held(self, port: Port) -> dict[int, int]:
-        """Of each connection, by descriptor: bytes that came and were not taken out."""
+        """By descriptor: the bytes that arrived by each connection and were not taken out."""
         held = {}
         for fd, known in list(self._open.items()):
             try:
                 held[fd] = _received_nbytes(fd, known) - port.taken(fd)
-            except (OSError, struct.error):  # libzmq says nothing of those that it closes itself
+            except (OSError, struct.error):  # libzmq does not report those that it closes itself
                 del self._open[fd]
         return held
 
@@ -189,12 +188,12 @@ class Inflow:
                 "this node",
                 remedy="if it belongs to this cluster, let this node turn more often; else keep it off this port",
             )
-            if self._log_limit.due(host, error.remedy, now):  # not its numbers: they are others each time
+            if self._log_limit.due(host, error.remedy, now):  # not the numbers: they differ each time
                 log.warning("%s", error)
 
 
 def _received_nbytes(fd: int, known: _Open) -> int:
-    """What came by a connection so far. Raises `OSError` where the descriptor is not that connection's any more."""
+    """The bytes received by a connection so far. Raises `OSError` if the descriptor is no longer that connection's."""
     connection = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM, fileno=fd)
     try:
         if not _is(connection, known):
@@ -206,7 +205,7 @@ def _received_nbytes(fd: int, known: _Open) -> int:
 
 
 def _is(connection: sockets.socket, known: _Open) -> bool:
-    """Whether the descriptor still is that connection: libzmq may have closed it, and another been opened."""
+    """Whether the descriptor is still that connection: libzmq may have closed it and opened another."""
     address = connection.getsockname() if known.accepted else connection.getpeername()
     return len(address) > 1 and address[1] == known.port
 

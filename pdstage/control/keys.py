@@ -1,6 +1,6 @@
-"""A node's CURVE keys: its own pair, and the public keys of those it talks to.
+"""A node's CURVE keys: its own pair, and the public keys of the peers it talks to.
 
-File formats and set-ups: docs/security.md.
+docs/security.md describes file formats and set-ups.
 
 Keys are written as 64 hexadecimal digits, so that they fit into an address, a shell and a log line.
 """
@@ -22,7 +22,7 @@ from pdstage.errors import UsageError
 log = logging.getLogger(__name__)
 
 NBYTES: Final = 32
-_MAX_NBYTES = 4 << 20  # of a file; a list of 40,000 named keys
+_MAX_NBYTES = 4 << 20  # of a key file or allow list: 40,000 named keys
 _MAX_CANDIDATES = 4
 _HEADER = """\
 # The secret key of a pdstage node, or of a cluster whose nodes all hold this file. Who can read it is one of them.
@@ -32,12 +32,11 @@ secret {secret}
 
 
 class Keys:
-    """A key pair, and the public keys of the peers that are let in.
+    """A key pair, and the public keys of the peers that may connect.
 
-    Without `allow`, an allow list's path, only those who hold the same key are: one key file for the whole cluster.
-    With it every node may have a pair of its own. The list is read again when its file changed, so that a node can be
-    let in or shut out without a restart of the others; a connection made before stays. A node's own key is always let
-    in.
+    Without `allow` (the path of an allow list) only holders of the same key may connect: one key file for the whole
+    cluster. With it every node may have its own pair. The list is read again when its file changes, so a node can be
+    admitted or removed without restarting the others. Existing connections stay. A node's own key is always allowed.
     """
 
     def __init__(self, secret: bytes, allow: str | os.PathLike[str] | None = None) -> None:
@@ -53,12 +52,12 @@ class Keys:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], allow: str | os.PathLike[str] | None = None) -> Keys:
-        """Reads a key file, and an allow list if there is one. Raises `UsageError` naming the file and the remedy."""
+        """Reads a key file, and an allow list if given. Raises `UsageError` that names the file and the remedy."""
         return cls(_read_secret(Path(path)), allow)
 
     @classmethod
     def make(cls, path: str | os.PathLike[str]) -> Keys:
-        """A new pair, written to a new file that only its owner can read. Raises `UsageError` if it exists already."""
+        """A new pair, written to a new file that only its owner can read. Raises `UsageError` if the file exists."""
         check_available()
         secret: bytes = z85.decode(zmq.curve_keypair()[1])
         keys = cls(secret)
@@ -68,32 +67,32 @@ class Keys:
             raise UsageError(f"{path} exists already", remedy="name a new file; keys are never overwritten") from error
         except OSError as error:
             raise UsageError(
-                f"cannot write {path} ({error.strerror})", remedy="name a file in a directory of yours"
+                f"cannot write {path} ({error.strerror})", remedy="name a file in a directory that you may write"
             ) from error
         with os.fdopen(fd, "w") as file:
             file.write(_HEADER.format(public=keys.public.hex(), secret=secret.hex()))
         return keys
 
     def allows(self, public: bytes) -> bool:
-        """Whether the holder of this public key, 32 bytes, is let in."""
+        """Whether the holder of this public key, 32 bytes, may connect."""
         return public == self.public or (self._allow is not None and public in self._allow.read())
 
     def candidates(self, first: bytes) -> list[bytes]:
-        """The keys that a server at a lasting address may hold: `first` or one's own, then a few of those listed.
+        """The keys that a server at a fixed address may hold: `first` or our own, then a few of the allow list.
 
-        While keys are rotated, an address known for long may tell the key of yesterday.
+        During key rotation a known address may still carry the old key.
         """
         listed = sorted(self._allow.read()) if self._allow is not None else []
         return list(dict.fromkeys([first or self.public, self.public, *listed]))[:_MAX_CANDIDATES]
 
 
 def keys_of(given: Keys | str | os.PathLike[str] | None) -> Keys | None:
-    """What an option `keys=` means: a key file's path, or keys."""
+    """Reads an option `keys=`: a key file's path, or keys."""
     return given if given is None or isinstance(given, Keys) else Keys.load(arguments.path("keys", given))
 
 
 def check_available() -> None:
-    """Raises `UsageError` where libzmq was built without CURVE."""
+    """Raises `UsageError` if libzmq was built without CURVE."""
     if not zmq.has("curve"):
         raise UsageError(
             f"libzmq {zmq.zmq_version()} was built without CURVE, so that nothing can be encrypted",
@@ -102,7 +101,7 @@ def check_available() -> None:
 
 
 def parse_key(text: str) -> bytes | None:
-    """The 32 bytes that 64 hexadecimal digits stand for; None for anything else."""
+    """The 32 bytes of 64 hexadecimal digits; None for anything else."""
     if len(text) != 2 * NBYTES or not text.isascii() or not text.isalnum():
         return None
     try:
@@ -112,37 +111,37 @@ def parse_key(text: str) -> bytes | None:
 
 
 class _AllowList:
-    """A file of public keys, one a line, each with a name behind it if one likes."""
+    """A file of public keys, one per line, each optionally followed by a name."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._version, self._keys = self._read()
 
     def read(self) -> frozenset[bytes]:
-        """Looks into the file if it changed since; a file that went wrong leaves the last good list in force."""
+        """The list, read again if the file changed. A bad file leaves the last good list in force."""
         try:
             version = _version(self._path.stat())
         except OSError:
             version = ()
         if version != self._version:
-            self._version = version  # of a bad file too, so that it is complained of once
+            self._version = version  # of a bad file too, so that it is reported once
             try:
                 self._version, self._keys = self._read()
             except UsageError as error:
-                log.error("the allow list as it was last read stays in force: %s", error)  # noqa: TRY400  (no trace)
+                log.error("the last good allow list stays in force: %s", error)  # noqa: TRY400  (no trace)
         return self._keys
 
     def _read(self) -> tuple[tuple[int, ...], frozenset[bytes]]:
         text, status = _read(self._path)
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise UsageError(f"others may write the allow list {self._path}", remedy=f"chmod go-w {self._path}")
+            raise UsageError(f"other users may write the allow list {self._path}", remedy=f"chmod go-w {self._path}")
         keys = set()
         for number, words in _lines(text):
             key = parse_key(words[0])
             if key is None:
                 raise UsageError(
-                    f"{self._path}, line {number}: {words[0][:16]!r}... is no public key",
-                    remedy="give one a line, as `pdstage keys --public FILE` prints it",
+                    f"{self._path}, line {number}: {words[0][:16]!r}... is not a public key",
+                    remedy="give one key per line, as `pdstage keys --public FILE` prints it",
                 )
             keys.add(key)
         return _version(status), frozenset(keys)
@@ -154,23 +153,23 @@ def _version(status: os.stat_result) -> tuple[int, ...]:
 
 def _read_secret(path: Path) -> bytes:
     text, status = _read(path)
-    # PostgreSQL's rule for its key files: the owner's alone, or root's and readable by a group, as mounted secrets are.
+    # PostgreSQL's rule for its key files: owner only, or root's and readable by a group, as mounted secrets.
     loose = 0o037 if status.st_uid == 0 else 0o077
     if status.st_mode & loose or status.st_uid not in (0, os.geteuid()):
         raise UsageError(
-            f"others may read or change the key file {path} (mode {stat.S_IMODE(status.st_mode):04o}, "
+            f"other users may read or change the key file {path} (mode {stat.S_IMODE(status.st_mode):04o}, "
             f"owner {status.st_uid})",
-            remedy=f"chmod 600 {path}, owned by the node's user; if others could read it, make new keys",
+            remedy=f"chmod 600 {path}, owned by the node's user; if other users could read it, make new keys",
         )
     lines = [words for _, words in _lines(text)]
     secret = parse_key(lines[0][1]) if len(lines) == 1 and len(lines[0]) == 2 and lines[0][0] == "secret" else None
-    if secret is None:  # what it holds is not quoted: it may be a secret
-        raise UsageError(f"{path} is no key file", remedy="make one with `pdstage keys FILE`")
+    if secret is None:  # its content is not quoted: it may be a secret
+        raise UsageError(f"{path} is not a key file", remedy="make one with `pdstage keys FILE`")
     return secret
 
 
 def _read(path: Path) -> tuple[str, os.stat_result]:
-    """A file's text and what fstat says of that very file."""
+    """A file's text, and the fstat of that very file."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -180,7 +179,7 @@ def _read(path: Path) -> tuple[str, os.stat_result]:
             f"cannot read {path} ({error.strerror})", remedy="name a file made by `pdstage keys FILE`, or an allow list"
         ) from error
     if len(data) > _MAX_NBYTES or not data.isascii():
-        raise UsageError(f"{path} is no text file of keys", remedy="make keys with `pdstage keys FILE`")
+        raise UsageError(f"{path} is not a text file of keys", remedy="make keys with `pdstage keys FILE`")
     return data.decode("ascii"), status
 
 

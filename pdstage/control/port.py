@@ -1,8 +1,8 @@
-"""The calls of a control socket that every message passes: send, receive, wait, wake.
+"""The socket calls on every message's path: send, receive, wait, wake.
 
-A port may be used by several threads: one waits and receives, any may send and wake. There are two of them. `_native`'s
-keeps the interpreter through every call but a wait with nothing to do; a busy Python thread would hold each call that
-gives it away for a switch interval. `ControlPort` here does the same through pyzmq, which gives it away in every call.
+Several threads may use a port: one waits and receives, any may send and wake. There are two ports. The one of `_native`
+keeps the interpreter's lock in every call, except in a wait with nothing to do. Otherwise a busy Python thread would
+delay each call for a switch interval. `ControlPort` does the same through pyzmq, which releases the lock in every call.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ _MORE = int(zmq.DONTWAIT) | int(zmq.SNDMORE)
 _POLLIN = int(zmq.POLLIN)
 _SRCFD = int(zmq.SRCFD)
 _SHORT = 255
-"""ZMTP 3 (RFC 23): before a frame go flags and its length, of one byte up to this size, else of eight."""
+"""ZMTP 3 (RFC 23): flags and a length precede each frame; the length has one byte up to this size, else eight."""
 _BACKEND = "zmq.backend.cython._zmq"
 
 
 class Port(Protocol):
-    """What both ports do. None of it may be called after `close`, but `wake` and `close` do nothing then."""
+    """The interface of both ports. After `close` only `wake` and `close` may be called, and do nothing."""
 
     def send(self, route: bytes, frames: Sequence[bytes]) -> int:
         """Queues one message without waiting; 0 or the errno."""
 
     def recv(self, max_messages: int, max_frames: int, enough_nbytes: int) -> tuple[Messages, int]:
-        """What has arrived, as (route, frames), and how many messages of no or too many frames were dropped.
+        """What has arrived, as (route, frames), and how many messages were dropped for having no or too many frames.
 
-        None after the one with which it is `enough_nbytes`.
+        Stops after the message that reaches `enough_nbytes`.
         """
 
     def taken(self, connection: int) -> int:
-        """Bytes of the wire that were taken out, of messages that came by this descriptor."""
+        """Wire bytes taken out so far, of messages that came by this descriptor."""
 
     def forget(self, connection: int) -> None:
-        """The descriptor is another connection's from now on: nothing was taken of it."""
+        """The descriptor belongs to another connection from now on: its count restarts at zero."""
 
     def wait(self, timeout_ms: int, fds: Sequence[int]) -> tuple[bool, bool, tuple[int, ...]]:
         """(a message is there, `wake` was called, which of `fds` are readable); a negative timeout has no end."""
@@ -58,24 +58,26 @@ class Port(Protocol):
         """Ends the current or the next wait."""
 
     def look_again(self) -> None:
-        """After a call of the socket itself, which may have taken in the word of an arrival: tells a waiting thread."""
+        """Call this after using the socket itself, which may have consumed an arrival's signal. It tells a waiting
+        thread.
+        """
 
     def close(self) -> None:
-        """Ends a wait of another thread; the caller then closes the socket and the descriptor."""
+        """Ends another thread's wait. The caller then closes the socket and the descriptor."""
 
 
 def open_port(socket: zmq.Socket[bytes], wake_fd: int, using: threading.Lock, sealing_nbytes: int = 0) -> Port:
-    """The native port of `socket`, or the Python one where the extension is off or cannot see pyzmq's libzmq.
+    """The native port of `socket`. Without the extension, or if it cannot see pyzmq's libzmq, the Python port.
 
-    `wake_fd` is a non-blocking eventfd. `using` is held by whoever calls `socket` itself: the Python port takes it too,
-    the native one needs none beside pyzmq's connect and setsockopt, which keep the interpreter. `sealing_nbytes` is
-    what encryption adds to a frame.
+    `wake_fd` is a non-blocking eventfd. `using` is held by every caller of `socket` itself. The Python port takes it
+    too. The native port needs it only beside pyzmq's connect and setsockopt, which keep the interpreter's lock.
+    `sealing_nbytes` is what encryption adds to a frame.
     """
     backend = sys.modules.get(_BACKEND)
     if native.ext is not None and backend is not None and backend.__file__:
         try:
             port: Port = native.ext.ControlPort(backend.__file__, socket.underlying, wake_fd, sealing_nbytes)
-        except RuntimeError:  # a libzmq linked in privately, or of a version unknown here
+        except RuntimeError:  # a private libzmq, or an unknown version
             pass
         else:
             return port
@@ -100,7 +102,7 @@ class ControlPort:
     def send(self, route: bytes, frames: Sequence[bytes]) -> int:
         send = self._socket.send
         for frame in frames:
-            if not isinstance(frame, bytes):  # seen before the first is sent: half a message would begin the next one
+            if not isinstance(frame, bytes):  # checked before sending: half a message would become part of the next
                 raise TypeError(f"a frame of type {type(frame).__name__}, not bytes")
         with self._using:
             try:
@@ -118,7 +120,7 @@ class ControlPort:
         n_malformed = n_taken = 0
         with self._using:
             for _ in range(max_messages):
-                # Asked, because raising zmq.Again costs 10 us.
+                # Polled first, because raising zmq.Again costs 10 us.
                 if n_taken >= enough_nbytes or not self._has_message():
                     break
                 first = self._socket.recv(_LAST, copy=False)
@@ -154,7 +156,7 @@ class ControlPort:
                     if self._closed:
                         return False, True, ()
                     if woken:
-                        self._wake_pending = False  # first: a Ctrl-C in between costs no wake-up then
+                        self._wake_pending = False  # first: then a Ctrl-C in between loses no wake-up
                         os.eventfd_read(self._wake_fd)
                 if not messages and self._fd in ready:
                     with self._using:

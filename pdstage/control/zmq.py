@@ -1,17 +1,18 @@
-"""One ROUTER socket a node: it listens, and it connects to every peer, whatever their number.
+"""One ROUTER socket per node: it listens, and it connects to any number of peers.
 
 It moves lists of frames, and may lose them.
 
-Per-peer sockets have run fleets into libzmq's cap of 1023 sockets and out of ports and descriptors; a ROUTER holds any
-number of connections. A peer this node connected to is addressed by a *route* minted here for its endpoint; a peer that
-connected to this node, by `route_of` its identity. Each answers on the route a message came from. A restarted peer at
-the same endpoint is reached over the same route: sessions inside the frames tell the processes apart. So is a peer to
-which the connection is made anew (`renew`), under another name as libzmq and the peer see it: whoever takes a name that
-is in use cuts its owner off without a word, for as long as the owner uses it.
+Sockets per peer have run fleets into libzmq's cap of 1023 sockets, and out of ports and descriptors. A ROUTER holds any
+number of connections. This module makes a *route* for each endpoint that it connects to. A peer that connected to this
+node is addressed by `route_of` its identity. Each side answers on the route a message came from. A restarted peer at
+the same endpoint has the same route; the sessions inside the frames tell the processes apart. `renew` also keeps the
+route, but gives the connection another name at libzmq and at the peer. A connection that claims a name in use cuts its
+owner off silently, for as long as the owner uses it.
 
-Each has a libzmq context of its own. That costs 6 descriptors and 2 threads, and a further socket in it 1 descriptor.
-But a context has one handler of keys: a node that does not turn would let nobody in to any other; and a flood at one
-would slow the thread that all share. A process is one rank, and holds one node, seldom two.
+Each socket has its own libzmq context, which costs 6 descriptors and 2 threads; another socket in it would cost 1
+descriptor. But a context has one handler of keys. In a shared context, a node whose driver does not turn would block
+connections to every other node, and a flood at one node would slow the thread that all share. A process is one rank and
+holds one node, seldom two.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ if TYPE_CHECKING:
 
 MAX_FRAME_NBYTES = 16 << 20
 MAX_FRAMES = 4096
-"""Frames of one message: libzmq caps a frame's size but not their number."""
+"""Maximal frames of one message: libzmq caps a frame's size but not their number."""
 MAX_MESSAGE_NBYTES = 16 << 20
-"""Of a message of several frames: more than that a sender splits."""
+"""Maximal size of a message of several frames: a sender splits a larger one."""
 _MAX_MESSAGES_A_RECV = 1024
 _SEALING_NBYTES = 33
-"""What CURVE adds to a frame (RFC 26): a command's name, a nonce, flags, and what authenticates them."""
+"""Bytes that CURVE adds to a frame (RFC 26): command name, nonce, flags and authenticator."""
 _HIGH_WATER = 4096
 _DESCRIPTORS = 32
 """As many as a node takes: a context, its threads and a guarded socket, a transport, and a few for connections."""
 _AGAIN = re.compile(rb"#[0-9a-f]{16}$")
-"""What a node adds to its identity for each connection after one it gave up: nobody can guess it, and take it first."""
+"""A random suffix of a node's identity for each renewed connection, so that nobody can guess the name and take it."""
 
 
 class Ready(NamedTuple):
-    """What a wait ended on; nothing of it when the time was up."""
+    """Why a wait ended; all empty after a timeout."""
 
     messages: bool
     woken: bool
@@ -67,15 +68,15 @@ class Ready(NamedTuple):
 
 
 def route_of(identity: bytes) -> bytes:
-    """The route under which a node of this identity appears to the nodes it connects to.
+    """The route by which the peers of a node with this identity address it, after it connected to them.
 
-    It differs from the identity by a prefix, as libzmq keeps names that begin with a zero byte to itself.
+    It adds a prefix to the identity, since libzmq reserves names that begin with a zero byte.
     """
     return b"=" + identity
 
 
 def messages_of(frames: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    """The frames as messages that peers take: of at most `MAX_FRAMES`, and `MAX_MESSAGE_NBYTES` where of several."""
+    """The frames in messages that peers accept: at most `MAX_FRAMES`, and `MAX_MESSAGE_NBYTES` if several."""
     start = nbytes = 0
     for i, frame in enumerate(frames):
         nbytes += len(frame)
@@ -89,7 +90,7 @@ def messages_of(frames: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
 def _options(identity: bytes, max_frame_nbytes: int) -> dict[int, int | bytes]:
     return {
         zmq.IDENTITY: route_of(identity),
-        zmq.ROUTER_MANDATORY: 1,  # an unroutable message is counted, not swallowed
+        zmq.ROUTER_MANDATORY: 1,  # an unroutable message is counted, not silently dropped
         zmq.ROUTER_HANDOVER: 1,  # a peer that reconnects takes its name over from its dead connection
         zmq.MAXMSGSIZE: max_frame_nbytes,
         zmq.LINGER: 0,
@@ -97,8 +98,8 @@ def _options(identity: bytes, max_frame_nbytes: int) -> dict[int, int | bytes]:
         zmq.RCVHWM: _HIGH_WATER,
         zmq.RECONNECT_IVL: 20,
         zmq.RECONNECT_IVL_MAX: 1000,
-        # Finds connections that a vanished machine or a middlebox left half open. By the kernel's probes: the timer of
-        # ZMTP's aborts the process where input is held back as a connection breaks ("!_io_error", libzmq issue 4364).
+        # Detects connections that a vanished machine or a middlebox left half open, by the kernel's probes: ZMTP's own
+        # timer aborts the process if input is held back while a connection breaks ("!_io_error", libzmq issue 4364).
         zmq.TCP_KEEPALIVE: 1,
         zmq.TCP_KEEPALIVE_IDLE: 5,
         zmq.TCP_KEEPALIVE_INTVL: 5,
@@ -108,7 +109,7 @@ def _options(identity: bytes, max_frame_nbytes: int) -> dict[int, int | bytes]:
 
 
 def check_descriptors() -> None:
-    """Raises `TransportError` where too few are left for a node: libzmq aborts the process where it gets none."""
+    """Raises `TransportError` if too few descriptors are left for a node: libzmq aborts the process without one."""
     held: list[int] = []
     try:
         for _ in range(_DESCRIPTORS):
@@ -117,7 +118,7 @@ def check_descriptors() -> None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         raise TransportError(
             f"no node can be opened: fewer than {_DESCRIPTORS} descriptors are left ({error.strerror})",
-            remedy=f"raise the limit of open files (`ulimit -n`, now {limit}), or find who holds them",
+            remedy=f"raise the limit of open files (`ulimit -n`, now {limit}), or find what holds them",
             limit=limit,
         ) from error
     finally:
@@ -132,14 +133,14 @@ def _end(context: zmq.Context[zmq.Socket[bytes]], sockets: Iterable[zmq.Socket[b
 
 
 class ControlSocket:
-    """A node's control socket. One thread at a time may wait and receive; any may send, connect and `wake` meanwhile.
+    """A node's control socket. One thread at a time may wait and receive; meanwhile any may send, connect and `wake`.
 
-    `bind` is `tcp://host:port`, port 0 for the system's choice, host "*" for every interface; then `advertise` names
-    the host that peers connect to. With None nothing listens: the socket only connects. `identity` is this process
-    life's own name, 1 to 240 bytes: the node's incarnation. With `keys` everything is encrypted, both ends prove who
-    they are, and `endpoint` carries this node's public key; connections that fail on it become `take_refusals`.
+    `bind` is `tcp://host:port`. With port 0 the system chooses; host "*" means every interface, and `advertise` then
+    names the host for peers. With None nothing listens: the socket only connects. `identity` is unique to this process
+    life, 1 to 240 bytes: the node's incarnation. With `keys` everything is encrypted, both ends authenticate, and
+    `endpoint` carries this node's public key. `take_refusals` returns connections that fail on it.
 
-    Raises `UsageError` for a bad address or identity, `TransportError` when the address cannot be bound.
+    Raises `UsageError` for a bad address or identity, `TransportError` if the address cannot be bound.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class ControlSocket:
         self._routes: dict[str, bytes] = {}
         self._targets_at: dict[bytes, str] = {}  # the same, by route
         self._targets: dict[str, bytes] = {}  # what is connected to, with the key found there
-        self._renewed: dict[bytes, bytes] = {}  # libzmq's id of a route, where it is another by now
+        self._renewed: dict[bytes, bytes] = {}  # libzmq's id of a renewed route
         self._renewed_from: dict[bytes, bytes] = {}  # the same, by libzmq's id
         self._gave_up = False
         self._context = zmq.Context(io_threads=1)
@@ -186,10 +187,10 @@ class ControlSocket:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        # A context collected before its sockets waits for them for ever, and garbage is collected in no order: a
-        # finalizer that holds them all is what makes a node that nobody closed harmless.
+        # A context that is collected before its sockets waits for them for ever, and garbage is collected in no order.
+        # A finalizer that holds them all makes an unclosed node harmless.
         self._finalizer = weakref.finalize(self, _end, self._context, (self._socket, *self._inflow.sockets))
-        self._finalizer.atexit = False  # then the process ends by itself, and a thread may be about to use them
+        self._finalizer.atexit = False  # at exit the process ends anyway, and a thread may still use them
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._using = threading.Lock()
         self._port = open_port(self._socket, self._wake_fd, self._using, sealing_nbytes)
@@ -216,10 +217,10 @@ class ControlSocket:
         self.close()
 
     def connect(self, endpoint: str) -> bytes:
-        """The route to `endpoint`, connecting if there is none yet; never blocks, whoever listens there or not.
+        """The route to `endpoint`; connects if there is none yet. Never blocks, even if nothing listens there.
 
-        Messages sent before the peer listens wait in its queue. Raises `UsageError` for an endpoint that is no address,
-        and where only one of the two has keys, or the peer's is not let in here.
+        Messages wait in a queue until the peer listens. Raises `UsageError` for an invalid endpoint, if only one side
+        has keys, or if the peer's key is not allowed here.
         """
         address = Address.parse(endpoint, "tcp")
         target = f"tcp://{address}"
@@ -237,7 +238,7 @@ class ControlSocket:
         return route
 
     def renew(self, route: bytes) -> None:
-        """Makes the connection of a route anew; what is queued for it is lost. Unknown routes are ignored."""
+        """Replaces the connection of a route; its queued messages are lost. Unknown routes are ignored."""
         with self._using:
             target = self._targets_at.get(route)
             if target is None:
@@ -248,18 +249,18 @@ class ControlSocket:
         self._port.look_again()
 
     def _connect(self, target: str, address: Address, key: bytes) -> bytes:
-        """Connects; libzmq's id of the connection."""
-        # libzmq aborts the process over a routing id in use, also by a connection still closing: so no id is used
-        # twice, and none can be guessed and claimed by a peer.
+        """Connects, and returns libzmq's id of the connection."""
+        # libzmq aborts the process over a routing id in use, also by a closing connection. So no id is used twice, and
+        # no peer can guess and claim one.
         name = f"{next(self._generation)} {target}".encode()
         route = b"@" + hashlib.blake2b(name, digest_size=15, key=self._salt).digest()
-        # Nor is the name used twice under which the peer knows us: of two connections under one name its handover
-        # keeps the one whose greeting it serves last, and that may be the older one, which is closing.
+        # The name under which the peer knows us is not used twice either: its handover between two connections of one
+        # name keeps the one whose greeting it serves last, which may be the older, closing one.
         again = b"#" + secrets.token_hex(8).encode() if self._gave_up else b""
         self._socket.setsockopt(zmq.IDENTITY, route_of(self._identity) + again)
         self._socket.setsockopt(zmq.IPV6, address.is_ipv6)
         self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, route)
-        if self._keys is not None:  # from here on a client: the options of what listens were copied when it was bound
+        if self._keys is not None:  # from here on a client: the listener copied its options when it was bound
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, key)
@@ -274,19 +275,19 @@ class ControlSocket:
         return route
 
     def endpoint_of(self, route: bytes) -> str:
-        """What `route` was connected to; of a peer that connected to us, its route in hexadecimal."""
+        """The endpoint that `route` was connected to; for a peer that connected to us, its route in hexadecimal."""
         with self._using:
             return self._targets_at.get(route) or route.hex()
 
     def name_of(self, route: bytes) -> str:
-        """As `endpoint_of`, for people: a peer that connected to us has one name, however often it did so."""
+        """`endpoint_of`, for people: a peer that connected to us keeps one name over all its connections."""
         with self._using:
             return self._targets_at.get(route) or _AGAIN.sub(b"", route.removeprefix(b"=")).hex() or "unknown"
 
     def disconnect(self, route: bytes) -> None:
-        """Drops a connection made by `connect` and what is queued for it. Unknown routes are ignored.
+        """Drops a connection made by `connect`, and its queued messages. Unknown routes are ignored.
 
-        The next connection to the same endpoint is known there under another route than this one was.
+        The next connection to the same endpoint has another route there.
         """
         with self._using:
             target = self._targets_at.get(route)
@@ -309,7 +310,7 @@ class ControlSocket:
     def send(self, route: bytes, frames: Sequence[bytes]) -> bool:
         """Sends `frames` to `route` as one message, without waiting. False: it was lost, and counted.
 
-        Raises `UsageError` for a frame larger than peers accept, or for no frames or more than one message may have.
+        Raises `UsageError` for a frame that peers do not accept, for no frames, or for too many.
         """
         largest = max(map(len, frames), default=0)
         if not 1 <= len(frames) <= MAX_FRAMES or largest > self._max_frame_nbytes:
@@ -329,7 +330,7 @@ class ControlSocket:
         return not failed
 
     def recv(self) -> list[tuple[bytes, list[bytes]]]:
-        """What has arrived, as (route, frames), oldest first; empty if nothing. At most 1024 messages a call, and no
+        """What has arrived, as (route, frames), oldest first; empty if nothing. At most 1024 messages per call, and no
         more after 16 MiB.
         """
         now = time.monotonic()
@@ -345,8 +346,8 @@ class ControlSocket:
     def wait(self, timeout_s: float | None, extra_fds: Sequence[int] = ()) -> Ready:
         """Waits until a message is there, `wake` was called, one of `extra_fds` is readable, or `timeout_s` is over.
 
-        `timeout_s` is rounded up to a millisecond; None waits without limit, 0 only looks. `messages` stays true while
-        any is left; a wake-up is reported once, however many calls of `wake` it stands for. A refusal counts as one.
+        `timeout_s` is rounded up to a millisecond; None waits without limit, 0 only checks. `messages` stays true while
+        any is left. One wake-up is reported for all calls of `wake` before it. A refusal counts as a wake-up.
         """
         timeout_ms = -1 if timeout_s is None else math.ceil(max(0.0, timeout_s) * 1000)
         now = time.monotonic()
@@ -367,9 +368,9 @@ class ControlSocket:
                 return Ready(messages, woken, fds)
 
     def take_refusals(self) -> list[tuple[bytes, PeerError]]:
-        """The connections that failed for want of keys since the last call: the route, if this node made it, and why.
+        """The connections that failed on keys since the last call: the route, if this node made it, and why.
 
-        Such a route is gone: what is sent on it is lost, and `connect` makes a new one.
+        Such a route is gone: messages sent on it are lost, and `connect` makes a new one.
         """
         if self._guard is None or not self._guard.refusals:
             return []
@@ -384,7 +385,7 @@ class ControlSocket:
         return taken
 
     def wake(self) -> None:
-        """Ends the current or the next `wait`; nothing once closed. From any thread, and cheap while one is pending."""
+        """Ends the current or the next `wait`; does nothing once closed. Any thread may call it, cheaply."""
         self._port.wake()
 
     @property
@@ -397,8 +398,8 @@ class ControlSocket:
         return int(self._socket.getsockopt(zmq.FD))
 
     def filenos(self) -> tuple[int, ...]:
-        """What an event loop watches instead of `wait`: after one of them turns readable, and after each send, call
-        `wait(0)` until it has nothing to tell.
+        """The descriptors that an event loop watches instead of `wait`. After one turns readable, and after each send,
+        it calls `wait(0)` until that returns nothing.
         """
         return (self.fileno(), self._wake_fd, *self._inflow.fds)
 
@@ -407,7 +408,7 @@ class ControlSocket:
         return self._wake_fd < 0
 
     def close(self) -> None:
-        """Closes every connection and drops what is unsent. Idempotent."""
+        """Closes every connection and drops unsent messages. Idempotent."""
         if self.closed:
             return
         self._port.close()

@@ -182,7 +182,7 @@ def test_something_else_there_is_said(answer: bytes) -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        with pytest.raises(PeerError, match="no bootstrap server"):
+        with pytest.raises(PeerError, match="not a bootstrap server"):
             BootstrapClient(f"127.0.0.1:{other.getsockname()[1]}", DEADLINE_S).lookup()
         thread.join()
 
@@ -199,12 +199,12 @@ HEAD = b"PUT /v1/adverts HTTP/1.1\r\nHost: x\r\n"
         (HEAD + b"\r\n", b"Content-Length is ''"),
         (HEAD + b"Content-Length: -1\r\n\r\n", b"Content-Length is '-1'"),
         (HEAD + b"Content-Length: 99999999999\r\n\r\n", b"an advert of 99999999999 bytes"),
-        (b"GET /etc/passwd HTTP/1.1\r\n\r\n", b"there is nothing at '/etc/passwd'"),
+        (b"GET /etc/passwd HTTP/1.1\r\n\r\n", b"there is no resource at '/etc/passwd'"),
         (b"GET /v1/lookup?dp_rank=x HTTP/1.1\r\n\r\n", b"dp_rank is 'x'"),
-        (b"DELETE /v1/adverts/p0/0 HTTP/1.1\r\n\r\n", b"there is nothing at"),
+        (b"DELETE /v1/adverts/p0/0 HTTP/1.1\r\n\r\n", b"there is no resource at"),
         (b"DELETE /v1/adverts/p0/x/1 HTTP/1.1\r\n\r\n", b"unique_rank is 'x'"),
         (b"POST /v1/adverts HTTP/1.1\r\n\r\n", b"501"),
-        (b"GET http://[ HTTP/1.1\r\n\r\n", b"is no path"),
+        (b"GET http://[ HTTP/1.1\r\n\r\n", b"is not a path"),
         (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"400"),
     ],
 )

@@ -167,7 +167,7 @@ def test_a_server_that_is_not_who_it_should_be(make, tmp_path: Path, host: str) 
     client.send(route, [MARKER])
     (refused,) = refusals(client, [impostor])
     assert refused[0] == route
-    assert f"does not prove to hold the key {expected.public.hex()}" in str(refused[1])
+    assert f"does not prove that it holds the key {expected.public.hex()}" in str(refused[1])
     assert impostor.recv() == []
 
 
@@ -353,7 +353,7 @@ def test_a_stranger_can_neither_read_nor_publish(cluster, tmp_path: Path) -> Non
         BootstrapClient(server.address)
     with pytest.raises(UsageError, match="is not let in here"):
         BootstrapClient(server.address, keys=fresh())
-    with pytest.raises(PeerError, match="does not prove to hold the key"):
+    with pytest.raises(PeerError, match="does not prove that it holds the key"):
         BootstrapClient(server.address.partition("@")[2], DEADLINE_S, keys=fresh()).lookup()
     held = server.directory.instances()["p"]
     assert [one.topology.tp_rank for one, _ in held] == [0]
@@ -374,7 +374,7 @@ def test_a_directory_whose_key_was_rotated_is_found_at_its_old_address(tmp_path:
             client.publish(advert())
     with BootstrapServer(where, keys=foreign):
         for client in clients:
-            with pytest.raises(PeerError, match=f"does not prove to hold the key {old.public.hex()}"):
+            with pytest.raises(PeerError, match=f"does not prove that it holds the key {old.public.hex()}"):
                 client.publish(advert())
 
 
@@ -391,7 +391,7 @@ def test_a_malformed_request_of_a_member_is_refused_in_words(make, cluster) -> N
     route = node.connect(f"tcp://{server.address}")
     for frames, said in (
         ([b"GET"], b"a request of 1 frames"),
-        ([b"GET", b"/etc/passwd", b""], b"there is nothing at '/etc/passwd'"),
+        ([b"GET", b"/etc/passwd", b""], b"there is no resource at '/etc/passwd'"),
         ([b"PUT", b"/v1/adverts", b"{}"], b"does not decode"),
         ([b"PUT", b"/v1/adverts", bytes(65537)], b"an advert of 65537 bytes"),
         ([b"\xff\xfe", b"\xff[", b"\x00"], b"error"),

@@ -65,7 +65,7 @@ def ask_with_few_left(n_left: int, key: str) -> None:
 def ask_plainly_with_none_left() -> None:
     with BootstrapServer() as server:
         client = BootstrapClient(server.address)
-        with only(0), pytest.raises(TransportError, match="no descriptor is left"):
+        with only(0), pytest.raises(TransportError, match="no file descriptor is left"):
             client.instances()
         assert client.instances()
 

@@ -71,7 +71,7 @@ def test_a_mounted_secret_of_roots_may_be_read_by_its_group(tmp_path: Path, monk
     assert Keys.load(path)
     for mode in (0o444, 0o460):
         path.chmod(mode)
-        with pytest.raises(UsageError, match="others may read or change"):
+        with pytest.raises(UsageError, match="other users may read or change"):
             Keys.load(path)
     path.chmod(0o400)
     os.chown(path, 54321, -1)
@@ -98,7 +98,7 @@ def test_garbage_is_no_key_file_and_is_not_quoted(tmp_path: Path, content: bytes
     path = tmp_path / "k"
     path.write_bytes(content)
     path.chmod(0o600)
-    with pytest.raises(UsageError, match=f"{path} is no .*pdstage keys FILE") as refused:
+    with pytest.raises(UsageError, match=f"{path} is not a .*pdstage keys FILE") as refused:
         Keys.load(path)
     assert "abab" not in str(refused.value)
 
@@ -109,7 +109,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
             Keys.load(path)
     (tmp_path / "huge").write_bytes(b"#" * (5 << 20))
     (tmp_path / "huge").chmod(0o600)
-    with pytest.raises(UsageError, match="huge is no text file"):
+    with pytest.raises(UsageError, match="huge is not a text file"):
         Keys.load(tmp_path / "huge")
 
 
@@ -150,7 +150,7 @@ def test_bad_lists_are_refused(tmp_path: Path) -> None:
     one = Keys.make(tmp_path / "k")
     path = listed(tmp_path / "allow", one)
     path.chmod(0o664)
-    with pytest.raises(UsageError, match=f"others may write the allow list {path}.*chmod go-w"):
+    with pytest.raises(UsageError, match=f"other users may write the allow list {path}.*chmod go-w"):
         Keys.load(tmp_path / "k", path)
     with pytest.raises(UsageError, match="line 3: 'secret"):
         Keys.load(tmp_path / "k", tmp_path / "k")

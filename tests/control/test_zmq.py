@@ -569,7 +569,7 @@ def test_close_is_idempotent_and_leaves_nothing(no_leaks) -> None:
         ("tcp://127.0.0.1:99999", "no valid port"),
         ("tcp://127.0.0.1:x", "no valid port"),
         ("ipc:///tmp/x:1", "scheme 'ipc'"),
-        ("tcp://::1:80", "no clear host"),
+        ("tcp://::1:80", "no unambiguous host"),
         ("", "no valid port"),
     ],
 )

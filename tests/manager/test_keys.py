@@ -138,7 +138,7 @@ def test_the_directory_is_refused_first(tmp_path, keys):
             with pytest.raises(UsageError, match="is not let in here"):
                 d.receive(1, p.bootstrap_address)
             without_key = p.bootstrap_address.partition("@")[2]
-            assert "does not prove to hold the key" in str(failed_room(p, d, without_key))
+            assert "does not prove that it holds the key" in str(failed_room(p, d, without_key))
         with decode_node(Rank(), config=Config(retry_s=0.05, hello_s=0.5, drain_s=1.0)) as plain:
             with pytest.raises(UsageError, match="is encrypted, and this node has no keys"):
                 plain.receive(1, p.bootstrap_address)
