@@ -1,5 +1,5 @@
-"""Adapters that plug pdstage into serving engines, one package an engine.
+"""Adapters that plug pdstage into serving engines, one package per engine.
 
-An adapter is loaded by its engine and imports that engine's package at its top; nothing else of pdstage imports an
-adapter. Adapters hold names and life cycles only: what they need of the library is the library's own API.
+An engine loads its adapter, which imports that engine's package at the top; nothing else of pdstage imports an adapter.
+Adapters contain only names and life cycles: they use the library's public API.
 """

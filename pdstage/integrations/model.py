@@ -1,7 +1,7 @@
-"""What an engine says of its model when two nodes greet: KV of other weights may have the same shape.
+"""Facts about an engine's model that two nodes compare in the handshake: KV of other weights may have the same shape.
 
-Weights are named by a digest of samples of their files, so that two copies of them are one model wherever they lie, and
-a fine-tuned copy is another one. Reading them whole would take longer than a server's start.
+A digest of samples of the weight files identifies the weights. Two copies are one model wherever they lie, and a
+fine-tuned copy is another model. Reading the files whole would take longer than a server's start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
-"""The first kind that a folder has is what engines load; others beside it are copies."""
+"""Engines load the first kind that a folder has; other kinds beside it are copies."""
 _N_SAMPLES = 512
 _SAMPLE_NBYTES = 4096
 _MAX_SHOWN = 200
@@ -31,9 +31,9 @@ _MAX_SHOWN = 200
 def facts(
     *, name: str, revision: str | None, dtype: object, quantization: str | None, rope: object, dummy: bool = False
 ) -> dict[str, str]:
-    """What an engine knows of its model, by name; what it does not know is left out. `dummy`: weights are made up.
+    """An engine's facts about its model, by name; unknown ones are left out. `dummy`: the weights are random.
 
-    `rope` is the model's rotary embedding as its configuration has it: scaling may be overridden at one side alone.
+    `rope` is the model's rotary embedding as configured: scaling may be overridden on one side only.
     """
     told: dict[str, str | None] = {
         "name": _brief(name),
@@ -49,7 +49,7 @@ def facts(
 
 
 def overridden(told: Mapping[str, str], by_operator: object, *, where: str) -> dict[str, str]:
-    """`told` with what the operator says in its place; null leaves a name out. Raises `UsageError` for no mapping."""
+    """`told` with the operator's values instead; null removes a name. Raises `UsageError` unless it is a mapping."""
     if by_operator is None:
         return dict(told)
     if not isinstance(by_operator, Mapping):
@@ -60,7 +60,7 @@ def overridden(told: Mapping[str, str], by_operator: object, *, where: str) -> d
 
 
 def digest(folder: str | os.PathLike[str]) -> str | None:
-    """Of the weights in `folder`: of their files' names, sizes and 512 samples; None where there are none to read."""
+    """Digest of the weights in `folder`: of the files' names, sizes and 512 samples. None without readable files."""
     try:
         stamp = Path(folder).stat().st_mtime_ns
     except OSError:
@@ -70,7 +70,7 @@ def digest(folder: str | os.PathLike[str]) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _digest(folder: str, stamp: int) -> str | None:
-    """`stamp` is when the folder was changed last: an adapter may be loaded anew under its name."""
+    """`stamp` is the folder's modification time: an adapter may be reloaded under its name."""
     del stamp
     try:
         files = _weights_in(Path(folder))
@@ -94,20 +94,20 @@ def _weights_in(folder: Path) -> list[Path]:
 
 
 def _places(nbytes: int, n: int) -> Iterable[int]:
-    """Where `n` samples begin, of the file's first bytes, which say what is in it, and evenly through the rest."""
+    """The offsets of `n` samples: the file's start, which describes its content, and evenly through the rest."""
     last = max(0, nbytes - _SAMPLE_NBYTES)
     return sorted({last * i // (n - 1) for i in range(n)})
 
 
 def _folder_of(name: str, revision: str | None) -> str | None:
-    """Where the weights of a model lie on this host, if they do: a folder itself, or a model of the hub's cache."""
+    """The folder on this host with a model's weights, if any: the folder itself, or one of the hub's cache."""
     if Path(name).is_dir():
         return name
     try:
-        from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415  (both engines bring it)
+        from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415  (both engines install it)
 
         found: Any = try_to_load_from_cache(name, "config.json", revision=revision)
-    except Exception:  # noqa: BLE001  (a name that the hub does not take, or no such package)
+    except Exception:  # noqa: BLE001  (an invalid name for the hub, or no such package)
         return None
     return str(Path(found).parent) if isinstance(found, str) else None
 

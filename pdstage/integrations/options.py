@@ -1,4 +1,4 @@
-"""What an operator says of the nodes that an adapter makes: in the engine's own option, if any, and PDSTAGE_NODE."""
+"""An operator's options for the nodes that an adapter creates: from the engine's own option, and from PDSTAGE_NODE."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _OURS = {
     "pool", "topology", "bootstrap", "instance", "publish", "progress", "metadata", "aux", "observers", "staging",
     "bind",
 }  # fmt: skip
-"""Arguments that are the adapter's to give."""
+"""Arguments that the adapter sets itself."""
 _ADAPTERS = {"trust_layout": False}
-"""What PDSTAGE_NODE may say besides a node's arguments: it is the adapter's to act on."""
+"""Further names in PDSTAGE_NODE, which the adapter handles and no node takes."""
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
 def node_options(
     kind: type[PrefillNode | DecodeNode], given: Mapping[str, Any], *, where: str, deadlines: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Arguments of a node of that kind: those of `given`, as the operator wrote them at `where`, over PDSTAGE_NODE's.
+    """Arguments for a node of that kind: those of `given`, which the operator wrote at `where`, over PDSTAGE_NODE's.
 
-    `deadlines` are fields of `Config` that hold unless the operator says otherwise. Raises `UsageError` for an argument
-    that neither kind of node has, that is not the operator's, or that is of another kind than its default.
+    `deadlines` are fields of `Config` that apply unless the operator sets them. Raises `UsageError` for an argument
+    that neither kind of node has, that operators may not set, or whose type differs from its default's.
     """
     defaults = {name: default for each in (PrefillNode, DecodeNode) for name, default in _arguments(each).items()}
     known = set(defaults) - _OURS
@@ -43,7 +43,7 @@ def node_options(
                 remedy=f"known are {', '.join(sorted(known))}, and config with the fields of pdstage.Config",
             )
         for name, value in options.items():
-            if name != "transport" or not isinstance(value, Mapping):  # with options, which it judges itself
+            if name != "transport" or not isinstance(value, Mapping):  # a transport checks its own options
                 _check_kind(f"{name} of {source}", value, defaults[name])
         for field in fields(Config):
             _check_kind(f"config's {field.name} of {source}", own.get(field.name, field.default), field.default)
@@ -53,8 +53,8 @@ def node_options(
 
 
 def trusts_layout(given: Mapping[str, Any] | None = None, *, where: str = "") -> bool:
-    """Whether the operator vouches for pages whose layout nothing proves: `trust_layout` of `given`, as it was written
-    at `where`, or else of PDSTAGE_NODE.
+    """Whether the operator vouches for pages whose layout nothing proves: `trust_layout` of `given`, written at
+    `where`, else of PDSTAGE_NODE.
     """
     trusts = _ADAPTERS["trust_layout"]
     for source, options in ((environment.NODE.name, environment.NODE.read()), (where, given)):
@@ -64,14 +64,14 @@ def trusts_layout(given: Mapping[str, Any] | None = None, *, where: str = "") ->
 
 
 def _told() -> dict[str, Any]:
-    """The arguments of a node that PDSTAGE_NODE has."""
+    """The node arguments in PDSTAGE_NODE."""
     return {name: value for name, value in (environment.NODE.read() or {}).items() if name not in _ADAPTERS}
 
 
 def check_exposure(bind: str, options: Mapping[str, Any]) -> None:
-    """Refuses, as a node that binds to `bind` would, what other machines can reach without keys.
+    """Refuses an address that other machines can reach without keys, as a node bound to `bind` would.
 
-    Raises `UsageError` whose remedy is the operator's: PDSTAGE_NODE, not an argument of the node.
+    Raises `UsageError` with the operator's remedy: PDSTAGE_NODE, not an argument of the node.
     """
     try:
         address = Address.parse(bind, "tcp", listening=True)
@@ -83,7 +83,7 @@ def check_exposure(bind: str, options: Mapping[str, Any]) -> None:
         raise UsageError(
             error.what,
             remedy="make a key file with `pdstage keys cluster.key`, put it on every host, and start each engine with "
-            f"{keyed}; where the network itself is trusted, with {trusted}",
+            f"{keyed}; if the network itself is trusted, with {trusted}",
             **error.fields,
         ) from None
 
@@ -93,7 +93,7 @@ def _arguments(kind: type[PrefillNode | DecodeNode]) -> dict[str, object]:
 
 
 def _check_kind(what: str, value: object, default: object) -> None:
-    """A text where a switch belongs would switch it on, whatever it says."""
+    """Checks the type: a string instead of a switch would switch it on, whatever it contains."""
     kind = type(default)
     if kind in _KINDS and type(value) is not kind and (kind, type(value)) != (float, int):
         raise UsageError(f"{what} is {value!r}", remedy=f"give {_KINDS[kind]}")

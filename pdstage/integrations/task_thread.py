@@ -1,10 +1,10 @@
-"""A thread for what a worker's step must not wait for.
+"""A thread for work that a worker's step must not wait for.
 
-It is given calls. A node's lock may be held for milliseconds by the node's own thread, and a call to a node sends its
-messages itself; neither is the forward pass's to wait for.
+It makes calls to nodes. The node's own thread may hold the node's lock for milliseconds, and a call to a node sends its
+messages itself. The forward pass must wait for neither.
 
-Nor must waking this thread cost the worker's its processor: where all are busy, a thread that wakes takes one from
-whoever runs there, and that is often who woke it: milliseconds. Under Linux's SCHED_BATCH it does not (sched(7)).
+Waking this thread must not cost the worker its processor either. If all processors are busy, a waking thread preempts a
+running one, often the one that woke it, for milliseconds. Under Linux's SCHED_BATCH it does not (sched(7)).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
-"""How often one who waits looks whether an earlier call raised, and ended the thread."""
+"""How often a waiting caller checks whether an earlier call raised and ended the thread."""
 
 
 class TaskThread:
-    """Makes calls one at a time, in the order they were put. One that raises ends it: no later one is made."""
+    """Makes calls one at a time, in order. A call that raises ends the thread, and later calls are not made."""
 
     def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -35,13 +35,11 @@ class TaskThread:
         self._thread.start()
 
     def put(self, task: Callable[[], None]) -> None:
-        """Has `task` called soon, and returns at once."""
+        """Queues `task`, and returns at once."""
         self._tasks.put(task)
 
     def run(self, task: Callable[[], None]) -> None:
-        """Has `task` called after those that were put before, and returns once it was. Raises what any of them
-        raised.
-        """
+        """Queues `task`, and returns once it was called. Raises what it or an earlier call raised."""
         ended: queue.SimpleQueue[None] = queue.SimpleQueue()
 
         def last() -> None:
@@ -55,12 +53,12 @@ class TaskThread:
                 return ended.get(timeout=_LOOK_S)
 
     def check(self) -> None:
-        """Raises what a call raised."""
+        """Raises the error of an earlier call."""
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Makes the calls that were put before, then ends."""
+        """Makes the calls that are queued, then ends."""
         self._tasks.put(None)
         self._thread.join()
 
@@ -72,5 +70,5 @@ class TaskThread:
             while (task := self._tasks.get()) is not None:
                 task()
         except Exception as error:
-            log.exception("a worker's step was not carried out")
+            log.exception("a task of a worker's step failed")
             self._failure = error

@@ -1,8 +1,8 @@
-"""The adapter (LoRA) of a request, on which its KV depends, and which SGLang does not tell a transfer backend.
+"""The adapter (LoRA) of a request. Its KV depends on it, but SGLang does not pass it to a transfer backend.
 
-SGLang's queues make a request's sender and receiver: hooks around the two methods tell them, and have the manager meet
-its scheduler, which SGLang shows it nowhere. Imported with the manager, in schedulers alone. Prefill says with the
-request's row what made its KV, and decode compares.
+SGLang's queues create a request's sender and receiver. Hooks around those two methods pass them the adapter, and pass
+the manager its scheduler, which SGLang does not expose to it. Only schedulers import this, with the manager. Prefill
+sends the adapter of its KV with the request's row, and decode compares.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def adapter_of(scheduler: Any, lora_id: str | None) -> str | None:  # noqa: ANN401  (SGLang's)
-    """What names the adapter that a request's KV is made with: its weights where they can be read, else its name.
+    """Identifies the adapter that a request's KV is computed with: a digest of its weights if readable, else its name.
 
-    Empty for a request without one; None for one of which this engine knows nothing yet.
+    Empty for a request without one; None for an adapter that this engine does not know yet.
     """
     if lora_id is None:
         return ""
@@ -47,14 +47,14 @@ def of_receiver(original: Callable[..., Any], queue: Any, req: Any, *args: Any, 
 
 
 def _tell(queue: Any, req: Any, one: Any) -> None:  # noqa: ANN401
-    if hasattr(one, "adapter"):  # not SGLang's own stand-in for a transfer
+    if hasattr(one, "adapter"):  # not SGLang's fake transfer
         one.adapter = adapter_of(queue.scheduler, req.lora_id)
         one.kv_mgr.meet(queue.scheduler)
 
 
 @cache
 def install() -> None:
-    """Has every request's sender and receiver told, in this process."""
+    """Hooks the creation of every request's sender and receiver in this process."""
     for method, hook in (
         (prefill.PrefillBootstrapQueue.create_sender, of_sender),
         (decode.DecodePreallocQueue._create_receiver_and_enqueue, of_receiver),

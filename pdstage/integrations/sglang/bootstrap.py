@@ -1,6 +1,6 @@
-"""SGLang's bootstrap server, which keeps pdstage's directory too: one address for both.
+"""SGLang's bootstrap server with pdstage's directory in it: one address for both.
 
-Ranks register with SGLang as with any backend, and publish at the same port what a pdstage peer needs.
+Ranks register with SGLang as with any backend, and publish their adverts for pdstage peers at the same port.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pdstage.errors import UsageError
 
 
 class PdStageKVBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
-    """Paths below /v1/ are pdstage's (`pdstage.control.directory_api`); all others SGLang's own."""
+    """Paths below /v1/ are pdstage's (`pdstage.control.directory_api`); all others are SGLang's."""
 
     def __init__(self, host: str, port: int) -> None:
         self.directory = Directory(time.monotonic)

@@ -1,7 +1,7 @@
-"""What a rank's node is doing, among SGLang's own metrics: `sglang:kv_transfer_*`, beside SGLang's histograms.
+"""Metrics of a rank's node among SGLang's own: `sglang:kv_transfer_*`, beside SGLang's histograms.
 
-SGLang tells its metrics as it computes batches, and a request that is stuck is in none: so a thread tells these. Of
-which ranks and under which labels is SGLang's to say. The nodes' own counters are `pdstage.tools.watch`'s to export.
+SGLang updates its metrics when it computes batches, and a stuck request is in no batch. So a thread updates these.
+SGLang decides which ranks report, and under which labels. `pdstage.tools.watch` exports the nodes' own counters.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ TOTALS = {
     "descriptors": ("descriptors", "Descriptors of the writes that moved them"),
     "failed_rooms": ("rooms_failed", "Requests whose KV did not arrive"),
 }
-"""Counters, and the node's own they are of."""
+"""Counters, and the node's counters they are taken from."""
 
 
 @cache
 def _made(gauge: Any, counter: Any, labels: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:  # noqa: ANN401
-    """Once a process: an engine that changes its role has more than one manager."""
+    """Created once per process: an engine that changes its role has more than one manager."""
     return (
         {
             name: gauge(
@@ -49,12 +49,12 @@ def _made(gauge: Any, counter: Any, labels: tuple[str, ...]) -> tuple[dict[str, 
 
 
 class Gauges:
-    """Tells what a node does, once a second. `node_of` is asked for the node, or None while there is none; `collector`
-    is SGLang's SchedulerMetricsCollector.
+    """Reports the node's state once a second. `node_of` returns the node, or None while there is none. `collector` is
+    SGLang's SchedulerMetricsCollector.
     """
 
     def __init__(self, node_of: Callable[[], PrefillNode | DecodeNode | None], collector: Any) -> None:  # noqa: ANN401
-        import prometheus_client  # noqa: PLC0415  (SGLang sets its folder before it is imported)
+        import prometheus_client  # noqa: PLC0415  (SGLang sets its folder before this import)
 
         kinds = collector._gauge_cls or prometheus_client.Gauge, collector._counter_cls or prometheus_client.Counter
         self._labels = collector.labels
@@ -67,7 +67,7 @@ class Gauges:
         self._thread.start()
 
     def close(self) -> None:
-        """Nothing lasts any more. May be repeated."""
+        """Sets all gauges to zero and ends. May be repeated."""
         self._over.set()
         self._thread.join()
 

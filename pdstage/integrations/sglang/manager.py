@@ -1,7 +1,7 @@
-"""SGLang's KV manager, with a pdstage node in it.
+"""SGLang's KV manager over a pdstage node.
 
-`sender` and `receiver` hold one each. Of SGLang's common manager it keeps the registration, the ranks' topology, the
-room statuses with their consensus over pipeline stages, and the heartbeat; its sockets carry nothing.
+`sender` and `receiver` implement one request each. From SGLang's common manager it keeps the registration, the ranks'
+topology, the room statuses with their consensus over pipeline stages, and the heartbeat. Its sockets carry no data.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ log = logging.getLogger(__name__)
 
 INSTANCE = "sglang"
 _STOP_S = 3.0
-"""A heartbeat that is under way ends by itself in five seconds."""
+"""A heartbeat in flight ends by itself within five seconds."""
 
 
 class Publishes(Protocol):
-    """A sender, which tells the scheduler its room's state."""
+    """A sender, which reports its room's state to the scheduler."""
 
     def publish(self) -> None: ...
 
@@ -95,10 +95,10 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         self.register_buffer_to_engine()
         self._heartbeat = None if self.is_prefill else self._start_heartbeat_checker_thread()
 
-    # The node, which goes and comes again when SGLang gives its memory away for a while.
+    # The node. It is closed while SGLang releases its KV memory, and made anew when that memory is resumed.
 
     def register_buffer_to_engine(self) -> None:
-        """Makes the node over the KV memory: at start, and after SGLang's memory was resumed."""
+        """Makes the node over the KV memory: at start, and when SGLang's memory is resumed."""
         if self.node is not None:
             return
         if self.is_prefill and self.is_dummy_cp_rank:
@@ -108,7 +108,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             "open_wait_s": float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
             "wait_s": float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
         }
-        options = node_options(kind, {}, where="", deadlines=deadlines)  # SGLang has no option for a backend's own
+        options = node_options(kind, {}, where="", deadlines=deadlines)  # SGLang has no option for a backend's settings
         if cards := getattr(self.kv_args, "ib_device", None):
             options["transport"] = over_devices(options.get("transport", "auto"), cards, self.kv_args.gpu_id)
         options["model"] = overridden(_model_facts(self.server_args), options.get("model"), where=environment.NODE.name)
@@ -130,7 +130,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         self.node = kind(pool, place, bind=bind, progress="thread", **options)
 
     def _prove(self, pool: Pool) -> None:
-        """Raises `UsageError` for memory that is not laid out as the pool's views say, or of which nobody knows."""
+        """Raises `UsageError` unless the memory is laid out as the pool's views say, or if nothing is known of it."""
         pools = Pools.of(self.kv_args)
         if pools is None:
             raise UsageError(
@@ -143,18 +143,18 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         )
 
     def awake(self) -> Any:  # noqa: ANN401  (a node of either kind)
-        """The node. Raises `UsageError` while SGLang's memory is away: a request then fails, not the scheduler."""
+        """The node. Raises `UsageError` while SGLang's memory is released: then only the request fails."""
         if self.node is None:
             raise UsageError("SGLang's KV memory is released", remedy="send the request again once it is resumed")
         return self.node
 
     def meet(self, scheduler: Any) -> None:  # noqa: ANN401  (SGLang's)
-        """This rank's scheduler, at each request: from the first on, what the node does is among SGLang's metrics."""
+        """Called with this rank's scheduler at each request. The first call adds the node's metrics to SGLang's."""
         if self.gauges is None and scheduler.metrics_collector_context.current_scheduler_metrics_enabled:
             self.gauges = Gauges(lambda: self.node, scheduler.metrics_collector_context.collector)
 
     def launched(self) -> CudaEvent | None:
-        """An event after what this scheduler launched so far, which may still zero pages or states; None on the CPU."""
+        """An event after this scheduler's launched work, which may still zero pages or states; None on the CPU."""
         device = str(get_device().device)
         if device == "cpu":
             return None
@@ -163,13 +163,13 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         return event
 
     def deregister_buffer_to_engine(self) -> None:
-        """Ends the node: SGLang gives its KV memory away. Rooms still open fail."""
+        """Ends the node, since SGLang releases its KV memory. Open rooms fail."""
         if self.node is not None:
-            self.node.close()  # which tells `observe` of the rooms that failed
+            self.node.close()  # which reports the failed rooms to `observe`
             self.node = None
 
     def teardown(self) -> None:
-        """The engine changes its role: gives back everything but SGLang's own memory. No room is open then."""
+        """The engine changes its role: releases everything but SGLang's own memory. No room is open then."""
         if self.gauges is not None:
             self.gauges.close()
         self.deregister_buffer_to_engine()
@@ -191,10 +191,10 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         )  # fmt: skip
 
     def _bind(self, *, is_prefill: bool) -> str:
-        """Where a node of that role listens: where its peers can learn of it, and no further.
+        """The address on which a node of that role listens: reachable by its peers and nothing further.
 
-        Decode connects to prefill, and nobody to decode. Prefill is found in the directory of SGLang's bootstrap
-        server: where that listens on loopback only, so does the node, and one host needs no keys.
+        Decode connects to prefill, and nothing connects to decode. Prefill is found in the directory of SGLang's
+        bootstrap server. If that server listens on loopback only, so does the node, and one host needs no keys.
         """
         if not is_prefill:
             return "tcp://127.0.0.1:0"
@@ -206,7 +206,7 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
         return str(NetworkAddress("::1" if self.bootstrap_host == "::1" else "127.0.0.1", 0).to_tcp())
 
     def _bootstrap_address(self) -> str:
-        """Where `register_to_bootstrap` of the base class registers: SGLang's server, which speaks plain HTTP."""
+        """Where the base class's `register_to_bootstrap` registers: SGLang's server, which speaks plain HTTP."""
         if self.dist_init_addr:
             host = NetworkAddress.parse(self.dist_init_addr).resolved().host
         else:
@@ -224,11 +224,11 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             held.append(receiver)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Whether nothing writes to what failed rooms of that name held; no acknowledgements are counted."""
+        """Whether nothing can write to the memory of failed rooms of that name; acknowledgements are not counted."""
         return all(receiver.released for receiver in self._unsafe.get(bootstrap_room, ()))
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
-        """SGLang takes back what the oldest failed room of that name held; a later one of it is held on."""
+        """SGLang takes back the memory of the oldest failed room of that name; later ones are still held."""
         held = self._unsafe.pop(bootstrap_room, [])
         if held[1:]:
             self._unsafe[bootstrap_room] = held[1:]
@@ -240,17 +240,18 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
             )  # fmt: skip
 
     def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
-        """Digests compare where both ranks hold the same bytes."""
+        """True where both ranks hold the same bytes, so that digests can be compared."""
         info = self.prefill_info_table.get(bootstrap_addr)
         return info is not None and info.attn_tp_size == self.attn_tp_size
 
-    # Statuses of rooms. SGLang's scheduler writes them, and on a later pipeline stage the node's thread does too: the
-    # first stage takes the least of what all stages have written, and until a request begins nobody polls the others.
+    # Statuses of rooms. SGLang's scheduler writes them; on a later pipeline stage the node's thread does too. The first
+    # stage takes the minimum of what all stages have written, and the others are not polled until a request begins.
 
     def observe(self, origin: Origin, event: Event) -> None:
-        """Publishes a room's new state. On the node's thread.
+        """Publishes a room's new state, on the node's thread.
 
-        Its number may be another request's by now. So the event only says when to look, and the sender where.
+        Another request may have the room's number by now. So the event only triggers a look-up, and the sender gives
+        the state.
         """
         if isinstance(event, RoomBound | RoomEnded):
             sender = self.senders.get(event.room)  # type: ignore[arg-type]  # SGLang's rooms are numbers
@@ -258,19 +259,19 @@ class PdStageKVManager(CommonKVManager):  # type: ignore[misc]
                 sender.publish()
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
-        """SGLang's rules of what follows what, for one writer at a time: it reads, compares and writes."""
+        """Applies SGLang's rules for transitions, for one writer at a time: it reads, compares and writes."""
         with self.status_lock:
             super().update_status(bootstrap_room, status)
 
     def fail(self, room: int, reason: str) -> None:
-        """The room failed, for `reason` unless another is known already."""
+        """Marks the room as failed, for `reason` unless another reason is recorded already."""
         with self.failure_lock:
             self.failure_records.setdefault(room, reason)
         self.update_status(room, KVPoll.Failed)
 
 
 def _refuse_what_is_not_supported(mode: DisaggregationMode) -> None:
-    """Raises `UsageError` for settings under which rooms would not be what this backend takes them for."""
+    """Raises `UsageError` for settings that break this backend's assumptions about rooms."""
     parallel = get_parallel()
     may_decode = mode == DisaggregationMode.DECODE or get_disagg().enable_pd_role_switch
     refused = {
@@ -293,14 +294,14 @@ def _refuse_what_is_not_supported(mode: DisaggregationMode) -> None:
     }  # fmt: skip
     for what, asked in refused.items():
         if asked:
-            raise UsageError(f"transfer backend pdstage does not go with {what}", remedy="unset it")
+            raise UsageError(f"transfer backend pdstage does not support {what}", remedy="unset it")
 
 
 def over_devices(transport: str | Mapping[str, object], ib_device: str, gpu: int) -> str | Mapping[str, object]:
-    """`transport` as PDSTAGE_NODE has it, over those of SGLang's `--disaggregation-ib-device` that are for this GPU."""
+    """`transport` from PDSTAGE_NODE, combined with the devices that `--disaggregation-ib-device` has for this GPU."""
     if transport != "nixl":
         log.warning(
-            '--disaggregation-ib-device %s is left aside: it is for "transport": "nixl", and PDSTAGE_NODE has %s',
+            '--disaggregation-ib-device %s is ignored: it is for "transport": "nixl", and PDSTAGE_NODE has %s',
             ib_device, transport,
         )  # fmt: skip
         return transport
@@ -309,7 +310,7 @@ def over_devices(transport: str | Mapping[str, object], ib_device: str, gpu: int
 
 
 def _model_facts(args: ServerArgs) -> dict[str, str]:
-    """Of the model that this engine serves."""
+    """Facts about the model that this engine serves."""
     config = process_model_config()
     return facts(
         name=config.model_path,

@@ -1,8 +1,8 @@
 """SGLang's KVArgs as a pool, and its lists of indices as the items of a room.
 
-KVArgs names addresses, lengths and item lengths only, in the order of the pools' `get_contiguous_buf_infos`: all K
-before all V, one buffer a layer, then the draft model's; what is in an item follows from the kind of the pool. An item
-is a page of `page_size` tokens, or a slot of a state.
+KVArgs has only addresses, lengths and item lengths, in the order of the pools' `get_contiguous_buf_infos`: all K before
+all V, one buffer per layer, then the draft model's. The kind of the pool says what an item contains. An item is a page
+of `page_size` tokens, or a slot of a state.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 _SLOTS = {StateType.MAMBA, StateType.QSA_PENDING, StateType.DSV4_REQUEST_STATE, StateType.REQUEST_ROW}
 _SHARDED = {StateType.BLOCK_SCALE, StateType.BLOCK_SCALE_SWA, StateType.MINIMAX_DENSE_KV}
-"""Pages that hold this rank's heads in an order KVArgs does not tell: they move whole, between equal ranks."""
+"""Pages whose order of heads KVArgs does not give: they are transferred whole, between ranks of equal TP only."""
 
 
 def pool_of(args: KVArgs, place: Topology, *, is_mla: bool, total_heads: int, device: str) -> Pool:
     """The rank's pool. `total_heads` are the whole model's KV heads; `device` is torch's name, "cpu" or "cuda".
 
-    Raises `UsageError` for states that this backend does not move.
+    Raises `UsageError` for states that this backend does not support.
     """
     where = (device, args.gpu_id if device != "cpu" else 0)
     parts = list(_caches(args, place, is_mla, total_heads, where))
@@ -49,7 +49,7 @@ def pool_of(args: KVArgs, place: Topology, *, is_mla: bool, total_heads: int, de
 
 
 def _caches(args: KVArgs, place: Topology, is_mla: bool, total_heads: int, where: tuple[str, int]) -> list[Part]:
-    """The target's caches, and the draft model's as roles of their own in the same component: pages are shared."""
+    """The target model's caches, and the draft model's under other roles of one component: they share pages."""
     replicated = is_mla or args.is_hybrid_mla_backend
     axis = REPLICATED if replicated else shard_axis("kv_head", total_heads, place.tp_size, place.tp_rank)
     n_target = len(args.kv_data_ptrs) - args.num_draft_entries
@@ -72,7 +72,7 @@ def _caches(args: KVArgs, place: Topology, is_mla: bool, total_heads: int, where
 
 
 def _format(*dtypes: torch.dtype) -> str:
-    """What says that two sides' bytes mean the same: "auto" of SGLang's arguments is the model's dtype on each."""
+    """The format that both sides' bytes must have in common: "auto" in SGLang's arguments is the model's dtype."""
     return "+".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
@@ -122,7 +122,7 @@ def _append_state(states: StateComponents, args: KVArgs, number: int, place: Top
 
 
 def _window_heads(pool: Any, place: Topology, total_heads: int) -> Axis:  # noqa: ANN401  (SGLang's)
-    """The heads of the layers with a window, of which a model may have another number than of the others."""
+    """The heads of the layers with a window; a model may have another number of them there."""
     heads = shard_axis("kv_head", total_heads, place.tp_size, place.tp_rank)
     if pool is None or pool.head_num == heads.count:
         return heads
@@ -135,9 +135,9 @@ def _window_heads(pool: Any, place: Topology, total_heads: int) -> Axis:  # noqa
 
 
 def _is_of_unknown_parts(pool: Any) -> bool:  # noqa: ANN401  (SGLang's MambaPool)
-    """Whether conv states are x, B and C side by side, each sharded by itself, and SGLang does not say where they end.
+    """Whether conv states are x, B and C side by side, each sharded separately, without SGLang saying where they end.
 
-    So it is with Mamba 2. Conv states without other states are one part.
+    That is so with Mamba 2. Conv states without other states are one part.
     """
     return bool(pool.mamba_cache.temporal.numel()) and not pool.conv_shard_groups
 
@@ -149,15 +149,15 @@ def _paging(kind: StateType, page_size: int) -> Paging | None:
 
 
 def cache_items(pages: npt.NDArray[np.int32], first_page: int, page_size: int) -> dict[str, Items]:
-    """The caches' pages, of which the first is page `first_page` of the sequence."""
+    """The caches' pages; the first is page `first_page` of the sequence."""
     return {"kv": Items(pages, first_page * page_size)}
 
 
 def state_items(args: KVArgs, indices: Sequence[Any] | None, n_pages: int) -> dict[str, Items]:
-    """The states' items, one list a component in the order of `state_types`; of a sequence of `n_pages` pages.
+    """The states' items, one list per component in the order of `state_types`, for a sequence of `n_pages` pages.
 
-    Every list of pages ends at the sequence's last page, on both sides; rows of a ring are in position order, and both
-    sides name the same number of them.
+    Every list of pages ends at the sequence's last page, on both sides. Rows of a ring are in position order, and both
+    sides give the same number of them.
     """
     items = {}
     for kind, given in zip(map(StateType, args.state_types), indices or (), strict=False):

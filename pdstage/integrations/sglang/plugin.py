@@ -1,10 +1,10 @@
 """The plugin that SGLang loads in each of its processes (entry point group `sglang.srt.plugins`).
 
-SGLang's list of backends can be extended, but `TransferBackend`, which its schedulers look names up in, is a closed
-enum, and `get_kv_class` a chain of ifs over it. Both are hooked by SGLang's own HookRegistry: the enum is replaced by
-one with a member more, and `get_kv_class` answers for that member. A third hook shows a backend the pools that it is
-told addresses of, and a fourth shows a sender what all ranks together said of its request. Must not import the
-backend's classes before they are asked for: most processes never need them.
+SGLang's list of backends can be extended, but `TransferBackend`, in which its schedulers look names up, is a closed
+enum, and `get_kv_class` is a chain of ifs over it. SGLang's own HookRegistry hooks both: the enum is replaced by one
+with an extra member, and `get_kv_class` answers for that member. A third hook attaches the pools to the KVArgs that
+hold their addresses. A fourth passes a sender the common result of all ranks for its request. Must not import the
+backend's classes before they are used: most processes never need them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CLASSES = {
 
 
 def register() -> None:
-    """Makes the backend selectable. SGLang calls it before it parses arguments, and applies the hooks after it."""
+    """Makes the backend selectable. SGLang calls it before it parses arguments, and applies the hooks afterwards."""
     if NAME in DISAGG_TRANSFER_BACKEND_CHOICES:
         return
     add_disagg_transfer_backend_choices([NAME])
@@ -42,7 +42,7 @@ def register() -> None:
 
 
 def _with_member() -> type[Enum]:
-    """SGLang's enum with one member more, under its own name. HookRegistry gives it to whoever imported the old one."""
+    """SGLang's enum with one more member, under its own name. HookRegistry replaces the old one in every module."""
     old: type[Enum] = import_module(_UTILS).TransferBackend
     members = {name: member.value for name, member in old.__members__.items()}
     members[NAME.upper()] = NAME
@@ -50,7 +50,7 @@ def _with_member() -> type[Enum]:
 
 
 def kv_class(original: Callable[[Enum, Enum], type | None], transfer_backend: Enum, class_type: Enum) -> type | None:
-    """Around SGLang's `get_kv_class`: this backend's class of that type, and every other backend's as before."""
+    """Around SGLang's `get_kv_class`: this backend's classes, and the other backends' as before."""
     place = _CLASSES.get(class_type.value) if transfer_backend.value == NAME else None
     if place is None:  # KVArgs too: one class for all backends
         return original(transfer_backend, class_type)
@@ -67,14 +67,14 @@ def with_pools(  # noqa: PLR0917  (SGLang's signature)
     total_kv_layers: int | None = None,
     req_to_token_pool: object = None,
 ) -> None:
-    """Around SGLang's `setup_state_kv_args`, the last step before a manager is made: KVArgs keeps the pools."""
+    """Around SGLang's `setup_state_kv_args`, the last step before a manager is made: attaches the pools to KVArgs."""
     original(kv_args, token_to_kv_pool, draft_token_to_kv_pool, total_kv_layers, req_to_token_pool=req_to_token_pool)
     kv_args.pdstage_pools = (token_to_kv_pool, draft_token_to_kv_pool, req_to_token_pool)
 
 
 def polled(original: Callable[..., list[int]], pollers: Sequence[Any], *groups: object) -> list[int]:
-    """Around SGLang's `poll_and_all_reduce_attn_cp_tp_group`: a sender of pdstage's hears what all ranks said, and says
-    what that is to SGLang.
+    """Around SGLang's `poll_and_all_reduce_attn_cp_tp_group`: passes pdstage's senders the minimum over all ranks, and
+    returns their answers to SGLang.
     """
     found = zip(pollers, original(pollers, *groups), strict=True)
     return [one.agreed(least) if hasattr(one, "agreed") else least for one, least in found]

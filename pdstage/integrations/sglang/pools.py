@@ -1,8 +1,8 @@
-"""SGLang's memory pools behind a KVArgs: what is known of their classes, and what their layers are called.
+"""SGLang's memory pools behind a KVArgs: facts about their classes, and the names of their layers.
 
-KVArgs has addresses only. The plugin attaches the pools that SGLang took them from, since only a pool's class says how
-a page is kept, and only the pool has a writer (`writers`). Classes are compared exactly: a subclass may store
-otherwise. docs/engines-sglang.md has every pool of SGLang 0.5.23.
+KVArgs has addresses only. The plugin attaches the pools that SGLang took them from: only a pool's class gives the
+layout of a page, and only the pool has a writer (`writers`). Classes are compared exactly, since a subclass may store
+differently. docs/engines-sglang.md has every pool of SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _WRONG = {
     "MiniMaxM3Nvfp4KVPool": "K, V and their scales in one row of a page",
     "DeepSeekV4TokenToKVPool": "latents of several compression ratios, with padding in a page",
 }
-"""Classes of which pdstage's views would be wrong, and what they hold."""
+"""Classes that pdstage's views would misread, and what they hold."""
 
 
 class Pools(NamedTuple):
-    """The target model's, the draft model's or None, and that of requests' rows, which may have states."""
+    """The pools of the target model, of the draft model (or None), and of requests' rows, which may have states."""
 
     kv: Any
     draft: Any
@@ -42,7 +42,7 @@ class Pools(NamedTuple):
 
     @staticmethod
     def of(args: KVArgs) -> Pools | None:
-        """None for KVArgs that SGLang's schedulers did not make."""
+        """None for a KVArgs that SGLang's schedulers did not make."""
         given = getattr(args, "pdstage_pools", None)
         return None if given is None else Pools(*given)
 
@@ -52,22 +52,22 @@ class Pools(NamedTuple):
 
 
 def inner(pool: Any, *, window: bool = False) -> Any:  # noqa: ANN401
-    """The pool that has the buffers: a pool of several keeps them in others."""
+    """The pool that has the buffers: a composite pool keeps them in inner pools."""
     if isinstance(pool, SWAKVPool):
         return pool.swa_kv_pool if window else pool.full_kv_pool
     return pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool
 
 
 def name_of(pool: Any) -> str:  # noqa: ANN401
-    """The class, and that of the pool inside."""
+    """The name of the class, and of the inner pool's class."""
     outside, inside = type(pool).__name__, type(inner(pool)).__name__
     return outside if outside == inside else f"{outside} over {inside}"
 
 
 def layer_ids(pool: Any, n: int, *, window: bool = False) -> list[int] | None:  # noqa: ANN401
-    """The model's numbers of the `n` layers of the pool, in the order of its buffers; None where the pool has none.
+    """The model's numbers of the pool's `n` layers, in the order of its buffers; None if the pool has none.
 
-    They name layers alike on both sides, whatever pipeline stage holds them.
+    The numbers name layers alike on both sides, whatever pipeline stage holds them.
     """
     if isinstance(pool, SWAKVPool):
         found = sorted(
@@ -79,7 +79,7 @@ def layer_ids(pool: Any, n: int, *, window: bool = False) -> list[int] | None:  
 
 
 def check_known(pools: Pools) -> None:
-    """Raises `UsageError` for pools of which pdstage's views would be wrong, whatever an operator says of them."""
+    """Raises `UsageError` for pools that pdstage's views would misread, whatever an operator claims."""
     for pool in (pools.kv, pools.draft):
         if pool is None:
             continue
@@ -93,7 +93,7 @@ def check_known(pools: Pools) -> None:
 
 
 def _wrong(pool: Any) -> str:  # noqa: ANN401
-    """What a pool keeps that no view here describes; empty if nothing is known against it."""
+    """What makes a pool unreadable for the views here; empty if nothing is known."""
     for kind in type(pool).__mro__:
         if kind.__name__ in _WRONG:
             return _WRONG[kind.__name__]
@@ -114,4 +114,4 @@ def _wrong_inside(pool: Any, held: Any) -> str:  # noqa: ANN401
 
 
 HEADS, LATENTS = (MHATokenToKVPool,), (MLATokenToKVPool, DSATokenToKVPool)
-"""Classes whose writers run wherever the pool is, and store what they are given."""
+"""Classes whose writers run wherever the pool is, and store the given values unchanged."""

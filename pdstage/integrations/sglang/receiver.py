@@ -1,7 +1,7 @@
 """A request at SGLang's decode scheduler: its KVReceiver over a pdstage room.
 
-A room that failed is told to the scheduler at once, so that its client learns of it; the scheduler keeps the pages and
-the metadata row until the manager's `is_abort_release_safe`, which is when pdstage has released the room.
+A failed room is reported to the scheduler at once, so that its client learns of it. The scheduler keeps the pages and
+the metadata row until the manager's `is_abort_release_safe`, that is until pdstage has released the room.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pdstage.manager import Receiver
 
 MAX_S = 3600.0
-"""A room's deadline: SGLang's own timeouts end it long before."""
+"""A room's deadline. SGLang's own timeouts are much shorter."""
 
 
 class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
@@ -38,14 +38,14 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     def __init__(self, mgr: PdStageKVManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         self.adapter: str | None = None
-        """What decode goes on with; told once this is made, see `adapters`."""
+        """The adapter that decode uses; set after construction, see `adapters`."""
         self._room: Receiver | None = None
         self._aux_index: int | None = None
         self._is_cleared = False
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
 
     def _setup_bootstrap_infos(self) -> None:
-        """Called by `init`, in place of SGLang's look-up of peers: pdstage finds them, and greets them, by itself."""
+        """Called by `init` instead of SGLang's look-up of peers: pdstage finds and connects them itself."""
         self.bootstrap_infos: list[dict[str, Any]] = []
         try:
             self._room = self.kv_mgr.awake().receive(
@@ -93,14 +93,14 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         if room is not None and self.conclude_state is None:
             if room.state is State.FAILED:
                 self.kv_mgr.fail(self.bootstrap_room, str(room.error))
-            elif room.state is State.SUCCESS and room.released:  # a request of one token gives its pages back at once
+            elif room.state is State.SUCCESS and room.released:  # a request of one token returns its pages at once
                 self._take_row(room)
             elif room.state is State.TRANSFERRING:
                 self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Transferring)
         return int(super()._poll())
 
     def _take_row(self, room: Receiver) -> None:
-        """The row is there before anybody sees the Success."""
+        """Writes the row before the scheduler sees Success."""
         try:
             if self._aux_index is not None and isinstance(room.aux, bytes):
                 write_row(self.kv_mgr.kv_args, self._aux_index, room.aux, self.adapter)
@@ -114,7 +114,7 @@ class PdStageKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         self._give_up("decode gave it up")
 
     def clear(self) -> None:
-        """Called again when a failed room's memory goes back: by then the name may be another request's."""
+        """Called again when a failed room's memory is returned: by then another request may have the name."""
         if self._is_cleared:
             return
         self._is_cleared = True

@@ -1,7 +1,7 @@
-"""A request's row of SGLang's metadata buffers, as the aux of a room, and what made the request's KV.
+"""A request's row of SGLang's metadata buffers, as the aux of a room, with the adapter of the request's KV.
 
-SGLang keeps each field in a buffer of its own on the CPU, with a row a request; the two sides' buffers pair up by their
-order, and those that only one side has are left out.
+SGLang keeps each field in a separate buffer on the CPU, with one row per request. The two sides' buffers are paired by
+their order; buffers that only one side has are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True):
-    """`adapter` is what `adapters.adapter_of` says."""
+    """`adapter` is the result of `adapters.adapter_of`."""
 
     fields: list[bytes]
     adapter: str | None
@@ -35,9 +35,9 @@ def read_row(args: KVArgs, index: int, adapter: str | None) -> bytes:
 
 
 def write_row(args: KVArgs, index: int, packed: bytes, adapter: str | None) -> None:
-    """Fills the row of a request that goes on with that adapter.
+    """Fills the row of a request that uses that adapter.
 
-    Raises `PeerError` for fields of another length, and for KV of another adapter, before anything is written.
+    Raises `PeerError` for fields of another length, and for KV of another adapter, before it writes anything.
     """
     try:
         row = _rows.decode(packed)

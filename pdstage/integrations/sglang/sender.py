@@ -1,10 +1,10 @@
 """A request at SGLang's prefill scheduler: its KVSender over a pdstage room.
 
-The scheduler polls, all ranks take the least of their answers, and Success or Failed gives the pages of all at once. So
-once a request's last chunk was sent, Failed is an agreement: a rank that gives the room up says `GIVEN_UP`, the others
-learn of it by the least and give theirs up, and each says `QUIET` when nothing reads its pages any more. Nobody waits:
-the scheduler polls on. Before its last chunk a room cannot succeed at decode, whatever arrives there, and pages that a
-write may still read are given back at once.
+The scheduler polls, and takes the minimum of all ranks' answers; Success or Failed then returns the pages of all ranks
+at once. So after a request's last chunk, Failed needs an agreement. A rank that gives the room up reports `GIVEN_UP`.
+The others see it in the minimum and give theirs up, and each reports `QUIET` when nothing reads its pages any more. No
+rank waits: the scheduler polls on. Before its last chunk a room cannot succeed at decode, whatever arrives there. Its
+pages are returned at once, even if a write may still read them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GIVEN_UP: int = KVPoll.WaitingForInput
-"""Of a request in SGLang's in-flight queue, which keeps it there. What is not over says Transferring, which is more."""
+"""Keeps a request in SGLang's in-flight queue. Below Transferring, which unfinished ranks report."""
 QUIET: int = KVPoll.Success + 1
-"""Given up, and nothing reads this rank's pages. The least of all ranks' answers only if all say so."""
+"""Given up, and nothing reads this rank's pages. It is the minimum only if all ranks report it."""
 
 
 class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
@@ -54,7 +54,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
     ) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self.adapter: str | None = None
-        """What makes the request's KV; told once this is made, see `adapters`."""
+        """The adapter of the request's KV; set after construction, see `adapters`."""
         self._room: Sender | None = None
         self._first_page = 0
         self._is_cleared = False
@@ -68,10 +68,10 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
             mgr.fail(bootstrap_room, str(error))
         else:
             mgr.senders[bootstrap_room] = self
-            self.publish()  # what the node said before it could find this sender
+            self.publish()  # events from before the node could find this sender
 
     def pop_decode_prefix_len(self) -> int:
-        """The tokens that decode has already: pages are counted from there on."""
+        """The tokens that decode has already: pages are counted from there."""
         held = self._room.prefix_tokens_of("kv") if self._room is not None else 0
         self._first_page = (held or 0) // self.kv_mgr.kv_args.page_size
         return self._first_page * int(self.kv_mgr.kv_args.page_size)
@@ -109,7 +109,9 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         self._record_transfer_indices(kv_indices, state_indices)
 
     def publish(self) -> None:
-        """Writes the room's state where SGLang looks it up, unless the scheduler is done with it. In any thread."""
+        """Writes the room's state where SGLang looks it up, unless the scheduler is done with it. Any thread may call
+        it.
+        """
         with self.kv_mgr.status_lock:
             room = self._room
             if room is None or self._is_cleared or self.conclude_state is not None:
@@ -136,7 +138,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
         return status if status == KVPoll.Success else int(KVPoll.Transferring)
 
     def agreed(self, least: int) -> int:
-        """What SGLang is told where `least` is what all ranks' senders of this request said, at once."""
+        """What SGLang gets if `least` is the minimum over all ranks' senders of this request at one poll."""
         if not self._is_whole:
             return least
         if least == QUIET:
@@ -158,7 +160,7 @@ class PdStageKVSender(CommonKVSender):  # type: ignore[misc]
             room.abort(reason)
 
     def _is_read(self) -> bool:
-        """Whether a write may still read the room's pages. Before a chunk there is none."""
+        """Whether a write may still read the room's pages. There is none before a chunk."""
         return self._room is not None and self._transfer_start_time is not None and not self._room.released
 
     def abort(self) -> None:

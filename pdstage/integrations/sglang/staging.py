@@ -1,11 +1,11 @@
-"""SGLang's two staging functions on pdstage's kernels: what its own backends call between a pool and staging memory.
+"""SGLang's two staging functions on pdstage's kernels: its own backends call them between a pool and staging memory.
 
-With these alone, SGLang's mooncake and nixl backends go on as they are. Signatures and staged bytes are those of
-sglang/srt/disaggregation/common/staging_buffer.py as of 0.5.23, so that a peer may run SGLang's own: writer after
-writer, K of all layers, then V of all layers, each `[token][head][element]` without padding. Streams are as there: a
-gather is done when it returns, a scatter once the current stream gets there.
+With these alone, SGLang's mooncake and nixl backends work unchanged. Signatures and staged bytes are those of
+sglang/srt/disaggregation/common/staging_buffer.py as of 0.5.23, so that a peer may run SGLang's own functions. The
+order is writer after writer, K of all layers, then V of all layers, each `[token][head][element]` without padding.
+Stream semantics are the same: a gather is done when it returns, a scatter runs in the current stream.
 
-What pdstage's kernels do not do goes to SGLang's own functions, and is logged once: see `Layers.refusal`.
+Calls that pdstage's kernels do not support go to SGLang's own functions, and are logged once: see `Layers.refusal`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ACCESS = 16  # bytes: the alignment of staging memory that a kernel on a device needs
-# Not variables of the module: SGLang's hooks replace, wherever they find it, a function that is replaced.
+# Not module variables: SGLang's hooks replace a hooked function wherever they find it.
 _OWN = {name: getattr(theirs, name) for name in ("gather_all_layers_to_staging", "scatter_staging_to_kv")}
 _told: set[str] = set()
 
@@ -59,7 +59,7 @@ class Layers(NamedTuple):
         return cls(str(first.device), n_slots, n_heads, width, equal, tuple([one.data_ptr() for one in buffers]))
 
     def nbytes(self, n_tokens: int, n_heads: int) -> int:
-        """What one writer stages."""
+        """The bytes that one writer stages."""
         return n_tokens * n_heads * self.width * len(self.pointers)
 
     def refusal(self, n_tokens: int, n_heads: int, staging: torch.Tensor) -> str:
@@ -69,7 +69,7 @@ class Layers(NamedTuple):
         if self.device.partition(":")[0] not in ("cpu", "cuda"):
             return f"no kernel for {self.device}"
         if n_tokens * n_heads * self.width % VIEW_ALIGNMENT:
-            return f"a layer's staged bytes are no multiple of {VIEW_ALIGNMENT}"
+            return f"a layer's staged bytes are not a multiple of {VIEW_ALIGNMENT}"
         if staging.data_ptr() % ACCESS:
             return f"staging memory is not aligned to {ACCESS} bytes"
         return ""
@@ -77,7 +77,7 @@ class Layers(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _plan(layers: Layers, page_size: int, head_start: int, n_heads: int) -> tuple[Plan, str]:
-    """The plan and its one component. Cold: once for each part of the heads that some peer's rank wants."""
+    """The plan and its one component. Computed once for each range of heads that some peer's rank wants."""
     if not 0 <= head_start < head_start + n_heads <= layers.n_heads:
         raise UsageError(
             f"heads [{head_start}, {head_start + n_heads}) of a pool with {layers.n_heads}",
@@ -100,10 +100,11 @@ def gather_all_layers_to_staging(  # noqa: PLR0917  (SGLang's signature)
     num_heads: int,
     page_size: int,
 ) -> int:
-    """Heads `[src_head_start, +num_heads)` of the listed pages, of all layers, to the start of the staging buffer.
+    """Gathers heads `[src_head_start, +num_heads)` of the listed pages, of all layers, to the start of the staging
+    buffer.
 
-    `page_indices_np` are int32 or int64. Returns the bytes written. Raises `UsageError`, with nothing written, for
-    pages or heads outside the pool and for staging that is too small or elsewhere.
+    `page_indices_np` are int32 or int64. Returns the bytes written. Raises `UsageError`, and writes nothing, for pages
+    or heads outside the pool, and for staging memory that is too small or on another device.
     """
     layers, staging = Layers.of(k_buffers, v_buffers), staging_buffer.buffer
     n_tokens = len(page_indices_np) * page_size
@@ -137,11 +138,10 @@ def scatter_staging_to_kv(  # noqa: PLR0917  (SGLang's signature)
     dst_tp_rank: int,
     total_kv_heads: int,
 ) -> None:
-    """All writers' parts, from the start of the view to the listed pages of all layers, in the current stream.
+    """Scatters all writers' parts, from the start of the view to the listed pages of all layers, in the current stream.
 
-    Which heads a writer brings is what SGLang's `compute_head_slice_params` says. Raises `UsageError` as the gather
-    does, and for a page listed twice; a list on a device is not seen by the host: there pages outside the pool are
-    left out.
+    SGLang's `compute_head_slice_params` gives the heads of each writer. Raises `UsageError` as the gather does, and for
+    a page listed twice. The host cannot check a list that is on a device: then pages outside the pool are skipped.
     """
     sizes = prefill_attn_tp_size, decode_attn_tp_size
     n_writers = max(1, prefill_attn_tp_size // max(1, decode_attn_tp_size))
@@ -168,23 +168,23 @@ def _check(layers: Layers, staging: torch.Tensor, nbytes: int) -> None:
         raise UsageError(f"KV buffers on {layers.device}, staging on {staging.device}", remedy="put both on one device")
     if staging.numel() < nbytes:
         raise UsageError(
-            f"{nbytes} bytes to stage, and staging memory of {staging.numel()}",
-            remedy="set SGLANG_DISAGG_STAGING_POOL_SIZE_MB higher, or send fewer pages at once",
+            f"{nbytes} bytes to stage, but staging memory of {staging.numel()}",
+            remedy="raise SGLANG_DISAGG_STAGING_POOL_SIZE_MB, or send fewer pages at once",
         )
 
 
 def _own(name: str, why: str) -> Any:  # noqa: ANN401  (SGLang's function)
     if why not in _told:
         _told.add(why)
-        log.warning("%s: SGLang's own copies where pdstage's kernels do not: %s", name, why)
+        log.warning("%s: SGLang's own function copies instead of pdstage's kernels: %s", name, why)
     return _OWN[name]
 
 
 def install_staging(*, apply: bool = True) -> None:
-    """Puts both in the place of SGLang's, through its `HookRegistry`, in this process.
+    """Replaces both of SGLang's functions in this process, through its `HookRegistry`.
 
-    Without `apply` they are only registered: a plugin's function leaves the rest to SGLang, which applies all plugins'
-    hooks together.
+    Without `apply` it only registers them: a plugin's function leaves the rest to SGLang, which applies the hooks of
+    all plugins together.
     """
     for function in (gather_all_layers_to_staging, scatter_staging_to_kv):
         HookRegistry.register(f"{theirs.__name__}.{function.__name__}", function, HookType.REPLACE)
@@ -193,6 +193,6 @@ def install_staging(*, apply: bool = True) -> None:
 
 
 def plugin() -> None:
-    """The entry point of SGLang's plugin loader: installs both where PDSTAGE_SGLANG_STAGING is 1."""
+    """The entry point of SGLang's plugin loader: installs both functions if PDSTAGE_SGLANG_STAGING is 1."""
     if environment.SGLANG_STAGING.read() == "1":
         install_staging(apply=False)

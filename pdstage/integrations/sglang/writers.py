@@ -1,11 +1,11 @@
-"""SGLang's own cache writes, by which a rank's layout is proved at start (`pdstage.probe`).
+"""SGLang's own cache writes, which prove a rank's layout at start (`pdstage.probe`).
 
 The writers are what attention backends call in a forward pass: a pool's `set_kv_buffer` and `set_mla_kv_buffer`
-(sglang/srt/mem_cache/memory_pool.py), asked by the model's layer number. States and index keys are written by kernels
-that need a GPU and store where a tensor of the pool says: their writer is a store into that tensor. It proves where an
-item is and in which order; what the parts of a state mean stands in `memory`.
+(sglang/srt/mem_cache/memory_pool.py), by the model's layer number. States and index keys are written by kernels that
+need a GPU and store where a tensor of the pool says. Their writer is a store into that tensor. It proves an item's
+place and order; `memory` defines what the parts of a state mean.
 
-Nothing has been served when the manager is made, and page 0 and slot 0 are padding, which writers may skip.
+Nothing has been served when the manager is made. Page 0 and slot 0 are padding, which writers may skip.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _attention(
     layer: int,
     views: Sequence[View],
 ) -> Writer | None:
-    """None where no writer of the pool's class is known."""
+    """None if the pool's class has no known writer."""
     roles = {view.key.role.removeprefix(_DRAFT) for view in views}
     held = inner(pool, window=component == "swa")
     if roles == {"k", "v"} and type(held) in HEADS:
@@ -66,7 +66,7 @@ def _attention(
 
 
 def _stored(component: str, views: Sequence[View], pools: Pools, layout: Layout) -> Writer | None:
-    """None where the views are in no tensor that a pool stores states or index keys in."""
+    """None if the views are in no tensor in which a pool stores states or index keys."""
     tensors = list(_tensors(component, pools))
     found = {view.key: _holder(view, tensors, layout) for view in views}
     return _TensorWriter(views, found, layout) if all(one is not None for one in found.values()) else None
@@ -107,7 +107,7 @@ class _LatentWriter:
 
 
 class _TensorWriter:
-    """Whole items, stored where the pool's own tensors `[item, ...]` say."""
+    """Whole items, stored where the pool's own tensors `[item, ...]` are."""
 
     def __init__(self, views: Sequence[View], tensors: Mapping[Key, torch.Tensor | None], layout: Layout) -> None:
         self._views, self._layout = views, layout
@@ -152,14 +152,14 @@ def _address(view: View, layout: Layout) -> int:
 
 
 def _places(view: View) -> NDArray[np.int64]:
-    """Where each byte of a view is in an item, `[shard, byte]`."""
+    """The position of each byte of a view in an item, `[shard, byte]`."""
     shards, segs, width = (np.arange(n, dtype=np.int64) for n in (view.shards, view.segs, view.width))
     found = shards[:, None, None] * view.shard_stride + segs[:, None] * view.seg_stride + width
     return found.reshape(view.shards, -1)
 
 
 def _draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Values that differ, of a dtype that is stored as it is given."""
+    """Distinct values, of a dtype that is stored unchanged."""
     if dtype.is_floating_point:
         return torch.from_numpy(rng.standard_normal(shape)).to(dtype)
     return torch.from_numpy(rng.integers(1, 120, shape)).to(dtype)
@@ -172,6 +172,6 @@ def _bytes(values: torch.Tensor) -> NDArray[np.uint8]:
 
 
 def _slots(cells: Sequence[Cell], held: Any) -> KVWriteLoc:  # noqa: ANN401
-    """SGLang's slot numbers: a page's number times its tokens, and the token; of a window's pool they are its own."""
+    """SGLang's slot numbers: page number times page size, plus the token; a window's pool has its own."""
     slots = torch.tensor([cell.item * held.page_size + cell.token for cell in cells], device=held.device)
     return KVWriteLoc(slots, swa_loc=slots)

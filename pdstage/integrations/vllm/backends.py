@@ -1,8 +1,8 @@
-"""What is known of vLLM's attention backends whose pages are not rows of tokens, each head's K and then its V.
+"""vLLM's attention backends whose pages are not rows of tokens with each head's K and then its V.
 
-A backend is known by the module and the name of its class, or of a class that it inherits from: `get_name()` is not
-unique ("FLASH_ATTN" is also what ROCM_AITER_FA says). Backends that are not here are taken by what their spec says, and
-proved like all others (`writers`). docs/attention-backends.md has every backend of vLLM 0.33.
+A backend is identified by the module and name of its class, or of a base class. `get_name()` is not unique:
+ROCM_AITER_FA also returns "FLASH_ATTN". Backends that are not listed here are described by their spec alone, and proved
+like all others (`writers`). docs/attention-backends.md has every backend of vLLM 0.33.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 
 
 class Pages(Enum):
-    """How a backend keeps a page."""
+    """How a backend lays out a page."""
 
-    ROWS = auto()  # a row a token: of each head K, then V; or a latent
-    CPU = auto()  # of each head all K, then all V, ordered for the CPU's instruction set
-    SLOTS = auto()  # two "heads": one of all heads' K, one of all heads' V
+    ROWS = auto()  # one row per token: each head's K, then its V; or a latent
+    CPU = auto()  # all K of a head, then all its V, ordered for the CPU's instruction set
+    SLOTS = auto()  # two "heads": one with all heads' K, one with all heads' V
     INDEX = auto()  # all keys of a page, then all their scales
 
 
 class Unknown(NamedTuple):
-    """Pages that pdstage has no view of, and what they hold."""
+    """Pages that pdstage cannot view, and their content."""
 
     what: str
 
@@ -46,7 +46,7 @@ KNOWN: dict[str, Pages | Unknown] = {
     "vllm.models.deepseek_v41.compressor.CompressorBackend": Unknown("states of a compressor"),
     "vllm.models.inkling.amd.sconv_swa_attn.InklingSconvBackend": Unknown("a window of convolution inputs"),
     "vllm.models.inkling.nvidia.sconv_swa_attn.InklingSconvBackend": Unknown("a window of convolution inputs"),
-    "vllm.models.qwen4_exp.common.qsa_cache.QSAStateBackend": Unknown("a state of its own"),
+    "vllm.models.qwen4_exp.common.qsa_cache.QSAStateBackend": Unknown("a QSA state"),
     "vllm.models.step5.nvidia.sparse_attention.Step5SplitKVFlashAttentionBackend": Unknown("rings and summaries"),
     "vllm.models.step5.nvidia.sparse_summary_cache.Step5SparseSummaryBackend": Unknown("summaries"),
     "vllm.models.step5.nvidia.csa_tail_ring.Step5CSATailRingBackend": Unknown("a ring"),
@@ -55,14 +55,14 @@ KNOWN: dict[str, Pages | Unknown] = {
 
 
 class Backend(NamedTuple):
-    """A layer's backend: vLLM's name for it, and how it keeps a page."""
+    """A layer's backend: vLLM's name for it, and its page layout."""
 
     name: str
     pages: Pages | Unknown
 
     @staticmethod
     def of(layer: Any) -> Backend:  # noqa: ANN401  (a layer of vLLM's `static_forward_context`, or None)
-        """Rows, named "unknown", where there is no layer to ask."""
+        """Rows, named "unknown", if there is no layer to ask."""
         ask = getattr(layer, "get_attn_backend", None)
         if ask is None:
             return Backend("unknown", Pages.ROWS)

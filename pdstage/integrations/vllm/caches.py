@@ -1,8 +1,7 @@
 """A worker's KV cache tensors as a pdstage layout.
 
 A view's key on both sides is its group's component, its layer's number, and a role made of the rest of the layer's
-name, so that a drafter's layer 0 is not the model's. What a tensor's shape says is only a guess here: `writers` proves
-it.
+name, so that a drafter's layer 0 is not the model's. A tensor's shape gives only a guess here: `writers` proves it.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """The layout and the device it lies on; by a layer's name the keys of its views; by component how many of its pages
-    are one of vLLM's blocks.
+    """The layout and its device; the keys of a layer's views, by layer name; and the pages per vLLM block, by
+    component.
     """
 
     layout: Layout
@@ -55,15 +54,15 @@ class Caches:
     keys: dict[str, tuple[Key, ...]]
     n_pages: dict[str, int]
     paged: dict[str, list[torch.Tensor]]
-    """By component the caches `[pages, ...]` that have tokens."""
+    """The caches `[pages, ...]` that hold tokens, by component."""
     numbers: dict[str, int]
-    """Of the layers that have tokens, by name."""
+    """The layers that hold tokens, by name."""
 
     @staticmethod
     def of(
         kv_caches: dict[str, torch.Tensor], kv_cache_config: KVCacheConfig, config: VllmConfig, topology: Topology
     ) -> Caches:
-        """Raises `UsageError`, naming the layer, for a cache that is not as vLLM 0.33 makes them."""
+        """Raises `UsageError`, naming the layer, for a cache of another shape than vLLM 0.33's."""
         tp = topology.tp_size, topology.tp_rank
         n_heads = config.model_config.get_total_num_kv_heads()
         n_groups = groups_of_states(config.model_config.hf_text_config)
@@ -79,7 +78,7 @@ class Caches:
             seen: set[int] = set()
             for name in given.layer_names:
                 if name not in kv_caches or kv_caches[name].data_ptr() in seen:
-                    continue  # of another pipeline stage, or a layer that reads the cache of one before it
+                    continue  # a layer of another pipeline stage, or one that reads an earlier layer's cache
                 seen.add(kv_caches[name].data_ptr())
                 cache, spec = kv_caches[name], _spec_of(given.kv_cache_spec, name)
                 if isinstance(spec, MambaSpec):
@@ -105,12 +104,12 @@ class Caches:
         return Caches(layout, next(iter(kv_caches.values())).device, keys, n_pages, paged, numbers)
 
     def pages(self, component: str, blocks: Sequence[int]) -> npt.NDArray[np.int64]:
-        """The pages of vLLM's `blocks`: where a kernel wants smaller ones, a block is several."""
+        """The pages of vLLM's `blocks`: a block is several pages if a kernel wants smaller ones."""
         held, n = np.array(blocks, np.int64), self.n_pages.get(component, 1)
         return held if n == 1 else (held[:, None] * n + np.arange(n)).reshape(-1)
 
     def nbytes(self, component: str, n_blocks: int) -> int:
-        """Of so many of vLLM's blocks in every layer of the component."""
+        """Bytes of that many vLLM blocks in every layer of the component."""
         return sum(cache[0].nbytes for cache in self.paged[component]) * n_blocks * self.n_pages.get(component, 1)
 
     def clear(self, component: str, blocks: Sequence[int]) -> None:
@@ -132,7 +131,7 @@ def _check_pages(group: Group, name: str, cache: torch.Tensor, n_blocks: int, n_
 
 
 def _check_known(name: str, cache: torch.Tensor, spec: AttentionSpec, layer: object) -> None:
-    """Raises `UsageError` for pages that no view here describes, whatever a writer or an operator says of them."""
+    """Raises `UsageError` for pages that no view here describes, whatever a writer or an operator claims."""
     backend = Backend.of(layer)
     n_slots = 2 if backend.pages is Pages.SLOTS else 1 if _is_latent(spec) else spec.num_kv_heads
     what = ""
@@ -154,7 +153,7 @@ def _check_known(name: str, cache: torch.Tensor, spec: AttentionSpec, layer: obj
 def _attention(
     cache: torch.Tensor, spec: AttentionSpec, layer: object, heads: int, tp: tuple[int, int], *, naming: Naming
 ) -> Part:
-    """One layer's views, as its backend keeps a page."""
+    """The layer's views, by its backend's page layout."""
     match Backend.of(layer).pages:
         case Pages.CPU:
             typed = cache.view(spec.dtype) if cache.dtype == torch.int8 else cache
@@ -184,8 +183,8 @@ def _naming(group: Group, name: str, encoding: str) -> Naming:
 
 
 def _total_heads(spec: AttentionSpec, n_heads: int, tp: tuple[int, int]) -> int:
-    """The KV heads of the whole layer, of which this rank holds the spec's: the model's, or another number as a drafter
-    has.
+    """The KV heads of the whole layer, of which this rank holds the spec's. A drafter may have another number than the
+    model.
     """
     first, end = shard_range(n_heads, *tp)
     n_held: int = spec.num_kv_heads
@@ -194,7 +193,7 @@ def _total_heads(spec: AttentionSpec, n_heads: int, tp: tuple[int, int]) -> int:
 
 
 def _format(cache: torch.Tensor, spec: AttentionSpec, cache_dtype: str) -> str:
-    """The dtype, as other engines name it too; what vLLM packs is named as vLLM does."""
+    """The dtype by the name that other engines use too; vLLM's name for its packed formats."""
     packed = getattr(spec, "cache_dtype_str", None) or cache_dtype
     plain = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8_e4m3"}
     if spec.state_content_bytes is None and cache.dtype in plain:
@@ -212,7 +211,7 @@ def _number(name: str) -> int:
 
 
 def _named(part: Part, name: str) -> Part:
-    """The part's views, with what makes the layer's name besides its number in their roles."""
+    """The part's views, with the rest of the layer's name (without its number) in their roles."""
     rest = _NUMBER.sub("*", name, count=1)
     keys = (Key(v.key.component, f"{v.key.role}@{rest}", v.key.layer) for v in part.views)
     return replace(part, views=tuple(replace(v, key=key) for v, key in zip(part.views, keys, strict=True)))

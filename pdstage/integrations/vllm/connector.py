@@ -1,4 +1,4 @@
-"""The class that vLLM loads. It passes calls on to the side that its role makes; what they do is said there."""
+"""The class that vLLM loads. It forwards calls to the side that its role creates; that side documents them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """vLLM's KV connector on pdstage. It takes every cache layout, so `get_required_kvcache_layout` stays None."""
+    """vLLM's KV connector on pdstage. It accepts every cache layout, so `get_required_kvcache_layout` stays None."""
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -61,7 +61,7 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Not: a peer would go on with the address of memory that is mapped no more."""
+        """No: a peer would keep using the address of unmapped memory."""
         return False
 
     @classmethod
@@ -130,7 +130,7 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.begin(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request runs once all its layers are there."""
+        """Nothing to wait for: a request runs only once all its layers have arrived."""
 
     def save_kv_layer(
         self,
@@ -139,11 +139,11 @@ class PdStageConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         attn_metadata: AttentionMetadata,
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
-        """Nothing to save: rooms are sent from the caches themselves. What is computed so far may go."""
+        """Nothing to save: rooms are sent from the caches themselves. Layers computed so far may be sent now."""
         self._worker.passed(layer_name)
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for: the blocks stay until the room is released. What this step computed may go."""
+        """Nothing to wait for: the blocks stay until the room is released. This step's tokens may be sent now."""
         self._worker.computed()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -1,6 +1,6 @@
 """vLLM's KV cache groups as pdstage's components: which blocks of a request, for which of its tokens.
 
-The scheduler's side, which has no tensors, names blocks with it.
+The scheduler's side, which has no tensors, names blocks with it too.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 NULL_BLOCK = 0
-"""What vLLM's block pool puts in place of blocks that a group has no more."""
+"""The block id by which vLLM's block pool replaces blocks that a group no longer has."""
 
 
 class Held(NamedTuple):
-    """A request's blocks of one group from that of `first_token` on, and the tokens (start, stop) that are meant.
-    `first_token` counts a rank's own tokens, where it has a part of them.
+    """A request's blocks of one group, from that of `first_token` on, and their tokens (start, stop). If ranks share
+    the tokens, `first_token` counts this rank's own.
 
-    A group without positions has its one state, and no tokens. `partly` are those of the blocks that hold other tokens
-    than these, which nobody has written.
+    A group without positions has one state, and no tokens. `partly` are the blocks that also hold other tokens than
+    these, which nobody has written.
     """
 
     blocks: tuple[int, ...]
@@ -49,8 +49,8 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One KV cache group that is handed over. `index` is its place among all of vLLM's groups. Under decode context
-    parallelism each of `n_shards` ranks has a part of every block, which then stands for as many times its tokens.
+    """One KV cache group to transfer. `index` is its place among all of vLLM's groups. Under decode context parallelism
+    each of `n_shards` ranks has a part of every block, and a block then stands for `n_shards` times its tokens.
     """
 
     index: int
@@ -60,16 +60,18 @@ class Group:
 
     @property
     def is_state(self) -> bool:
-        """Whether a request has one state here, not KV of each token."""
+        """Whether a request has one state here, instead of KV per token."""
         return isinstance(self.spec, MambaSpec)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it keeps all of a request's tokens."""
+        """Whether it keeps all tokens of a request."""
         return isinstance(self.spec, FullAttentionSpec)
 
     def needed_from(self, n_tokens: int) -> int:
-        """The first token that is still read once `n_tokens` are computed, as vLLM's managers of these groups say."""
+        """The first token that is still read after `n_tokens` were computed, by the rule of vLLM's managers for this
+        group.
+        """
         if isinstance(self.spec, SlidingWindowSpec):
             window: int = self.spec.sliding_window
             retained = getattr(self.spec, "num_retained_tokens", window - 1)  # vLLM 0.32 has no such name
@@ -80,9 +82,9 @@ class Group:
         return 0
 
     def held(self, blocks: Sequence[int], n_tokens: int, start: int = 0) -> Held:
-        """What of `blocks`, those of the first token on, holds the tokens from `start` up to `n_tokens`.
+        """The part of `blocks` (all from the first token on) that holds the tokens from `start` up to `n_tokens`.
 
-        Of a window only what is read: a group's blocks before it are null.
+        Of a window it is only the part that is read: a group's blocks before it are null.
         """
         if self.is_state:
             state = clip_ssm_state_blocks(list(blocks), self.spec.num_speculative_blocks)
@@ -99,8 +101,8 @@ class Group:
 
 
 def groups_of(kv_cache_config: KVCacheConfig, n_shards: int = 1) -> tuple[Group, ...]:
-    """The groups that vLLM wants handed over, where tokens are dealt to `n_shards` ranks. Raises `UsageError` for kinds
-    that have no place here.
+    """The groups that vLLM wants transferred, with tokens distributed over `n_shards` ranks. Raises `UsageError` for
+    unsupported kinds.
     """
     found: list[Group] = []
     counts: dict[str, int] = {}
@@ -113,16 +115,16 @@ def groups_of(kv_cache_config: KVCacheConfig, n_shards: int = 1) -> tuple[Group,
 
 
 def recomputed_tokens(groups: Sequence[Group], n_lookahead: int) -> int:
-    """How many prompt tokens prefill leaves to decode, which computes the last one in any case.
+    """How many prompt tokens prefill leaves to decode, besides the last one, which decode always computes.
 
-    With a window or a state it is the last one, as the package's docstring says; a drafter that looks `n_lookahead`
-    tokens ahead wants as many less one.
+    With a window or a state it is the last one, as the package's docstring says. A drafter that looks `n_lookahead`
+    tokens ahead needs `n_lookahead` minus one more.
     """
     return max(0 if all(group.is_whole for group in groups) else 1, n_lookahead - 1)
 
 
 def _representative(spec: KVCacheSpec) -> KVCacheSpec:
-    """Of a group whose layers have specs of one type each its own, any: block table and window are the group's."""
+    """One spec of a group whose layers have their own specs of one type: block table and window are the group's."""
     return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 

@@ -1,6 +1,6 @@
-"""What the scheduler's side tells the workers' in each step, and what a worker tells the scheduler once.
+"""What the scheduler's side tells the workers' side in each step, and what a worker tells the scheduler once.
 
-Everything here is pickled: vLLM's processes pass it on.
+Everything here is pickled, since vLLM sends it between processes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Remote(NamedTuple):
-    """A request's room, and the prefill engine that sends it: its directory's address, its name there.
+    """A request's room and the prefill engine that sends it: its directory's address, and its name there.
 
-    A room's name is its own for ever: request ids may come again, and an engine's id with its next process. `is_early`:
-    decode hears of it while prefill works, or before.
+    A room's name is never reused, unlike request ids and, after a restart, engine ids. `is_early`: decode learns of it
+    while prefill works, or before.
     """
 
     room: str
@@ -28,17 +28,17 @@ class Remote(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What this step computes of a request that prefill hands over while it works: its tokens, by component."""
+    """The tokens of a request that this step computes and prefill sends early, by component."""
 
     room: str
     held: dict[str, Held]
     stop: int
-    """The request's tokens up to here are computed then."""
+    """The step computes the request's tokens up to here."""
 
 
 class Send(NamedTuple):
-    """A request that ended at prefill: what it holds, by component, and what it says of it to decode. `given_up`: it
-    was not finished, though a part of it may have been handed over.
+    """A request that ended at prefill: its blocks by component, and its statement to decode. `given_up`: it was not
+    finished, though a part of it may have been sent.
     """
 
     room: str
@@ -46,11 +46,11 @@ class Send(NamedTuple):
     says: bytes | None = None
     given_up: bool = False
     open_wait_s: float | None = None
-    """How long it is held for who may ask for it; None: as configured."""
+    """How many seconds it is held for a decode that may ask; None: as configured."""
 
 
 class Receive(NamedTuple):
-    """A request that decode waits for: where it goes, by component, and what prefill must say of it; None: anything."""
+    """A request that decode waits for: its blocks by component, and the statement required of prefill; None: any."""
 
     remote: Remote
     held: dict[str, Held]
@@ -59,15 +59,15 @@ class Receive(NamedTuple):
 
 @dataclass
 class PdStageMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """One step's news, by request id. `abandoned` are rooms that decode has no use for: prefill need not hold them.
+    """One step's news, by request id. `abandoned` are rooms that decode does not need: prefill need not hold them.
     `withdrawn` are rooms that prefill will not send, though decode may wait for them.
 
-    `preempted` come before all else, since their blocks are others' in this step; `aborted` come after `receives`: a
+    `preempted` come first, since other requests use their blocks in this step. `aborted` come after `receives`, since a
     request may be in both.
     """
 
     preempted: dict[str, bool] = field(default_factory=dict)
-    """And whether this step writes their blocks before a worker can wait."""
+    """By request: whether this step writes their blocks before a worker can wait."""
     chunks: dict[str, Chunk] = field(default_factory=dict)
     sends: dict[str, Send] = field(default_factory=dict)
     receives: dict[str, Receive] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What vLLM knows of its model, and of the adapter (LoRA) of a request."""
+"""vLLM's facts about its model, and about the adapter (LoRA) of a request."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
-    """Of the model that this engine serves. vLLM's NixlConnector compares the like (`compute_nixl_compatibility_hash`),
-    but for weights.
+    """Facts about the model that this engine serves. vLLM's NixlConnector compares the same
+    (`compute_nixl_compatibility_hash`), except for weights.
     """
     config = vllm_config.model_config
     return facts(
@@ -27,5 +27,5 @@ def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def adapter_of(lora: LoRARequest | None) -> str:
-    """What names the adapter that a request's KV is made with: its weights where they can be read, else its name."""
+    """Identifies the adapter that a request's KV is computed with: a digest of its weights, else its name."""
     return "" if lora is None else digest(lora.lora_path) or lora.lora_name

@@ -1,7 +1,8 @@
 """A span of each request's transfer, in the trace that the request belongs to.
 
-A router sends `traceparent` (W3C Trace Context) to both engines; vLLM exports spans to its `--otlp-traces-endpoint`. So
-one trace has the router's span, vLLM's `llm_request` of each engine, and these. A request without a trace has none.
+A router sends `traceparent` (W3C Trace Context) to both engines, and vLLM exports spans to its
+`--otlp-traces-endpoint`. One trace then has the router's span, vLLM's `llm_request` of each engine, and these. A
+request without a trace has none.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _CONTEXT = TraceContextTextMapPropagator()
 
 
 class RequestSpans:
-    """Those of one scheduler that have begun."""
+    """The open spans of one scheduler."""
 
     def __init__(self) -> None:
         self._begun: dict[tuple[Transfer, str], Span] = {}
 
     def begin(self, transfer: Transfer, request: Request, room: str, n_tokens: int | None = None) -> None:
-        """`request` begins to be sent, or to receive `n_tokens`."""
+        """Begins the span of `request`, which is sent, or which receives `n_tokens`."""
         if not request.trace_headers:
             return
         attributes: dict[str, str | int] = {"gen_ai.request.id": request.request_id, "pdstage.room": room}
@@ -40,13 +41,13 @@ class RequestSpans:
         self._begun[transfer, request.request_id] = _TRACER.start_span(transfer, parent, attributes=attributes)
 
     def computed(self, request_id: str, n_tokens: int) -> None:
-        """Prefill has computed all that it sends: from here on decode waits for the transfer alone."""
+        """Prefill has computed all that it sends: from now on decode waits only for the transfer."""
         span = self._begun.get(("kv_transfer.send", request_id))
         if span is not None:
             span.add_event("computed", {"pdstage.tokens": n_tokens})
 
     def end(self, transfer: Transfer, request_ids: Collection[str], failed: Collection[str] = ()) -> None:
-        """These are over, and those that `failed` were of no use."""
+        """Ends the spans of `request_ids`; the transfers of `failed` failed."""
         for request_id in request_ids if self._begun else ():
             span = self._begun.pop((transfer, request_id), None)
             if span is not None:
@@ -55,6 +56,6 @@ class RequestSpans:
                 span.end()
 
     def close(self) -> None:
-        """The engine ends, and what has begun with it."""
+        """Ends all open spans, since the engine ends."""
         for transfer, request_id in [*self._begun]:
             self.end(transfer, {request_id}, {request_id})

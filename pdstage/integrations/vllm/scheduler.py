@@ -1,6 +1,6 @@
 """The scheduler's side: vLLM's requests in, a step's metadata out; at prefill also the directory of its ranks.
 
-The nodes are the workers', in other processes.
+The nodes belong to the workers, in other processes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 class SchedulerSide:
-    """What the scheduler's connector does. Everything here is called by the engine's one thread."""
+    """The scheduler's side of the connector. The engine's one thread makes all calls."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> None:
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
@@ -56,20 +56,20 @@ class SchedulerSide:
         self._streams = Streams(self._groups)
         self._spans = RequestSpans()
         self._news = PdStageMetadata()
-        self._local: dict[str, int] = {}  # tokens that decode had when it asked how many there are here
+        self._local: dict[str, int] = {}  # tokens that decode had when it asked for this engine's
         self._loading: dict[str, str] = {}
         """Requests that load, and their rooms."""
         self._loaded: set[str] = set()
-        """Rooms whose load ended in the last step: vLLM caches their blocks in the next one."""
+        """Rooms whose load ended in the last step: vLLM caches their blocks in the next step."""
         self._shares_blocks = bool(vllm_config.cache_config.enable_prefix_caching)
-        self._asked: OrderedDict[str, None] = OrderedDict()  # rooms: the samples of one prompt all name the same
+        self._asked: OrderedDict[str, None] = OrderedDict()  # rooms: all samples of one prompt name the same room
         self._server: BootstrapServer | None = None
         self._life, self._n_rooms = secrets.token_hex(4), 0
 
     # The directory.
 
     def serve(self, told: Mapping[tuple[int, int], PdStageHandshake]) -> None:
-        """What every worker of this engine advertises, by (pp rank, tp rank); again after they registered anew."""
+        """Serves the adverts of all workers, by (pp rank, tp rank). Called again after they registered anew."""
         adverts = [msgspec.json.decode(one.advert, type=Advert) for one in told.values()]
         if adverts and self._server is None:
             where = str(Address(self._settings.host, self._settings.port))
@@ -82,7 +82,7 @@ class SchedulerSide:
             self._server.directory.publish(advert, None)
 
     def close(self) -> None:
-        """Ends the directory, and the spans that have begun."""
+        """Ends the directory and the open spans."""
         self._spans.close()
         if self._server is not None:
             self._server.close()
@@ -91,7 +91,7 @@ class SchedulerSide:
     # Prefill.
 
     def arrived(self, request: Request) -> None:
-        """A request came. Prefill leaves the tokens to decode that decode computes again."""
+        """A request arrived. Prefill leaves out the tokens that decode computes again."""
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_decode"):
             return
@@ -118,7 +118,9 @@ class SchedulerSide:
         params["_pdstage_cut"] = True
 
     def finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended that has `blocks` of each of vLLM's groups: whether it keeps them, what decode is told."""
+        """A request ended with `blocks` of each of vLLM's groups. Returns whether it keeps them, and decode's
+        parameters.
+        """
         params = request.kv_transfer_params
         self._local.pop(request.request_id, None)
         if not params:
@@ -146,7 +148,7 @@ class SchedulerSide:
     def _hand_over(
         self, request: Request, blocks: Sequence[Sequence[int]], stream: Stream | None, turns: Turns | None = None
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The request's blocks stay, for decode; with `turns` for the conversation's next turn, at prefill."""
+        """Keeps the request's blocks for decode or, with `turns`, for prefill in the conversation's next turn."""
         n_tokens = max(0, request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0))
         if self._server is None:
             log.error("request %s ends here: no worker of this engine sends", request.request_id)
@@ -182,18 +184,19 @@ class SchedulerSide:
         }
 
     def _says(self, n_tokens: int, adapter: str) -> bytes:
-        """What prefill says of a room that decode opened before it knew: decode must have taken it for the same.
+        """Prefill's statement about a room that decode opened before it knew; decode must expect the same.
 
-        A state is of just so many tokens; of KV decode may want fewer.
+        A state is of exactly `n_tokens`; of KV decode may want fewer.
         """
         return f"{f'{n_tokens} tokens' if self._has_state else 'its tokens'}, adapter {adapter!r}".encode()
 
     # Decode.
 
     def matched(self, request: Request, n_local: int) -> tuple[int | None, bool]:
-        """How many tokens beyond the `n_local` that are cached here come from prefill, and whether they come later.
+        """How many tokens beyond the `n_local` cached ones come from prefill, and whether they are loaded
+        asynchronously.
 
-        None while another sample of the same prompt loads them: then this one finds that one's blocks in the cache.
+        None while another sample of the same prompt loads them: this request then finds the blocks in the cache.
         """
         params = request.kv_transfer_params or {}
         is_turn = self._names_turn(params)
@@ -214,12 +217,12 @@ class SchedulerSide:
         there, most = params.get("remote_num_tokens"), max(0, request.num_prompt_tokens - self._left)
         n_tokens: int = most if there is None else min(there, most)
         if self._has_state and there is not None and n_tokens != there:
-            return 0  # a state is of just so many tokens
+            return 0  # a state is of exactly that many tokens
         return n_tokens
 
     def _n_of_turn(self, request: Request, params: Mapping[str, Any], n_local: int) -> int:
-        """How many first tokens of the request decode has of the turn before. A window's and a state's are there at its
-        end alone, and the token after them is computed.
+        """How many first tokens of the request decode kept from the turn before. A window and a state exist only at
+        that turn's end, and the token after them is computed.
         """
         assert self._settings.turns is not None
         n_tokens = n_common(request, params)
@@ -230,12 +233,12 @@ class SchedulerSide:
         return n_tokens if n_tokens - n_local >= self._settings.turns.fewest else 0
 
     def _names_turn(self, params: Mapping[str, Any]) -> bool:
-        """Whether the request is another turn of a conversation, of which a decode engine keeps the one before."""
+        """Whether the request is a further turn of a conversation whose last turn a decode engine keeps."""
         turn = bool(params.get("do_remote_decode") and params.get("remote_room"))
         return turn and self._settings.turns is not None and not params.get("_pdstage_read")
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, n_external: int) -> None:
-        """The request has `blocks`, of which `n_external` tokens are to come from prefill."""
+        """The request got `blocks`; `n_external` tokens will come from prefill."""
         params = request.kv_transfer_params
         if not params or not (params.get("do_remote_prefill") or self._names_turn(params)):
             return
@@ -266,7 +269,7 @@ class SchedulerSide:
             self._asked.popitem(last=False)
 
     def ended(self, output: KVConnectorOutput) -> None:
-        """What the workers said of this step."""
+        """The workers' results of this step."""
         for name in output.finished_recving or ():
             if (room := self._loading.pop(name, None)) is not None:
                 self._loaded.add(room)
@@ -276,7 +279,7 @@ class SchedulerSide:
     # Both.
 
     def news(self, output: SchedulerOutput) -> PdStageMetadata:
-        """This step's, once; `output` is what it computes."""
+        """This step's news, returned once; `output` is what it computes."""
         self._loaded.clear()
         told, self._news = self._news, PdStageMetadata()
         told.preempted, told.chunks = self._streams.step(output)
@@ -284,19 +287,19 @@ class SchedulerSide:
 
     @property
     def has_news(self) -> bool:
-        """Whether the workers must be told something, so that an idle engine makes a step."""
+        """Whether the workers must be told something, so that even an idle engine makes a step."""
         return bool(self._news)
 
 
 def _mark_read(params: dict[str, Any]) -> None:
-    """Once only: a request that is preempted later is computed here."""
+    """Only once: a request that is preempted later is computed here."""
     params["do_remote_prefill"] = False
     params["_pdstage_read"] = True
 
 
 def _same_adapter(request: Request, params: Mapping[str, Any]) -> bool:
-    """Whether prefill made the request's KV with the adapter (LoRA) that decode goes on with; false, and a word in the
-    log, where it says that it did not.
+    """Whether prefill computed the request's KV with the adapter (LoRA) that decode uses. If not, logs it and returns
+    false.
     """
     here = adapter_of(request.lora_request)
     there = params.get("remote_adapter", here)
@@ -308,8 +311,8 @@ def _same_adapter(request: Request, params: Mapping[str, Any]) -> bool:
 
 
 def _remote(params: Mapping[str, Any]) -> Remote | None:
-    """The room that prefill's answer names, or a router that asks both engines at once; None, and a word in the log,
-    where none is named.
+    """The room that prefill's answer names, or a router that asks both engines at once. If none is named, logs it and
+    returns None.
     """
     early, directory = params.get("transfer_id"), params.get("remote_bootstrap_addr")
     if early and directory and params.get("remote_engine_id"):

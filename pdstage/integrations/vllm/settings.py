@@ -1,4 +1,4 @@
-"""What an operator may say in `kv_connector_extra_config`, checked once."""
+"""The operator's options in `kv_connector_extra_config`, checked once."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 _WHERE = "kv_connector_extra_config"
 _DEADLINES = {"hello_s": 10.0, "wait_s": 60.0}
-"""A prefill engine has just answered the proxy, with all of the request computed: one that is not there now is gone,
-and a room of which nothing comes was another request's.
+"""Deadlines of decode. Prefill has just answered the proxy with the whole request computed: an engine that is absent
+now is gone, and a room that gets no data was another request's.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """What decode keeps for a conversation's next turn, named as vLLM's NixlConnector names it (`bidirectional_kv_xfer`
-    asks for it): for how many seconds (`decoder_kv_blocks_ttl`), and how many tokens are too few for prefill to load
+    """What decode keeps for a conversation's next turn, by the names of vLLM's NixlConnector (`bidirectional_kv_xfer`
+    enables it): for how many seconds (`decoder_kv_blocks_ttl`), and how few tokens prefill does not load
     (`kv_recompute_threshold`).
     """
 
@@ -39,7 +39,7 @@ class Turns:
 
     @staticmethod
     def of(options: dict[str, Any], role: str) -> Turns | None:
-        """Takes its names out of `options`. Raises `UsageError` for what they cannot be."""
+        """Takes its names out of `options`. Raises `UsageError` for invalid values."""
         asked = flag("bidirectional_kv_xfer", options.pop("bidirectional_kv_xfer", False))
         ttl_s = number("decoder_kv_blocks_ttl", options.pop("decoder_kv_blocks_ttl", 480.0), above=0.0)
         fewest = integer("kv_recompute_threshold", options.pop("kv_recompute_threshold", 64), low=0)
@@ -53,11 +53,10 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`host` is where this engine listens, "auto" what vLLM takes for its own address (VLLM_HOST_IP). `port` is that of
-    a prefill engine's directory, plus its data-parallel index; 0 is any. Beyond loopback `keys`, a key file's path, or
-    `insecure` is needed. `trust_layout` admits caches whose layout nothing proves. `options` are other arguments of
-    pdstage's nodes, `config` the fields of `Config`. `turns` are kept for the next turn of their conversation, if that
-    is asked for.
+    """`host` is where this engine listens; "auto" is vLLM's own address (VLLM_HOST_IP). `port` is that of a prefill
+    engine's directory, plus its data-parallel index; 0 is any. Beyond loopback `keys` (a key file's path) or `insecure`
+    is required. `trust_layout` admits caches whose layout nothing proves. `options` are other arguments of pdstage's
+    nodes, `config` the fields of `Config`. `turns`, if set, are kept for the next turn of their conversation.
     """
 
     host: str
@@ -77,7 +76,7 @@ class Settings:
         return Settings(get_ip() if host == "auto" else host, port and port + place, trust_layout, turns, options)
 
     def node(self, kind: type[PrefillNode | DecodeNode], model: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """A node's arguments; `model` is what vLLM says of it. Raises `UsageError` for what no node takes."""
+        """A node's arguments; `model` is vLLM's facts. Raises `UsageError` for arguments that no node takes."""
         told = node_options(kind, self.options, where=_WHERE, deadlines=_DEADLINES)
         told["model"] = overridden(model or {}, told.get("model"), where=_WHERE)
         return {"bind": f"tcp://{Address(self.host, 0)}", "progress": "thread", **told}

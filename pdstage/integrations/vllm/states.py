@@ -1,6 +1,6 @@
 """vLLM's recurrent states as pdstage views: one page of a block is `[conv state][SSM state]...[padding]`.
 
-What the conv state's channels are is told by the kind of layer only, as in vLLM's own ssm_conv_transfer_utils.
+Only the kind of layer says what the conv state's channels are, as in vLLM's own ssm_conv_transfer_utils.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _KINDS = MambaAttentionBackendEnum
 def state_parts(
     cache: torch.Tensor, spec: MambaSpec, tp: tuple[int, int], n_groups: int | None, naming: Naming
 ) -> list[Part]:
-    """One layer's states; `n_groups` are those of the whole model's B and C, if it says. Of kinds whose inner order is
-    not known here the ranks' shares are whole: equal TP only.
+    """One layer's states. `n_groups` are the groups of B and C in the whole model, if known. States of unknown kinds
+    are transferred whole, between equal TP sizes only.
     """
     states = _apart(cache, spec)
     if spec.tp_replicated:
@@ -53,7 +53,7 @@ def state_parts(
 
 
 def _apart(cache: torch.Tensor, spec: MambaSpec) -> list[torch.Tensor]:
-    """The states in each block, in the order in which they lie there."""
+    """The states in each block, in memory order."""
     nbytes = spec.real_page_size_bytes
     whole = cache.view(torch.int8)
     stride = whole.stride(0) if cache.ndim > 1 else spec.page_size_bytes
@@ -68,13 +68,13 @@ def _apart(cache: torch.Tensor, spec: MambaSpec) -> list[torch.Tensor]:
 
 
 def groups_of_states(hf_config: object) -> int | None:
-    """How many groups a Mamba-2 model's B and C have. vLLM gives each rank one where there are fewer than ranks."""
+    """The groups of a Mamba-2 model's B and C. vLLM gives each rank one if there are fewer than ranks."""
     names = ("mamba_n_groups", "n_groups", "mamba_ngroups")
     return next((n for name in names if isinstance(n := getattr(hf_config, name, None), int)), None)
 
 
 def _sections(spec: MambaSpec, tp_size: int, n_groups: int | None) -> Sequence[Section] | None:
-    """What a conv state's channels are, `[x]`, `[x | B | C]` or `[Q | K | V]`; None for kinds not known here."""
+    """The channels of a conv state, `[x]`, `[x | B | C]` or `[Q | K | V]`; None for unknown kinds."""
     if len(spec.shapes) != 2 or len(spec.shapes[0]) != 2:
         return None
     held = spec.shapes[0][0 if is_conv_state_dim_first() else 1] * tp_size
@@ -96,7 +96,7 @@ def _sections(spec: MambaSpec, tp_size: int, n_groups: int | None) -> Sequence[S
 
 
 def _cut(name: str, channels: int) -> Section:
-    """Channels without heads of their own, in as many pieces as any TP size may want."""
+    """Channels without heads, in as many pieces as any TP size may need."""
     pieces = _pieces(channels)
     return Section(name, pieces, channels // pieces)
 

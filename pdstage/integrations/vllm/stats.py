@@ -1,6 +1,6 @@
-"""What is counted, for vLLM's log and for its Prometheus endpoint.
+"""Counters for vLLM's log and its Prometheus endpoint.
 
-The nodes' own counters are `pdstage.tools.watch`'s to export.
+`pdstage.tools.watch` exports the nodes' own counters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-# Name in `data`: of lists of seconds, one entry a room and rank; and of counts, as lists of ones likewise.
+# Names in `data`: lists of seconds, one entry per room and rank; and counts, as lists to sum up.
 SECONDS = {
     "sent_s": "Seconds from a finished prefill until its KV was sent and its blocks free, by request and rank",
     "received_s": "Seconds from a request's announcement until all its KV was there, by request and rank",
@@ -27,19 +27,19 @@ COUNTS = {
     "bytes_transferred": "Bytes of KV written to decode engines",
     "num_descriptors": "Descriptors of the writes that moved them",
 }
-"""Numbers to add up; the last three are named as vLLM's NixlConnector names its own (`vllm:nixl_*`)."""
+"""Counts to sum up; the last three have the names of vLLM's NixlConnector (`vllm:nixl_*`)."""
 NOW = {
     "requests_sending": "Finished prefills whose blocks are held until a decode engine has them",
     "requests_receiving": "Requests that wait for their KV from prefill",
     "held_blocks": "Blocks that finished prefills hold, of all cache groups",
     "oldest_held_s": "Seconds since the oldest of those finished",
 }
-"""Gauges: the most that any rank has at this step."""
+"""Gauges: the maximum over all ranks at this step."""
 
 
 @dataclass
 class PdStageStats(KVConnectorStats):  # type: ignore[misc]
-    """`data` is a list of numbers by name, of what ended in one interval, and of what lasts at its end."""
+    """`data` is a list of numbers by name: of what ended in one interval, and of what lasts at its end."""
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -49,7 +49,7 @@ class PdStageStats(KVConnectorStats):  # type: ignore[misc]
         self.data: dict[str, list[float]] = {name: [] for name in (*SECONDS, *COUNTS, *NOW)}
 
     def add(self, name: str, value: float) -> None:
-        """One more of that name."""
+        """Adds one value to that name's list."""
         self.data[name].append(value)
 
     def is_empty(self) -> bool:

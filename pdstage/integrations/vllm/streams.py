@@ -1,8 +1,8 @@
-"""Requests that prefill hands over while it computes them: what the scheduler's side and a worker remember of each.
+"""Requests that prefill sends while it computes them: what the scheduler's side and a worker remember of each.
 
 A router that asks both engines at once names the room itself, by `transfer_id`. So decode opens it while prefill works,
-and what a step computes is handed over at that step's end. Until decode has opened the room nothing is given to it:
-vLLM may preempt the request, and compute it again in other blocks.
+and each step's tokens are sent at that step's end. Nothing is passed to the room until decode has opened it: vLLM may
+preempt the request, and compute it again in other blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _CARRIED_S = 2.0
-"""How long a preemption waits for what is on its way, with the engine's step; then the request fails at decode."""
+"""How long a preemption, and with it the engine's step, waits for writes in flight; then the request fails at decode.
+"""
 
 
 @dataclass
@@ -44,14 +45,14 @@ class Stream:
 
 
 class Streams:
-    """Those of one scheduler, by request id, until prefill has finished them."""
+    """The streams of one scheduler, by request id, until prefill has finished them."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
-        self._groups = [group for group in groups if not group.is_state]  # a state is handed over at the end
+        self._groups = [group for group in groups if not group.is_state]  # a state is sent at the end
         self._streams: dict[str, Stream] = {}
 
     def begin(self, request: Request, room: str) -> bool:
-        """From now on what is scheduled of `request` goes to `room`; false where it does not. Of the samples of one
+        """From now on the scheduled tokens of `request` go to `room`; false if they do not. Of several samples of one
         prompt only the first does: all have one room, and the same KV.
         """
         if any(other.room == room for other in self._streams.values()):
@@ -60,12 +61,12 @@ class Streams:
         return True
 
     def end(self, request_id: str) -> Stream | None:
-        """No more of it is scheduled."""
+        """No more tokens of it will be scheduled."""
         return self._streams.pop(request_id, None)
 
     def step(self, output: SchedulerOutput) -> tuple[dict[str, bool], dict[str, Chunk]]:
-        """Those that lost their blocks before this step, and whether it writes them before a worker can wait; and what
-        this step computes of those that it has.
+        """The requests that lost their blocks before this step, and for each whether the step writes them before a
+        worker can wait; and the tokens that this step computes of the others.
         """
         if not self._streams:
             return {}, {}
@@ -99,7 +100,7 @@ class Streams:
         return preempted
 
     def _held(self, blocks: Sequence[Sequence[int]], start: int, stop: int, n_prompt: int) -> dict[str, Held]:
-        """Tokens `start` to `stop`, of a window only those that are still read once the whole prompt is computed."""
+        """Tokens `start` to `stop`; of a window only those that are still read once the whole prompt is computed."""
         held = {}
         for group in self._groups:
             one = group.held(blocks[group.index], stop, max(start, group.needed_from(n_prompt)))
@@ -109,8 +110,8 @@ class Streams:
 
 
 class Layers(NamedTuple):
-    """What a forward pass has computed of its chunks: these layers, from `start` to `stop`, `ready` once it is done.
-    `is_last`: there are no others.
+    """The layers that a forward pass has computed of its chunks, from `start` to `stop`; `ready` is the event of their
+    end. `is_last`: no others follow.
     """
 
     start: int
@@ -120,10 +121,11 @@ class Layers(NamedTuple):
 
 
 class LayerGroups:
-    """Which layers of a step's chunks go together, at a worker. `numbers` are of its layers with tokens, by name.
+    """Which layers of a step's chunks are sent together, at a worker. `numbers` are those of its layers with tokens, by
+    name.
 
-    A group goes once a layer after it is computed: only then all is written that layers of its numbers have, such as
-    an indexer's keys beside attention's.
+    A group is sent one layer after its last: only then everything with its layer numbers is written, such as an
+    indexer's keys beside attention's.
     """
 
     def __init__(self, numbers: Mapping[str, int]) -> None:
@@ -131,38 +133,38 @@ class LayerGroups:
         self._ordered = sorted(set(numbers.values()))
         self._start = 0
         self._firsts: deque[int] = deque()
-        """The first layer of each group that is not yet begun."""
+        """The first layer of each group that has not begun."""
 
     def begin(self, n_groups: int) -> None:
-        """A step whose layers are handed over in so many groups, the last one when the step is done."""
+        """A step begins whose layers are sent in `n_groups` groups, the last one when the step is done."""
         n = len(self._ordered)
         n_groups = min(n_groups, n)
         self._start = 0
         self._firsts = deque(self._ordered[n * i // n_groups] for i in range(1, n_groups))
 
     def passed(self, name: str) -> tuple[int, int] | None:
-        """The layers that go, now that this one is computed."""
+        """The layers to send, now that this one is computed."""
         number, start = self._numbers.get(name, -1), self._start
         while self._firsts and number >= self._firsts[0]:
             self._start = self._firsts.popleft()
         return (start, self._start) if self._start > start else None
 
     def rest(self) -> tuple[int, int]:
-        """The layers that go when the step is done: all, where it did not say which it had computed."""
+        """The layers to send when the step is done: all, if it did not report any."""
         self._firsts.clear()
         return self._start, self._ordered[-1] + 1
 
 
 @dataclass
 class EarlySender:
-    """One room, at a worker. `given` is up to which token the room has been given what it needs."""
+    """One room, at a worker. `given` is the token up to which the room has got its blocks."""
 
     sender: Sender
     given: int = 0
     _waiting: list[tuple[Chunk, Layers]] = field(default_factory=list)
 
     def computed(self, chunk: Chunk, layers: Layers) -> Iterable[tuple[dict[str, Held], Layers]]:
-        """A step computed `layers` of `chunk`: what is to be given to the room now."""
+        """A step computed `layers` of `chunk`. Yields what the room gets now."""
         self._waiting.append((chunk, layers))
         if not self.sender.opened:
             return
@@ -175,7 +177,7 @@ class EarlySender:
                 yield held, some
 
     def rest_of(self, held: Mapping[str, Held]) -> dict[str, Held]:
-        """`held` without the tokens that the room has been given."""
+        """`held` without the tokens that the room has got."""
         rest = {}
         for component, one in held.items():
             if one.tokens is not None and one.tokens[0] < self.given:
@@ -186,8 +188,8 @@ class EarlySender:
         return rest
 
     def preempted(self, request_id: str, *, is_overwritten: bool) -> None:
-        """Its blocks are about to be another request's: what was not given comes again, what was given must be there
-        before. Where that takes too long, or they are being written already, the room fails.
+        """Another request is about to use its blocks. Blocks that the room has not got come again; blocks that it has
+        got must be sent first. The room fails if that takes too long, or if they are being overwritten already.
         """
         self._waiting.clear()
         if not self.given:

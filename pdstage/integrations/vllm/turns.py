@@ -1,8 +1,7 @@
-"""What a decode engine keeps of a conversation for its next turn, which prefill loads in place of computing it again.
+"""What a decode engine keeps of a conversation for its next turn, which prefill loads instead of computing it again.
 
-The next prompt holds the last answer as text, and tokens may come back otherwise than they went: a chat template drops
-what was thought, a tokenizer joins what was apart. So decode's answer says what its tokens are, by digests, and prefill
-loads those that are the same.
+The next prompt contains the last answer as text, and its tokens may differ: a chat template drops the reasoning, a
+tokenizer joins pieces. So decode's answer identifies its tokens by digests, and prefill loads those that are the same.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _EVERY = 256
-"""Tokens from one digest to the next."""
+"""Tokens between two digests."""
 _DIGEST_NBYTES = 8
 _MARGIN_S = 5.0
-"""So long before its end a room is not asked for: clocks differ, and a request waits until it is scheduled."""
+"""A room is not asked for this long before its end: clocks differ, and a request waits until it is scheduled."""
 
 
 def kept_tokens(request: Request, n_tokens: int, ttl_s: float) -> dict[str, Any]:
-    """For `kv_transfer_params`: what the first `n_tokens` are, and until when they are kept (seconds since 1970)."""
+    """For `kv_transfer_params`: digests of the first `n_tokens`, and until when they are kept (seconds since 1970)."""
     digests = "".join(digest for _, digest in _digests(request, n_tokens))
     return {"remote_token_digests": digests, "remote_blocks_expiry_time": time.time() + ttl_s}
 
 
 def n_common(request: Request, params: Mapping[str, Any]) -> int:
-    """How many first tokens of this request are those that `params` tell of; 0 where they are kept no longer."""
+    """How many first tokens of this request are those in `params`; 0 if they are no longer kept."""
     there, n_there = params.get("remote_token_digests"), params.get("remote_num_tokens")
     until = params.get("remote_blocks_expiry_time")
     if not isinstance(there, str) or not isinstance(n_there, int) or not isinstance(until, int | float):
@@ -48,8 +47,8 @@ def n_common(request: Request, params: Mapping[str, Any]) -> int:
 
 
 def _digests(request: Request, n_tokens: int) -> Iterator[tuple[int, str]]:
-    """After every 256 tokens and at the end: of all tokens up to there, and of the images and other inputs that begin
-    in them. Nothing for a prompt without tokens (embeddings).
+    """Digests after every 256 tokens and at the end: of all tokens so far, and of the images and other inputs that
+    begin in them. Nothing for a prompt without tokens (embeddings).
     """
     tokens = np.asarray(request.all_token_ids, np.int64)
     if request.prompt_token_ids is None or n_tokens < 1:

@@ -1,6 +1,6 @@
-"""A worker's side: one rank's nodes, the rooms of its requests, and what became of them.
+"""A worker's side: one rank's nodes, the rooms of its requests, and their results.
 
-It learns of requests from the scheduler's metadata.
+The scheduler's metadata names the requests.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ log = logging.getLogger(__name__)
 AnyHandle = TypeVar("AnyHandle", "Sender", "Receiver")
 
 _EARLY_S = 600.0
-"""How long prefill may take until it begins a request of which decode heard before: as long as a room may last."""
+"""How long prefill may take to begin a request that decode announced before: as long as a room may last."""
 
 
 class WorkerSide:
-    """What a worker's connector does. Called by the worker's one thread; the nodes have threads of their own.
+    """The worker's side of the connector. The worker's one thread makes all calls; the nodes have their own threads.
 
-    A step's news is carried out by one more thread, in the order of steps: nodes are asked for rooms there, and the
-    forward pass waits for none of them. What pdstage refuses fails one request. Any other error is a mistake here and
-    ends the worker, and vLLM with it.
+    One more thread carries out a step's news, in the order of steps. It asks the nodes for rooms, so the forward pass
+    does not wait for them. A refusal by pdstage fails one request. Any other error is a bug here and ends the worker,
+    and vLLM with it.
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> None:
@@ -64,30 +64,28 @@ class WorkerSide:
         self.decode: DecodeNode | None = None
         self._caches: Caches | None = None
         self._computed: CudaEvent | None = None
-        # Filled by the task thread and emptied by the worker's: each single call of theirs is whole.
+        # The task thread fills these and the worker's thread empties them, by atomic calls.
         self._sending: dict[str, Sender] = {}
         self._receiving: dict[str, Receiver] = {}
         self._told: dict[str, bytes] = {}
-        """What prefill must say of each request that is being received."""
+        """The statement required of prefill, for each request that is being received."""
         self._early: dict[str, EarlySender] = {}
-        """Requests that are handed over while they are computed: the task thread's."""
+        """Requests that are sent while they are computed. Only the task thread uses it."""
         self._chunks: Mapping[str, Chunk] = {}
-        """Of this step, while its forward pass runs."""
+        """The chunks of this step, while its forward pass runs."""
         self._groups = LayerGroups({})
         self._held: dict[str, tuple[int, float]] = {}
-        """Of each request that is being sent: how many blocks it holds, and since when."""
+        """For each request that is being sent: how many blocks it holds, and since when."""
         self._written: tuple[int, int] = (0, 0)
-        """Bytes and descriptors that were told of."""
+        """Bytes and descriptors that were reported."""
         self._lasting: tuple[int, ...] = ()
-        """What was said last of what lasts."""
+        """The gauges as last reported."""
         self._not_begun: deque[tuple[str, str]] = deque()
         self._tasks = TaskThread("pdstage-vllm-worker")
         self._stats = PdStageStats()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """vLLM's caches, by layer; from now on rooms may come. Raises `UsageError` for caches that cannot be handed
-        over.
-        """
+        """Registers vLLM's caches, by layer; rooms may come from now on. Raises `UsageError` for unsupported caches."""
         _check_place(self.topology)
         self._caches = Caches.of(kv_caches, self._kv_cache_config, self._config, self.topology)
         if self._caches.device.type != "cpu" and self._transfer.kv_buffer_device == "cpu":
@@ -108,13 +106,13 @@ class WorkerSide:
             self.decode = DecodeNode(pool, self.topology, **self._settings.node(DecodeNode, said))
 
     def handshake(self) -> PdStageHandshake | None:
-        """What this rank advertises, if it prefills."""
+        """This rank's advert, if it prefills."""
         return PdStageHandshake(msgspec.json.encode(self.prefill.advert)) if self.prefill is not None else None
 
     # A step.
 
     def preempted(self, told: PdStageMetadata) -> None:
-        """Before anything of this step: it may write blocks that were preempted requests'."""
+        """Called before anything else of this step, which may write the blocks of preempted requests."""
         if told.preempted:
             self._tasks.run(partial(self._preempt, told.preempted))
 
@@ -124,7 +122,7 @@ class WorkerSide:
                 early.preempted(name, is_overwritten=is_overwritten)
 
     def bound(self, told: PdStageMetadata) -> None:
-        """Before this step's forward pass: what finished requests hold was computed by those before it."""
+        """Called before this step's forward pass: earlier passes computed the blocks of finished requests."""
         self._computed = self._event() if told.sends else None
         self._chunks = told.chunks
         if told.chunks:
@@ -139,25 +137,25 @@ class WorkerSide:
             self._tasks.put(partial(self._stream, self._chunks, Layers(*layers, self._event(), is_last=False)))
 
     def computed(self) -> None:
-        """After this step's forward pass, or its launch: what of it is handed over at once."""
+        """Called after this step's forward pass, or its launch: sends what is sent early."""
         if self._chunks:
             layers = Layers(*self._groups.rest(), self._event(), is_last=True)
             self._tasks.put(partial(self._stream, self._chunks, layers))
             self._chunks = {}
 
     def begin(self, told: PdStageMetadata) -> None:
-        """This step's news, to be carried out soon. Raises what is a mistake here, of an earlier step's too."""
+        """Queues this step's news. Raises errors that are bugs here, of an earlier step's too."""
         self._tasks.check()
         if told:
             self._clear(told)
-            # Blocks to be loaded may still be zeroed, or read, by what was launched.
+            # Launched kernels may still zero or read the blocks to be loaded.
             after = self._event() if told.receives else None
             self._tasks.put(partial(self._carry_out, told, self._computed, after))
 
     def _clear(self, told: PdStageMetadata) -> None:
-        """Zeroes blocks of which a request's tokens fill a part only, where vLLM zeroes new blocks: it leaves out those
-        that a connector loads, and takes for granted that whole blocks are loaded (`record_for_zeroing`). What else
-        was there, such as another layer's state, may be NaN as K and V, and a masked NaN is a NaN.
+        """Zeroes blocks that a request's tokens fill only in part, if vLLM zeroes new blocks. vLLM leaves out blocks
+        that a connector loads, since it assumes that whole blocks are loaded (`record_for_zeroing`). Their other
+        content, such as another layer's state, may be NaN as K and V, and a masked NaN is a NaN.
         """
         assert self._caches is not None, "a request before register_kv_caches"
         if not self._kv_cache_config.needs_kv_cache_zeroing:
@@ -241,14 +239,14 @@ class WorkerSide:
             receiver.abort("the request ended at decode")
 
     def _abandon(self, remote: Remote) -> None:
-        """A room that asks for nothing succeeds at once, and prefill's blocks are free."""
+        """A room that asks for nothing succeeds at once, and frees prefill's blocks."""
         try:
             self._announce(remote).bind({}, {})
         except PdstageError as error:
             log.warning("room %s is left to its deadline at prefill: %s", remote.room, error)
 
     def _withdraw(self, room: str) -> None:
-        """A room that prefill will not send, as its request ended before: decode need not wait for it."""
+        """Ends a room that prefill will not send, since its request ended before: decode need not wait for it."""
         assert self.prefill is not None, "a request to send at an engine that does not prefill"
         try:
             self.prefill.send(room).abort("the request ended at prefill")
@@ -261,7 +259,7 @@ class WorkerSide:
         return self.decode.receive(remote.room, prefill=remote.address, instance=remote.instance, wait_s=longest_s)
 
     def _named(self, held: dict[str, Held]) -> tuple[dict[str, Items], dict[str, tuple[int, int]], dict[str, Items]]:
-        """Pages and their tokens, and states, as nodes take them."""
+        """Pages and their tokens, and states, as nodes expect them."""
         assert self._caches is not None, "a request before register_kv_caches"
         items, tokens, states = {}, {}, {}
         for component, one in held.items():
@@ -283,7 +281,7 @@ class WorkerSide:
     # What became of them.
 
     def results(self) -> KVConnectorTransferResults:
-        """Of rooms whose memory is free again since the last call."""
+        """The results of rooms whose memory became free since the last call."""
         self._tasks.check()
         results = KVConnectorTransferResults()
         while self._not_begun:
@@ -301,10 +299,10 @@ class WorkerSide:
         return results
 
     def _is_as_told(self, receiver: Receiver, request_id: str) -> bool:
-        """Whether a room that arrived is what decode took it for; false, and a word in the log, where it is not."""
+        """Whether prefill's statement of an arrived room is what decode expects. If not, logs it and returns false."""
         expected, said = self._told.pop(request_id, None), receiver.aux
         if receiver.state is State.SUCCESS and expected is not None and said != expected:
-            log.warning("request %s is not received: prefill says it is of %r, not %r", request_id, said, expected)
+            log.warning("request %s is not received: prefill sent %r, not %r", request_id, said, expected)
             return False
         return True
 
@@ -318,7 +316,7 @@ class WorkerSide:
                 self._stats.add("num_kv_expired_reqs", 1)
 
     def stats(self) -> PdStageStats | None:
-        """What happened since the last call, and what lasts; None if nothing did, and nothing does."""
+        """Counts since the last call, and gauges; None if there is nothing to report."""
         held, self._written = self._held_now(), self._add_written()
         lasting = (len(held), len(self._receiving), sum(n for n, _ in held))
         if self._stats.is_empty() and not any(lasting) and lasting == self._lasting:
@@ -331,7 +329,7 @@ class WorkerSide:
         return told
 
     def _held_now(self) -> list[tuple[int, float]]:
-        return list(self._held.copy().values())  # copied in one step, whatever the task thread adds meanwhile
+        return list(self._held.copy().values())  # an atomic copy: the task thread may add entries meanwhile
 
     def _add_written(self) -> tuple[int, int]:
         if self.prefill is None:
@@ -343,7 +341,7 @@ class WorkerSide:
         return now
 
     def close(self) -> None:
-        """Fails the rooms still open and gives the memory back."""
+        """Fails the open rooms and releases the memory."""
         self._tasks.close()
         for node in (self.prefill, self.decode):
             if node is not None:
@@ -352,14 +350,14 @@ class WorkerSide:
 
 
 def topology_of(parallel: ParallelConfig) -> Topology:
-    """This worker's place in its engine. A data-parallel replica of vLLM is an engine of its own, with a directory of
-    its own. Under decode context parallelism ranks that follow one another in a tensor-parallel group have the same
-    heads, and deal the tokens among them. Raises `UsageError` for prefill context parallelism.
+    """This worker's place in its engine. A data-parallel replica of vLLM is a separate engine with its own directory.
+    Under decode context parallelism, consecutive ranks of a tensor-parallel group have the same heads and share the
+    tokens. Raises `UsageError` for prefill context parallelism.
     """
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise UsageError(
             f"prefill_context_parallel_size is {parallel.prefill_context_parallel_size}",
-            remedy="this connector takes no prefill context parallelism yet",
+            remedy="this connector does not support prefill context parallelism yet",
         )
     tp_size, pp_size, cp_size = (
         parallel.tensor_parallel_size,
@@ -374,7 +372,7 @@ def topology_of(parallel: ParallelConfig) -> Topology:
 
 
 def _check_place(topology: Topology) -> None:
-    """Raises `UsageError` where vLLM deals tokens to its ranks otherwise than `topology_of` takes for granted."""
+    """Raises `UsageError` if vLLM distributes tokens otherwise than `topology_of` assumes."""
     there = get_dcp_world_size_and_rank()
     if topology.cp_size > 1 and there != (topology.cp_size, topology.cp_rank):
         raise UsageError(
@@ -385,7 +383,7 @@ def _check_place(topology: Topology) -> None:
 
 
 def _take_released(rooms: dict[str, AnyHandle]) -> list[tuple[str, AnyHandle]]:
-    """Those of `rooms` that are over, taken out. Another thread may add some meanwhile: each step here is whole."""
+    """Removes and returns the rooms that are released. Another thread may add rooms: each step here is atomic."""
     return [(request_id, rooms.pop(request_id)) for request_id, one in rooms.copy().items() if one.released]
 
 

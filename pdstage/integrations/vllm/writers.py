@@ -1,9 +1,9 @@
-"""vLLM's own cache writes, by which a worker's layout is proved at start (`pdstage.probe`).
+"""vLLM's own cache writes, which prove a worker's layout at start (`pdstage.probe`).
 
-An attention layer's writer is its backend's `do_kv_cache_update`, called as `unified_kv_cache_update`
-(vllm/model_executor/layers/attention/attention.py) and `MLAAttention` call it in a forward pass. A recurrent layer
-keeps its states in views of its own making (`MambaBase.bind_kv_cache`): its writer is a store into these. Both exist
-when vLLM registers its caches: metadata builders and caches are bound to the layers before.
+An attention layer's writer is its backend's `do_kv_cache_update`, called as in a forward pass: by
+`unified_kv_cache_update` (vllm/model_executor/layers/attention/attention.py) and `MLAAttention`. A recurrent layer
+keeps its states in views that it makes (`MambaBase.bind_kv_cache`): its writer is a store into these. Both exist when
+vLLM registers its caches, since metadata builders and caches are bound to the layers before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _PLACE = re.compile(r"\d+")
 _PLAIN = {"auto", "bfloat16", "float16", "half", "float32", "float"}
 _NUDGE = 1 + 1 / 64
-"""vLLM's CPU operators truncate to fp8: a little above a code, to round and to truncate give the same code."""
+"""vLLM's CPU operators truncate to fp8. Values slightly above a code give the same code rounded and truncated."""
 
 
 def probes_of(caches: Caches, config: VllmConfig) -> list[LayerProbe]:
@@ -53,7 +53,7 @@ def _writer(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Writer | None:
-    """The layer's own writer; None where it has none that can be called by itself."""
+    """The layer's own writer; None if it has none that can be called alone."""
     if isinstance(getattr(layer, "kv_cache", None), list | tuple):
         return _StateWriter(layer.kv_cache, views)
     if Backend.of(layer).pages is Pages.INDEX:
@@ -74,14 +74,14 @@ def _role(view: View) -> str:
 
 
 class _Encoding(NamedTuple):
-    """Of what dtype values are given to a layer, and of what dtype they are stored."""
+    """The dtype of the values given to a layer, and the dtype they are stored in."""
 
     given: torch.dtype
     stored: torch.dtype
 
     @staticmethod
     def of(layer: Any, dtype: torch.dtype) -> _Encoding | None:  # noqa: ANN401
-        """Of a model of `dtype`; None for encodings of which this module does not know what is stored."""
+        """For a model of `dtype`; None for encodings whose stored form this module does not know."""
         name, held = str(getattr(layer, "kv_cache_dtype", "auto")), layer.kv_cache.dtype
         if name in _PLAIN and held.is_floating_point:
             return _Encoding(held, held)
@@ -92,7 +92,7 @@ class _Encoding(NamedTuple):
     def draw(
         self, rng: np.random.Generator, shape: tuple[int, ...], scale: float
     ) -> tuple[torch.Tensor, NDArray[np.uint8]]:
-        """Values to give to the writer, and the bytes that they are stored as, `[..., byte]`."""
+        """Values for the writer, and the bytes they are stored as, `[..., byte]`."""
         drawn = torch.from_numpy(rng.uniform(0.5, 2.0, shape) * rng.choice([-1.0, 1.0], shape))
         stored = drawn.to(self.given).to(self.stored)
         given = stored if self.stored == self.given else (stored.float() * (_NUDGE * scale)).to(self.given)
@@ -120,14 +120,16 @@ class _HeadsWriter:
 
 
 def _share(stored: Mapping[str, NDArray[np.uint8]], view: View) -> NDArray[np.uint8]:
-    """The bytes of `stored` that are in a view: all of a role's, or of role "v.3" the fourth part of that length."""
+    """The bytes of `stored` that are in a view: all of a role's or, for role "v.3", the fourth piece of that length."""
     role, _, part = _role(view).partition(".")
     first = int(part or 0) * view.shard_nbytes
     return stored[role][..., first : first + view.shard_nbytes]
 
 
 class _LatentWriter:
-    """MLA's latent and rotary key, by the backend's `do_kv_cache_update`; packed rows (fp8_ds_mla) by their place."""
+    """MLA's latent and rotary key, by the backend's `do_kv_cache_update`. Packed rows (fp8_ds_mla) are proved by
+    position.
+    """
 
     def __init__(
         self,
@@ -152,7 +154,7 @@ class _LatentWriter:
 
 
 class _IndexWriter:
-    """The sparse indexer's keys, by `indexer_k_quant_and_cache` as its own forward pass calls it; by their place."""
+    """The sparse indexer's keys, by `indexer_k_quant_and_cache` as its forward pass calls it. Proved by position."""
 
     def __init__(self, layer: Any, views: Sequence[View], device: torch.device) -> None:  # noqa: ANN401
         self._layer, self._view, self._device = layer, views[0], device

@@ -62,7 +62,7 @@ def test_usual_settings_are_taken(monkeypatch, mode):
 )
 @pytest.mark.parametrize("mode", [PREFILL, DECODE])
 def test_a_setting_of_sglang(monkeypatch, mode, setting, value, culprit):
-    with pytest.raises(UsageError, match=f"pdstage does not go with .*{culprit}") as refused:
+    with pytest.raises(UsageError, match=f"pdstage does not support .*{culprit}") as refused:
         check(monkeypatch, mode, **{setting: value})
     assert refused.value.remedy == "unset it"
 
@@ -173,7 +173,7 @@ def test_the_cards_that_sglang_gives_a_gpu(cards, gpu, devices):
 @pytest.mark.parametrize("transport", ["auto", "mooncake", {"name": "nixl", "devices": ["mlx5_9"]}])
 def test_cards_of_another_transport_are_left_aside_in_words(caplog, transport):
     assert manager.over_devices(transport, "mlx5_0", 0) == transport
-    assert "--disaggregation-ib-device mlx5_0 is left aside" in caplog.text
+    assert "--disaggregation-ib-device mlx5_0 is ignored" in caplog.text
 
 
 def test_a_bad_switch_of_the_staging_kernels(monkeypatch):
